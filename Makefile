@@ -1,0 +1,45 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: install check test test-long quickstart golden clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: lightscale needs Python 3.11 or newer, '$(PYTHON)' is $$($(PYTHON) --version 2>&1);" \
+	       "name another with 'make PYTHON=python3.11 ...'" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+# Static checks and the direction of imports.
+check: install
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy -p lightscale
+	$(BIN)/pytest -q tests/test_layering.py
+
+# The default suite.
+test: check
+	$(BIN)/pytest --durations=10
+
+# The rest: tests marked `long`. Exit code 5 says that there is none.
+test-long: install
+	$(BIN)/pytest --durations=10 -m long || test $$? -eq 5
+
+# Corpus, training, resume and a sample of text, from nothing.
+quickstart: install
+	PATH="$(CURDIR)/$(BIN):$$PATH" tools/quickstart.sh
+
+# Write the resolved form of every shipped run again, after a change that is meant to change them.
+golden: install
+	for config in configs/*.toml; do \
+	  $(BIN)/lightscale config $$config > tests/golden/$$(basename $$config) || exit 1; \
+	done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find lightscale tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,85 @@
+"""The `lightscale` command: finds the command's module, runs it, and turns errors into exit codes.
+
+Only the chosen command's module is imported, so that `lightscale --help` does not wait for torch.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightscale import __version__
+from lightscale.errors import UserError
+
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command's line in the help, and its module with `add_arguments(parser)` and `run(args) -> int`."""
+
+    module: str
+    help: str
+
+
+COMMANDS: dict[str, Command] = {
+    "config": Command(module="lightscale.config_command", help="print a run's resolved configuration"),
+    "data": Command(module="lightscale.data_pipeline.command", help="prepare and inspect token stores"),
+    "train": Command(module="lightscale.launch.train_command", help="train a model, or go on with a run"),
+    "generate": Command(module="lightscale.evaluation.generate_command", help="continue a text with a model"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `lightscale ARGV` and return the exit code.
+
+    0: done. 78: a person's mistake, named in one message. 130: interrupted. Commands may add their own.
+    Wrong usage and `--help` leave by SystemExit (2 and 0), as argparse does.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+    except UserError as error:
+        print("error:", textwrap.indent(str(error), " " * len("error: ")).lstrip(), file=sys.stderr)
+        return UserError.EXIT_CODE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output is gone (`lightscale … | head`). Python would complain once more when it
+        # flushes stdout at exit, so stdout is pointed at nothing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    return code
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] not in COMMANDS:
+        overview = _overview()
+        overview.parse_args(arguments or ["--help"])
+        overview.error(f"the first argument must be a command: {', '.join(COMMANDS)}")
+    name, *rest = arguments
+    module = importlib.import_module(COMMANDS[name].module)
+    parser = argparse.ArgumentParser(prog=f"lightscale {name}", description=COMMANDS[name].help)
+    module.add_arguments(parser)
+    # Overrides may stand before and after options; argparse can do that only without subcommands.
+    parse = parser.parse_intermixed_args if parser._subparsers is None else parser.parse_args
+    return int(module.run(parse(rest)))
+
+
+def _overview() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightscale",
+        description="Train long-context language models with linear token mixing.",
+        epilog="`lightscale COMMAND --help` shows a command's arguments.",
+    )
+    parser.add_argument("--version", action="version", version=f"lightscale {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands", required=True)
+    for name, command in COMMANDS.items():
+        commands.add_parser(name, help=command.help)
+    return parser

@@ -1,0 +1,1 @@
+"""From files to token stores, and from stores to batches."""

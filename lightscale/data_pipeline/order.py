@@ -1,0 +1,145 @@
+"""Which window comes when: a pure function of (seed, epoch, source, sample index) that no run state can
+change.
+
+Two parts, both answering for any index at once, without memory of what came before:
+
+- ``Permutation`` shuffles the windows of a source anew in every epoch.
+- ``Mixture`` says which source a sample comes from, and which of that source's samples it is.
+
+They use integer arithmetic and BLAKE2b only, so that the order is the same on every machine and in every
+version.
+"""
+
+import hashlib
+import heapq
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightscale.errors import UserError
+
+NUM_ROUNDS = 6
+# Weights become multiples of 1 / 126,000 = 1 / (2^4 3^2 5^3 7): whole per mille, thirds, sevenths and so on
+# are exact.
+RESOLUTION = 126_000
+_MASK = 0xFFFF_FFFF_FFFF_FFFF
+
+
+class Permutation:
+    """A shuffle of 0 … n - 1 that answers for one index at a time, in constant time and memory.
+
+    A Feistel network over pairs (left, right) of digits in base b = ceil(sqrt(n)): each of 6 rounds maps
+    (l, r) to (r, l + F(r) mod b), F being a 64-bit mix keyed by BLAKE2b of (seed, epoch, source). Every round
+    can be undone, so the network permutes b² numbers. An image of n or more is sent through again until it
+    falls below n (cycle walking; Black and Rogaway, "Ciphers with arbitrary finite domains", 2002), which
+    keeps it a permutation of 0 … n - 1. As b² - n < 2b, that is rare.
+    """
+
+    def __init__(self, n: int, *, seed: int, epoch: int, source: str) -> None:
+        if n < 1:
+            raise ValueError(f"a permutation of {n} windows is not possible; at least 1 is needed")
+        self.n = n
+        self._base = math.isqrt(n - 1) + 1
+        digest = hashlib.blake2b(f"{seed}/{epoch}/{source}".encode(), digest_size=8 * NUM_ROUNDS).digest()
+        self._keys = [int.from_bytes(digest[i : i + 8], "little") for i in range(0, len(digest), 8)]
+
+    def __call__(self, index: int) -> int:
+        """The window at place ``index``; both are 0 … n - 1."""
+        if not 0 <= index < self.n:
+            raise IndexError(f"index {index} is outside 0 … {self.n - 1}")
+        image = self._network(index)
+        while image >= self.n:
+            image = self._network(image)
+        return image
+
+    def many(self, indices: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """The windows at places ``indices`` (any shape), the same as one call each."""
+        if indices.size and int(indices.max()) >= self.n:
+            raise IndexError(f"index {indices.max()} is outside 0 … {self.n - 1}")
+        images = self._network(indices.astype(np.uint64))
+        while (outside := images >= self.n).any():
+            images[outside] = self._network(images[outside])
+        return images
+
+    def _network(self, index: Any) -> Any:
+        """The rounds alone, for an int or a uint64 array below b²."""
+        left, right = index // self._base, index % self._base
+        for key in self._keys:
+            left, right = right, (left + (_mix(right, key) >> 32)) % self._base
+        return left * self._base + right
+
+
+class Mixture:
+    """Weighted mixing of K sources: for every i, each has given floor(w i) or ceil(w i) of the first i
+    samples.
+
+    The weights are taken as whole parts of a period P ≤ 126,000, w = p / P. Within a period the m-th sample
+    of a source may not come before slot floor((m - 1) P / p) and must come before slot ceil(m P / p); of the
+    samples that may come, the one that must come earliest does (earliest deadline first, ties to the earlier
+    name). With all shares summing to one no deadline is ever missed (Baruah et al., "Proportionate progress",
+    1996), which is the bound above. The order of one period is a table; all periods are alike, so sample i is
+    found by one division and one look-up.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        """``weights``: source name to weight > 0, in any unit. Their order does not matter."""
+        if not weights:
+            raise UserError("no source to read from; at least one is needed")
+        for name, weight in weights.items():
+            if not (math.isfinite(weight) and weight > 0):
+                raise UserError(f"source {name}: the weight is {weight}; it must be a finite number above 0")
+        self.names = tuple(sorted(weights))
+        self.parts = _whole_parts([weights[name] for name in self.names])
+        self.period = sum(self.parts)
+        self._source_at, self._rank_at = _one_period(self.parts)
+
+    def __call__(self, sample: int) -> tuple[str, int]:
+        """(source, how many samples it gave before): what sample ``sample`` ≥ 0 is."""
+        period, slot = divmod(sample, self.period)
+        source = self._source_at[slot]
+        return self.names[source], period * self.parts[source] + int(self._rank_at[slot])
+
+    def counts(self, num_samples: int) -> dict[str, int]:
+        """How many of the first ``num_samples`` samples come from each source."""
+        periods, slots = divmod(num_samples, self.period)
+        rest = np.bincount(self._source_at[:slots], minlength=len(self.names))
+        return {name: periods * self.parts[k] + int(rest[k]) for k, name in enumerate(self.names)}
+
+
+def _mix(value: Any, key: int) -> Any:
+    """The finalizer of SplitMix64 (Steele et al. 2014): 64-bit ``value`` is an int or a uint64 array."""
+    value = value ^ key
+    value = ((value ^ (value >> 30)) * 0xBF58_476D_1CE4_E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D0_49BB_1331_11EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def _whole_parts(weights: list[float]) -> list[int]:
+    """Whole parts in proportion to ``weights``, each at least 1, without a common divisor."""
+    total = math.fsum(weights)
+    shares = [weight / total * RESOLUTION for weight in weights]
+    parts = [max(1, round(share)) for share in shares]
+    divisor = math.gcd(*parts)
+    return [part // divisor for part in parts]
+
+
+def _one_period(parts: list[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """(P,) source of every slot of a period, and (P,) how many slots it had before in the period."""
+    period = sum(parts)
+    source_at = np.empty(period, dtype=np.int32)
+    rank_at = np.empty(period, dtype=np.int32)
+    waiting = [(0, source, 0) for source in range(len(parts))]  # (first slot allowed, source, rank): heaps
+    ready: list[tuple[int, int, int]] = []  # (slot that must not pass, source, rank)
+    for slot in range(period):
+        while waiting and waiting[0][0] <= slot:
+            _, source, rank = heapq.heappop(waiting)
+            heapq.heappush(ready, (-(-(rank + 1) * period // parts[source]), source, rank))
+        deadline, source, rank = heapq.heappop(ready)
+        assert slot < deadline, "earliest deadline first missed a deadline"
+        source_at[slot], rank_at[slot] = source, rank
+        if rank + 1 < parts[source]:
+            heapq.heappush(waiting, ((rank + 1) * period // parts[source], source, rank + 1))
+    return source_at, rank_at

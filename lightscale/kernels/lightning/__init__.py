@@ -1,0 +1,198 @@
+"""Lightning attention: linear attention with one fixed decay per head (TNL; without decay, cosFormer2).
+
+S_t = λ_h S_{t-1} + k_t v_tᵀ and o_t = S_tᵀ q_t (Qin et al., TransNormerLLM, arXiv 2307.14995; Lightning
+Attention-2, arXiv 2401.04658). ``lightning_attention`` is the operator; sequence parallelism and generation
+are built from the pieces beside it. README.md in this folder has the mathematics.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightscale.errors import UserError
+from lightscale.kernels.lightning.chunked import (
+    DEFAULT_CHUNK_SIZE,
+    ChunkedLightningAttention,
+    grad_bwd,
+    out_fwd,
+    recurrent_step,
+    state_bwd,
+    state_fwd,
+)
+from lightscale.kernels.lightning.documents import check_cu_seqlens
+from lightscale.kernels.lightning.grid import state_dtype
+from lightscale.kernels.lightning.reference import lightning_attention_reference
+
+__all__ = [
+    "BACKENDS",
+    "grad_bwd",
+    "lightning_attention",
+    "lightning_attention_reference",
+    "out_fwd",
+    "recurrent_step",
+    "state_bwd",
+    "state_dtype",
+    "state_fwd",
+]
+
+
+class _Backend(Protocol):
+    """What computes the operator once its arguments are checked: (o, final state)."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        initial_state: Tensor | None,
+        cu_seqlens: Tensor | None,
+        chunk_size: int,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def _chunked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    o, state = ChunkedLightningAttention.apply(q, k, v, log_decay, initial_state, cu_seqlens, chunk_size)
+    return o, state
+
+
+def _reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence in the dtype of the states, which is wider than that of half-precision inputs."""
+    dtype = state_dtype(q.dtype)
+    o, state = lightning_attention_reference(
+        q.to(dtype),
+        k.to(dtype),
+        v.to(dtype),
+        None if log_decay is None else log_decay.to(dtype),
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+    )
+    return o.to(v.dtype), state
+
+
+BACKENDS: dict[str, _Backend] = {"chunked": _chunked, "reference": _reference}
+
+
+def lightning_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Causal linear attention with a fixed decay per head: linear in T, differentiable in every input.
+
+    Args:
+        q: queries (B, T, H, K), fp16, bf16, fp32 or fp64, any strides.
+        k: keys (B, T, H, K), of q's dtype.
+        v: values (B, T, H, V), of q's dtype; V need not equal K.
+        log_decay: log λ per head (H,), fp32 or fp64, at most 0; None for no decay.
+        initial_state: the state (B, H, K, V) that enters each row, fp32 (fp64 for fp64 inputs); zero when
+            None. Only the first document of a row reads it.
+        output_final_state: also return the state after each row's last token.
+        cu_seqlens: (N+1,) int32 or int64 document boundaries over the flattened B·T tokens, every row start
+            included. No state passes from one document to the next.
+        chunk_size: tokens that the chunked form computes at once; a matter of speed only.
+        backend: "auto", or one of BACKENDS: "chunked", "reference" (one token at a time, slow).
+
+    Returns:
+        The outputs (B, T, H, V) in v's dtype, and None or the final state (B, H, K, V), fp32 (fp64 for fp64
+        inputs).
+
+    Raises:
+        UserError: a shape, dtype, device or backend that does not fit; the message names the argument. The
+            values of log_decay and cu_seqlens are checked on a CPU only, where reading them costs nothing.
+    """
+    _check_inputs(q, k, v)
+    _check_decay(log_decay, q)
+    _check_state(initial_state, q, v)
+    if cu_seqlens is not None:
+        _check_device("cu_seqlens", cu_seqlens, q)
+        check_cu_seqlens(cu_seqlens, num_rows=q.shape[0], num_tokens=q.shape[1])
+    if chunk_size < 1:
+        raise UserError(f"chunk_size must be at least 1 token, got {chunk_size}")
+    name = "chunked" if backend == "auto" else backend
+    if name not in BACKENDS:
+        raise UserError(
+            f"lightning_attention has no backend {backend!r}; known here: {', '.join(['auto', *BACKENDS])}"
+        )
+    o, state = BACKENDS[name](q, k, v, log_decay, initial_state, cu_seqlens, chunk_size)
+    return o, state if output_final_state else None
+
+
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise UserError(f"{name} must have 4 dimensions (B, T, H, width), got shape {tuple(x.shape)}")
+    if q.shape != k.shape:
+        raise UserError(
+            f"q and k must have the same shape (B, T, H, K), got {tuple(q.shape)} and {tuple(k.shape)}"
+        )
+    if v.shape[:3] != q.shape[:3]:
+        raise UserError(f"v must be (B, T, H, V) = {_shape_of(q.shape[:3], 'V')}, got {tuple(v.shape)}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise UserError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise UserError(f"q, k and v must be fp16, bf16, fp32 or fp64, got {q.dtype}")
+    _check_device("k", k, q)
+    _check_device("v", v, q)
+
+
+def _check_decay(log_decay: Tensor | None, q: Tensor) -> None:
+    if log_decay is None:
+        return
+    if log_decay.shape != q.shape[2:3]:
+        raise UserError(f"log_decay must be (H,) = ({q.shape[2]},), got shape {tuple(log_decay.shape)}")
+    if log_decay.dtype not in (torch.float32, torch.float64):
+        raise UserError(f"log_decay must be fp32 or fp64, whatever q's dtype, got {log_decay.dtype}")
+    _check_device("log_decay", log_decay, q)
+    if log_decay.device.type == "cpu" and bool((log_decay > 0).any()):
+        raise UserError(
+            f"log_decay must be at most 0 (a decay of at most 1), got a largest value of {log_decay.max():g}"
+        )
+
+
+def _check_state(initial_state: Tensor | None, q: Tensor, v: Tensor) -> None:
+    if initial_state is None:
+        return
+    expected = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+    if initial_state.shape != expected:
+        raise UserError(
+            f"initial_state must be (B, H, K, V) = {expected}, got shape {tuple(initial_state.shape)}"
+        )
+    if initial_state.dtype != state_dtype(q.dtype):
+        raise UserError(
+            f"initial_state must be {state_dtype(q.dtype)} for inputs of {q.dtype}, got {initial_state.dtype}"
+        )
+    _check_device("initial_state", initial_state, q)
+
+
+def _check_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise UserError(f"{name} is on {x.device}, but q is on {q.device}")
+
+
+def _shape_of(sizes: torch.Size, rest: str) -> str:
+    return f"({', '.join([*map(str, sizes), rest])})"

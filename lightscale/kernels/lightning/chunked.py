@@ -1,0 +1,294 @@
+"""Decay attention in chunks with a hand-written backward, in the pieces that sequence parallelism needs.
+
+The mathematics, with the derivation of the backward and the counts of FLOPs and bytes, is in README.md here.
+Names of shapes: B rows, T tokens, H heads, K key width, V value width. Inside, everything is fp32, or fp64
+for fp64 inputs; outputs and gradients have the dtype of their inputs.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightscale.kernels.lightning.documents import fragment_numbers
+from lightscale.kernels.lightning.grid import Decays, chunk_groups, state_dtype
+
+DEFAULT_CHUNK_SIZE = 64
+
+# Tokens that one product of state_fwd and state_bwd sums over; bounds the copy in head-major order.
+_SPAN_TOKENS = 1024
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _without_autocast(piece: Callable[Concatenate[Tensor, _P], _R]) -> Callable[Concatenate[Tensor, _P], _R]:
+    """Keep autocast, which would round the fp32 states to bf16 before each product, out of ``piece``."""
+
+    @wraps(piece)
+    def run(first: Tensor, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with torch.autocast(first.device.type, enabled=False):
+            return piece(first, *args, **kwargs)
+
+    return run
+
+
+def _state_or_zeros(state: Tensor | None, q: Tensor, v: Tensor) -> Tensor:
+    if state is not None:
+        return state.to(state_dtype(q.dtype), copy=True)
+    num_rows, _, num_heads, key_width = q.shape
+    shape = (num_rows, num_heads, key_width, v.shape[3])
+    return torch.zeros(shape, dtype=state_dtype(q.dtype), device=q.device)
+
+
+def _weighted_outer(x: Tensor, y: Tensor, weights: Tensor, kept: Tensor | None) -> Tensor:
+    """Σ_t weights_t x_t y_tᵀ (B, H, K, V) over the kept tokens; weights (H, T), kept (B, T)."""
+    total = torch.zeros(x.shape[0], x.shape[2], x.shape[3], y.shape[3], dtype=weights.dtype, device=x.device)
+    for start in range(0, x.shape[1], _SPAN_TOKENS):
+        span = slice(start, start + _SPAN_TOKENS)
+        weighted = weights[:, span, None] * x[:, span].transpose(1, 2)
+        if kept is not None:
+            weighted.masked_fill_(~kept[:, None, span, None], 0.0)
+        total += weighted.mT @ y[:, span].transpose(1, 2).to(weights.dtype)
+    return total
+
+
+@_without_autocast
+def state_fwd(
+    k: Tensor, v: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The summary of a row for the ranks behind it: S_out = D ⊙ S_in + S_loc.
+
+    Args:
+        k: keys (B, T, H, K); T may be 0.
+        v: values (B, T, H, V).
+        log_decay: (H,) or None.
+        cu_seqlens: (N+1,) or None. Whether the row's first token begins a document is the caller's business:
+            it then takes D as 0.
+
+    Returns:
+        S_loc (B, H, K, V), the row's outgoing state from a zero incoming state, and D (B, H), the decay from
+        the row's start to its end: λ^T, or 0 where a document begins inside the row.
+    """
+    num_rows, num_tokens, num_heads = k.shape[:3]
+    decays = Decays(log_decay, num_heads=num_heads, chunk_size=0, like=k)
+    steps = torch.arange(num_tokens - 1, -1, -1, device=k.device)
+    through = decays.power(steps.new_tensor(num_tokens)).expand(num_rows, -1)
+    if cu_seqlens is None:
+        return _weighted_outer(k, v, decays.power(steps), None), through.clone()
+    fragments = fragment_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)
+    last = fragments[:, -1:]  # (B, 1), or (B, 0) when T is 0
+    local = _weighted_outer(k, v, decays.power(steps), fragments == last)
+    return local, through.masked_fill((last > 0).any(1, keepdim=True), 0.0)
+
+
+@_without_autocast
+def out_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    S_in: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+) -> tuple[Tensor, Tensor]:
+    """The outputs o (B, T, H, V) of a row that S_in (B, H, K, V) enters, and the state that leaves it.
+
+    Args:
+        q: queries (B, T, H, K); T may be 0.
+        k: keys (B, T, H, K).
+        v: values (B, T, H, V).
+        log_decay: (H,) or None.
+        S_in: zero when None; only the row's first fragment reads it.
+        cu_seqlens: (N+1,) or None.
+        chunk_size: tokens of a chunk.
+    """
+    decays = Decays(log_decay, num_heads=q.shape[2], chunk_size=chunk_size, like=q)
+    state = _state_or_zeros(S_in, q, v)
+    o = v.new_empty(v.shape)
+    for group in chunk_groups(q, v, decays, cu_seqlens, chunk_size):
+        q_g, k_g, v_g = group.load(q), group.load(k), group.load(v)
+        o_g = group.causal_(q_g @ k_g.mT) @ v_g
+        states, state = group.scan_states(k_g, v_g, state)
+        group.add_incoming_(o_g, group.weigh_incoming_(q_g), states)
+        group.store(o, o_g)
+    return o, state
+
+
+@_without_autocast
+def state_bwd(q: Tensor, do: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None = None) -> Tensor:
+    """The cotangent U (B, H, K, V) of a row's incoming state that comes from the row's own outputs.
+
+    The whole cotangent is U + D ⊙ dS_end with the D of ``state_fwd``. Only the first fragment reads the
+    incoming state; a caller whose row begins with a new document takes U as 0.
+
+    Args:
+        q: queries (B, T, H, K); T may be 0.
+        do: cotangents of the outputs (B, T, H, V).
+        log_decay: (H,) or None.
+        cu_seqlens: (N+1,) or None.
+    """
+    num_rows, num_tokens, num_heads = q.shape[:3]
+    decays = Decays(log_decay, num_heads=num_heads, chunk_size=0, like=q)
+    weights = decays.power(torch.arange(1, num_tokens + 1, device=q.device))
+    kept = None
+    if cu_seqlens is not None:
+        kept = fragment_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens) == 0
+    return _weighted_outer(q, do, weights, kept)
+
+
+class RowGradients(NamedTuple):
+    """Gradients of a row's inputs, each of its input's shape; ``log_decay`` (H,) is None unless asked for."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None
+    S_in: Tensor
+
+
+@_without_autocast
+def row_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    do: Tensor,
+    S_in: Tensor | None,
+    dS_end: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    with_decay: bool = False,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+) -> RowGradients:
+    """Every gradient of a row, its incoming state's included; the arguments are those of ``grad_bwd``."""
+    decays = Decays(log_decay, num_heads=q.shape[2], chunk_size=chunk_size, like=q)
+    groups = list(chunk_groups(q, v, decays, cu_seqlens, chunk_size))
+    state = _state_or_zeros(S_in, q, v)
+    states_by_group = []
+    for group in groups:
+        states, state = group.scan_states(group.load(k), group.load(v), state)
+        states_by_group.append(states)
+
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    dlog_decay = torch.zeros(q.shape[2], dtype=decays.dtype, device=q.device) if with_decay else None
+    dstate = _state_or_zeros(dS_end, q, v)
+    for group in reversed(groups):
+        states = states_by_group.pop()
+        q_g, k_g, v_g, do_g = (group.load(x) for x in (q, k, v, do))
+        scores = group.causal_(q_g @ k_g.mT)
+        dscores = group.causal_(do_g @ v_g.mT)
+        dq_g, dk_g, dv_g = dscores @ k_g, dscores.mT @ q_g, scores.mT @ do_g
+
+        group.weigh_incoming_(do_g)
+        group.add_incoming_(dq_g, do_g, states.mT)
+        dstates = q_g.mT @ do_g
+        dstate = group.scan_(dstates, dstate, reversed(range(group.num_chunks)))
+        group.add_outgoing_(dk_g, group.weigh_outgoing_(v_g), dstates.mT)
+        if dlog_decay is not None:
+            reads, writes = (q_g * dq_g).sum(-1), (k_g * dk_g).sum(-1)
+            leaving = torch.cat([states[:, 1:], state[:, None]], dim=1)
+            dlog_decay += group.decay_gradient(reads, writes, leaving, dstates)
+            state = states[:, 0]
+        group.add_outgoing_(dv_g, group.weigh_outgoing_(k_g), dstates)
+
+        for out, x in ((dq, dq_g), (dk, dk_g), (dv, dv_g)):
+            group.store(out, x)
+    return RowGradients(dq, dk, dv, dlog_decay, dstate)
+
+
+def grad_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    do: Tensor,
+    S_in: Tensor | None,
+    dS_end: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    with_decay: bool = False,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of a row's q, k, v and, ``with_decay``, of log_decay.
+
+    Args:
+        q: queries (B, T, H, K); T may be 0.
+        k: keys (B, T, H, K).
+        v: values (B, T, H, V).
+        log_decay: (H,) or None.
+        do: cotangents of the outputs (B, T, H, V).
+        S_in: the state (B, H, K, V) that entered the row; zero when None.
+        dS_end: the cotangent (B, H, K, V) of the state that left it; zero when None.
+        cu_seqlens: (N+1,) or None.
+        with_decay: compute dlog_decay, which costs one more pass over the states.
+        chunk_size: tokens of a chunk.
+
+    Returns:
+        dq, dk, dv in the dtypes of q, k, v, and dlog_decay (H,) of these rows, or None. Ranks add up.
+    """
+    gradients = row_gradients(
+        q, k, v, log_decay, do, S_in, dS_end, cu_seqlens, with_decay=with_decay, chunk_size=chunk_size
+    )
+    return gradients.q, gradients.k, gradients.v, gradients.log_decay
+
+
+@_without_autocast
+def recurrent_step(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, S: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token: q, k (B, H, K), v (B, H, V), S (B, H, K, V) → o (B, H, V) and the next state.
+
+    The state is read and written once, whatever the position. Autograd differentiates it like any other code.
+    """
+    dtype = state_dtype(q.dtype)
+    S = torch.mul(k.to(dtype).unsqueeze(-1), v.to(dtype).unsqueeze(-2)).add_(
+        S if log_decay is None else S * log_decay.to(dtype).exp()[:, None, None]
+    )
+    return (q.to(dtype).unsqueeze(-2) @ S).squeeze(-2).to(v.dtype), S
+
+
+class ChunkedLightningAttention(torch.autograd.Function):
+    """``out_fwd`` and ``row_gradients`` as one differentiable call; only the inputs are saved."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        initial_state: Tensor | None,
+        cu_seqlens: Tensor | None,
+        chunk_size: int,
+    ) -> tuple[Tensor, Tensor]:
+        """(o, final state) of the arguments of ``out_fwd``."""
+        ctx.save_for_backward(q, k, v, log_decay, initial_state, cu_seqlens)
+        ctx.chunk_size = chunk_size
+        ctx.set_materialize_grads(False)
+        return out_fwd(q, k, v, log_decay, initial_state, cu_seqlens, chunk_size=chunk_size)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients of ``forward``'s arguments; the cotangent of a result that is not used is None."""
+        q, k, v, log_decay, initial_state, cu_seqlens = ctx.saved_tensors
+        gradients = row_gradients(
+            q,
+            k,
+            v,
+            log_decay,
+            torch.zeros_like(v) if do is None else do,
+            initial_state,
+            dstate,
+            cu_seqlens,
+            with_decay=ctx.needs_input_grad[3],
+            chunk_size=ctx.chunk_size,
+        )
+        dlog_decay = None if gradients.log_decay is None else gradients.log_decay.to(log_decay.dtype)
+        dinitial_state = gradients.S_in if ctx.needs_input_grad[4] else None
+        return gradients.q, gradients.k, gradients.v, dlog_decay, dinitial_state, None, None

@@ -1,0 +1,51 @@
+"""Documents inside a row: where they begin, checked once and turned into per-token numbers.
+
+``cu_seqlens`` (N+1,) holds the boundaries over the flattened B·T tokens, every row start included. A row may
+begin in the middle of a document, so its parts are called fragments.
+"""
+
+import torch
+from torch import Tensor
+
+from lightscale.errors import UserError
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, *, num_rows: int, num_tokens: int) -> None:
+    """Refuse boundaries that do not describe ``num_rows`` rows of ``num_tokens`` tokens.
+
+    The values are only read on a CPU, where that is free; on a GPU it would stall the stream at every call.
+
+    Raises:
+        UserError: wrong shape, dtype, ends, order, or a row start that is missing.
+    """
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise UserError(
+            f"cu_seqlens must be a non-empty 1-D int32 or int64 tensor of document boundaries, "
+            f"got shape {tuple(cu_seqlens.shape)}, {cu_seqlens.dtype}"
+        )
+    if cu_seqlens.device.type != "cpu":
+        return
+    boundaries = cu_seqlens.tolist()
+    total = num_rows * num_tokens
+    if boundaries[0] != 0 or boundaries[-1] != total:
+        raise UserError(
+            f"cu_seqlens must begin with 0 and end with B·T = {num_rows}·{num_tokens} = {total}, "
+            f"got {boundaries[0]} and {boundaries[-1]}"
+        )
+    if boundaries != sorted(boundaries):
+        raise UserError("cu_seqlens must not decrease")
+    known = set(boundaries)
+    missing = [row * num_tokens for row in range(num_rows) if row * num_tokens not in known]
+    if missing:
+        raise UserError(
+            f"cu_seqlens must contain every row start, a multiple of T = {num_tokens}; it lacks {missing[0]}"
+        )
+
+
+def fragment_numbers(cu_seqlens: Tensor, *, num_rows: int, num_tokens: int) -> Tensor:
+    """The number (B, T) of each token's fragment inside its row; the row begins with fragment 0."""
+    starts = torch.zeros(num_rows * num_tokens + 1, dtype=torch.int64, device=cu_seqlens.device)
+    starts[cu_seqlens.long()] = 1
+    starts = starts[:-1].view(num_rows, num_tokens)
+    starts[:, :1] = 0
+    return starts.cumsum(1)

@@ -1,0 +1,197 @@
+"""The grid of chunks over the rows of decay attention: powers of the decay, masks of documents, and products.
+
+Names of shapes: B rows, T tokens, H heads, K key width, V value width. A row is cut into chunks of C tokens,
+the last one shorter; L is the number of tokens of the chunk at hand. G neighbours are computed at once.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightscale.kernels.lightning.documents import fragment_numbers
+
+# Elements of one operand of a group of chunks: 0.5 MiB in fp32, so that a group's operands stay in the
+# second-level cache (README.md, "What was tried").
+_GROUP_ELEMENTS = 2**17
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of states and of all arithmetic for inputs of ``dtype``: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Decays:
+    """Powers of λ by integer distance, made in fp64 and then rounded once; no exponent is above 0."""
+
+    def __init__(self, log_decay: Tensor | None, *, num_heads: int, chunk_size: int, like: Tensor) -> None:
+        self.dtype = state_dtype(like.dtype)
+        self.log_decay = (
+            torch.zeros(num_heads, device=like.device) if log_decay is None else log_decay.detach()
+        )
+        distance = torch.arange(chunk_size + 1, device=like.device)
+        self.powers = self.power(distance)  # (H, C+1)
+        pairs = distance[:-1, None] - distance[None, :-1]
+        self.pairs = self.power(pairs.clamp(min=0)).tril_()  # (H, C, C): λ^(i-j) for i ≥ j, else 0
+
+    def power(self, steps: Tensor) -> Tensor:
+        """λ^steps, shape (H, *steps.shape); also right for λ = 0, where 0 · (-inf) would be NaN."""
+        log_decay = self.log_decay.double().view(-1, *[1] * steps.dim())
+        return torch.where(steps > 0, steps * log_decay, 0.0).exp().to(self.dtype)
+
+    def of_queries(self, num_tokens: int) -> Tensor:
+        """(H, L, 1): how much of the state that enters a chunk its i-th token sees, λ^(i+1)."""
+        return self.powers[:, 1 : num_tokens + 1, None]
+
+    def of_keys(self, num_tokens: int) -> Tensor:
+        """(H, L, 1): how much of its i-th token's k vᵀ leaves a chunk, λ^(L-1-i)."""
+        return self.powers[:, :num_tokens].flip(1)[:, :, None]
+
+    def through(self, num_tokens: int) -> Tensor:
+        """(H, 1, 1): how much of the state that enters a chunk leaves it, λ^L."""
+        return self.powers[:, num_tokens, None, None]
+
+
+class Masks(NamedTuple):
+    """Which tokens of a group of chunks belong together, where a document begins in one of the chunks."""
+
+    incoming: Tensor  # (B, G, 1, L, 1): the token continues the document of the state that enters its chunk
+    outgoing: Tensor  # (B, G, 1, L, 1): the token belongs to the document of the state that leaves its chunk
+    through: Tensor  # (B, G, 1, 1, 1): one document goes through the whole chunk
+    pairs: Tensor  # (B, G, 1, L, L): both tokens belong to one document
+    steps: Tensor  # (B, G, 1, L): the decays of the token's document from the chunk's start to the token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Neighbouring chunks of equal length of every row, and the operations on them.
+
+    Tensors of a group are (B, G, H, L, width), contiguous. Resets select instead of multiplying by zero, so
+    that a state that overflowed in one document gives no NaN in the next.
+    """
+
+    start: int
+    num_chunks: int
+    chunk_tokens: int
+    decays: Decays
+    masks: Masks | None
+
+    def load(self, x: Tensor) -> Tensor:
+        """A copy (never a view) of this group's tokens of x (B, T, H, width), in the arithmetic's dtype."""
+        tokens = x.narrow(1, self.start, self.num_chunks * self.chunk_tokens)
+        chunks = tokens.unflatten(1, (self.num_chunks, self.chunk_tokens)).transpose(2, 3)
+        return torch.empty(chunks.shape, dtype=self.decays.dtype, device=x.device).copy_(chunks)
+
+    def store(self, out: Tensor, x: Tensor) -> None:
+        """Write x into this group's tokens of out (B, T, H, width)."""
+        tokens = out.narrow(1, self.start, self.num_chunks * self.chunk_tokens)
+        tokens.unflatten(1, (self.num_chunks, self.chunk_tokens)).transpose(2, 3).copy_(x)
+
+    def causal_(self, scores: Tensor) -> Tensor:
+        """Decay scores (B, G, H, L, L) in place; 0 for pairs of later tokens or of other documents."""
+        scores.mul_(self.decays.pairs[:, : self.chunk_tokens, : self.chunk_tokens])
+        return scores if self.masks is None else scores.masked_fill_(~self.masks.pairs, 0.0)
+
+    def weigh_incoming_(self, x: Tensor) -> Tensor:
+        """Weigh rows of queries, or of their outputs' cotangents, by their view of the incoming state."""
+        x.mul_(self.decays.of_queries(self.chunk_tokens))
+        return x if self.masks is None else x.masked_fill_(~self.masks.incoming, 0.0)
+
+    def weigh_outgoing_(self, x: Tensor) -> Tensor:
+        """Weigh rows of keys or values by their share in the outgoing state."""
+        x.mul_(self.decays.of_keys(self.chunk_tokens))
+        return x if self.masks is None else x.masked_fill_(~self.masks.outgoing, 0.0)
+
+    def add_incoming_(self, out: Tensor, x: Tensor, state: Tensor) -> None:
+        """out += x @ state, for rows weighed by ``weigh_incoming_``."""
+        _add_product_(out, x, state, None if self.masks is None else self.masks.incoming)
+
+    def add_outgoing_(self, out: Tensor, x: Tensor, state: Tensor) -> None:
+        """out += x @ state, for rows weighed by ``weigh_outgoing_``."""
+        _add_product_(out, x, state, None if self.masks is None else self.masks.outgoing)
+
+    def scan_(self, shares: Tensor, carried: Tensor, order: Iterable[int]) -> Tensor:
+        """Carry a state through the chunks in ``order``.
+
+        ``shares`` (B, G, H, K, V), what each chunk adds, is overwritten with what the chunk receives:
+        forward, the state that enters it; in reverse, the cotangent of the state that leaves it. Returns what
+        is carried on.
+        """
+        decay = self.decays.through(self.chunk_tokens)
+        for chunk in order:
+            share = shares[:, chunk]
+            if self.masks is None:
+                carried_on = torch.addcmul(share, carried, decay)
+            else:
+                carried_on = share + (carried * decay).masked_fill_(~self.masks.through[:, chunk], 0.0)
+            share.copy_(carried)
+            carried = carried_on
+        return carried
+
+    def scan_states(self, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The state (B, G, H, K, V) that enters each chunk, and the one that leaves the last. Spoils k."""
+        states = self.weigh_outgoing_(k).mT @ v
+        return states, self.scan_(states, state, range(self.num_chunks))
+
+    def decay_gradient(self, reads: Tensor, writes: Tensor, states: Tensor, dstates: Tensor) -> Tensor:
+        """This group's part of dlog_decay (H,).
+
+        From reads = q·dq and writes = k·dk (B, G, H, L), and from the states that leave the chunks and their
+        cotangents (B, G, H, K, V).
+        """
+        if self.masks is None:
+            steps = torch.arange(1, self.chunk_tokens + 1, device=reads.device).expand(1, 1, 1, -1)
+        else:
+            steps = self.masks.steps
+        by_token = ((reads - writes) * steps).sum((0, 1, 3))
+        by_state = ((states * dstates).sum((-2, -1)) * steps[..., -1]).sum((0, 1))
+        return by_token + by_state
+
+
+def _add_product_(out: Tensor, x: Tensor, state: Tensor, kept: Tensor | None) -> None:
+    if kept is None:
+        out.flatten(0, 2).baddbmm_(x.flatten(0, 2), state.flatten(0, 2))
+    else:
+        out.add_((x @ state).masked_fill_(~kept, 0.0))
+
+
+def chunk_groups(
+    q: Tensor, v: Tensor, decays: Decays, cu_seqlens: Tensor | None, chunk_size: int
+) -> Iterator[Group]:
+    """Cut the rows into groups of whole chunks, and the rest of T / C into one shorter chunk."""
+    num_rows, num_tokens, num_heads, key_width = q.shape
+    group_chunks = max(1, _GROUP_ELEMENTS // (num_rows * num_heads * chunk_size * max(key_width, v.shape[3])))
+    fragments = None
+    if cu_seqlens is not None:
+        fragments = fragment_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)
+    whole, rest = divmod(num_tokens, chunk_size)
+    cuts = [(c, min(group_chunks, whole - c), chunk_size) for c in range(0, whole, group_chunks)]
+    if rest:
+        cuts.append((whole, 1, rest))
+    for first_chunk, num_chunks, chunk_tokens in cuts:
+        start = first_chunk * chunk_size
+        masks = None if fragments is None else _masks(fragments, start, num_chunks, chunk_tokens)
+        yield Group(start=start, num_chunks=num_chunks, chunk_tokens=chunk_tokens, decays=decays, masks=masks)
+
+
+def _masks(fragments: Tensor, start: int, num_chunks: int, chunk_tokens: int) -> Masks | None:
+    """The masks of a group, or None when no document begins in it: boundaries cost only where they are."""
+    here = fragments.narrow(1, start, num_chunks * chunk_tokens)
+    before = fragments[:, start - 1] if start else torch.zeros_like(fragments[:, 0])
+    if torch.equal(here[:, -1], before):
+        return None
+    here = here.unflatten(1, (num_chunks, chunk_tokens))  # (B, G, L)
+    last = here[:, :, -1:]
+    entering = torch.cat([before[:, None, None], last[:, :-1]], dim=1)  # (B, G, 1)
+    index = torch.arange(chunk_tokens, device=here.device)
+    begins = here != torch.cat([entering, here[:, :, :-1]], dim=2)
+    latest_start = torch.where(begins, index, -1).cummax(2).values
+    return Masks(
+        incoming=(here == entering)[:, :, None, :, None],
+        outgoing=(here == last)[:, :, None, :, None],
+        through=(entering == last)[:, :, None, :, None],
+        pairs=(here[:, :, :, None] == here[:, :, None, :])[:, :, None],
+        steps=(index - latest_start)[:, :, None],
+    )

@@ -1,0 +1,1 @@
+"""Starting runs: one machine, torchrun, clusters."""

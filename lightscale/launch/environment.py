@@ -1,0 +1,182 @@
+"""Which rank this process is: read from what torchrun, SLURM or an MPI launcher left in the environment.
+
+MPI itself is never initialised: training processes only read the numbers that its launcher hands out.
+"""
+
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from lightscale.errors import UserError
+
+_LOCALHOST = "127.0.0.1"
+# Below the ports that Linux hands out by itself (32768 and up).
+_FIRST_PORT, _NUM_PORTS = 15000, 15000
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEnvironment:
+    """The place of this process among all processes of the run."""
+
+    launcher: Literal["torchrun", "SLURM", "Open MPI", "PMI"]
+    rank: int
+    """Among all processes, from 0."""
+    world_size: int
+    local_rank: int
+    """Among the processes on this machine, from 0: the GPU to use."""
+    local_world_size: int
+    master_address: str
+    """Host of rank 0."""
+    master_port: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise UserError(f"{self.launcher}: rank {self.rank} is not one of {self.world_size} processes")
+        if not 0 <= self.local_rank < self.local_world_size:
+            raise UserError(
+                f"{self.launcher}: local rank {self.local_rank} is not one of the "
+                f"{self.local_world_size} processes on this machine"
+            )
+        if self.local_rank > self.rank or self.local_world_size > self.world_size:
+            raise UserError(
+                f"{self.launcher}: local rank {self.local_rank} of {self.local_world_size} does not fit "
+                f"rank {self.rank} of {self.world_size}"
+            )
+        if not 0 < self.master_port < 1 << 16:
+            raise UserError(f"{self.launcher}: MASTER_PORT = {self.master_port} is no port number")
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Self | None:
+        """The rank that `environ` describes; None: this process was started by hand, for a run of its own.
+
+        torchrun's variables come first, because torchrun may run inside a SLURM or MPI job. Raises UserError
+        for variables that are missing, no numbers, or contradict one another.
+        """
+        if "RANK" in environ:
+            return cls._torchrun(environ)
+        # A batch script has SLURM_PROCID too, but only the tasks of srun have a step.
+        if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
+            return cls._slurm(environ)
+        if "OMPI_COMM_WORLD_RANK" in environ:
+            names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+            return cls._mpi("Open MPI", environ, names, ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"))
+        if "PMI_RANK" in environ:
+            names = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
+            return cls._mpi("PMI", environ, names, ("PMI_JOBID", "PMI_KVS"))
+        return None
+
+    def variables(self) -> dict[str, str]:
+        """The same as torchrun's variables, which torch.distributed and Megatron read."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.master_address,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+    @classmethod
+    def _torchrun(cls, environ: Mapping[str, str]) -> Self:
+        number = _reader("torchrun", environ)
+        if not environ.get("MASTER_ADDR"):
+            raise UserError(
+                "torchrun: RANK is set but MASTER_ADDR is not; unset RANK to start a run of its own"
+            )
+        return cls(
+            launcher="torchrun",
+            rank=number("RANK"),
+            world_size=number("WORLD_SIZE"),
+            local_rank=number("LOCAL_RANK"),
+            local_world_size=number("LOCAL_WORLD_SIZE"),
+            master_address=environ["MASTER_ADDR"],
+            master_port=number("MASTER_PORT"),
+        )
+
+    @classmethod
+    def _slurm(cls, environ: Mapping[str, str]) -> Self | None:
+        number = _reader("SLURM", environ)
+        world_size = number("SLURM_STEP_NUM_TASKS")
+        if world_size == 1:
+            return None
+        spread = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+        tasks = _tasks_per_node(spread)
+        node = number("SLURM_NODEID")
+        if node >= len(tasks) or sum(tasks) != world_size:
+            raise UserError(
+                f"SLURM: SLURM_STEP_TASKS_PER_NODE = {spread!r} does not fit "
+                f"{world_size} tasks with this one on node {node}"
+            )
+        host = _first_host(environ.get("SLURM_STEP_NODELIST", ""))
+        port = _FIRST_PORT + (number("SLURM_JOB_ID") + number("SLURM_STEP_ID")) % _NUM_PORTS
+        return cls(
+            launcher="SLURM",
+            rank=number("SLURM_PROCID"),
+            world_size=world_size,
+            local_rank=number("SLURM_LOCALID"),
+            local_world_size=tasks[node],
+            master_address=environ.get("MASTER_ADDR") or host,
+            master_port=number("MASTER_PORT") if "MASTER_PORT" in environ else port,
+        )
+
+    @classmethod
+    def _mpi(
+        cls,
+        launcher: Literal["Open MPI", "PMI"],
+        environ: Mapping[str, str],
+        names: list[str],
+        job_names: tuple[str, ...],
+    ) -> Self | None:
+        number = _reader(launcher, environ)
+        rank, world_size, local_rank, local_world_size = map(number, names)
+        if world_size == 1:
+            return None
+        address = environ.get("MASTER_ADDR") or (_LOCALHOST if local_world_size == world_size else None)
+        if address is None:
+            raise UserError(
+                f"{launcher}: {world_size} processes on several machines need MASTER_ADDR, rank 0's host; "
+                "mpirun -x MASTER_ADDR=… passes it on"
+            )
+        # All ranks of a job, and no other job, have this name.
+        job = next((environ[name] for name in job_names if environ.get(name)), "")
+        port = _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS
+        return cls(
+            launcher=launcher,
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+            master_address=address,
+            master_port=number("MASTER_PORT") if "MASTER_PORT" in environ else port,
+        )
+
+
+def _reader(launcher: str, environ: Mapping[str, str]) -> Callable[[str], int]:
+    """A function from a variable's name to its value, a whole number >= 0."""
+
+    def number(name: str) -> int:
+        text = environ.get(name)
+        if text is None or not re.fullmatch(r"[0-9]+", text):
+            found = "is not set" if text is None else f"= {text!r}"
+            raise UserError(f"{launcher}: the variable {name} {found}; it must be a whole number")
+        return int(text)
+
+    return number
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """SLURM's "2(x3),1" -> [2, 2, 2, 1]."""
+    if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
+        return []
+    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(tasks) for tasks, nodes in parts for _ in range(int(nodes or 1))]
+
+
+def _first_host(nodes: str) -> str:
+    """SLURM's "gpu[03-05,9],login" -> "gpu03"."""
+    match = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes)
+    if match is None:
+        raise UserError(f"SLURM: SLURM_STEP_NODELIST = {nodes!r} names no host")
+    return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", match[0])

@@ -1,0 +1,150 @@
+"""``lightscale train``: start a run, or go on with it."""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+
+from lightscale.config import RunConfig, check_layout
+from lightscale.config_files import load
+from lightscale.data_pipeline.store import TokenizerIdentity, TokenStore
+from lightscale.errors import UserError
+from lightscale.launch.environment import RankEnvironment
+from lightscale.launch.rank import run_rank
+from lightscale.launch.torchrun import EXIT_CODES, run_ranks
+from lightscale.training.run_directory import RunDirectory
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``lightscale train``."""
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="TOML file of the run")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="values that replace the file's"
+    )
+    parser.add_argument(
+        "--run",
+        type=Path,
+        metavar="DIR",
+        help="run directory; one that exists is resumed (default: runs/NAME of CONFIG)",
+    )
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="ranks on this machine (default: one per GPU, or one)"
+    )
+    parser.add_argument("--json", action="store_true", help="print at the end, as JSON, how the run ended")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train. Inside a rank (started by torchrun, srun or mpirun) joins the others, else starts the ranks.
+
+    Returns 0 (finished), 75 (resumable), 78 (a person must look) or 1 (a rank failed); a rank that stopped
+    together with the others returns 0.
+    """
+    directory = RunDirectory(args.run or _default_directory(args.config))
+    environment = RankEnvironment.read(os.environ)
+    if environment is None:
+        return _launch(args, directory)
+    place = environment
+    return run_rank(lambda: _train(load(args.config, args.overrides), directory, place))
+
+
+def _launch(args: argparse.Namespace, directory: RunDirectory) -> int:
+    """Check everything that can be checked without ranks, then start them."""
+    config = load(args.config, args.overrides)
+    processes = _num_processes(config, args.processes)
+    check_layout(config, processes)
+    _check_store(config)
+    if not directory.create_or_open(config) and directory.is_finished(config):
+        print(f"{directory.path} is finished: all {config.total_steps} steps are done", file=sys.stderr)
+        code = EXIT_CODES["finished"]
+    else:
+        # The ranks read the stored form: the user may edit CONFIG while the run goes on.
+        command = [
+            sys.executable,
+            "-m",
+            "lightscale",
+            "train",
+            str(directory.config),
+            "--run",
+            str(directory.path),
+        ]
+        code = run_ranks(directory, command, processes=processes, resume=_command_line(args, directory))
+    if args.json:
+        status = directory.read_status()
+        record = dataclasses.asdict(status) if status else {}
+        print(json.dumps({"run": str(directory.path), "exit_code": code, **record}))
+    return code
+
+
+def _train(config: RunConfig, directory: RunDirectory, environment: RankEnvironment) -> int:
+    """The work of one rank."""
+    os.environ.update(environment.variables())
+    check_layout(config, environment.world_size)
+    if environment.rank == 0:
+        directory.create_or_open(config)
+    if directory.is_finished(config):
+        return 0
+    # Imported here, because the launcher, in the same module, needs neither the models nor the engine.
+    importlib.import_module("lightscale.training.train").train(config, directory)
+    assert environment.rank != 0 or directory.read_status() is not None, "training ended without a status"
+    return 0
+
+
+def _default_directory(config: Path) -> Path:
+    """runs/NAME for NAME.toml; a run's own config.toml stands for that run."""
+    if config.name == "config.toml" and (config.parent / "events.jsonl").exists():
+        return config.parent
+    return Path("runs") / config.stem
+
+
+def _num_processes(config: RunConfig, wanted: int | None) -> int:
+    gpus = 0 if config.train.device == "cpu" else torch.cuda.device_count()
+    if config.train.device == "cuda" and gpus == 0:
+        raise UserError('train.device = "cuda", but torch sees no GPU; "auto" or "cpu" would do')
+    processes = wanted if wanted is not None else max(1, gpus)
+    if processes < 1:
+        raise UserError(f"--processes {processes}: must be at least 1")
+    if gpus and processes > gpus:
+        raise UserError(
+            f"--processes {processes}: there are only {gpus} GPUs, and each process needs its own"
+        )
+    return processes
+
+
+def _check_store(config: RunConfig) -> None:
+    """Refuse a store that is missing, damaged, lacks a named source, or whose tokenizer does not fit."""
+    data = config.data
+    store = TokenStore(data.store)
+    tokenizer = store.tokenizer
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise UserError(
+            f"model.vocab_size = {config.model.vocab_size} is less than the {tokenizer.vocab_size} tokens of "
+            f"{tokenizer.name} in data.store = {data.store}; at least as many would do"
+        )
+    for name in data.sources:
+        store.source(name)
+    for name, validation in data.validation.items():
+        other = store if validation.store is None else TokenStore(validation.store)
+        other.source(validation.source)
+        if other.tokenizer.sha256 != tokenizer.sha256:
+            raise UserError(
+                f"data.validation.{name}.store = {validation.store} was written with another tokenizer "
+                f"({_words(other.tokenizer)}) than data.store = {data.store} ({_words(tokenizer)}); "
+                "prepare both with the same one"
+            )
+
+
+def _words(tokenizer: TokenizerIdentity) -> str:
+    return f"{tokenizer.name}, {tokenizer.vocab_size} tokens, {tokenizer.sha256[:8]}"
+
+
+def _command_line(args: argparse.Namespace, directory: RunDirectory) -> str:
+    words = ["lightscale", "train", str(args.config), *args.overrides, "--run", str(directory.path)]
+    if args.processes is not None:
+        words += ["--processes", str(args.processes)]
+    return shlex.join(words)

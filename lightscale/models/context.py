@@ -1,0 +1,51 @@
+"""What a layer must know about the tokens it sees, besides their activations."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightscale.parallel.sequence import StateExchange
+
+MixerState = dict[str, Tensor]
+"""The tensors that a mixer carries from one call to the next, by name; each has the batch as its first dim."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceContext:
+    """Positions, document boundaries, and where states come from and go to. Shared by all layers of a forward pass.
+
+    It reaches the mixers through the argument that Megatron calls ``packed_seq_params``.
+
+    positions: (b, n) int64, tokens since the document's start; 0 exactly where a document starts.
+    cu_seqlens: (N + 1,) int64, boundaries over the flattened b·n tokens, every row start included; None when no
+        document starts inside a row, so that kernels do no work for boundaries.
+    continues: (b,) bool, whether a row's first token continues a document of the sequence rank before.
+    exchange: the ranks that hold the other stretches of these rows; None when every row is whole.
+    states: layer name to state, in generation: read as the incoming state, then replaced by the outgoing one.
+    """
+
+    positions: Tensor
+    cu_seqlens: Tensor | None
+    continues: Tensor
+    exchange: StateExchange | None = None
+    states: dict[str, MixerState] | None = field(default=None)
+
+    @staticmethod
+    def of(
+        positions: Tensor, *, exchange: StateExchange | None = None, states: dict[str, MixerState] | None = None
+    ) -> "SequenceContext":
+        """The context of rows with these ``positions`` (b, n)."""
+        b, n = positions.shape
+        starts = positions == 0
+        if n == 0 or not bool(starts[:, 1:].any()):
+            cu_seqlens = None
+        else:
+            starts = starts.clone()
+            starts[:, 0] = True
+            edges = starts.flatten().nonzero().squeeze(-1)
+            cu_seqlens = torch.cat([edges, edges.new_tensor([b * n])])
+        continues = positions[:, 0] != 0 if n else positions.new_ones(b, dtype=torch.bool)
+        return SequenceContext(
+            positions=positions, cu_seqlens=cu_seqlens, continues=continues, exchange=exchange, states=states
+        )

@@ -1,0 +1,221 @@
+"""The language model: embedding, blocks of mixer and gated linear unit, tied output layer.
+
+Blocks, their pipeline split and their activation recomputation are Megatron's; what stands in them is chosen here.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from torch import Tensor
+
+from lightscale.config import ModelConfig
+from lightscale.models.context import MixerState, SequenceContext
+from lightscale.models.layers import RMSNorm, SRMSNorm, leave_unset, residual_sum
+from lightscale.models.registry import mixer_class
+from lightscale.parallel.cross_entropy import vocab_parallel_cross_entropy
+from lightscale.parallel.initialization import normal, set_initializer
+from lightscale.parallel.mesh import Mesh
+from lightscale.parallel.sequence import StateExchange
+
+_NORMS = {"srmsnorm": SRMSNorm, "rmsnorm": RMSNorm}
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+_ACTIVATIONS = {"none": _identity, "silu": F.silu}
+
+
+def transformer_config(model: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> TransformerConfig:
+    """``model`` in Megatron's terms, on ``mesh``, with weights and activations of ``dtype``."""
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.width,
+        num_attention_heads=model.num_heads,
+        ffn_hidden_size=model.glu_width,
+        gated_linear_unit=True,
+        activation_func=_ACTIVATIONS[model.glu_activation],
+        layernorm_epsilon=model.norm_eps,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        init_method=leave_unset,
+        output_layer_init_method=leave_unset,
+        embedding_init_method=leave_unset,
+        bf16=dtype == torch.bfloat16,
+        # Losses are summed and divided once by the number of valid tokens of the whole step, on every layout.
+        calculate_per_token_loss=True,
+        tensor_model_parallel_size=mesh.tensor,
+        pipeline_model_parallel_size=mesh.pipeline,
+        context_parallel_size=mesh.sequence,
+        sequence_parallel=mesh.tensor > 1,
+        batch_p2p_comm=mesh.device.type == "cuda",
+        deterministic_mode=mesh.device.type == "cpu",
+    )
+
+
+def _layer_spec(model: ModelConfig, mixer: str) -> ModuleSpec:
+    norm = _NORMS[model.norm]
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(module=mixer_class(mixer), params={"model": model}),
+            self_attn_bda=residual_sum,
+            pre_mlp_layernorm=norm,
+            mlp=ModuleSpec(
+                module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+            ),
+            mlp_bda=residual_sum,
+        ),
+    )
+
+
+class Embedding(MegatronModule):
+    """Token ids (b, n) to activations (n / tensor, b, d)."""
+
+    def __init__(self, config: TransformerConfig, model: ModelConfig, group: dist.ProcessGroup) -> None:
+        super().__init__(config)
+        self.word_embeddings = VocabParallelEmbedding(
+            model.vocab_size,
+            model.width,
+            init_method=leave_unset,
+            reduce_scatter_embeddings=config.sequence_parallel,
+            config=config,
+            tp_group=group,
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: (b, n) int64."""
+        embedded: Tensor = self.word_embeddings(tokens)
+        return embedded if self.config.sequence_parallel else embedded.transpose(0, 1).contiguous()
+
+
+class LanguageModel(LanguageModule):
+    """The part of the model that this pipeline stage holds.
+
+    Args:
+        config: see ``transformer_config``.
+        model: the shape of the whole model.
+        vocab_size: ids in use; the rows of ``model.vocab_size`` beyond them are padding and take no probability.
+        mesh: the place of this process.
+        pre_process, post_process: whether this stage holds the embedding, and the output layer.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        model: ModelConfig,
+        *,
+        vocab_size: int,
+        mesh: Mesh,
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+    ) -> None:
+        groups: ProcessGroupCollection = mesh.groups
+        super().__init__(config, groups)
+        self.model, self.vocab_size = model, vocab_size
+        self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
+        self.share_embeddings_and_output_weights = True
+        self.model_type = ModelType.encoder_or_decoder
+        self.exchange = StateExchange(mesh.states) if mesh.sequence > 1 else None
+
+        if pre_process:
+            self.embedding = Embedding(config, model, groups.tp)
+        per_stage = model.num_layers // mesh.pipeline
+        first = groups.pp.rank() * per_stage
+        self.decoder = TransformerBlock(
+            config=config,
+            spec=TransformerBlockSubmodules(
+                layer_specs=[_layer_spec(model, mixer) for mixer in model.layers[first : first + per_stage]],
+                layer_norm=_NORMS[model.norm],
+            ),
+            pre_process=pre_process,
+            post_process=post_process,
+            pg_collection=groups,
+            vp_stage=vp_stage,
+        )
+        if post_process:
+            self.output_layer = ColumnParallelLinear(
+                model.width,
+                model.vocab_size,
+                config=config,
+                init_method=leave_unset,
+                bias=False,
+                skip_weight_param_allocation=pre_process,
+                tp_group=groups.tp,
+            )
+        self._name_initializers()
+        if pre_process or post_process:
+            self.setup_embeddings_and_output_layer()
+
+    def _name_initializers(self) -> None:
+        """Initial distributions of the weights that Megatron's own modules hold."""
+        std = self.model.init_std
+        if self.pre_process:
+            set_initializer(self.embedding.word_embeddings.weight, normal(std))
+        elif self.post_process:
+            set_initializer(self.output_layer.weight, normal(std))
+        for layer in self.decoder.layers:
+            set_initializer(layer.mlp.linear_fc1.weight, normal(std))
+            set_initializer(layer.mlp.linear_fc2.weight, normal(std / math.sqrt(2 * self.model.num_layers)))
+
+    def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
+        """Called by Megatron's schedules with the activations of the stage before: one of (n / tensor, b, d)."""
+        self.decoder.set_input_tensor(input_tensor[0])
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        labels: Tensor | None = None,
+        *,
+        states: dict[str, MixerState] | None = None,
+    ) -> Tensor:
+        """One pass over this rank's stretch of the rows.
+
+        Args:
+            tokens, positions: (b, n) int64; see ``SequenceContext``.
+            labels: (b, n) int64, the next token of each.
+            states: in generation, the states of all layers, read and replaced.
+
+        Returns:
+            Activations (n / tensor, b, d) on all but the last stage; there the loss per token (b, n), or without
+            labels the logits (b, n, V / tensor), padding rows included.
+        """
+        context = SequenceContext.of(positions, exchange=self.exchange, states=states)
+        hidden = self.embedding(tokens) if self.pre_process else None
+        hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=context)
+        if not self.post_process:
+            return hidden
+        weight = self.shared_embedding_or_output_weight() if self.pre_process else None
+        logits, _ = self.output_layer(hidden, weight=weight)
+        if labels is None:
+            return logits.transpose(0, 1)
+        losses = vocab_parallel_cross_entropy(
+            logits, labels.transpose(0, 1), vocab_size=self.vocab_size, group=self.pg_collection.tp
+        )
+        return losses.transpose(0, 1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Megatron's description for checkpoints: one entry per layer, because layers may hold different mixers."""
+        return super().sharded_state_dict(prefix, sharded_offsets, {**(metadata or {}), "non_homogeneous_layers": True})

@@ -1,0 +1,80 @@
+"""Run Megatron core on processes without a GPU.
+
+Megatron names the CUDA device in the few places listed in ``_redirections``. Each is replaced, for the life of the
+process, by its CPU equivalent, so that the very same engine code serves tests and first runs on a laptop. Nothing
+is emulated: tensors live on the CPU, collectives go through gloo. The module is imported only where there is no GPU,
+and refuses to act where there is one.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import random as megatron_random
+
+_CPU = torch.device("cpu")
+
+# Functions that create tensors and that Megatron calls with device="cuda".
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "zeros_like", "empty_like")
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            kwargs["device"] = _CPU
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _cuda_type_name(tensor_type: Callable[..., Any]) -> Callable[..., Any]:
+    # The optimizers compare `parameter.type()` with "torch.cuda.FloatTensor" to tell fp32 from bf16 parameters.
+    @functools.wraps(tensor_type)
+    def name_or_cast(self: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
+        if dtype is None:
+            return tensor_type(self).replace("torch.", "torch.cuda.", 1)
+        return tensor_type(self, dtype, **kwargs)
+
+    return name_or_cast
+
+
+def _redirections() -> list[tuple[object, str, Any]]:
+    """(where, name, replacement) for every place that Megatron core reaches a GPU through."""
+
+    def stay(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    generator = torch.Generator(device="cpu")
+
+    return [
+        # Buffers, embeddings and pipeline receives are allocated on `torch.cuda.current_device()`.
+        (torch.cuda, "current_device", lambda: _CPU),
+        # Loss sums, norms and found-inf flags are created with device="cuda" or moved there.
+        *((torch, name, _on_cpu(getattr(torch, name))) for name in _FACTORIES),
+        (torch.Tensor, "cuda", stay),
+        (torch.Tensor, "type", _cuda_type_name(torch.Tensor.type)),
+        # Point-to-point exchanges and checkpoint writers wait for the device; the CPU has nothing outstanding.
+        (torch.cuda, "synchronize", nothing),
+        # Layers are built, and activations recomputed, under saved and restored states of the device's generator.
+        # A generator beside the CPU's own stands for it, so that the two are told apart as on a GPU.
+        (torch.cuda, "get_rng_state", lambda *args, **kwargs: generator.get_state()),
+        (torch.cuda, "manual_seed", generator.manual_seed),
+        (megatron_random, "_get_cuda_rng_state", lambda *args, **kwargs: generator.get_state()),
+        (megatron_random, "_set_cuda_rng_state", lambda state, *args, **kwargs: generator.set_state(state)),
+    ]
+
+
+@functools.cache
+def redirect_megatron_to_cpu() -> None:
+    """Apply the redirections once for this process. Raises RuntimeError where a GPU is visible."""
+    if torch.cuda.is_available():
+        raise RuntimeError(
+            "redirecting Megatron to the CPU would hide this machine's GPU; hide it with CUDA_VISIBLE_DEVICES= instead"
+        )
+    for owner, name, replacement in _redirections():
+        setattr(owner, name, replacement)

@@ -1,0 +1,256 @@
+"""The engine: Megatron's schedules, gradient reduction and optimizer around a model, for any layout.
+
+``forward_backward`` and ``forward_only`` run micro-batches through the pipeline; the gradients that come out are those
+of the mean loss over all valid tokens of the step, on every layout. ``step`` clips and applies them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from lightscale.parallel.corrections import correct_megatron, create_optimizer_states
+from lightscale.parallel.mesh import Mesh
+
+# How the optimizer's flat buffers are described in a checkpoint: by parameter, so that any layout can read them.
+_OPTIMIZER_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+class MicroBatch(Protocol):
+    """What one rank holds of one micro-batch; every tensor (b, n), n this rank's stretch of the sequence."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 inputs."""
+
+    @property
+    def labels(self) -> Tensor:
+        """int64: the token after each input."""
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """fp32: 1 where the label counts."""
+
+    @property
+    def positions(self) -> Tensor:
+        """int64: tokens since the document's start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """The optimizer's constants; ``lr`` is set at every step."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    grad_clip: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSums:
+    """Sums over all valid tokens of a step and all ranks, fp64 on the host."""
+
+    loss: float
+    tokens: int
+    by_bucket: tuple[tuple[float, int], ...] = ()
+
+    @property
+    def mean(self) -> float:
+        """Mean loss in nats per token."""
+        return self.loss / max(self.tokens, 1)
+
+
+def _decays_no_weight(parameter: nn.Parameter) -> bool:
+    return parameter.dim() == 1 or getattr(parameter, "no_weight_decay", False)
+
+
+class Engine:
+    """One model on one mesh.
+
+    Args:
+        model: this pipeline stage; its weights are already drawn.
+        config: the model's Megatron configuration.
+        mesh: the place of this process.
+        adamw: None for a model that is only evaluated.
+        position_buckets: into how many equal stretches of ``sequence_length`` losses are summed apart.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TransformerConfig,
+        mesh: Mesh,
+        *,
+        sequence_length: int,
+        micro_batch_size: int,
+        adamw: AdamW | None = None,
+        position_buckets: int = 1,
+    ) -> None:
+        self.mesh, self.config, self.adamw = mesh, config, adamw
+        self.sequence_length, self.micro_batch_size = sequence_length, micro_batch_size
+        self.position_buckets = position_buckets
+        self.module = model
+        self.model: nn.Module = model
+        self.optimizer: ChainedOptimizer | None = None
+        if adamw is not None:
+            correct_megatron()
+            self._wrap(adamw)
+
+    def _wrap(self, adamw: AdamW) -> None:
+        # The distributed optimizer knows fp32, bf16 and fp16 weights; fp64 (parity checks) goes without it.
+        double = self.config.params_dtype == torch.float64
+        on_gpu = self.mesh.device.type == "cuda"
+        self.model = DistributedDataParallel(
+            config=self.config,
+            ddp_config=DistributedDataParallelConfig(
+                grad_reduce_in_fp32=not double,
+                use_distributed_optimizer=not double,
+                overlap_grad_reduce=on_gpu,
+                overlap_param_gather=on_gpu,
+            ),
+            module=self.module,
+            pg_collection=self.mesh.groups,
+        )
+        self.config.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=self.mesh.groups)
+        if on_gpu:
+            self.config.no_sync_func = self.model.no_sync
+            self.config.grad_sync_func = self.model.start_grad_sync
+        if double:
+            return
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=0.0,
+                weight_decay=adamw.weight_decay,
+                adam_beta1=adamw.betas[0],
+                adam_beta2=adamw.betas[1],
+                adam_eps=adamw.eps,
+                clip_grad=adamw.grad_clip,
+                bf16=self.config.bf16,
+                params_dtype=self.config.params_dtype,
+                use_distributed_optimizer=True,
+                overlap_param_gather=on_gpu,
+            ),
+            [self.model],
+            config_overrides={
+                ParamKey(predicate=ParamPredicate(name="no_weight_decay", fn=_decays_no_weight)): {"wd_mult": 0.0}
+            },
+            use_gloo_process_groups=on_gpu,
+        )
+        create_optimizer_states(self.optimizer)
+
+    def forward_backward(self, batches: Sequence[MicroBatch]) -> LossSums:
+        """Gradients of the mean loss over the valid tokens of all ranks' ``batches``; any earlier ones are dropped."""
+        self.model.train()
+        assert isinstance(self.model, DistributedDataParallel)
+        self.model.zero_grad_buffer()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        return self._run(batches, forward_only=False)
+
+    @torch.no_grad()
+    def forward_only(self, batches: Sequence[MicroBatch]) -> LossSums:
+        """The loss of ``batches`` without gradients. Every data rank gives the same number of micro-batches."""
+        self.model.eval()
+        return self._run(batches, forward_only=True)
+
+    def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> LossSums:
+        run = get_forward_backward_func()
+        outputs: list[Tensor] = run(
+            forward_step_func=self._forward_step,
+            data_iterator=iter(batches),
+            model=[self.model],
+            num_microbatches=len(batches),
+            seq_length=self.sequence_length,
+            micro_batch_size=self.micro_batch_size,
+            forward_only=forward_only,
+        )
+        return self._reduce(outputs)
+
+    def _forward_step(
+        self, batches: Iterator[MicroBatch], model: nn.Module
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
+        batch = next(batches)
+        output = model(batch.tokens, batch.positions, batch.labels)
+        return output, partial(self._sum_losses, batch)
+
+    def _sum_losses(self, batch: MicroBatch, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(sum of the losses, number of valid tokens, sums to report (2, buckets) fp64) of one micro-batch."""
+        masked = losses * batch.loss_mask
+        total = masked.sum()
+        n = losses.size(1)
+        first = self.mesh.sequence_rank * n
+        bucket = (torch.arange(first, first + n, device=losses.device) * self.position_buckets) // self.sequence_length
+        sums = torch.zeros(2, self.position_buckets, dtype=torch.float64, device=losses.device)
+        sums[0].index_add_(0, bucket, masked.detach().double().sum(dim=0))
+        sums[1].index_add_(0, bucket, batch.loss_mask.double().sum(dim=0))
+        return total, batch.loss_mask.sum().int(), sums
+
+    def _reduce(self, outputs: Sequence[Tensor]) -> LossSums:
+        sums = torch.zeros(2, self.position_buckets, dtype=torch.float64, device=self.mesh.device)
+        for output in outputs:
+            sums += output
+        dist.all_reduce(sums, group=self.mesh.groups.dp_cp)
+        if self.mesh.pipeline > 1:
+            last = dist.get_process_group_ranks(self.mesh.groups.pp)[-1]
+            dist.broadcast(sums, src=last, group=self.mesh.groups.pp)
+        losses, tokens = sums.tolist()
+        buckets = tuple((loss, int(count)) for loss, count in zip(losses, tokens, strict=True))
+        return LossSums(loss=sum(losses), tokens=int(sum(tokens)), by_bucket=buckets)
+
+    def step(self, lr: float) -> float:
+        """Clip and apply the gradients at learning rate ``lr``; returns the global gradient norm before clipping."""
+        assert self.optimizer is not None, "this engine has no optimizer"
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        _, grad_norm, _ = self.optimizer.step()
+        return float(grad_norm)
+
+    def sharded_state(self, *, loading: bool, with_optimizer: bool = True) -> dict[str, Any]:
+        """Megatron's description of weights and optimizer state: what to write, or where to read to."""
+        model = self.module.sharded_state_dict()  # type: ignore[operator]
+        state: dict[str, Any] = {"model": model}
+        if with_optimizer and self.optimizer is not None:
+            state["optimizer"] = self.optimizer.sharded_state_dict(
+                model, is_loading=loading, metadata=_OPTIMIZER_METADATA
+            )
+        return state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what a checkpoint gave for ``sharded_state(loading=True)``."""
+        self.module.load_state_dict(state["model"])
+        if self.optimizer is None:
+            return
+        if "optimizer" in state:
+            self.optimizer.load_state_dict(state["optimizer"])
+        else:
+            # Weights alone: the optimizer's fp32 copies must follow.
+            self.optimizer.reload_model_params()
+
+    def gradients(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+        """(local name, parameter, gradient) of this rank after ``forward_backward``, reduced over all ranks.
+
+        With the distributed optimizer only the part of the flat buffer that this data rank owns is reduced, so the
+        buffer is gathered first.
+        """
+        assert isinstance(self.model, DistributedDataParallel)
+        for buffer in self.model.buffers:
+            if buffer.ddp_config.use_distributed_optimizer and buffer.data_parallel_world_size > 1:
+                for bucket in buffer.buckets:
+                    flat = bucket.grad_data
+                    own = flat.chunk(buffer.data_parallel_world_size)[buffer.data_parallel_group.rank()].clone()
+                    dist.all_gather_into_tensor(flat, own, group=buffer.data_parallel_group)
+        for name, parameter in self.module.named_parameters():
+            gradient: Any = getattr(parameter, "main_grad")  # noqa: B009 - set by Megatron, unknown to the type
+            yield name, parameter, gradient

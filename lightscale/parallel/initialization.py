@@ -1,0 +1,83 @@
+"""Initial weights that do not depend on the layout.
+
+Megatron draws each shard from a random stream of its tensor and pipeline rank, so another layout starts from other
+weights. Here every parameter is drawn whole, in fp32, from a stream seeded by its global name, and each rank keeps
+its shard. The same (seed, model) gives the same weights on any number of processes.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+
+
+class DrawWeights(Protocol):
+    """How a parameter gets its initial values."""
+
+    def __call__(self, weight: Tensor, generator: torch.Generator) -> None:
+        """Fill ``weight``, the whole parameter in fp32 on the CPU, in place; draw from ``generator`` only."""
+
+
+def normal(std: float) -> DrawWeights:
+    """N(0, std)."""
+
+    def draw(weight: Tensor, generator: torch.Generator) -> None:
+        weight.normal_(0.0, std, generator=generator)
+
+    return draw
+
+
+def set_initializer(parameter: nn.Parameter, draw: DrawWeights) -> None:
+    """Say how ``parameter`` is drawn. Every parameter of a model must have it."""
+    parameter.draw_weights = draw  # type: ignore[attr-defined]
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(global name, parameter) of every parameter on this rank.
+
+    Local layer numbers start at 0 on every pipeline stage; here they are those of the whole model. The output layer
+    of the last stage, when it is tied, is the embedding under another name and gets the embedding's.
+    """
+    layers: Any = model.get_submodule("decoder.layers")
+    for name, parameter in model.named_parameters():
+        match = _LAYER.match(name)
+        if match:
+            name = f"decoder.layers.{layers[int(match.group(1))].layer_number - 1}.{name[match.end() :]}"
+        elif name == "output_layer.weight" and getattr(parameter, "shared_embedding", False):
+            name = "embedding.word_embeddings.weight"
+        yield name, parameter
+
+
+def shard(whole: Tensor, parameter: nn.Parameter, rank: int, size: int) -> Tensor:
+    """The part of ``whole`` that tensor rank ``rank`` of ``size`` holds of ``parameter``.
+
+    A parameter with ``partition_stride`` s is s stacked matrices (the gate and up halves of a GLU) that are split
+    one by one: each rank stores its part of the first, then of the second.
+    """
+    if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
+        return whole
+    split: Any = parameter  # Megatron's attributes are unknown to the type
+    stacked = whole.chunk(split.partition_stride, dim=split.partition_dim)
+    own = [part.chunk(size, dim=split.partition_dim)[rank] for part in stacked]
+    return torch.cat(own, dim=split.partition_dim)
+
+
+@torch.no_grad()
+def draw_weights(model: nn.Module, *, seed: int, tensor_rank: int, tensor_size: int) -> None:
+    """Fill every parameter of ``model`` from ``seed`` and its global name."""
+    for name, parameter in named_parameters(model):
+        shape = list(parameter.shape)
+        if tensor_size > 1 and getattr(parameter, "tensor_model_parallel", False):
+            shape[parameter.partition_dim] *= tensor_size  # type: ignore[attr-defined]
+        whole = torch.empty(shape, dtype=torch.float32, device="cpu")
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        draw: DrawWeights | None = getattr(parameter, "draw_weights", None)
+        assert draw is not None, f"{name} has no initializer"
+        draw(whole, generator)
+        parameter.copy_(shard(whole, parameter, tensor_rank, tensor_size))

@@ -1,0 +1,147 @@
+"""Process groups: the only place that starts torch.distributed and Megatron's parallel state.
+
+The axes are ``tensor``, ``pipeline``, ``sequence`` and ``data``. ``sequence`` splits every sequence over ranks that
+pass states to each other (LASP, arXiv 2404.02882). Megatron calls that axis context parallelism; its ranks and its
+gradient reductions are used as they are, but states travel through a communicator of their own, because two
+collectives in flight on one communicator must be issued in the same order by every rank.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from lightscale.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """The place of this process on the four axes, and the groups it takes part in.
+
+    ``groups`` is Megatron's own collection (``tp``, ``pp``, ``cp``, ``dp_cp``, …). ``states`` carries the states that
+    mixers pass along ``sequence``. ``control`` is a gloo group of all processes for small host-side agreements
+    (stop flags, checkpoint commits); it never carries what training waits for.
+    """
+
+    device: torch.device
+    rank: int
+    world_size: int
+    tensor: int
+    pipeline: int
+    sequence: int
+    data: int
+    sequence_rank: int
+    data_rank: int
+    groups: ProcessGroupCollection
+    states: dist.ProcessGroup
+    control: dist.ProcessGroup
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Ranks along each axis, by name."""
+        return {"tensor": self.tensor, "pipeline": self.pipeline, "sequence": self.sequence, "data": self.data}
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this process holds the output layer."""
+        return bool(self.groups.pp.rank() == self.pipeline - 1)
+
+
+def _choose_device(device: str, local_rank: int) -> torch.device:
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"train.device = {device!r}: expected one of auto, cpu, cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("train.device = 'cuda', but PyTorch sees no GPU; use 'auto' or 'cpu'")
+    if device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"process {local_rank} of this machine has no GPU of its own: {torch.cuda.device_count()} are visible; "
+            "start at most one process per GPU"
+        )
+    return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def start_mesh(
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    sequence: int = 1,
+    device: str = "auto",
+    rank: int = 0,
+    world_size: int = 1,
+    local_rank: int = 0,
+    init_method: str = "env://",
+    timeout_s: float = 600.0,
+) -> Iterator[Mesh]:
+    """Join the process group, split it into the four axes (``data`` is the rest), and leave it at the end.
+
+    Ranks are laid out as Megatron does by default: tensor fastest, then sequence, data and pipeline.
+
+    Raises:
+        UserError: ``world_size`` is not a multiple of ``tensor * pipeline * sequence``, or the device is not there.
+    """
+    inner = tensor * pipeline * sequence
+    if world_size % inner:
+        raise UserError(
+            f"{world_size} processes cannot be split into parallel.tensor = {tensor} x parallel.pipeline = {pipeline} "
+            f"x parallel.sequence = {sequence}: their number must be a multiple of {inner}"
+        )
+    place = _choose_device(device, local_rank)
+    if place.type == "cpu":
+        # Imported only here: on a GPU the redirection must not even be loaded.
+        from lightscale.parallel.cpu import redirect_megatron_to_cpu  # noqa: PLC0415
+
+        redirect_megatron_to_cpu()
+    else:
+        torch.cuda.set_device(place)
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(
+        backend="nccl" if place.type == "cuda" else "gloo",
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor,
+            pipeline_model_parallel_size=pipeline,
+            context_parallel_size=sequence,
+            distributed_timeout_minutes=max(1, int(timeout_s / 60)),
+            create_gloo_process_groups=place.type == "cuda",
+        )
+        # Megatron's layers fork named random streams; weights are drawn elsewhere (parallel/initialization.py).
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+        yield Mesh(
+            device=place,
+            rank=rank,
+            world_size=world_size,
+            tensor=tensor,
+            pipeline=pipeline,
+            sequence=sequence,
+            data=world_size // inner,
+            sequence_rank=parallel_state.get_context_parallel_rank(),
+            data_rank=parallel_state.get_data_parallel_rank(with_context_parallel=False),
+            groups=ProcessGroupCollection.use_mpu_process_groups(),
+            states=_new_group_beside(parallel_state.get_context_parallel_group(), timeout),
+            control=dist.new_group(backend="gloo", timeout=timeout),
+        )
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _new_group_beside(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
+    """A second communicator over the ranks of ``group``. Every process must take part in making every group."""
+    mine = dist.get_process_group_ranks(group)
+    every: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(every, mine)
+    made = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sorted({tuple(ranks) for ranks in every})}
+    return made[tuple(mine)]

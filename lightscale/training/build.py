@@ -1,0 +1,54 @@
+"""From a configuration to a model on a mesh, for training and for everything that reads checkpoints."""
+
+import torch
+
+from lightscale.config import RunConfig, TrainConfig
+from lightscale.models.language_model import LanguageModel, transformer_config
+from lightscale.parallel.engine import AdamW, Engine
+from lightscale.parallel.initialization import draw_weights
+from lightscale.parallel.mesh import Mesh
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def weight_dtype(train: TrainConfig, device: torch.device) -> torch.dtype:
+    """The number format of weights and activations: ``auto`` is fp32 on CPUs and bf16 on GPUs."""
+    if train.precision == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return _DTYPES[train.precision]
+
+
+def build_engine(config: RunConfig, mesh: Mesh, *, vocab_size: int, trainable: bool) -> Engine:
+    """The model of ``config`` with its initial weights, on ``mesh``.
+
+    Args:
+        vocab_size: ids that the tokenizer uses; the rows of ``model.vocab_size`` beyond take no probability.
+        trainable: with gradients and an optimizer; False for evaluation and generation.
+    """
+    model = config.model
+    megatron = transformer_config(model, mesh, weight_dtype(config.train, mesh.device))
+    module = LanguageModel(
+        megatron,
+        model,
+        vocab_size=vocab_size,
+        mesh=mesh,
+        pre_process=mesh.groups.pp.rank() == 0,
+        post_process=mesh.is_last_stage,
+    )
+    draw_weights(module, seed=config.train.seed, tensor_rank=mesh.groups.tp.rank(), tensor_size=mesh.tensor)
+    optimizer = config.optimizer
+    adamw = AdamW(
+        betas=optimizer.betas,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        grad_clip=optimizer.grad_clip,
+    )
+    return Engine(
+        module,
+        megatron,
+        mesh,
+        sequence_length=config.data.sequence_length,
+        micro_batch_size=config.train.micro_batch_size,
+        adamw=adamw if trainable else None,
+        position_buckets=config.metrics.position_buckets,
+    )

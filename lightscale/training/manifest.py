@@ -1,0 +1,112 @@
+"""The manifest of a checkpoint: what makes a directory of files a checkpoint, and proves that they are unchanged.
+
+A directory without a manifest, or whose files differ from it in size or content, is not a checkpoint. The manifest
+carries its own hash, so that damage to it is noticed too.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from lightscale.errors import UserError
+
+NAME = "MANIFEST.json"
+FORMAT = 1
+_BLOCK_BYTES = 1 << 22
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint whose files are not what its manifest says; the message has file, expected and found."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """Size and xxh3-128 of one file."""
+
+    num_bytes: int
+    xxh3_128: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """``files`` by name, and ``facts`` about the run: step, tokens, layout, versions, digests."""
+
+    files: Mapping[str, FileRecord]
+    facts: Mapping[str, Any]
+
+
+def hash_file(path: Path) -> FileRecord:
+    """Read ``path`` once."""
+    digest, size = xxhash.xxh3_128(), 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+            size += len(block)
+    return FileRecord(num_bytes=size, xxh3_128=digest.hexdigest())
+
+
+def sync(path: Path) -> None:
+    """Wait until the file, or the entries of the directory, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_manifest(directory: Path, files: Mapping[str, FileRecord], facts: Mapping[str, Any]) -> None:
+    """Write and sync ``MANIFEST.json``; the directory's other files are already on disk."""
+    body = {
+        "format": FORMAT,
+        **facts,
+        "files": {name: {"bytes": f.num_bytes, "xxh3_128": f.xxh3_128} for name, f in sorted(files.items())},
+    }
+    body["manifest_xxh3_128"] = _own_hash(body)
+    path = directory / NAME
+    path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    sync(path)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of ``directory``. Raises DamagedCheckpoint when it is missing, unreadable or altered."""
+    path = directory / NAME
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+        recorded = body.pop("manifest_xxh3_128")
+        files = {
+            name: FileRecord(num_bytes=record["bytes"], xxh3_128=record["xxh3_128"])
+            for name, record in body["files"].items()
+        }
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{path} is missing: the checkpoint was not finished") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{path} cannot be read as a manifest: {error!r}") from None
+    if (found := _own_hash(body)) != recorded:
+        raise DamagedCheckpoint(f"{path}: expected hash {recorded}, found {found}")
+    if body["format"] != FORMAT:
+        raise DamagedCheckpoint(f"{path}: expected format {FORMAT}, found {body['format']}")
+    return Manifest(files=files, facts={key: value for key, value in body.items() if key not in ("files", "format")})
+
+
+def verify_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Read the named files and compare them with ``manifest``. Raises DamagedCheckpoint at the first difference."""
+    for name in names:
+        path, expected = directory / name, manifest.files[name]
+        try:
+            size = path.stat().st_size
+            if size != expected.num_bytes:
+                raise DamagedCheckpoint(f"{path}: expected {expected.num_bytes} bytes, found {size}")
+            found = hash_file(path).xxh3_128
+        except OSError as error:
+            raise DamagedCheckpoint(f"{path}: expected {expected.num_bytes} bytes, found {error.strerror}") from None
+        if found != expected.xxh3_128:
+            raise DamagedCheckpoint(f"{path}: expected xxh3-128 {expected.xxh3_128}, found {found}")
+
+
+def _own_hash(body: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,270 @@
+"""What a run tells while it trains: metrics.jsonl, TensorBoard, and a line of progress."""
+
+import contextlib
+import datetime
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from torch.utils.tensorboard import SummaryWriter
+
+from lightscale.training.run_directory import LineWriter
+
+# The launcher gives here the terminal that it runs on: the ranks' own stderr is a log file.
+TERMINAL_VARIABLE = "LIGHTSCALE_TERMINAL"
+
+# Dense bf16 without sparsity, FLOP/s, of the SXM modules.
+_PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
+# The time left comes from the steps of this many last lines: long enough to contain saves and validations.
+_WINDOW_LINES = 100
+_TENSORBOARD_FLUSH_S = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationLoss:
+    """Mean loss per token on one validation set, in nats."""
+
+    loss: float
+    by_position: tuple[float, ...] = ()
+    """The same for equal parts of the sequence, first to last."""
+
+
+class MetricsLogger:
+    """Writes the metrics of a run. Every rank may have one, but only one is `enabled`; the others do nothing.
+
+    with MetricsLogger(…) as metrics:
+        for step in …:
+            metrics.begin_step()
+            …
+            if metrics.due(step):
+                metrics.log_step(step, …)
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        enabled: bool,
+        attempt: int,
+        first_step: int,
+        total_steps: int,
+        tokens_per_step: int,
+        log_every: int = 1,
+        tensorboard: Path | None = None,
+        flops_per_token: float | None = None,
+        peak_flops: float | None = None,
+    ) -> None:
+        """`path`: metrics.jsonl; `tensorboard`: the directory for TensorBoard, None for none.
+
+        `first_step` (from 1) comes first in this attempt: what TensorBoard has of it and of later ones is
+        hidden. `flops_per_token`: FLOPs of training per token; `peak_flops`: FLOP/s
+        of all devices together. Where one is None, so is `mfu`.
+        """
+        self._enabled = enabled
+        self._attempt = attempt
+        self._total_steps = total_steps
+        self._tokens_per_step = tokens_per_step
+        self._log_every = log_every
+        self._flops_per_token = flops_per_token
+        self._peak_flops = peak_flops
+        self._began = time.perf_counter()
+        if not enabled:
+            return
+        self._lines = LineWriter(path)
+        self._tensorboard = None
+        if tensorboard is not None:
+            self._tensorboard = SummaryWriter(
+                str(tensorboard), purge_step=first_step, flush_secs=_TENSORBOARD_FLUSH_S
+            )
+        self._pace = _Pace(total_steps)
+        self._progress = _progress(total_steps, first_step - 1)
+
+    def begin_step(self) -> None:
+        """Start the clock of a step; saves and validations in between are then not part of it."""
+        self._began = time.perf_counter()
+
+    def due(self, step: int) -> bool:
+        """Whether `step` is one to log: every `log_every`-th and the last. The same on all ranks."""
+        return step % self._log_every == 0 or step == self._total_steps
+
+    def log_step(
+        self, step: int, *, tokens: int, loss: float, grad_norm: float, lr: float, **more: float | int | None
+    ) -> None:
+        """Record the step that now ends.
+
+        `step` counts from 1, `tokens` from the run's beginning; `more` are other scalars.
+        """
+        if not self._enabled:
+            return
+        step_s = time.perf_counter() - self._began
+        tokens_per_s = self._tokens_per_step / step_s
+        scalars: dict[str, float | int | None] = {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "step_s": step_s,
+            "tokens_per_s": tokens_per_s,
+            "mfu": self._mfu(tokens_per_s),
+            **more,
+        }
+        self._lines.write({"step": step, "attempt": self._attempt, "tokens": tokens, **scalars})
+        self._scalars("train", {**scalars, "tokens": tokens}, step)
+        left = self._pace.time_left_s(step, time.monotonic())
+        self._progress.show(
+            step,
+            f"{_short(tokens)} tokens  loss {loss:.4f}  grad norm {grad_norm:.3f}  lr {lr:.2e}  "
+            f"{_short(tokens_per_s)} tokens/s  left {_duration(left)}",
+        )
+
+    def log_validation(self, step: int, *, tokens: int, losses: Mapping[str, ValidationLoss]) -> None:
+        """Record the losses of all validation sets, by name, as they are after `step`."""
+        if not self._enabled:
+            return
+        sets = {name: {"loss": one.loss, "loss_by_position": one.by_position} for name, one in losses.items()}
+        self._lines.write({"step": step, "attempt": self._attempt, "tokens": tokens, "validation": sets})
+        for name, one in losses.items():
+            digits = len(str(len(one.by_position) - 1))
+            buckets = {f"loss_by_position/{i:0{digits}}": loss for i, loss in enumerate(one.by_position)}
+            self._scalars(f"validation/{name}", {"loss": one.loss, **buckets}, step)
+        text = "  ".join(f"{name} {one.loss:.4f}" for name, one in losses.items())
+        self._progress.say(f"step {step}/{self._total_steps}  validation loss  {text}")
+
+    def close(self) -> None:
+        """Write out what is buffered and end the line of progress."""
+        if not self._enabled:
+            return
+        self._progress.close()
+        self._lines.sync()
+        self._lines.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _mfu(self, tokens_per_s: float) -> float | None:
+        if self._flops_per_token is None or self._peak_flops is None:
+            return None
+        return tokens_per_s * self._flops_per_token / self._peak_flops
+
+    def _scalars(self, group: str, values: Mapping[str, float | int | None], step: int) -> None:
+        if self._tensorboard is None:
+            return
+        for name, value in values.items():
+            if value is not None:
+                self._tensorboard.add_scalar(f"{group}/{name}", value, step)
+
+
+def device_peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of the GPU that the driver calls `device_name`; None: not known, as for CPUs."""
+    return next((peak for name, peak in _PEAK_FLOPS.items() if name in device_name), None)
+
+
+class _Pace:
+    """Time left, from the wall clock over the last lines, pauses for saves and validations included."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total_steps = total_steps
+        self._seen: deque[tuple[int, float]] = deque(maxlen=_WINDOW_LINES)
+
+    def time_left_s(self, step: int, now_s: float) -> float | None:
+        """Seconds from `now_s`, the end of `step`, to the run's end; None while only one line was seen."""
+        self._seen.append((step, now_s))
+        first_step, first_s = self._seen[0]
+        if step <= first_step:
+            return None
+        return (self._total_steps - step) * (now_s - first_s) / (step - first_step)
+
+
+class _PlainProgress:
+    """A line of text for each step that is logged, for logs and pipes."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total_steps = total_steps
+
+    def show(self, step: int, text: str) -> None:
+        """`step` ended as `text` says."""
+        self.say(f"step {step}/{self._total_steps}  {text}")
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+
+class _LiveProgress:
+    """One line on a terminal that is written over and over."""
+
+    def __init__(self, terminal: TextIO, total_steps: int, steps_done: int) -> None:
+        self._terminal = terminal
+        own = terminal is sys.stderr
+        self._progress = Progress(
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.description}"),
+            console=Console(file=terminal, force_terminal=True, highlight=False, markup=False),
+            # Drawn once a step: a refreshing thread would take the interpreter from the training.
+            auto_refresh=False,
+            redirect_stdout=own,
+            redirect_stderr=own,
+        )
+        self._task = self._progress.add_task("", total=total_steps, completed=steps_done)
+        self._progress.start()
+
+    def show(self, step: int, text: str) -> None:
+        """`step` ended as `text` says."""
+        self._progress.update(self._task, completed=step, description=text, refresh=True)
+
+    def say(self, text: str) -> None:
+        """Print a line above the live one."""
+        self._progress.console.print(text)
+
+    def close(self) -> None:
+        """Leave the line as it is, and the terminal as it was."""
+        self._progress.stop()
+        if self._terminal is not sys.stderr:
+            self._terminal.close()
+
+
+def _progress(total_steps: int, steps_done: int) -> _LiveProgress | _PlainProgress:
+    terminal = _terminal()
+    return (
+        _PlainProgress(total_steps) if terminal is None else _LiveProgress(terminal, total_steps, steps_done)
+    )
+
+
+def _terminal() -> TextIO | None:
+    """The terminal to draw on: the launcher's, or stderr if it is one."""
+    name = os.environ.get(TERMINAL_VARIABLE)
+    if name:
+        # Seen from another container or after the terminal was closed the name may lead nowhere.
+        with contextlib.suppress(OSError):
+            return os.fdopen(os.open(name, os.O_WRONLY | os.O_NOCTTY), "w", encoding="utf-8")
+    return sys.stderr if sys.stderr.isatty() else None
+
+
+def _duration(seconds: float | None) -> str:
+    return "-:--:--" if seconds is None else str(datetime.timedelta(seconds=round(seconds)))
+
+
+def _short(number: float) -> str:
+    """1234567 -> "1.23M"."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"

@@ -1,0 +1,109 @@
+"""Stop requests: SIGTERM, SIGINT and SIGUSR1 become one flag that all ranks agree on at the end of a step."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+# From <linux/prctl.h>.
+_PR_SET_PDEATHSIG = 1
+
+
+class StopSignal:
+    """Remembers the first stop signal of this process; the training loop asks at the end of every step.
+
+    From `install` on, a stop signal no longer ends the process: it means "finish the step, save, leave".
+    Later ones change nothing. Before `install` there is nothing to save, and the signals end the process.
+
+        with StopSignal(announce=rank == 0) as stop:
+            for step in …:
+                …
+                if stop.should_stop(all_reduce_max):
+                    break
+    """
+
+    def __init__(self, *, announce: bool) -> None:
+        """`announce`: write one line to stderr when the signal comes; one rank should."""
+        self._announce = announce
+        self._agreed = 0
+        self._previous: dict[signal.Signals, Any] = {}
+        self.received: signal.Signals | None = None
+        """The first stop signal that this process itself got."""
+
+    @property
+    def reason(self) -> str | None:
+        """The signal that the ranks agreed to stop for ("SIGTERM"), the same on all; None before that."""
+        return signal.Signals(self._agreed).name if self._agreed else None
+
+    def install(self) -> None:
+        """Take over the stop signals. Only the main thread may."""
+        for signum in STOP_SIGNALS:
+            self._previous[signum] = signal.signal(signum, self._handle)
+
+    def uninstall(self) -> None:
+        """Give the signals back to whoever had them before `install`."""
+        while self._previous:
+            signal.signal(*self._previous.popitem())
+
+    def __enter__(self) -> Self:
+        self.install()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.uninstall()
+
+    def should_stop(self, all_reduce_max: Callable[[int], int]) -> bool:
+        """Whether to leave after this step; the same answer on every rank.
+
+        `all_reduce_max(value)` returns the largest `value` of all ranks. Every rank calls it once a step,
+        until they have agreed to stop.
+        """
+        if not self._agreed:
+            self._agreed = all_reduce_max(self.received or 0)
+        return bool(self._agreed)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            return
+        self.received = signal.Signals(signum)
+        if self._announce:
+            # print() is not reentrant, and the signal may have interrupted one.
+            os.write(2, f"{self.received.name}: finishing this step, then saving and leaving\n".encode())
+
+
+@contextlib.contextmanager
+def shielded() -> Iterator[None]:
+    """Processes started inside are not ended by stop signals; this one takes a pending signal on leaving.
+
+    SLURM and torchrun signal a rank's children as well. A checkpoint writer that dies of it leaves its parent
+    waiting for ever: start writers, or save as a whole, in here. `terminate()` does not end such a child,
+    `kill()` does.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel end this process (SIGKILL) as soon as its parent, the process `parent`, is gone.
+
+    Otherwise a launcher killed with SIGKILL leaves its ranks behind, holding the GPUs. A rank's own lasting
+    children need it too. Linux only; elsewhere without effect.
+    """
+    if sys.platform != "linux":
+        return
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:
+        # The parent went before prctl was called.
+        os.kill(os.getpid(), signal.SIGKILL)

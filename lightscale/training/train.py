@@ -1,0 +1,247 @@
+"""The training loop, top to bottom: configuration, mesh, data, model and engine, resume, steps, the end.
+
+Every rank runs this. Whatever happens, the run directory says how far it got: metrics for each step, an event for
+each start, save and stop, and a status when the loop ends.
+"""
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from lightscale.config import RunConfig
+from lightscale.data_pipeline.loader import Batch, Layout, TokenLoader, validation_batches
+from lightscale.data_pipeline.store import TokenStore
+from lightscale.errors import UserError
+from lightscale.models.flops import training_flops_per_token
+from lightscale.models.registry import check_mixers
+from lightscale.parallel.fused import describe_fused_kernels
+from lightscale.parallel.mesh import Mesh, start_mesh
+from lightscale.training.build import build_engine, weight_dtype
+from lightscale.training.checkpoint import Checkpoints
+from lightscale.training.metrics import MetricsLogger, ValidationLoss, device_peak_flops
+from lightscale.training.profile import StepProfiler
+from lightscale.training.run_directory import RunDirectory, Status
+from lightscale.training.schedule import learning_rate
+from lightscale.training.signals import StopSignal, shielded
+
+
+def train(config: RunConfig, run: RunDirectory) -> Status:
+    """Train until the last step or a stop signal; resume from the newest whole checkpoint of ``run``.
+
+    Called on every rank, with torchrun's variables in the environment and ``run`` already created.
+
+    Returns:
+        ``finished`` or ``resumable``, as written to status.json. Errors are raised; what is UserError among them
+        needs a person.
+    """
+    check_mixers(config.model)
+    parallel, place = config.parallel, os.environ
+    with (
+        StopSignal(announce=place["RANK"] == "0") as stop,
+        start_mesh(
+            tensor=parallel.tensor,
+            pipeline=parallel.pipeline,
+            sequence=parallel.sequence,
+            device=config.train.device,
+            rank=int(place["RANK"]),
+            world_size=int(place["WORLD_SIZE"]),
+            local_rank=int(place["LOCAL_RANK"]),
+        ) as mesh,
+    ):
+        return Trainer(config, run, mesh, stop).run()
+
+
+class Trainer:
+    """One attempt at a run on one rank."""
+
+    def __init__(self, config: RunConfig, run: RunDirectory, mesh: Mesh, stop: StopSignal) -> None:
+        self.config, self.directory, self.mesh, self.stop = config, run, mesh, stop
+        self.is_main = mesh.rank == 0
+        if self.is_main:
+            run.begin_attempt(world_size=mesh.world_size, device=_device_name(mesh.device))
+
+        self.layout = Layout(
+            data_rank=mesh.data_rank,
+            data_size=mesh.data,
+            sequence_rank=mesh.sequence_rank,
+            sequence_size=mesh.sequence,
+        )
+        self.store = TokenStore(config.data.store)
+        self.loader = TokenLoader(
+            self.store,
+            sequence_length=config.data.sequence_length,
+            global_batch_size=config.train.global_batch_size,
+            micro_batch_size=config.train.micro_batch_size,
+            sources=config.data.sources,
+            seed=config.data.seed,
+            layout=self.layout,
+        )
+        self.engine = build_engine(config, mesh, vocab_size=self.store.tokenizer.vocab_size, trainable=True)
+        self.checkpoints = Checkpoints(run.checkpoints, mesh)
+        self.step = self._resume()
+        self._describe()
+
+    def run(self) -> Status:
+        """From the current step to the last."""
+        config, total = self.config, self.config.total_steps
+        flops, peak = training_flops_per_token(config.model, config.data.sequence_length), self._peak_flops()
+        with (
+            MetricsLogger(
+                self.directory.metrics,
+                enabled=self.is_main,
+                attempt=self.directory.attempt,
+                first_step=self.step + 1,
+                total_steps=total,
+                tokens_per_step=config.tokens_per_step,
+                log_every=config.metrics.log_every,
+                tensorboard=self.directory.tensorboard if config.metrics.tensorboard else None,
+                flops_per_token=flops,
+                peak_flops=peak,
+            ) as metrics,
+            StepProfiler(config.train.profile_steps, self.directory.profile, self.mesh) as profiler,
+        ):
+            while self.step < total:
+                metrics.begin_step()
+                with profiler.step(self.step + 1):
+                    self._train_step(metrics)
+                every = config.train.validate_every
+                if every and (self.step % every == 0 or self.step == total):
+                    self._validate(metrics)
+                stopping = self.stop.should_stop(self._largest) and self.step < total
+                if stopping or self.step % config.checkpoint.every == 0 or self.step == total:
+                    self._save()
+                if stopping:
+                    return self._leave("resumable", f"stopped by {self.stop.reason}")
+        return self._leave("finished", f"all {total} steps are done")
+
+    def _train_step(self, metrics: MetricsLogger) -> None:
+        step, total = self.step + 1, self.config.total_steps
+        batches = self._to_device(self.loader.next_step())
+        sums = self.engine.forward_backward(batches)
+        lr = learning_rate(self.config.optimizer, step, total)
+        # The loss is the same number on every rank, so that all stop or none; weights are still those of the last step.
+        _require_finite("loss", sums.mean, step)
+        grad_norm = self.engine.step(lr)
+        _require_finite("gradient norm", grad_norm, step)
+        self.step = step
+        if metrics.due(step):
+            metrics.log_step(step, tokens=self.loader.tokens, loss=sums.mean, grad_norm=grad_norm, lr=lr)
+
+    def _validate(self, metrics: MetricsLogger) -> None:
+        """The loss on every validation set, with the weights as they are."""
+        losses = {}
+        for name, chosen in self.config.data.validation.items():
+            store = self.store if chosen.store is None else TokenStore(chosen.store)
+            batches = validation_batches(
+                store.source(chosen.source),
+                sequence_length=self.config.data.sequence_length,
+                num_sequences=chosen.sequences,
+                micro_batch_size=self.config.train.micro_batch_size,
+                layout=self.layout,
+            )
+            sums = self.engine.forward_only(self._to_device(list(batches)))
+            by_position = tuple(loss / max(count, 1) for loss, count in sums.by_bucket)
+            losses[name] = ValidationLoss(loss=sums.mean, by_position=by_position)
+        metrics.log_validation(self.step, tokens=self.loader.tokens, losses=losses)
+
+    def _resume(self) -> int:
+        """Take over the newest whole checkpoint, or the weights of ``train.init_from``; returns the steps done."""
+        restored = self.checkpoints.restore(self.engine)
+        if restored is None:
+            self._start_from_weights()
+            return 0
+        self.loader.load_state_dict(restored.common["data"])
+        if self.is_main:
+            for reason in restored.refused:
+                self._say(f"passed over a damaged checkpoint: {reason}")
+            self.directory.event("resume", step=restored.step, checkpoint=restored.path.name, refused=restored.refused)
+        self._say(f"resuming after step {restored.step} from {restored.path}")
+        return restored.step
+
+    def _start_from_weights(self) -> None:
+        if self.config.train.init_from is None:
+            return
+        name, _, step = self.config.train.init_from.rpartition("@")
+        source = Checkpoints(RunDirectory(name).checkpoints, self.mesh)
+        restored = source.restore(self.engine, step=int(step), weights_only=True)
+        if restored is None:
+            raise UserError(f'train.init_from = "{self.config.train.init_from}": {name} has no checkpoints')
+        if self.is_main:
+            self.directory.event("init_from", checkpoint=str(restored.path))
+        self._say(f"starting from the weights of {restored.path}")
+
+    def _save(self) -> None:
+        checkpoint = self.config.checkpoint
+        tokens = self.loader.tokens
+        # Signals must not end the processes that write the checkpoint; this rank takes them afterwards.
+        with shielded():
+            path = self.checkpoints.save(
+                self.engine,
+                step=self.step,
+                common={"data": self.loader.state_dict()},
+                facts={"tokens": tokens, "store": self.store.fingerprint()},
+            )
+            removed = self.checkpoints.prune(keep=checkpoint.keep, keep_every=checkpoint.keep_every)
+        if self.is_main:
+            self.directory.event("checkpoint", step=self.step, tokens=tokens, checkpoint=path.name, removed=removed)
+
+    def _leave(self, status: Status, reason: str) -> Status:
+        if self.is_main:
+            self.directory.event(status, step=self.step, reason=reason)
+            self.directory.write_status(status, reason=reason, step=self.step, tokens=self.loader.tokens)
+        dist.barrier(group=self.mesh.control)
+        return status
+
+    def _to_device(self, batches: Sequence[Batch]) -> list[Batch]:
+        device = self.mesh.device
+        return [
+            replace(
+                batch,
+                tokens=batch.tokens.to(device, non_blocking=True),
+                labels=batch.labels.to(device, non_blocking=True),
+                loss_mask=batch.loss_mask.to(device, non_blocking=True),
+                positions=batch.positions.to(device, non_blocking=True),
+            )
+            for batch in batches
+        ]
+
+    def _largest(self, value: int) -> int:
+        largest = torch.tensor(value)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.mesh.control)
+        return int(largest)
+
+    def _peak_flops(self) -> float | None:
+        peak = device_peak_flops(_device_name(self.mesh.device))
+        return None if peak is None else peak * self.mesh.world_size
+
+    def _describe(self) -> None:
+        """What this run is, for the log."""
+        mesh, config = self.mesh, self.config
+        parameters = sum(parameter.numel() for parameter in self.engine.module.parameters())
+        dtype = str(weight_dtype(config.train, mesh.device)).removeprefix("torch.")
+        axes = ", ".join(f"{axis} {size}" for axis, size in mesh.axes.items())
+        self._say(f"{parameters:,} parameters on this rank, {dtype} on {_device_name(mesh.device)}; ranks: {axes}")
+        self._say(describe_fused_kernels())
+        for line in self.loader.description():
+            self._say(line)
+
+    def _say(self, text: str) -> None:
+        if self.is_main:
+            print(text, file=sys.stderr, flush=True)
+
+
+def _require_finite(what: str, value: float, step: int) -> None:
+    if not math.isfinite(value):
+        raise UserError(
+            f"the {what} of step {step} is {value}; the run is stopped before that spreads. "
+            "Its checkpoints are good; a lower optimizer.lr or longer optimizer.warmup_steps may help"
+        )
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

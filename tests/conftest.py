@@ -1,0 +1,61 @@
+"""What all tests share."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from lightscale.config import RunConfig
+from lightscale.config_files import load
+
+# One thread per process: tests run several ranks on two cores, and sums must not depend on the number of
+# threads. Read by torch when it is imported, and by the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A machine that others use too is slow at times; that is no failure.
+hypothesis.settings.register_profile(
+    "lightscale", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("lightscale")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+TINY_RUN = f"""
+extends = ["{ROOT}/configs/arch/tnl.toml", "{ROOT}/configs/size/tiny.toml"]
+
+[model]
+vocab_size = 512
+
+[data]
+store = "store"
+sequence_length = 64
+
+[optimizer]
+lr = 1e-3
+
+[train]
+steps = 4
+global_batch_size = 4
+"""
+
+
+@pytest.fixture
+def root() -> Path:
+    """The repository."""
+    return ROOT
+
+
+@pytest.fixture
+def tiny_run(tmp_path: Path) -> Path:
+    """A file in `tmp_path`: a TNL of 4 layers, width 64, 4 heads, vocabulary 512; 4 steps of 4 x 64."""
+    path = tmp_path / "tiny-run.toml"
+    path.write_text(TINY_RUN, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def tiny_config(tiny_run: Path) -> Callable[..., RunConfig]:
+    """`tiny_config("train.steps=2", …)`: the configuration in `tiny_run` with overrides."""
+    return lambda *overrides: load(tiny_run, overrides)

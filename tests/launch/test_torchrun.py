@@ -1,0 +1,288 @@
+"""The launcher with real processes: how ranks end, and what stops them. The ranks' program is `ranks.py`."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+PROGRAM = Path(__file__).with_name("ranks.py")
+TIMEOUT_S = 50.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    run: Path
+    code: int
+    output: str
+
+    @property
+    def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = json.loads((self.run / "status.json").read_text())
+        return status
+
+
+class Launcher:
+    """A running launcher; its output goes to a file, so that nobody has to read it meanwhile."""
+
+    def __init__(self, run: Path, behaviour: str, **options: Any) -> None:
+        self.run = run
+        run.mkdir()
+        self._log = run.parent / f"{run.name}.log"
+        # A session of its own: as in a terminal, its ranks are not in its process group.
+        with self._log.open("w") as log:
+            arguments = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL, **options}
+            command = [sys.executable, str(PROGRAM), "launch", str(run), behaviour]
+            environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+            self.process = subprocess.Popen(command, start_new_session=True, env=environment, **arguments)
+
+    def wait(self) -> Ended:
+        code = self.process.wait(timeout=TIMEOUT_S)
+        return Ended(run=self.run, code=code, output=self._log.read_text())
+
+    def working(self) -> list[int]:
+        """Wait until both ranks train, and return their process ids."""
+        await_(lambda: all(self._steps(rank) >= 3 for rank in (0, 1)))
+        return [int((self.run / f"pid-{rank}").read_text()) for rank in (0, 1)]
+
+    def signals(self, rank: int) -> list[str]:
+        path = self.run / f"signals-{rank}"
+        return path.read_text().split() if path.exists() else []
+
+    def kill(self) -> None:
+        for name in ("pid-0", "pid-1"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                os.kill(int((self.run / name).read_text()), signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+
+    def _steps(self, rank: int) -> int:
+        return sum(path.read_text().count("step") for path in self.run.glob(f"logs/*/rank-{rank}.out"))
+
+
+def await_(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
+    """`start(behaviour)`: a launcher whose processes are gone after the test."""
+    launchers: list[Launcher] = []
+
+    def start(behaviour: str, **options: Any) -> Launcher:
+        launchers.append(Launcher(tmp_path / f"run-{len(launchers)}", behaviour, **options))
+        return launchers[-1]
+
+    yield start
+    for launcher in launchers:
+        launcher.kill()
+
+
+@pytest.fixture(scope="module")
+def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """What becomes of ranks that end by themselves. The launches overlap: most of their time is imports."""
+    folder = tmp_path_factory.mktemp("endings")
+
+    def end(behaviour: str) -> Ended:
+        launcher = Launcher(folder / behaviour, behaviour)
+        try:
+            return launcher.wait()
+        finally:
+            launcher.kill()
+
+    behaviours = ("finished", "stopped", "mistake", "statusless", "crash", "killed", "silent")
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        return dict(zip(behaviours, pool.map(end, behaviours), strict=True))
+
+
+@pytest.mark.parametrize(("behaviour", "code"), [("finished", 0), ("stopped", 78)])
+def test_the_status_of_the_ranks_becomes_the_exit_code(endings: dict[str, Ended], behaviour: str, code: int) -> None:
+    ended = endings[behaviour]
+    assert ended.code == code, ended.output
+    assert (ended.status["status"], ended.status["step"], ended.status["tokens"]) == (behaviour, 5, 500)
+    assert ended.output.splitlines()[-1] == f"{behaviour} at step 5, 500 tokens: as asked"
+
+
+def test_output_of_rank_0_is_shown_as_it_is_and_all_output_is_kept(endings: dict[str, Ended]) -> None:
+    ended = endings["finished"]
+    lines = [f"rank 0 step {step}" for step in range(1, 6)]
+    assert ended.output.splitlines()[:-1] == lines
+    logs = ended.run / "logs" / "launch-0001"
+    assert (logs / "rank-0.out").read_text().splitlines() == lines
+    assert (logs / "rank-1.out").read_text().splitlines() == [f"rank 1{line[6:]}" for line in lines]
+
+
+def test_the_ranks_find_the_settings_that_torchrun_needs(endings: dict[str, Ended]) -> None:
+    text = (endings["finished"].run / "environment-1").read_text()
+    environment = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+    assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert environment["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+    assert environment["PYTHONSAFEPATH"] == "1"
+    assert (environment["RANK"], environment["WORLD_SIZE"], environment["LOCAL_RANK"]) == ("1", "2", "1")
+    assert environment["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 30
+
+
+def test_a_crash_shows_the_traceback_of_the_rank_that_failed_and_no_other(endings: dict[str, Ended]) -> None:
+    ended = endings["crash"]
+    assert ended.code == 1
+    shown = [line for line in ended.output.splitlines() if not line.startswith("rank 0 step")]
+    assert shown[0] == "Traceback (most recent call last):"
+    assert "ZeroDivisionError: the second rank is broken" in shown
+    assert ended.output.count("Traceback") == 1, "rank 0 only lost its peer"
+    assert "Connection closed by peer" not in ended.output
+    assert shown[-1] == "go on from the newest checkpoint with: the same command"
+    logs = ended.run / "logs" / "launch-0001"
+    assert "ZeroDivisionError" in (logs / "rank-1.err").read_text()
+    assert "Connection closed by peer" in (logs / "rank-0.err").read_text()
+    assert ended.status["status"] == "resumable"
+    assert ended.status["reason"] == "rank 1: ZeroDivisionError: the second rank is broken"
+    events = [json.loads(line) for line in (ended.run / "events.jsonl").read_text().splitlines()]
+    assert [(event["event"], event["attempt"]) for event in events] == [("start", 1), ("failed", 1)]
+
+
+def test_a_killed_rank_is_named_as_the_cause(endings: dict[str, Ended]) -> None:
+    ended = endings["killed"]
+    assert ended.code == 1
+    assert ended.status["reason"].startswith("rank 1: killed by SIGKILL")
+    assert "Traceback" not in ended.output
+    assert "lost rank 1" in (ended.run / "logs" / "launch-0001" / "rank-0.err").read_text()
+
+
+def test_a_rank_that_exits_without_a_record_is_named_and_its_output_shown(endings: dict[str, Ended]) -> None:
+    ended = endings["silent"]
+    assert ended.code == 1
+    assert ended.status["reason"] == "rank 1: exit code 3"
+    assert "said before the end" in ended.output
+
+
+def test_a_mistake_of_the_user_is_one_line_and_final(endings: dict[str, Ended]) -> None:
+    ended = endings["mistake"]
+    assert ended.code == 78
+    assert ended.output == "error: data.store = nowhere: no such store\n"
+    assert ended.status["status"] == "stopped"
+
+
+def test_ranks_that_end_without_a_status_have_failed(endings: dict[str, Ended]) -> None:
+    ended = endings["statusless"]
+    assert ended.code == 1
+    assert ended.status["reason"] == "rank 0: all ranks ended without writing status.json"
+
+
+def assert_stopped_together(launcher: Launcher, name: str) -> str:
+    """The ranks saved at one step after the signal `name`. Returns what the launcher printed."""
+    ended = launcher.wait()
+    assert ended.code == 75, ended.output
+    saved = [(ended.run / f"saved-{rank}").read_text() for rank in (0, 1)]
+    assert saved[0] == saved[1] == str(ended.status["step"])
+    assert (ended.status["status"], ended.status["reason"]) == ("resumable", name)
+    assert "Traceback" not in ended.output
+    return ended.output
+
+
+def test_sigterm_to_the_launcher_twice_reaches_each_rank_once(start: Callable[..., Launcher]) -> None:
+    launcher = start("train")
+    launcher.working()
+    launcher.process.send_signal(signal.SIGTERM)
+    await_(lambda: bool(launcher.signals(0)))
+    launcher.process.send_signal(signal.SIGTERM)
+    output = assert_stopped_together(launcher, "SIGTERM")
+    assert launcher.signals(0) == launcher.signals(1) == ["SIGTERM"]
+    assert output.count("SIGTERM: finishing this step, then saving and leaving") == 1
+    assert output.splitlines()[-1] == "go on with: the same command"
+
+
+def test_sigusr1_to_one_rank_stops_all_at_one_step(start: Callable[..., Launcher]) -> None:
+    launcher = start("train")
+    pids = launcher.working()
+    os.kill(pids[1], signal.SIGUSR1)
+    assert_stopped_together(launcher, "SIGUSR1")
+    assert launcher.signals(0) == []
+    assert launcher.signals(1) == ["SIGUSR1"]
+
+
+@contextlib.contextmanager
+def terminal() -> Iterator[tuple[int, dict[str, Any]]]:
+    """The keyboard's side of a terminal, and Popen's arguments for a process that has it as its own."""
+    keyboard, screen = pty.openpty()
+
+    def take() -> None:
+        fcntl.ioctl(screen, termios.TIOCSCTTY, 0)
+
+    try:
+        yield keyboard, {"stdin": screen, "stderr": screen, "preexec_fn": take}
+    finally:
+        os.close(keyboard)
+        os.close(screen)
+
+
+def test_ctrl_c_in_a_terminal_reaches_each_rank_once(start: Callable[..., Launcher]) -> None:
+    with terminal() as (keyboard, options):
+        launcher = start("train", **options)
+        launcher.working()
+        name = Path(f"/proc/{launcher.process.pid}/fd/2").readlink()
+        os.write(keyboard, b"\x03")
+        await_(lambda: bool(launcher.signals(0)))
+        os.write(keyboard, b"\x03")
+        assert_stopped_together(launcher, "SIGINT")
+        shown = os.read(keyboard, 1 << 16).decode()
+    assert launcher.signals(0) == launcher.signals(1) == ["SIGINT"]
+    assert "already stopping; Ctrl-C once more ends the run without saving" in shown
+    assert f"LIGHTSCALE_TERMINAL={name}" in (launcher.run / "environment-0").read_text().splitlines()
+
+
+def test_the_third_ctrl_c_ends_the_run_without_a_save(start: Callable[..., Launcher]) -> None:
+    launcher = start("slow_save")
+    launcher.working()
+    launcher.process.send_signal(signal.SIGINT)
+    await_(lambda: launcher.signals(0) == launcher.signals(1) == ["SIGINT"])
+    for _ in range(2):
+        launcher.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    ended = launcher.wait()
+    assert ended.code == 75, ended.output
+    assert not (ended.run / "saved-0").exists()
+    assert ended.status["status"] == "resumable"
+    assert "SIGINT, and rank" in ended.status["reason"]
+
+
+def test_a_signal_before_the_training_loop_ends_the_ranks_at_once(start: Callable[..., Launcher]) -> None:
+    launcher = start("starting")
+    await_(lambda: (launcher.run / "pid-0").exists() and (launcher.run / "pid-1").exists())
+    launcher.process.send_signal(signal.SIGTERM)
+    ended = launcher.wait()
+    assert ended.code == 75, ended.output
+    assert ended.status["status"] == "resumable"
+    assert "SIGTERM" in ended.status["reason"]
+
+
+def test_ranks_do_not_outlive_a_killed_launcher(start: Callable[..., Launcher]) -> None:
+    launcher = start("train")
+    pids = launcher.working()
+    launcher.process.kill()
+    launcher.process.wait()
+    await_(lambda: not any(map(is_running, pids)))
+    assert not (launcher.run / "status.json").exists(), "a run without a status was killed, and is resumable"
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,210 @@
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightscale.config_files import load
+from lightscale.data_pipeline.store import StoreWriter
+from lightscale.errors import UserError
+from lightscale.launch import train_command
+from lightscale.training.run_directory import RunDirectory, read_lines
+
+
+class Words:
+    """A tokenizer with as many words as one asks for."""
+
+    name = "words"
+    eot_id = 0
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.sha256 = f"{vocab_size:064x}"
+
+    def encode(self, text: str) -> Any:
+        raise NotImplementedError
+
+    def decode(self, ids: Any) -> str:
+        raise NotImplementedError
+
+    def save(self, directory: Path) -> None:
+        (directory / "tokenizer.json").write_text("{}")
+
+
+def make_store(path: Path, vocab_size: int = 300) -> None:
+    with StoreWriter(path, Words(vocab_size)) as writer:
+        for name in ("text", "held"):
+            source = writer.source(name)
+            source.append(np.arange(1, 200, dtype=np.uint32), num_bytes=400)
+        writer.finish({})
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with tiny-run.toml and its store; outside of any job, and without GPUs."""
+    assert tiny_run.parent == tmp_path
+    make_store(tmp_path / "store")
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    return tmp_path
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the command would have started."""
+    calls: list[dict[str, Any]] = []
+
+    def run_ranks(run: RunDirectory, command: list[str], **options: Any) -> int:
+        calls.append({"run": run.path, "command": command, **options})
+        return 75
+
+    monkeypatch.setattr(train_command, "run_ranks", run_ranks)
+    return calls
+
+
+def train(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    train_command.add_arguments(parser)
+    return train_command.run(parser.parse_args(words))
+
+
+def test_ranks_get_the_stored_configuration(folder: Path, launched: list[dict[str, Any]]) -> None:
+    assert train("tiny-run.toml", "optimizer.lr=2e-4") == 75
+    (call,) = launched
+    assert call["run"] == Path("runs/tiny-run")
+    assert call["processes"] == 1
+    stored = Path("runs/tiny-run/config.toml")
+    assert call["command"][1:] == ["-m", "lightscale", "train", str(stored), "--run", "runs/tiny-run"]
+    assert load(stored) == load("tiny-run.toml", ["optimizer.lr=2e-4"])
+    assert call["resume"] == "lightscale train tiny-run.toml optimizer.lr=2e-4 --run runs/tiny-run"
+
+
+def test_one_rank_per_gpu(folder: Path, launched: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    train("tiny-run.toml")
+    train("tiny-run.toml", "--processes", "2")
+    train("tiny-run.toml", "train.device=cpu", "--run", "runs/other")
+    assert [call["processes"] for call in launched] == [4, 2, 1]
+    with pytest.raises(UserError, match="--processes 8: there are only 4 GPUs"):
+        train("tiny-run.toml", "--processes", "8")
+
+
+def test_a_runs_own_configuration_stands_for_the_run(folder: Path, launched: list[dict[str, Any]]) -> None:
+    train("tiny-run.toml", "--run", "elsewhere/mine")
+    RunDirectory("elsewhere/mine").begin_attempt()
+    train("elsewhere/mine/config.toml")
+    assert [call["run"] for call in launched] == [Path("elsewhere/mine")] * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--processes", "3"], "global_batch_size = 4"),
+        (["--processes", "0"], "--processes 0: must be at least 1"),
+        (["parallel.tensor=2"], "parallel.tensor = 2"),
+        (["train.device=cuda"], "torch sees no GPU"),
+        (["model.vocab_size=299"], "model.vocab_size = 299 is less than the 300 tokens"),
+        (["data.store=nowhere"], "nowhere"),
+        (["data.sources={poems=1.0}"], "poems"),
+        (['data.validation.books.source="books"'], "books"),
+        (
+            ['data.validation.held={source="held", store="other"}'],
+            "data.validation.held.store = other was written with another tokenizer",
+        ),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_written(
+    folder: Path, launched: list[dict[str, Any]], words: list[str], message: str
+) -> None:
+    make_store(folder / "other", vocab_size=200)
+    with pytest.raises(UserError) as caught:
+        train("tiny-run.toml", *words)
+    assert message in str(caught.value)
+    assert launched == []
+    assert not (folder / "runs").exists()
+
+
+def test_another_configuration_is_refused_before_ranks_start(folder: Path, launched: list[dict[str, Any]]) -> None:
+    train("tiny-run.toml")
+    with pytest.raises(UserError, match=r"optimizer\.lr: 0\.001 there, 0\.5 now"):
+        train("tiny-run.toml", "optimizer.lr=0.5")
+    assert len(launched) == 1
+
+
+def test_a_finished_run_is_not_started_again_until_it_is_made_longer(
+    folder: Path, launched: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    train("tiny-run.toml")
+    RunDirectory("runs/tiny-run").write_status("finished", reason="all steps", step=4, tokens=1024)
+    assert train("tiny-run.toml", "--json") == 0
+    output = capsys.readouterr()
+    assert "runs/tiny-run is finished: all 4 steps are done" in output.err
+    record = json.loads(output.out)
+    assert (record["run"], record["exit_code"], record["status"]) == ("runs/tiny-run", 0, "finished")
+    assert len(launched) == 1
+    train("tiny-run.toml", "train.steps=6")
+    assert len(launched) == 2
+
+
+# Stands in for the training loop: takes steps up to train.steps, and stops once on the way.
+STUB = """
+import os, sys, types
+
+def train(config, run):
+    if os.environ["RANK"] == "0":
+        attempt = run.begin_attempt(world_size=int(os.environ["WORLD_SIZE"]))
+        print("attempt", attempt, "in", config.train.steps, "steps")
+        if attempt == 1:
+            run.write_status("resumable", reason="SIGTERM", step=2, tokens=512)
+        else:
+            run.write_status("finished", reason="all steps are done", step=4, tokens=1024)
+    return "finished"
+
+sys.modules["lightscale.training.train"] = types.SimpleNamespace(train=train)
+"""
+
+
+@pytest.fixture
+def lightscale(folder: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """The real command, whose ranks find the stub in place of the training loop."""
+    (folder / "stub").mkdir()
+    (folder / "stub" / "sitecustomize.py").write_text(STUB)
+    environment = {**os.environ, "PYTHONPATH": str(folder / "stub"), "CUDA_VISIBLE_DEVICES": ""}
+
+    def lightscale(*words: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *launcher, "-m", "lightscale", *words]
+        return subprocess.run(
+            command, env=environment, cwd=folder, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    return lightscale
+
+
+def test_the_whole_way_from_start_to_end(lightscale: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    first = lightscale("train", "tiny-run.toml", "--processes", "2")
+    resume = "go on with: lightscale train tiny-run.toml --run runs/tiny-run --processes 2"
+    assert (first.returncode, first.stderr.splitlines()[-1]) == (75, resume), first.stderr
+    assert first.stdout == "attempt 1 in 4 steps\n"
+    # By torchrun itself: the same run. Its workers leave 0, and status.json says how it ended.
+    second = lightscale("train", "tiny-run.toml", launcher=("-m", "torch.distributed.run", "--nproc-per-node=2"))
+    assert second.returncode == 0, second.stderr
+    assert "attempt 2 in 4 steps" in second.stdout
+
+
+def test_a_harmless_change_of_the_configuration_is_recorded(folder: Path, launched: list[dict[str, Any]]) -> None:
+    train("tiny-run.toml")
+    shutil.copy("tiny-run.toml", "copy.toml")
+    train("copy.toml", "checkpoint.every=2", "--run", "runs/tiny-run")
+    (event,) = read_lines(RunDirectory("runs/tiny-run").events)
+    assert event["event"] == "configuration_changed"
+    assert event["changes"] == {"checkpoint.every": {"before": 100, "now": 2}}

@@ -1,0 +1,144 @@
+"""One import package, whose links on top are decoration; no folder of some machine in any file."""
+
+import ast
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import lightscale
+
+ROOT = Path(__file__).resolve().parent.parent
+LINKS = ("kernels", "parallel", "data_pipeline", "launch")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+FIND_ORIGIN = (
+    "import importlib.util, sys; spec = importlib.util.find_spec(sys.argv[1]); print(spec and spec.origin)"
+)
+
+
+def find_origin(name: str, folder: Path) -> str:
+    """The file that `import NAME` would load for a script in `folder`, "None" where there is none."""
+    command = [sys.executable, "-c", FIND_ORIGIN, name]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=True, timeout=60
+    ).stdout.strip()
+
+
+def repository_files() -> list[Path]:
+    """What git tracks or would track."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    paths = [ROOT / name for name in listing.stdout.split("\0") if name]
+    return [path for path in paths if path.is_file() and not path.is_symlink()]
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_installed_package_exposes_no_bare_name(name: str, tmp_path: Path) -> None:
+    assert not find_origin(name, tmp_path).startswith(str(ROOT))
+
+
+def test_bare_kernels_has_no_origin_even_in_the_root() -> None:
+    """Libraries probe for PyPI's package of this name, and a script in the root has the root on its path."""
+    assert not find_origin("kernels", ROOT).startswith(str(ROOT))
+
+
+def test_kernels_is_neither_a_package_of_its_own_nor_has_it_a_version() -> None:
+    folder = ROOT / "lightscale" / "kernels"
+    assert not (folder / "__init__.py").exists()
+    for path in folder.rglob("*.py"):
+        names = {node.id for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, ast.Name)}
+        assert "__version__" not in names, path
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_links_on_top_are_relative_and_lead_into_the_package(name: str) -> None:
+    link = ROOT / name
+    assert link.is_symlink()
+    assert link.readlink() == Path("lightscale", name)
+    assert link.resolve() == ROOT / "lightscale" / name
+    assert link.is_dir()
+
+
+def test_pytest_puts_nothing_on_the_path() -> None:
+    options = PROJECT["tool"]["pytest"]["ini_options"]
+    assert "pythonpath" not in options
+    assert "--import-mode=importlib" in options["addopts"]
+    assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def test_transformers_is_new_enough_not_to_mind_our_kernels() -> None:
+    requirements = [line for extra in PROJECT["project"]["optional-dependencies"].values() for line in extra]
+    requirements += PROJECT["project"]["dependencies"]
+    assert [line for line in requirements if line.startswith("transformers")] == ["transformers>=5.13"]
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    project = PROJECT["project"]
+    lines = [
+        *project["dependencies"],
+        *(line for extra in project["optional-dependencies"].values() for line in extra),
+    ]
+    declared = {re.split(r"[^A-Za-z0-9_.-]", line)[0].lower().replace("_", "-") for line in lines}
+    distributions = importlib.metadata.packages_distributions()
+    undeclared = []
+    for path in (ROOT / "lightscale").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            for name in {name.partition(".")[0] for name in names} - {"lightscale", *sys.stdlib_module_names}:
+                owners = {owner.lower().replace("_", "-") for owner in distributions.get(name, [name])}
+                if not owners & declared:
+                    undeclared.append(f"{path.relative_to(ROOT)}:{node.lineno} imports {name}")
+    assert undeclared == []
+
+
+def test_no_file_names_a_folder_of_some_machine() -> None:
+    somewhere = re.compile(
+        rb"(?<![\w.}$>/-])/(home|root|Users|work|workspace)/\w|" + re.escape(os.fsencode(ROOT))
+    )
+    guilty = [str(path) for path in repository_files() if somewhere.search(path.read_bytes())]
+    assert guilty == []
+
+
+def test_wheel_holds_the_whole_package_and_nothing_else(tmp_path: Path) -> None:
+    copy = tmp_path / "source"
+    for path in repository_files():
+        target = copy / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+    for name in LINKS:
+        (copy / name).symlink_to(f"lightscale/{name}")
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+        ".",
+    ]
+    subprocess.run(command, cwd=copy, check=True, capture_output=True, timeout=100)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    sources = {path.relative_to(copy).as_posix() for path in (copy / "lightscale").rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == sources
+    assert "lightscale/kernels/lightning/__init__.py" in sources
+    version = PROJECT["project"]["version"]
+    assert {name.partition("/")[0] for name in names} == {"lightscale", f"lightscale-{version}.dist-info"}
+
+
+def test_versions_agree() -> None:
+    assert lightscale.__version__ == PROJECT["project"]["version"]

@@ -1,0 +1,62 @@
+"""The benchmark command: its report, its ratios at a small size, its refusals."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def bench(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(root / "tools" / "bench.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+
+
+def test_chunked_lightning_attention_is_the_fastest(root: Path) -> None:
+    """One thread, because the suite's other processes share the cores."""
+    options = ["--tokens", "1024", "--heads", "4", "--width", "64", "--repeats", "5", "--threads", "1"]
+    finished = bench(root, "lightning", "--json", *options)
+    assert finished.returncode == 0, finished.stderr
+    result = json.loads(finished.stdout)
+    print(json.dumps(result["ratios"]))
+    assert result["settings"] == {
+        "dtype": "float32", "rows": 1, "tokens": 1024, "heads": 4, "width": 64, "repeats": 5,
+    }  # fmt: skip
+    assert {"cpu", "threads", "date", "torch"} <= result["machine"].keys()
+    assert result["machine"]["threads"] == 1
+    assert result["median_s"].keys() == result["samples_s"].keys() == {"chunked", "naive", "sdpa"}
+    for way, passes in result["samples_s"].items():
+        assert passes.keys() == {"forward", "forward_backward"}
+        for name, samples in passes.items():
+            assert len(samples) == 5
+            assert result["median_s"][way][name] == sorted(samples)[2] > 0
+    for way in ("naive", "sdpa"):
+        expected = (
+            result["median_s"][way]["forward_backward"] / result["median_s"]["chunked"]["forward_backward"]
+        )
+        assert result["ratios"][way]["forward_backward"] == pytest.approx(expected)
+        assert result["ratios"][way]["forward_backward"] >= 1.5
+
+
+def test_report_for_people_names_the_machine_and_the_ways(root: Path) -> None:
+    finished = bench(root, "lightning", "--tokens", "70", "--heads", "1", "--width", "8", "--repeats", "1")
+    assert finished.returncode == 0, finished.stderr
+    header, settings, *table = finished.stdout.splitlines()
+    assert header.startswith("lightning on ")
+    assert "torch" in header
+    assert settings == "dtype float32, rows 1, tokens 70, heads 1, width 8, repeats 1"
+    assert all(any(way in line for line in table) for way in ("chunked", "naive", "sdpa"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lightning", "--tokens", "0"], "--tokens: must be at least 1, not 0"),
+        (["lightnin"], "invalid choice: 'lightnin'"),
+    ],
+)
+def test_bad_arguments_are_named(root: Path, arguments: list[str], message: str) -> None:
+    finished = bench(root, *arguments)
+    assert finished.returncode == 2
+    assert message in finished.stderr

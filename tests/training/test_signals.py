@@ -1,0 +1,142 @@
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from lightscale.training.signals import STOP_SIGNALS, StopSignal, shielded
+
+
+@pytest.fixture
+def stop() -> Iterator[StopSignal]:
+    with StopSignal(announce=True) as stop:
+        yield stop
+
+
+def alone(value: int) -> int:
+    """An all-reduce over one rank."""
+    return value
+
+
+@pytest.mark.parametrize("signum", STOP_SIGNALS)
+def test_the_first_signal_is_remembered_and_announced_once(
+    signum: signal.Signals, stop: StopSignal, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert not stop.should_stop(alone)
+    assert stop.reason is None
+    os.kill(os.getpid(), signum)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.received is signum
+    assert stop.should_stop(alone)
+    assert stop.reason == signum.name
+    assert capfd.readouterr().err == f"{signum.name}: finishing this step, then saving and leaving\n"
+
+
+def test_only_one_rank_announces(capfd: pytest.CaptureFixture[str]) -> None:
+    with StopSignal(announce=False) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.received is signal.SIGTERM
+    assert capfd.readouterr().err == ""
+
+
+def test_a_rank_without_a_signal_stops_with_the_others(stop: StopSignal) -> None:
+    assert stop.should_stop(lambda value: max(value, signal.SIGUSR1))
+    assert stop.received is None
+    assert stop.reason == "SIGUSR1"
+
+
+def test_ranks_reduce_once_a_step_and_not_after_they_agreed(stop: StopSignal) -> None:
+    values: list[int] = []
+
+    def all_reduce_max(value: int) -> int:
+        values.append(value)
+        return value
+
+    assert not stop.should_stop(all_reduce_max)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert stop.should_stop(all_reduce_max)
+    assert stop.should_stop(all_reduce_max)
+    assert values == [0, signal.SIGINT]
+
+
+def test_signals_go_back_to_their_owners() -> None:
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    with StopSignal(announce=False):
+        assert {signum: signal.getsignal(signum) for signum in STOP_SIGNALS} != before
+    assert {signum: signal.getsignal(signum) for signum in STOP_SIGNALS} == before
+
+
+@pytest.mark.parametrize("is_shielded", [True, False])
+def test_a_shielded_child_survives_stop_signals(is_shielded: bool, stop: StopSignal) -> None:
+    command = ["sleep", "60"]
+    if is_shielded:
+        with shielded():
+            child = subprocess.Popen(command)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.received is None, "the signal waits"
+        assert stop.received is signal.SIGTERM, "the signal is not lost"
+    else:
+        child = subprocess.Popen(command)
+    try:
+        child.send_signal(signal.SIGTERM)
+        if is_shielded:
+            with pytest.raises(subprocess.TimeoutExpired):
+                child.wait(timeout=0.2)
+        else:
+            assert child.wait(timeout=10) == -signal.SIGTERM
+    finally:
+        child.kill()
+        child.wait()
+
+
+PARENT = """
+    import os, subprocess, sys
+    child = subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid())], stdout=subprocess.PIPE)
+    child.stdout.readline()
+    print(child.pid, flush=True)
+    child.wait()
+"""
+CHILD = """
+    import sys, time
+    from lightscale.training.signals import die_with_parent
+    die_with_parent(int(sys.argv[1]))
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_child_dies_with_its_parent() -> None:
+    command = [sys.executable, "-c", textwrap.dedent(PARENT), textwrap.dedent(CHILD)]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    os.kill(child, 0)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while is_running(child):
+        assert time.monotonic() < deadline, "the child lives on"
+        time.sleep(0.01)
+
+
+def test_a_process_whose_parent_is_gone_already_ends() -> None:
+    code = "from lightscale.training.signals import die_with_parent; die_with_parent(1); print('alive')"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert (child.returncode, child.stdout) == (-signal.SIGKILL, "")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_living_parent_is_no_reason_to_end() -> None:
+    code = "import os; from lightscale.training.signals import die_with_parent; die_with_parent(os.getppid())"
+    assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0
