@@ -32,7 +32,7 @@ test-long: install
 
 # Corpus, training, resume and a sample of text, from nothing.
 quickstart: install
-	PATH="$(CURDIR)/$(BIN):$$PATH" tools/quickstart.sh
+	$(BIN)/python tools/quickstart.py
 
 # Write the resolved form of every shipped run again, after a change that is meant to change them.
 golden: install

@@ -1,8 +1,10 @@
 """What all tests share."""
 
+import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -59,3 +61,14 @@ def tiny_run(tmp_path: Path) -> Path:
 def tiny_config(tiny_run: Path) -> Callable[..., RunConfig]:
     """`tiny_config("train.steps=2", …)`: the configuration in `tiny_run` with overrides."""
     return lambda *overrides: load(tiny_run, overrides)
+
+
+@pytest.fixture(scope="session")
+def run_ranks() -> Callable[..., list[Any]]:
+    """`run_ranks(function, world_size, *args, timeout_s=120)`: see tests/run_ranks.py."""
+    spec = importlib.util.spec_from_file_location("lightscale_run_ranks", ROOT / "tests" / "run_ranks.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function: Callable[..., list[Any]] = module.run_ranks
+    return function

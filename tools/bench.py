@@ -24,7 +24,11 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from lightscale.kernels.lightning import lightning_attention, lightning_attention_reference
+from lightscale.kernels.lightning import (
+    DEFAULT_CHUNK_SIZE,
+    lightning_attention,
+    lightning_attention_reference,
+)
 
 # Way → pass → the work, ready to run; every way has the same passes.
 Ways = dict[str, dict[str, Callable[[], object]]]
@@ -53,6 +57,12 @@ def lightning_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=positive, default=4096, help="tokens of the row (default 4096)")
     parser.add_argument("--heads", type=positive, default=8, help="heads (default 8)")
     parser.add_argument("--width", type=positive, default=64, help="width of keys and values (default 64)")
+    parser.add_argument(
+        "--chunk-size",
+        type=positive,
+        default=DEFAULT_CHUNK_SIZE,
+        help=f"tokens of a chunk (default {DEFAULT_CHUNK_SIZE})",
+    )
 
 
 def run_lightning(args: argparse.Namespace) -> Report:
@@ -67,20 +77,15 @@ def run_lightning(args: argparse.Namespace) -> Report:
     do_h = do.transpose(1, 2).contiguous()
     ways: Ways = {
         "chunked": passes(
-            lambda: lightning_attention(q, k, v, log_decay, backend="chunked")[0], (q, k, v), do
+            lambda: lightning_attention(q, k, v, log_decay, chunk_size=args.chunk_size, backend="chunked")[0],
+            (q, k, v),
+            do,
         ),
         "naive": passes(lambda: lightning_attention_reference(q, k, v, log_decay)[0], (q, k, v), do),
-        "sdpa": passes(
-            lambda: scaled_dot_product_attention(q_h, k_h, v_h, is_causal=True), (q_h, k_h, v_h), do_h
-        ),
+        "sdpa": passes(lambda: scaled_dot_product_attention(q_h, k_h, v_h, is_causal=True), (q_h, k_h, v_h), do_h),
     }
-    settings = {
-        "dtype": "float32",
-        "rows": 1,
-        "tokens": args.tokens,
-        "heads": args.heads,
-        "width": args.width,
-    }
+    options = {name: getattr(args, name) for name in ("tokens", "heads", "width", "chunk_size")}
+    settings = {"dtype": "float32", "rows": 1} | options
     return compare(ways, subject="chunked", settings=settings, repeats=args.repeats)
 
 
@@ -181,9 +186,7 @@ def cpu_model() -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one benchmark and print its report."""
-    parser = argparse.ArgumentParser(
-        prog="bench.py", description="Times of lightscale's parts, side by side."
-    )
+    parser = argparse.ArgumentParser(prog="bench.py", description="Times of lightscale's parts, side by side.")
     commands = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     for name, benchmark in BENCHMARKS.items():
         command = commands.add_parser(name, help=benchmark.summary, description=benchmark.summary)
@@ -198,11 +201,7 @@ def main(arguments: list[str] | None = None) -> int:
     report = BENCHMARKS[args.name].run(args)
     host = machine()
     if args.json:
-        print(
-            json.dumps(
-                {"benchmark": args.name, "machine": host, "settings": report.settings} | report.figures
-            )
-        )
+        print(json.dumps({"benchmark": args.name, "machine": host, "settings": report.settings} | report.figures))
         return 0
     print(
         f"{args.name} on {host['cpu']}, {host['threads']} threads of {host['cores']} cores, {host['date']}, "

@@ -120,8 +120,7 @@ def _inspect(args: argparse.Namespace) -> int:
     samples = list(_samples(store, args.sample))
     if args.json:
         sources = {
-            name: {**report["sources"][name], **source_identity(source)}
-            for name, source in store.sources.items()
+            name: {**report["sources"][name], **source_identity(source)} for name, source in store.sources.items()
         }
         content = {"store": str(args.store), "fingerprint": store.fingerprint(), "samples": samples}
         print(json.dumps({**report, **content, "sources": sources}, ensure_ascii=False))

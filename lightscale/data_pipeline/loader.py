@@ -141,11 +141,10 @@ class TokenLoader:
         return batches
 
     def micro_batches(self, step_index: int) -> list[Batch]:
-        """This rank's micro-batches of a step, steps having had ``global_batch_size`` sequences since the
-        first.
+        """This rank's micro-batches of a step, if every step before it had ``global_batch_size`` sequences.
 
-        A step's samples go to micro-batches first, then to data ranks: micro-batch m of data rank r of R
-        holds the samples (m R + r) b … (m R + r + 1) b - 1 of the step, b = ``micro_batch_size``.
+        A step's samples are dealt to the data ranks in turn, b = ``micro_batch_size`` at a time: micro-batch m
+        of data rank r of R holds the samples (m R + r) b … (m R + r + 1) b - 1 of the step.
         """
         return self._batches(step_index * self.global_batch_size)
 
@@ -194,9 +193,7 @@ class TokenLoader:
             raise UserError(f"{self.store.path}: the data is not what this run was trained on ({changes})")
         tokens = int(state["tokens"])
         if tokens < 0 or tokens % self.sequence_length:
-            raise UserError(
-                f"the state's {tokens} tokens are no multiple of sequence_length {self.sequence_length}"
-            )
+            raise UserError(f"the state's {tokens} tokens are no multiple of sequence_length {self.sequence_length}")
         self.tokens = tokens
 
     def description(self) -> list[str]:
@@ -233,8 +230,7 @@ class TokenLoader:
 def validation_batches(
     source: TokenSource, *, sequence_length: int, num_sequences: int, micro_batch_size: int, layout: Layout
 ) -> Iterator[Batch]:
-    """The first ``num_sequences`` windows of a source in order (fewer where it has fewer), cut over the
-    ranks.
+    """The first ``num_sequences`` windows of a source (fewer where it has fewer) in order, cut over the ranks.
 
     Every data rank gets the same number of batches of the same shape: micro-batch m of data rank r of R holds
     the windows (m R + r) b …, and rows beyond the last window repeat the first one with ``loss_mask`` 0.
@@ -268,9 +264,7 @@ def _assemble(rows: Sequence[tuple[Windows, int]], span: tuple[int, int]) -> Bat
     )
 
 
-def _fill_positions(
-    out: NDArray[np.int64], source: TokenSource, row_start: int, start: int, stop: int
-) -> None:
+def _fill_positions(out: NDArray[np.int64], source: TokenSource, row_start: int, start: int, stop: int) -> None:
     """Tokens since the later of the document's start and ``row_start``, into (stop - start,) ``out``."""
     starts = np.maximum(source.document_starts(start, stop), row_start)
     # Steps of one, except where a document starts: there the step goes back to 0.

@@ -1,13 +1,11 @@
-"""Which window comes when: a pure function of (seed, epoch, source, sample index) that no run state can
-change.
+"""Which window comes when: a pure function of (seed, epoch, source, sample index).
 
 Two parts, both answering for any index at once, without memory of what came before:
 
 - ``Permutation`` shuffles the windows of a source anew in every epoch.
 - ``Mixture`` says which source a sample comes from, and which of that source's samples it is.
 
-They use integer arithmetic and BLAKE2b only, so that the order is the same on every machine and in every
-version.
+They use integers and BLAKE2b only, so that the order is the same on every machine and in every version.
 """
 
 import hashlib
@@ -22,9 +20,8 @@ from numpy.typing import NDArray
 from lightscale.errors import UserError
 
 NUM_ROUNDS = 6
-# Weights become multiples of 1 / 126,000 = 1 / (2^4 3^2 5^3 7): whole per mille, thirds, sevenths and so on
-# are exact.
-RESOLUTION = 126_000
+# Weights become multiples of 1 / 25,200 = 1 / (2^4 3^2 5^2 7): whole per cent, thirds, sevenths … are exact.
+RESOLUTION = 25_200
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
 
 
@@ -76,12 +73,12 @@ class Mixture:
     """Weighted mixing of K sources: for every i, each has given floor(w i) or ceil(w i) of the first i
     samples.
 
-    The weights are taken as whole parts of a period P ≤ 126,000, w = p / P. Within a period the m-th sample
-    of a source may not come before slot floor((m - 1) P / p) and must come before slot ceil(m P / p); of the
-    samples that may come, the one that must come earliest does (earliest deadline first, ties to the earlier
-    name). With all shares summing to one no deadline is ever missed (Baruah et al., "Proportionate progress",
-    1996), which is the bound above. The order of one period is a table; all periods are alike, so sample i is
-    found by one division and one look-up.
+    The weights are taken as whole parts p of a period P of about 25,200 samples, w = p / P; a source gets at
+    least one part. Within a period the m-th sample of a source may not come before slot floor((m - 1) P / p)
+    and must come before slot ceil(m P / p); of the samples that may come, the one that must come earliest does
+    (earliest deadline first, ties to the earlier name). As the shares sum to one, no deadline is ever missed
+    (Baruah et al., "Proportionate progress", 1996), which is the bound above. The order of one period is a
+    table; all periods are alike, so sample i is found by one division and one look-up.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:

@@ -5,6 +5,7 @@ Nothing depends on the time, the machine or the order in which a directory lists
 options and versions give the same store, byte for byte.
 """
 
+import copy
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -75,7 +76,8 @@ def prepare_store(
     if not 0 <= preparation.validation < 1:
         raise UserError(f"validation {preparation.validation}: it is a share of the documents, 0 ≤ share < 1")
     require_absent(preparation.out)
-    tokenizer = _make_tokenizer(preparation, Problems(strict=problems.strict), progress)
+    # The tokenizer's pass over the corpus meets the same problems as the one that writes: they count once.
+    tokenizer = _make_tokenizer(preparation, copy.deepcopy(problems), progress)
     layout = {"shard_tokens": preparation.shard_tokens, "chunk_tokens": preparation.chunk_tokens}
     with StoreWriter(preparation.out, tokenizer, **layout) as store:
         writers: dict[Split, SourceWriter] = {
@@ -160,9 +162,7 @@ def _make_tokenizer(preparation: Preparation, problems: Problems, progress: Prog
     return load_tokenizer(path)
 
 
-def _documents(
-    preparation: Preparation, problems: Problems, progress: Progress, step: str
-) -> Iterator[Document]:
+def _documents(preparation: Preparation, problems: Problems, progress: Progress, step: str) -> Iterator[Document]:
     total = sum(file.size_bytes for file in preparation.files)
     done = 0
     progress(step, 0, total)
@@ -185,9 +185,7 @@ def _require_documents(num_documents: int, preparation: Preparation, problems: P
     )
 
 
-def _report(
-    name: str, tokenizer: Tokenizer, writers: dict[Split, SourceWriter], problems: Problems
-) -> dict[str, Any]:
+def _report(name: str, tokenizer: Tokenizer, writers: dict[Split, SourceWriter], problems: Problems) -> dict[str, Any]:
     train, validation = writers["train"], writers["validation"]
     entropy: dict[str, float | None] = {"train": unigram_entropy(train.token_counts)}
     if validation.num_documents:

@@ -17,9 +17,7 @@ DEFAULT_SUFFIXES = (*TEXT_SUFFIXES, JSONL_SUFFIX)
 STDLIB = "stdlib"
 # The standard library's tests hold deliberately broken files and long tables; site-packages is not the
 # library.
-_STDLIB_SKIPPED_DIRS = frozenset(
-    {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-)
+_STDLIB_SKIPPED_DIRS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 _BYTE_ORDER_MARK = "\ufeff"  # some programs begin a UTF-8 file with it; JSON forbids it
 
@@ -109,9 +107,7 @@ def list_stdlib(problems: Problems) -> list[SourceFile]:
     return _without_repeats(_walk(root.resolve(), "", (), (".py",), _STDLIB_SKIPPED_DIRS, problems), problems)
 
 
-def read_documents(
-    files: Iterable[SourceFile], problems: Problems, *, text_field: str = "text"
-) -> Iterator[Document]:
+def read_documents(files: Iterable[SourceFile], problems: Problems, *, text_field: str = "text") -> Iterator[Document]:
     """The documents of ``files`` in order: a text file is one, a ``.jsonl`` file has one per line in
     ``text_field``.
 

@@ -295,6 +295,15 @@ class TokenStore:
         }
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
+    def require_tokenizer(self, sha256: str, wanted_by: str) -> None:
+        """``UserError`` if the store's tokenizer is not the one of ``wanted_by``, another store or a run."""
+        if self.tokenizer.sha256 != sha256:
+            raise UserError(
+                f"{self.path}: written with the tokenizer {self.tokenizer.name} "
+                f"(sha256 {self.tokenizer.sha256[:16]}…), {wanted_by} has another (sha256 {sha256[:16]}…); "
+                "the same ids are other texts there"
+            )
+
     def report(self) -> dict[str, Any]:
         """What the preparation counted: the content of ``report.json``."""
         return read_json(self.path / REPORT_FILE)

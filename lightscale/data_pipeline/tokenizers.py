@@ -175,6 +175,7 @@ def train_sentencepiece(texts: Iterable[str], *, vocab_size: int) -> SentencePie
             allow_whitespace_only_pieces=True,
             byte_fallback=True,
             character_coverage=0.9995,
+            required_chars=_SPACE_MARK,  # a space in bytes would come back as U+2581
             num_threads=1,  # part of the model's bytes
             minloglevel=2,
         )

@@ -82,9 +82,7 @@ class RankEnvironment:
     def _torchrun(cls, environ: Mapping[str, str]) -> Self:
         number = _reader("torchrun", environ)
         if not environ.get("MASTER_ADDR"):
-            raise UserError(
-                "torchrun: RANK is set but MASTER_ADDR is not; unset RANK to start a run of its own"
-            )
+            raise UserError("torchrun: RANK is set but MASTER_ADDR is not; unset RANK to start a run of its own")
         return cls(
             launcher="torchrun",
             rank=number("RANK"),

@@ -96,7 +96,7 @@ def run_ranks(run: RunDirectory, command: Sequence[str], *, processes: int, resu
     if sys.stderr.isatty():
         # A rank that was killed while it drew its line has not given the cursor back.
         print("\x1b[?25h", end="\n" if failures else "", file=sys.stderr)
-    return _conclude(run, _first_failure(failures), stop=relay.received, logs=logs, resume=resume)
+    return _conclude(run, first_failure(failures), stop=relay.received, logs=logs, resume=resume)
 
 
 def _launch(command: Sequence[str], processes: int, logs: Path) -> list[RankFailure]:
@@ -169,7 +169,8 @@ def _print_failure(failure: RankFailure, logs: Path) -> None:
     elif failure.rank != 0:
         # Rank 0's output was shown as it came.
         text = (logs / f"rank-{failure.rank}.err").read_text(encoding="utf-8", errors="replace")
-        print("\n".join(text.splitlines()[-_LOG_TAIL_LINES:]), file=sys.stderr)
+        for line in text.splitlines()[-_LOG_TAIL_LINES:]:
+            print(line, file=sys.stderr)
     print(f"rank {failure.rank} failed: {failure.summary} (output of all ranks: {logs})", file=sys.stderr)
 
 
@@ -192,7 +193,7 @@ def _read_failure(rank: int, failure: ProcessFailure) -> RankFailure:
     return RankFailure(rank=rank, summary=f"exit code {failure.exitcode}", time_s=failure.timestamp)
 
 
-def _first_failure(failures: Sequence[RankFailure]) -> RankFailure | None:
+def first_failure(failures: Sequence[RankFailure]) -> RankFailure | None:
     """The failure that the others follow from.
 
     A process that is killed, or exits, leaves no record, and its peers raise before the agent sees it: at

@@ -24,9 +24,7 @@ from lightscale.training.run_directory import RunDirectory
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale train``."""
     parser.add_argument("config", type=Path, metavar="CONFIG", help="TOML file of the run")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="values that replace the file's"
-    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
     parser.add_argument(
         "--run",
         type=Path,
@@ -110,9 +108,7 @@ def _num_processes(config: RunConfig, wanted: int | None) -> int:
     if processes < 1:
         raise UserError(f"--processes {processes}: must be at least 1")
     if gpus and processes > gpus:
-        raise UserError(
-            f"--processes {processes}: there are only {gpus} GPUs, and each process needs its own"
-        )
+        raise UserError(f"--processes {processes}: there are only {gpus} GPUs, and each process needs its own")
     return processes
 
 

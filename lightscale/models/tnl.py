@@ -16,8 +16,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from lightscale.config import ModelConfig
-from lightscale.kernels.lightning import lightning_attention
-from lightscale.models.context import SequenceContext
+from lightscale.kernels.lightning import lightning_attention, recurrent_step
+from lightscale.models.context import MixerState, SequenceContext
 from lightscale.models.layers import ReplicatedLinear, column_parallel, row_parallel, srmsnorm_split
 from lightscale.models.mixer import Mixer
 from lightscale.models.positions import LRPE
@@ -107,16 +107,26 @@ class TNL(Mixer):
         if context.states is None:
             o, _ = lightning_attention(q, k, v, self.log_decay, cu_seqlens=context.cu_seqlens)
             return o
-        state = context.states.get(self.state_name, {})
-        o, new = lightning_attention(
+        o, context.states[self.state_name] = self._continue(q, k, v, context, context.states.get(self.state_name))
+        return o
+
+    def _continue(
+        self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, state: MixerState | None
+    ) -> tuple[Tensor, MixerState]:
+        """The outputs after ``state`` and the state after them: one token by the recurrence, more in chunks."""
+        # A row that begins a document here has nothing to do with what was fed before.
+        before = None if state is None else state["S"].where(context.continues[:, None, None, None], 0.0)
+        if before is not None and q.size(1) == 1:
+            o, after = recurrent_step(q[:, 0], k[:, 0], v[:, 0], self.log_decay, before)
+            return o[:, None], {"S": after}
+        o, final = lightning_attention(
             q,
             k,
             v,
             self.log_decay,
-            initial_state=state.get("S"),
+            initial_state=before,
             output_final_state=True,
             cu_seqlens=context.cu_seqlens,
         )
-        assert new is not None, "asked for with output_final_state"
-        context.states[self.state_name] = {"S": new}
-        return o
+        assert final is not None, "asked for with output_final_state"
+        return o, {"S": final}

@@ -1,13 +1,15 @@
 """Corrections of Megatron core 0.16, each with a test that fails without it. Applied by the engine.
 
-All concern loading the distributed optimizer when neither apex nor Transformer Engine is installed, so that PyTorch's
-own AdamW runs underneath. That one keeps a ``step`` tensor per parameter, which the fused optimizers do not have.
+All concern checkpoints of the distributed optimizer. ``count_padding`` is needed always, the others when neither apex
+nor Transformer Engine is installed, so that PyTorch's own AdamW runs underneath: that one keeps a ``step`` tensor per
+parameter, which the fused optimizers do not have.
 """
 
 import functools
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -53,6 +55,20 @@ def correct_megatron() -> None:
     name = "_set_main_param_and_optimizer_states"
     setattr(DistributedOptimizer, name, _keep_step(getattr(DistributedOptimizer, name)))
     DistributedOptimizer.load_state_dict = _own_step(DistributedOptimizer.load_state_dict)
+
+
+def count_padding(model: DistributedDataParallel) -> None:
+    """Have the padding at the end of each bucket of the flat buffers saved with the rest.
+
+    For a checkpoint Megatron joins the buckets without their padding, then cuts parameters out at their places in the
+    buffer, where the padding counts. All parameters after the first padded bucket are cut at a wrong place, and the
+    end of the last one is zeros, in the fp32 weights too. With pipeline stages the embedding is such a parameter; on
+    GPUs, where buckets are limited, any may be.
+    """
+    for buffer in model.buffers + model.expert_parallel_buffers:
+        buffer.numel_unpadded = buffer.numel
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
 
 
 def create_optimizer_states(optimizer: ChainedOptimizer) -> None:

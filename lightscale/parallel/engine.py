@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from lightscale.parallel.corrections import correct_megatron, create_optimizer_states
+from lightscale.parallel.corrections import correct_megatron, count_padding, create_optimizer_states
 from lightscale.parallel.mesh import Mesh
 
 # How the optimizer's flat buffers are described in a checkpoint: by parameter, so that any layout can read them.
@@ -128,6 +128,7 @@ class Engine:
             self.config.grad_sync_func = self.model.start_grad_sync
         if double:
             return
+        count_padding(self.model)
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",

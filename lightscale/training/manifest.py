@@ -73,7 +73,12 @@ def write_manifest(directory: Path, files: Mapping[str, FileRecord], facts: Mapp
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of ``directory``. Raises DamagedCheckpoint when it is missing, unreadable or altered."""
+    """The manifest of ``directory``.
+
+    Raises:
+        DamagedCheckpoint: it is missing, unreadable or altered.
+        UserError: it is whole, and written by a version of lightscale whose checkpoints this one cannot read.
+    """
     path = directory / NAME
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
@@ -88,8 +93,9 @@ def read_manifest(directory: Path) -> Manifest:
         raise DamagedCheckpoint(f"{path} cannot be read as a manifest: {error!r}") from None
     if (found := _own_hash(body)) != recorded:
         raise DamagedCheckpoint(f"{path}: expected hash {recorded}, found {found}")
-    if body["format"] != FORMAT:
-        raise DamagedCheckpoint(f"{path}: expected format {FORMAT}, found {body['format']}")
+    if body.get("format") != FORMAT:
+        # Not damage: going on from an older checkpoint would throw away what a newer lightscale has trained.
+        raise UserError(f"{path} has format {body.get('format')}, and this version of lightscale reads {FORMAT}")
     return Manifest(files=files, facts={key: value for key, value in body.items() if key not in ("files", "format")})
 
 

@@ -81,9 +81,7 @@ class MetricsLogger:
         self._lines = LineWriter(path)
         self._tensorboard = None
         if tensorboard is not None:
-            self._tensorboard = SummaryWriter(
-                str(tensorboard), purge_step=first_step, flush_secs=_TENSORBOARD_FLUSH_S
-            )
+            self._tensorboard = SummaryWriter(str(tensorboard), purge_step=first_step, flush_secs=_TENSORBOARD_FLUSH_S)
         self._pace = _Pace(total_steps)
         self._progress = _progress(total_steps, first_step - 1)
 
@@ -224,10 +222,11 @@ class _LiveProgress:
             redirect_stderr=own,
         )
         self._task = self._progress.add_task("", total=total_steps, completed=steps_done)
-        self._progress.start()
 
     def show(self, step: int, text: str) -> None:
         """`step` ended as `text` says."""
+        # From the first step on: what is printed while the run starts would get mixed with the line.
+        self._progress.start()
         self._progress.update(self._task, completed=step, description=text, refresh=True)
 
     def say(self, text: str) -> None:
@@ -243,9 +242,7 @@ class _LiveProgress:
 
 def _progress(total_steps: int, steps_done: int) -> _LiveProgress | _PlainProgress:
     terminal = _terminal()
-    return (
-        _PlainProgress(total_steps) if terminal is None else _LiveProgress(terminal, total_steps, steps_done)
-    )
+    return _PlainProgress(total_steps) if terminal is None else _LiveProgress(terminal, total_steps, steps_done)
 
 
 def _terminal() -> TextIO | None:

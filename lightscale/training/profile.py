@@ -39,7 +39,8 @@ class StepProfiler:
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Surrounds step ``number`` (from 1)."""
-        if self._steps is not None and number == self._steps[0]:
+        # A run that was stopped between the two goes on recording.
+        if self._profile is None and self._steps is not None and self._steps[0] <= number <= self._steps[1]:
             self._start()
         yield
         if self._profile is not None and self._steps is not None and number == self._steps[1]:

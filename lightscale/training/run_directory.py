@@ -27,6 +27,7 @@ HARMLESS_KEYS: dict[str, str] = {
     "checkpoint": "only when the state is written and how long it is kept, not the state",
     "parallel": "any layout resumes any other: batches, weights and sample order do not depend on it",
     "data.store": "a store may move; a checkpoint has its fingerprint and refuses another one",
+    "data.validation": "only what is measured; the store says what is never trained on",
     "train.device": "the same computation on other hardware",
     "train.micro_batch_size": "the same batch, summed in other portions",
     "train.profile_steps": "only what is recorded",
@@ -73,10 +74,9 @@ class RunDirectory:
     def create_or_open(self, config: RunConfig) -> bool:
         """Make the directory with its config.toml, at once or not at all; True if it was not there before.
 
-        In an existing run the configuration must be the stored one, but for changes that do no harm: of
-        `HARMLESS_KEYS`; a longer run, where that leaves the learning rates so far as they were; of validation
-        sets, where that leaves the training text as it is. They are stored, and recorded as an event.
-        Otherwise raises UserError with the keys that differ and both values.
+        In an existing run the configuration must be the stored one, but for changes that do no harm: those of
+        `HARMLESS_KEYS`, and a longer run where that leaves the learning rates so far as they were. They are stored,
+        and recorded as an event. Otherwise raises UserError with the keys that differ and both values.
         """
         if self._create(config):
             return True
@@ -126,9 +126,7 @@ class RunDirectory:
         except FileNotFoundError:
             return None
         except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
-            raise UserError(
-                f"{self.status}: not a run's status ({error}); remove it to resume the run"
-            ) from None
+            raise UserError(f"{self.status}: not a run's status ({error}); remove it to resume the run") from None
         if value.status not in get_args(Status):
             choices = ", ".join(get_args(Status))
             raise UserError(f'{self.status}: status = "{value.status}": must be one of {choices}')
@@ -169,18 +167,14 @@ class RunDirectory:
             shutil.rmtree(draft, ignore_errors=True)
             if self.config.exists():
                 return False
-            raise UserError(
-                f"cannot make the run directory {self.path}: {error.filename}: {error.strerror}"
-            ) from None
+            raise UserError(f"cannot make the run directory {self.path}: {error.filename}: {error.strerror}") from None
         return True
 
     def _is_harmless(self, key: str, stored: RunConfig, now: RunConfig) -> bool:
         if key in ("train.steps", "train.tokens"):
             return now.total_steps >= stored.total_steps and self._may_extend(stored)
-        if key == "data.validation" or key.startswith("data.validation."):
-            # Without named sources, the validation sets decide what is left to train on.
-            return bool(stored.data.sources) or key.endswith(".sequences")
-        return key in HARMLESS_KEYS or key.partition(".")[0] in HARMLESS_KEYS
+        parts = key.split(".")
+        return any(".".join(parts[:length]) in HARMLESS_KEYS for length in range(1, len(parts) + 1))
 
     def _may_extend(self, stored: RunConfig) -> bool:
         """Whether a longer run would have had the same learning rates up to here."""

@@ -81,7 +81,7 @@ class StopSignal:
 
 @contextlib.contextmanager
 def shielded() -> Iterator[None]:
-    """Processes started inside are not ended by stop signals; this one takes a pending signal on leaving.
+    """Processes started inside are not ended by stop signals; this one still gets them, on leaving at the latest.
 
     SLURM and torchrun signal a rank's children as well. A checkpoint writer that dies of it leaves its parent
     waiting for ever: start writers, or save as a whole, in here. `terminate()` does not end such a child,

@@ -22,12 +22,12 @@ from lightscale.models.registry import check_mixers
 from lightscale.parallel.fused import describe_fused_kernels
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.training.build import build_engine, weight_dtype
-from lightscale.training.checkpoint import Checkpoints
+from lightscale.training.checkpoint import Checkpoints, Restored
 from lightscale.training.metrics import MetricsLogger, ValidationLoss, device_peak_flops
 from lightscale.training.profile import StepProfiler
 from lightscale.training.run_directory import RunDirectory, Status
 from lightscale.training.schedule import learning_rate
-from lightscale.training.signals import StopSignal, shielded
+from lightscale.training.signals import StopSignal
 
 
 def train(config: RunConfig, run: RunDirectory) -> Status:
@@ -156,9 +156,11 @@ class Trainer:
             self._start_from_weights()
             return 0
         self.loader.load_state_dict(restored.common["data"])
+        # From here on the run is without them: they must not count among the checkpoints to keep.
+        self.checkpoints.put_aside(restored.damaged)
+        for reason in restored.refused:
+            self._say(f"passed over a damaged checkpoint, renamed .bad: {reason}")
         if self.is_main:
-            for reason in restored.refused:
-                self._say(f"passed over a damaged checkpoint: {reason}")
             self.directory.event("resume", step=restored.step, checkpoint=restored.path.name, refused=restored.refused)
         self._say(f"resuming after step {restored.step} from {restored.path}")
         return restored.step
@@ -168,25 +170,35 @@ class Trainer:
             return
         name, _, step = self.config.train.init_from.rpartition("@")
         source = Checkpoints(RunDirectory(name).checkpoints, self.mesh)
-        restored = source.restore(self.engine, step=int(step), weights_only=True)
-        if restored is None:
-            raise UserError(f'train.init_from = "{self.config.train.init_from}": {name} has no checkpoints')
+        try:
+            restored = source.restore(self.engine, step=int(step), weights_only=True)
+        except UserError as error:
+            raise UserError(f'train.init_from = "{self.config.train.init_from}": {error}') from None
+        assert restored is not None, "a checkpoint that is not there is an error"
+        self._check_tokenizer(restored)
         if self.is_main:
             self.directory.event("init_from", checkpoint=str(restored.path))
         self._say(f"starting from the weights of {restored.path}")
 
+    def _check_tokenizer(self, restored: Restored) -> None:
+        """The rows of the embedding mean tokens of the tokenizer that they were trained with."""
+        trained, now = restored.common["data"]["fingerprint"]["tokenizer"], self.store.tokenizer
+        if trained != now.sha256:
+            raise UserError(
+                f"{restored.path} was trained with another tokenizer (sha256 {trained[:16]}…) than that of "
+                f"{self.store.path} ({now.name}, sha256 {now.sha256[:16]}…); prepare the store with the former"
+            )
+
     def _save(self) -> None:
         checkpoint = self.config.checkpoint
         tokens = self.loader.tokens
-        # Signals must not end the processes that write the checkpoint; this rank takes them afterwards.
-        with shielded():
-            path = self.checkpoints.save(
-                self.engine,
-                step=self.step,
-                common={"data": self.loader.state_dict()},
-                facts={"tokens": tokens, "store": self.store.fingerprint()},
-            )
-            removed = self.checkpoints.prune(keep=checkpoint.keep, keep_every=checkpoint.keep_every)
+        path = self.checkpoints.save(
+            self.engine,
+            step=self.step,
+            common={"data": self.loader.state_dict()},
+            facts={"tokens": tokens, "store": self.store.fingerprint()},
+        )
+        removed = self.checkpoints.prune(keep=checkpoint.keep, keep_every=checkpoint.keep_every)
         if self.is_main:
             self.directory.event("checkpoint", step=self.step, tokens=tokens, checkpoint=path.name, removed=removed)
 

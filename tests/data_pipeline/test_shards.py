@@ -27,17 +27,13 @@ def write(directory: Path, values: NDArray[Any], pieces: int = 1) -> ShardWriter
 
 
 def files_under(directory: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()
-    }
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("dtype", ["uint32", "uint64"])
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 63, 64, 65, 128, 130, 200])
 @pytest.mark.parametrize("pieces", [1, 3])
-def test_files_are_byte_for_byte_those_that_zarr_writes(
-    tmp_path: Path, dtype: str, length: int, pieces: int
-) -> None:
+def test_files_are_byte_for_byte_those_that_zarr_writes(tmp_path: Path, dtype: str, length: int, pieces: int) -> None:
     values = np.random.default_rng(length).integers(0, 2**31, length).astype(dtype)
     values[:20] = 0  # whole chunks of the fill value are written too
     write(tmp_path / "ours", values, pieces)
@@ -95,8 +91,8 @@ def test_open_files_are_bounded_and_closed(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(shards, "_MAX_OPEN_SHARDS", 3)
 
     def num_open() -> int:
-        links = [Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
-        return sum(1 for link in links if link.is_symlink() and str(link.readlink()).startswith(str(tmp_path)))
+        links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        return sum(link.readlink().is_relative_to(tmp_path) for link in links)
 
     array = ShardedArray(tmp_path)
     assert num_open() == 0

@@ -3,7 +3,7 @@ import io
 import re
 import socket
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,9 +48,7 @@ def merging_tokenizer() -> TiktokenTokenizer:
     for pair in (b"th", b"e ", b"the ", b"<|", b"|>", "字".encode()[:2], "字".encode(), b"\r\n"):
         ranks[pair] = len(ranks)
     special_tokens = {"<|endoftext|>": 300, "<|fim_prefix|>": 301}
-    return TiktokenTokenizer(
-        name="small", pat_str=r"\s+|\S+", mergeable_ranks=ranks, special_tokens=special_tokens
-    )
+    return TiktokenTokenizer(name="small", pat_str=r"\s+|\S+", mergeable_ranks=ranks, special_tokens=special_tokens)
 
 
 @given(text=TEXTS)
@@ -101,9 +99,7 @@ def test_saved_and_loaded_it_is_the_same(tokenizer: Tokenizer, tmp_path: Path) -
     assert loaded.encode(text).tolist() == tokenizer.encode(text).tolist()
 
 
-def test_a_changed_file_is_refused(
-    tokenizer: Tokenizer, byte_tokenizer: TiktokenTokenizer, tmp_path: Path
-) -> None:
+def test_a_changed_file_is_refused(tokenizer: Tokenizer, byte_tokenizer: TiktokenTokenizer, tmp_path: Path) -> None:
     other_tokenizers: dict[str, Tokenizer] = {
         "sentencepiece": train_sentencepiece(["the cat and the dog"], vocab_size=280),
         "small": byte_tokenizer,
@@ -167,8 +163,23 @@ def test_training_is_deterministic_and_takes_hard_text(random_texts: Callable[..
     assert len(first.encode(" without")) == 1
 
 
-def test_training_on_one_long_line_alone() -> None:
-    assert train_sentencepiece(["the cat and the dog " * 2000], vocab_size=290).vocab_size == 290
+@pytest.mark.parametrize("text", ["alpha,beta\n" * 200, "字典里没有空格" * 500 + " "])
+def test_a_corpus_with_hardly_a_space_gives_a_tokenizer_that_knows_it(text: str) -> None:
+    tokenizer = train_sentencepiece([text], vocab_size=268)
+    assert len(tokenizer.encode(" ")) == 1
+    assert tokenizer.decode(tokenizer.encode(" a \u2581 b ")) == " a \u2581 b "
+
+
+def test_all_of_a_long_line_is_trained_on() -> None:
+    tokenizer = train_sentencepiece(["the cat and the dog " * 500 + "sees a bird " * 500], vocab_size=300)
+    assert len(tokenizer.encode(" bird")) == 1
+
+
+def test_a_space_mark_in_the_text_does_not_train_as_a_space() -> None:
+    tokenizer = train_sentencepiece(["\u2581bird" * 100 + " the cat and the dog" * 100], vocab_size=290)
+    assert len(tokenizer.encode("bird")) == 1
+    assert len(tokenizer.encode(" cat")) == 1
+    assert len(tokenizer.encode(" bird")) == 2
 
 
 @pytest.mark.parametrize(
@@ -198,7 +209,7 @@ def test_a_vocabulary_that_cannot_be_made(texts: list[str], vocab_size: int, mes
 )
 def test_a_model_that_loses_text_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     model = io.BytesIO()
-    lossless = {
+    lossless: dict[str, Any] = {
         "normalization_rule_name": "identity",
         "add_dummy_prefix": False,
         "remove_extra_whitespaces": False,
@@ -241,7 +252,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+def published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """An encoding of tiktoken whose ranks are to be had at an address."""
     url = "https://ranks.invalid/published.tiktoken"
 
@@ -261,9 +272,7 @@ def published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.usefixtures("no_network")
-def test_tiktoken_comes_from_its_cache(
-    published: str, tmp_path: Path, byte_tokenizer: TiktokenTokenizer
-) -> None:
+def test_tiktoken_comes_from_its_cache(published: str, tmp_path: Path, byte_tokenizer: TiktokenTokenizer) -> None:
     byte_tokenizer.save(tmp_path)
     (tmp_path / "ranks.tiktoken").rename(tmp_path / hashlib.sha1(published.encode()).hexdigest())
     tokenizer = load_tiktoken("published")
@@ -283,7 +292,7 @@ def test_without_the_cached_file_the_error_says_what_to_put_where(published: str
 @pytest.mark.usefixtures("no_network")
 def test_cl100k_base_without_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    with pytest.raises(UserError, match="tiktoken:cl100k_base.*9b5ad71b2ce5302211f9c61530b329a4922fc6a4"):
+    with pytest.raises(UserError, match=r"tiktoken:cl100k_base.*9b5ad71b2ce5302211f9c61530b329a4922fc6a4"):
         load_tiktoken("cl100k_base")
 
 

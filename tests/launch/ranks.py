@@ -28,6 +28,7 @@ WORLD_SIZE = 2
 
 
 def launch(path: str, behaviour: str) -> int:
+    Path(path).mkdir(parents=True, exist_ok=True)
     # Only the launcher needs torch, whose import takes longer than everything else here.
     torchrun = importlib.import_module("lightscale.launch.torchrun")
     command = [sys.executable, __file__, "rank", path, behaviour]
@@ -37,6 +38,18 @@ def launch(path: str, behaviour: str) -> int:
         print(f"error: {error}", file=sys.stderr)
         return UserError.EXIT_CODE
     return code
+
+
+def launch_each(folder: str, *behaviours: str) -> int:
+    """One launch after the other from this process; FOLDER/BEHAVIOUR.log and .code keep how it went."""
+    for behaviour in behaviours:
+        stem = f"{folder}/{behaviour}"
+        with Path(f"{stem}.log").open("w") as log:
+            for stream in (sys.stdout, sys.stderr):
+                os.dup2(log.fileno(), stream.fileno())
+        code = launch(stem, behaviour)
+        Path(f"{stem}.code").write_text(str(code))
+    return 0
 
 
 def rank(path: str, behaviour: str) -> int:
@@ -115,9 +128,10 @@ def through_files(run: RunDirectory, rank: int) -> Callable[[int], int]:
 
 
 def lose(run: RunDirectory, peer: int) -> None:
-    """Fail as collectives do when a peer is gone."""
+    """Fail as collectives do: as soon as a peer is gone, before the launcher has seen it."""
     path = run.path / f"pid-{peer}"
-    if path.exists() and not psutil.pid_exists(int(path.read_text() or os.getpid())):
+    pid = int(path.read_text() or os.getpid()) if path.exists() else os.getpid()
+    if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
         raise ConnectionError(f"lost rank {peer}")
 
 
@@ -139,6 +153,7 @@ def end(run: RunDirectory, rank: int, status: Any, reason: str | None, step: int
         run.write_status(status, reason=reason or "", step=step, tokens=step * TOKENS_PER_STEP)
 
 
+COMMANDS: dict[str, Callable[..., int]] = {"launch": launch, "launch_each": launch_each, "rank": rank}
+
 if __name__ == "__main__":
-    Path(sys.argv[2]).mkdir(parents=True, exist_ok=True)
-    sys.exit({"launch": launch, "rank": rank}[sys.argv[1]](*sys.argv[2:]))
+    sys.exit(COMMANDS[sys.argv[1]](*sys.argv[2:]))

@@ -11,7 +11,6 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,11 @@ from typing import Any
 import psutil
 import pytest
 
+from lightscale.launch.torchrun import RankFailure, first_failure
+
 PROGRAM = Path(__file__).with_name("ranks.py")
 TIMEOUT_S = 50.0
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +48,7 @@ class Launcher:
         with self._log.open("w") as log:
             arguments = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL, **options}
             command = [sys.executable, str(PROGRAM), "launch", str(run), behaviour]
-            environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-            self.process = subprocess.Popen(command, start_new_session=True, env=environment, **arguments)
+            self.process = subprocess.Popen(command, start_new_session=True, env=ENVIRONMENT, **arguments)
 
     def wait(self) -> Ended:
         code = self.process.wait(timeout=TIMEOUT_S)
@@ -96,19 +97,19 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
 
 @pytest.fixture(scope="module")
 def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """What becomes of ranks that end by themselves. The launches overlap: most of their time is imports."""
+    """What becomes of ranks that end by themselves; all are started by one process, one after the other."""
     folder = tmp_path_factory.mktemp("endings")
-
-    def end(behaviour: str) -> Ended:
-        launcher = Launcher(folder / behaviour, behaviour)
-        try:
-            return launcher.wait()
-        finally:
-            launcher.kill()
-
     behaviours = ("finished", "stopped", "mistake", "statusless", "crash", "killed", "silent")
-    with ThreadPoolExecutor(max_workers=3) as pool:
-        return dict(zip(behaviours, pool.map(end, behaviours), strict=True))
+    command = [sys.executable, str(PROGRAM), "launch_each", str(folder), *behaviours]
+    subprocess.run(command, env=ENVIRONMENT, stdin=subprocess.DEVNULL, timeout=2 * TIMEOUT_S, check=True)
+    return {
+        behaviour: Ended(
+            run=folder / behaviour,
+            code=int((folder / f"{behaviour}.code").read_text()),
+            output=(folder / f"{behaviour}.log").read_text(),
+        )
+        for behaviour in behaviours
+    }
 
 
 @pytest.mark.parametrize(("behaviour", "code"), [("finished", 0), ("stopped", 78)])
@@ -170,6 +171,32 @@ def test_a_rank_that_exits_without_a_record_is_named_and_its_output_shown(ending
     assert ended.code == 1
     assert ended.status["reason"] == "rank 1: exit code 3"
     assert "said before the end" in ended.output
+
+
+LOST = RankFailure(rank=0, summary="lost its peer", traceback="…", time_s=100.7)
+RAISED = RankFailure(rank=1, summary="raised", traceback="…", time_s=100.6)
+KILLED = RankFailure(rank=2, summary="killed", killer=signal.SIGKILL, time_s=101.0)
+EXITED = RankFailure(rank=3, summary="exited", time_s=101.0)
+ENDED_BY_AGENT = RankFailure(rank=4, summary="ended", killer=signal.SIGTERM, time_s=100.0)
+KILLED_BY_AGENT = RankFailure(rank=5, summary="did not end", killer=signal.SIGKILL, time_s=131.0)
+
+
+@pytest.mark.parametrize(
+    ("failures", "first"),
+    [
+        ([], None),
+        ([LOST, RAISED], RAISED),
+        # The agent sees a death only after the peers have raised.
+        ([LOST, KILLED, ENDED_BY_AGENT], KILLED),
+        ([LOST, EXITED], EXITED),
+        ([ENDED_BY_AGENT, RAISED, KILLED_BY_AGENT], RAISED),
+        ([ENDED_BY_AGENT, KILLED], KILLED),
+        ([ENDED_BY_AGENT], ENDED_BY_AGENT),
+    ],
+)
+def test_the_failure_that_the_others_follow_from(failures: list[RankFailure], first: RankFailure | None) -> None:
+    assert first_failure(failures) == first
+    assert first_failure(failures[::-1]) == first
 
 
 def test_a_mistake_of_the_user_is_one_line_and_final(endings: dict[str, Ended]) -> None:

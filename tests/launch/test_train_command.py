@@ -184,7 +184,7 @@ def lightscale(folder: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     def lightscale(*words: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *launcher, "-m", "lightscale", *words]
         return subprocess.run(
-            command, env=environment, cwd=folder, capture_output=True, text=True, timeout=60, check=False
+            command, env=environment, cwd=folder, capture_output=True, text=True, timeout=100, check=False
         )
 
     return lightscale
@@ -195,8 +195,8 @@ def test_the_whole_way_from_start_to_end(lightscale: Callable[..., subprocess.Co
     resume = "go on with: lightscale train tiny-run.toml --run runs/tiny-run --processes 2"
     assert (first.returncode, first.stderr.splitlines()[-1]) == (75, resume), first.stderr
     assert first.stdout == "attempt 1 in 4 steps\n"
-    # By torchrun itself: the same run. Its workers leave 0, and status.json says how it ended.
-    second = lightscale("train", "tiny-run.toml", launcher=("-m", "torch.distributed.run", "--nproc-per-node=2"))
+    # By torchrun itself, on one rank: the same run. Its ranks leave 0, and status.json says how it ended.
+    second = lightscale("train", "tiny-run.toml", launcher=("-m", "torch.distributed.run", "--nproc-per-node=1"))
     assert second.returncode == 0, second.stderr
     assert "attempt 2 in 4 steps" in second.stdout
 

@@ -21,7 +21,7 @@ def test_chunked_lightning_attention_is_the_fastest(root: Path) -> None:
     result = json.loads(finished.stdout)
     print(json.dumps(result["ratios"]))
     assert result["settings"] == {
-        "dtype": "float32", "rows": 1, "tokens": 1024, "heads": 4, "width": 64, "repeats": 5,
+        "dtype": "float32", "rows": 1, "tokens": 1024, "heads": 4, "width": 64, "chunk_size": 64, "repeats": 5,
     }  # fmt: skip
     assert {"cpu", "threads", "date", "torch"} <= result["machine"].keys()
     assert result["machine"]["threads"] == 1
@@ -32,9 +32,7 @@ def test_chunked_lightning_attention_is_the_fastest(root: Path) -> None:
             assert len(samples) == 5
             assert result["median_s"][way][name] == sorted(samples)[2] > 0
     for way in ("naive", "sdpa"):
-        expected = (
-            result["median_s"][way]["forward_backward"] / result["median_s"]["chunked"]["forward_backward"]
-        )
+        expected = result["median_s"][way]["forward_backward"] / result["median_s"]["chunked"]["forward_backward"]
         assert result["ratios"][way]["forward_backward"] == pytest.approx(expected)
         assert result["ratios"][way]["forward_backward"] >= 1.5
 
@@ -45,7 +43,7 @@ def test_report_for_people_names_the_machine_and_the_ways(root: Path) -> None:
     header, settings, *table = finished.stdout.splitlines()
     assert header.startswith("lightning on ")
     assert "torch" in header
-    assert settings == "dtype float32, rows 1, tokens 70, heads 1, width 8, repeats 1"
+    assert settings == "dtype float32, rows 1, tokens 70, heads 1, width 8, chunk_size 64, repeats 1"
     assert all(any(way in line for line in table) for way in ("chunked", "naive", "sdpa"))
 
 

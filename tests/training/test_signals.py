@@ -78,8 +78,7 @@ def test_a_shielded_child_survives_stop_signals(is_shielded: bool, stop: StopSig
         with shielded():
             child = subprocess.Popen(command)
             os.kill(os.getpid(), signal.SIGTERM)
-            assert stop.received is None, "the signal waits"
-        assert stop.received is signal.SIGTERM, "the signal is not lost"
+        assert stop.received is signal.SIGTERM, "here it is not lost"
     else:
         child = subprocess.Popen(command)
     try:

@@ -26,6 +26,7 @@ from lightscale.kernels.lightning.reference import lightning_attention_reference
 
 __all__ = [
     "BACKENDS",
+    "DEFAULT_CHUNK_SIZE",
     "grad_bwd",
     "lightning_attention",
     "lightning_attention_reference",
@@ -135,9 +136,7 @@ def lightning_attention(
         raise UserError(f"chunk_size must be at least 1 token, got {chunk_size}")
     name = "chunked" if backend == "auto" else backend
     if name not in BACKENDS:
-        raise UserError(
-            f"lightning_attention has no backend {backend!r}; known here: {', '.join(['auto', *BACKENDS])}"
-        )
+        raise UserError(f"lightning_attention has no backend {backend!r}; known here: {', '.join(['auto', *BACKENDS])}")
     o, state = BACKENDS[name](q, k, v, log_decay, initial_state, cu_seqlens, chunk_size)
     return o, state if output_final_state else None
 
@@ -147,9 +146,7 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         if x.dim() != 4:
             raise UserError(f"{name} must have 4 dimensions (B, T, H, width), got shape {tuple(x.shape)}")
     if q.shape != k.shape:
-        raise UserError(
-            f"q and k must have the same shape (B, T, H, K), got {tuple(q.shape)} and {tuple(k.shape)}"
-        )
+        raise UserError(f"q and k must have the same shape (B, T, H, K), got {tuple(q.shape)} and {tuple(k.shape)}")
     if v.shape[:3] != q.shape[:3]:
         raise UserError(f"v must be (B, T, H, V) = {_shape_of(q.shape[:3], 'V')}, got {tuple(v.shape)}")
     if not q.dtype == k.dtype == v.dtype:
@@ -179,9 +176,7 @@ def _check_state(initial_state: Tensor | None, q: Tensor, v: Tensor) -> None:
         return
     expected = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
     if initial_state.shape != expected:
-        raise UserError(
-            f"initial_state must be (B, H, K, V) = {expected}, got shape {tuple(initial_state.shape)}"
-        )
+        raise UserError(f"initial_state must be (B, H, K, V) = {expected}, got shape {tuple(initial_state.shape)}")
     if initial_state.dtype != state_dtype(q.dtype):
         raise UserError(
             f"initial_state must be {state_dtype(q.dtype)} for inputs of {q.dtype}, got {initial_state.dtype}"

@@ -238,9 +238,7 @@ def grad_bwd(
 
 
 @_without_autocast
-def recurrent_step(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, S: Tensor
-) -> tuple[Tensor, Tensor]:
+def recurrent_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
     """One token: q, k (B, H, K), v (B, H, V), S (B, H, K, V) → o (B, H, V) and the next state.
 
     The state is read and written once, whatever the position. Autograd differentiates it like any other code.

@@ -28,9 +28,7 @@ class Decays:
 
     def __init__(self, log_decay: Tensor | None, *, num_heads: int, chunk_size: int, like: Tensor) -> None:
         self.dtype = state_dtype(like.dtype)
-        self.log_decay = (
-            torch.zeros(num_heads, device=like.device) if log_decay is None else log_decay.detach()
-        )
+        self.log_decay = torch.zeros(num_heads, device=like.device) if log_decay is None else log_decay.detach()
         distance = torch.arange(chunk_size + 1, device=like.device)
         self.powers = self.power(distance)  # (H, C+1)
         pairs = distance[:-1, None] - distance[None, :-1]
@@ -157,9 +155,7 @@ def _add_product_(out: Tensor, x: Tensor, state: Tensor, kept: Tensor | None) ->
         out.add_((x @ state).masked_fill_(~kept, 0.0))
 
 
-def chunk_groups(
-    q: Tensor, v: Tensor, decays: Decays, cu_seqlens: Tensor | None, chunk_size: int
-) -> Iterator[Group]:
+def chunk_groups(q: Tensor, v: Tensor, decays: Decays, cu_seqlens: Tensor | None, chunk_size: int) -> Iterator[Group]:
     """Cut the rows into groups of whole chunks, and the rest of T / C into one shorter chunk."""
     num_rows, num_tokens, num_heads, key_width = q.shape
     group_chunks = max(1, _GROUP_ELEMENTS // (num_rows * num_heads * chunk_size * max(key_width, v.shape[3])))

@@ -1,0 +1,470 @@
+import argparse
+import copy
+import json
+import os
+import shutil
+import statistics
+import string
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightscale.config_files import load
+from lightscale.data_pipeline.loader import Layout, TokenLoader
+from lightscale.data_pipeline.store import StoreWriter, TokenStore
+from lightscale.data_pipeline.tokenizers import TiktokenTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
+from lightscale.errors import UserError
+from lightscale.evaluation import generate_command
+from lightscale.evaluation.generate import Document, Sampling, choose, decode_stream, encode_prompt, generate
+from lightscale.evaluation.model import LoadedModel, load_model
+from lightscale.parallel.mesh import start_mesh
+from lightscale.training.build import build_engine
+from lightscale.training.checkpoint import Checkpoints, directory_name
+from lightscale.training.run_directory import RunDirectory
+
+RunRanks = Callable[..., list[Any]]
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+STEP = 2
+LAYOUTS: dict[str, dict[str, Any]] = {"sequence": {"sequence": 2}, "tensor": {"tensor": 2}, "pipeline": {"pipeline": 2}}
+TEXT = "the end of the text, the start of the next: 字 and 😀, e\u0301 and \u00e9. " + string.printable
+
+# Wide initial weights, so that the logits tell tokens apart; 92 rows of the embedding are padding.
+CONFIG = """
+extends = ["{root}/configs/arch/tnl.toml", "{root}/configs/size/tiny.toml"]
+
+[model]
+vocab_size = 512
+init_std = 0.3
+
+[data]
+store = "{store}"
+sequence_length = 64
+
+[optimizer]
+lr = 1e-3
+
+[train]
+steps = 4
+global_batch_size = 4
+"""
+
+
+def save(run: Path, rank: int, world_size: int, init_method: str, *, precision: str = "fp32", **axes: int) -> None:
+    """A checkpoint of the initial weights, made by ``world_size`` ranks laid out along ``axes``."""
+    config = load(run / "config.toml", [f"train.precision={precision}"])
+    store = TokenStore(config.data.store)
+    with start_mesh(device="cpu", rank=rank, world_size=world_size, init_method=init_method, **axes) as mesh:
+        engine = build_engine(config, mesh, vocab_size=store.tokenizer.vocab_size, trainable=False)
+        loader = TokenLoader(
+            store,
+            sequence_length=config.data.sequence_length,
+            global_batch_size=config.train.global_batch_size,
+            micro_batch_size=1,
+            sources=config.data.sources,
+            seed=0,
+            layout=Layout(data_rank=0, data_size=1, sequence_rank=0, sequence_size=1),
+        )
+        common = {"data": loader.state_dict()}
+        Checkpoints(RunDirectory(run).checkpoints, mesh).save(engine, step=STEP, common=common, facts={})
+
+
+def save_all(rank: int, world_size: int, init_method: str, folder: Path) -> None:
+    """One run for each layout of two ranks, and two of one rank."""
+    for name, axes in LAYOUTS.items():
+        save(folder / name, rank, world_size, f"{init_method}-{name}", **axes)
+    if rank == 0:
+        save(folder / "one", 0, 1, f"{init_method}-one")
+        save(folder / "half", 0, 1, f"{init_method}-half", precision="bf16")
+
+
+def write_store(path: Path, tokenizer: Tokenizer) -> None:
+    with StoreWriter(path, tokenizer) as writer:
+        writer.source("text").append(tokenizer.encode(TEXT), num_bytes=len(TEXT.encode()))
+        writer.finish({})
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, run_ranks: RunRanks) -> Path:
+    """A folder of runs, one for each layout, with the store they were trained on, and a store of another tokenizer."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_store(folder / "store", train_sentencepiece([TEXT] * 20, vocab_size=420))
+    write_store(folder / "other-store", train_sentencepiece([TEXT] * 20, vocab_size=400))
+    (folder / "run.toml").write_text(CONFIG.format(root=ROOT, store=folder / "store"), encoding="utf-8")
+    for name in (*LAYOUTS, "one", "half"):
+        RunDirectory(folder / name).create_or_open(load(folder / "run.toml"))
+    run_ranks(save_all, 2, folder)
+    return folder
+
+
+def continued(loaded: LoadedModel, max_tokens: int = 30, **sampling: Any) -> list[int]:
+    prompt = encode_prompt(loaded.tokenizer, "the start of")
+    return list(generate(loaded.model, loaded.tokenizer, prompt, max_tokens=max_tokens, sampling=Sampling(**sampling)))
+
+
+# Of the prompt's pieces: one token at a time from the start, then splits at, before and after a chunk's edges.
+PIECES = ([1] * 200, [200], [64, 64, 64, 8], [1, 62, 1, 65, 71], [130, *[1] * 70], [7] * 28 + [4])
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """RMSE(difference) / RMSE(reference)."""
+    return float((found - expected).norm() / expected.norm())
+
+
+def deviations(loaded: LoadedModel) -> list[list[float]]:
+    """For each way to cut 200 tokens, the error of the logits against the parallel form at the end of each piece."""
+    ids = torch.randint(420, (200,), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        parallel = loaded.model(ids[None], torch.arange(200)[None])[0, :, :420]
+
+    errors = [[error(Document(loaded.model).feed(ids.tolist(), chunk_tokens=33), parallel[-1])]]
+    for pieces in PIECES:
+        document, of_pieces = Document(loaded.model), []
+        for piece in ids.split(pieces):
+            logits = document.feed(piece.tolist())
+            of_pieces.append(error(logits, parallel[document.position - 1]))
+        errors.append(of_pieces)
+    return errors
+
+
+def texts(loaded: LoadedModel) -> dict[str, Any]:
+    """What a model writes under several settings, each twice."""
+    return {
+        "greedy": [continued(loaded, temperature=0) for _ in range(2)],
+        "seed 0": [continued(loaded, seed=0) for _ in range(2)],
+        "seed 1": [continued(loaded, seed=1) for _ in range(2)],
+        "narrow": [continued(loaded, top_k=40, top_p=0.9) for _ in range(2)],
+    }
+
+
+def weights(loaded: LoadedModel) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in loaded.model.named_parameters()}
+
+
+def endings(loaded: LoadedModel) -> dict[str, Any]:
+    """Generation with another end-of-text token, after a document, and with a padding that draws all probability."""
+    facts: dict[str, Any] = {"greedy": continued(loaded, temperature=0)}
+    other = copy.copy(loaded.tokenizer)
+    *before, other.eot_id = first_distinct(facts["greedy"])
+    prompt = encode_prompt(loaded.tokenizer, "the start of")
+    facts["stopped"] = list(generate(loaded.model, other, prompt, sampling=Sampling(temperature=0)))
+    facts["before"] = before
+
+    document = Document(loaded.model)
+    for ids in ([5, 6, 7], [8]):
+        document.feed([9, 10])
+        document.position = 0
+        facts[f"restart with {len(ids)}"] = error(document.feed(ids), Document(loaded.model).feed(ids))
+
+    with torch.inference_mode():
+        loaded.model.embedding.word_embeddings.weight[420:] *= 1e4
+        tokens = torch.tensor([prompt])
+        logits = loaded.model(tokens, torch.arange(tokens.size(1))[None])
+    facts["best of all rows"] = int(logits[0, -1].argmax())
+    facts["beside padding"] = [*continued(loaded, temperature=0), *continued(loaded, temperature=5.0, max_tokens=100)]
+    return facts
+
+
+def first_distinct(ids: list[int]) -> list[int]:
+    """The shortest beginning of at least four tokens whose last one is new."""
+    return next(ids[: n + 1] for n in range(3, len(ids)) if ids[n] not in ids[:n])
+
+
+class Operations(TorchDispatchMode):
+    """Every tensor operation, with the shapes of what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, tuple[tuple[int, ...], ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        shapes = tuple(tuple(value.shape) for value in args if isinstance(value, torch.Tensor))
+        self.seen.append((str(func), shapes))
+        return func(*args, **(kwargs or {}))
+
+
+def costs(loaded: LoadedModel) -> dict[str, Any]:
+    """What one token takes at positions 100 and 20,000: operations, bytes, and times of 200 tokens by turns."""
+    documents = {100: Document(loaded.model), 20_000: Document(loaded.model)}
+    facts: dict[str, Any] = {"operations": {}, "bytes": {}, "times": {}}
+    for position, document in documents.items():
+        document.feed([5] * position)
+        prefilled = document.state_bytes
+        with Operations() as operations:
+            document.feed([6])
+        facts["operations"][position] = operations.seen
+        facts["bytes"][position] = (prefilled, document.state_bytes)
+        facts["times"][position] = []
+    for _ in range(200):
+        for position, document in documents.items():
+            started = time.perf_counter()
+            document.feed([6])
+            facts["times"][position].append(time.perf_counter() - started)
+    with Operations() as operations:
+        documents[100].feed([6, 6])
+    facts["operations of two"] = operations.seen
+    return facts
+
+
+def measure(rank: int, world_size: int, init_method: str, folder: Path) -> dict[str, Any]:
+    """All that is asked of loaded models, in one process."""
+    facts: dict[str, Any] = {"texts": {}, "weights differ": []}
+    for name in ("one", *LAYOUTS):
+        with load_model(folder / name, device="cpu") as loaded:
+            facts["texts"][name] = {"step": loaded.step, **texts(loaded)}
+            if name == "one":
+                expected = weights(loaded)
+                facts |= {"deviations": deviations(loaded), "costs": costs(loaded)}
+                facts |= endings(loaded)
+            elif any(not torch.equal(weight, expected[key]) for key, weight in weights(loaded).items()):
+                facts["weights differ"].append(name)
+    with load_model(folder / "half", device="cpu") as loaded:
+        wide = {key: weight for key, weight in expected.items() if key.endswith("theta")}
+        rounded = {key: weight.bfloat16().float() for key, weight in expected.items()} | wide
+        if any(not torch.equal(weight, rounded[key]) for key, weight in weights(loaded).items()):
+            facts["weights differ"].append("half")
+    try:
+        with load_model(folder / "one", device="cpu", store=folder / "other-store"):
+            pass
+    except UserError as error:
+        facts["wrong tokenizer"] = str(error)
+    return facts
+
+
+@pytest.fixture(scope="module")
+def facts(runs: Path, run_ranks: RunRanks) -> dict[str, Any]:
+    (measured,) = run_ranks(measure, 1, runs)
+    return dict(measured)
+
+
+def test_the_recurrent_form_is_the_parallel_form_at_every_position(facts: dict[str, Any]) -> None:
+    assert [len(of_pieces) for of_pieces in facts["deviations"]] == [1, *map(len, PIECES)]
+    assert max(map(max, facts["deviations"])) < 1e-5
+
+
+def test_any_layout_loads_on_one_process(facts: dict[str, Any]) -> None:
+    assert facts["weights differ"] == []
+    for name in LAYOUTS:
+        assert facts["texts"][name] == facts["texts"]["one"], name
+    assert facts["texts"]["one"]["step"] == STEP
+
+
+def test_the_same_seed_gives_the_same_text(facts: dict[str, Any]) -> None:
+    one = facts["texts"]["one"]
+    for setting in ("greedy", "seed 0", "seed 1", "narrow"):
+        assert one[setting][0] == one[setting][1], setting
+    assert one["seed 0"] != one["seed 1"]
+
+
+def test_the_tokenizer_must_be_the_one_of_the_run(facts: dict[str, Any], runs: Path) -> None:
+    message = facts["wrong tokenizer"]
+    assert message.startswith(f"{runs / 'other-store'}: its tokenizer (sentencepiece, sha256 ")
+    assert f"is not the one that {runs / 'one/checkpoints' / directory_name(STEP)} was trained with" in message
+
+
+def test_generation_ends_with_the_text(facts: dict[str, Any]) -> None:
+    assert len(facts["before"]) >= 3
+    assert facts["stopped"] == facts["before"]
+
+
+def test_a_document_knows_nothing_of_the_one_before(facts: dict[str, Any]) -> None:
+    assert facts["restart with 3"] < 1e-5
+    assert facts["restart with 1"] < 1e-5
+
+
+def test_padding_is_never_written(facts: dict[str, Any]) -> None:
+    assert facts["best of all rows"] >= 420
+    assert len(facts["beside padding"]) > 30
+    assert max(facts["beside padding"]) < 420
+
+
+def test_a_token_costs_the_same_at_every_position(facts: dict[str, Any]) -> None:
+    costs = facts["costs"]
+    operations = costs["operations"]
+    assert operations[100] == operations[20_000]
+    # One token takes the recurrence, not a chunk that is mostly empty.
+    assert 50 < len(operations[100]) < len(costs["operations of two"])
+    # Four layers of 4 heads of 16 x 16 fp32, keys twice as wide in the first.
+    assert costs["bytes"][100] == costs["bytes"][20_000] == (5 * 4 * 16 * 16 * 4,) * 2
+    times = {position: statistics.median(values) for position, values in costs["times"].items()}
+    ratio = times[20_000] / times[100]
+    print(
+        f"\na token at position 100: {times[100] * 1e3:.3f} ms; at 20,000: {times[20_000] * 1e3:.3f} ms; {ratio:.3f}x"
+    )
+    assert ratio < 2
+
+
+LOGITS = torch.tensor([0.5, 0.05, 0.3, 0.15]).log()
+
+
+def draws(num_draws: int = 2000, **sampling: Any) -> Counter[int]:
+    generator = torch.Generator().manual_seed(0)
+    return Counter(choose(LOGITS, Sampling(**sampling), generator) for _ in range(num_draws))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        ({"temperature": 1.0}, {0: 0.5, 1: 0.05, 2: 0.3, 3: 0.15}),
+        ({"temperature": 0.5}, {0: 0.25 / 0.365, 1: 0.0025 / 0.365, 2: 0.09 / 0.365, 3: 0.0225 / 0.365}),
+        ({"temperature": 1.0, "top_k": 2}, {0: 0.625, 2: 0.375}),
+        ({"temperature": 1.0, "top_k": 9}, {0: 0.5, 1: 0.05, 2: 0.3, 3: 0.15}),
+        ({"temperature": 1.0, "top_p": 0.7}, {0: 0.625, 2: 0.375}),
+        # Of the two that top_k leaves the first alone has 0.625.
+        ({"temperature": 1.0, "top_k": 2, "top_p": 0.6}, {0: 1.0}),
+        ({"temperature": 1.0, "top_p": 1e-300}, {0: 1.0}),
+        ({"temperature": 1e-300}, {0: 1.0}),
+        ({"temperature": 0.0, "top_k": 3}, {0: 1.0}),
+    ],
+)
+def test_tokens_are_drawn_with_their_probabilities(sampling: dict[str, Any], expected: dict[int, float]) -> None:
+    drawn = draws(**sampling)
+    assert set(drawn) <= set(expected)
+    for token, probability in expected.items():
+        # Four standard deviations of 2000 draws.
+        assert drawn[token] / 2000 == pytest.approx(
+            probability, abs=4 * (probability * (1 - probability) / 2000) ** 0.5
+        )
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"temperature": -0.1}, "temperature -0.1"),
+        ({"temperature": float("nan")}, "temperature nan"),
+        ({"temperature": float("inf")}, "temperature inf"),
+        ({"top_k": 0}, "top-k 0"),
+        ({"top_p": 0.0}, "top-p 0"),
+        ({"top_p": 1.5}, "top-p 1.5"),
+        ({"seed": 2**64}, "seed 18446744073709551616"),
+    ],
+)
+def test_impossible_sampling_is_refused(sampling: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Sampling(**sampling)
+
+
+@pytest.fixture(scope="module")
+def tokenizers(runs: Path) -> dict[str, Tokenizer]:
+    """One whose rare characters are bytes, one whose tokens are all single bytes."""
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    special = {"<|endoftext|>": 256}
+    return {
+        "sentencepiece": load_tokenizer(runs / "store"),
+        "bytes": TiktokenTokenizer(name="bytes", pat_str=r"(?s:.+)", mergeable_ranks=ranks, special_tokens=special),
+    }
+
+
+NAMES = pytest.mark.parametrize("name", ["sentencepiece", "bytes"])
+
+
+@NAMES
+@given(text=st.text())
+def test_characters_come_whole(tokenizers: dict[str, Tokenizer], name: str, text: str) -> None:
+    tokenizer = tokenizers[name]
+    pieces = list(decode_stream(tokenizer, tokenizer.encode(text).tolist()))
+    assert "".join(pieces) == text
+    assert all(pieces)
+
+
+@NAMES
+@given(ids=st.lists(st.integers(min_value=0, max_value=256)))
+def test_broken_characters_come_as_in_the_whole(tokenizers: dict[str, Tokenizer], name: str, ids: list[int]) -> None:
+    tokenizer = tokenizers[name]
+    assert "".join(decode_stream(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+def test_text_comes_as_soon_as_it_is_complete(tokenizers: dict[str, Tokenizer]) -> None:
+    ids = iter([*"a😀b".encode()])
+    read: list[int] = []
+    pieces = decode_stream(tokenizers["bytes"], (read.append(token) or token for token in ids))  # type: ignore[func-returns-value]
+    assert [(next(pieces), len(read)) for _ in range(3)] == [("a", 1), ("😀", 5), ("b", 6)]
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    generate_command.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{runs}/nowhere"], "{runs}/nowhere: no such run"),
+        (["{runs}/store"], "{runs}/store is no run directory: it has no config.toml"),
+        (["{runs}/empty"], "{runs}/empty has no checkpoint yet"),
+        (["{runs}/one", "--step", "7"], "{runs}/one/checkpoints has no checkpoint of step 7; it has: 2"),
+        (["{runs}/one", "--store", "{runs}/no-store"], "--store {runs}/no-store: no token store there"),
+        (["{runs}/moved"], "elsewhere: the token store that {runs}/moved/config.toml names is not there"),
+        (["{runs}/one", "--store", "{runs}/one"], "{runs}/one/tokenizer/tokenizer.json"),
+        (["{runs}/one", "--prompt", ""], "--prompt: no text in it"),
+        (["{runs}/one", "--prompt", "a\udcff"], "--prompt: not valid UTF-8 at character 1"),
+        (["{runs}/one", "--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file both"),
+        (["{runs}/one", "--prompt-file", "{runs}/none.txt"], "--prompt-file {runs}/none.txt: No such file"),
+        (["{runs}/one", "--prompt-file", "{runs}/blank.txt"], "--prompt-file {runs}/blank.txt: no text in it"),
+        (["{runs}/one", "--prompt-file", "{runs}/latin.txt"], "{runs}/latin.txt: not valid UTF-8 at byte 3"),
+        (["{runs}/one", "--tokens", "0"], "--tokens 0"),
+        (["{runs}/one", "--temperature", "-1"], "temperature -1"),
+    ],
+)
+def test_a_mistake_is_named(runs: Path, words: list[str], message: str) -> None:
+    RunDirectory(runs / "empty").create_or_open(load(runs / "run.toml"))
+    if RunDirectory(runs / "moved").create_or_open(load(runs / "run.toml", ['data.store="elsewhere"'])):
+        shutil.copytree(runs / "one/checkpoints", runs / "moved/checkpoints")
+    (runs / "blank.txt").touch()
+    (runs / "latin.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(UserError) as caught:
+        generate_command.run(parse(*(word.format(runs=runs) for word in words)))
+    assert message.format(runs=runs) in str(caught.value)
+
+
+def lightscale(*commands: list[str]) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each ``lightscale generate``, run at the same time."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1", "PYTHONUTF8": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "lightscale", "generate", *words],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+        )
+        for words in commands
+    ]
+    outputs = [process.communicate(timeout=100) for process in processes]
+    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def test_the_command_writes_the_text_and_nothing_else(runs: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(runs / "one", run)
+    good = run / "checkpoints" / directory_name(STEP)
+    bad = good.with_name(directory_name(STEP + 1))
+    shutil.copytree(good, bad)
+    (bad / "common.pt").write_bytes(b"")
+
+    options = [str(run), "--prompt", "the start: 字", "--tokens", "40", "--seed", "3"]
+    plain, as_json = lightscale(options, [*options, "--json", "--step", str(STEP)])
+    code, text, messages = plain
+    assert code == 0, messages
+    warning, summary = messages.splitlines()
+    assert warning.startswith(f"passed over a damaged checkpoint: {bad}/")
+    assert summary.endswith(f"a second after the prompt), from {good}")
+
+    assert (as_json[0], as_json[2]) == (0, "")
+    record = json.loads(as_json[1])
+    assert text == f"the start: 字{record['text']}\n"
+    assert (record["checkpoint"], record["step"], record["prompt"]) == (str(good), STEP, "the start: 字")
+    assert load_tokenizer(runs / "store").decode(record["tokens"]) == record["text"]
+    assert record["end_of_text"] == (len(record["tokens"]) < 40)
+    assert record["tokens_per_s"] > 1

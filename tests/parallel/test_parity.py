@@ -1,0 +1,259 @@
+"""N ranks equal one rank: the parity rule, for TNL on every axis.
+
+(a) Along the one-process run's own trajectory (every layout loads its weights before each step): the loss to 1e-6 and
+    every reduced gradient to 1e-5 in fp32, both to 1e-10 in fp64.
+(b) Run freely: three optimizer steps to 1e-6 in loss and 1e-5 in weights; from then on the difference is at most ten
+    times that of a control, the one-process run with one weight changed by one unit in the last place.
+
+The model has eight heads, because with few of them it is badly conditioned whatever the layout: a document's first
+token mixes only with itself, and where its q·k almost cancels in all heads the norm behind the mixer magnifies rounding
+(with one head the one-process run itself was up to 8e-3 from fp64 in a gradient; with eight, below 5e-6).
+
+The learning rate is that of configs/quickstart.toml, warm-up included. Errors of tensors are RMSE(difference) / RMSE(reference). Batches have document boundaries, masked labels that differ
+by rank, and padding rows in the vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightscale.config import ModelConfig
+from lightscale.config_files import load
+from lightscale.models.language_model import LanguageModel, transformer_config
+from lightscale.parallel.engine import AdamW, Engine
+from lightscale.parallel.initialization import draw_weights, named_parameters, shard
+from lightscale.parallel.mesh import Mesh, start_mesh
+from lightscale.training.schedule import learning_rate
+
+MODEL = ModelConfig(num_layers=2, width=64, num_heads=8, glu_width=96, vocab_size=128)
+VOCAB_SIZE = 120  # the last 8 rows are padding
+TOKENS = 96
+SHIPPED = load(Path(__file__).parents[2] / "configs" / "quickstart.toml")
+AXES = tuple[int, int, int]  # tensor, pipeline, sequence; data is the rest
+ONE: AXES = (1, 1, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    positions: Tensor
+
+
+def step_batches(step: int, mesh: Mesh) -> list[MicroBatch]:
+    """This rank's share of a global batch of 8 sequences, as micro-batches of 2."""
+    generator = torch.Generator().manual_seed(step)
+    micro = []
+    for _ in range(4):
+        tokens = torch.randint(0, VOCAB_SIZE, (2, TOKENS + 1), generator=generator)
+        positions = torch.arange(TOKENS).repeat(2, 1)
+        # A document boundary anywhere, often at the edges of sequence ranks, in one row only.
+        start = int(torch.randint(1, TOKENS, (1,), generator=generator))
+        for cut in {start, (TOKENS // 2, TOKENS // 2 - 1, TOKENS // 2 + 1, TOKENS // 4)[step % 4]}:
+            positions[0, cut:] = torch.arange(TOKENS - cut)
+        mask = (torch.rand(2, TOKENS, generator=generator) > 0.2).float()
+        micro.append((tokens, mask, positions))
+    n = TOKENS // mesh.sequence
+    own = slice(mesh.sequence_rank * n, (mesh.sequence_rank + 1) * n)
+    return [
+        MicroBatch(
+            tokens=tokens[:, :-1][:, own],
+            labels=tokens[:, 1:][:, own],
+            loss_mask=mask[:, own],
+            positions=positions[:, own],
+        )
+        for tokens, mask, positions in micro[mesh.data_rank :: mesh.data]
+    ]
+
+
+@contextmanager
+def engine_on(
+    axes: AXES, rank: int, world_size: int, init_method: str, dtype: torch.dtype, seed: int = 0
+) -> Iterator[Engine]:
+    tensor, pipeline, sequence = axes
+    with start_mesh(
+        tensor=tensor,
+        pipeline=pipeline,
+        sequence=sequence,
+        device="cpu",
+        rank=rank,
+        world_size=world_size,
+        init_method=init_method,
+        timeout_s=60,
+    ) as mesh:
+        config = transformer_config(MODEL, mesh, dtype)
+        model = LanguageModel(
+            config,
+            MODEL,
+            vocab_size=VOCAB_SIZE,
+            mesh=mesh,
+            pre_process=mesh.groups.pp.rank() == 0,
+            post_process=mesh.is_last_stage,
+        )
+        draw_weights(model, seed=seed, tensor_rank=mesh.groups.tp.rank(), tensor_size=mesh.tensor)
+        yield Engine(model, config, mesh, sequence_length=TOKENS, micro_batch_size=2, adamw=AdamW())
+
+
+def whole(parameter: Any, own: Tensor, mesh: Mesh) -> Tensor:
+    """The unsplit tensor that the tensor ranks hold parts of."""
+    if mesh.tensor == 1 or not getattr(parameter, "tensor_model_parallel", False):
+        return own.clone()
+    parts = [torch.empty_like(own) for _ in range(mesh.tensor)]
+    dist.all_gather(parts, own.contiguous(), group=mesh.groups.tp)
+    stacked = [part.chunk(parameter.partition_stride, dim=parameter.partition_dim) for part in parts]
+    return torch.cat([piece for pieces in zip(*stacked, strict=True) for piece in pieces], dim=parameter.partition_dim)
+
+
+def weights(engine: Engine) -> dict[str, Tensor]:
+    return {name: whole(p, p.detach(), engine.mesh) for name, p in named_parameters(engine.module)}
+
+
+def gradients(engine: Engine) -> dict[str, Tensor]:
+    names = {id(parameter): name for name, parameter in named_parameters(engine.module)}
+    return {names[id(p)]: whole(p, gradient, engine.mesh) for _, p, gradient in engine.gradients()}
+
+
+def set_weights(engine: Engine, new: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in named_parameters(engine.module):
+            parameter.copy_(shard(new[name], parameter, engine.mesh.groups.tp.rank(), engine.mesh.tensor))
+    if engine.optimizer is not None:
+        engine.optimizer.reload_model_params()
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def record(rank: int, world_size: int, init_method: str, path: str, dtype: torch.dtype, steps: int) -> None:
+    """The one-process run: weights before, loss and gradients of every step."""
+    with engine_on(ONE, rank, world_size, init_method, dtype) as engine:
+        trajectory = []
+        for step in range(steps):
+            before = weights(engine)
+            sums = engine.forward_backward(step_batches(step, engine.mesh))
+            trajectory.append((before, sums.mean, gradients(engine)))
+            if engine.optimizer is not None:
+                engine.step(learning_rate(SHIPPED.optimizer, step + 1, SHIPPED.total_steps))
+    torch.save(trajectory, path)
+
+
+def along(
+    rank: int, world_size: int, init_method: str, path: str, dtype: torch.dtype, layouts: list[AXES]
+) -> dict[AXES, list[tuple[float, dict[str, float]]]]:
+    """Rule (a): for each layout and step, the loss's difference and each gradient's error on this rank."""
+    trajectory = torch.load(path)
+    found = {}
+    for number, axes in enumerate(layouts):
+        with engine_on(axes, rank, world_size, f"{init_method}-{number}", dtype, seed=1) as engine:
+            found[axes] = []
+            for step, (before, loss, expected) in enumerate(trajectory):
+                set_weights(engine, before)
+                sums = engine.forward_backward(step_batches(step, engine.mesh))
+                own = {name: error(gradient, expected[name]) for name, gradient in gradients(engine).items()}
+                found[axes].append((abs(sums.mean - loss), own))
+    return found
+
+
+def freely(
+    rank: int, world_size: int, init_method: str, layouts: list[AXES], steps: int, nudged: str | None = None
+) -> dict[AXES, tuple[list[float], dict[str, Tensor]]]:
+    """Rule (b): the losses of ``steps`` steps, and the weights after three; ``nudged`` names the control's weight."""
+    found = {}
+    for number, axes in enumerate(layouts):
+        with engine_on(axes, rank, world_size, f"{init_method}-{number}", torch.float32) as engine:
+            if nudged is not None:
+                start = weights(engine)
+                flat = start[nudged].view(-1)
+                flat[7] = torch.nextafter(flat[7], torch.tensor(torch.inf))
+                set_weights(engine, start)
+            losses, after_three = [], {}
+            for step in range(steps):
+                losses.append(engine.forward_backward(step_batches(step, engine.mesh)).mean)
+                engine.step(learning_rate(SHIPPED.optimizer, step + 1, SHIPPED.total_steps))
+                if step == 2:
+                    after_three = weights(engine)
+            found[axes] = (losses, after_three)
+    return found
+
+
+NUDGED = ("decoder.layers.0.self_attention.in_proj.weight", "decoder.layers.0.mlp.linear_fc1.weight")
+RunRanks = Callable[..., list[Any]]
+TWO = [(1, 1, 2), (1, 1, 1), (2, 1, 1), (1, 2, 1)]
+FOUR = [(1, 1, 4), (2, 1, 2), (1, 2, 2), (2, 2, 1), (1, 1, 2)]
+
+
+def check_along(
+    run_ranks: RunRanks, tmp_path: Path, world_size: int, layouts: list[AXES], dtype: torch.dtype, steps: int
+) -> None:
+    path = str(tmp_path / "trajectory")
+    run_ranks(record, 1, path, dtype, steps)
+    by_rank = run_ranks(along, world_size, path, dtype, layouts, timeout_s=240)
+    trajectory = torch.load(path)
+    loss_limit, gradient_limit = (1e-10, 1e-10) if dtype == torch.float64 else (1e-6, 1e-5)
+    seen: set[str] = set()
+    for rank, result in enumerate(by_rank):
+        for axes, by_step in result.items():
+            assert len(by_step) == steps
+            for step, (loss, errors) in enumerate(by_step):
+                where = f"rank {rank} of {axes}, step {step}"
+                assert loss <= loss_limit, f"{where}: loss off by {loss}"
+                worst = max(errors, key=lambda name: errors[name])
+                assert errors[worst] <= gradient_limit, f"{where}: gradient of {worst} off by {errors[worst]}"
+                seen |= set(errors)
+    assert seen == set(trajectory[0][2]), "a parameter was compared on no rank"
+
+
+def test_two_sequence_ranks_follow_one_for_50_steps(run_ranks: RunRanks, tmp_path: Path) -> None:
+    check_along(run_ranks, tmp_path, 2, [(1, 1, 2)], torch.float32, steps=50)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_two_ranks_equal_one(run_ranks: RunRanks, tmp_path: Path, dtype: torch.dtype) -> None:
+    check_along(run_ranks, tmp_path, 2, TWO, dtype, steps=4)
+
+
+def test_four_ranks_equal_one_in_fp64(run_ranks: RunRanks, tmp_path: Path) -> None:
+    check_along(run_ranks, tmp_path, 4, FOUR, torch.float64, steps=2)
+
+
+def test_three_sequence_ranks_equal_one(run_ranks: RunRanks, tmp_path: Path) -> None:
+    check_along(run_ranks, tmp_path, 3, [(1, 1, 3)], torch.float64, steps=2)
+
+
+def test_free_runs_stay_within_ten_times_the_control(run_ranks: RunRanks) -> None:
+    steps = 25
+    base, base_weights = run_ranks(freely, 1, [ONE], steps)[0][ONE]
+    controls = [run_ranks(freely, 1, [ONE], steps, name)[0][ONE][0] for name in NUDGED]
+    by_rank = run_ranks(freely, 2, TWO, steps, timeout_s=240)
+    assert all(control != base for control in controls), "a control must differ, or it allows nothing"
+    for result in by_rank:
+        for axes, (losses, after_three) in result.items():
+            for step in range(3):
+                assert abs(losses[step] - base[step]) <= 1e-6, f"{axes}, step {step}"
+            for name, tensor in after_three.items():
+                assert error(tensor, base_weights[name]) <= 1e-5, f"{axes}, {name}"
+            allowed = 1e-6
+            for step in range(steps):
+                allowed = max(allowed, *(10 * abs(control[step] - base[step]) for control in controls))
+                assert abs(losses[step] - base[step]) <= allowed, f"{axes}, step {step}"
+
+
+def test_the_harness_notices_a_wrong_gradient(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """A trajectory whose gradients are off by one part in a thousand must fail."""
+    path = tmp_path / "trajectory"
+    run_ranks(record, 1, str(path), torch.float32, 1)
+    trajectory = torch.load(path)
+    name = "decoder.layers.1.self_attention.in_proj.weight"
+    trajectory[0][2][name] *= 1.001
+    torch.save(trajectory, path)
+    result = run_ranks(along, 1, str(path), torch.float32, [ONE])[0]
+    assert result[ONE][0][1][name] > 1e-5

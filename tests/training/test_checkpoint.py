@@ -1,0 +1,415 @@
+"""Checkpoints: what is restored, by which layout, and what is refused.
+
+Cases that need no process group of their own share one start of two ranks, because importing torch and Megatron takes
+seconds per process.
+"""
+
+import os
+import random
+import runpy
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lightscale.errors import UserError
+from lightscale.parallel.engine import Engine
+from lightscale.training import checkpoint
+from lightscale.training.checkpoint import Checkpoints, NoGoodCheckpoint, directory_name, list_steps
+from lightscale.training.manifest import read_manifest, write_manifest
+
+tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tiny_engine.py"))))
+
+STEPS = 3
+Axes = tuple[int, int, int, int]
+ONE: Axes = (1, 1, 1, 1)
+TWO: list[Axes] = [(2, 1, 1, 2), (2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 1, 1)]
+RunRanks = Callable[..., list[Any]]
+
+
+def draw() -> list[float]:
+    """From every generator of the process."""
+    return [random.random(), float(np.random.random()), float(torch.rand(()))]
+
+
+def record(rank: int, world_size: int, init_method: str, folder: str, layouts: list[Axes]) -> None:
+    """Three steps, a checkpoint, and three more: what a resumed run must repeat."""
+    for axes in layouts:
+        random.seed(rank), np.random.seed(rank), torch.manual_seed(rank)
+        with tiny.engine_on(axes, rank, f"{init_method}-{axes}") as engine:
+            tiny.train(engine, 0, STEPS)
+            path = Path(folder) / str(axes)
+            Checkpoints(path, engine.mesh).save(engine, step=STEPS, common={"place": [3, "x"]}, facts={"tokens": 9})
+            torch.save((tiny.own_state(engine), draw()), f"{path}-{rank}")
+            continuation = tiny.train(engine, STEPS, 2 * STEPS)
+            if rank == 0:
+                torch.save(continuation, f"{path}-continuation")
+
+
+def resume(
+    rank: int, world_size: int, init_method: str, folder: str, layouts: list[Axes], sources: list[Axes]
+) -> dict[tuple[Axes, Axes], dict[str, Any]]:
+    """For each layout and checkpoint: how far the continuation is from the uninterrupted run's."""
+    found = {}
+    for axes in layouts:
+        for source in sources:
+            random.seed(7), np.random.seed(7), torch.manual_seed(7)
+            path = Path(folder) / str(source)
+            with tiny.engine_on(axes, rank, f"{init_method}-{axes}-{source}", seed=1) as engine:
+                restored = Checkpoints(path, engine.mesh).restore(engine)
+                assert restored is not None
+                exact = None
+                if axes == source:
+                    state, drawn = torch.load(f"{path}-{rank}")
+                    exact = tiny.differing(state, tiny.own_state(engine)), drawn == draw()
+                expected = torch.load(f"{path}-continuation")
+                pairs = list(zip(tiny.train(engine, STEPS, 2 * STEPS), expected, strict=True))
+                found[axes, source] = {
+                    "step": restored.step,
+                    "common": restored.common,
+                    "exact": exact,
+                    "loss": [abs(a[0] - b[0]) for a, b in pairs],
+                    "gradient": max(tiny.error(a[1][key], b[1][key]) for a, b in pairs for key in b[1]),
+                    "weight": max(tiny.error(a[2][key], b[2][key]) for a, b in pairs for key in b[2]),
+                }
+    return found
+
+
+def test_any_layout_resumes_any_other(run_ranks: RunRanks, tmp_path: Path) -> None:
+    folder, every = str(tmp_path), [ONE, *TWO]
+    run_ranks(record, 1, folder, [ONE])
+    run_ranks(record, 2, folder, TWO)
+    found = [run_ranks(resume, 1, folder, [ONE], every)[0], *run_ranks(resume, 2, folder, TWO, every)]
+    assert {pair for result in found for pair in result} == {(axes, source) for axes in every for source in every}
+    for result in found:
+        for (axes, source), one in result.items():
+            where = f"{axes} from {source}: {one}"
+            assert (one["step"], one["common"]) == (STEPS, {"place": [3, "x"], "step": STEPS}), where
+            if axes == source:
+                assert one["exact"] == ([], True), where
+                assert (one["loss"], one["gradient"], one["weight"]) == ([0.0] * STEPS, 0.0, 0.0), where
+            else:
+                assert max(one["loss"]) <= 1e-6, where
+                assert one["gradient"] <= 1e-5, where
+                assert one["weight"] <= 1e-5, where
+
+
+# ----- what is refused, on two ranks ---------------------------------------------------------------------------------
+
+
+class Scene:
+    """Two ranks, two checkpoints, and a fresh copy of them for every case."""
+
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        self.engine, self.folder = engine, folder
+        self.rank, self.control = engine.mesh.rank, engine.mesh.control
+        self.original, self.number = folder / "original", 0
+        for step in (1, 2):
+            tiny.train(engine, step, step + 1)
+            Checkpoints(self.original, engine.mesh).save(engine, step=step, common={}, facts={"tokens": step})
+            if step == 1:
+                self.first = tiny.own_state(engine)
+        tiny.train(engine, 3, 4)
+        self.other = tiny.own_state(engine)
+
+    def copy(self, change: Callable[[Path], object] = lambda directory: None) -> Checkpoints:
+        """The checkpoints in a directory of their own, after ``change`` by rank 0."""
+        self.number += 1
+        directory = self.folder / f"case-{self.number}"
+        if self.rank == 0:
+            shutil.copytree(self.original, directory)
+            change(directory)
+        dist.barrier(group=self.control)
+        return Checkpoints(directory, self.engine.mesh)
+
+    def refusal(self, action: Callable[[], Any], kind: type[Exception] = UserError) -> str:
+        """The message of the error that ``action`` must raise, without touching weights or optimizer."""
+        before = tiny.own_state(self.engine)
+        try:
+            action()
+        except kind as caught:
+            if type(caught) is not kind:
+                raise
+            assert tiny.differing(before, tiny.own_state(self.engine)) == [], "state changed before the refusal"
+            return str(caught)
+        raise AssertionError("nothing was refused")
+
+    def is_passed_over(self, change: Callable[[Path], object]) -> str:
+        """The reason for which checkpoint 2 is refused after ``change``; checkpoint 1 is then read."""
+        checkpoints = self.copy(lambda directory: change(directory / directory_name(2)))
+        message = self.refusal(lambda: checkpoints.restore(self.engine, step=2), NoGoodCheckpoint)
+        restored = checkpoints.restore(self.engine)
+        assert restored is not None
+        assert (restored.step, len(restored.refused)) == (1, 1)
+        assert [path.name for path in restored.damaged] == [directory_name(2)]
+        assert tiny.differing(self.first, tiny.own_state(self.engine)) == []
+        assert restored.refused[0] in message
+        return restored.refused[0]
+
+
+def flip(name: str, place: float, directory: Path) -> None:
+    """One bit, in the byte at ``place`` of the file's length."""
+    path = directory / name
+    data = bytearray(path.read_bytes())
+    data[int(place * (len(data) - 1))] ^= 1 << random.Random(name).randrange(8)
+    path.write_bytes(data)
+
+
+def truncate(name: str, num_bytes: int, directory: Path) -> None:
+    os.truncate(directory / name, num_bytes)
+
+
+def remove(name: str, directory: Path) -> None:
+    (directory / name).unlink()
+
+
+def swap(one: str, other: str, directory: Path) -> None:
+    (directory / one).rename(directory / "held")
+    (directory / other).rename(directory / one)
+    (directory / "held").rename(directory / other)
+
+
+def refuse_damage(scene: Scene) -> None:
+    names = sorted(path.name for path in (scene.original / directory_name(2)).iterdir())
+    with_content = [name for name in names if (scene.original / directory_name(2) / name).stat().st_size]
+    assert {"MANIFEST.json", ".metadata", "common.pt", "metadata.json", "__0_0.distcp", "rank-00001.pt"} <= set(names)
+    for name in with_content:
+        size = (scene.original / directory_name(2) / name).stat().st_size
+        for place in (0.0, 0.5, 1.0):
+            reason = scene.is_passed_over(partial(flip, name, place))
+            assert f"{directory_name(2)}/{name}" in reason
+            if name != "MANIFEST.json":
+                assert "expected xxh3-128 " in reason
+                assert ", found " in reason
+        # The manifest's last byte is a newline, which says nothing.
+        left = size - 2 if name == "MANIFEST.json" else size - 1
+        reason = scene.is_passed_over(partial(truncate, name, left))
+        assert f"/{name}" in reason
+        if name != "MANIFEST.json":
+            assert f"expected {size} bytes, found {left}" in reason
+    for name in names:
+        reason = scene.is_passed_over(partial(remove, name))
+        assert f"/{name}" in reason
+        assert ("missing" if name == "MANIFEST.json" else "found No such file or directory") in reason
+    reason = scene.is_passed_over(partial(swap, "rank-00000.pt", "rank-00001.pt"))
+    assert "/rank-0000" in reason
+    assert ".pt: expected" in reason
+    reason = scene.is_passed_over(partial(swap, "common.pt", "__0_0.distcp"))
+    assert "bytes, found" in reason
+
+    # A directory under another's name.
+    checkpoints = scene.copy(lambda directory: (directory / directory_name(2)).rename(directory / directory_name(9)))
+    restored = checkpoints.restore(scene.engine)
+    assert restored is not None and restored.step == 1
+    assert "expected step 9, found 2" in restored.refused[0]
+
+
+def refuse_the_unfinished(scene: Scene) -> None:
+    """What an interrupted save leaves is no checkpoint."""
+
+    def interrupt(directory: Path) -> None:
+        (directory / directory_name(2)).rename((directory / directory_name(2)).with_suffix(".tmp"))
+
+    checkpoints = scene.copy(interrupt)
+    restored = checkpoints.restore(scene.engine)
+    assert restored is not None
+    assert (restored.step, restored.refused) == (1, ())
+    # The next save takes its place.
+    checkpoints.save(scene.engine, step=5, common={}, facts={})
+    assert sorted(path.name for path in checkpoints.directory.iterdir()) == [directory_name(1), directory_name(5)]
+
+
+def refuse_when_none_is_good(scene: Scene) -> None:
+    def spoil(directory: Path) -> None:
+        flip("common.pt", 0.5, directory / directory_name(1))
+        (directory / directory_name(2) / "MANIFEST.json").unlink()
+
+    checkpoints = scene.copy(spoil)
+    message = scene.refusal(lambda: checkpoints.restore(scene.engine), NoGoodCheckpoint)
+    assert len(message.splitlines()) == 3
+    assert f"{directory_name(1)}/common.pt: expected" in message
+    assert f"{directory_name(2)}/MANIFEST.json is missing" in message
+    # Even if the only one has lost its manifest, the run must not begin again.
+    checkpoints = scene.copy(leave_one_without_manifest)
+    scene.refusal(lambda: checkpoints.restore(scene.engine), NoGoodCheckpoint)
+    assert Checkpoints(scene.folder / "nothing", scene.engine.mesh).restore(scene.engine) is None
+    checkpoints = scene.copy()
+    message = scene.refusal(lambda: checkpoints.restore(scene.engine, step=7))
+    assert "has no checkpoint of step 7; it has: 1, 2" in message
+
+
+def leave_one_without_manifest(directory: Path) -> None:
+    shutil.rmtree(directory / directory_name(1))
+    (directory / directory_name(2) / "MANIFEST.json").unlink()
+
+
+def refuse_another_format(scene: Scene) -> None:
+    def modernise(directory: Path) -> None:
+        path = directory / directory_name(2)
+        manifest = read_manifest(path)
+        write_manifest(path, manifest.files, {**manifest.facts, "format": 2})
+
+    checkpoints = scene.copy(modernise)
+    # Not passed over: the older checkpoint would undo what a newer lightscale has trained.
+    message = scene.refusal(lambda: checkpoints.restore(scene.engine))
+    assert f"{directory_name(2)}/MANIFEST.json has format 2, and this version of lightscale reads 1" in message
+
+
+def keep_what_is_there(scene: Scene) -> None:
+    """A directory of the step that is saved: whole of this state, whole of another, damaged."""
+    checkpoints = scene.copy()
+    target = checkpoints.directory / directory_name(2)
+    before = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in target.iterdir()}
+    assert checkpoints.save(scene.engine, step=2, common={}, facts={"tokens": 2}) == target
+    assert {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in target.iterdir()} == before
+    message = scene.refusal(lambda: checkpoints.save(scene.engine, step=2, common={}, facts={"tokens": 3}))
+    assert f"{target} is a good checkpoint of another state (tokens: 2 there, 3 now)" in message
+    assert {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in target.iterdir()} == before
+    for name in (".bad", ".bad1"):
+        dist.barrier(group=scene.control)
+        if scene.rank == 0:
+            flip("common.pt", 0.5, target)
+        dist.barrier(group=scene.control)
+        checkpoints.save(scene.engine, step=2, common={}, facts={"tokens": 3})
+        assert target.with_suffix(name).is_dir()
+    restored = checkpoints.restore(scene.engine)
+    assert restored is not None
+    assert (restored.step, restored.refused) == (2, ())
+    assert list_steps(checkpoints.directory) == [1, 2]
+
+
+def prune_what_is_old(scene: Scene) -> None:
+    def many(directory: Path) -> None:
+        for step in range(3, 9):
+            (directory / directory_name(step)).mkdir()
+
+    checkpoints = scene.copy(many)
+    (removed, left) = checkpoints.prune(keep=3, keep_every=2), list_steps(checkpoints.directory)
+    assert (removed, left) == ([1, 3, 5], [2, 4, 6, 7, 8])
+    assert checkpoints.prune(keep=2, keep_every=None) == [2, 4, 6]
+    assert checkpoints.prune(keep=2, keep_every=None) == []
+    # Damaged ones that were put aside are not counted, and not removed.
+    checkpoints = scene.copy(many)
+    checkpoints.put_aside([checkpoints.directory / directory_name(step) for step in (7, 8)])
+    checkpoints.put_aside([])
+    assert checkpoints.prune(keep=2, keep_every=None) == [1, 2, 3, 4]
+    names = sorted(path.name for path in checkpoints.directory.iterdir())
+    assert names == [directory_name(5), directory_name(6), f"{directory_name(7)}.bad", f"{directory_name(8)}.bad"]
+
+
+def report_failing_writes(scene: Scene) -> None:
+    """An error of one rank is raised on all, and nothing is left."""
+
+    def broken(*args: Any) -> None:
+        raise OSError(5, "Input/output error", "the file")
+
+    for target, guilty in (("hash_file", 1), ("sync", 0), ("save_config", 0), ("write_manifest", 0)):
+        checkpoints = scene.copy()
+        original = getattr(checkpoint, target)
+        if scene.rank == guilty:
+            setattr(checkpoint, target, broken)
+        try:
+            message = scene.refusal(partial(checkpoints.save, scene.engine, step=3, common={}, facts={}))
+        finally:
+            setattr(checkpoint, target, original)
+        assert f"cannot write {checkpoints.directory / directory_name(3)}: " in message, target
+        assert "Input/output error" in message, target
+        assert sorted(path.name for path in checkpoints.directory.iterdir()) == [directory_name(1), directory_name(2)]
+    # The next save succeeds.
+    checkpoints.save(scene.engine, step=3, common={}, facts={})
+    restored = checkpoints.restore(scene.engine)
+    assert restored is not None and restored.step == 3
+    # A place that cannot be written.
+    file = scene.folder / "file"
+    file.touch()
+    checkpoints = Checkpoints(file, scene.engine.mesh)
+    message = scene.refusal(lambda: checkpoints.save(scene.engine, step=3, common={}, facts={}))
+    assert f"cannot write {file / directory_name(3)}: " in message
+    assert len(message.splitlines()) == 1
+
+
+def start_from_weights(scene: Scene) -> None:
+    """Weights alone: the optimizer is as it was before, but for its fp32 copies of the weights."""
+    checkpoints = scene.copy()
+    before = tiny.own_state(scene.engine)
+    restored = checkpoints.restore(scene.engine, step=1, weights_only=True)
+    assert restored is not None and restored.step == 1
+    after = tiny.own_state(scene.engine)
+    for key in before:
+        if "exp_avg" in key or "step" in key or "group" in key:
+            assert after[key] == before[key] if isinstance(after[key], dict) else torch.equal(after[key], before[key])
+        else:
+            assert torch.equal(after[key], scene.first[key]), key
+
+
+def save_after_restoring(scene: Scene) -> None:
+    checkpoints = scene.copy()
+    checkpoints.restore(scene.engine)
+    tiny.train(scene.engine, 3, 5)
+    saved = tiny.own_state(scene.engine)
+    checkpoints.save(scene.engine, step=4, common={}, facts={})
+    tiny.train(scene.engine, 5, 6)
+    restored = checkpoints.restore(scene.engine)
+    assert restored is not None and restored.step == 4
+    assert tiny.differing(saved, tiny.own_state(scene.engine)) == []
+    steps = {float(value) for key, value in saved.items() if key.endswith(" step")}
+    assert steps == {4.0}, "each step of the optimizer counts once"
+
+
+SCENES: list[Callable[[Scene], None]] = [
+    refuse_damage,
+    refuse_the_unfinished,
+    refuse_when_none_is_good,
+    refuse_another_format,
+    keep_what_is_there,
+    prune_what_is_old,
+    report_failing_writes,
+    start_from_weights,
+    save_after_restoring,
+]
+
+
+def refuse_another_model(rank: int, init_method: str, folder: Path) -> None:
+    """On two stages: what one of them finds, both refuse."""
+    embedding, layers = "embedding.word_embeddings.weight", "decoder.layers"
+    found = {}
+    for change, value in (("width", 64), ("vocab_size", 96), ("glu_width", 64), ("num_layers", 2), ("num_layers", 6)):
+        with tiny.engine_on((2, 1, 2, 1), rank, f"{init_method}-{change}-{value}", **{change: value}) as engine:
+            before = tiny.own_state(engine)
+            try:
+                Checkpoints(folder / "original", engine.mesh).restore(engine)
+            except UserError as refusal:
+                found[change, value] = str(refusal).removeprefix(f"{folder}/original/{directory_name(2)} ")
+            assert tiny.differing(before, tiny.own_state(engine)) == []
+    assert found == {
+        ("width", 64): f"is of another model: {layers}.0.mlp.linear_fc1.weight is (96, 32) there and (96, 64) here",
+        ("vocab_size", 96): f"is of another model: {embedding} is (128, 32) there and (96, 32) here",
+        (
+            "glu_width",
+            64,
+        ): f"is of another model: {layers}.0.mlp.linear_fc1.weight is (96, 32) there and (128, 32) here",
+        # A shorter model would find all that it looks for.
+        ("num_layers", 2): f"is of another model: {layers}.2.mlp.linear_fc1.weight is (96, 32) there and missing here",
+        ("num_layers", 6): f"is of another model: {layers}.4.mlp.linear_fc1.weight is missing there and (96, 32) here",
+    }
+
+
+def play(rank: int, world_size: int, init_method: str, folder: str) -> list[str]:
+    """Every scene, on two sequence ranks."""
+    with tiny.engine_on((2, 1, 1, 2), rank, init_method) as engine:
+        scene = Scene(engine, Path(folder))
+        for act in SCENES:
+            act(scene)
+            dist.barrier(group=engine.mesh.control)
+    refuse_another_model(rank, init_method, Path(folder))
+    return [act.__name__ for act in SCENES]
+
+
+def test_what_is_refused_and_what_is_kept(run_ranks: RunRanks, tmp_path: Path) -> None:
+    assert run_ranks(play, 2, str(tmp_path)) == [[act.__name__ for act in SCENES]] * 2
