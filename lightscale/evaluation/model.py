@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightscale.config import RunConfig
+from lightscale.config import ParallelConfig, RunConfig
 from lightscale.config_files import load
 from lightscale.data_pipeline.tokenizers import Tokenizer, load_tokenizer
 from lightscale.errors import UserError
@@ -50,7 +50,7 @@ def load_model(
     """
     directory = RunDirectory(run)
     config = _read_config(directory)
-    check_mixers(config.model)
+    check_mixers(config.model, ParallelConfig())
     _check_step(directory, step)
     chosen = _choose_store(directory, config, store)
     tokenizer = load_tokenizer(chosen)

@@ -1,6 +1,6 @@
 """What a layer must know about the tokens it sees, besides their activations."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,17 +23,23 @@ class SequenceContext:
     continues: (b,) bool, whether a row's first token continues a document of the sequence rank before.
     exchange: the ranks that hold the other stretches of these rows; None when every row is whole.
     states: layer name to state, in generation: read as the incoming state, then replaced by the outgoing one.
+    lower_bounds: (l, d / tensor), HGRN2's β of every layer and of this tensor rank's channels.
     """
 
     positions: Tensor
     cu_seqlens: Tensor | None
     continues: Tensor
     exchange: StateExchange | None = None
-    states: dict[str, MixerState] | None = field(default=None)
+    states: dict[str, MixerState] | None = None
+    lower_bounds: Tensor | None = None
 
     @staticmethod
     def of(
-        positions: Tensor, *, exchange: StateExchange | None = None, states: dict[str, MixerState] | None = None
+        positions: Tensor,
+        *,
+        exchange: StateExchange | None = None,
+        states: dict[str, MixerState] | None = None,
+        lower_bounds: Tensor | None = None,
     ) -> "SequenceContext":
         """The context of rows with these ``positions`` (b, n)."""
         b, n = positions.shape
@@ -47,5 +53,10 @@ class SequenceContext:
             cu_seqlens = torch.cat([edges, edges.new_tensor([b * n])])
         continues = positions[:, 0] != 0 if n else positions.new_ones(b, dtype=torch.bool)
         return SequenceContext(
-            positions=positions, cu_seqlens=cu_seqlens, continues=continues, exchange=exchange, states=states
+            positions=positions,
+            cu_seqlens=cu_seqlens,
+            continues=continues,
+            exchange=exchange,
+            states=states,
+            lower_bounds=lower_bounds,
         )

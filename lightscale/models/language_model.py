@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer, TransformerLayerSubmodules
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -21,8 +22,10 @@ from torch import Tensor
 
 from lightscale.config import ModelConfig
 from lightscale.models.context import MixerState, SequenceContext
+from lightscale.models.hgrn2 import LowerBounds
 from lightscale.models.layers import RMSNorm, SRMSNorm, leave_unset, residual_sum
-from lightscale.models.registry import mixer_class
+from lightscale.models.registry import mixer_class, shared_parts
+from lightscale.models.tpe import TPE
 from lightscale.parallel.cross_entropy import vocab_parallel_cross_entropy
 from lightscale.parallel.initialization import normal, set_initializer
 from lightscale.parallel.mesh import Mesh
@@ -90,21 +93,35 @@ def _layer_spec(model: ModelConfig, mixer: str) -> ModuleSpec:
 class Embedding(MegatronModule):
     """Token ids (b, n) to activations (n / tensor, b, d)."""
 
-    def __init__(self, config: TransformerConfig, model: ModelConfig, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, config: TransformerConfig, model: ModelConfig, group: dist.ProcessGroup, *, with_tpe: bool
+    ) -> None:
         super().__init__(config)
+        self.group = group
+        self.tpe = TPE(config, model) if with_tpe else None
         self.word_embeddings = VocabParallelEmbedding(
             model.vocab_size,
             model.width,
             init_method=leave_unset,
-            reduce_scatter_embeddings=config.sequence_parallel,
+            # TPE scans whole sequences: the activations are then split over the tensor ranks after it.
+            reduce_scatter_embeddings=config.sequence_parallel and not with_tpe,
             config=config,
             tp_group=group,
         )
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, context: SequenceContext) -> Tensor:
         """tokens: (b, n) int64."""
         embedded: Tensor = self.word_embeddings(tokens)
-        return embedded if self.config.sequence_parallel else embedded.transpose(0, 1).contiguous()
+        if self.tpe is None and self.config.sequence_parallel:
+            return embedded
+        hidden = embedded.transpose(0, 1).contiguous()
+        if self.tpe is None:
+            return hidden
+        hidden = self.tpe(hidden, context)
+        if not self.config.sequence_parallel:
+            return hidden
+        scattered: Tensor = scatter_to_sequence_parallel_region(hidden, group=self.group)
+        return scattered
 
 
 class LanguageModel(LanguageModule):
@@ -137,8 +154,10 @@ class LanguageModel(LanguageModule):
         self.model_type = ModelType.encoder_or_decoder
         self.exchange = StateExchange(mesh.states) if mesh.sequence > 1 else None
 
+        shared = shared_parts(model)
+        self.lower_bounds = LowerBounds(config, model, groups.tp) if "lower_bounds" in shared else None
         if pre_process:
-            self.embedding = Embedding(config, model, groups.tp)
+            self.embedding = Embedding(config, model, groups.tp, with_tpe="tpe" in shared)
         per_stage = model.num_layers // mesh.pipeline
         first = groups.pp.rank() * per_stage
         self.decoder = TransformerBlock(
@@ -200,8 +219,9 @@ class LanguageModel(LanguageModule):
             Activations (n / tensor, b, d) on all but the last stage; there the loss per token (b, n), or without
             labels the logits (b, n, V / tensor), padding rows included.
         """
-        context = SequenceContext.of(positions, exchange=self.exchange, states=states)
-        hidden = self.embedding(tokens) if self.pre_process else None
+        bounds = None if self.lower_bounds is None else self.lower_bounds()
+        context = SequenceContext.of(positions, exchange=self.exchange, states=states, lower_bounds=bounds)
+        hidden = self.embedding(tokens, context) if self.pre_process else None
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=context)
         if not self.post_process:
             return hidden

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from lightscale.parallel.initialization import normal, set_initializer
 
 
-def _ones(weight: Tensor, generator: torch.Generator) -> None:
+def ones(weight: Tensor, generator: torch.Generator) -> None:
+    """Draws nothing: every element is 1."""
     weight.fill_(1.0)
 
 
@@ -41,7 +42,7 @@ class RMSNorm(nn.Module):
         )
         # Tensor ranks hold other tokens each: the engine sums the gradient over them.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        set_initializer(self.weight, _ones)
+        set_initializer(self.weight, ones)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., d) -> (..., d), computed in fp32 for half precision."""

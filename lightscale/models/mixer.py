@@ -2,7 +2,9 @@
 
 import math
 from abc import ABC, abstractmethod
+from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
@@ -11,6 +13,12 @@ from torch import Tensor
 
 from lightscale.config import ModelConfig
 from lightscale.models.context import SequenceContext
+from lightscale.models.layers import ReplicatedLinear, column_parallel, row_parallel, srmsnorm_split
+
+CHUNK_TOKENS = 128
+"""Chunk of the linear-attention kernels on GPUs, in tokens."""
+
+Shapes = dict[str, tuple[int, ...]]
 
 
 class Mixer(MegatronModule, ABC):
@@ -25,6 +33,12 @@ class Mixer(MegatronModule, ABC):
         model: the shape of the whole model.
         pg_collection: Megatron's process groups.
     """
+
+    axes: ClassVar[frozenset[str]] = frozenset({"tensor", "pipeline", "data"})
+    """Axes along which the mixer can be split; a degree on any other is refused before anything is built."""
+
+    shared: ClassVar[frozenset[str]] = frozenset()
+    """What the model holds once for all layers of this kind: "tpe", "lower_bounds"."""
 
     def __init__(
         self,
@@ -49,6 +63,16 @@ class Mixer(MegatronModule, ABC):
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
         """Operations of the matrix products in one forward pass of layer ``layer`` (from 0), per token."""
 
+    @staticmethod
+    @abstractmethod
+    def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
+        """Unsplit shapes of the parameters of layer ``layer`` (from 0), by their names in the module."""
+
+    @staticmethod
+    def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
+        """fp32 numbers per row that each sequence rank contributes to an exchange, forward and backward."""
+        return 0, 0
+
     @abstractmethod
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
@@ -63,3 +87,74 @@ class Mixer(MegatronModule, ABC):
     ) -> tuple[Tensor, None]:
         """Megatron's calling convention: the context comes as ``packed_seq_params``, and there is no bias."""
         return self.mix(hidden_states, packed_seq_params), None
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(n / tensor, b, d) -> three of (b, n, h, k), by ``in_proj``, whose rows are ordered head by head."""
+        projected, _ = self.in_proj(x)
+        n, b, _ = projected.shape
+        first, second, third = projected.view(n, b, self.num_heads, 3, -1).transpose(0, 1).unbind(dim=3)
+        return first, second, third
+
+    def _norm(self, o: Tensor) -> Tensor:
+        """(b, n, h, v) -> (n, b, h v), SRMSNorm over the concatenated heads of all tensor ranks."""
+        o = o.transpose(0, 1).flatten(2)
+        return srmsnorm_split(o, width=self.model.width, eps=self.model.norm_eps, group=self.group)
+
+
+class GatedMixer(Mixer):
+    """A mixer with one projection to three vectors per head, and a low-rank gate on its normalised output.
+
+    out = W_o (norm(concat o) * sigmoid(x W_down W_up))
+    """
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, model: ModelConfig, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(config, layer_number, model, *args, **kwargs)
+        d, std, group = model.width, model.init_std, self.group
+        # Rows are ordered head by head, q, k and v of a head together, so that a contiguous shard holds whole heads.
+        self.in_proj = column_parallel(config, d, 3 * d, std=std, group=group)
+        rank = gate_rank(model)
+        self.gate_down = ReplicatedLinear(config, d, rank, std=std)
+        self.gate_up = column_parallel(config, rank, d, std=std, group=group)
+        self.out_proj = row_parallel(config, d, d, std=self.output_std, group=group)
+
+    @staticmethod
+    def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
+        """Projections and gate."""
+        d, rank = model.width, gate_rank(model)
+        return {
+            "in_proj.weight": (3 * d, d),
+            "gate_down.weight": (rank, d),
+            "gate_up.weight": (d, rank),
+            "out_proj.weight": (d, d),
+        }
+
+    def _gated_output(self, o: Tensor, x: Tensor) -> Tensor:
+        """o: (b, n, h, v), x: (n / tensor, b, d), the mixer's input -> (n / tensor, b, d)."""
+        gate, _ = self.gate_up(self.gate_down(x))
+        out: Tensor = self.out_proj(self._norm(o) * torch.sigmoid(gate))[0]
+        return out
+
+
+def gate_rank(model: ModelConfig) -> int:
+    """Inner width of the low-rank gate."""
+    return model.gate_rank or model.head_width
+
+
+def projection_flops(model: ModelConfig, *, gated: bool) -> float:
+    """Operations of the projections (and of the gate) of one mixer's forward pass, per token."""
+    d = model.width
+    return 2 * (4 * d * d + (2 * d * gate_rank(model) if gated else 0))
+
+
+def chunked_flops(model: ModelConfig, sequence_length: int, *, key_width: int) -> float:
+    """Operations of chunked linear attention per token: 2 C (k + v) in the chunk, 4 k v with the state, per head."""
+    k, v = key_width, model.head_width
+    return model.num_heads * (2 * min(CHUNK_TOKENS, sequence_length) * (k + v) + 4 * k * v)
+
+
+def carried(state: Tensor, context: SequenceContext, empty: float = 0.0) -> Tensor:
+    """``state`` (b, …) for the rows that go on with their document, ``empty`` for those that begin one here."""
+    continues = context.continues.view(-1, *[1] * (state.dim() - 1))
+    return torch.where(continues, state, empty)

@@ -10,7 +10,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from lightscale.config import ModelConfig
 from lightscale.parallel.initialization import set_initializer
 
 
@@ -56,19 +55,19 @@ class LRPE(MegatronModule):
     """Learnable angles of a layer's heads, applied to queries and keys.
 
     theta: (h / tensor, k), split by head over the tensor ranks. Kept in fp32 in half-precision models, because it is
-    multiplied by positions; drawn as ``lrpe_angles``.
+    multiplied by positions.
     """
 
-    def __init__(self, config: TransformerConfig, model: ModelConfig, group: dist.ProcessGroup) -> None:
+    def __init__(self, config: TransformerConfig, angles: Tensor, group: dist.ProcessGroup) -> None:
+        """angles: (all heads, k), the initial values."""
         super().__init__(config)
         self.tp_group = group
         wide = torch.promote_types(config.params_dtype, torch.float32)
-        heads = model.num_heads // group.size()
-        self.theta = nn.Parameter(torch.empty(heads, model.head_width, dtype=wide, device=torch.cuda.current_device()))
+        heads, width = angles.size(0) // group.size(), angles.size(1)
+        self.theta = nn.Parameter(torch.empty(heads, width, dtype=wide, device=torch.cuda.current_device()))
         self.theta.tensor_model_parallel = True  # type: ignore[attr-defined]
         self.theta.partition_dim, self.theta.partition_stride = 0, 1  # type: ignore[attr-defined]
         self.theta.no_weight_decay = True  # type: ignore[attr-defined]
-        angles = lrpe_angles(model.num_heads, model.head_width)
         set_initializer(self.theta, lambda weight, generator: weight.copy_(angles))
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,3 +87,15 @@ class LRPE(MegatronModule):
             tp_group=self.tp_group,
             dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
         )
+
+
+def rotary_angles(head_width: int) -> Tensor:
+    """(k / 2,) fp64: 10000^(-2i/k), i = 0 … k/2 - 1 (RoPE, arXiv 2104.09864)."""
+    return torch.pow(10000.0, -2 * torch.arange(head_width // 2, dtype=torch.float64) / head_width)
+
+
+def rope(x: Tensor, phases: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the pairs (x_i, x_{i + k/2}) of x (b, n, h, k) by phases (b, n, 1, k/2)."""
+    cos, sin = (phase.to(x.dtype) for phase in phases)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)

@@ -2,12 +2,22 @@
 
 import difflib
 
-from lightscale.config import ModelConfig
+from lightscale.config import ModelConfig, ParallelConfig
 from lightscale.errors import UserError
+from lightscale.models.cosformer2 import CosFormer2
+from lightscale.models.hgrn2 import HGRN2
+from lightscale.models.lightnet import LightNet
+from lightscale.models.llama import LLaMA
 from lightscale.models.mixer import Mixer
 from lightscale.models.tnl import TNL
 
-MIXERS: dict[str, type[Mixer]] = {"tnl": TNL}
+MIXERS: dict[str, type[Mixer]] = {
+    "tnl": TNL,
+    "hgrn2": HGRN2,
+    "cosformer2": CosFormer2,
+    "lightnet": LightNet,
+    "llama": LLaMA,
+}
 
 
 def mixer_class(name: str) -> type[Mixer]:
@@ -19,7 +29,20 @@ def mixer_class(name: str) -> type[Mixer]:
     return MIXERS[name]
 
 
-def check_mixers(model: ModelConfig) -> None:
-    """Refuse unknown mixers before anything is built."""
-    for name in model.layers:
-        mixer_class(name)
+def shared_parts(model: ModelConfig) -> frozenset[str]:
+    """What the model holds once because one of its mixers needs it: see ``Mixer.shared``."""
+    return frozenset().union(*(mixer_class(name).shared for name in model.layers))
+
+
+def check_mixers(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Refuse unknown mixers, and degrees along an axis that a layer cannot be split on, before anything is built."""
+    for layer, name in enumerate(model.layers):
+        mixer = mixer_class(name)
+        for axis in ("tensor", "pipeline", "sequence"):
+            degree = getattr(parallel, axis)
+            if degree > 1 and axis not in mixer.axes:
+                able = ", ".join(sorted(mixer.axes - {"data"})) or "none"
+                raise UserError(
+                    f"parallel.{axis} = {degree}: layer {layer} ({name}) cannot be split along {axis} yet; "
+                    f"parallel.{axis} = 1 would work, with more data ranks or another axis of: {able}"
+                )

@@ -39,7 +39,7 @@ def train(config: RunConfig, run: RunDirectory) -> Status:
         ``finished`` or ``resumable``, as written to status.json. Errors are raised; what is UserError among them
         needs a person.
     """
-    check_mixers(config.model)
+    check_mixers(config.model, config.parallel)
     parallel, place = config.parallel, os.environ
     with (
         StopSignal(announce=place["RANK"] == "0") as stop,

@@ -1,6 +1,7 @@
 """Gated linear attention: dtypes, strides, autograd's and autocast's ways, single steps."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from lightscale.kernels.gla import decays, gla, grad_bwd, out_fwd, recurrent_step, state_bwd, state_fwd
 
-Leaves = dict[str, Tensor]
+Leaves = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
@@ -112,12 +113,12 @@ def test_decays_may_be_wider_than_the_inputs() -> None:
 @pytest.mark.parametrize("starts", [[0, 6], [0, 2, 4, 6]], ids=["whole", "documents"])
 def test_finite_differences(starts: list[int], limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decays, "STEEP_LOG_DECAY", limit)
-    leaves = {n: x.requires_grad_() for n, x in inputs(1, 6, 2, 3).items()}
+    leaves: Leaves = {n: x.requires_grad_() for n, x in inputs(1, 6, 2, 3).items()}
     log_decay = leaves["log_decay"].detach().clamp(min=-5.0) - 0.1  # and a step beyond stays below 0
     leaves["log_decay"] = log_decay.requires_grad_()
 
     def operator(*x: Tensor) -> tuple[Tensor, Tensor]:
-        named = dict(zip(leaves, x, strict=True))
+        named: Leaves = dict(zip(leaves, x, strict=True))
         o, state = gla(**named, output_final_state=True, cu_seqlens=torch.tensor(starts), chunk_size=4)
         assert state is not None
         return o, state

@@ -1,0 +1,155 @@
+"""Gated linear attention: linear attention with a data-dependent decay per key channel (HGRN2).
+
+S_t = diag(f_t) S_{t-1} + k_t v_tᵀ and o_t = S_tᵀ q_t (Yang et al., Gated Linear Attention, arXiv 2312.06635,
+Eq. 3; Qin et al., HGRN2, arXiv 2404.07904, where k = 1 - f). ``gla`` is the operator; sequence parallelism and
+generation are built from the pieces beside it. README.md in this folder has the mathematics.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightscale.errors import UserError
+from lightscale.kernels.gla.chunked import (
+    DEFAULT_CHUNK_SIZE,
+    ChunkedGLA,
+    grad_bwd,
+    out_fwd,
+    recurrent_step,
+    state_bwd,
+    state_fwd,
+)
+from lightscale.kernels.gla.reference import gla_reference
+from lightscale.kernels.lightning import _check_device, _check_inputs, _check_state
+from lightscale.kernels.lightning.documents import check_cu_seqlens
+from lightscale.kernels.lightning.grid import state_dtype
+
+__all__ = [
+    "BACKENDS",
+    "gla",
+    "gla_reference",
+    "grad_bwd",
+    "out_fwd",
+    "recurrent_step",
+    "state_bwd",
+    "state_fwd",
+]
+
+
+class _Backend(Protocol):
+    """What computes the operator once its arguments are checked: (o, final state)."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor,
+        initial_state: Tensor | None,
+        cu_seqlens: Tensor | None,
+        chunk_size: int,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def _chunked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    o, state = ChunkedGLA.apply(q, k, v, log_decay, initial_state, cu_seqlens, chunk_size)
+    return o, state
+
+
+def _reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence in the dtype of the states, which is wider than that of half-precision inputs."""
+    dtype = state_dtype(q.dtype)
+    o, state = gla_reference(
+        q.to(dtype),
+        k.to(dtype),
+        v.to(dtype),
+        log_decay.to(dtype),
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+    )
+    return o.to(v.dtype), state
+
+
+BACKENDS: dict[str, _Backend] = {"chunked": _chunked, "reference": _reference}
+
+
+def gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Causal linear attention with a decay per token and key channel: linear in T, differentiable in every input.
+
+    Args:
+        q: queries (B, T, H, K), fp16, bf16, fp32 or fp64, any strides.
+        k: keys (B, T, H, K), of q's dtype.
+        v: values (B, T, H, V), of q's dtype; V need not equal K.
+        log_decay: log f (B, T, H, K), fp32 or fp64 whatever q's dtype, at most 0; -inf forgets the channel. How
+            strong the decays are decides about speed only: all of them give finite and accurate results.
+        initial_state: the state (B, H, K, V) that enters each row, fp32 (fp64 for fp64 inputs); zero when
+            None. Only the first document of a row reads it.
+        output_final_state: also return the state after each row's last token.
+        cu_seqlens: (N+1,) int32 or int64 document boundaries over the flattened B·T tokens, every row start
+            included. No state passes from one document to the next.
+        chunk_size: tokens that the chunked form computes at once; a matter of speed only.
+        backend: "auto", or one of BACKENDS: "chunked", "reference" (one token at a time, slow).
+
+    Returns:
+        The outputs (B, T, H, V) in v's dtype, and None or the final state (B, H, K, V), fp32 (fp64 for fp64
+        inputs).
+
+    Raises:
+        UserError: a shape, dtype, device or backend that does not fit; the message names the argument. The
+            values of log_decay and cu_seqlens are checked on a CPU only, where reading them costs little.
+    """
+    _check_inputs(q, k, v)
+    _check_decay(log_decay, q)
+    _check_state(initial_state, q, v)
+    if cu_seqlens is not None:
+        _check_device("cu_seqlens", cu_seqlens, q)
+        check_cu_seqlens(cu_seqlens, num_rows=q.shape[0], num_tokens=q.shape[1])
+    if chunk_size < 1:
+        raise UserError(f"chunk_size must be at least 1 token, got {chunk_size}")
+    name = "chunked" if backend == "auto" else backend
+    if name not in BACKENDS:
+        raise UserError(f"gla has no backend {backend!r}; known here: {', '.join(['auto', *BACKENDS])}")
+    o, state = BACKENDS[name](q, k, v, log_decay, initial_state, cu_seqlens, chunk_size)
+    return o, state if output_final_state else None
+
+
+def _check_decay(log_decay: Tensor, q: Tensor) -> None:
+    if log_decay.shape != q.shape:
+        raise UserError(
+            f"log_decay must be (B, T, H, K) = {tuple(q.shape)}, like q, got shape {tuple(log_decay.shape)}"
+        )
+    if log_decay.dtype not in (torch.float32, torch.float64):
+        raise UserError(f"log_decay must be fp32 or fp64, whatever q's dtype, got {log_decay.dtype}")
+    _check_device("log_decay", log_decay, q)
+    if log_decay.device.type == "cpu" and bool((log_decay > 0).any()):
+        raise UserError(
+            f"log_decay must be at most 0 (a decay of at most 1), got a largest value of {log_decay.max():g}"
+        )

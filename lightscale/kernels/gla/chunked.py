@@ -1,0 +1,265 @@
+"""Gated linear attention in chunks with a hand-written backward, in the pieces that sequence parallelism needs.
+
+The mathematics, with the derivation of the backward and the counts of FLOPs and bytes, is in README.md here.
+Names of shapes: B rows, T tokens, H heads, K key width, V value width. Inside, everything is fp32, or fp64
+for fp64 inputs; outputs and gradients have the dtype of their inputs.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightscale.kernels.gla.grid import Group, chunk_groups
+from lightscale.kernels.lightning.chunked import _state_or_zeros, _without_autocast
+from lightscale.kernels.lightning.documents import fragment_numbers
+from lightscale.kernels.lightning.grid import state_dtype
+
+DEFAULT_CHUNK_SIZE = 16
+
+
+@torch.no_grad()
+@_without_autocast
+def state_fwd(k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The summary of a row for the ranks behind it: S_out = D ⊙ S_in + S_loc.
+
+    Args:
+        k: keys (B, T, H, K); T may be 0.
+        v: values (B, T, H, V).
+        log_decay: (B, T, H, K).
+        cu_seqlens: (N+1,) or None. Whether the row's first token begins a document is the caller's business:
+            it then takes D as 0.
+
+    Returns:
+        S_loc (B, H, K, V), the row's outgoing state from a zero incoming state, and D (B, H, K), the decay from
+        the row's start to its end, or 0 where a document begins inside the row.
+    """
+    state = _state_or_zeros(None, k, v)
+    for group in chunk_groups(k, v, cu_seqlens, DEFAULT_CHUNK_SIZE):
+        state = group.leave(k, v, log_decay, state)
+    # In fp64, because a sum over a million tokens drifts in fp32.
+    through = log_decay.sum(1, dtype=torch.float64).exp().to(state.dtype)
+    if cu_seqlens is not None:
+        fragments = fragment_numbers(cu_seqlens, num_rows=k.shape[0], num_tokens=k.shape[1])
+        through.masked_fill_((fragments[:, -1:] > 0).any(1)[:, None, None], 0.0)
+    return state, through
+
+
+@torch.no_grad()
+@_without_autocast
+def out_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    S_in: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+) -> tuple[Tensor, Tensor]:
+    """The outputs o (B, T, H, V) of a row that S_in (B, H, K, V) enters, and the state that leaves it.
+
+    Args:
+        q: queries (B, T, H, K); T may be 0.
+        k: keys (B, T, H, K).
+        v: values (B, T, H, V).
+        log_decay: (B, T, H, K).
+        S_in: zero when None; only the row's first fragment reads it.
+        cu_seqlens: (N+1,) or None.
+        chunk_size: tokens of a chunk.
+    """
+    state = _state_or_zeros(S_in, q, v)
+    o = v.new_empty(v.shape)
+    for group in chunk_groups(q, v, cu_seqlens, chunk_size):
+        q_g, k_g, v_g = group.load(q), group.load(k), group.load(v)
+        decays = group.decays(log_decay)
+        q_in = q_g * decays.upto
+        o_g = group.causal_(decays.scores(q_g, k_g, q_in, k_g / decays.upto)) @ v_g
+        states = group.scan(group.outgoing_(k_g.mul_(decays.after)), v_g, decays.through, state)
+        o_g.add_(group.incoming_(q_in @ states[:-1]))
+        group.store(o, o_g)
+        state = states[-1].clone()
+    return o, state
+
+
+@torch.no_grad()
+@_without_autocast
+def state_bwd(q: Tensor, do: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """The cotangent U (B, H, K, V) of a row's incoming state that comes from the row's own outputs.
+
+    The whole cotangent is U + D ⊙ dS_end with the D of ``state_fwd``. Only the first fragment reads the
+    incoming state; a caller whose row begins with a new document takes U as 0.
+
+    Args:
+        q: queries (B, T, H, K); T may be 0.
+        do: cotangents of the outputs (B, T, H, V).
+        log_decay: (B, T, H, K).
+        cu_seqlens: (N+1,) or None.
+    """
+    dstate = _state_or_zeros(None, q, do)
+    for group in reversed(chunk_groups(q, do, cu_seqlens, DEFAULT_CHUNK_SIZE)):
+        dstate = group.leave_back(q, do, log_decay, dstate)
+    return dstate
+
+
+class RowGradients(NamedTuple):
+    """Gradients of a row's inputs, each of its input's shape and dtype."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor
+    S_in: Tensor
+
+
+class _GroupGradients(NamedTuple):
+    """Gradients of a group's inputs (G, B, H, L, width)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor
+    state: Tensor  # (B, H, K, V)
+
+
+def _group_gradients(
+    group: Group, inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], state: Tensor, dstate: Tensor
+) -> _GroupGradients:
+    """From (q, k, v, log_decay, do) of the row, the state that enters and the cotangent of the one that leaves."""
+    q, k, v, log_decay, do = inputs
+    decays = group.decays(log_decay)
+    q, k, v, do = group.load(q), group.load(k), group.load(v), group.load(do)
+    q_in, k_back, k_out = q * decays.upto, k / decays.upto, k * decays.after
+    scores = group.causal_(decays.scores(q, k, q_in, k_back))
+    dscores = do @ v.mT
+    own = dscores.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).clone()
+    dq, dk = decays.score_gradients(group.causal_(dscores, -1), q, k, q_in, k_back)
+    dv = scores.mT @ do
+
+    states = group.scan(group.outgoing_(k_out), v, decays.through, state)
+    dstates = group.scan_back(group.incoming_(q_in), do, decays.through, dstate)
+    dq.addcmul_(group.incoming_(do @ states[:-1].mT), decays.upto)
+    dk_leaving = group.outgoing_(v @ dstates[1:].mT).mul_(decays.after)
+    dv.add_(group.outgoing_(k_out @ dstates[1:]))
+    inside = (q * dq).addcmul_(k, dk, value=-1)
+    dk.add_(dk_leaving)
+    dlog_decay = group.decay_gradient(inside, dk_leaving.mul_(k), decays.through, states[:-1], dstates[1:])
+    if decays.steep is not None:
+        dlog_decay.masked_fill_(group.load(log_decay).exp_() == 0, 0.0)
+    # No decay is between a token and itself: these parts come last, because in q·dq - k·dk they cancel only up
+    # to rounding, which would swamp the gradient of a strong decay.
+    return _GroupGradients(dq.addcmul_(own, k), dk.addcmul_(own, q), dv, dlog_decay, dstates[0].clone())
+
+
+@torch.no_grad()
+@_without_autocast
+def row_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    do: Tensor,
+    S_in: Tensor | None,
+    dS_end: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+) -> RowGradients:
+    """Every gradient of a row, its incoming state's included; the arguments are those of ``grad_bwd``."""
+    groups = chunk_groups(q, v, cu_seqlens, chunk_size)
+    entering = [_state_or_zeros(S_in, q, v)]
+    for group in groups[:-1]:
+        entering.append(group.leave(k, v, log_decay, entering[-1]))
+
+    dq, dk, dv, dlog_decay = (x.new_empty(x.shape) for x in (q, k, v, log_decay))
+    dstate = _state_or_zeros(dS_end, q, v)
+    for group in reversed(groups):
+        gradients = _group_gradients(group, (q, k, v, log_decay, do), entering.pop(), dstate)
+        for out, x in zip((dq, dk, dv, dlog_decay), gradients[:4], strict=True):
+            group.store(out, x)
+        dstate = gradients.state
+    return RowGradients(dq, dk, dv, dlog_decay, dstate)
+
+
+def grad_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    do: Tensor,
+    S_in: Tensor | None,
+    dS_end: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of a row's q, k, v and log_decay.
+
+    Args:
+        q: queries (B, T, H, K); T may be 0.
+        k: keys (B, T, H, K).
+        v: values (B, T, H, V).
+        log_decay: (B, T, H, K).
+        do: cotangents of the outputs (B, T, H, V).
+        S_in: the state (B, H, K, V) that entered the row; zero when None.
+        dS_end: the cotangent (B, H, K, V) of the state that left it; zero when None.
+        cu_seqlens: (N+1,) or None.
+        chunk_size: tokens of a chunk.
+
+    Returns:
+        dq, dk, dv, dlog_decay, each of its input's shape and dtype.
+    """
+    return row_gradients(q, k, v, log_decay, do, S_in, dS_end, cu_seqlens, chunk_size=chunk_size)[:4]
+
+
+@_without_autocast
+def recurrent_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+    """One token: q, k, log_decay (B, H, K), v (B, H, V), S (B, H, K, V) → o (B, H, V) and the next state.
+
+    The state is read and written once, whatever the position. Autograd differentiates it like any other code.
+    """
+    dtype = state_dtype(q.dtype)
+    write = k.to(dtype).unsqueeze(-1) * v.to(dtype).unsqueeze(-2)
+    S = write + log_decay.to(dtype).exp().unsqueeze(-1) * S
+    return (q.to(dtype).unsqueeze(-2) @ S).squeeze(-2).to(v.dtype), S
+
+
+class ChunkedGLA(torch.autograd.Function):
+    """``out_fwd`` and ``row_gradients`` as one differentiable call; only the inputs are saved."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor,
+        initial_state: Tensor | None,
+        cu_seqlens: Tensor | None,
+        chunk_size: int,
+    ) -> tuple[Tensor, Tensor]:
+        """(o, final state) of the arguments of ``out_fwd``."""
+        ctx.save_for_backward(q, k, v, log_decay, initial_state, cu_seqlens)
+        ctx.chunk_size = chunk_size
+        ctx.set_materialize_grads(False)
+        return out_fwd(q, k, v, log_decay, initial_state, cu_seqlens, chunk_size=chunk_size)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients of ``forward``'s arguments; the cotangent of a result that is not used is None."""
+        q, k, v, log_decay, initial_state, cu_seqlens = ctx.saved_tensors
+        gradients = row_gradients(
+            q,
+            k,
+            v,
+            log_decay,
+            torch.zeros_like(v) if do is None else do,
+            initial_state,
+            dstate,
+            cu_seqlens,
+            chunk_size=ctx.chunk_size,
+        )
+        dinitial_state = gradients.S_in if ctx.needs_input_grad[4] else None
+        return *gradients[:4], dinitial_state, None, None

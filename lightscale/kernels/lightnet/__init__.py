@@ -1,0 +1,241 @@
+"""LightNet's operator: linear attention with additive decay, a running softmax average over the past.
+
+z_t = logaddexp(z_{t-1}, k_t), k̄_t = exp(k_t - z_t), S_t = diag(1 - k̄_t) S_{t-1} + φ(k̄_t) v_tᵀ, o_t = S_tᵀ φ(q_t)
+(LightNet, equation 7; φ is LRPE, or nothing). ``lightnet_attention`` is the operator, ``lightnet_noncausal`` its form
+over whole documents; sequence parallelism and generation are built from the pieces beside them. README.md in
+this folder has the mathematics.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightscale.errors import UserError
+from lightscale.kernels.lightnet.chunked import (
+    DEFAULT_CHUNK_SIZE,
+    ChunkedLightNetAttention,
+    Phases,
+    grad_bwd,
+    out_fwd,
+    recurrent_step,
+    state_bwd,
+    state_fwd,
+)
+from lightscale.kernels.lightnet.noncausal import noncausal
+from lightscale.kernels.lightnet.reference import lightnet_attention_reference
+from lightscale.kernels.lightnet.state import (
+    LightNetState,
+    StateCotangent,
+    carried_cotangent,
+    empty_state,
+    merge,
+    merge_adjoint,
+    plain_cotangent,
+)
+from lightscale.kernels.lightning.documents import check_cu_seqlens
+from lightscale.kernels.lightning.grid import state_dtype
+
+__all__ = [
+    "BACKENDS",
+    "LightNetState",
+    "Phases",
+    "StateCotangent",
+    "carried_cotangent",
+    "empty_state",
+    "grad_bwd",
+    "lightnet_attention",
+    "lightnet_attention_reference",
+    "lightnet_noncausal",
+    "merge",
+    "merge_adjoint",
+    "out_fwd",
+    "plain_cotangent",
+    "recurrent_step",
+    "state_bwd",
+    "state_dtype",
+    "state_fwd",
+]
+
+
+class _Backend(Protocol):
+    """What computes the operator once its arguments are checked: (o, final state)."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        phases: Phases | None,
+        initial_state: LightNetState | None,
+        cu_seqlens: Tensor | None,
+        chunk_size: int,
+    ) -> tuple[Tensor, LightNetState]: ...
+
+
+def _chunked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phases: Phases | None,
+    initial_state: LightNetState | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, LightNetState]:
+    cos, sin = phases or (None, None)
+    z, S = initial_state or (None, None)
+    o, z, S = ChunkedLightNetAttention.apply(q, k, v, cos, sin, z, S, cu_seqlens, chunk_size)
+    return o, LightNetState(z, S)
+
+
+def _reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phases: Phases | None,
+    initial_state: LightNetState | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, LightNetState]:
+    """The recurrence in the dtype of the states, which is wider than that of half-precision inputs."""
+    dtype = state_dtype(q.dtype)
+    o, state = lightnet_attention_reference(
+        q.to(dtype),
+        k.to(dtype),
+        v.to(dtype),
+        phases=phases,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+    )
+    return o.to(v.dtype), state
+
+
+BACKENDS: dict[str, _Backend] = {"chunked": _chunked, "reference": _reference}
+
+
+def lightnet_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    phases: Phases | None = None,
+    initial_state: LightNetState | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    backend: str = "auto",
+) -> tuple[Tensor, LightNetState | None]:
+    """Causal linear attention with additive decay: linear in T, differentiable in q, k, v and the state.
+
+    Args:
+        q: queries (B, T, H, K), fp16, bf16, fp32 or fp64, any strides.
+        k: log-keys (B, T, H, K), of q's dtype, of any size: no exponential of theirs exceeds 1. A key of -inf
+            writes nothing, which makes padding of it.
+        v: values (B, T, H, V), of q's dtype; V need not equal K.
+        phases: cos and sin (B, T, H, K) of LRPE, fp32 (fp64 for fp64 inputs), strides of 0 welcome; queries and
+            normalised keys become [x cos, x sin], and the state has 2K rows. LightNet's angles are fixed:
+            phases that require a gradient are refused.
+        initial_state: z (B, H, K) and S (B, H, R, V) that enter each row, R = K or 2K, fp32 (fp64 for fp64
+            inputs); empty when None. Only the first document of a row reads it.
+        output_final_state: also return the state after each row's last token.
+        cu_seqlens: (N+1,) int32 or int64 document boundaries over the flattened B·T tokens, every row start
+            included. No state passes from one document to the next.
+        chunk_size: tokens that the chunked form computes at once; a matter of speed only.
+        backend: "auto", or one of BACKENDS: "chunked", "reference" (one token at a time, slow).
+
+    Returns:
+        The outputs (B, T, H, V) in v's dtype, and None or the final state, fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        UserError: a shape, dtype, device or backend that does not fit; the message names the argument. The
+            values of cu_seqlens are checked on a CPU only, where reading them costs nothing.
+    """
+    _check_inputs(q, k, v)
+    _check_phases(phases, q)
+    _check_state(initial_state, q, v, halves=1 if phases is None else 2)
+    _check_documents(cu_seqlens, q)
+    if chunk_size < 1:
+        raise UserError(f"chunk_size must be at least 1 token, got {chunk_size}")
+    name = "chunked" if backend == "auto" else backend
+    if name not in BACKENDS:
+        raise UserError(f"lightnet_attention has no backend {backend!r}; known here: {', '.join(['auto', *BACKENDS])}")
+    o, state = BACKENDS[name](q, k, v, phases, initial_state, cu_seqlens, chunk_size)
+    return o, state if output_final_state else None
+
+
+def lightnet_noncausal(
+    q: Tensor, k: Tensor, v: Tensor, *, phases: Phases | None = None, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """Additive decay over whole documents: every token reads S = Σ_i φ(softmax_i(k)_i) v_iᵀ, made in one scan.
+
+    (LightNet, equation 8.) Arguments, result and errors are those of ``lightnet_attention``; without cu_seqlens a row
+    is one document. Autograd differentiates it.
+    """
+    _check_inputs(q, k, v)
+    _check_phases(phases, q)
+    _check_documents(cu_seqlens, q)
+    return noncausal(q, k, v, phases, cu_seqlens)
+
+
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise UserError(f"{name} must have 4 dimensions (B, T, H, width), got shape {tuple(x.shape)}")
+    if q.shape != k.shape:
+        raise UserError(f"q and k must have the same shape (B, T, H, K), got {tuple(q.shape)} and {tuple(k.shape)}")
+    if v.shape[:3] != q.shape[:3]:
+        expected = ", ".join([*map(str, q.shape[:3]), "V"])
+        raise UserError(f"v must be (B, T, H, V) = ({expected}), got {tuple(v.shape)}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise UserError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise UserError(f"q, k and v must be fp16, bf16, fp32 or fp64, got {q.dtype}")
+    _check_device("k", k, q)
+    _check_device("v", v, q)
+
+
+def _check_phases(phases: Phases | None, q: Tensor) -> None:
+    if phases is None:
+        return
+    if len(phases) != 2:
+        raise UserError(f"phases must be the pair (cos, sin), got {len(phases)} tensors")
+    for name, x in zip(("cos", "sin"), phases, strict=True):
+        if x.shape != q.shape:
+            raise UserError(f"the phases' {name} must be (B, T, H, K) = {tuple(q.shape)}, got {tuple(x.shape)}")
+        _check_wide(f"the phases' {name}", x, q)
+        if x.requires_grad:
+            raise UserError(f"the phases' {name} requires a gradient, but LightNet's angles are fixed: detach it")
+
+
+def _check_state(state: LightNetState | None, q: Tensor, v: Tensor, *, halves: int) -> None:
+    if state is None:
+        return
+    num_rows, _, num_heads, key_width = q.shape
+    z, S = state
+    if z.shape != (num_rows, num_heads, key_width):
+        expected = (num_rows, num_heads, key_width)
+        raise UserError(f"initial_state's z must be (B, H, K) = {expected}, got shape {tuple(z.shape)}")
+    shape = (num_rows, num_heads, halves * key_width, v.shape[3])
+    if S.shape != shape:
+        rows = "K" if halves == 1 else "2K"
+        raise UserError(f"initial_state's S must be (B, H, {rows}, V) = {shape}, got shape {tuple(S.shape)}")
+    _check_wide("initial_state's z", z, q)
+    _check_wide("initial_state's S", S, q)
+
+
+def _check_wide(name: str, x: Tensor, q: Tensor) -> None:
+    if x.dtype != state_dtype(q.dtype):
+        raise UserError(f"{name} must be {state_dtype(q.dtype)} for inputs of {q.dtype}, got {x.dtype}")
+    _check_device(name, x, q)
+
+
+def _check_documents(cu_seqlens: Tensor | None, q: Tensor) -> None:
+    if cu_seqlens is None:
+        return
+    _check_device("cu_seqlens", cu_seqlens, q)
+    check_cu_seqlens(cu_seqlens, num_rows=q.shape[0], num_tokens=q.shape[1])
+
+
+def _check_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise UserError(f"{name} is on {x.device}, but q is on {q.device}")

@@ -1,0 +1,386 @@
+"""Additive decay in chunks with a hand-written backward, in the pieces that sequence parallelism needs.
+
+The mathematics, with the derivation of the backward, is in README.md here. Names of shapes: B rows, T tokens,
+H heads, K key width, V value width, R rows of the state: K, or 2K with phases. Inside, everything is fp32, or
+fp64 for fp64 inputs; outputs and gradients have the dtype of their inputs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightscale.kernels.lightnet.state import (
+    LightNetState,
+    StateCotangent,
+    by_row,
+    carried_cotangent,
+    empty_state,
+    merge,
+    plain_cotangent,
+)
+from lightscale.kernels.lightnet.telescope import Span, spans
+from lightscale.kernels.lightning.documents import fragment_numbers
+from lightscale.kernels.lightning.grid import state_dtype
+
+DEFAULT_CHUNK_SIZE = 64
+
+# cos and sin of LRPE, (B, T, H, K) each, fp32 (fp64 for fp64 inputs).
+Phases = tuple[Tensor, Tensor]
+
+
+def rotate(x: Tensor, phases: Phases | None) -> Tensor:
+    """φ(x): [x cos, x sin] (*, 2K), or x (*, K) itself without phases."""
+    return x if phases is None else torch.cat([x * phases[0], x * phases[1]], dim=-1)
+
+
+def _rotate_back(x: Tensor, phases: Phases | None) -> Tensor:
+    """The adjoint of ``rotate``."""
+    if phases is None:
+        return x
+    first, second = x.chunk(2, dim=-1)
+    return torch.addcmul(first * phases[0], second, phases[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """The keys and values of a row, and the walk over them that every piece takes."""
+
+    k: Tensor
+    v: Tensor
+    phases: Phases | None
+    fragments: Tensor | None
+    chunk_size: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return state_dtype(self.k.dtype)
+
+    @property
+    def state_rows(self) -> int:
+        return self.k.shape[3] * (1 if self.phases is None else 2)
+
+    def entering(self, state: LightNetState | None) -> LightNetState:
+        """The state that enters, zero where it is empty, whatever stood there."""
+        if state is None:
+            num_rows, _, num_heads, key_width = self.k.shape
+            sizes = (num_rows, num_heads, key_width, self.state_rows, self.v.shape[3])
+            return empty_state(*sizes, dtype=self.dtype, device=self.k.device)
+        z, S = state.z.to(self.dtype), state.S.to(self.dtype)
+        return LightNetState(z, S.masked_fill(by_row(z == -torch.inf, self.state_rows), 0.0))
+
+    def walk(self, z: Tensor) -> Iterator[Span]:
+        """The spans, from left to right, behind a state of z."""
+        width = max(self.state_rows, self.v.shape[3])
+        return spans(self.k, z, self.fragments, width=width, chunk_size=self.chunk_size, dtype=self.dtype)
+
+    def load(self, span: Span, x: Tensor) -> Tensor:
+        return span.cut.load(x, self.dtype)
+
+    def load_phases(self, span: Span) -> Phases | None:
+        return None if self.phases is None else (self.load(span, self.phases[0]), self.load(span, self.phases[1]))
+
+    def scan_states(self, span: Span, keys: Tensor, v: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+        """The states (B, G, H, R, V) that enter the chunks, in units of their references, and the one that leaves."""
+        states = span.outgoing(keys).mT @ v
+        return states, span.scan_(states, S)
+
+
+def _row(k: Tensor, v: Tensor, phases: Phases | None, cu_seqlens: Tensor | None, chunk_size: int) -> _Row:
+    fragments = None
+    if cu_seqlens is not None:
+        fragments = fragment_numbers(cu_seqlens, num_rows=k.shape[0], num_tokens=k.shape[1])
+    return _Row(k=k, v=v, phases=phases, fragments=fragments, chunk_size=chunk_size)
+
+
+def state_fwd(
+    k: Tensor,
+    v: Tensor,
+    phases: Phases | None = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+) -> tuple[LightNetState, Tensor]:
+    """The summary of a row for the ranks behind it: ``merge(entering, local, through)`` is what leaves it.
+
+    Args:
+        k: log-keys (B, T, H, K); T may be 0.
+        v: values (B, T, H, V).
+        phases: cos and sin (B, T, H, K), or None.
+        cu_seqlens: (N+1,) or None. Whether the row's first token begins a document is the caller's business:
+            it then takes ``through`` as 0.
+        chunk_size: tokens of a chunk.
+
+    Returns:
+        The row's outgoing state (z_loc, S_loc) from an empty one, and ``through`` (B,) in the states' dtype: 1,
+        or 0 where a document begins inside the row.
+    """
+    with torch.autocast(k.device.type, enabled=False):
+        row = _row(k, v, phases, cu_seqlens, chunk_size)
+        z, S = row.entering(None)
+        for span in row.walk(z):
+            _, S = row.scan_states(span, rotate(span.writes, row.load_phases(span)), row.load(span, v), S)
+            z = span.z_end
+        through = torch.ones(k.shape[0], dtype=row.dtype, device=k.device)
+        if row.fragments is not None:
+            through.masked_fill_((row.fragments[:, -1:] > 0).any(1), 0.0)
+        return LightNetState(z.to(row.dtype), S), through
+
+
+def out_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phases: Phases | None,
+    state_in: LightNetState | None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+) -> tuple[Tensor, LightNetState]:
+    """The outputs o (B, T, H, V) of a row that ``state_in`` enters, and the state that leaves it.
+
+    Args:
+        q: queries (B, T, H, K); T may be 0.
+        k: log-keys (B, T, H, K).
+        v: values (B, T, H, V).
+        phases: cos and sin (B, T, H, K), or None.
+        state_in: z (B, H, K) and S (B, H, R, V), empty when None; only the row's first fragment reads it.
+        cu_seqlens: (N+1,) or None.
+        chunk_size: tokens of a chunk.
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        row = _row(k, v, phases, cu_seqlens, chunk_size)
+        z, S = row.entering(state_in)
+        o = v.new_empty(v.shape)
+        for span in row.walk(z):
+            phases_g, v_g = row.load_phases(span), row.load(span, v)
+            queries = rotate(row.load(span, q).mul_(span.reads), phases_g)
+            keys = rotate(span.writes, phases_g)
+            o_g = span.causal_(queries @ keys.mT) @ v_g
+            states, S = row.scan_states(span, keys, v_g, S)
+            span.add_incoming_(o_g, queries, states)
+            span.cut.store(o, o_g)
+            z = span.z_end
+        return o, LightNetState(z.to(row.dtype), S)
+
+
+class _Reads(NamedTuple):
+    """What the queries of a span pass back."""
+
+    queries: Tensor  # (B, G, H, L, R): φ(q e^{r - z})
+    keys: Tensor  # (B, G, H, L, R): φ(e^{k - r})
+    dscores: Tensor  # (B, G, H, L, L)
+    dq: Tensor  # (B, G, H, L, K)
+    losses: Tensor  # (B, G, H, L, K): q ⊙ dq e^{r - z}, minus the cotangent of z_t in the chunk's units
+
+
+def _read_gradients(
+    row: _Row, span: Span, states: Tensor, q: Tensor, v: Tensor, do: Tensor, phases: Phases | None
+) -> _Reads:
+    queries, keys = rotate(q * span.reads, phases), rotate(span.writes, phases)
+    dscores = span.causal_(do @ v.mT)
+    dqueries = dscores @ keys
+    span.add_incoming_(dqueries, do, states.mT)
+    dq = _rotate_back(dqueries, phases).mul_(span.reads)
+    return _Reads(queries, keys, dscores, dq, (q * dq).mul_(span.reads))
+
+
+def _states_by_span(row: _Row, state: LightNetState) -> list[tuple[Span, Tensor]]:
+    """The spans, each with the states (B, G, H, R, V) that enter its chunks in units of their references."""
+    S = state.S
+    by_span = []
+    for span in row.walk(state.z):
+        keys = rotate(span.writes, row.load_phases(span))
+        states, S = row.scan_states(span, keys, row.load(span, row.v), S)
+        by_span.append((span, states))
+    return by_span
+
+
+def _scan_cotangents(
+    span: Span, reads: _Reads, do: Tensor, carried: StateCotangent
+) -> tuple[StateCotangent, StateCotangent]:
+    """The cotangents of the states that leave the chunks, in units of their references, and of what enters the span."""
+    by_chunk = StateCotangent(U=span.incoming(reads.queries).mT @ do, R=span.incoming(reads.losses).sum(-2))
+    U = span.scan_(by_chunk.U, carried.U, reverse=True)
+    R = span.scan_(by_chunk.R, carried.R, reverse=True)
+    return by_chunk, StateCotangent(U, R)
+
+
+def state_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phases: Phases | None,
+    do: Tensor,
+    state_in: LightNetState | None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+) -> StateCotangent:
+    """The cotangent (U, R) of a row's incoming state that comes from the row's own outputs.
+
+    The whole cotangent is this plus the first result of ``merge_adjoint(state_in, local, cotangent, through)``.
+    A caller whose row begins with a new document takes it as 0. R needs the gradient of the queries, hence the
+    keys, the values and the incoming state; arguments as those of ``out_fwd``.
+
+    Args:
+        do: cotangents of the outputs (B, T, H, V).
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        row = _row(k, v, phases, cu_seqlens, chunk_size)
+        entering = row.entering(state_in)
+        carried = StateCotangent(torch.zeros_like(entering.S), torch.zeros_like(entering.z))
+        for span, states in reversed(_states_by_span(row, entering)):
+            q_g, v_g, do_g = (row.load(span, x) for x in (q, v, do))
+            reads = _read_gradients(row, span, states, q_g, v_g, do_g, row.load_phases(span))
+            _, carried = _scan_cotangents(span, reads, do_g, carried)
+        return carried
+
+
+class RowGradients(NamedTuple):
+    """Gradients of a row's inputs, each of its input's shape, and the carried cotangent of the state that entered."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    state_in: StateCotangent
+
+
+def row_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phases: Phases | None,
+    do: Tensor,
+    state_in: LightNetState | None,
+    cotangent: StateCotangent | None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+) -> RowGradients:
+    """Every gradient of a row, its incoming state's included; the arguments are those of ``grad_bwd``."""
+    with torch.autocast(q.device.type, enabled=False):
+        row = _row(k, v, phases, cu_seqlens, chunk_size)
+        entering = row.entering(state_in)
+        carried = cotangent or StateCotangent(torch.zeros_like(entering.S), torch.zeros_like(entering.z))
+        dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        by_span = _states_by_span(row, entering)
+        while by_span:
+            span, states = by_span.pop()
+            q_g, v_g, do_g = (row.load(span, x) for x in (q, v, do))
+            phases_g = row.load_phases(span)
+            reads = _read_gradients(row, span, states, q_g, v_g, do_g, phases_g)
+            leaving, carried = _scan_cotangents(span, reads, do_g, carried)
+
+            dkeys = reads.dscores.mT @ reads.queries
+            span.add_outgoing_(dkeys, v_g, leaving.U.mT)
+            lost = span.suffix_sums(reads.losses) + span.outgoing(leaving.R.unsqueeze(-2).expand_as(q_g))
+            dk_g = _rotate_back(dkeys, phases_g).sub_(lost).mul_(span.writes)
+
+            dv_g = span.causal_(reads.queries @ reads.keys.mT).mT @ do_g
+            span.add_outgoing_(dv_g, reads.keys, leaving.U)
+            for out, x in ((dq, reads.dq), (dk, dk_g), (dv, dv_g)):
+                span.cut.store(out, x)
+        return RowGradients(dq, dk, dv, carried)
+
+
+def grad_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phases: Phases | None,
+    do: Tensor,
+    state_in: LightNetState | None,
+    cotangent: StateCotangent | None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of a row's q, k and v, in their dtypes. The phases are fixed and get none.
+
+    Args:
+        q: queries (B, T, H, K); T may be 0.
+        k: log-keys (B, T, H, K).
+        v: values (B, T, H, V).
+        phases: cos and sin (B, T, H, K), or None.
+        do: cotangents of the outputs (B, T, H, V).
+        state_in: the state that entered the row; empty when None.
+        cotangent: (dS, ρ) of the state that left it, in the form that is carried; zero when None.
+        cu_seqlens: (N+1,) or None.
+        chunk_size: tokens of a chunk.
+    """
+    gradients = row_gradients(q, k, v, phases, do, state_in, cotangent, cu_seqlens, chunk_size=chunk_size)
+    return gradients.q, gradients.k, gradients.v
+
+
+def recurrent_step(
+    q: Tensor, k: Tensor, v: Tensor, state: LightNetState, phases: Phases | None = None
+) -> tuple[Tensor, LightNetState]:
+    """One token: q, k (B, H, K), v (B, H, V), phases (B, H, K) each → o (B, H, V) and the next state.
+
+    The state is read and written once, whatever the position. Autograd differentiates it like any other code.
+    """
+    dtype = state_dtype(q.dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        q_wide, k_wide, v_wide = q.to(dtype), k.to(dtype), v.to(dtype)
+        # By itself a token's weight is 1 in every channel.
+        token = LightNetState(k_wide, rotate(torch.ones_like(k_wide), phases).unsqueeze(-1) * v_wide.unsqueeze(-2))
+        state = merge(state, token)
+        o = (rotate(q_wide, phases).unsqueeze(-2) @ state.S).squeeze(-2)
+        return o.to(v.dtype), state
+
+
+class ChunkedLightNetAttention(torch.autograd.Function):
+    """``out_fwd`` and ``row_gradients`` as one differentiable call; the inputs and the final state are saved."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        z: Tensor | None,
+        S: Tensor | None,
+        cu_seqlens: Tensor | None,
+        chunk_size: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(o, final z, final S) of the arguments of ``out_fwd``."""
+        phases = None if cos is None or sin is None else (cos, sin)
+        state_in = None if z is None or S is None else LightNetState(z, S)
+        o, end = out_fwd(q, k, v, phases, state_in, cu_seqlens, chunk_size=chunk_size)
+        ctx.save_for_backward(q, k, v, cos, sin, z, S, cu_seqlens, end.z, end.S)
+        ctx.chunk_size = chunk_size
+        ctx.set_materialize_grads(False)
+        return o, end.z, end.S
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dz: Tensor | None, dS: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients of ``forward``'s arguments; the cotangent of a result that is not used is None."""
+        q, k, v, cos, sin, z, S, cu_seqlens, z_end, S_end = ctx.saved_tensors
+        end = LightNetState(z_end, S_end)
+        state_in = None if z is None else LightNetState(z, S)
+        gradients = row_gradients(
+            q,
+            k,
+            v,
+            None if cos is None else (cos, sin),
+            torch.zeros_like(v) if do is None else do,
+            state_in,
+            carried_cotangent(
+                end,
+                torch.zeros_like(z_end) if dz is None else dz,
+                torch.zeros_like(S_end) if dS is None else dS,
+            ),
+            cu_seqlens,
+            chunk_size=ctx.chunk_size,
+        )
+        dz_in, dS_in = None, None
+        if state_in is not None:
+            dz_in, dS_in = plain_cotangent(state_in, gradients.state_in)
+        return gradients.q, gradients.k, gradients.v, None, None, dz_in, dS_in, None, None

@@ -1,0 +1,70 @@
+"""Additive decay, one token at a time: the oracle that every other form is tested against."""
+
+import torch
+from torch import Tensor
+
+from lightscale.kernels.lightnet.state import LightNetState
+
+
+def lightnet_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    phases: tuple[Tensor, Tensor] | None = None,
+    initial_state: LightNetState | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, LightNetState]:
+    """The recurrence written out: S_t = diag(1 - k̄_t) S_{t-1} + φ(k̄_t) v_tᵀ and o_t = S_tᵀ φ(q_t).
+
+    k̄_t = exp(k_t - z_t) with z_t = logaddexp(z_{t-1}, k_t) (LightNet, equation 7). Everything is computed in the
+    dtype of the inputs, so fp64 inputs give an fp64 oracle, and autograd differentiates it, through the phases
+    too. Nothing here is shared with the chunked form.
+
+    Args:
+        q: queries (B, T, H, K).
+        k: log-keys (B, T, H, K); -inf writes nothing.
+        v: values (B, T, H, V).
+        phases: cos and sin (B, T, H, K) of φ(x) = [x cos, x sin]; None for φ(x) = x.
+        initial_state: z (B, H, K) and S (B, H, R, V), empty when None. Only the first document of each row
+            reads it.
+        cu_seqlens: (N+1,) document boundaries over the flattened B·T tokens, every row start included.
+
+    Returns:
+        The outputs (B, T, H, V) and each row's last state.
+    """
+    num_rows, num_tokens, num_heads, key_width = q.shape
+    halves = 1 if phases is None else 2
+    if initial_state is None:
+        z = k.new_full((num_rows, num_heads, key_width), -torch.inf)
+        S = v.new_zeros(num_rows, num_heads, halves * key_width, v.shape[3])
+    else:
+        z, S = initial_state
+    document_starts = set() if cu_seqlens is None else set(cu_seqlens.tolist())
+    cos, sin = (None, None) if phases is None else phases
+
+    outputs = []
+    # unbind, because the backward of x[:, t] writes a whole zero tensor for every token.
+    columns = [[None] * num_tokens if x is None else x.unbind(1) for x in (q, k, v, cos, sin)]
+    for t, (q_t, k_t, v_t, cos_t, sin_t) in enumerate(zip(*columns, strict=True)):
+        assert q_t is not None and k_t is not None and v_t is not None
+        restarts = [t > 0 and row * num_tokens + t in document_starts for row in range(num_rows)]
+        if any(restarts):
+            fresh = torch.tensor(restarts, device=q.device)[:, None, None]
+            z = z.masked_fill(fresh, -torch.inf)
+            S = S.masked_fill(fresh[..., None], 0.0)
+        # Plain logaddexp has no gradient where both are -inf.
+        larger = torch.maximum(z, k_t).detach()
+        finite = larger > -torch.inf
+        larger = torch.where(finite, larger, 0.0)
+        past, new = torch.exp(z - larger), torch.exp(k_t - larger)
+        total = torch.where(finite, past + new, 1.0)
+        z = torch.where(finite, larger + torch.log(total), -torch.inf)
+        forget, write = past / total, new / total  # 1 - k̄ without cancellation, and k̄
+        if cos_t is not None and sin_t is not None:
+            q_t = torch.cat([q_t * cos_t, q_t * sin_t], dim=-1)
+            write = torch.cat([write * cos_t, write * sin_t], dim=-1)
+            forget = torch.cat([forget, forget], dim=-1)
+        S = forget.unsqueeze(-1) * S + write.unsqueeze(-1) * v_t.unsqueeze(-2)
+        outputs.append((q_t.unsqueeze(-2) @ S).squeeze(-2))
+    return torch.stack(outputs, dim=1) if outputs else v.clone(), LightNetState(z, S)

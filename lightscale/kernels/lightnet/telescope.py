@@ -1,0 +1,261 @@
+"""Additive decay by chunks: inside a chunk, the weight e^{k_s - z_t} of a pair is a product of two factors.
+
+e^{k_s - z_t} = e^{k_s - r} e^{r - z_t} for any reference point r of the chunk and channel, so that after one
+pass of weights everything is a matrix product without decay. Only e^{r - z_t} can exceed 1, by as much as z
+rises inside the chunk; chunks in which it rises too far are halved until it does not, at the latest at single
+tokens. Names of shapes: B rows, T tokens, H heads, K key width, L tokens of a chunk, G neighbouring chunks.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# How far z may rise inside a chunk: e^60 times a query stays far from fp32's largest number, e^88.
+MAX_RISE = 60.0
+_LEAST_WEIGHT = math.exp(-MAX_RISE)
+
+# Stands for -inf where a difference of two of them would be NaN; below every key that makes sense.
+_LOWEST = -1e30
+
+# Elements of one operand of a span: 0.5 MiB in fp32, so that its operands stay in the second-level cache.
+_SPAN_ELEMENTS = 2**17
+
+
+class Masks(NamedTuple):
+    """Which tokens of a span belong together, where a document begins in one of its chunks."""
+
+    incoming: Tensor  # (B, G, 1, L, 1): the token continues the document of the state that enters its chunk
+    outgoing: Tensor  # (B, G, 1, L, 1): the token belongs to the document of the state that leaves its chunk
+    through: Tensor  # (B, G, 1, 1): one document goes through the whole chunk
+    pairs: Tensor  # (B, G, 1, L, L): both tokens belong to one document, and the second is not the later one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """Where a span lies in its rows, and how to copy it in and out."""
+
+    start: int
+    num_chunks: int
+    chunk_tokens: int
+
+    def load(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy (never a view) of these tokens of x (B, T, H, width) as (B, G, H, L, width)."""
+        chunks = self._chunks(x)
+        return torch.empty(chunks.shape, dtype=dtype, device=x.device).copy_(chunks)
+
+    def store(self, out: Tensor, x: Tensor) -> None:
+        """Write x (B, G, H, L, width) to these tokens of out (B, T, H, width)."""
+        self._chunks(out).copy_(x)
+
+    def _chunks(self, x: Tensor) -> Tensor:
+        tokens = x.narrow(1, self.start, self.num_chunks * self.chunk_tokens)
+        return tokens.unflatten(1, (self.num_chunks, self.chunk_tokens)).transpose(2, 3)
+
+    def parts(self) -> list["Cut"]:
+        """The chunks one by one; of a single chunk, its two halves."""
+        if self.num_chunks > 1:
+            starts = range(self.start, self.start + self.num_chunks * self.chunk_tokens, self.chunk_tokens)
+            return [Cut(start=start, num_chunks=1, chunk_tokens=self.chunk_tokens) for start in starts]
+        half = self.chunk_tokens // 2
+        return [
+            Cut(start=self.start, num_chunks=1, chunk_tokens=half),
+            Cut(start=self.start + half, num_chunks=1, chunk_tokens=self.chunk_tokens - half),
+        ]
+
+    def masks(self, fragments: Tensor) -> Masks | None:
+        """The masks of the span, or None when no document begins in it: boundaries cost only where they are."""
+        here = fragments.narrow(1, self.start, self.num_chunks * self.chunk_tokens)
+        before = fragments[:, self.start - 1] if self.start else torch.zeros_like(fragments[:, 0])
+        if torch.equal(here[:, -1], before):
+            return None
+        here = here.unflatten(1, (self.num_chunks, self.chunk_tokens))  # (B, G, L)
+        last = here[:, :, -1:]
+        entering = torch.cat([before[:, None, None], last[:, :-1]], dim=1)  # (B, G, 1)
+        return Masks(
+            incoming=(here == entering)[:, :, None, :, None],
+            outgoing=(here == last)[:, :, None, :, None],
+            through=(entering == last)[:, :, :, None],
+            pairs=(here[:, :, :, None] == here[:, :, None, :]).tril_()[:, :, None],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Neighbouring chunks of equal length of every row, with the weights of their keys and queries.
+
+    Resets select instead of multiplying by zero, so that what overflowed in one document gives no NaN in the next.
+    """
+
+    cut: Cut
+    masks: Masks | None
+    writes: Tensor  # (B, G, H, L, K): e^{k_s - r}, at most 1
+    reads: Tensor  # (B, G, H, L, K): e^{r - z_t}, at most e^MAX_RISE; 0 where nothing was written yet
+    enter: Tensor  # (B, G, H, K): e^{z - r} of the state that enters the chunk, at most 1
+    leave: Tensor  # (B, G, H, K): e^{r - z} of the state that leaves it
+    z_end: Tensor  # (B, H, K), fp64: z after the last chunk
+
+    def causal_(self, scores: Tensor) -> Tensor:
+        """Zero scores (B, G, H, L, L) in place, for pairs of later tokens or of other documents."""
+        return scores.tril_() if self.masks is None else scores.masked_fill_(~self.masks.pairs, 0.0)
+
+    def incoming(self, x: Tensor) -> Tensor:
+        """x (B, G, H, L, width), 0 at tokens that do not read the state which enters their chunk."""
+        return x if self.masks is None else x.masked_fill(~self.masks.incoming, 0.0)
+
+    def outgoing(self, x: Tensor) -> Tensor:
+        """x (B, G, H, L, width), 0 at tokens that are not part of the state which leaves their chunk."""
+        return x if self.masks is None else x.masked_fill(~self.masks.outgoing, 0.0)
+
+    def add_incoming_(self, out: Tensor, x: Tensor, state: Tensor) -> None:
+        """out += x @ state at the tokens that read the state which enters their chunk."""
+        _add_product_(out, x, state, None if self.masks is None else self.masks.incoming)
+
+    def add_outgoing_(self, out: Tensor, x: Tensor, state: Tensor) -> None:
+        """out += x @ state at the tokens that are part of the state which leaves their chunk."""
+        _add_product_(out, x, state, None if self.masks is None else self.masks.outgoing)
+
+    def suffix_sums(self, x: Tensor) -> Tensor:
+        """Sums of x (B, G, H, L, width) from each token to the end of its document in the chunk."""
+        if self.masks is None:
+            return x.flip(-2).cumsum(-2).flip(-2)
+        sums = x.clone()
+        for t in range(self.cut.chunk_tokens - 2, -1, -1):
+            ends = ~self.masks.pairs[..., t + 1, t, None]
+            sums.select(-2, t).add_(sums.select(-2, t + 1).masked_fill(ends, 0.0))
+        return sums
+
+    def scan_(self, shares: Tensor, carried: Tensor, *, reverse: bool = False) -> Tensor:
+        """Carry a state, or the cotangent of one, through the chunks.
+
+        ``shares`` (B, G, H, *) is what each chunk adds, in units of its reference point; it is overwritten with
+        what the chunk receives, in the same units: forward the state that enters it, in reverse the cotangent
+        of the state that leaves it. Returns what is carried on.
+        """
+        first, second = (self.leave, self.enter) if reverse else (self.enter, self.leave)
+        first, second = (_like(x, shares) for x in (first, second))
+        chunks = range(shares.shape[1])
+        for chunk in reversed(chunks) if reverse else chunks:
+            share = shares[:, chunk]
+            received = carried * first[:, chunk]
+            passed = received
+            if self.masks is not None:
+                through = self.masks.through[:, chunk].view(-1, *[1] * (received.dim() - 1))
+                passed = received.masked_fill(~through, 0.0)
+            carried = share.add_(passed).mul(second[:, chunk])
+            share.copy_(received)
+        return carried
+
+
+def _add_product_(out: Tensor, x: Tensor, state: Tensor, kept: Tensor | None) -> None:
+    if kept is None:
+        out.flatten(0, 2).baddbmm_(x.flatten(0, 2), state.flatten(0, 2))
+    else:
+        out.add_((x @ state).masked_fill_(~kept, 0.0))
+
+
+def _like(weights: Tensor, shares: Tensor) -> Tensor:
+    """Weights (B, G, H, K) of channels, for shares (B, G, H, K) or (B, G, H, R, V)."""
+    if shares.dim() == weights.dim():
+        return weights
+    if weights.shape[-1] != shares.shape[-2]:
+        weights = torch.cat([weights, weights], dim=-1)
+    return weights.unsqueeze(-1)
+
+
+def spans(
+    k: Tensor, z: Tensor, fragments: Tensor | None, *, width: int, chunk_size: int, dtype: torch.dtype
+) -> Iterator[Span]:
+    """Cut rows of keys k (B, T, H, K) into spans, from left to right, carrying z (B, H, K) in fp64.
+
+    z composes chunk by chunk, so that its error does not grow with the number of tokens.
+
+    Args:
+        k: log-keys.
+        z: that of the state which enters the rows.
+        fragments: (B, T), the number of each token's document in its row; None when no document begins inside.
+        width: of the widest operand, which decides how many chunks are computed at once.
+        chunk_size: tokens of a chunk.
+        dtype: of the arithmetic.
+    """
+    num_rows, num_tokens, num_heads = k.shape[:3]
+    most_chunks = max(1, _SPAN_ELEMENTS // (num_rows * num_heads * chunk_size * width))
+    whole, rest = divmod(num_tokens, chunk_size)
+    cuts = [
+        Cut(start=first * chunk_size, num_chunks=min(most_chunks, whole - first), chunk_tokens=chunk_size)
+        for first in range(0, whole, most_chunks)
+    ]
+    if rest:
+        cuts.append(Cut(start=whole * chunk_size, num_chunks=1, chunk_tokens=rest))
+    cuts.reverse()
+    z = z.double()
+    while cuts:
+        cut = cuts.pop()
+        span = _weigh(cut, k, z, fragments, dtype)
+        if span is None:
+            cuts += reversed(cut.parts())
+        else:
+            z = span.z_end
+            yield span
+
+
+def _weigh(cut: Cut, k: Tensor, z: Tensor, fragments: Tensor | None, dtype: torch.dtype) -> Span | None:
+    """The span of a cut, or None when z rises too far inside one of its chunks."""
+    masks = None if fragments is None else cut.masks(fragments)
+    k = cut.load(k, dtype)
+    largest = k.amax(-2).clamp_(min=_LOWEST)  # (B, G, H, K); all keys may be -inf
+    writes = (k - largest.unsqueeze(-2)).exp_()
+    sums = writes.cumsum(-2) if masks is None else masks.pairs.to(dtype) @ writes
+    written = sums[..., -1, :]
+    if masks is not None and _is_lost(written, k, masks, None, slice(-1, None)):
+        return None
+
+    local = largest.double() + written.double().log()
+    z_enter = torch.empty_like(local)
+    for chunk in range(cut.num_chunks):
+        if masks is not None:  # a state that no token of the chunk reads must not raise the reference point
+            z = z.masked_fill(~masks.incoming[:, chunk, :, 0], -torch.inf)
+        z_enter[:, chunk] = z
+        if masks is not None:
+            z = z.masked_fill(~masks.through[:, chunk], -torch.inf)
+        z = torch.logaddexp(z, local[:, chunk])
+
+    reference = torch.maximum(largest, z_enter.to(dtype))
+    enter = (z_enter - reference.double()).exp_().to(dtype)
+    rescale = (largest - reference).exp_().unsqueeze(-2)
+    writes.mul_(rescale)
+    sums.mul_(rescale)
+    sums += enter.unsqueeze(-2) if masks is None else enter.unsqueeze(-2) * masks.incoming
+    if _is_lost(sums, k, masks, z_enter, slice(None)):
+        return None
+    reads = sums.reciprocal_()
+    if not torch.isfinite(reads.amax()):
+        reads.masked_fill_(reads == torch.inf, 0.0)
+    return Span(
+        cut=cut,
+        masks=masks,
+        writes=writes,
+        reads=reads,
+        enter=enter,
+        leave=reads[..., -1, :].clone(),
+        z_end=z,
+    )
+
+
+def _is_lost(sums: Tensor, k: Tensor, masks: Masks | None, z_enter: Tensor | None, tokens: slice) -> bool:
+    """Whether some of the sums of weights are too small beside the reference point, though not empty.
+
+    sums (B, G, H, L, K), or (B, G, H, K) at the last token alone, go with the ``tokens`` of k (B, G, H, L, K).
+    """
+    chunk_tokens = k.shape[-2]
+    if chunk_tokens == 1 or sums.amin() >= _LEAST_WEIGHT:
+        return False
+    finite = (k > -torch.inf).to(sums.dtype)
+    num_written = finite.cumsum(-2) if masks is None else masks.pairs.to(sums.dtype) @ finite
+    if z_enter is not None:
+        entered = (z_enter > -torch.inf).unsqueeze(-2)
+        num_written += entered if masks is None else entered & masks.incoming
+    return bool(((sums.view_as(num_written[..., tokens, :]) < _LEAST_WEIGHT) & (num_written[..., tokens, :] > 0)).any())

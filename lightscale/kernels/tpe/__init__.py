@@ -1,0 +1,171 @@
+"""The scan of Toeplitz positional encoding: a causal convolution per channel, by a sum of decaying modes.
+
+u_t[c, r] = λ_r u_{t-1}[c, r] + x_t[c] and y_t[c] = Σ_r γ[c, r] u_t[c, r] (LightNet, equation 11). ``tpe_scan`` is the
+operator; sequence parallelism and generation are built from the pieces beside it. README.md in this folder has the
+mathematics.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightscale.errors import UserError
+from lightscale.kernels.lightning.documents import check_cu_seqlens
+from lightscale.kernels.lightning.grid import state_dtype
+from lightscale.kernels.tpe.chunked import (
+    DEFAULT_CHUNK_SIZE,
+    ChunkedTPEScan,
+    grad_bwd,
+    out_fwd,
+    recurrent_step,
+    state_bwd,
+    state_fwd,
+)
+from lightscale.kernels.tpe.reference import tpe_scan_reference
+
+__all__ = [
+    "BACKENDS",
+    "grad_bwd",
+    "out_fwd",
+    "recurrent_step",
+    "state_bwd",
+    "state_dtype",
+    "state_fwd",
+    "tpe_scan",
+    "tpe_scan_reference",
+]
+
+
+class _Backend(Protocol):
+    """What computes the operator once its arguments are checked: (y, final state)."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        log_decay: Tensor,
+        gamma: Tensor,
+        initial_state: Tensor | None,
+        cu_seqlens: Tensor | None,
+        chunk_size: int,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def _chunked(
+    x: Tensor,
+    log_decay: Tensor,
+    gamma: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    y, state = ChunkedTPEScan.apply(x, log_decay, gamma, initial_state, cu_seqlens, chunk_size)
+    return y, state
+
+
+def _reference(
+    x: Tensor,
+    log_decay: Tensor,
+    gamma: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence in the dtype of the states, which is wider than that of half-precision inputs."""
+    dtype = state_dtype(x.dtype)
+    y, state = tpe_scan_reference(
+        x.to(dtype), log_decay.to(dtype), gamma.to(dtype), initial_state=initial_state, cu_seqlens=cu_seqlens
+    )
+    return y.to(x.dtype), state
+
+
+BACKENDS: dict[str, _Backend] = {"chunked": _chunked, "reference": _reference}
+
+
+def tpe_scan(
+    x: Tensor,
+    log_decay: Tensor,
+    gamma: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """A sum of E exponential moving sums per channel: linear in T, differentiable in every input.
+
+    The residual connection is the caller's.
+
+    Args:
+        x: (B, T, D), fp16, bf16, fp32 or fp64, any strides.
+        log_decay: log λ per mode (E,), fp32 or fp64, at most 0; for λ = sigmoid(a) that is ``logsigmoid(a)``.
+        gamma: (D, E), of x's dtype, fp32 or fp64.
+        initial_state: the state (B, D, E) that enters each row, fp32 (fp64 for fp64 inputs); zero when None. Only
+            the first document of a row reads it.
+        output_final_state: also return the state after each row's last token.
+        cu_seqlens: (N+1,) int32 or int64 document boundaries over the flattened B·T tokens, every row start
+            included. No state passes from one document to the next.
+        chunk_size: tokens that the chunked form computes at once; a matter of speed only.
+        backend: "auto", or one of BACKENDS: "chunked", "reference" (one token at a time, slow).
+
+    Returns:
+        y (B, T, D) in x's dtype, and None or the final state (B, D, E), fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        UserError: a shape, dtype, device or backend that does not fit; the message names the argument. The
+            values of log_decay and cu_seqlens are checked on a CPU only, where reading them costs nothing.
+    """
+    _check_inputs(x, log_decay, gamma)
+    _check_state(initial_state, x, gamma)
+    if cu_seqlens is not None:
+        _check_device("cu_seqlens", cu_seqlens, x)
+        check_cu_seqlens(cu_seqlens, num_rows=x.shape[0], num_tokens=x.shape[1])
+    if chunk_size < 1:
+        raise UserError(f"chunk_size must be at least 1 token, got {chunk_size}")
+    name = "chunked" if backend == "auto" else backend
+    if name not in BACKENDS:
+        raise UserError(f"tpe_scan has no backend {backend!r}; known here: {', '.join(['auto', *BACKENDS])}")
+    y, state = BACKENDS[name](x, log_decay, gamma, initial_state, cu_seqlens, chunk_size)
+    return y, state if output_final_state else None
+
+
+def _check_inputs(x: Tensor, log_decay: Tensor, gamma: Tensor) -> None:
+    if x.dim() != 3:
+        raise UserError(f"x must have 3 dimensions (B, T, D), got shape {tuple(x.shape)}")
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise UserError(f"x must be fp16, bf16, fp32 or fp64, got {x.dtype}")
+    if log_decay.dim() != 1 or log_decay.dtype not in (torch.float32, torch.float64):
+        raise UserError(
+            f"log_decay must be (E,), fp32 or fp64 whatever x's dtype, "
+            f"got shape {tuple(log_decay.shape)}, {log_decay.dtype}"
+        )
+    expected = (x.shape[2], log_decay.shape[0])
+    if gamma.shape != expected:
+        raise UserError(f"gamma must be (D, E) = {expected}, got shape {tuple(gamma.shape)}")
+    if gamma.dtype not in (x.dtype, torch.float32, torch.float64):
+        raise UserError(f"gamma must be of x's dtype {x.dtype}, fp32 or fp64, got {gamma.dtype}")
+    _check_device("log_decay", log_decay, x)
+    _check_device("gamma", gamma, x)
+    if log_decay.device.type == "cpu" and bool((log_decay > 0).any()):
+        raise UserError(
+            f"log_decay must be at most 0 (a decay of at most 1), got a largest value of {log_decay.max():g}"
+        )
+
+
+def _check_state(initial_state: Tensor | None, x: Tensor, gamma: Tensor) -> None:
+    if initial_state is None:
+        return
+    expected = (x.shape[0], *gamma.shape)
+    if initial_state.shape != expected:
+        raise UserError(f"initial_state must be (B, D, E) = {expected}, got shape {tuple(initial_state.shape)}")
+    if initial_state.dtype != state_dtype(x.dtype):
+        raise UserError(
+            f"initial_state must be {state_dtype(x.dtype)} for inputs of {x.dtype}, got {initial_state.dtype}"
+        )
+    _check_device("initial_state", initial_state, x)
+
+
+def _check_device(name: str, tensor: Tensor, x: Tensor) -> None:
+    if tensor.device != x.device:
+        raise UserError(f"{name} is on {tensor.device}, but x is on {x.device}")

@@ -1,0 +1,425 @@
+"""The scan of Toeplitz positional encoding in chunks with a hand-written backward, in pieces for sequence parallelism.
+
+The mathematics, with the derivation of the backward, is in README.md here. Names of shapes: B rows, T tokens,
+D channels, E modes, N chunks of C places. Inside, everything is fp32, or fp64 for fp64 inputs; outputs and
+gradients have the dtype of their inputs. Channels are independent and computed in blocks of W, so that what is
+held beside inputs and outputs does not grow with D.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from lightscale.kernels.lightning.documents import fragment_numbers
+from lightscale.kernels.lightning.grid import state_dtype
+from lightscale.kernels.tpe.grid import Grid, Span, powers, spans
+
+DEFAULT_CHUNK_SIZE = 64
+
+# Channels that are computed at once: their Toeplitz matrices (64, C, C) take 1 MiB in fp32.
+_BLOCK_CHANNELS = 64
+
+# Tokens that one product of state_fwd and state_bwd sums over; bounds the copy in the arithmetic's dtype.
+_SUM_TOKENS = 1024
+
+
+def _toeplitz(kernel: Tensor) -> Tensor:
+    """kernel[c, t - s] at [c, s, t], 0 for t < s: (W, C, C) from (W, C)."""
+    return pad(kernel, (kernel.shape[1] - 1, 0)).unfold(1, kernel.shape[1], 1).flip(1)
+
+
+def _diagonal_sums(pairs: Tensor) -> Tensor:
+    """Σ_s pairs[c, s, s + τ] at [c, τ]: (W, C) from (W, C, C)."""
+    width, size, _ = pairs.shape
+    # In rows that are one place longer each diagonal becomes a column; what was below the main one is 0.
+    return pad(pairs.triu().flatten(1), (0, size)).view(width, size, size + 1)[:, :, :size].sum(1)
+
+
+class _Power(NamedTuple):
+    """λ to the power of integers, and the same times the exponent, which is its derivative by log λ."""
+
+    value: Tensor
+    slope: Tensor
+
+
+class _Tables(NamedTuple):
+    """Powers of λ by place and chunk.
+
+    A chunk that is not full ends a document. Only where that is its row's last one, somebody reads its state:
+    therefore rows have a table of their own for their last chunk.
+    """
+
+    kernel: _Power  # (C, E): λ^τ, of two tokens at distance τ
+    read: _Power  # (C, E): λ^(t+1), how much of the state that enters a chunk its place t sees
+    write: _Power  # (C, E): λ^(C-1-s), how much of its place s leaves a full chunk
+    write_last: _Power  # (B, C, E): λ^(length-1-s), how much of its place s leaves a row's last chunk
+    through: _Power  # (B, N, E): λ^length, how much of the state that enters a chunk leaves it
+    last: tuple[Tensor, Tensor]  # (B,) and (B,): the rows, and the place among N+1 that their last chunks' states have
+
+    def write_states(self, x: Tensor) -> Tensor:
+        """What each chunk of x (W, B, N+1, C) adds to the state: (W, B, N+1, E)."""
+        states = x @ self.write.value
+        states[:, *self.last] = torch.einsum("wbc,bce->wbe", x[:, *self.last], self.write_last.value)
+        return states
+
+    def write_gradients(self, dstates: Tensor) -> Tensor:
+        """The adjoint of ``write_states``: (W, B, N+1, C) from (W, B, N+1, E)."""
+        dx = dstates @ self.write.value.mT
+        dx[:, *self.last] = torch.einsum("wbe,bce->wbc", dstates[:, *self.last], self.write_last.value)
+        return dx
+
+    def write_slope_(self, x: Tensor, dstates: Tensor) -> Tensor:
+        """Σ dstates ⊙ (derivative of ``write_states`` by log λ), (E,). Spoils x."""
+        last = torch.einsum("wbc,wbe,bce->e", x[:, *self.last], dstates[:, *self.last], self.write_last.slope)
+        x[:, *self.last] = 0.0
+        return last + (_over_chunks(x, dstates) * self.write.slope).sum(0)
+
+
+def _over_chunks(x: Tensor, states: Tensor) -> Tensor:
+    """Σ x ⊗ states over channels and chunks: (C, E) from (W, B, N+1, C) and (W, B, N+1, E)."""
+    return x.flatten(0, 2).mT @ states.flatten(0, 2)
+
+
+def _tables(log_decay: Tensor, grid: Grid, dtype: torch.dtype) -> _Tables:
+    place = torch.arange(grid.chunk_size, device=log_decay.device)
+    chunks, lengths = grid.last
+
+    def power(steps: Tensor) -> _Power:
+        value = powers(log_decay, steps, dtype)
+        return _Power(value, value * steps.unsqueeze(-1))
+
+    kernel = power(place)
+    steps = lengths.unsqueeze(1) - 1 - place
+    write_last = [x.masked_fill((steps < 0).unsqueeze(-1), 0.0) for x in power(steps.clamp(min=0))]
+    return _Tables(
+        kernel=kernel,
+        read=power(place + 1),
+        write=_Power(kernel.value.flip(0), kernel.slope.flip(0)),
+        write_last=_Power(*write_last),
+        through=power(grid.lengths),
+        last=(torch.arange(len(chunks), device=chunks.device), chunks + 1),
+    )
+
+
+def _scan_(states: Tensor, through: Tensor, begins: Tensor | None) -> None:
+    """Make of what each chunk adds to the state the states themselves, in place.
+
+    states (W, B, N+1, E) holds what enters the row, then what each of N chunks adds; afterwards what enters each
+    chunk, then what leaves the row. through (B, N, E); begins (B, N) or None. Where a document begins, zeros enter:
+    they are put there, so that what overflowed in one document gives no NaN in the next.
+    """
+    for n in range(through.shape[1]):
+        if begins is not None:
+            states[:, :, n].masked_fill_(begins[:, n, None], 0.0)
+        states[:, :, n + 1].addcmul_(states[:, :, n], through[:, n])
+
+
+def _scan_back_(dstates: Tensor, through: Tensor, begins: Tensor | None) -> None:
+    """The adjoint of ``_scan_``, in place.
+
+    dstates (W, B, N+1, E) holds what each of N chunks passes back to the state that enters it, then the cotangent of
+    what leaves the row; afterwards the cotangents of what enters each chunk, then that of what leaves the row.
+    """
+    for n in reversed(range(through.shape[1])):
+        dstates[:, :, n].addcmul_(dstates[:, :, n + 1], through[:, n])
+        if begins is not None:
+            dstates[:, :, n].masked_fill_(begins[:, n, None], 0.0)
+
+
+class _Block(NamedTuple):
+    """A block of W channels of a span: inputs by place, behind an empty chunk, and the states around the chunks."""
+
+    x: Tensor  # (W, B, 1+N, C)
+    gamma: Tensor  # (W, E)
+    states: Tensor  # (W, B, N+1, E): what enters each chunk, and what leaves the last
+    kernel: Tensor  # (W, C, C): Σ_r γ λ^(t-s) at [c, s, t]
+
+
+def _block(x: Tensor, gamma: Tensor, u: Tensor, grid: Grid, tables: _Tables) -> _Block:
+    """From x (B, T, W) and gamma (W, E), and the state u (B, W, E) that enters."""
+    gamma = gamma.to(u.dtype)
+    by_place = grid.load(x, u.dtype, shift=1)
+    states = tables.write_states(by_place)
+    states[:, :, 0] = u.transpose(0, 1)
+    _scan_(states, tables.through.value, grid.begins)
+    return _Block(by_place, gamma, states, _toeplitz(gamma @ tables.kernel.value.mT))
+
+
+def _channel_blocks(width: int) -> list[slice]:
+    return [slice(first, first + _BLOCK_CHANNELS) for first in range(0, width, _BLOCK_CHANNELS)]
+
+
+def _by_channel(x: Tensor) -> Tensor:
+    """Chunks of all rows, (W, B·(N+1), width), as a view of (W, B, N+1, width)."""
+    return x.flatten(1, 2)
+
+
+def _state_or_zeros(state: Tensor | None, x: Tensor, log_decay: Tensor) -> Tensor:
+    """A copy of a state (B, D, E) in the arithmetic's dtype."""
+    if state is not None:
+        return state.to(state_dtype(x.dtype), copy=True)
+    shape = (x.shape[0], x.shape[2], log_decay.shape[0])
+    return torch.zeros(shape, dtype=state_dtype(x.dtype), device=x.device)
+
+
+def _weighted_sum(x: Tensor, log_decay: Tensor, steps: Tensor, kept: Tensor | None) -> Tensor:
+    """Σ_t λ^steps_t x_t (B, D, E) over the kept tokens; steps (T,), kept (B, T)."""
+    total = _state_or_zeros(None, x, log_decay)
+    for start in range(0, x.shape[1], _SUM_TOKENS):
+        span = slice(start, start + _SUM_TOKENS)
+        part = x[:, span].to(total.dtype)
+        if kept is not None:
+            part = part.masked_fill(~kept[:, span, None], 0.0)
+        total += part.mT @ powers(log_decay, steps[span], total.dtype)
+    return total
+
+
+def _with_states(x: Tensor, log_decay: Tensor, u: Tensor, row: list[Span]) -> list[tuple[Span, Tensor]]:
+    """The spans of a row of x (B, T, D), each with the state (B, D, E) that enters it, the first with u."""
+    entering = []
+    for span in row:
+        entering.append((span, u))
+        if span is not row[-1]:
+            u = _leaving(x[:, span.tokens], log_decay, u, span)
+    return entering
+
+
+def _leaving(x: Tensor, log_decay: Tensor, u: Tensor, span: Span) -> Tensor:
+    """The state that leaves a span of x (B, T, D) which u (B, D, E) enters."""
+    steps = torch.arange(x.shape[1] - 1, -1, -1, device=x.device)
+    passed = u * powers(log_decay, steps[0] + 1, u.dtype)
+    if span.passes is not None:
+        passed.masked_fill_(~span.passes[:, None, None], 0.0)
+    return passed.add_(_weighted_sum(x, log_decay, steps, span.kept))
+
+
+def state_fwd(x: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The summary of a row for the ranks behind it: u_out = D ⊙ u_in + u_loc.
+
+    Args:
+        x: (B, T, D); T may be 0.
+        log_decay: (E,).
+        cu_seqlens: (N+1,) or None. Whether the row's first token begins a document is the caller's business:
+            it then takes D as 0.
+
+    Returns:
+        u_loc (B, D, E), the row's outgoing state from a zero incoming state, and D (B, E), the decay from the
+        row's start to its end: λ^T, or 0 where a document begins inside the row.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        num_rows, num_tokens, _ = x.shape
+        steps = torch.arange(num_tokens - 1, -1, -1, device=x.device)
+        through = powers(log_decay, steps.new_full((num_rows,), num_tokens), state_dtype(x.dtype))
+        if cu_seqlens is None:
+            return _weighted_sum(x, log_decay, steps, None), through
+        fragments = fragment_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)
+        last = fragments[:, -1:]  # (B, 1), or (B, 0) when T is 0
+        local = _weighted_sum(x, log_decay, steps, fragments == last)
+        return local, through.masked_fill((last > 0).any(1, keepdim=True), 0.0)
+
+
+def out_fwd(
+    x: Tensor,
+    log_decay: Tensor,
+    gamma: Tensor,
+    u_in: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+) -> tuple[Tensor, Tensor]:
+    """The outputs y (B, T, D) of a row that u_in (B, D, E) enters, and the state that leaves it.
+
+    Args:
+        x: (B, T, D); T may be 0.
+        log_decay: (E,).
+        gamma: (D, E).
+        u_in: zero when None; only the row's first fragment reads it.
+        cu_seqlens: (N+1,) or None.
+        chunk_size: tokens of a chunk.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        u = _state_or_zeros(u_in, x, log_decay)
+        y = x.new_empty(x.shape)
+        for span in spans(x, cu_seqlens, chunk_size):
+            tokens, grid = span.tokens, span.grid
+            tables = _tables(log_decay, grid, u.dtype)
+            for channels in _channel_blocks(x.shape[2]):
+                block = _block(x[:, tokens, channels], gamma[channels], u[:, channels], grid, tables)
+                y_b = _by_channel(block.x) @ block.kernel
+                # The state at place n enters the chunk at place n + 1.
+                read = (block.states * block.gamma[:, None, None]) @ tables.read.value.mT
+                y_b[:, 1:] += _by_channel(read)[:, :-1]
+                grid.store(y[:, tokens, channels], y_b.view_as(block.x), shift=1)
+                u[:, channels] = block.states[:, :, -1].transpose(0, 1)
+        return y, u
+
+
+def state_bwd(dy: Tensor, log_decay: Tensor, gamma: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """The cotangent U (B, D, E) of a row's incoming state that comes from the row's own outputs.
+
+    The whole cotangent is U + D ⊙ du_end with the D of ``state_fwd``. Only the first fragment reads the
+    incoming state; a caller whose row begins with a new document takes U as 0.
+
+    Args:
+        dy: cotangents of the outputs (B, T, D); T may be 0.
+        log_decay: (E,).
+        gamma: (D, E).
+        cu_seqlens: (N+1,) or None.
+    """
+    with torch.autocast(dy.device.type, enabled=False):
+        num_rows, num_tokens, _ = dy.shape
+        steps = torch.arange(1, num_tokens + 1, device=dy.device)
+        kept = None
+        if cu_seqlens is not None:
+            kept = fragment_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens) == 0
+        return gamma.to(state_dtype(dy.dtype)) * _weighted_sum(dy, log_decay, steps, kept)
+
+
+class RowGradients(NamedTuple):
+    """Gradients of a row's inputs; those of log_decay (E,) and gamma (D, E) in the states' dtype."""
+
+    x: Tensor
+    log_decay: Tensor
+    gamma: Tensor
+    u_in: Tensor
+
+
+def row_gradients(
+    x: Tensor,
+    log_decay: Tensor,
+    gamma: Tensor,
+    dy: Tensor,
+    u_in: Tensor | None,
+    du_end: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+) -> RowGradients:
+    """Every gradient of a row, its incoming state's included; the arguments are those of ``grad_bwd``."""
+    with torch.autocast(x.device.type, enabled=False):
+        du = _state_or_zeros(du_end, x, log_decay)
+        dx = x.new_empty(x.shape)
+        dlog_decay, dgamma = (torch.zeros(p.shape, dtype=du.dtype, device=x.device) for p in (log_decay, gamma))
+        row = _with_states(x, log_decay, _state_or_zeros(u_in, x, log_decay), spans(x, cu_seqlens, chunk_size))
+        for span, u in reversed(row):
+            tokens, grid = span.tokens, span.grid
+            tables = _tables(log_decay, grid, u.dtype)
+            for channels in _channel_blocks(x.shape[2]):
+                block = _block(x[:, tokens, channels], gamma[channels], u[:, channels], grid, tables)
+                dy_b = grid.load(dy[:, tokens, channels], u.dtype, shift=0)
+                reads = dy_b @ tables.read.value
+                dstates = reads * block.gamma[:, None, None]
+                dstates[:, :, -1] = du[:, channels].transpose(0, 1)
+                _scan_back_(dstates, tables.through.value, grid.begins)
+                du[:, channels] = dstates[:, :, 0].transpose(0, 1)
+
+                dx_b = _by_channel(dy_b) @ block.kernel.mT
+                dx_b[:, :-1] += _by_channel(tables.write_gradients(dstates))[:, 1:]
+                grid.store(dx[:, tokens, channels], dx_b.view_as(dy_b), shift=0)
+                dgamma_b, dlog_decay_b = _parameter_gradients_(block, dy_b, reads, dstates, tables)
+                dgamma[channels] += dgamma_b
+                dlog_decay += dlog_decay_b
+        return RowGradients(dx, dlog_decay, dgamma, du)
+
+
+def _parameter_gradients_(
+    block: _Block, dy: Tensor, reads: Tensor, dstates: Tensor, tables: _Tables
+) -> tuple[Tensor, Tensor]:
+    """dγ (W, E) and the block's part of dlog λ (E,). Spoils block.x.
+
+    From the cotangents dy (W, B, N+1, C), their sums ``reads`` (W, B, N+1, E) as the entering states meet them, and
+    the cotangents of the states.
+    """
+    # Σ x_s dy_t over pairs of one chunk at distance τ: the gradient of the kernel.
+    dkernel = _diagonal_sums(_by_channel(block.x)[:, 1:].mT @ _by_channel(dy)[:, :-1])
+    dgamma = dkernel @ tables.kernel.value + (block.states * reads).sum((1, 2))
+
+    dlog_decay = (block.gamma * (dkernel @ tables.kernel.slope)).sum(0)
+    weighed = block.states * block.gamma[:, None, None]
+    dlog_decay += (_over_chunks(dy, weighed) * tables.read.slope).sum(0)
+    dlog_decay += tables.write_slope_(block.x, dstates)
+    passed = (block.states[:, :, :-1] * dstates[:, :, 1:]).sum(0)
+    dlog_decay += (passed * tables.through.slope).sum((0, 1))
+    return dgamma, dlog_decay
+
+
+def grad_bwd(
+    x: Tensor,
+    log_decay: Tensor,
+    gamma: Tensor,
+    dy: Tensor,
+    u_in: Tensor | None,
+    du_end: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of a row's x, log_decay and gamma.
+
+    Args:
+        x: (B, T, D); T may be 0.
+        log_decay: (E,).
+        gamma: (D, E).
+        dy: cotangents of the outputs (B, T, D).
+        u_in: the state (B, D, E) that entered the row; zero when None.
+        du_end: the cotangent (B, D, E) of the state that left it; zero when None.
+        cu_seqlens: (N+1,) or None.
+        chunk_size: tokens of a chunk.
+
+    Returns:
+        dx in x's dtype, and dlog_decay (E,) and dgamma (D, E) of these rows in the states' dtype. Ranks add up.
+    """
+    gradients = row_gradients(x, log_decay, gamma, dy, u_in, du_end, cu_seqlens, chunk_size=chunk_size)
+    return gradients.x, gradients.log_decay, gradients.gamma
+
+
+def recurrent_step(x: Tensor, log_decay: Tensor, gamma: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """One token: x (B, D), log_decay (E,), gamma (D, E), u (B, D, E) → y (B, D) and the next state.
+
+    The state is read and written once, whatever the position. Autograd differentiates it like any other code.
+    """
+    dtype = state_dtype(x.dtype)
+    u = u * log_decay.to(dtype).exp() + x.to(dtype).unsqueeze(-1)
+    return (u * gamma.to(dtype)).sum(-1).to(x.dtype), u
+
+
+class ChunkedTPEScan(torch.autograd.Function):
+    """``out_fwd`` and ``row_gradients`` as one differentiable call; only the inputs are saved."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        log_decay: Tensor,
+        gamma: Tensor,
+        initial_state: Tensor | None,
+        cu_seqlens: Tensor | None,
+        chunk_size: int,
+    ) -> tuple[Tensor, Tensor]:
+        """(y, final state) of the arguments of ``out_fwd``."""
+        ctx.save_for_backward(x, log_decay, gamma, initial_state, cu_seqlens)
+        ctx.chunk_size = chunk_size
+        ctx.set_materialize_grads(False)
+        return out_fwd(x, log_decay, gamma, initial_state, cu_seqlens, chunk_size=chunk_size)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients of ``forward``'s arguments; the cotangent of a result that is not used is None."""
+        x, log_decay, gamma, initial_state, cu_seqlens = ctx.saved_tensors
+        gradients = row_gradients(
+            x,
+            log_decay,
+            gamma,
+            torch.zeros_like(x) if dy is None else dy,
+            initial_state,
+            dstate,
+            cu_seqlens,
+            chunk_size=ctx.chunk_size,
+        )
+        dinitial_state = gradients.u_in if ctx.needs_input_grad[3] else None
+        dlog_decay, dgamma = gradients.log_decay.to(log_decay.dtype), gradients.gamma.to(gamma.dtype)
+        return gradients.x, dlog_decay, dgamma, dinitial_state, None, None

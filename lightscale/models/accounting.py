@@ -1,0 +1,103 @@
+"""Parameters of a model, counted exactly from its shape alone: nothing is built."""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from math import prod
+
+from lightscale.config import ModelConfig
+from lightscale.models.hgrn2 import LowerBounds
+from lightscale.models.mixer import Shapes
+from lightscale.models.registry import mixer_class, shared_parts
+from lightscale.models.tpe import TPE
+
+EMBEDDING = "embedding"
+"""The term of the embedding, which is the output layer too."""
+NORM_WEIGHTS = "norm weights"
+LRPE_ANGLES = "LRPE angles"
+TPE_DECAYS = "TPE decays"
+
+_EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"
+# Where the parts in `Mixer.shared` stand in the model.
+_SHARED: dict[str, tuple[str, Callable[[ModelConfig], Shapes]]] = {
+    "lower_bounds": ("lower_bounds", LowerBounds.parameter_shapes),
+    "tpe": ("embedding.tpe", TPE.parameter_shapes),
+}
+# The first that is found in a parameter's name says what it is.
+_TERMS = {
+    "word_embeddings.": EMBEDDING,
+    "layernorm.": NORM_WEIGHTS,
+    ".mlp.": "GLU",
+    ".gate_": "gates",
+    "_proj.": "projections",
+    ".lrpe.theta": LRPE_ANGLES,
+    "lower_bounds.": "lower bounds",
+    ".tpe.gamma": "TPE",
+    ".tpe.decay_logit": TPE_DECAYS,
+}
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_WHOLE_ON_TENSOR_RANKS = re.compile(r"layernorm\.|\.gate_down\.|\.tpe\.")
+
+
+def parameter_shapes(model: ModelConfig) -> Shapes:
+    """Unsplit shape of every parameter by its global name, as in `parallel.initialization.named_parameters`."""
+    d, g = model.width, model.glu_width
+    shapes: Shapes = {_EMBEDDING_WEIGHT: (model.vocab_size, d)}
+    for part in sorted(shared_parts(model)):
+        place, shapes_of = _SHARED[part]
+        shapes |= {f"{place}.{name}": shape for name, shape in shapes_of(model).items()}
+    weighted_norm = model.norm == "rmsnorm"
+    for layer, mixer in enumerate(model.layers):
+        block = f"decoder.layers.{layer}"
+        own = mixer_class(mixer).parameter_shapes(model, layer)
+        shapes |= {f"{block}.self_attention.{name}": shape for name, shape in own.items()}
+        shapes |= {f"{block}.mlp.linear_fc1.weight": (2 * g, d), f"{block}.mlp.linear_fc2.weight": (d, g)}
+        if weighted_norm:
+            shapes |= {f"{block}.{norm}.weight": (d,) for norm in ("input_layernorm", "pre_mlp_layernorm")}
+    if weighted_norm:
+        shapes["decoder.final_layernorm.weight"] = (d,)
+    return shapes
+
+
+def parameter_terms(model: ModelConfig) -> dict[str, int]:
+    """Number of parameters of each kind, the embedding first; the sum is all that the built model has."""
+    terms: Counter[str] = Counter()
+    for name, shape in parameter_shapes(model).items():
+        terms[_term(name)] += prod(shape)
+    return dict(terms)
+
+
+def _term(name: str) -> str:
+    # A new mixer's parameter that is none of the known kinds is listed under its own name.
+    return next((term for part, term in _TERMS.items() if part in name), name.removeprefix(_layer_prefix(name)))
+
+
+def _layer_prefix(name: str) -> str:
+    match = _LAYER.match(name)
+    return f"{match.group()}self_attention." if match else ""
+
+
+def rank_parameters(model: ModelConfig, *, tensor: int, pipeline: int, stage: int) -> int:
+    """Parameters that each tensor rank of pipeline stage `stage` (from 0) holds.
+
+    The last stage of several holds a second copy of the embedding, for the output layer.
+    """
+    per_stage = model.num_layers // pipeline
+    last = pipeline - 1
+    held = 0
+    for name, shape in parameter_shapes(model).items():
+        ranks = 1 if _WHOLE_ON_TENSOR_RANKS.search(name) else tensor
+        held += _copies(name, stage, last, per_stage) * (prod(shape) // ranks)
+    return held
+
+
+def _copies(name: str, stage: int, last: int, per_stage: int) -> int:
+    if match := _LAYER.match(name):
+        return int(int(match[1]) // per_stage == stage)
+    if name == _EMBEDDING_WEIGHT:
+        return int(stage in (0, last))
+    if name.startswith("embedding."):
+        return int(stage == 0)
+    if name.startswith("decoder."):
+        return int(stage == last)
+    return 1

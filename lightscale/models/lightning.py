@@ -1,0 +1,43 @@
+"""Lightning attention as the mixers use it: whole rows, rows split over ranks, or with carried states."""
+
+from torch import Tensor
+
+from lightscale.kernels.lightning import lightning_attention, recurrent_step
+from lightscale.models.context import SequenceContext
+from lightscale.models.mixer import carried
+from lightscale.parallel.sequence import sequence_parallel_lightning_attention
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, *, context: SequenceContext, state_name: str
+) -> Tensor:
+    """q, k: (b, n, h, k), v: (b, n, h, v), log_decay: (h,) or None -> (b, n, h, v).
+
+    With states in the context, the state ``S`` (b, h, k, v) under ``state_name`` is read and replaced: one token by
+    the recurrence, at a cost that does not depend on its position, more in chunks.
+    """
+    if context.exchange is not None:
+        return sequence_parallel_lightning_attention(
+            q,
+            k,
+            v,
+            log_decay,
+            continues=context.continues,
+            cu_seqlens=context.cu_seqlens,
+            exchange=context.exchange,
+        )
+    if context.states is None:
+        o, _ = lightning_attention(q, k, v, log_decay, cu_seqlens=context.cu_seqlens)
+        return o
+    state = context.states.get(state_name)
+    before = None if state is None else carried(state["S"], context)
+    if before is not None and q.size(1) == 1:
+        o, after = recurrent_step(q[:, 0], k[:, 0], v[:, 0], log_decay, before)
+        context.states[state_name] = {"S": after}
+        return o[:, None]
+    o, final = lightning_attention(
+        q, k, v, log_decay, initial_state=before, output_final_state=True, cu_seqlens=context.cu_seqlens
+    )
+    assert final is not None, "asked for with output_final_state"
+    context.states[state_name] = {"S": final}
+    return o

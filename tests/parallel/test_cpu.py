@@ -1,0 +1,99 @@
+"""The redirection of Megatron to the CPU: what it changes, and that it stays away from GPUs.
+
+It changes torch for the life of a process, so it acts only in processes of its own.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lightscale.parallel.cpu import redirect_megatron_to_cpu
+
+RunRanks = Callable[..., list[Any]]
+
+
+def test_it_refuses_where_a_gpu_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {name: getattr(torch, name) for name in ("zeros", "empty", "tensor")}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RuntimeError, match="hide it with CUDA_VISIBLE_DEVICES="):
+        redirect_megatron_to_cpu()
+    assert {name: getattr(torch, name) for name in before} == before
+
+
+def redirected(rank: int, world_size: int, init_method: str) -> None:
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    host = torch.get_rng_state()
+    redirect_megatron_to_cpu()
+    redirect_megatron_to_cpu()
+    cpu = torch.device("cpu")
+    current: Any = torch.cuda.current_device()
+    assert current == cpu
+    for device in ("cuda", "cuda:3", torch.device("cuda"), torch.device("cuda", 1), cpu, "cpu", None):
+        assert torch.zeros(2, device=device).device == cpu
+        assert torch.tensor([1.0], device=device).device == cpu
+        assert torch.empty_like(torch.ones(2), device=device).device == cpu
+    assert torch.zeros(2, device="meta").device.type == "meta"
+    assert torch.full((2,), 3, dtype=torch.int64, device="cuda").tolist() == [3, 3]
+    assert torch.zeros(2, device="cuda", requires_grad=True).requires_grad
+
+    x = torch.ones(2)
+    assert x.cuda() is x
+    assert x.cuda(non_blocking=True) is x
+    assert x.type() == "torch.cuda.FloatTensor"
+    assert x.bfloat16().type() == "torch.cuda.BFloat16Tensor"
+    assert x.type(torch.float64).dtype == x.type("torch.DoubleTensor").dtype == torch.float64
+
+    torch.cuda.synchronize()
+    # The generator that stands for the device's is not the CPU's own.
+    torch.cuda.manual_seed(5)
+    state = torch.cuda.get_rng_state()
+    assert torch.equal(torch.get_rng_state(), host)
+    torch.cuda.manual_seed(6)
+    assert not torch.equal(torch.cuda.get_rng_state(), state)
+    megatron_random._set_cuda_rng_state(state)
+    assert torch.equal(megatron_random._get_cuda_rng_state(), state)
+    assert torch.equal(torch.get_rng_state(), host)
+
+
+def test_what_is_redirected(run_ranks: RunRanks) -> None:
+    run_ranks(redirected, 1)
+
+
+class Started(Exception):
+    """The process group would now be started."""
+
+
+def start_on_gpu(rank: int, world_size: int, init_method: str) -> tuple[list[Any], bool, bool]:
+    """What ``start_mesh`` does, up to the process group, where torch sees a GPU."""
+    import sys
+
+    # The test module itself imports what is tested.
+    del sys.modules["lightscale.parallel.cpu"]
+    import lightscale.training.train  # noqa: F401 - with all that a run imports
+    from lightscale.parallel import mesh
+
+    def start(**options: Any) -> None:
+        calls.append(options["backend"])
+        raise Started
+
+    calls: list[Any] = []
+    device: Any = torch.cuda
+    distributed: Any = mesh.dist
+    device.is_available, device.device_count, device.set_device = lambda: True, lambda: 1, calls.append
+    distributed.init_process_group = start
+    factory, seen = torch.zeros, []
+    for chosen in ("auto", "cuda"):
+        try:
+            with mesh.start_mesh(device=chosen):
+                raise AssertionError("the process group was started")
+        except Started:
+            seen.append("lightscale.parallel.cpu" in sys.modules)
+    return calls, any(seen), torch.zeros is factory
+
+
+def test_on_a_gpu_it_is_not_even_imported(run_ranks: RunRanks) -> None:
+    gpu = torch.device("cuda", 0)
+    assert run_ranks(start_on_gpu, 1) == [([gpu, "nccl", gpu, "nccl"], False, True)]

@@ -1,0 +1,218 @@
+"""The engine: loss sums, gradients of the mean over valid tokens, and AdamW, against direct computations."""
+
+import runpy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightscale.config import ModelConfig
+from lightscale.models.language_model import LanguageModel, transformer_config
+from lightscale.parallel.engine import AdamW, Engine, LossSums
+from lightscale.parallel.initialization import draw_weights
+from lightscale.parallel.mesh import Mesh, start_mesh
+
+tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parent.parent / "training" / "tiny_engine.py")))
+
+RunRanks = Callable[..., list[Any]]
+MODEL = ModelConfig(num_layers=2, width=32, num_heads=4, glu_width=48, vocab_size=64, norm="rmsnorm")
+VOCAB_SIZE, TOKENS, BUCKETS = 60, 22, 4
+
+
+def build(mesh: Mesh, adamw: AdamW | None, dtype: torch.dtype = torch.float32) -> Engine:
+    config = transformer_config(MODEL, mesh, dtype)
+    stage = mesh.groups.pp.rank()
+    model = LanguageModel(
+        config, MODEL, vocab_size=VOCAB_SIZE, mesh=mesh, pre_process=stage == 0, post_process=mesh.is_last_stage
+    )
+    draw_weights(model, seed=0, tensor_rank=mesh.groups.tp.rank(), tensor_size=mesh.tensor)
+    return Engine(
+        model, config, mesh, sequence_length=TOKENS, micro_batch_size=2, adamw=adamw, position_buckets=BUCKETS
+    )
+
+
+def global_batch(step: int) -> Any:
+    """Four sequences, of which a different share is masked each; (4, TOKENS)."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, VOCAB_SIZE, (4, TOKENS + 1), generator=generator)
+    mask = (torch.rand(4, TOKENS, generator=generator) < torch.tensor([[0.1], [0.9], [0.5], [0.7]])).float()
+    positions = torch.arange(TOKENS).repeat(4, 1)
+    positions[1, 7:] = torch.arange(TOKENS - 7)
+    return tiny.MicroBatch(tokens=tokens[:, :-1], labels=tokens[:, 1:], loss_mask=mask, positions=positions)
+
+
+def own_share(batch: Any, mesh: Mesh) -> list[Any]:
+    n = TOKENS // mesh.sequence
+    columns = slice(mesh.sequence_rank * n, (mesh.sequence_rank + 1) * n)
+    rows = [slice(first, first + 2) for first in (0, 2)][mesh.data_rank :: mesh.data]
+    fields = ("tokens", "labels", "loss_mask", "positions")
+    return [tiny.MicroBatch(**{field: getattr(batch, field)[own, columns] for field in fields}) for own in rows]
+
+
+def direct_losses(model: Any, batch: Any) -> Tensor:
+    """(4, TOKENS), from the logits by PyTorch."""
+    logits = model(batch.tokens, batch.positions)[..., :VOCAB_SIZE]
+    return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none").view(4, TOKENS)
+
+
+# ----- losses and gradients ------------------------------------------------------------------------------------------
+
+
+def direct(rank: int, world_size: int, init_method: str, path: str) -> None:
+    """What every layout must find: the losses of all tokens, and the gradients of their masked mean."""
+    with start_mesh(device="cpu", init_method=init_method) as mesh:
+        model, batch = build(mesh, None, torch.float64).module, global_batch(0)
+        losses = direct_losses(model, batch)
+        ((losses * batch.loss_mask).sum() / batch.loss_mask.sum()).backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        torch.save((losses.detach(), gradients), path)
+
+
+def by_layout(rank: int, world_size: int, init_method: str) -> dict[tuple[int, ...], dict[str, Any]]:
+    found = {}
+    layouts = [(1, 1, 1)] if world_size == 1 else [(1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1)]
+    for axes in layouts:
+        tensor, pipeline, sequence = axes
+        with start_mesh(
+            tensor=tensor,
+            pipeline=pipeline,
+            sequence=sequence,
+            device="cpu",
+            rank=rank,
+            world_size=world_size,
+            init_method=f"{init_method}-{axes}",
+        ) as mesh:
+            engine = build(mesh, AdamW(), torch.float64)
+            batches = own_share(global_batch(0), mesh)
+            # Masked labels count for nothing.
+            changed = [replace(b, labels=torch.where(b.loss_mask == 0, 3, b.labels)) for b in batches]
+            sums = engine.forward_backward(changed)
+            names = {id(p): name for name, p in tiny.named_parameters(engine.module)}
+            gradients = tiny.gather(engine, {names[id(p)]: (p, gradient) for _, p, gradient in engine.gradients()})
+            found[axes] = {"sums": sums, "gradients": gradients, "forward": engine.forward_only(batches)}
+            again = {names[id(p)]: gradient for _, p, gradient in engine.gradients()}
+            assert all(torch.equal(again[name], engine_gradient) for name, engine_gradient in again.items())
+    return found
+
+
+def expected_sums(losses: Tensor, mask: Tensor) -> LossSums:
+    """By plain loops."""
+    buckets = [[0.0, 0] for _ in range(BUCKETS)]
+    for row in range(4):
+        for place in range(TOKENS):
+            if mask[row, place]:
+                bucket = buckets[place * BUCKETS // TOKENS]
+                bucket[0] += float(losses[row, place])
+                bucket[1] += 1
+    total, count = sum(loss for loss, _ in buckets), sum(number for _, number in buckets)
+    return LossSums(loss=total, tokens=int(count), by_bucket=tuple((loss, int(number)) for loss, number in buckets))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_losses_and_gradients_are_those_of_the_mean_over_valid_tokens(
+    run_ranks: RunRanks, tmp_path: Path, world_size: int
+) -> None:
+    run_ranks(direct, 1, str(tmp_path / "direct"))
+    losses, gradients = torch.load(tmp_path / "direct")
+    wanted = expected_sums(losses, global_batch(0).loss_mask)
+    assert [count for _, count in wanted.by_bucket] != [wanted.tokens // BUCKETS] * BUCKETS
+    for result in run_ranks(by_layout, world_size):
+        for axes, found in result.items():
+            for sums in (found["sums"], found["forward"]):
+                assert sums.tokens == wanted.tokens, axes
+                assert sums.loss == pytest.approx(wanted.loss, rel=1e-12), axes
+                assert sums.mean == pytest.approx(wanted.loss / wanted.tokens, rel=1e-12), axes
+                for (loss, count), (wanted_loss, wanted_count) in zip(sums.by_bucket, wanted.by_bucket, strict=True):
+                    assert (count, loss) == (wanted_count, pytest.approx(wanted_loss, rel=1e-12)), axes
+            assert found["gradients"].keys() == gradients.keys()
+            for name, gradient in gradients.items():
+                assert tiny.error(found["gradients"][name], gradient) < 1e-10, (axes, name)
+
+
+def test_the_mean_of_no_tokens() -> None:
+    assert LossSums(loss=0.0, tokens=0).mean == 0.0
+
+
+# ----- AdamW ---------------------------------------------------------------------------------------------------------
+
+BETAS, EPS, DECAY, CLIP = (0.8, 0.95), 1e-6, 0.3, 0.5
+RATES = [1e-2, 3e-3, 7e-3]
+
+
+def optimize(rank: int, world_size: int, init_method: str, clip: float) -> list[Any]:
+    """Three steps: what each found in the model, and the norm that it reported."""
+    with start_mesh(device="cpu", init_method=init_method) as mesh:
+        engine = build(mesh, AdamW(betas=BETAS, eps=EPS, weight_decay=DECAY, grad_clip=clip))
+        weights = [{name: p.detach().clone() for name, p in engine.module.named_parameters()}]
+        records = []
+        for step, lr in enumerate(RATES):
+            engine.forward_backward(own_share(global_batch(step), mesh))
+            gradients = {name: gradient.clone() for name, _, gradient in engine.gradients()}
+            norm = engine.step(lr)
+            weights.append({name: p.detach().clone() for name, p in engine.module.named_parameters()})
+            records.append((gradients, norm))
+        undecayed = [name for name, p in engine.module.named_parameters() if p.dim() == 1 or "theta" in name]
+        return [weights, records, undecayed]
+
+
+@pytest.mark.parametrize("clip", [CLIP, 0.0])
+def test_adamw(run_ranks: RunRanks, clip: float) -> None:
+    ((weights, records, undecayed),) = run_ranks(optimize, 1, clip)
+    # Two norms a layer, one at the end, and the angles of the first layer.
+    assert len(undecayed) == 6
+    means = {name: torch.zeros_like(w, dtype=torch.float64) for name, w in weights[0].items()}
+    squares = {name: torch.zeros_like(w, dtype=torch.float64) for name, w in weights[0].items()}
+    for step, ((gradients, norm), lr) in enumerate(zip(records, RATES, strict=True), start=1):
+        true_norm = float(torch.cat([g.double().flatten() for g in gradients.values()]).norm())
+        assert norm == pytest.approx(true_norm, rel=1e-5), "the norm before clipping, also when it is not clipped"
+        scale = min(1.0, clip / (true_norm + 1e-6)) if clip else 1.0
+        assert (scale < 1) == bool(clip), "clipping must have something to do"
+        for name, before in weights[step - 1].items():
+            g = gradients[name].double() * scale
+            means[name].lerp_(g, 1 - BETAS[0])
+            squares[name].lerp_(g * g, 1 - BETAS[1])
+            mean = means[name] / (1 - BETAS[0] ** step)
+            square = squares[name] / (1 - BETAS[1] ** step)
+            kept = 1.0 if name in undecayed else 1 - lr * DECAY
+            after = before.double() * kept - lr * mean / (square.sqrt() + EPS)
+            change = weights[step][name].double() - before.double()
+            assert tiny.error(change, after - before.double()) < 2e-4, (step, name)
+
+
+def decay(rank: int, world_size: int, init_method: str) -> dict[str, tuple[Tensor, Tensor, bool]]:
+    """A step without gradients: only weight decay moves anything."""
+    with start_mesh(device="cpu", init_method=init_method) as mesh:
+        engine = build(mesh, AdamW(weight_decay=DECAY))
+        before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        engine.forward_backward(own_share(global_batch(0), mesh))
+        for _, _, gradient in engine.gradients():
+            gradient.zero_()
+        assert engine.step(0.1) == 0.0
+        return {
+            name: (before[name], p.detach(), p.dim() == 1 or getattr(p, "no_weight_decay", False))
+            for name, p in engine.module.named_parameters()
+        }
+
+
+def test_norms_and_angles_are_not_decayed(run_ranks: RunRanks) -> None:
+    (found,) = run_ranks(decay, 1)
+    spared = sorted(name for name, (_, _, is_spared) in found.items() if is_spared)
+    assert spared == [
+        "decoder.final_layernorm.weight",
+        "decoder.layers.0.input_layernorm.weight",
+        "decoder.layers.0.pre_mlp_layernorm.weight",
+        "decoder.layers.0.self_attention.lrpe.theta",
+        "decoder.layers.1.input_layernorm.weight",
+        "decoder.layers.1.pre_mlp_layernorm.weight",
+    ]
+    for name, (before, after, is_spared) in found.items():
+        if is_spared:
+            assert torch.equal(before, after), name
+        else:
+            torch.testing.assert_close(after, before * (1 - 0.1 * DECAY), rtol=1e-6, atol=0)
