@@ -25,7 +25,7 @@ PROMPT = "def "
 EXIT_RESUMABLE = 75
 _POLL_S = 0.2
 
-console = Console(highlight=False)
+console = Console(highlight=False, soft_wrap=True)
 
 
 def say(command: list[str]) -> None:
@@ -36,7 +36,7 @@ def say(command: list[str]) -> None:
 def run(command: list[str]) -> None:
     """Run a command to its end; leave with its exit code if it fails."""
     say(command)
-    code = subprocess.run(lightscale(command)).returncode
+    code = subprocess.run(lightscale(command), check=False).returncode
     if code:
         sys.exit(code)
 

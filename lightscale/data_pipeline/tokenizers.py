@@ -101,7 +101,9 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
         """See ``Tokenizer``."""
-        text: str = self._processor.decode(np.asarray(ids, dtype=np.int64).tolist())
+        # The unknown piece comes from no text, but a model that is hardly trained may give it.
+        known = [int(index) for index in ids if int(index) != self._processor.unk_id()]
+        text: str = self._processor.decode(known)
         return text
 
     def save(self, directory: Path) -> None:
@@ -125,7 +127,7 @@ class TiktokenTokenizer:
         )
         self._pat_str = pat_str
         self._special_tokens = special_tokens
-        self._special_ids = np.array(sorted(special_tokens.values()))
+        self._token_ids = np.fromiter(mergeable_ranks.values(), dtype=np.int64)
         self._ranks = b"".join(
             base64.b64encode(token) + b" %d\n" % rank
             for token, rank in sorted(mergeable_ranks.items(), key=lambda item: item[1])
@@ -141,8 +143,9 @@ class TiktokenTokenizer:
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
         """See ``Tokenizer``."""
+        # Some ids below n_vocab stand for nothing: no text gives them, but a model that is hardly trained may.
         array = np.asarray(ids, dtype=np.int64)
-        return self._encoding.decode(array[~np.isin(array, self._special_ids)].tolist(), errors="replace")
+        return self._encoding.decode(array[np.isin(array, self._token_ids)].tolist(), errors="replace")
 
     def save(self, directory: Path) -> None:
         """See ``Tokenizer``."""

@@ -74,7 +74,7 @@ class Document:
         for start in range(0, len(ids), chunk_tokens):
             tokens = torch.tensor([ids[start : start + chunk_tokens]], device=device)
             positions = self.position + torch.arange(tokens.size(1), device=device)[None]
-            logits = self.model(tokens, positions, states=self.states)
+            logits = self.model(tokens, positions, states=self.states, last_only=True)
             self.position += tokens.size(1)
         last: Tensor = logits[0, -1, : self.model.vocab_size]
         return last

@@ -45,9 +45,9 @@ def assumptions(config: RunConfig) -> list[str]:
         f"weights and activations in {'fp32' if weight_bytes(config) == _FP32_BYTES else 'bf16'}; "
         "gradients in fp32, whole on each data and sequence rank",
         f"optimizer: {main}two Adam moments in fp32, shared out over data and sequence ranks",
-        "activations, without recomputation: inputs and outputs of the block's norms; in the mixer the outputs of all "
-        "projections and gates, queries, keys and values as the operator takes them, its output, normalised and "
-        "gated; in the GLU its two halves, activated, and their product; 1F1B schedule",
+        "activations without recomputation, under 1F1B: inputs and outputs of a block's norms; a mixer's projections and "
+        "gates, its queries and keys activated and rotated by learnable angles, its output, normalised and gated; a "
+        "GLU's two halves, Megatron's copy of one, one activated, and their product",
         "logits: probabilities and their gradient in fp32, and the gradient in the dtype of the weights",
         "not counted: fp32 intermediates of mixers and kernels, buffers of communication, the allocator's gaps",
     ]
@@ -58,8 +58,10 @@ def activation_values(model: ModelConfig, layer: int) -> int:
     d, g = model.width, model.glu_width
     weights = mixer_class(model.layers[layer]).parameter_shapes(model, layer)
     projected = sum(shape[0] for name, shape in weights.items() if name.endswith(".weight") and "out_proj" not in name)
-    mixer = projected + 3 * d + 3 * d
-    glu = 2 * g + g + (g if model.glu_activation != "none" else 0)
+    # Learnable angles: rotated queries and keys of twice the width; angles, cosines and sines.
+    rotated = 7 * d if "lrpe.theta" in weights else 0
+    mixer = projected + 2 * d + rotated + 3 * d
+    glu = (5 if model.glu_activation != "none" else 4) * g
     return 4 * d + mixer + glu
 
 

@@ -207,6 +207,7 @@ class LanguageModel(LanguageModule):
         labels: Tensor | None = None,
         *,
         states: dict[str, MixerState] | None = None,
+        last_only: bool = False,
     ) -> Tensor:
         """One pass over this rank's stretch of the rows.
 
@@ -214,6 +215,7 @@ class LanguageModel(LanguageModule):
             tokens, positions: (b, n) int64; see ``SequenceContext``.
             labels: (b, n) int64, the next token of each.
             states: in generation, the states of all layers, read and replaced.
+            last_only: without labels and tensor parallelism, give the logits of the last token only: (b, 1, V).
 
         Returns:
             Activations (n / tensor, b, d) on all but the last stage; there the loss per token (b, n), or without
@@ -225,6 +227,8 @@ class LanguageModel(LanguageModule):
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=context)
         if not self.post_process:
             return hidden
+        if last_only:
+            hidden = hidden[-1:]
         weight = self.shared_embedding_or_output_weight() if self.pre_process else None
         logits, _ = self.output_layer(hidden, weight=weight)
         if labels is None:

@@ -212,9 +212,11 @@ class Engine:
 
     def step(self, lr: float) -> float:
         """Clip and apply the gradients at learning rate ``lr``; returns the global gradient norm before clipping."""
-        assert self.optimizer is not None, "this engine has no optimizer"
+        assert self.optimizer is not None and self.adamw is not None, "this engine has no optimizer"
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+            # Megatron only notes the override; its scheduler, which is not used here, would apply it.
+            group["weight_decay"] = self.adamw.weight_decay * group["wd_mult"]
         _, grad_norm, _ = self.optimizer.step()
         return float(grad_norm)
 

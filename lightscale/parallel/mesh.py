@@ -57,7 +57,11 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
         raise UserError(f"train.device = {device!r}: expected one of auto, cpu, cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("train.device = 'cuda', but PyTorch sees no GPU; use 'auto' or 'cpu'")
-    if device == "cpu" or not torch.cuda.is_available():
+    if device == "cpu" and torch.cuda.is_available():
+        raise UserError(
+            "train.device = 'cpu', but this machine has a GPU, which Megatron would use; hide it: CUDA_VISIBLE_DEVICES="
+        )
+    if not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise UserError(

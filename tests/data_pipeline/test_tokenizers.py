@@ -75,6 +75,14 @@ def test_special_tokens_decode_to_nothing(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([]) == ""
 
 
+def test_every_id_decodes_also_those_that_no_text_gives(tokenizer: Tokenizer) -> None:
+    hello = tokenizer.encode("hello").tolist()
+    everything = "".join(tokenizer.decode([index]) for index in range(tokenizer.vocab_size))
+    assert "\u2047" not in everything  # sentencepiece's sign for the unknown piece
+    no_text = [index for index in range(tokenizer.vocab_size) if tokenizer.decode([index]) == ""]
+    assert tokenizer.decode([*no_text, *hello, *no_text]) == "hello"
+
+
 def test_a_character_cut_in_two_decodes_to_the_replacement_character(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a\U0001f9ff")
     assert tokenizer.decode(ids[:-1]).startswith("a\ufffd")

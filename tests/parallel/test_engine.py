@@ -69,13 +69,14 @@ def direct(rank: int, world_size: int, init_method: str, path: str) -> None:
     with start_mesh(device="cpu", init_method=init_method) as mesh:
         model, batch = build(mesh, None, torch.float64).module, global_batch(0)
         losses = direct_losses(model, batch)
-        ((losses * batch.loss_mask).sum() / batch.loss_mask.sum()).backward()
+        # Megatron divides by the number of tokens in fp32, whatever the precision: one factor for all.
+        ((losses * batch.loss_mask).sum() * (1.0 / batch.loss_mask.sum()).double()).backward()
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         torch.save((losses.detach(), gradients), path)
 
 
 def by_layout(rank: int, world_size: int, init_method: str) -> dict[tuple[int, ...], dict[str, Any]]:
-    found = {}
+    found: dict[tuple[int, ...], dict[str, Any]] = {}
     layouts = [(1, 1, 1)] if world_size == 1 else [(1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1)]
     for axes in layouts:
         tensor, pipeline, sequence = axes
@@ -96,8 +97,6 @@ def by_layout(rank: int, world_size: int, init_method: str) -> dict[tuple[int, .
             names = {id(p): name for name, p in tiny.named_parameters(engine.module)}
             gradients = tiny.gather(engine, {names[id(p)]: (p, gradient) for _, p, gradient in engine.gradients()})
             found[axes] = {"sums": sums, "gradients": gradients, "forward": engine.forward_only(batches)}
-            again = {names[id(p)]: gradient for _, p, gradient in engine.gradients()}
-            assert all(torch.equal(again[name], engine_gradient) for name, engine_gradient in again.items())
     return found
 
 

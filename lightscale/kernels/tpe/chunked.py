@@ -111,9 +111,10 @@ def _scan_(states: Tensor, through: Tensor, begins: Tensor | None) -> None:
     chunk, then what leaves the row. through (B, N, E); begins (B, N) or None. Where a document begins, zeros enter:
     they are put there, so that what overflowed in one document gives no NaN in the next.
     """
+    resets = _resets(begins)
     for n in range(through.shape[1]):
-        if begins is not None:
-            states[:, :, n].masked_fill_(begins[:, n, None], 0.0)
+        if n in resets:
+            states[:, :, n].masked_fill_(resets[n], 0.0)
         states[:, :, n + 1].addcmul_(states[:, :, n], through[:, n])
 
 
@@ -123,10 +124,18 @@ def _scan_back_(dstates: Tensor, through: Tensor, begins: Tensor | None) -> None
     dstates (W, B, N+1, E) holds what each of N chunks passes back to the state that enters it, then the cotangent of
     what leaves the row; afterwards the cotangents of what enters each chunk, then that of what leaves the row.
     """
+    resets = _resets(begins)
     for n in reversed(range(through.shape[1])):
         dstates[:, :, n].addcmul_(dstates[:, :, n + 1], through[:, n])
-        if begins is not None:
-            dstates[:, :, n].masked_fill_(begins[:, n, None], 0.0)
+        if n in resets:
+            dstates[:, :, n].masked_fill_(resets[n], 0.0)
+
+
+def _resets(begins: Tensor | None) -> dict[int, Tensor]:
+    """The rows (B, 1) that begin a document, by the chunks in which there is one."""
+    if begins is None:
+        return {}
+    return {n: begins[:, n, None] for n in begins.any(0).nonzero().flatten().tolist()}
 
 
 class _Block(NamedTuple):

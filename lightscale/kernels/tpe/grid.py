@@ -48,11 +48,10 @@ class Grid:
         num_rows, num_chunks = self.lengths.shape
         width = x.shape[2]
         by_place = x.new_zeros(num_rows, (num_chunks + 1) * self.chunk_size, width, dtype=dtype)
-        filled = by_place[:, shift * self.chunk_size :]
         if self.places is None:
-            filled[:, : self.num_tokens] = x
+            by_place[:, shift * self.chunk_size :][:, : self.num_tokens] = x
         else:
-            filled.scatter_(1, self.places.unsqueeze(-1).expand_as(x), x.to(dtype))
+            by_place.flatten(0, 1).index_copy_(0, self._flat_places(shift), x.to(dtype).flatten(0, 1))
         # Contiguous on both sides, because only then torch transposes by blocks.
         by_channel = by_place.new_empty(width, by_place[..., 0].numel())
         by_channel.copy_(by_place.view(-1, width).t())
@@ -61,12 +60,18 @@ class Grid:
     def store(self, out: Tensor, x: Tensor, *, shift: int) -> None:
         """Write x (width, B, N+1, C) to the tokens of out (B, T, width); ``shift`` as that of ``load``."""
         width, num_rows = x.shape[:2]
-        by_place = x.new_empty(x[0].numel(), width).copy_(x.view(width, -1).t()).view(num_rows, -1, width)
-        filled = by_place[:, shift * self.chunk_size :]
+        by_place = x.new_empty(x[0].numel(), width).copy_(x.view(width, -1).t())
         if self.places is None:
-            out.copy_(filled[:, : self.num_tokens])
+            out.copy_(by_place.view(num_rows, -1, width)[:, shift * self.chunk_size :][:, : self.num_tokens])
         else:
-            out.copy_(filled.gather(1, self.places.unsqueeze(-1).expand_as(out)))
+            out.copy_(by_place.index_select(0, self._flat_places(shift)).view(out.shape))
+
+    def _flat_places(self, shift: int) -> Tensor:
+        """The place (B·T,) of each token among those of all rows, with N+1 chunks each."""
+        assert self.places is not None
+        num_rows, num_chunks = self.lengths.shape
+        rows = torch.arange(num_rows, device=self.places.device).unsqueeze(1) * (num_chunks + 1)
+        return ((rows + shift) * self.chunk_size + self.places).flatten()
 
 
 class Span(NamedTuple):
