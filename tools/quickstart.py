@@ -71,7 +71,8 @@ def report(began: float, seconds: float) -> None:
     training = [line["loss"] for line in metrics if "loss" in line]
     validation = [line["validation"]["stdlib"]["loss"] for line in metrics if "validation" in line]
     unigram = TokenStore(STORE).report()["unigram_entropy_nats"]["validation_under_train"]
-    console.print(f"\n[bold]loss[/bold] (nats per token): training {training[0]:.3f} at the start, {training[-1]:.3f} at the end")
+    start, end = training[0], training[-1]
+    console.print(f"\n[bold]loss[/bold] (nats per token): training {start:.3f} at the start, {end:.3f} at the end")
     console.print(f"validation {validation[-1]:.3f} at the end; unigram entropy of that text {unigram:.3f}")
     console.print(f"training took {seconds:.0f} s, everything {time.monotonic() - began:.0f} s")
     if validation[-1] > unigram - 0.5:
@@ -88,7 +89,8 @@ def main() -> None:
     if STORE.exists():
         console.print(f"{STORE} is there already")
     else:
-        run(["lightscale", "data", "prepare", "--corpus", "stdlib", "--out", str(STORE), "--vocab-size", "4096", "--validation", "0.02"])
+        prepare = f"lightscale data prepare --corpus stdlib --out {STORE} --vocab-size 4096 --validation 0.02"
+        run(prepare.split())
     run(["lightscale", "data", "inspect", str(STORE)])
 
     # Two processes share every sequence: each holds half of its tokens, and states pass from one to the other.
@@ -103,8 +105,10 @@ def main() -> None:
 
     run(["lightscale", "generate", str(RUN), "--prompt", PROMPT, "--tokens", "120"])
     events = [json.loads(line)["event"] for line in (RUN / "events.jsonl").read_text().splitlines()]
-    console.print(f"\n{events.count('checkpoint')} checkpoints, {events.count('resume')} resume; everything about the run is in {RUN}")
-    console.print(f"look at the curves with:  {Path(sys.executable).parent / 'tensorboard'} --logdir {RUN / 'tensorboard'}")
+    saved, resumed = events.count("checkpoint"), events.count("resume")
+    console.print(f"\n{saved} checkpoints, {resumed} resume; everything about the run is in {RUN}")
+    tensorboard = Path(sys.executable).parent / "tensorboard"
+    console.print(f"look at the curves with:  {tensorboard} --logdir {RUN / 'tensorboard'}")
 
 
 if __name__ == "__main__":

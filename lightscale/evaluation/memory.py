@@ -40,14 +40,16 @@ def weight_bytes(config: RunConfig) -> int:
 
 def assumptions(config: RunConfig) -> list[str]:
     """What the estimate counts, in sentences."""
-    main = "" if weight_bytes(config) == _FP32_BYTES else "fp32 main weights and "
+    fp32 = weight_bytes(config) == _FP32_BYTES
+    precision = f"train.precision = {config.train.precision}, train.device = {config.train.device}"
     return [
-        f"weights and activations in {'fp32' if weight_bytes(config) == _FP32_BYTES else 'bf16'}; "
+        f"weights and activations in {'fp32' if fp32 else 'bf16'} ({precision})",
         "gradients in fp32, whole on each data and sequence rank",
-        f"optimizer: {main}two Adam moments in fp32, shared out over data and sequence ranks",
-        "activations without recomputation, under 1F1B: inputs and outputs of a block's norms; a mixer's projections and "
-        "gates, its queries and keys activated and rotated by learnable angles, its output, normalised and gated; a "
-        "GLU's two halves, Megatron's copy of one, one activated, and their product",
+        f"optimizer: {'' if fp32 else 'main weights and '}Adam's two moments in fp32, shared out over the data and "
+        "sequence ranks",
+        "activations without recomputation, under 1F1B: inputs and outputs of a block's norms; a mixer's projections, "
+        "gates, queries and keys activated and rotated by learnable angles, its output, normalised and gated; a GLU's "
+        "two halves, Megatron's copy of one, one activated, and their product",
         "logits: probabilities and their gradient in fp32, and the gradient in the dtype of the weights",
         "not counted: fp32 intermediates of mixers and kernels, buffers of communication, the allocator's gaps",
     ]

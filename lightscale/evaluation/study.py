@@ -12,6 +12,9 @@ from pathlib import Path
 from lightscale.config import ModelConfig
 from lightscale.config_files import load
 from lightscale.errors import UserError
+from lightscale.models.accounting import LRPE_ANGLES, NORM_WEIGHTS, TPE_DECAYS
+
+_NOT_COUNTED = (NORM_WEIGHTS, LRPE_ANGLES, TPE_DECAYS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,15 +121,17 @@ def _counts(model: ModelConfig) -> Counts | None:
 
 
 def study_parameters(model: ModelConfig) -> int | None:
-    """Parameters as the study counts them, the embedding left out; None for what it cannot count.
-
-    It leaves out weights of norms, LRPE angles and the decays of the Toeplitz positional encoding.
-    """
+    """Parameters as the study counts them, the embedding left out; None for what it cannot count."""
     counts = _counts(model)
     if counts is None:
         return None
     s = Symbols.of(model)
     return 4 * s.layers * s.d**2 + 3 * s.layers * s.d * s.g + counts.parameters(s)
+
+
+def exact_only(terms: dict[str, int]) -> dict[str, int]:
+    """Of a model's exact `terms`, those that the study does not count."""
+    return {name: count for name, count in terms.items() if name in _NOT_COUNTED}
 
 
 def study_training_flops(model: ModelConfig, *, sequence_length: int, batch_size: int) -> float | None:

@@ -46,6 +46,12 @@ class CosFormer2(GatedMixer):
         """Those of the gated mixer, and the angles."""
         return {**GatedMixer.parameter_shapes(model, layer), "lrpe.theta": (model.num_heads, model.head_width)}
 
+    @staticmethod
+    def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
+        """A state and a flag per head forward, a state's cotangent backward."""
+        state = 2 * model.width * model.head_width
+        return state + model.num_heads, state
+
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
         q, k, v = self._project(x)

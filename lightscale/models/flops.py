@@ -4,7 +4,8 @@ The quadratic formula of softmax attention never stands in for a linear mixer.
 """
 
 from lightscale.config import ModelConfig
-from lightscale.models.registry import mixer_class
+from lightscale.models.registry import mixer_class, shared_parts
+from lightscale.models.tpe import TPE
 
 
 def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
@@ -15,7 +16,8 @@ def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
         mixer_class(name).forward_flops_per_token(model, layer, sequence_length)
         for layer, name in enumerate(model.layers)
     )
-    return mixers + model.num_layers * glu + logits
+    tpe = TPE.forward_flops_per_token(model) if "tpe" in shared_parts(model) else 0
+    return tpe + mixers + model.num_layers * glu + logits
 
 
 def training_flops_per_token(model: ModelConfig, sequence_length: int) -> float:

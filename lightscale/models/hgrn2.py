@@ -17,26 +17,28 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from torch import Tensor, nn
 
 from lightscale.config import ModelConfig
-from lightscale.kernels.gla import gla, recurrent_step
+from lightscale.kernels.gla import gla, recurrent_step, state_dtype
 from lightscale.models.context import SequenceContext
 from lightscale.models.layers import column_parallel, ones, row_parallel
-from lightscale.models.mixer import Mixer, Shapes, carried, chunked_flops, projection_flops
+from lightscale.models.mixer import Mixer, Shapes, chunked_flops, incoming_state, projection_flops
 from lightscale.parallel.initialization import set_initializer
+from lightscale.parallel.sequence import GatedScan, sequence_parallel
 
 
 def lower_bounds(table: Tensor) -> Tensor:
     """β of every layer and channel, (l, d): Γ's softmax over the layers, summed up to each, less the first row.
 
-    So the first layer has β = 0. (The paper's formula leaves the subtraction out; the authors' code has it.)
+    So the first layer has β = 0, a constant: subtracted in numbers, it would hand its rounding, which log f magnifies
+    there, to the gradient of all rows. (The paper's formula leaves the subtraction out; the authors' code has it.)
     """
-    share = torch.softmax(table, dim=0)
-    return share.cumsum(dim=0) - share[:1]
+    return F.pad(torch.softmax(table, dim=0)[1:].cumsum(dim=0), (0, 0, 1, 0))
 
 
 def log_forget(logits: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
     """log f and k = 1 - f, both in the dtype of ``bound``, with f = β + (1 - β) sigmoid(logits).
 
-    Both keep their relative accuracy at both ends: log f is log1p(-k) for large f and log(f) for small f.
+    Both keep their relative accuracy at both ends: log f is log1p(-k) for large f and log(f) for small f. Where β is 0
+    it is log sigmoid, whose gradient stays below 1 while f itself and 1 / f leave the range of the dtype.
 
     logits: (…, h, k). bound: β (h, k), fp32 or wider.
     """
@@ -46,8 +48,9 @@ def log_forget(logits: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
     large = forget > 0.5
     # Each branch gets a harmless input where the other is taken: its gradient there would be 0 times infinity.
     near_one = torch.log1p(-torch.where(large, key, 0.0))
-    near_zero = torch.log(torch.where(large, 1.0, forget).clamp_min(torch.finfo(bound.dtype).tiny))
-    return torch.where(large, near_one, near_zero), key
+    bounded = bound > 0
+    near_zero = torch.log(torch.where(large | ~bounded, 1.0, forget))
+    return torch.where(bounded, torch.where(large, near_one, near_zero), F.logsigmoid(logits)), key
 
 
 class LowerBounds(MegatronModule):
@@ -91,7 +94,7 @@ class HGRN2(Mixer):
     """(n / tensor, b, d) -> (n / tensor, b, d). The state is ``S``: (b, h, k, k), k the head width."""
 
     # The table of lower bounds is needed on every pipeline stage, with its gradient summed over them.
-    axes = frozenset({"tensor", "data"})
+    axes = frozenset({"tensor", "sequence", "data"})
     shared = frozenset({"lower_bounds"})
 
     def __init__(
@@ -114,6 +117,12 @@ class HGRN2(Mixer):
         d = model.width
         return {"in_proj.weight": (3 * d, d), "out_proj.weight": (d, d)}
 
+    @staticmethod
+    def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
+        """A state and a decay per channel forward, a state's cotangent backward."""
+        state = model.width * model.head_width
+        return state + model.width, state
+
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
         assert context.lower_bounds is not None, "the model holds the table of lower bounds"
@@ -124,11 +133,15 @@ class HGRN2(Mixer):
         return out
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, context: SequenceContext) -> Tensor:
+        if context.exchange is not None:
+            scan = GatedScan(continues=context.continues, cu_seqlens=context.cu_seqlens)
+            return sequence_parallel(scan, context.exchange, q, k, v, log_decay)
         if context.states is None:
             o, _ = gla(q, k, v, log_decay, cu_seqlens=context.cu_seqlens)
             return o
-        state = context.states.get(self.state_name)
-        before = None if state is None else carried(state["S"], context)
+        shape = (q.size(0), q.size(2), q.size(3), v.size(3))
+        state = incoming_state(context, self.state_name, {"S": shape}, state_dtype(q.dtype))
+        before = None if state is None else state["S"]
         if before is not None and q.size(1) == 1:
             o, after = recurrent_step(q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], before)
             context.states[self.state_name] = {"S": after}

@@ -7,14 +7,17 @@
 after the embedding.
 """
 
+import math
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightscale.config import ModelConfig
-from lightscale.kernels.lightnet import LightNetState, lightnet_attention, recurrent_step
+from lightscale.kernels.lightnet import LightNetState, lightnet_attention, recurrent_step, state_dtype
 from lightscale.models.context import SequenceContext
-from lightscale.models.mixer import GatedMixer, carried, chunked_flops, projection_flops
+from lightscale.models.mixer import GatedMixer, chunked_flops, incoming_state, projection_flops
 from lightscale.models.positions import lrpe_angles, lrpe_phases
+from lightscale.parallel.sequence import LightNetScan, sequence_parallel
 
 
 class LightNet(GatedMixer):
@@ -32,6 +35,12 @@ class LightNet(GatedMixer):
             model, sequence_length, key_width=2 * model.head_width
         )
 
+    @staticmethod
+    def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
+        """z, S and a flag forward, their cotangents backward; both halves of S share z."""
+        values = model.width * (2 * model.head_width + 1)
+        return values + 1, values
+
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
         q, k, v = self._project(x)
@@ -45,14 +54,17 @@ class LightNet(GatedMixer):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, phases: tuple[Tensor, Tensor], context: SequenceContext
     ) -> Tensor:
+        if context.exchange is not None:
+            scan = LightNetScan(continues=context.continues, cu_seqlens=context.cu_seqlens)
+            return sequence_parallel(scan, context.exchange, q, k, v, *phases)
         if context.states is None:
             o, _ = lightnet_attention(q, k, v, phases=phases, cu_seqlens=context.cu_seqlens)
             return o
-        state = context.states.get(self.state_name)
-        before = None
-        if state is not None:
-            # No weight before the document's start: log 0.
-            before = LightNetState(carried(state["z"], context, -float("inf")), carried(state["S"], context))
+        b, _, h, key_width = k.shape
+        shapes = {"z": (b, h, key_width), "S": (b, h, 2 * key_width, v.size(3))}
+        # No weight before the document's start: log 0.
+        state = incoming_state(context, self.state_name, shapes, state_dtype(q.dtype), empty={"z": -math.inf})
+        before = None if state is None else LightNetState(**state)
         if before is not None and q.size(1) == 1:
             cos, sin = phases
             o, after = recurrent_step(q[:, 0], k[:, 0], v[:, 0], before, (cos[:, 0], sin[:, 0]))

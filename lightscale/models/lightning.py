@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-from lightscale.kernels.lightning import lightning_attention, recurrent_step
+from lightscale.kernels.lightning import lightning_attention, recurrent_step, state_dtype
 from lightscale.models.context import SequenceContext
-from lightscale.models.mixer import carried
-from lightscale.parallel.sequence import sequence_parallel_lightning_attention
+from lightscale.models.mixer import incoming_state
+from lightscale.parallel.sequence import LightningScan, sequence_parallel
 
 
 def attend(
@@ -17,20 +17,14 @@ def attend(
     the recurrence, at a cost that does not depend on its position, more in chunks.
     """
     if context.exchange is not None:
-        return sequence_parallel_lightning_attention(
-            q,
-            k,
-            v,
-            log_decay,
-            continues=context.continues,
-            cu_seqlens=context.cu_seqlens,
-            exchange=context.exchange,
-        )
+        scan = LightningScan(continues=context.continues, cu_seqlens=context.cu_seqlens)
+        return sequence_parallel(scan, context.exchange, q, k, v, log_decay)
     if context.states is None:
         o, _ = lightning_attention(q, k, v, log_decay, cu_seqlens=context.cu_seqlens)
         return o
-    state = context.states.get(state_name)
-    before = None if state is None else carried(state["S"], context)
+    shape = (q.size(0), q.size(2), q.size(3), v.size(3))
+    state = incoming_state(context, state_name, {"S": shape}, state_dtype(q.dtype))
+    before = None if state is None else state["S"]
     if before is not None and q.size(1) == 1:
         o, after = recurrent_step(q[:, 0], k[:, 0], v[:, 0], log_decay, before)
         context.states[state_name] = {"S": after}

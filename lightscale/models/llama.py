@@ -14,10 +14,12 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from lightscale.config import ModelConfig
+from lightscale.errors import UserError
 from lightscale.models.context import SequenceContext
 from lightscale.models.layers import column_parallel, row_parallel
-from lightscale.models.mixer import Mixer, Shapes, projection_flops
+from lightscale.models.mixer import Mixer, Shapes, check_state, projection_flops
 from lightscale.models.positions import lrpe_phases, rope, rotary_angles
+from lightscale.parallel.sequence import StateExchange, gather_sequence
 
 
 class LLaMA(Mixer):
@@ -43,13 +45,28 @@ class LLaMA(Mixer):
         d = model.width
         return {"in_proj.weight": (3 * d, d), "out_proj.weight": (d, d)}
 
+    @staticmethod
+    def check(model: ModelConfig) -> None:
+        """Rotary positions turn channels in pairs: the head width must be even."""
+        if model.head_width % 2:
+            raise UserError(
+                f"model.width = {model.width} and model.num_heads = {model.num_heads} give llama a head width of "
+                f"{model.head_width}, but it rotates channels in pairs; an even one would do, such as model.width = "
+                f"{(model.head_width + 1) * model.num_heads}"
+            )
+
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
         q, k, v = self._project(x)
         wide = q.float() if q.dtype.itemsize < 4 else q
         phases = lrpe_phases(context.positions, rotary_angles(self.model.head_width)[None].to(wide))
         q, k = rope(q, phases), rope(k, phases)
-        o = self._continue(q, k, v, context) if context.states is not None else self._by_documents(q, k, v, context)
+        if context.exchange is not None:
+            o = self._across_ranks(q, k, v, context, context.exchange)
+        elif context.states is not None:
+            o = self._continue(q, k, v, context)
+        else:
+            o = self._by_documents(q, k, v, context)
         out: Tensor = self.out_proj(o.transpose(0, 1).flatten(2))[0]
         return out
 
@@ -68,14 +85,28 @@ class LLaMA(Mixer):
         assert context.states is not None
         cache = context.states.get(self.state_name)
         if cache is not None:
+            shape = (q.size(0), *cache.get("k", q).shape[1:2], *q.shape[2:])
+            check_state(self.state_name, cache, {"k": shape, "v": shape}, q.dtype)
             k, v = torch.cat([cache["k"], k], dim=1), torch.cat([cache["v"], v], dim=1)
-        context.states[self.state_name] = {"k": k, "v": v}
-        # Tokens are numbered as they came: a query sees those from its document's start up to itself.
-        place = torch.arange(k.size(1), device=q.device)
-        own = place[-q.size(1) :].expand(q.size(0), -1)
-        start = own - context.positions
-        seen = (place >= start[..., None]) & (place <= own[..., None])
-        return _attention(q, k, v, attn_mask=seen[:, None])
+        # Copied where it is a view: that would keep the whole projection.
+        context.states[self.state_name] = {"k": k, "v": v.contiguous()}
+        return _attention(q, k, v, attn_mask=_seen(context.positions, k.size(1)))
+
+    def _across_ranks(
+        self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, exchange: StateExchange
+    ) -> Tensor:
+        """Attention to the tokens of all sequence ranks up to this one: softmax has no state smaller than them."""
+        end = (exchange.rank + 1) * q.size(1)
+        k, v = gather_sequence(torch.stack([k, v], dim=2), exchange)[:, :end].unbind(dim=2)
+        return _attention(q, k, v, attn_mask=_seen(context.positions, end))
+
+
+def _seen(positions: Tensor, num_keys: int) -> Tensor:
+    """(b, 1, n, keys): the last ``n`` of ``num_keys`` tokens see those from their document's start up to themselves."""
+    place = torch.arange(num_keys, device=positions.device)
+    own = place[num_keys - positions.size(1) :].expand_as(positions)
+    start = own - positions
+    return ((place >= start[..., None]) & (place <= own[..., None]))[:, None]
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +13,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from lightscale.config import ModelConfig
-from lightscale.models.context import SequenceContext
+from lightscale.errors import UserError
+from lightscale.models.context import MixerState, SequenceContext
 from lightscale.models.layers import ReplicatedLinear, column_parallel, row_parallel, srmsnorm_split
 
 CHUNK_TOKENS = 128
@@ -34,7 +36,7 @@ class Mixer(MegatronModule, ABC):
         pg_collection: Megatron's process groups.
     """
 
-    axes: ClassVar[frozenset[str]] = frozenset({"tensor", "pipeline", "data"})
+    axes: ClassVar[frozenset[str]] = frozenset({"tensor", "pipeline", "sequence", "data"})
     """Axes along which the mixer can be split; a degree on any other is refused before anything is built."""
 
     shared: ClassVar[frozenset[str]] = frozenset()
@@ -72,6 +74,10 @@ class Mixer(MegatronModule, ABC):
     def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
         """fp32 numbers per row that each sequence rank contributes to an exchange, forward and backward."""
         return 0, 0
+
+    @staticmethod
+    def check(model: ModelConfig) -> None:
+        """UserError for a shape of the model that the mixer cannot have; naming key, value and what would do."""
 
     @abstractmethod
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
@@ -154,7 +160,38 @@ def chunked_flops(model: ModelConfig, sequence_length: int, *, key_width: int) -
     return model.num_heads * (2 * min(CHUNK_TOKENS, sequence_length) * (k + v) + 4 * k * v)
 
 
-def carried(state: Tensor, context: SequenceContext, empty: float = 0.0) -> Tensor:
-    """``state`` (b, …) for the rows that go on with their document, ``empty`` for those that begin one here."""
-    continues = context.continues.view(-1, *[1] * (state.dim() - 1))
-    return torch.where(continues, state, empty)
+def incoming_state(
+    context: SequenceContext, name: str, shapes: Shapes, dtype: torch.dtype, *, empty: Mapping[str, float] | None = None
+) -> MixerState | None:
+    """The state under ``name`` as it enters the rows; None when there is none.
+
+    Args:
+        context: holds the states.
+        name: of the layer's state among them.
+        shapes, dtype: what the state must be.
+        empty: the value of each tensor where a row begins a document here; 0 unless named.
+
+    Raises:
+        UserError: see ``check_state``.
+    """
+    state = None if context.states is None else context.states.get(name)
+    if state is None:
+        return None
+    check_state(name, state, shapes, dtype)
+    empty = empty or {}
+    return {
+        key: torch.where(context.continues.view(-1, *[1] * (tensor.dim() - 1)), tensor, empty.get(key, 0.0))
+        for key, tensor in state.items()
+    }
+
+
+def check_state(name: str, state: MixerState, shapes: Shapes, dtype: torch.dtype) -> None:
+    """UserError unless ``state`` has the tensors of ``shapes`` in ``dtype``; the message names what it must be."""
+    if state.keys() != shapes.keys():
+        raise UserError(f"the state of {name} must hold {', '.join(shapes)}, got {', '.join(state) or 'nothing'}")
+    for key, shape in shapes.items():
+        found = state[key]
+        if found.shape != shape or found.dtype != dtype:
+            raise UserError(
+                f"the state of {name}: {key} must be {shape} in {dtype}, got {tuple(found.shape)} in {found.dtype}"
+            )

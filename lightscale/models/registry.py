@@ -35,9 +35,10 @@ def shared_parts(model: ModelConfig) -> frozenset[str]:
 
 
 def check_mixers(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Refuse unknown mixers, and degrees along an axis that a layer cannot be split on, before anything is built."""
+    """Refuse unknown mixers, shapes that one cannot have, and axes that a layer cannot be split on; builds nothing."""
     for layer, name in enumerate(model.layers):
         mixer = mixer_class(name)
+        mixer.check(model)
         for axis in ("tensor", "pipeline", "sequence"):
             degree = getattr(parallel, axis)
             if degree > 1 and axis not in mixer.axes:

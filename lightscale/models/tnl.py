@@ -46,8 +46,6 @@ class TNL(GatedMixer):
     The state is ``S``: (b, h, k, head width), k the head width, doubled on the first layer.
     """
 
-    axes = GatedMixer.axes | {"sequence"}
-
     def __init__(
         self, config: TransformerConfig, layer_number: int, model: ModelConfig, *args: Any, **kwargs: Any
     ) -> None:

@@ -12,10 +12,11 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from lightscale.config import ModelConfig
-from lightscale.kernels.tpe import recurrent_step, tpe_scan
+from lightscale.kernels.tpe import recurrent_step, state_dtype, tpe_scan
 from lightscale.models.context import SequenceContext
-from lightscale.models.mixer import Shapes, carried
+from lightscale.models.mixer import Shapes, incoming_state
 from lightscale.parallel.initialization import normal, set_initializer
+from lightscale.parallel.sequence import TPEScan, sequence_parallel
 
 LONGEST_SCALE_TOKENS = 4096
 _CHUNK_TOKENS = 64
@@ -59,11 +60,14 @@ class TPE(MegatronModule):
     def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n, b, d), whole sequences -> (n, b, d)."""
         rows, log_decay = x.transpose(0, 1), F.logsigmoid(self.decay_logit)
+        if context.exchange is not None:
+            scan = TPEScan(continues=context.continues, cu_seqlens=context.cu_seqlens)
+            return x + sequence_parallel(scan, context.exchange, rows, log_decay, self.gamma).transpose(0, 1)
         if context.states is None:
             y, _ = tpe_scan(rows, log_decay, self.gamma, cu_seqlens=context.cu_seqlens)
             return x + y.transpose(0, 1)
-        state = context.states.get(STATE_NAME)
-        before = None if state is None else carried(state["u"], context)
+        state = incoming_state(context, STATE_NAME, {"u": (rows.size(0), *self.gamma.shape)}, state_dtype(x.dtype))
+        before = None if state is None else state["u"]
         if before is not None and rows.size(1) == 1:
             one, after = recurrent_step(rows[:, 0], log_decay, self.gamma, before)
             context.states[STATE_NAME] = {"u": after}

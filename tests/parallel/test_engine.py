@@ -64,40 +64,43 @@ def direct_losses(model: Any, batch: Any) -> Tensor:
 # ----- losses and gradients ------------------------------------------------------------------------------------------
 
 
-def direct(rank: int, world_size: int, init_method: str, path: str) -> None:
-    """What every layout must find: the losses of all tokens, and the gradients of their masked mean."""
+def direct(rank: int, world_size: int, init_method: str) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
+    """What every layout must find: the losses of all tokens, and the gradients of their masked mean. Then what one
+    process finds."""
     with start_mesh(device="cpu", init_method=init_method) as mesh:
         model, batch = build(mesh, None, torch.float64).module, global_batch(0)
         losses = direct_losses(model, batch)
         # Megatron divides by the number of tokens in fp32, whatever the precision: one factor for all.
         ((losses * batch.loss_mask).sum() * (1.0 / batch.loss_mask.sum()).double()).backward()
-        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-        torch.save((losses.detach(), gradients), path)
+        gradients: dict[str, Any] = {name: parameter.grad for name, parameter in model.named_parameters()}
+        return losses.detach(), gradients, run_engine(mesh)
 
 
-def by_layout(rank: int, world_size: int, init_method: str) -> dict[tuple[int, ...], dict[str, Any]]:
-    found: dict[tuple[int, ...], dict[str, Any]] = {}
-    layouts = [(1, 1, 1)] if world_size == 1 else [(1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1)]
-    for axes in layouts:
-        tensor, pipeline, sequence = axes
+def on_two(rank: int, world_size: int, init_method: str) -> dict[tuple[int, int, int], dict[str, Any]]:
+    found = {}
+    for axes in ((1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1)):
         with start_mesh(
-            tensor=tensor,
-            pipeline=pipeline,
-            sequence=sequence,
+            tensor=axes[0],
+            pipeline=axes[1],
+            sequence=axes[2],
             device="cpu",
             rank=rank,
             world_size=world_size,
             init_method=f"{init_method}-{axes}",
         ) as mesh:
-            engine = build(mesh, AdamW(), torch.float64)
-            batches = own_share(global_batch(0), mesh)
-            # Masked labels count for nothing.
-            changed = [replace(b, labels=torch.where(b.loss_mask == 0, 3, b.labels)) for b in batches]
-            sums = engine.forward_backward(changed)
-            names = {id(p): name for name, p in tiny.named_parameters(engine.module)}
-            gradients = tiny.gather(engine, {names[id(p)]: (p, gradient) for _, p, gradient in engine.gradients()})
-            found[axes] = {"sums": sums, "gradients": gradients, "forward": engine.forward_only(batches)}
+            found[axes] = run_engine(mesh)
     return found
+
+
+def run_engine(mesh: Mesh) -> dict[str, Any]:
+    engine = build(mesh, AdamW(), torch.float64)
+    batches = own_share(global_batch(0), mesh)
+    # Masked labels count for nothing.
+    changed = [replace(batch, labels=torch.where(batch.loss_mask == 0, 3, batch.labels)) for batch in batches]
+    sums = engine.forward_backward(changed)
+    names = {id(parameter): name for name, parameter in tiny.named_parameters(engine.module)}
+    gradients = tiny.gather(engine, {names[id(p)]: (p, gradient) for _, p, gradient in engine.gradients()})
+    return {"backward": sums, "gradients": gradients, "forward": engine.forward_only(batches)}
 
 
 def expected_sums(losses: Tensor, mask: Tensor) -> LossSums:
@@ -113,25 +116,20 @@ def expected_sums(losses: Tensor, mask: Tensor) -> LossSums:
     return LossSums(loss=total, tokens=int(count), by_bucket=tuple((loss, int(number)) for loss, number in buckets))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_losses_and_gradients_are_those_of_the_mean_over_valid_tokens(
-    run_ranks: RunRanks, tmp_path: Path, world_size: int
-) -> None:
-    run_ranks(direct, 1, str(tmp_path / "direct"))
-    losses, gradients = torch.load(tmp_path / "direct")
+def test_losses_and_gradients_are_those_of_the_mean_over_valid_tokens(run_ranks: RunRanks) -> None:
+    ((losses, gradients, alone),) = run_ranks(direct, 1)
     wanted = expected_sums(losses, global_batch(0).loss_mask)
-    assert [count for _, count in wanted.by_bucket] != [wanted.tokens // BUCKETS] * BUCKETS
-    for result in run_ranks(by_layout, world_size):
-        for axes, found in result.items():
-            for sums in (found["sums"], found["forward"]):
-                assert sums.tokens == wanted.tokens, axes
-                assert sums.loss == pytest.approx(wanted.loss, rel=1e-12), axes
-                assert sums.mean == pytest.approx(wanted.loss / wanted.tokens, rel=1e-12), axes
-                for (loss, count), (wanted_loss, wanted_count) in zip(sums.by_bucket, wanted.by_bucket, strict=True):
-                    assert (count, loss) == (wanted_count, pytest.approx(wanted_loss, rel=1e-12)), axes
-            assert found["gradients"].keys() == gradients.keys()
-            for name, gradient in gradients.items():
-                assert tiny.error(found["gradients"][name], gradient) < 1e-10, (axes, name)
+    assert len({count for _, count in wanted.by_bucket}) > 1, "buckets of equal counts show less"
+    for axes, found in [((1, 1, 1), alone), *(item for result in run_ranks(on_two, 2) for item in result.items())]:
+        for sums in (found["backward"], found["forward"]):
+            assert sums.tokens == wanted.tokens, axes
+            assert sums.loss == pytest.approx(wanted.loss, rel=1e-12), axes
+            assert sums.mean == pytest.approx(wanted.loss / wanted.tokens, rel=1e-12), axes
+            for (loss, count), (wanted_loss, wanted_count) in zip(sums.by_bucket, wanted.by_bucket, strict=True):
+                assert (count, loss) == (wanted_count, pytest.approx(wanted_loss, rel=1e-12)), axes
+        assert found["gradients"].keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            assert tiny.error(found["gradients"][name], gradient) < 1e-10, (axes, name)
 
 
 def test_the_mean_of_no_tokens() -> None:
@@ -142,29 +140,58 @@ def test_the_mean_of_no_tokens() -> None:
 
 BETAS, EPS, DECAY, CLIP = (0.8, 0.95), 1e-6, 0.3, 0.5
 RATES = [1e-2, 3e-3, 7e-3]
+SPARED = {
+    "decoder.final_layernorm.weight",
+    "decoder.layers.0.input_layernorm.weight",
+    "decoder.layers.0.pre_mlp_layernorm.weight",
+    "decoder.layers.0.self_attention.lrpe.theta",
+    "decoder.layers.1.input_layernorm.weight",
+    "decoder.layers.1.pre_mlp_layernorm.weight",
+}
 
 
-def optimize(rank: int, world_size: int, init_method: str, clip: float) -> list[Any]:
-    """Three steps: what each found in the model, and the norm that it reported."""
+def optimize(rank: int, world_size: int, init_method: str) -> tuple[Any, Any, Any]:
     with start_mesh(device="cpu", init_method=init_method) as mesh:
-        engine = build(mesh, AdamW(betas=BETAS, eps=EPS, weight_decay=DECAY, grad_clip=clip))
-        weights = [{name: p.detach().clone() for name, p in engine.module.named_parameters()}]
-        records = []
-        for step, lr in enumerate(RATES):
-            engine.forward_backward(own_share(global_batch(step), mesh))
-            gradients = {name: gradient.clone() for name, _, gradient in engine.gradients()}
-            norm = engine.step(lr)
-            weights.append({name: p.detach().clone() for name, p in engine.module.named_parameters()})
-            records.append((gradients, norm))
-        undecayed = [name for name, p in engine.module.named_parameters() if p.dim() == 1 or "theta" in name]
-        return [weights, records, undecayed]
+        return three_steps(mesh, CLIP), three_steps(mesh, 0.0), step_without_gradients(mesh)
+
+
+def three_steps(mesh: Mesh, clip: float) -> tuple[list[dict[str, Tensor]], list[tuple[dict[str, Tensor], float]]]:
+    """The weights before, between and after, and what each step found: gradients, and the norm that it reported."""
+    engine = build(mesh, AdamW(betas=BETAS, eps=EPS, weight_decay=DECAY, grad_clip=clip))
+    weights, records = [copies(engine)], []
+    for step, lr in enumerate(RATES):
+        engine.forward_backward(own_share(global_batch(step), mesh))
+        gradients = {name: gradient.clone() for name, _, gradient in engine.gradients()}
+        records.append((gradients, engine.step(lr)))
+        weights.append(copies(engine))
+    return weights, records
+
+
+def step_without_gradients(mesh: Mesh) -> list[dict[str, Tensor]]:
+    """The weights before and after: only weight decay moves anything."""
+    engine = build(mesh, AdamW(weight_decay=DECAY))
+    before = copies(engine)
+    engine.forward_backward(own_share(global_batch(0), mesh))
+    for _, _, gradient in engine.gradients():
+        gradient.zero_()
+    assert engine.step(0.1) == 0.0
+    return [before, copies(engine)]
+
+
+def copies(engine: Engine) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def optimized(run_ranks: RunRanks) -> tuple[Any, Any, Any]:
+    (found,) = run_ranks(optimize, 1)
+    result: tuple[Any, Any, Any] = found
+    return result
 
 
 @pytest.mark.parametrize("clip", [CLIP, 0.0])
-def test_adamw(run_ranks: RunRanks, clip: float) -> None:
-    ((weights, records, undecayed),) = run_ranks(optimize, 1, clip)
-    # Two norms a layer, one at the end, and the angles of the first layer.
-    assert len(undecayed) == 6
+def test_adamw(optimized: tuple[Any, Any, Any], clip: float) -> None:
+    weights, records = optimized[0] if clip else optimized[1]
     means = {name: torch.zeros_like(w, dtype=torch.float64) for name, w in weights[0].items()}
     squares = {name: torch.zeros_like(w, dtype=torch.float64) for name, w in weights[0].items()}
     for step, ((gradients, norm), lr) in enumerate(zip(records, RATES, strict=True), start=1):
@@ -178,40 +205,17 @@ def test_adamw(run_ranks: RunRanks, clip: float) -> None:
             squares[name].lerp_(g * g, 1 - BETAS[1])
             mean = means[name] / (1 - BETAS[0] ** step)
             square = squares[name] / (1 - BETAS[1] ** step)
-            kept = 1.0 if name in undecayed else 1 - lr * DECAY
+            kept = 1.0 if name in SPARED else 1 - lr * DECAY
             after = before.double() * kept - lr * mean / (square.sqrt() + EPS)
             change = weights[step][name].double() - before.double()
             assert tiny.error(change, after - before.double()) < 2e-4, (step, name)
 
 
-def decay(rank: int, world_size: int, init_method: str) -> dict[str, tuple[Tensor, Tensor, bool]]:
-    """A step without gradients: only weight decay moves anything."""
-    with start_mesh(device="cpu", init_method=init_method) as mesh:
-        engine = build(mesh, AdamW(weight_decay=DECAY))
-        before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-        engine.forward_backward(own_share(global_batch(0), mesh))
-        for _, _, gradient in engine.gradients():
-            gradient.zero_()
-        assert engine.step(0.1) == 0.0
-        return {
-            name: (before[name], p.detach(), p.dim() == 1 or getattr(p, "no_weight_decay", False))
-            for name, p in engine.module.named_parameters()
-        }
-
-
-def test_norms_and_angles_are_not_decayed(run_ranks: RunRanks) -> None:
-    (found,) = run_ranks(decay, 1)
-    spared = sorted(name for name, (_, _, is_spared) in found.items() if is_spared)
-    assert spared == [
-        "decoder.final_layernorm.weight",
-        "decoder.layers.0.input_layernorm.weight",
-        "decoder.layers.0.pre_mlp_layernorm.weight",
-        "decoder.layers.0.self_attention.lrpe.theta",
-        "decoder.layers.1.input_layernorm.weight",
-        "decoder.layers.1.pre_mlp_layernorm.weight",
-    ]
-    for name, (before, after, is_spared) in found.items():
-        if is_spared:
-            assert torch.equal(before, after), name
+def test_norms_and_angles_are_not_decayed(optimized: tuple[Any, Any, Any]) -> None:
+    before, after = optimized[2]
+    for name in before:
+        if name in SPARED:
+            assert torch.equal(before[name], after[name]), name
         else:
-            torch.testing.assert_close(after, before * (1 - 0.1 * DECAY), rtol=1e-6, atol=0)
+            torch.testing.assert_close(after[name], before[name] * (1 - 0.1 * DECAY), rtol=1e-6, atol=0)
+    assert set(before) >= SPARED

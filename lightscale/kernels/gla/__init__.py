@@ -33,6 +33,7 @@ __all__ = [
     "out_fwd",
     "recurrent_step",
     "state_bwd",
+    "state_dtype",
     "state_fwd",
 ]
 

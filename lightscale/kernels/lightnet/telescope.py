@@ -209,11 +209,8 @@ def _weigh(cut: Cut, k: Tensor, z: Tensor, fragments: Tensor | None, dtype: torc
     largest = k.amax(-2).clamp_(min=_LOWEST)  # (B, G, H, K); all keys may be -inf
     writes = (k - largest.unsqueeze(-2)).exp_()
     sums = writes.cumsum(-2) if masks is None else masks.pairs.to(dtype) @ writes
-    written = sums[..., -1, :]
-    if masks is not None and _is_lost(written, k, masks, None, slice(-1, None)):
-        return None
 
-    local = largest.double() + written.double().log()
+    local = largest.double() + sums[..., -1, :].double().log()
     z_enter = torch.empty_like(local)
     for chunk in range(cut.num_chunks):
         if masks is not None:  # a state that no token of the chunk reads must not raise the reference point
@@ -229,7 +226,7 @@ def _weigh(cut: Cut, k: Tensor, z: Tensor, fragments: Tensor | None, dtype: torc
     writes.mul_(rescale)
     sums.mul_(rescale)
     sums += enter.unsqueeze(-2) if masks is None else enter.unsqueeze(-2) * masks.incoming
-    if _is_lost(sums, k, masks, z_enter, slice(None)):
+    if _is_lost(sums, k, masks, z_enter):
         return None
     reads = sums.reciprocal_()
     if not torch.isfinite(reads.amax()):
@@ -245,17 +242,15 @@ def _weigh(cut: Cut, k: Tensor, z: Tensor, fragments: Tensor | None, dtype: torc
     )
 
 
-def _is_lost(sums: Tensor, k: Tensor, masks: Masks | None, z_enter: Tensor | None, tokens: slice) -> bool:
-    """Whether some of the sums of weights are too small beside the reference point, though not empty.
+def _is_lost(sums: Tensor, k: Tensor, masks: Masks | None, z_enter: Tensor) -> bool:
+    """Whether some of the sums of weights (B, G, H, L, K) are too small beside the reference point, yet not empty.
 
-    sums (B, G, H, L, K), or (B, G, H, K) at the last token alone, go with the ``tokens`` of k (B, G, H, L, K).
+    A single token is its own reference, or the state that enters is: there nothing can be lost.
     """
-    chunk_tokens = k.shape[-2]
-    if chunk_tokens == 1 or sums.amin() >= _LEAST_WEIGHT:
+    if k.shape[-2] == 1 or sums.amin() >= _LEAST_WEIGHT:
         return False
     finite = (k > -torch.inf).to(sums.dtype)
     num_written = finite.cumsum(-2) if masks is None else masks.pairs.to(sums.dtype) @ finite
-    if z_enter is not None:
-        entered = (z_enter > -torch.inf).unsqueeze(-2)
-        num_written += entered if masks is None else entered & masks.incoming
-    return bool(((sums.view_as(num_written[..., tokens, :]) < _LEAST_WEIGHT) & (num_written[..., tokens, :] > 0)).any())
+    entered = (z_enter > -torch.inf).unsqueeze(-2)
+    num_written += entered if masks is None else entered & masks.incoming
+    return bool(((sums < _LEAST_WEIGHT) & (num_written > 0)).any())

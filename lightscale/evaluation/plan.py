@@ -1,0 +1,132 @@
+"""What a run would take, from its configuration alone: parameters, FLOPs, memory, what ranks exchange."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from lightscale.config import Layout, ModelConfig, RunConfig, check_layout
+from lightscale.evaluation.memory import RankMemory, fullest_rank
+from lightscale.evaluation.study import exact_only, study_parameters, study_training_flops
+from lightscale.models.accounting import EMBEDDING, parameter_terms
+from lightscale.models.flops import training_flops_per_token
+from lightscale.models.registry import check_mixers, mixer_class, shared_parts
+from lightscale.models.tpe import TPE
+
+_STATE_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """Number of parameters."""
+
+    terms: dict[str, int]
+    """Outside the embedding, by kind."""
+    embedding: int
+    study: int | None
+    """Outside the embedding as the scaling-law study counts; None for hybrids and mixers that it does not know."""
+    only_exact: dict[str, int]
+    """The terms that the study leaves out."""
+
+    @property
+    def rest(self) -> int:
+        """Outside the embedding, all terms: exactly what the built model has."""
+        return sum(self.terms.values())
+
+    @property
+    def total(self) -> int:
+        """With the embedding."""
+        return self.embedding + self.rest
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateExchange:
+    """What each rank contributes to an exchange of states along `sequence`, per layer and micro-batch."""
+
+    mixer: str
+    """Or "tpe", the positional encoding behind the embedding."""
+    layers: tuple[int, int] | None
+    """First and last of consecutive layers, from 0, of which the same is true; None: no layer's."""
+    forward_bytes: int | None
+    """None: the mixer has no state of constant size, what it exchanges grows with the sequence."""
+    backward_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All of it."""
+
+    layout: Layout
+    parameters: Parameters
+    study_flops: float | None
+    """Training FLOPs per step as the study counts them, logits left out; None where it has no such architecture."""
+    mfu_flops: float
+    """Training FLOPs per step that MFU takes: the matrix products of projections, mixers, GLUs and logits."""
+    tokens_per_step: int
+    steps: int
+    memory: RankMemory
+    """Of the ranks that hold most."""
+    exchanges: tuple[StateExchange, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Of the whole run, in whole steps."""
+        return self.steps * self.tokens_per_step
+
+
+def plan(config: RunConfig, processes: int | None = None) -> Plan:
+    """The plan of a run on `processes` ranks; None: as few as the layout allows.
+
+    Raises UserError for an unknown mixer and for a layout that would not run.
+    """
+    check_mixers(config.model, config.parallel)
+    layout = check_layout(config, processes or _fewest_processes(config))
+    model, data, train = config.model, config.data, config.train
+    return Plan(
+        layout=layout,
+        parameters=count_parameters(model),
+        study_flops=study_training_flops(
+            model, sequence_length=data.sequence_length, batch_size=train.global_batch_size
+        ),
+        mfu_flops=training_flops_per_token(model, data.sequence_length) * config.tokens_per_step,
+        tokens_per_step=config.tokens_per_step,
+        steps=config.total_steps,
+        memory=fullest_rank(config, layout),
+        exchanges=tuple(_exchanges(model, layout)),
+    )
+
+
+def count_parameters(model: ModelConfig) -> Parameters:
+    """Both counts of a model's parameters."""
+    terms = parameter_terms(model)
+    embedding = terms.pop(EMBEDDING)
+    return Parameters(terms=terms, embedding=embedding, study=study_parameters(model), only_exact=exact_only(terms))
+
+
+def _fewest_processes(config: RunConfig) -> int:
+    parallel = config.parallel
+    return parallel.tensor * parallel.pipeline * parallel.sequence * (parallel.data or 1)
+
+
+def _exchanges(model: ModelConfig, layout: Layout) -> Iterator[StateExchange]:
+    row_bytes = _STATE_BYTES * layout.micro_batch_size
+    if "tpe" in shared_parts(model):
+        # Every tensor rank scans all channels: one state of the width times the decays, and its decays.
+        shapes = TPE.parameter_shapes(model)
+        state, decays = prod(shapes["gamma"]), prod(shapes["decay_logit"])
+        yield StateExchange(
+            mixer="tpe",
+            layers=None,
+            forward_bytes=row_bytes * (state + decays),
+            backward_bytes=row_bytes * state,
+        )
+    alike = itertools.groupby(range(model.num_layers), key=lambda layer: (model.layers[layer], _values(model, layer)))
+    for (name, values), group in alike:
+        layers = list(group)
+        # Heads, and with them their states, are shared out over the tensor ranks.
+        forward, backward = (row_bytes * count // layout.tensor for count in values) if any(values) else (None, None)
+        yield StateExchange(mixer=name, layers=(layers[0], layers[-1]), forward_bytes=forward, backward_bytes=backward)
+
+
+def _values(model: ModelConfig, layer: int) -> tuple[int, int]:
+    return mixer_class(model.layers[layer]).exchange_values(model, layer)

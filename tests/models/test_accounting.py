@@ -1,0 +1,137 @@
+"""Counts of parameters against models that are really built: every mixer, every shipped run, every rank."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightscale.config import ModelConfig
+from lightscale.config_files import load
+from lightscale.models.accounting import parameter_shapes, parameter_terms, rank_parameters
+from lightscale.models.language_model import LanguageModel, transformer_config
+from lightscale.models.mixer import Mixer, Shapes
+from lightscale.models.registry import MIXERS, check_mixers
+from lightscale.parallel.initialization import named_parameters
+from lightscale.parallel.mesh import Mesh, start_mesh
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+RUNS = sorted(CONFIGS.glob("*.toml"))
+SIZES = ("tiny", "70m", "160m", "410m", "1b", "3b", "7b")
+AXES: dict[str, dict[str, int]] = {"tensor": {"tensor": 2}, "pipeline": {"pipeline": 2}}
+
+
+def tiny(mixer: str | list[str], **fields: Any) -> ModelConfig:
+    shape: dict[str, Any] = {"num_layers": 4, "width": 64, "num_heads": 4, "glu_width": 96, "vocab_size": 128}
+    return ModelConfig(mixer=mixer, **{**shape, **fields})
+
+
+def build(model: ModelConfig, mesh: Mesh) -> LanguageModel:
+    return LanguageModel(
+        transformer_config(model, mesh, torch.float32),
+        model,
+        vocab_size=model.vocab_size,
+        mesh=mesh,
+        pre_process=mesh.groups.pp.rank() == 0,
+        post_process=mesh.is_last_stage,
+    )
+
+
+def shapes_of(model: LanguageModel) -> Shapes:
+    return {name: tuple(parameter.shape) for name, parameter in named_parameters(model)}
+
+
+def shapes_and_shares(
+    rank: int, world_size: int, init_method: str, models: dict[str, ModelConfig], split: dict[str, ModelConfig]
+) -> tuple[dict[str, Shapes], dict[tuple[str, str], int], int]:
+    """Parameters of ``models``, each whole, on rank 0; their number here of ``split``; bytes of one with memory."""
+    with start_mesh(device="cpu", rank=rank, world_size=world_size, init_method=init_method) as mesh:
+        real = build(tiny("tnl"), mesh)
+        num_bytes = sum(parameter.untyped_storage().nbytes() for parameter in real.parameters())
+        # From here on models are built on the meta device: parameters with shapes but without memory.
+        torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment,return-value]
+        mine = models if rank == 0 else {}
+        shapes = {name: shapes_of(build(model, mesh)) for name, model in mine.items()}
+    shares = {}
+    for axis, degrees in AXES.items():
+        method = f"{init_method}-{axis}"
+        with start_mesh(device="cpu", rank=rank, world_size=world_size, init_method=method, **degrees) as mesh:
+            for name, model in split.items():
+                if axis in MIXERS[name].axes:
+                    shares[axis, name] = sum(parameter.numel() for parameter in build(model, mesh).parameters())
+    return shapes, shares, num_bytes
+
+
+@pytest.fixture(scope="module")
+def built(run_ranks: Callable[..., list[Any]]) -> list[Any]:
+    models = {path.stem: load(path).model for path in RUNS}
+    split = {name: tiny(name, norm="rmsnorm") for name in MIXERS}
+    return run_ranks(shapes_and_shares, 2, models, split)
+
+
+@pytest.mark.parametrize("name", [path.stem for path in RUNS])
+def test_shapes_are_those_of_the_built_model(built: list[Any], name: str) -> None:
+    model = load(CONFIGS / f"{name}.toml").model
+    expected = built[0][0][name]
+    assert parameter_shapes(model) == expected
+    counted = sum(torch.Size(shape).numel() for shape in expected.values())
+    assert sum(parameter_terms(model).values()) == counted
+
+
+def test_every_mixer_is_shipped_in_every_size() -> None:
+    assert {f"{mixer}-{size}" for mixer in MIXERS for size in SIZES} <= {path.stem for path in RUNS}
+
+
+def test_a_real_model_has_the_counted_bytes(built: list[Any]) -> None:
+    assert built[0][2] == 4 * sum(parameter_terms(tiny("tnl")).values())
+
+
+@pytest.mark.parametrize(
+    ("name", "axis"), [(name, axis) for name in MIXERS for axis in AXES if axis in MIXERS[name].axes]
+)
+def test_each_rank_holds_the_counted_share(built: list[Any], name: str, axis: str) -> None:
+    degrees = {"tensor": 1, "pipeline": 1, **AXES[axis]}
+    model = tiny(name, norm="rmsnorm")
+    for rank, (_, shares, _) in enumerate(built):
+        stage = rank if axis == "pipeline" else 0
+        assert rank_parameters(model, **degrees, stage=stage) == shares[axis, name]
+
+
+@pytest.mark.parametrize(
+    ("model", "terms"),
+    [
+        (tiny("tnl"), {"gates": 4 * 2 * 64 * 16, "LRPE angles": 64}),
+        (tiny("tnl", gate_rank=8), {"gates": 4 * 2 * 64 * 8, "LRPE angles": 64}),
+        (tiny("hgrn2"), {"lower bounds": 4 * 64}),
+        (
+            tiny("cosformer2"),
+            {"gates": 4 * 2 * 64 * 16, "LRPE angles": 4 * 64, "TPE": 64 * 16, "TPE decays": 16},
+        ),
+        (tiny("lightnet"), {"gates": 4 * 2 * 64 * 16, "TPE": 64 * 16, "TPE decays": 16}),
+        (tiny("llama", norm="rmsnorm"), {"norm weights": 9 * 64}),
+        (tiny(["tnl*3", "llama"]), {"gates": 3 * 2 * 64 * 16, "LRPE angles": 64}),
+        (
+            tiny(["hgrn2", "lightnet"]),
+            {"gates": 2 * 2 * 64 * 16, "lower bounds": 4 * 64, "TPE": 64 * 16, "TPE decays": 16},
+        ),
+    ],
+    ids=["tnl", "gate rank", "hgrn2", "cosformer2", "lightnet", "llama", "hybrid", "two shared parts"],
+)
+def test_terms_are_the_formulas(model: ModelConfig, terms: dict[str, int]) -> None:
+    common = {"embedding": 128 * 64, "projections": 4 * 4 * 64 * 64, "GLU": 4 * 3 * 64 * 96}
+    assert parameter_terms(model) == {**common, **terms}
+    assert next(iter(parameter_terms(model))) == "embedding"
+
+
+def test_an_unknown_kind_of_parameter_is_named_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Convolution(Mixer):
+        @staticmethod
+        def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
+            return {"out_proj.weight": (model.width, model.width), "conv.weight": (model.width, 4)}
+
+    monkeypatch.setitem(MIXERS, "convolution", Convolution)
+    model = tiny("convolution")
+    check_mixers(model, load(CONFIGS / "tnl-tiny.toml").parallel)
+    assert parameter_terms(model)["conv.weight"] == 4 * 64 * 4
+    assert parameter_terms(model)["projections"] == 4 * 64 * 64

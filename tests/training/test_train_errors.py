@@ -1,0 +1,193 @@
+"""What `lightscale train` says to mistakes: one clear message, exit code 78, and everything earlier as it was."""
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightscale.cli import main
+from lightscale.training.checkpoint import list_steps
+from lightscale.training.manifest import read_manifest, verify_files
+from lightscale.training.run_directory import RunDirectory, read_lines, read_metrics
+
+RunRanks = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def folder(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current directory of its own, with run.toml and both stores, outside of any job."""
+    for name in ("run.toml", "store", "other"):
+        (tmp_path / name).symlink_to(workplace / name)
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return tmp_path
+
+
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The message to `lightscale train …`, which must be refused before any process starts."""
+
+    def refusal(*words: str) -> str:
+        assert main(["train", *words]) == 78
+        output = capsys.readouterr()
+        assert output.out == ""
+        assert output.err.startswith("error: ")
+        assert "Traceback" not in output.err
+        return output.err.removeprefix("error: ").rstrip("\n")
+
+    return refusal
+
+
+def fingerprint(path: Path) -> dict[str, str]:
+    """Contents of all files below ``path``."""
+    files = (file for file in path.rglob("*") if file.is_file())
+    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def own_store(folder: Path) -> Path:
+    """A copy of the store in place of the link, to be damaged."""
+    (folder / "store").unlink()
+    shutil.copytree((folder / "run.toml").resolve().parent / "store", folder / "store")
+    return folder / "store"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["optimizer.lrr=1"], "optimizer.lrr: unknown key; did you mean lr?"),
+        (["data.store=nowhere"], "nowhere: no such token store"),
+        (["model.vocab_size=128"], "model.vocab_size = 128 is less than the 300 tokens of sentencepiece"),
+        (["data.sources.poems=1"], "poems"),
+        (["train.global_batch_size=3"], "train.global_batch_size = 3 is not divisible by train.micro_batch_size = 2"),
+        (["--processes", "3"], "train.global_batch_size = 4 is not divisible by"),
+        (["parallel.tensor=3", "--processes", "3"], "model.num_heads = 4 is not divisible by parallel.tensor = 3"),
+        (["train.init_from=runs/first"], "must be RUN@STEP"),
+    ],
+)
+def test_mistakes_in_the_configuration(
+    folder: Path, refusal: Callable[..., str], words: list[str], message: str
+) -> None:
+    found = refusal("run.toml", *words)
+    assert message in found
+    assert not (folder / "runs").exists()
+
+
+def test_damaged_stores(folder: Path, refusal: Callable[..., str]) -> None:
+    store = own_store(folder)
+    shard = max((path for path in store.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    for name in ("zarr.json", "words/zarr.json", "tokenizer"):
+        target = store / name
+        held = folder / "held"
+        target.rename(held)
+        assert str(store.name) in refusal("run.toml")
+        held.rename(target)
+    os.truncate(shard, shard.stat().st_size // 2)
+    message = refusal("run.toml")
+    assert str(shard.relative_to(folder)) in message or "store" in message
+    assert not (folder / "runs").exists()
+
+
+def test_two_configurations_for_one_run(
+    folder: Path, workplace: Path, whole: tuple[RunDirectory, Any], refusal: Callable[..., str]
+) -> None:
+    (folder / "runs").symlink_to(workplace / "runs")
+    before = fingerprint(whole[0].path)
+    message = refusal(
+        "run.toml",
+        "parallel.sequence=2",
+        "optimizer.lr=2e-3",
+        "train.seed=5",
+        "--run",
+        "runs/whole",
+        "--processes",
+        "2",
+    )
+    assert "runs/whole holds a run with another configuration:" in message
+    assert "optimizer.lr: 0.001 there, 0.002 now" in message
+    assert "train.seed: 0 there, 5 now" in message
+    assert fingerprint(whole[0].path) == before
+
+
+def test_run_directories_that_are_none(folder: Path, refusal: Callable[..., str]) -> None:
+    (folder / "file").write_text("mine")
+    (folder / "mine").mkdir()
+    (folder / "mine" / "notes.txt").write_text("mine")
+    assert "file" in refusal("run.toml", "--run", "file")
+    assert "file" in refusal("run.toml", "--run", "file/run")
+    assert "mine is no run directory: it has files but no config.toml" in refusal("run.toml", "--run", "mine")
+    assert (folder / "file").read_text() == (folder / "mine" / "notes.txt").read_text() == "mine"
+
+
+def test_run_directories_that_cannot_be_read(
+    folder: Path, workplace: Path, whole: tuple[RunDirectory, Any], refusal: Callable[..., str]
+) -> None:
+    shutil.copytree(whole[0].path, folder / "run")
+    run, words = RunDirectory(folder / "run"), ["run.toml", "parallel.sequence=2", "--run", "run", "--processes", "2"]
+    for file in (run.config, run.status, run.events):
+        text = file.read_bytes()
+        file.write_bytes(b"\xff\x00 damaged\n" + text)
+        assert str(file.relative_to(folder)) in refusal(*words), file
+        file.unlink()
+        file.mkdir()
+        assert str(file.relative_to(folder)) in refusal(*words), file
+        file.rmdir()
+        file.write_bytes(text)
+
+
+def test_a_loss_that_is_no_number_stops_the_run(workplace: Path, train: Callable[..., Any]) -> None:
+    words = [
+        "optimizer.lr=1e20",
+        "optimizer.warmup_steps=0",
+        "checkpoint.every=1",
+        "checkpoint.keep=5",
+        "checkpoint.keep_every=none",
+    ]
+    ended = train("run.toml", *words, "--run", "runs/diverged")
+    assert ended.code == 78
+    assert "Traceback" not in ended.stderr
+    assert re.search(r"^error: the (loss|gradient norm) of step \d+ is (nan|inf)", ended.last_line), ended.stderr
+    assert "a lower optimizer.lr" in ended.last_line
+    run = RunDirectory(workplace / "runs/diverged")
+    status = run.read_status()
+    assert status is not None and status.status == "stopped"
+    events = [event["event"] for event in read_lines(run.events)]
+    assert events[0] == "start"
+    assert events[-1] == "failed"
+    # What was finite is recorded and saved, and nothing else.
+    steps = [line["step"] for line in read_metrics(run.metrics)]
+    assert steps == list_steps(run.checkpoints) == list(range(1, len(steps) + 1))
+    assert steps
+    for step in steps:
+        path = run.checkpoints / f"step-{step:08d}"
+        manifest = read_manifest(path)
+        verify_files(path, manifest, manifest.files)
+
+
+def test_what_only_the_ranks_notice(
+    workplace: Path, whole: tuple[RunDirectory, Any], train: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Another text under the same name, when a run is resumed."""
+    shutil.copytree(whole[0].path, tmp_path / "run")
+    run = RunDirectory(tmp_path / "run")
+    run.status.unlink()
+    before = fingerprint(run.checkpoints)
+    ended = train(
+        "run.toml",
+        "parallel.sequence=1",
+        "data.store=other",
+        "data.validation={}",
+        "train.validate_every=0",
+        "--run",
+        str(run.path),
+    )
+    assert ended.code == 78
+    assert "Traceback" not in ended.stderr
+    assert ended.last_line.startswith("error: other: the data is not what this run was trained on (store: ")
+    assert fingerprint(run.checkpoints) == before
