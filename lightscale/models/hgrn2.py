@@ -11,9 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
 from lightscale.config import ModelConfig
@@ -21,6 +23,7 @@ from lightscale.kernels.gla import gla, recurrent_step, state_dtype
 from lightscale.models.context import SequenceContext
 from lightscale.models.layers import column_parallel, ones, row_parallel
 from lightscale.models.mixer import Mixer, Shapes, chunked_flops, incoming_state, projection_flops
+from lightscale.parallel.engine import share_over_stages
 from lightscale.parallel.initialization import set_initializer
 from lightscale.parallel.sequence import GatedScan, sequence_parallel
 
@@ -54,18 +57,24 @@ def log_forget(logits: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class LowerBounds(MegatronModule):
-    """The table Γ of a model, (l, d), ones at first; split over the tensor ranks by channel. Gives β."""
+    """The table Γ of a model, (l, d), ones at first; split over the tensor ranks by channel. Gives β.
 
-    def __init__(self, config: TransformerConfig, model: ModelConfig, group: dist.ProcessGroup) -> None:
+    One parameter that all layers read: every pipeline stage has a copy, and the engine sums their gradients.
+    """
+
+    def __init__(self, config: TransformerConfig, model: ModelConfig, groups: ProcessGroupCollection) -> None:
         super().__init__(config)
-        self.tp_group = group
+        self.tp_group: dist.ProcessGroup = groups.tp
+        self.stage: int = groups.pp.rank()
         wide = torch.promote_types(config.params_dtype, torch.float32)
-        own = model.width // group.size()
+        own = model.width // groups.tp.size()
         self.table = nn.Parameter(torch.empty(model.num_layers, own, dtype=wide, device=torch.cuda.current_device()))
         self.table.tensor_model_parallel = True  # type: ignore[attr-defined]
         self.table.partition_dim, self.table.partition_stride = 1, 1  # type: ignore[attr-defined]
         self.table.no_weight_decay = True  # type: ignore[attr-defined]
         set_initializer(self.table, ones)
+        if groups.pp.size() > 1:
+            share_over_stages(self.table, stage=self.stage)
 
     @staticmethod
     def parameter_shapes(model: ModelConfig) -> Shapes:
@@ -79,22 +88,24 @@ class LowerBounds(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Megatron's description for checkpoints: the table is split along dim 1."""
-        return make_sharded_tensors_for_checkpoint(
-            {"table": self.table},
-            prefix,
-            {"table": 1},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
-        )
+        """Megatron's description for checkpoints: split along dim 1, written by the first stage."""
+        key, data_group = f"{prefix}table", ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
+        return {
+            key: make_tp_sharded_tensor_for_checkpoint(
+                self.table,
+                key,
+                1,
+                replica_id=(self.stage, 0, data_group.rank()),
+                prepend_offsets=sharded_offsets,
+                tp_group=self.tp_group,
+                dp_cp_group=data_group,
+            )
+        }
 
 
 class HGRN2(Mixer):
     """(n / tensor, b, d) -> (n / tensor, b, d). The state is ``S``: (b, h, k, k), k the head width."""
 
-    # The table of lower bounds is needed on every pipeline stage, with its gradient summed over them.
-    axes = frozenset({"tensor", "sequence", "data"})
     shared = frozenset({"lower_bounds"})
 
     def __init__(

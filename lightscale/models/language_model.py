@@ -155,7 +155,7 @@ class LanguageModel(LanguageModule):
         self.exchange = StateExchange(mesh.states) if mesh.sequence > 1 else None
 
         shared = shared_parts(model)
-        self.lower_bounds = LowerBounds(config, model, groups.tp) if "lower_bounds" in shared else None
+        self.lower_bounds = LowerBounds(config, model, groups) if "lower_bounds" in shared else None
         if pre_process:
             self.embedding = Embedding(config, model, groups.tp, with_tpe="tpe" in shared)
         per_stage = model.num_layers // mesh.pipeline

@@ -75,6 +75,18 @@ def _decays_no_weight(parameter: nn.Parameter) -> bool:
     return parameter.dim() == 1 or getattr(parameter, "no_weight_decay", False)
 
 
+def share_over_stages(parameter: nn.Parameter, *, stage: int) -> None:
+    """Mark a parameter of which every pipeline stage holds a copy: the engine keeps the copies equal.
+
+    Their gradients are summed over the stages, and the global norm counts them once.
+    """
+    parameter.summed_over_stages = True  # type: ignore[attr-defined]
+    # Megatron's marks: not in the norm but on the first stage; a bucket of its own, so that the distributed optimizer
+    # cuts it at the same places on every stage.
+    parameter.shared = stage > 0  # type: ignore[attr-defined]
+    parameter.shared_embedding = True  # type: ignore[attr-defined]
+
+
 class Engine:
     """One model on one mesh.
 
@@ -122,7 +134,7 @@ class Engine:
             module=self.module,
             pg_collection=self.mesh.groups,
         )
-        self.config.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=self.mesh.groups)
+        self.config.finalize_model_grads_func = self._finalize_gradients
         if on_gpu:
             self.config.no_sync_func = self.model.no_sync
             self.config.grad_sync_func = self.model.start_grad_sync
@@ -150,6 +162,12 @@ class Engine:
             use_gloo_process_groups=on_gpu,
         )
         create_optimizer_states(self.optimizer)
+
+    def _finalize_gradients(self, model: list[nn.Module], *args: Any, **kwargs: Any) -> None:
+        finalize_model_grads(model, *args, **{**kwargs, "pg_collection": self.mesh.groups})
+        for parameter in self.module.parameters():
+            if getattr(parameter, "summed_over_stages", False):
+                dist.all_reduce(parameter.main_grad, group=self.mesh.groups.pp)  # type: ignore[attr-defined]
 
     def forward_backward(self, batches: Sequence[MicroBatch]) -> LossSums:
         """Gradients of the mean loss over the valid tokens of all ranks' ``batches``; any earlier ones are dropped."""

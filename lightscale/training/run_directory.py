@@ -125,6 +125,8 @@ class RunDirectory:
             value = RunStatus(**json.loads(self.status.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise UserError(f"{self.status} cannot be read: {error.strerror}") from None
         except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
             raise UserError(f"{self.status}: not a run's status ({error}); remove it to resume the run") from None
         if value.status not in get_args(Status):
@@ -234,6 +236,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         data = path.read_bytes()
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
     objects = []
     for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), start=1):
         try:

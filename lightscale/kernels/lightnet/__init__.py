@@ -8,7 +8,6 @@ this folder has the mathematics.
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from lightscale.errors import UserError
@@ -33,6 +32,7 @@ from lightscale.kernels.lightnet.state import (
     merge_adjoint,
     plain_cotangent,
 )
+from lightscale.kernels.lightning import _check_device, _check_inputs
 from lightscale.kernels.lightning.documents import check_cu_seqlens
 from lightscale.kernels.lightning.grid import state_dtype
 
@@ -177,23 +177,6 @@ def lightnet_noncausal(
     return noncausal(q, k, v, phases, cu_seqlens)
 
 
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise UserError(f"{name} must have 4 dimensions (B, T, H, width), got shape {tuple(x.shape)}")
-    if q.shape != k.shape:
-        raise UserError(f"q and k must have the same shape (B, T, H, K), got {tuple(q.shape)} and {tuple(k.shape)}")
-    if v.shape[:3] != q.shape[:3]:
-        expected = ", ".join([*map(str, q.shape[:3]), "V"])
-        raise UserError(f"v must be (B, T, H, V) = ({expected}), got {tuple(v.shape)}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise UserError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise UserError(f"q, k and v must be fp16, bf16, fp32 or fp64, got {q.dtype}")
-    _check_device("k", k, q)
-    _check_device("v", v, q)
-
-
 def _check_phases(phases: Phases | None, q: Tensor) -> None:
     if phases is None:
         return
@@ -234,8 +217,3 @@ def _check_documents(cu_seqlens: Tensor | None, q: Tensor) -> None:
         return
     _check_device("cu_seqlens", cu_seqlens, q)
     check_cu_seqlens(cu_seqlens, num_rows=q.shape[0], num_tokens=q.shape[1])
-
-
-def _check_device(name: str, x: Tensor, q: Tensor) -> None:
-    if x.device != q.device:
-        raise UserError(f"{name} is on {x.device}, but q is on {q.device}")

@@ -96,6 +96,7 @@ def _row(k: Tensor, v: Tensor, phases: Phases | None, cu_seqlens: Tensor | None,
     return _Row(k=k, v=v, phases=phases, fragments=fragments, chunk_size=chunk_size)
 
 
+@torch.no_grad()
 def state_fwd(
     k: Tensor,
     v: Tensor,
@@ -130,6 +131,7 @@ def state_fwd(
         return LightNetState(z.to(row.dtype), S), through
 
 
+@torch.no_grad()
 def out_fwd(
     q: Tensor,
     k: Tensor,
@@ -209,6 +211,7 @@ def _scan_cotangents(
     return by_chunk, StateCotangent(U, R)
 
 
+@torch.no_grad()
 def state_bwd(
     q: Tensor,
     k: Tensor,
@@ -249,6 +252,7 @@ class RowGradients(NamedTuple):
     state_in: StateCotangent
 
 
+@torch.no_grad()
 def row_gradients(
     q: Tensor,
     k: Tensor,

@@ -205,6 +205,7 @@ def _leaving(x: Tensor, log_decay: Tensor, u: Tensor, span: Span) -> Tensor:
     return passed.add_(_weighted_sum(x, log_decay, steps, span.kept))
 
 
+@torch.no_grad()
 def state_fwd(x: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The summary of a row for the ranks behind it: u_out = D ⊙ u_in + u_loc.
 
@@ -230,6 +231,7 @@ def state_fwd(x: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None = None) ->
         return local, through.masked_fill((last > 0).any(1, keepdim=True), 0.0)
 
 
+@torch.no_grad()
 def out_fwd(
     x: Tensor,
     log_decay: Tensor,
@@ -266,6 +268,7 @@ def out_fwd(
         return y, u
 
 
+@torch.no_grad()
 def state_bwd(dy: Tensor, log_decay: Tensor, gamma: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """The cotangent U (B, D, E) of a row's incoming state that comes from the row's own outputs.
 
@@ -296,6 +299,7 @@ class RowGradients(NamedTuple):
     u_in: Tensor
 
 
+@torch.no_grad()
 def row_gradients(
     x: Tensor,
     log_decay: Tensor,
