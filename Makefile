@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install check test test-long quickstart golden clean
+.PHONY: install check test test-long gpu-check quickstart golden clean
 
 install: $(STAMP)
 
@@ -29,6 +29,10 @@ test: check
 # The rest: tests marked `long`. Exit code 5 says that there is none.
 test-long: install
 	$(BIN)/pytest --durations=10 -m long || test $$? -eq 5
+
+# What only a GPU can show: operators and models against fp64 on the device, then training in bf16.
+gpu-check: install
+	$(BIN)/pytest --durations=10 -m gpu tests/gpu
 
 # Corpus, training, resume and a sample of text, from nothing.
 quickstart: install

@@ -43,6 +43,12 @@ global_batch_size = 4
 """
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """All but the tests marked `gpu` run on CPUs, also where there is a GPU: hide it before torch is imported."""
+    if "not gpu" in config.option.markexpr or "gpu" not in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.fixture
 def root() -> Path:
     """The repository."""

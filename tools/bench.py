@@ -22,16 +22,27 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 
+from lightscale.kernels.gla import gla, gla_reference
+from lightscale.kernels.lightnet import lightnet_attention, lightnet_attention_reference
 from lightscale.kernels.lightning import (
     DEFAULT_CHUNK_SIZE,
     lightning_attention,
     lightning_attention_reference,
 )
+from lightscale.kernels.tpe import tpe_scan, tpe_scan_reference
 
-# Way → pass → the work, ready to run; every way has the same passes.
+# Way → pass → the work, ready to run.
 Ways = dict[str, dict[str, Callable[[], object]]]
+
+# What a linear mixer must reach on a CPU, forward and backward together.
+LEAST_SPEEDUP = 4.0
+GROWTH_AIM, GROWTH_LIMIT = 1.25, 1.5
+
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+# A work that took longer than this in the first round counts from there, and is not run again.
+SLOW_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +100,187 @@ def run_lightning(args: argparse.Namespace) -> Report:
     return compare(ways, subject="chunked", settings=settings, repeats=args.repeats)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """The operator of a mixer, without projections."""
+
+    inputs: Callable[[int], tuple[Tensor, ...]]
+    """For a row of so many tokens; gradients are taken of those that require one."""
+    chunked: Callable[..., Tensor]
+    naive: Callable[..., Tensor] | None
+    """The recurrence, one token at a time; None: there is none."""
+
+    def forward_backward(self, form: Callable[..., Tensor], num_tokens: int, *, calls: int) -> Callable[[], object]:
+        """``form`` on a row of ``num_tokens`` tokens with its backward, ``calls`` times."""
+        inputs = self.inputs(num_tokens)
+        leaves = tuple(x for x in inputs if x.requires_grad)
+        with torch.no_grad():
+            cotangent = torch.randn_like(form(*inputs))
+
+        def work() -> None:
+            for _ in range(calls):
+                torch.autograd.grad(form(*inputs), leaves, cotangent)
+
+        return work
+
+
+def mixers_arguments(parser: argparse.ArgumentParser) -> None:
+    """The shape of the operators, and what tells the time."""
+    parser.add_argument(
+        "--tokens",
+        type=positive,
+        nargs="+",
+        default=[2048, 8192, 32768],
+        help="tokens of the row; the recurrence runs at the smallest (default 2048 8192 32768)",
+    )
+    parser.add_argument("--heads", type=positive, default=4, help="heads (default 4)")
+    parser.add_argument("--width", type=positive, default=64, help="width of a head (default 64)")
+    parser.add_argument(
+        "--clock",
+        choices=CLOCKS,
+        default="wall",
+        help="cpu: seconds of this process alone, which others on the machine hardly disturb; with --threads 1",
+    )
+
+
+def operators(num_heads: int, width: int) -> dict[str, Operator]:
+    """By mixer. ``tpe`` is no mixer, but a scan over all channels, once in a model."""
+    generator = torch.Generator().manual_seed(0)
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).requires_grad_()
+
+    def attention(num_tokens: int, *, key_width: int = width) -> tuple[Tensor, ...]:
+        q, k = (leaf(1, num_tokens, num_heads, key_width) for _ in range(2))
+        return q, k, leaf(1, num_tokens, num_heads, width)
+
+    def fixed_decays(num_tokens: int) -> tuple[Tensor, ...]:
+        return *attention(num_tokens), -(2.0 ** -torch.arange(1, num_heads + 1))
+
+    def data_decays(num_tokens: int) -> tuple[Tensor, ...]:
+        q, _, v = attention(num_tokens)
+        log_decay = logsigmoid(leaf(*q.shape).detach())
+        return q, -torch.expm1(log_decay).requires_grad_(), v, log_decay.requires_grad_()
+
+    def with_phases(num_tokens: int) -> tuple[Tensor, ...]:
+        angles = torch.logspace(0, -4, num_heads * width).view(num_heads, width)
+        phases = torch.arange(num_tokens)[None, :, None, None] * angles
+        return *attention(num_tokens), phases.cos(), phases.sin()
+
+    def stream(num_tokens: int) -> tuple[Tensor, ...]:
+        channels = num_heads * width
+        log_decay = -torch.logspace(0, -3.6, width)
+        return leaf(1, num_tokens, channels), log_decay.requires_grad_(), leaf(channels, width)
+
+    def head_first(num_tokens: int) -> tuple[Tensor, ...]:
+        # The layout that softmax attention is made for, (B, H, T, width).
+        return tuple(leaf(1, num_heads, num_tokens, width) for _ in range(3))
+
+    return {
+        "tnl": Operator(
+            inputs=fixed_decays,
+            chunked=lambda *x: lightning_attention(*x, backend="chunked")[0],
+            naive=lambda *x: lightning_attention_reference(*x)[0],
+        ),
+        # LRPE doubles its keys.
+        "cosformer2": Operator(
+            inputs=lambda num_tokens: attention(num_tokens, key_width=2 * width),
+            chunked=lambda *x: lightning_attention(*x, None, backend="chunked")[0],
+            naive=lambda *x: lightning_attention_reference(*x, None)[0],
+        ),
+        "hgrn2": Operator(
+            inputs=data_decays,
+            chunked=lambda *x: gla(*x, backend="chunked")[0],
+            naive=lambda *x: gla_reference(*x)[0],
+        ),
+        "lightnet": Operator(
+            inputs=with_phases,
+            chunked=lambda q, k, v, *phases: lightnet_attention(q, k, v, phases=phases, backend="chunked")[0],
+            naive=lambda q, k, v, *phases: lightnet_attention_reference(q, k, v, phases=phases)[0],
+        ),
+        "tpe": Operator(
+            inputs=stream,
+            chunked=lambda *x: tpe_scan(*x, backend="chunked")[0],
+            naive=lambda *x: tpe_scan_reference(*x)[0],
+        ),
+        "llama": Operator(
+            inputs=head_first,
+            chunked=lambda *x: scaled_dot_product_attention(*x, is_causal=True),
+            naive=None,
+        ),
+    }
+
+
+def run_mixers(args: argparse.Namespace) -> Report:
+    """Every mixer in chunks at several lengths and by its recurrence; softmax attention for comparison."""
+    lengths = sorted(set(args.tokens))
+    shortest, longest = lengths[0], lengths[-1]
+    # A sample is about the same work at every length.
+    calls = {n: longest // n for n in lengths}
+    ways: Ways = {}
+    for name, operator in operators(args.heads, args.width).items():
+        works = {str(n): operator.forward_backward(operator.chunked, n, calls=calls[n]) for n in lengths}
+        if operator.naive is not None:
+            works["naive"] = operator.forward_backward(operator.naive, shortest, calls=1)
+        ways[name] = works
+    samples_s = time_in_turns(ways, args.repeats, clock=CLOCKS[args.clock])
+
+    mixers: dict[str, dict[str, Any]] = {}
+    for name, samples in samples_s.items():
+        median_s = {work: statistics.median(seconds) for work, seconds in samples.items()}
+        s_per_token = {n: median_s[str(n)] / (calls[n] * n) for n in lengths}
+        growth = s_per_token[longest] / s_per_token[shortest]
+        mixers[name] = {"s_per_token": s_per_token, "growth": growth}
+        if "naive" in median_s:
+            naive_s_per_token = median_s["naive"] / shortest
+            speedup = naive_s_per_token / s_per_token[shortest]
+            mixers[name] |= {
+                "naive_s_per_token": naive_s_per_token,
+                "speedup": speedup,
+                "reached": speedup >= LEAST_SPEEDUP and growth <= GROWTH_LIMIT,
+            }
+    options = {name: getattr(args, name) for name in ("heads", "width", "clock", "repeats")}
+    return Report(
+        settings={"dtype": "float32", "rows": 1, "tokens": lengths} | options,
+        figures={
+            "targets": {"speedup": LEAST_SPEEDUP, "growth_aim": GROWTH_AIM, "growth_limit": GROWTH_LIMIT},
+            "mixers": mixers,
+            "samples_s": samples_s,
+        },
+        table=mixers_table(mixers, lengths),
+    )
+
+
+def mixers_table(mixers: dict[str, dict[str, Any]], lengths: list[int]) -> Table:
+    """One line for each mixer: forward and backward, microseconds per token."""
+    table = Table(caption=f"forward + backward, µs per token; growth: aim {GROWTH_AIM}, limit {GROWTH_LIMIT}")
+    table.add_column("mixer")
+    table.add_column(f"naive, {lengths[0]} tokens", justify="right")
+    for n in lengths:
+        table.add_column(f"chunked, {n}", justify="right")
+    table.add_column(f"naive ÷ chunked, ≥ {LEAST_SPEEDUP:g}", justify="right")
+    table.add_column(f"growth {lengths[0]} → {lengths[-1]}", justify="right")
+    for name, found in mixers.items():
+        naive = f"{found['naive_s_per_token'] * 1e6:.1f}" if "speedup" in found else ""
+        speedup = f"{found['speedup']:.1f}" if "speedup" in found else ""
+        curve = [f"{seconds * 1e6:.1f}" for seconds in found["s_per_token"].values()]
+        missed = "" if found.get("reached", True) else " [red]missed[/red]"
+        label = name if "speedup" in found else f"{name} (softmax, SDPA)"
+        table.add_row(label, naive, *curve, speedup, f"{found['growth']:.2f}{missed}")
+    return table
+
+
 # A new benchmark is one entry here.
 BENCHMARKS = {
     "lightning": Benchmark(
         summary="lightning attention on the CPU: chunked, naive recurrence, softmax attention (SDPA)",
         add_arguments=lightning_arguments,
         run=run_lightning,
+    ),
+    "mixers": Benchmark(
+        summary="the operators of all mixers on the CPU: chunked at growing lengths, naive recurrence, SDPA",
+        add_arguments=mixers_arguments,
+        run=run_mixers,
     ),
 }
 
@@ -122,16 +308,27 @@ def passes(
     }
 
 
-def time_in_turns(ways: Ways, repeats: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of every pass of every way, ``repeats`` times in turns, after one round that does not count."""
+def time_in_turns(
+    ways: Ways, repeats: int, *, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, dict[str, list[float]]]:
+    """Seconds of every pass of every way, ``repeats`` times in turns, after one round that does not count.
+
+    A pass of more than ``SLOW_S`` is the exception: its one sample is that of the first round.
+    """
     samples_s: dict[str, dict[str, list[float]]] = {way: {name: [] for name in ways[way]} for way in ways}
+    slow = set()
     for repeat in range(repeats + 1):
         for way, works in ways.items():
             for name, work in works.items():
-                start = time.perf_counter()
+                if (way, name) in slow:
+                    continue
+                start = clock()
                 work()
-                if repeat:
-                    samples_s[way][name].append(time.perf_counter() - start)
+                elapsed_s = clock() - start
+                if repeat == 0 and elapsed_s > SLOW_S:
+                    slow.add((way, name))
+                if repeat or (way, name) in slow:
+                    samples_s[way][name].append(elapsed_s)
     return samples_s
 
 

@@ -1,0 +1,142 @@
+"""What only a GPU can show: `make gpu-check` runs these; everywhere else they skip.
+
+Correctness on the device comes first: operators and a whole model against fp64 on the CPU, then bf16 training, then a
+checkpoint. Each test runs in a process of its own, because a process is either on its CPU or on its GPU.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightscale.config import ModelConfig
+from lightscale.kernels.gla import gla, gla_reference
+from lightscale.kernels.lightnet import lightnet_attention, lightnet_attention_reference
+from lightscale.kernels.lightning import lightning_attention, lightning_attention_reference
+from lightscale.models.language_model import LanguageModel, transformer_config
+from lightscale.models.registry import MIXERS
+from lightscale.parallel.engine import AdamW, Engine
+from lightscale.parallel.initialization import draw_weights, named_parameters
+from lightscale.parallel.mesh import start_mesh
+from lightscale.training.run_directory import read_metrics
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: run `make gpu-check` on a machine that has one"),
+]
+B, T, H, K = 2, 1000, 4, 64
+RunRanks = Callable[..., list[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    positions: Tensor
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.cpu().double() - expected).norm() / expected.norm())
+
+
+def compare(operator: Callable[..., Any], reference: Callable[..., Any], inputs: list[Tensor], limit: float) -> None:
+    """Outputs and every gradient on the device against the reference in fp64 on the CPU."""
+    exact = [x.double().cpu().requires_grad_() for x in inputs]
+    device = [x.cuda().requires_grad_() for x in inputs]
+    expected, found = reference(*exact)[0], operator(*device)[0]
+    do = torch.randn_like(expected)
+    expected.backward(do)
+    found.backward(do.to(found))
+    assert error(found.detach(), expected.detach()) < limit
+    for x, y in zip(device, exact, strict=True):
+        assert x.grad is not None and y.grad is not None
+        assert error(x.grad, y.grad) < limit
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-3)])
+@pytest.mark.parametrize("name", ["lightning", "gla", "lightnet"])
+def test_operators_agree_with_fp64(name: str, dtype: torch.dtype, limit: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, T, H, K, generator=generator).to(dtype) for _ in range(3))
+    if name == "lightning":
+        log_decay = -torch.tensor([0.001, 0.01, 0.1, 1.0])
+        compare(
+            lambda q, k, v: lightning_attention(q, k, v, log_decay.cuda()),
+            lambda q, k, v: lightning_attention_reference(q, k, v, log_decay.double()),
+            [q, k, v],
+            limit,
+        )
+    elif name == "gla":
+        log_decay = -torch.rand(B, T, H, K, generator=generator)
+        compare(gla, gla_reference, [q, k, v, log_decay], limit)
+    else:
+        compare(lightnet_attention, lightnet_attention_reference, [q, k, v], limit)
+
+
+def loss_and_gradients(rank: int, world_size: int, init_method: str, mixer: str, on_gpu: bool) -> Any:
+    """One process, one batch; fp32 on the GPU, fp64 on the CPU."""
+    model = ModelConfig(mixer=mixer, num_layers=2, width=256, num_heads=8, glu_width=384, vocab_size=512)
+    dtype = torch.float32 if on_gpu else torch.float64
+    with start_mesh(rank=rank, world_size=world_size, init_method=init_method) as mesh:
+        assert (mesh.device.type == "cuda") == on_gpu
+        assert ("lightscale.parallel.cpu" in sys.modules) != on_gpu, "the redirection is for CPUs only"
+        config = transformer_config(model, mesh, dtype)
+        module = LanguageModel(config, model, vocab_size=512, mesh=mesh)
+        draw_weights(module, seed=0, tensor_rank=0, tensor_size=1)
+        engine = Engine(module, config, mesh, sequence_length=512, micro_batch_size=2, adamw=AdamW())
+        tokens = torch.randint(0, 512, (2, 513), generator=torch.Generator().manual_seed(1))
+        positions = torch.arange(512).repeat(2, 1)
+        positions[0, 200:] -= 200
+        batch = MicroBatch(
+            tokens=tokens[:, :-1].to(mesh.device),
+            labels=tokens[:, 1:].to(mesh.device),
+            loss_mask=torch.ones(2, 512, device=mesh.device),
+            positions=positions.to(mesh.device),
+        )
+        loss = engine.forward_backward([batch]).mean
+        names = {id(parameter): name for name, parameter in named_parameters(module)}
+        return loss, {names[id(p)]: gradient.double().cpu() for _, p, gradient in engine.gradients()}
+
+
+@pytest.mark.parametrize("mixer", sorted(MIXERS))
+def test_a_model_on_the_gpu_equals_the_cpu(run_ranks: RunRanks, mixer: str) -> None:
+    loss, gradients = run_ranks(loss_and_gradients, 1, mixer, True, env={"NVIDIA_TF32_OVERRIDE": "0"})[0]
+    exact, expected = run_ranks(loss_and_gradients, 1, mixer, False, env={"CUDA_VISIBLE_DEVICES": ""})[0]
+    assert abs(loss - exact) < 1e-5
+    for name, gradient in expected.items():
+        assert error(gradients[name], gradient) < 1e-3, name
+
+
+def test_bf16_training_learns_saves_and_resumes(tmp_path: Path, root: Path) -> None:
+    """The quickstart's configuration for 60 steps in bf16, stopped at 30 by its own length, from one corpus."""
+    lightscale = [sys.executable, "-m", "lightscale"]
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    store, run = tmp_path / "store", tmp_path / "run"
+    prepare = [
+        "data",
+        "prepare",
+        "--corpus",
+        "stdlib",
+        "--out",
+        str(store),
+        "--vocab-size",
+        "4096",
+        "--validation",
+        "0.02",
+    ]
+    subprocess.run([*lightscale, *prepare], check=True, env=environment)
+    common = [f"data.store={store}", "optimizer.schedule=constant", "checkpoint.every=30", "--processes", "1"]
+    for steps in (30, 60):
+        train = ["train", str(root / "configs" / "quickstart.toml"), "--run", str(run), f"train.steps={steps}", *common]
+        subprocess.run([*lightscale, *train], check=True, env=environment)
+    losses = [line["loss"] for line in read_metrics(run / "metrics.jsonl") if "loss" in line]
+    assert len(losses) == 60
+    assert sum(losses[-5:]) / 5 < losses[0] - 1.5
