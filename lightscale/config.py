@@ -230,9 +230,7 @@ class TrainConfig(Section):
             raise ValueError(f"exactly one of train.steps and train.tokens sets the run's length; {found}")
         if self.profile_steps and self.profile_steps[0] > self.profile_steps[1]:
             first, last = self.profile_steps
-            raise ValueError(
-                f"train.profile_steps = [{first}, {last}] runs backwards; [{last}, {first}] would do"
-            )
+            raise ValueError(f"train.profile_steps = [{first}, {last}] runs backwards; [{last}, {first}] would do")
         if self.init_from is not None and not _RUN_AT_STEP.fullmatch(self.init_from):
             raise ValueError(f'train.init_from = "{self.init_from}" must be RUN@STEP, like "runs/first@1000"')
         return self
@@ -378,9 +376,7 @@ def _data_ranks(parallel: ParallelConfig, world_size: int) -> int:
     """Ranks along the data axis; the product of all axes is then the world size."""
     assert world_size >= 1, world_size
     inner = parallel.tensor * parallel.pipeline * parallel.sequence
-    axes = ", ".join(
-        f"parallel.{axis} = {getattr(parallel, axis)}" for axis in ("tensor", "pipeline", "sequence")
-    )
+    axes = ", ".join(f"parallel.{axis} = {getattr(parallel, axis)}" for axis in ("tensor", "pipeline", "sequence"))
     if parallel.data is None:
         if world_size % inner:
             raise UserError(

@@ -80,9 +80,7 @@ def test_exit_code_is_the_commands(command: ModuleType) -> None:
     assert main(["probe"]) == 75
 
 
-def test_a_persons_mistake_is_one_message_and_78(
-    command: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_persons_mistake_is_one_message_and_78(command: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     def run(args: Namespace) -> int:
         raise UserError("first\nsecond")
 
@@ -127,9 +125,7 @@ def test_a_closed_pipe_is_quiet(tmp_path: Path, tiny_run: Path) -> None:
     assert (process.returncode, errors) == (cli.EXIT_BROKEN_PIPE, "")
 
 
-def test_overrides_may_stand_on_both_sides_of_options(
-    command: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_overrides_may_stand_on_both_sides_of_options(command: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     def add_arguments(parser: ArgumentParser) -> None:
         parser.add_argument("config")
         parser.add_argument("overrides", nargs="*")

@@ -119,9 +119,7 @@ def test_run_length_in_tokens_is_rounded_up_to_steps(tiny_config: TinyConfig) ->
         (["metrics.position_buckets=65"], ["metrics.position_buckets = 65", "data.sequence_length = 64"]),
     ],
 )
-def test_impossible_combination_is_refused(
-    tiny_config: TinyConfig, overrides: list[str], words: list[str]
-) -> None:
+def test_impossible_combination_is_refused(tiny_config: TinyConfig, overrides: list[str], words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         tiny_config(*overrides)
     assert "\n" not in str(caught.value)

@@ -66,9 +66,7 @@ def test_malformed_override_is_refused(tiny_run: Path, override: str) -> None:
 
 def test_mistakes_in_a_file_name_the_file_that_holds_them(tiny_run: Path, tmp_path: Path) -> None:
     run = tmp_path / "run.toml"
-    run.write_text(
-        f'extends = "{tiny_run.name}"\n[model]\nnum_heds = 4\n[train]\nsteps = "x"\n', encoding="utf-8"
-    )
+    run.write_text(f'extends = "{tiny_run.name}"\n[model]\nnum_heds = 4\n[train]\nsteps = "x"\n', encoding="utf-8")
     tiny_run.write_text(tiny_run.read_text().replace("lr = 1e-3", 'lr = "high"'), encoding="utf-8")
     assert refusal(run).split("\n") == [
         f"{run}: unknown key model.num_heds; did you mean model.num_heads?",
@@ -81,8 +79,7 @@ def test_missing_sections_and_keys_are_named(tmp_path: Path) -> None:
     run = tmp_path / "run.toml"
     run.write_text("[optimizer]\n[train]\nsteps = 1\nglobal_batch_size = 1\n", encoding="utf-8")
     assert refusal(run).split("\n") == [
-        f"{run}: the section [model] is missing; "
-        "it needs num_layers, width, num_heads, glu_width, vocab_size",
+        f"{run}: the section [model] is missing; it needs num_layers, width, num_heads, glu_width, vocab_size",
         f"{run}: the section [data] is missing; it needs store, sequence_length",
         f"{run}: optimizer.lr is missing; it must be a number > 0",
     ]
@@ -113,9 +110,7 @@ def test_extends_in_a_circle_is_refused_with_the_circle(tmp_path: Path) -> None:
 def test_later_wins_from_base_to_override(tiny_run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "sub"
     folder.mkdir()
-    (folder / "first.toml").write_text(
-        "[train]\nseed = 1\nsteps = 10\n[optimizer]\neps = 0.1\n", encoding="utf-8"
-    )
+    (folder / "first.toml").write_text("[train]\nseed = 1\nsteps = 10\n[optimizer]\neps = 0.1\n", encoding="utf-8")
     (folder / "second.toml").write_text("[train]\nseed = 2\n", encoding="utf-8")
     run = tmp_path / "run.toml"
     run.write_text(

@@ -18,9 +18,7 @@ SAME_LAYER = {"config_fields": "config", "config_files": "config", "config_comma
 DATA_PIPELINE_IMPORTS = {"errors", "config", "data_pipeline"}
 DATA_PIPELINE_USERS = {"data_pipeline", *LAYERS[LAYERS.index("training") :]}
 # Importer and imported of the imports that are inside a function on purpose.
-LATE = {
-    ("lightscale.parallel.mesh", "lightscale.parallel.cpu")
-}  # must not even be loaded where there is a GPU
+LATE = {("lightscale.parallel.mesh", "lightscale.parallel.cpu")}  # must not even be loaded where there is a GPU
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
@@ -47,9 +45,7 @@ def modules(root: Path) -> dict[str, ast.Module]:
 def imports(trees: dict[str, ast.Module]) -> Iterator[Import]:
     """Every import of a module of lightscale by another."""
     for importer, tree in trees.items():
-        functions = [
-            node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        ]
+        functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
         late = {id(node) for function in functions for node in ast.walk(function)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
@@ -62,9 +58,7 @@ def imports(trees: dict[str, ast.Module]) -> Iterator[Import]:
                 continue
             for name in dict.fromkeys(names):
                 if name.partition(".")[0] == "lightscale" and name != importer:
-                    yield Import(
-                        importer=importer, imported=name, line=node.lineno, in_function=id(node) in late
-                    )
+                    yield Import(importer=importer, imported=name, line=node.lineno, in_function=id(node) in late)
 
 
 def layer(module: str) -> str:

@@ -19,17 +19,13 @@ ROOT = Path(__file__).resolve().parent.parent
 LINKS = ("kernels", "parallel", "data_pipeline", "launch")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
-FIND_ORIGIN = (
-    "import importlib.util, sys; spec = importlib.util.find_spec(sys.argv[1]); print(spec and spec.origin)"
-)
+FIND_ORIGIN = "import importlib.util, sys; spec = importlib.util.find_spec(sys.argv[1]); print(spec and spec.origin)"
 
 
 def find_origin(name: str, folder: Path) -> str:
     """The file that `import NAME` would load for a script in `folder`, "None" where there is none."""
     command = [sys.executable, "-c", FIND_ORIGIN, name]
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, check=True, timeout=60
-    ).stdout.strip()
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
 
 
 def repository_files() -> list[Path]:
@@ -104,9 +100,7 @@ def test_every_import_is_a_declared_dependency() -> None:
 
 
 def test_no_file_names_a_folder_of_some_machine() -> None:
-    somewhere = re.compile(
-        rb"(?<![\w.}$>/-])/(home|root|Users|work|workspace)/\w|" + re.escape(os.fsencode(ROOT))
-    )
+    somewhere = re.compile(rb"(?<![\w.}$>/-])/(home|root|Users|work|workspace)/\w|" + re.escape(os.fsencode(ROOT)))
     guilty = [str(path) for path in repository_files() if somewhere.search(path.read_bytes())]
     assert guilty == []
 

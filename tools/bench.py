@@ -106,8 +106,9 @@ class Operator:
 
     inputs: Callable[[int], tuple[Tensor, ...]]
     """For a row of so many tokens; gradients are taken of those that require one."""
-    chunked: Callable[..., Tensor]
-    naive: Callable[..., Tensor] | None
+    fast: Callable[..., Tensor]
+    """What training uses."""
+    naive: Callable[..., Tensor] | None = None
     """The recurrence, one token at a time; None: there is none."""
 
     def forward_backward(self, form: Callable[..., Tensor], num_tokens: int, *, calls: int) -> Callable[[], object]:
@@ -122,6 +123,90 @@ class Operator:
                 torch.autograd.grad(form(*inputs), leaves, cotangent)
 
         return work
+
+
+class Inputs:
+    """Random inputs of the operators, for one row."""
+
+    def __init__(self, num_heads: int, width: int) -> None:
+        self.num_heads, self.width = num_heads, width
+        self._generator = torch.Generator().manual_seed(0)
+
+    def _leaf(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator).requires_grad_()
+
+    def plain(self, num_tokens: int, *, key_width: int | None = None) -> tuple[Tensor, ...]:
+        """q, k, v."""
+        q, k = (self._leaf(1, num_tokens, self.num_heads, key_width or self.width) for _ in range(2))
+        return q, k, self._leaf(1, num_tokens, self.num_heads, self.width)
+
+    def doubled_keys(self, num_tokens: int) -> tuple[Tensor, ...]:
+        """q, k, v as after LRPE."""
+        return self.plain(num_tokens, key_width=2 * self.width)
+
+    def fixed_decay(self, num_tokens: int) -> tuple[Tensor, ...]:
+        """q, k, v and a decay per head."""
+        return *self.plain(num_tokens), -(2.0 ** -torch.arange(1, self.num_heads + 1))
+
+    def data_dependent_decay(self, num_tokens: int) -> tuple[Tensor, ...]:
+        """q, k, v and a decay per token and channel, k what it leaves."""
+        q, _, v = self.plain(num_tokens)
+        log_decay = logsigmoid(torch.randn(q.shape, generator=self._generator))
+        k = -torch.expm1(log_decay)
+        return q, k.requires_grad_(), v, log_decay.requires_grad_()
+
+    def phases(self, num_tokens: int) -> tuple[Tensor, ...]:
+        """q, k, v and LRPE's cos and sin."""
+        angles = torch.logspace(0, -4, self.num_heads * self.width).view(self.num_heads, self.width)
+        phases = torch.arange(num_tokens)[None, :, None, None] * angles
+        return *self.plain(num_tokens), phases.cos(), phases.sin()
+
+    def stream(self, num_tokens: int) -> tuple[Tensor, ...]:
+        """x, decays with time scales from 1 to 4096 tokens, and γ."""
+        channels = self.num_heads * self.width
+        log_decay = -torch.logspace(0, -12, self.width, base=2)
+        return self._leaf(1, num_tokens, channels), log_decay.requires_grad_(), self._leaf(channels, self.width)
+
+    def heads_first(self, num_tokens: int) -> tuple[Tensor, ...]:
+        """q, k, v in the layout that softmax attention is made for, (B, H, T, width)."""
+        q, k, v = (self._leaf(1, self.num_heads, num_tokens, self.width) for _ in range(3))
+        return q, k, v
+
+
+def operators(num_heads: int, width: int) -> dict[str, Operator]:
+    """By mixer. ``tpe`` is no mixer, but a scan over all channels, once in a model."""
+    inputs = Inputs(num_heads, width)
+    return {
+        "tnl": Operator(
+            inputs=inputs.fixed_decay,
+            fast=lambda *x: lightning_attention(*x, backend="chunked")[0],
+            naive=lambda *x: lightning_attention_reference(*x)[0],
+        ),
+        "cosformer2": Operator(
+            inputs=inputs.doubled_keys,
+            fast=lambda *x: lightning_attention(*x, backend="chunked")[0],
+            naive=lambda q, k, v: lightning_attention_reference(q, k, v, None)[0],
+        ),
+        "hgrn2": Operator(
+            inputs=inputs.data_dependent_decay,
+            fast=lambda *x: gla(*x, backend="chunked")[0],
+            naive=lambda *x: gla_reference(*x)[0],
+        ),
+        "lightnet": Operator(
+            inputs=inputs.phases,
+            fast=lambda q, k, v, *phases: lightnet_attention(q, k, v, phases=phases, backend="chunked")[0],
+            naive=lambda q, k, v, *phases: lightnet_attention_reference(q, k, v, phases=phases)[0],
+        ),
+        "tpe": Operator(
+            inputs=inputs.stream,
+            fast=lambda *x: tpe_scan(*x, backend="chunked")[0],
+            naive=lambda *x: tpe_scan_reference(*x)[0],
+        ),
+        "llama": Operator(
+            inputs=inputs.heads_first,
+            fast=lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True),
+        ),
+    }
 
 
 def mixers_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,106 +224,26 @@ def mixers_arguments(parser: argparse.ArgumentParser) -> None:
         "--clock",
         choices=CLOCKS,
         default="wall",
-        help="cpu: seconds of this process alone, which others on the machine hardly disturb; with --threads 1",
+        help="cpu: this process's own time, which others hardly disturb; with --threads 1 (default wall)",
     )
 
 
-def operators(num_heads: int, width: int) -> dict[str, Operator]:
-    """By mixer. ``tpe`` is no mixer, but a scan over all channels, once in a model."""
-    generator = torch.Generator().manual_seed(0)
-
-    def leaf(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).requires_grad_()
-
-    def attention(num_tokens: int, *, key_width: int = width) -> tuple[Tensor, ...]:
-        q, k = (leaf(1, num_tokens, num_heads, key_width) for _ in range(2))
-        return q, k, leaf(1, num_tokens, num_heads, width)
-
-    def fixed_decays(num_tokens: int) -> tuple[Tensor, ...]:
-        return *attention(num_tokens), -(2.0 ** -torch.arange(1, num_heads + 1))
-
-    def data_decays(num_tokens: int) -> tuple[Tensor, ...]:
-        q, _, v = attention(num_tokens)
-        log_decay = logsigmoid(leaf(*q.shape).detach())
-        return q, -torch.expm1(log_decay).requires_grad_(), v, log_decay.requires_grad_()
-
-    def with_phases(num_tokens: int) -> tuple[Tensor, ...]:
-        angles = torch.logspace(0, -4, num_heads * width).view(num_heads, width)
-        phases = torch.arange(num_tokens)[None, :, None, None] * angles
-        return *attention(num_tokens), phases.cos(), phases.sin()
-
-    def stream(num_tokens: int) -> tuple[Tensor, ...]:
-        channels = num_heads * width
-        log_decay = -torch.logspace(0, -3.6, width)
-        return leaf(1, num_tokens, channels), log_decay.requires_grad_(), leaf(channels, width)
-
-    def head_first(num_tokens: int) -> tuple[Tensor, ...]:
-        # The layout that softmax attention is made for, (B, H, T, width).
-        return tuple(leaf(1, num_heads, num_tokens, width) for _ in range(3))
-
-    return {
-        "tnl": Operator(
-            inputs=fixed_decays,
-            chunked=lambda *x: lightning_attention(*x, backend="chunked")[0],
-            naive=lambda *x: lightning_attention_reference(*x)[0],
-        ),
-        # LRPE doubles its keys.
-        "cosformer2": Operator(
-            inputs=lambda num_tokens: attention(num_tokens, key_width=2 * width),
-            chunked=lambda *x: lightning_attention(*x, None, backend="chunked")[0],
-            naive=lambda *x: lightning_attention_reference(*x, None)[0],
-        ),
-        "hgrn2": Operator(
-            inputs=data_decays,
-            chunked=lambda *x: gla(*x, backend="chunked")[0],
-            naive=lambda *x: gla_reference(*x)[0],
-        ),
-        "lightnet": Operator(
-            inputs=with_phases,
-            chunked=lambda q, k, v, *phases: lightnet_attention(q, k, v, phases=phases, backend="chunked")[0],
-            naive=lambda q, k, v, *phases: lightnet_attention_reference(q, k, v, phases=phases)[0],
-        ),
-        "tpe": Operator(
-            inputs=stream,
-            chunked=lambda *x: tpe_scan(*x, backend="chunked")[0],
-            naive=lambda *x: tpe_scan_reference(*x)[0],
-        ),
-        "llama": Operator(
-            inputs=head_first,
-            chunked=lambda *x: scaled_dot_product_attention(*x, is_causal=True),
-            naive=None,
-        ),
-    }
-
-
 def run_mixers(args: argparse.Namespace) -> Report:
-    """Every mixer in chunks at several lengths and by its recurrence; softmax attention for comparison."""
+    """Every mixer's operator at several lengths, and its recurrence at the smallest; softmax attention beside them."""
     lengths = sorted(set(args.tokens))
-    shortest, longest = lengths[0], lengths[-1]
-    # A sample is about the same work at every length.
-    calls = {n: longest // n for n in lengths}
+    # About the same work in a sample of every length.
+    calls = {n: lengths[-1] // n for n in lengths}
     ways: Ways = {}
     for name, operator in operators(args.heads, args.width).items():
-        works = {str(n): operator.forward_backward(operator.chunked, n, calls=calls[n]) for n in lengths}
+        ways[name] = {str(n): operator.forward_backward(operator.fast, n, calls=calls[n]) for n in lengths}
         if operator.naive is not None:
-            works["naive"] = operator.forward_backward(operator.naive, shortest, calls=1)
-        ways[name] = works
+            ways[name]["naive"] = operator.forward_backward(operator.naive, lengths[0], calls=1)
     samples_s = time_in_turns(ways, args.repeats, clock=CLOCKS[args.clock])
-
-    mixers: dict[str, dict[str, Any]] = {}
-    for name, samples in samples_s.items():
-        median_s = {work: statistics.median(seconds) for work, seconds in samples.items()}
-        s_per_token = {n: median_s[str(n)] / (calls[n] * n) for n in lengths}
-        growth = s_per_token[longest] / s_per_token[shortest]
-        mixers[name] = {"s_per_token": s_per_token, "growth": growth}
-        if "naive" in median_s:
-            naive_s_per_token = median_s["naive"] / shortest
-            speedup = naive_s_per_token / s_per_token[shortest]
-            mixers[name] |= {
-                "naive_s_per_token": naive_s_per_token,
-                "speedup": speedup,
-                "reached": speedup >= LEAST_SPEEDUP and growth <= GROWTH_LIMIT,
-            }
+    tokens = {str(n): calls[n] * n for n in lengths} | {"naive": lengths[0]}
+    mixers = {
+        name: scaling({work: statistics.median(taken) / tokens[work] for work, taken in samples.items()}, lengths)
+        for name, samples in samples_s.items()
+    }
     options = {name: getattr(args, name) for name in ("heads", "width", "clock", "repeats")}
     return Report(
         settings={"dtype": "float32", "rows": 1, "tokens": lengths} | options,
@@ -251,22 +256,32 @@ def run_mixers(args: argparse.Namespace) -> Report:
     )
 
 
+def scaling(s_per_token: dict[str, float], lengths: list[int]) -> dict[str, Any]:
+    """How a mixer's time per token grows with the length, and how many times its recurrence's it is."""
+    found: dict[str, Any] = {"s_per_token": s_per_token}
+    found["growth"] = s_per_token[str(lengths[-1])] / s_per_token[str(lengths[0])]
+    if "naive" in s_per_token:
+        found["speedup"] = s_per_token["naive"] / s_per_token[str(lengths[0])]
+        found["reached"] = found["speedup"] >= LEAST_SPEEDUP and found["growth"] <= GROWTH_LIMIT
+    return found
+
+
 def mixers_table(mixers: dict[str, dict[str, Any]], lengths: list[int]) -> Table:
-    """One line for each mixer: forward and backward, microseconds per token."""
-    table = Table(caption=f"forward + backward, µs per token; growth: aim {GROWTH_AIM}, limit {GROWTH_LIMIT}")
+    """One line for each mixer."""
+    table = Table(
+        title="forward + backward, µs per token",
+        caption=f"speed-up: of the fast form over the recurrence at {lengths[0]} tokens, at least {LEAST_SPEEDUP:g}\n"
+        f"growth: {lengths[-1]} tokens beside {lengths[0]}, aim {GROWTH_AIM}, limit {GROWTH_LIMIT}",
+    )
     table.add_column("mixer")
-    table.add_column(f"naive, {lengths[0]} tokens", justify="right")
-    for n in lengths:
-        table.add_column(f"chunked, {n}", justify="right")
-    table.add_column(f"naive ÷ chunked, ≥ {LEAST_SPEEDUP:g}", justify="right")
-    table.add_column(f"growth {lengths[0]} → {lengths[-1]}", justify="right")
+    for heading in ("naive", *map(str, lengths), "speed-up", "growth"):
+        table.add_column(heading, justify="right")
     for name, found in mixers.items():
-        naive = f"{found['naive_s_per_token'] * 1e6:.1f}" if "speedup" in found else ""
+        seconds = found["s_per_token"]
+        times = [f"{seconds[work] * 1e6:.1f}" if work in seconds else "" for work in ("naive", *map(str, lengths))]
         speedup = f"{found['speedup']:.1f}" if "speedup" in found else ""
-        curve = [f"{seconds * 1e6:.1f}" for seconds in found["s_per_token"].values()]
-        missed = "" if found.get("reached", True) else " [red]missed[/red]"
-        label = name if "speedup" in found else f"{name} (softmax, SDPA)"
-        table.add_row(label, naive, *curve, speedup, f"{found['growth']:.2f}{missed}")
+        mark = "" if found.get("reached", True) else " [red]missed[/red]"
+        table.add_row(name, *times, speedup, f"{found['growth']:.2f}{mark}")
     return table
 
 

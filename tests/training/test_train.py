@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import runpy
 import shlex
 import shutil
 import signal
@@ -19,6 +20,8 @@ from lightscale.cli import main
 from lightscale.config_files import load
 from lightscale.training.checkpoint import list_steps
 from lightscale.training.run_directory import RunDirectory, read_lines, read_metrics
+
+commands = runpy.run_path(str(Path(__file__).with_name("rank_commands.py")))["commands"]
 
 RunRanks = Callable[..., list[Any]]
 StepsOf = Callable[[list[dict[str, Any]]], dict[int, tuple[Any, ...]]]
@@ -206,40 +209,6 @@ def copy_at(run: RunDirectory, step: int, path: Path) -> RunDirectory:
         if newer > step:
             shutil.rmtree(copy.checkpoints / f"step-{newer:08d}")
     return copy
-
-
-def commands(
-    rank: int, world_size: int, init_method: str, folder: str, lines: list[list[str]]
-) -> list[tuple[int, str]]:
-    """Exit code and stderr of `lightscale …` for each of ``lines``, as a rank that torchrun started."""
-    import contextlib
-    import socket
-
-    os.chdir(folder)
-    results = []
-    for number, words in enumerate(lines):
-        place = Path(init_method.removeprefix("file://") + f"-port-{number}")
-        if rank == 0:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                place.with_suffix(".tmp").write_text(str(probe.getsockname()[1]))
-            place.with_suffix(".tmp").rename(place)
-        while not place.exists():
-            time.sleep(0.01)
-        os.environ.update(
-            RANK=str(rank),
-            WORLD_SIZE=str(world_size),
-            LOCAL_RANK=str(rank),
-            LOCAL_WORLD_SIZE=str(world_size),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=place.read_text(),
-        )
-        # A file, because a rank's fault handler writes to stderr's descriptor.
-        with Path(f"{place}-{rank}").open("w+") as captured, contextlib.redirect_stderr(captured):
-            code = main(words)
-            captured.seek(0)
-            results.append((code, captured.read()))
-    return results
 
 
 def test_one_rank_goes_on_where_two_left_and_the_reverse(

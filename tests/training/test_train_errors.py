@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import runpy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,8 @@ from lightscale.cli import main
 from lightscale.training.checkpoint import list_steps
 from lightscale.training.manifest import read_manifest, verify_files
 from lightscale.training.run_directory import RunDirectory, read_lines, read_metrics
+
+commands = runpy.run_path(str(Path(__file__).with_name("rank_commands.py")))["commands"]
 
 RunRanks = Callable[..., list[Any]]
 
@@ -171,24 +174,25 @@ def test_a_loss_that_is_no_number_stops_the_run(workplace: Path, train: Callable
         verify_files(path, manifest, manifest.files)
 
 
-def test_what_only_the_ranks_notice(
-    workplace: Path, whole: tuple[RunDirectory, Any], train: Callable[..., Any], tmp_path: Path
+def test_what_only_ranks_notice(
+    workplace: Path, whole: tuple[RunDirectory, Any], tmp_path: Path, run_ranks: RunRanks
 ) -> None:
-    """Another text under the same name, when a run is resumed."""
     shutil.copytree(whole[0].path, tmp_path / "run")
     run = RunDirectory(tmp_path / "run")
     run.status.unlink()
     before = fingerprint(run.checkpoints)
-    ended = train(
-        "run.toml",
-        "parallel.sequence=1",
-        "data.store=other",
-        "data.validation={}",
-        "train.validate_every=0",
-        "--run",
-        str(run.path),
+    resume = ["train", "run.toml", "parallel.sequence=1", "--run", str(run.path)]
+    lines = [
+        # Another text under the same name, when a run is resumed.
+        [*resume, "data.store=other", "data.validation.other.store=store", 'data.validation.other.source="words"'],
+        ["train", "run.toml", "model.mixer=tml", "--run", str(tmp_path / "mixer")],
+    ]
+    (data_code, data_text), (mixer_code, mixer_text) = run_ranks(commands, 1, str(workplace), lines)[0]
+    assert (data_code, mixer_code) == (78, 78)
+    assert "Traceback" not in data_text + mixer_text
+    assert re.search(
+        r"^error: other: the data is not what this run was trained on \(store: \w+ then, \w+ now; source words: ",
+        data_text.splitlines()[-1],
     )
-    assert ended.code == 78
-    assert "Traceback" not in ended.stderr
-    assert ended.last_line.startswith("error: other: the data is not what this run was trained on (store: ")
+    assert mixer_text.startswith("error: model.mixer = 'tml': no such mixer; did you mean tnl?")
     assert fingerprint(run.checkpoints) == before

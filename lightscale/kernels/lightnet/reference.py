@@ -17,9 +17,8 @@ def lightnet_attention_reference(
 ) -> tuple[Tensor, LightNetState]:
     """The recurrence written out: S_t = diag(1 - k̄_t) S_{t-1} + φ(k̄_t) v_tᵀ and o_t = S_tᵀ φ(q_t).
 
-    k̄_t = exp(k_t - z_t) with z_t = logaddexp(z_{t-1}, k_t) (LightNet, equation 7). Everything is computed in the
-    dtype of the inputs, so fp64 inputs give an fp64 oracle, and autograd differentiates it, through the phases
-    too. Nothing here is shared with the chunked form.
+    k̄_t = exp(k_t - z_t) with z_t = logaddexp(z_{t-1}, k_t) (LightNet, equation 7). Computed in the dtype of the
+    inputs, so fp64 inputs give an fp64 oracle, and differentiated by autograd. The chunked form shares none of it.
 
     Args:
         q: queries (B, T, H, K).
@@ -34,12 +33,11 @@ def lightnet_attention_reference(
         The outputs (B, T, H, V) and each row's last state.
     """
     num_rows, num_tokens, num_heads, key_width = q.shape
-    halves = 1 if phases is None else 2
-    if initial_state is None:
-        z = k.new_full((num_rows, num_heads, key_width), -torch.inf)
-        S = v.new_zeros(num_rows, num_heads, halves * key_width, v.shape[3])
-    else:
-        z, S = initial_state
+    state_rows = key_width if phases is None else 2 * key_width
+    z, S = initial_state or (
+        k.new_full((num_rows, num_heads, key_width), -torch.inf),
+        v.new_zeros(num_rows, num_heads, state_rows, v.shape[3]),
+    )
     document_starts = set() if cu_seqlens is None else set(cu_seqlens.tolist())
     cos, sin = (None, None) if phases is None else phases
 
@@ -60,11 +58,11 @@ def lightnet_attention_reference(
         past, new = torch.exp(z - larger), torch.exp(k_t - larger)
         total = torch.where(finite, past + new, 1.0)
         z = torch.where(finite, larger + torch.log(total), -torch.inf)
-        forget, write = past / total, new / total  # 1 - k̄ without cancellation, and k̄
+        keep, write = past / total, new / total  # 1 - k̄ without cancellation, and k̄
         if cos_t is not None and sin_t is not None:
             q_t = torch.cat([q_t * cos_t, q_t * sin_t], dim=-1)
             write = torch.cat([write * cos_t, write * sin_t], dim=-1)
-            forget = torch.cat([forget, forget], dim=-1)
-        S = forget.unsqueeze(-1) * S + write.unsqueeze(-1) * v_t.unsqueeze(-2)
+            keep = torch.cat([keep, keep], dim=-1)
+        S = keep.unsqueeze(-1) * S + write.unsqueeze(-1) * v_t.unsqueeze(-2)
         outputs.append((q_t.unsqueeze(-2) @ S).squeeze(-2))
     return torch.stack(outputs, dim=1) if outputs else v.clone(), LightNetState(z, S)

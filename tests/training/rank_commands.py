@@ -1,0 +1,40 @@
+"""Several `lightscale` commands in one process, as a rank that torchrun started. Loaded by path (runpy)."""
+
+import contextlib
+import os
+import socket
+import time
+from pathlib import Path
+
+from lightscale.cli import main
+
+
+def commands(
+    rank: int, world_size: int, init_method: str, folder: str, lines: list[list[str]]
+) -> list[tuple[int, str]]:
+    """Exit code and stderr of `lightscale …` for each of ``lines``, as a rank that torchrun started."""
+    os.chdir(folder)
+    results = []
+    for number, words in enumerate(lines):
+        place = Path(init_method.removeprefix("file://") + f"-port-{number}")
+        if rank == 0:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                place.with_suffix(".tmp").write_text(str(probe.getsockname()[1]))
+            place.with_suffix(".tmp").rename(place)
+        while not place.exists():
+            time.sleep(0.01)
+        os.environ.update(
+            RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_RANK=str(rank),
+            LOCAL_WORLD_SIZE=str(world_size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=place.read_text(),
+        )
+        # A file, because a rank's fault handler writes to stderr's descriptor.
+        with Path(f"{place}-{rank}").open("w+") as captured, contextlib.redirect_stderr(captured):
+            code = main(words)
+            captured.seek(0)
+            results.append((code, captured.read()))
+    return results
