@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from lightscale.errors import UserError
+from lightscale.kernels.common.checks import check_device, check_inputs, check_state
+from lightscale.kernels.common.documents import check_cu_seqlens
+from lightscale.kernels.common.states import state_dtype
 from lightscale.kernels.gla.chunked import (
     DEFAULT_CHUNK_SIZE,
     ChunkedGLA,
@@ -21,9 +24,6 @@ from lightscale.kernels.gla.chunked import (
     state_fwd,
 )
 from lightscale.kernels.gla.reference import gla_reference
-from lightscale.kernels.lightning import _check_device, _check_inputs, _check_state
-from lightscale.kernels.lightning.documents import check_cu_seqlens
-from lightscale.kernels.lightning.grid import state_dtype
 
 __all__ = [
     "BACKENDS",
@@ -127,11 +127,11 @@ def gla(
         UserError: a shape, dtype, device or backend that does not fit; the message names the argument. The
             values of log_decay and cu_seqlens are checked on a CPU only, where reading them costs little.
     """
-    _check_inputs(q, k, v)
+    check_inputs(q, k, v)
     _check_decay(log_decay, q)
-    _check_state(initial_state, q, v)
+    check_state(initial_state, q, v)
     if cu_seqlens is not None:
-        _check_device("cu_seqlens", cu_seqlens, q)
+        check_device("cu_seqlens", cu_seqlens, q)
         check_cu_seqlens(cu_seqlens, num_rows=q.shape[0], num_tokens=q.shape[1])
     if chunk_size < 1:
         raise UserError(f"chunk_size must be at least 1 token, got {chunk_size}")
@@ -149,7 +149,7 @@ def _check_decay(log_decay: Tensor, q: Tensor) -> None:
         )
     if log_decay.dtype not in (torch.float32, torch.float64):
         raise UserError(f"log_decay must be fp32 or fp64, whatever q's dtype, got {log_decay.dtype}")
-    _check_device("log_decay", log_decay, q)
+    check_device("log_decay", log_decay, q)
     if log_decay.device.type == "cpu" and bool((log_decay > 0).any()):
         raise UserError(
             f"log_decay must be at most 0 (a decay of at most 1), got a largest value of {log_decay.max():g}"

@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightscale.kernels.common.documents import fragment_numbers
+from lightscale.kernels.common.states import state_dtype, state_or_zeros, without_autocast
 from lightscale.kernels.gla.grid import Group, chunk_groups
-from lightscale.kernels.lightning.chunked import _state_or_zeros, _without_autocast
-from lightscale.kernels.lightning.documents import fragment_numbers
-from lightscale.kernels.lightning.grid import state_dtype
 
 DEFAULT_CHUNK_SIZE = 16
 
 
 @torch.no_grad()
-@_without_autocast
+@without_autocast
 def state_fwd(k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The summary of a row for the ranks behind it: S_out = D ⊙ S_in + S_loc.
 
@@ -35,7 +34,7 @@ def state_fwd(k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None
         S_loc (B, H, K, V), the row's outgoing state from a zero incoming state, and D (B, H, K), the decay from
         the row's start to its end, or 0 where a document begins inside the row.
     """
-    state = _state_or_zeros(None, k, v)
+    state = state_or_zeros(None, k, v)
     for group in chunk_groups(k, v, cu_seqlens, DEFAULT_CHUNK_SIZE):
         state = group.leave(k, v, log_decay, state)
     # In fp64, because a sum over a million tokens drifts in fp32.
@@ -47,7 +46,7 @@ def state_fwd(k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None
 
 
 @torch.no_grad()
-@_without_autocast
+@without_autocast
 def out_fwd(
     q: Tensor,
     k: Tensor,
@@ -69,7 +68,7 @@ def out_fwd(
         cu_seqlens: (N+1,) or None.
         chunk_size: tokens of a chunk.
     """
-    state = _state_or_zeros(S_in, q, v)
+    state = state_or_zeros(S_in, q, v)
     o = v.new_empty(v.shape)
     for group in chunk_groups(q, v, cu_seqlens, chunk_size):
         q_g, k_g, v_g = group.load(q), group.load(k), group.load(v)
@@ -84,7 +83,7 @@ def out_fwd(
 
 
 @torch.no_grad()
-@_without_autocast
+@without_autocast
 def state_bwd(q: Tensor, do: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """The cotangent U (B, H, K, V) of a row's incoming state that comes from the row's own outputs.
 
@@ -97,7 +96,7 @@ def state_bwd(q: Tensor, do: Tensor, log_decay: Tensor, cu_seqlens: Tensor | Non
         log_decay: (B, T, H, K).
         cu_seqlens: (N+1,) or None.
     """
-    dstate = _state_or_zeros(None, q, do)
+    dstate = state_or_zeros(None, q, do)
     for group in reversed(chunk_groups(q, do, cu_seqlens, DEFAULT_CHUNK_SIZE)):
         dstate = group.leave_back(q, do, log_decay, dstate)
     return dstate
@@ -153,7 +152,7 @@ def _group_gradients(
 
 
 @torch.no_grad()
-@_without_autocast
+@without_autocast
 def row_gradients(
     q: Tensor,
     k: Tensor,
@@ -168,12 +167,12 @@ def row_gradients(
 ) -> RowGradients:
     """Every gradient of a row, its incoming state's included; the arguments are those of ``grad_bwd``."""
     groups = chunk_groups(q, v, cu_seqlens, chunk_size)
-    entering = [_state_or_zeros(S_in, q, v)]
+    entering = [state_or_zeros(S_in, q, v)]
     for group in groups[:-1]:
         entering.append(group.leave(k, v, log_decay, entering[-1]))
 
     dq, dk, dv, dlog_decay = (x.new_empty(x.shape) for x in (q, k, v, log_decay))
-    dstate = _state_or_zeros(dS_end, q, v)
+    dstate = state_or_zeros(dS_end, q, v)
     for group in reversed(groups):
         gradients = _group_gradients(group, (q, k, v, log_decay, do), entering.pop(), dstate)
         for out, x in zip((dq, dk, dv, dlog_decay), gradients[:4], strict=True):
@@ -213,7 +212,7 @@ def grad_bwd(
     return row_gradients(q, k, v, log_decay, do, S_in, dS_end, cu_seqlens, chunk_size=chunk_size)[:4]
 
 
-@_without_autocast
+@without_autocast
 def recurrent_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
     """One token: q, k, log_decay (B, H, K), v (B, H, V), S (B, H, K, V) → o (B, H, V) and the next state.
 

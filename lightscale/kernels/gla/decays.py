@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightscale.kernels.lightning.grid import state_dtype
+from lightscale.kernels.common.states import state_dtype
 
 # Where a chunk's log decays sum to less than this in some channel, the chunk is "steep": exp(g_i) / exp(g_j)
 # could overflow in fp32, or lose keys that are small.

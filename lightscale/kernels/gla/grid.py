@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightscale.kernels.common.documents import fragment_numbers
 from lightscale.kernels.gla.decays import LOG_ZERO, Decays, Sums, chunk_sums
-from lightscale.kernels.lightning.documents import fragment_numbers
 
 # Elements of one operand of a group of chunks: 0.25 MiB in fp32, because the states of the group, K / C times as
 # large, must stay in the cache too (README.md, "What was tried").

@@ -11,6 +11,9 @@ from typing import Protocol
 from torch import Tensor
 
 from lightscale.errors import UserError
+from lightscale.kernels.common.checks import check_device, check_inputs
+from lightscale.kernels.common.documents import check_cu_seqlens
+from lightscale.kernels.common.states import state_dtype
 from lightscale.kernels.lightnet.chunked import (
     DEFAULT_CHUNK_SIZE,
     ChunkedLightNetAttention,
@@ -32,9 +35,6 @@ from lightscale.kernels.lightnet.state import (
     merge_adjoint,
     plain_cotangent,
 )
-from lightscale.kernels.lightning import _check_device, _check_inputs
-from lightscale.kernels.lightning.documents import check_cu_seqlens
-from lightscale.kernels.lightning.grid import state_dtype
 
 __all__ = [
     "BACKENDS",
@@ -150,7 +150,7 @@ def lightnet_attention(
         UserError: a shape, dtype, device or backend that does not fit; the message names the argument. The
             values of cu_seqlens are checked on a CPU only, where reading them costs nothing.
     """
-    _check_inputs(q, k, v)
+    check_inputs(q, k, v)
     _check_phases(phases, q)
     _check_state(initial_state, q, v, halves=1 if phases is None else 2)
     _check_documents(cu_seqlens, q)
@@ -171,7 +171,7 @@ def lightnet_noncausal(
     (LightNet, equation 8.) Arguments, result and errors are those of ``lightnet_attention``; without cu_seqlens a row
     is one document. Autograd differentiates it.
     """
-    _check_inputs(q, k, v)
+    check_inputs(q, k, v)
     _check_phases(phases, q)
     _check_documents(cu_seqlens, q)
     return noncausal(q, k, v, phases, cu_seqlens)
@@ -209,11 +209,11 @@ def _check_state(state: LightNetState | None, q: Tensor, v: Tensor, *, halves: i
 def _check_wide(name: str, x: Tensor, q: Tensor) -> None:
     if x.dtype != state_dtype(q.dtype):
         raise UserError(f"{name} must be {state_dtype(q.dtype)} for inputs of {q.dtype}, got {x.dtype}")
-    _check_device(name, x, q)
+    check_device(name, x, q)
 
 
 def _check_documents(cu_seqlens: Tensor | None, q: Tensor) -> None:
     if cu_seqlens is None:
         return
-    _check_device("cu_seqlens", cu_seqlens, q)
+    check_device("cu_seqlens", cu_seqlens, q)
     check_cu_seqlens(cu_seqlens, num_rows=q.shape[0], num_tokens=q.shape[1])

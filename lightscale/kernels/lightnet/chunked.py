@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightscale.kernels.common.documents import fragment_numbers
+from lightscale.kernels.common.states import state_dtype
 from lightscale.kernels.lightnet.state import (
     LightNetState,
     StateCotangent,
@@ -23,8 +25,6 @@ from lightscale.kernels.lightnet.state import (
     plain_cotangent,
 )
 from lightscale.kernels.lightnet.telescope import Span, spans
-from lightscale.kernels.lightning.documents import fragment_numbers
-from lightscale.kernels.lightning.grid import state_dtype
 
 DEFAULT_CHUNK_SIZE = 64
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from lightscale.kernels.common.states import state_dtype
 from lightscale.kernels.lightnet.chunked import Phases, rotate
-from lightscale.kernels.lightning.grid import state_dtype
 
 
 def noncausal(q: Tensor, k: Tensor, v: Tensor, phases: Phases | None, cu_seqlens: Tensor | None) -> Tensor:

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from lightscale.errors import UserError
+from lightscale.kernels.common.checks import check_device, check_inputs, check_state
+from lightscale.kernels.common.documents import check_cu_seqlens
+from lightscale.kernels.common.states import state_dtype
 from lightscale.kernels.lightning.chunked import (
     DEFAULT_CHUNK_SIZE,
     ChunkedLightningAttention,
@@ -20,8 +23,6 @@ from lightscale.kernels.lightning.chunked import (
     state_bwd,
     state_fwd,
 )
-from lightscale.kernels.lightning.documents import check_cu_seqlens
-from lightscale.kernels.lightning.grid import state_dtype
 from lightscale.kernels.lightning.reference import lightning_attention_reference
 
 __all__ = [
@@ -126,11 +127,11 @@ def lightning_attention(
         UserError: a shape, dtype, device or backend that does not fit; the message names the argument. The
             values of log_decay and cu_seqlens are checked on a CPU only, where reading them costs nothing.
     """
-    _check_inputs(q, k, v)
+    check_inputs(q, k, v)
     _check_decay(log_decay, q)
-    _check_state(initial_state, q, v)
+    check_state(initial_state, q, v)
     if cu_seqlens is not None:
-        _check_device("cu_seqlens", cu_seqlens, q)
+        check_device("cu_seqlens", cu_seqlens, q)
         check_cu_seqlens(cu_seqlens, num_rows=q.shape[0], num_tokens=q.shape[1])
     if chunk_size < 1:
         raise UserError(f"chunk_size must be at least 1 token, got {chunk_size}")
@@ -141,22 +142,6 @@ def lightning_attention(
     return o, state if output_final_state else None
 
 
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise UserError(f"{name} must have 4 dimensions (B, T, H, width), got shape {tuple(x.shape)}")
-    if q.shape != k.shape:
-        raise UserError(f"q and k must have the same shape (B, T, H, K), got {tuple(q.shape)} and {tuple(k.shape)}")
-    if v.shape[:3] != q.shape[:3]:
-        raise UserError(f"v must be (B, T, H, V) = {_shape_of(q.shape[:3], 'V')}, got {tuple(v.shape)}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise UserError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise UserError(f"q, k and v must be fp16, bf16, fp32 or fp64, got {q.dtype}")
-    _check_device("k", k, q)
-    _check_device("v", v, q)
-
-
 def _check_decay(log_decay: Tensor | None, q: Tensor) -> None:
     if log_decay is None:
         return
@@ -164,30 +149,8 @@ def _check_decay(log_decay: Tensor | None, q: Tensor) -> None:
         raise UserError(f"log_decay must be (H,) = ({q.shape[2]},), got shape {tuple(log_decay.shape)}")
     if log_decay.dtype not in (torch.float32, torch.float64):
         raise UserError(f"log_decay must be fp32 or fp64, whatever q's dtype, got {log_decay.dtype}")
-    _check_device("log_decay", log_decay, q)
+    check_device("log_decay", log_decay, q)
     if log_decay.device.type == "cpu" and bool((log_decay > 0).any()):
         raise UserError(
             f"log_decay must be at most 0 (a decay of at most 1), got a largest value of {log_decay.max():g}"
         )
-
-
-def _check_state(initial_state: Tensor | None, q: Tensor, v: Tensor) -> None:
-    if initial_state is None:
-        return
-    expected = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
-    if initial_state.shape != expected:
-        raise UserError(f"initial_state must be (B, H, K, V) = {expected}, got shape {tuple(initial_state.shape)}")
-    if initial_state.dtype != state_dtype(q.dtype):
-        raise UserError(
-            f"initial_state must be {state_dtype(q.dtype)} for inputs of {q.dtype}, got {initial_state.dtype}"
-        )
-    _check_device("initial_state", initial_state, q)
-
-
-def _check_device(name: str, x: Tensor, q: Tensor) -> None:
-    if x.device != q.device:
-        raise UserError(f"{name} is on {x.device}, but q is on {q.device}")
-
-
-def _shape_of(sizes: torch.Size, rest: str) -> str:
-    return f"({', '.join([*map(str, sizes), rest])})"

@@ -5,43 +5,20 @@ Names of shapes: B rows, T tokens, H heads, K key width, V value width. Inside, 
 for fp64 inputs; outputs and gradients have the dtype of their inputs.
 """
 
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightscale.kernels.lightning.documents import fragment_numbers
-from lightscale.kernels.lightning.grid import Decays, chunk_groups, state_dtype
+from lightscale.kernels.common.documents import fragment_numbers
+from lightscale.kernels.common.states import state_dtype, state_or_zeros, without_autocast
+from lightscale.kernels.lightning.grid import Decays, chunk_groups
 
 DEFAULT_CHUNK_SIZE = 64
 
 # Tokens that one product of state_fwd and state_bwd sums over; bounds the copy in head-major order.
 _SPAN_TOKENS = 1024
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def _without_autocast(piece: Callable[Concatenate[Tensor, _P], _R]) -> Callable[Concatenate[Tensor, _P], _R]:
-    """Keep autocast, which would round the fp32 states to bf16 before each product, out of ``piece``."""
-
-    @wraps(piece)
-    def run(first: Tensor, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with torch.autocast(first.device.type, enabled=False):
-            return piece(first, *args, **kwargs)
-
-    return run
-
-
-def _state_or_zeros(state: Tensor | None, q: Tensor, v: Tensor) -> Tensor:
-    if state is not None:
-        return state.to(state_dtype(q.dtype), copy=True)
-    num_rows, _, num_heads, key_width = q.shape
-    shape = (num_rows, num_heads, key_width, v.shape[3])
-    return torch.zeros(shape, dtype=state_dtype(q.dtype), device=q.device)
 
 
 def _weighted_outer(x: Tensor, y: Tensor, weights: Tensor, kept: Tensor | None) -> Tensor:
@@ -56,7 +33,7 @@ def _weighted_outer(x: Tensor, y: Tensor, weights: Tensor, kept: Tensor | None) 
     return total
 
 
-@_without_autocast
+@without_autocast
 def state_fwd(
     k: Tensor, v: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -85,7 +62,7 @@ def state_fwd(
     return local, through.masked_fill((last > 0).any(1, keepdim=True), 0.0)
 
 
-@_without_autocast
+@without_autocast
 def out_fwd(
     q: Tensor,
     k: Tensor,
@@ -108,7 +85,7 @@ def out_fwd(
         chunk_size: tokens of a chunk.
     """
     decays = Decays(log_decay, num_heads=q.shape[2], chunk_size=chunk_size, like=q)
-    state = _state_or_zeros(S_in, q, v)
+    state = state_or_zeros(S_in, q, v)
     o = v.new_empty(v.shape)
     for group in chunk_groups(q, v, decays, cu_seqlens, chunk_size):
         q_g, k_g, v_g = group.load(q), group.load(k), group.load(v)
@@ -119,7 +96,7 @@ def out_fwd(
     return o, state
 
 
-@_without_autocast
+@without_autocast
 def state_bwd(q: Tensor, do: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None = None) -> Tensor:
     """The cotangent U (B, H, K, V) of a row's incoming state that comes from the row's own outputs.
 
@@ -151,7 +128,7 @@ class RowGradients(NamedTuple):
     S_in: Tensor
 
 
-@_without_autocast
+@without_autocast
 def row_gradients(
     q: Tensor,
     k: Tensor,
@@ -168,7 +145,7 @@ def row_gradients(
     """Every gradient of a row, its incoming state's included; the arguments are those of ``grad_bwd``."""
     decays = Decays(log_decay, num_heads=q.shape[2], chunk_size=chunk_size, like=q)
     groups = list(chunk_groups(q, v, decays, cu_seqlens, chunk_size))
-    state = _state_or_zeros(S_in, q, v)
+    state = state_or_zeros(S_in, q, v)
     states_by_group = []
     for group in groups:
         states, state = group.scan_states(group.load(k), group.load(v), state)
@@ -176,7 +153,7 @@ def row_gradients(
 
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     dlog_decay = torch.zeros(q.shape[2], dtype=decays.dtype, device=q.device) if with_decay else None
-    dstate = _state_or_zeros(dS_end, q, v)
+    dstate = state_or_zeros(dS_end, q, v)
     for group in reversed(groups):
         states = states_by_group.pop()
         q_g, k_g, v_g, do_g = (group.load(x) for x in (q, k, v, do))
@@ -237,7 +214,7 @@ def grad_bwd(
     return gradients.q, gradients.k, gradients.v, gradients.log_decay
 
 
-@_without_autocast
+@without_autocast
 def recurrent_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
     """One token: q, k (B, H, K), v (B, H, V), S (B, H, K, V) → o (B, H, V) and the next state.
 

@@ -11,16 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightscale.kernels.lightning.documents import fragment_numbers
+from lightscale.kernels.common.documents import fragment_numbers
+from lightscale.kernels.common.states import state_dtype
 
 # Elements of one operand of a group of chunks: 0.5 MiB in fp32, so that a group's operands stay in the
 # second-level cache (README.md, "What was tried").
 _GROUP_ELEMENTS = 2**17
-
-
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states and of all arithmetic for inputs of ``dtype``: fp64 for fp64, else fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Decays:

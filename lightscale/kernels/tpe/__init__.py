@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightscale.errors import UserError
-from lightscale.kernels.lightning.documents import check_cu_seqlens
-from lightscale.kernels.lightning.grid import state_dtype
+from lightscale.kernels.common.documents import check_cu_seqlens
+from lightscale.kernels.common.states import state_dtype
 from lightscale.kernels.tpe.chunked import (
     DEFAULT_CHUNK_SIZE,
     ChunkedTPEScan,

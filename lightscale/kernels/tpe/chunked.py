@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from lightscale.kernels.lightning.documents import fragment_numbers
-from lightscale.kernels.lightning.grid import state_dtype
+from lightscale.kernels.common.documents import fragment_numbers
+from lightscale.kernels.common.states import state_dtype
 from lightscale.kernels.tpe.grid import Grid, Span, powers, spans
 
 DEFAULT_CHUNK_SIZE = 64

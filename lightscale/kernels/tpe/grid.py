@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightscale.kernels.lightning.documents import fragment_numbers
+from lightscale.kernels.common.documents import fragment_numbers
 
 # Tokens of all rows that are computed at once, so that a block of channels stays in the cache, and the least
 # number of chunks of a row, below which the one empty chunk beside them would count.

@@ -1,0 +1,36 @@
+"""The precision of states, and states to start from."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of states and of all arithmetic for inputs of ``dtype``: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def without_autocast(piece: Callable[Concatenate[Tensor, _P], _R]) -> Callable[Concatenate[Tensor, _P], _R]:
+    """Keep autocast, which would round the fp32 states to bf16 before each product, out of ``piece``."""
+
+    @wraps(piece)
+    def run(first: Tensor, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with torch.autocast(first.device.type, enabled=False):
+            return piece(first, *args, **kwargs)
+
+    return run
+
+
+def state_or_zeros(state: Tensor | None, q: Tensor, v: Tensor) -> Tensor:
+    """A copy of ``state`` (B, H, K, V) in the states' dtype, or zeros for rows of q (B, T, H, K), v (B, T, H, V)."""
+    if state is not None:
+        return state.to(state_dtype(q.dtype), copy=True)
+    num_rows, _, num_heads, key_width = q.shape
+    shape = (num_rows, num_heads, key_width, v.shape[3])
+    return torch.zeros(shape, dtype=state_dtype(q.dtype), device=q.device)
