@@ -36,6 +36,8 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 ARCHITECTURES = ("llama", "tnl", "hgrn2", "cosformer2", "lightnet")
 LAST_STEPS = 10
 """The final training loss is the mean over so many steps: a single batch's is noisy."""
+AROUND_STEPS = 4
+"""In the picture, the loss is averaged with that of so many steps before and after."""
 EXIT_NOT_LEARNED = 1
 
 console = Console(stderr=True, highlight=False)
@@ -55,7 +57,6 @@ class Run:
 class Result:
     """What a finished run says. Losses are in nats per token."""
 
-    architecture: str
     run: str
     parameters: int
     parameters_without_embedding: int
@@ -64,8 +65,10 @@ class Result:
     validation_loss: float
     tokens_per_s: float
     """Median over the steps."""
-    losses: list[float]
-    """Training loss of every step."""
+    training_losses: list[float]
+    """Of every step."""
+    validation_losses: dict[int, float]
+    """By step."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -113,17 +116,18 @@ def compare(args: argparse.Namespace, command: str) -> int:
         console.rule(f"[bold]{run.architecture}[/bold], {number} of {len(runs)}")
         code = train(run, args)
         if code:
-            console.print(f"{run.architecture} has not finished (exit code {code}); the same command goes on")
+            hint = "another --runs begins anew" if code == UserError.EXIT_CODE else "the same command goes on"
+            console.print(f"{run.architecture} has not finished (exit code {code}); {hint}")
             return code
-    results = [collect(run) for run in runs]
-    found = record(results, runs, entropies, args=args, command=command)
+    results = {run.architecture: collect(run) for run in runs}
+    found = record(results, runs[0].config, entropies, args=args, command=command)
     paths = write(found, args.out)
     if args.json:
         print(json.dumps(found))
     else:
         Console().print(terminal_table(found))
-        Console(soft_wrap=True, highlight=False).print(f"written: {', '.join(map(str, paths))}")
-    missed = [result.architecture for result in results if not result.validation_loss < found["must_be_below"]]
+        print(f"written: {', '.join(map(str, paths))}")
+    missed = [name for name, result in results.items() if not result.validation_loss < found["must_be_below"]]
     if missed:
         console.print(f"[red]not below the unigram entropy of {found['must_be_below']:.3f}: {', '.join(missed)}[/red]")
     return EXIT_NOT_LEARNED if missed else 0
@@ -141,8 +145,11 @@ def make_run(architecture: str, args: argparse.Namespace) -> Run:
     except UserError:
         file.unlink()
         raise
-    if not config.train.validate_every or not config.data.validation:
-        raise UserError(f"{file}: the comparison needs train.validate_every above 0 and a set in data.validation")
+    if not config.train.validate_every or not config.data.validation or config.metrics.log_every != 1:
+        raise UserError(
+            f"{file}: the comparison needs train.validate_every above 0, a set in data.validation and "
+            "metrics.log_every = 1"
+        )
     return Run(architecture=architecture, file=file, directory=RunDirectory(args.runs / architecture), config=config)
 
 
@@ -181,35 +188,35 @@ def train(run: Run, args: argparse.Namespace) -> int:
 def collect(run: Run) -> Result:
     """Read the metrics of a finished run."""
     lines = read_metrics(run.directory.metrics)
-    steps = [line for line in lines if "loss" in line]
-    losses = [line["loss"] for line in steps]
-    validation = next(iter(run.config.data.validation))
+    losses = [line["loss"] for line in lines]
+    name = next(iter(run.config.data.validation))
+    validation = {line["step"]: line["validation"][name]["loss"] for line in lines if "validation" in line}
     terms = parameter_terms(run.config.model)
     return Result(
-        architecture=run.architecture,
         run=str(run.directory.path),
         parameters=sum(terms.values()),
         parameters_without_embedding=sum(terms.values()) - terms[EMBEDDING],
         training_loss=statistics.mean(losses[-LAST_STEPS:]),
-        validation_loss=lines[-1]["validation"][validation]["loss"],
-        tokens_per_s=statistics.median(line["tokens_per_s"] for line in steps),
-        losses=[round(loss, 5) for loss in losses],
+        validation_loss=validation[run.config.total_steps],
+        tokens_per_s=statistics.median(line["tokens_per_s"] for line in lines),
+        training_losses=losses,
+        validation_losses=validation,
     )
 
 
 def record(
-    results: Sequence[Result],
-    runs: Sequence[Run],
+    results: dict[str, Result],
+    config: RunConfig,
     entropies: dict[str, float],
     *,
     args: argparse.Namespace,
     command: str,
 ) -> dict[str, Any]:
-    """Everything that is written: what was found, from what, and where."""
-    config = runs[0].config
+    """Everything that is written: what was found, from what, and where. ``config``: of one of the runs."""
+    host = machine()
     return {
         "command": command,
-        "machine": machine(),
+        "machine": {name: host[name] for name in ("cpu", "cores", "date", "python")},
         "versions": {name: version(name) for name in ("lightscale", "torch", "megatron-core", "matplotlib")},
         "notes": args.note,
         "setup": {
@@ -226,7 +233,7 @@ def record(
         },
         "unigram_entropy_nats": entropies,
         "must_be_below": min(entropies.values()),
-        "architectures": {result.architecture: vars(result) for result in results},
+        "architectures": {name: vars(result) for name, result in results.items()},
     }
 
 
@@ -262,8 +269,9 @@ def terminal_table(found: dict[str, Any]) -> Table:
     """For the screen."""
     headings, *lines = rows(found)
     table = Table(caption=f"nats per token; unigram entropy {found['must_be_below']:.3f}")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == headings[0] else "right")
+    table.add_column(headings[0], no_wrap=True)
+    for heading in headings[1:]:
+        table.add_column(heading, justify="right")
     for line in lines:
         table.add_row(*line)
     return table
@@ -284,7 +292,7 @@ def markdown_page(found: dict[str, Any], picture: str) -> str:
         f"over the steps. The unigram entropy of the validation text is {entropies['validation']:.3f} by its own "
         f"frequencies of tokens, the best that any model without context can reach, and "
         f"{entropies['validation_under_train']:.3f} by those of the training text.",
-        f"![training loss of every step]({picture})",
+        f"![loss curves]({picture})",
         f"    {found['command']}",
         f"On {host['cpu']}, {host['cores']} cores; python {host['python']}, "
         + ", ".join(f"{name} {number}" for name, number in found["versions"].items())
@@ -295,25 +303,30 @@ def markdown_page(found: dict[str, Any], picture: str) -> str:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """The loss curves, one line for each architecture, over the unigram entropy."""
+    """The loss curves, one colour for each architecture, and the unigram entropy."""
     # Optional, and slow to import. Figure instead of pyplot: there may be no display.
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     for name, result in found["architectures"].items():
-        losses = result["losses"]
-        label = f"{name} (validation {result['validation_loss']:.2f})"
-        axes.plot(range(1, len(losses) + 1), losses, linewidth=1.5, label=label)
+        losses = result["training_losses"]
+        # Batches differ in difficulty, for all architectures alike; the mean of the steps around shows the way.
+        means = [statistics.mean(losses[max(0, i - AROUND_STEPS) : i + AROUND_STEPS + 1]) for i in range(len(losses))]
+        steps = range(1, len(losses) + 1)
+        (line,) = axes.plot(steps, means, linewidth=1.8, label=f"{name}, {result['validation_loss']:.2f}")
+        axes.plot(steps, losses, linewidth=0.6, alpha=0.35, color=line.get_color())
+        validation = result["validation_losses"]
+        axes.plot(list(validation), list(validation.values()), "o", markersize=5, color=line.get_color())
     entropy = found["must_be_below"]
-    axes.axhline(entropy, color="black", linestyle="--", linewidth=1, label=f"unigram entropy ({entropy:.2f})")
+    axes.axhline(entropy, color="black", linestyle="--", linewidth=1, label=f"unigram entropy, {entropy:.2f}")
     setup = found["setup"]
     axes.set_title(f"Size {setup['size']}, {setup['tokens'] / 1e6:.2g}M tokens")
-    axes.set_xlabel(f"step ({setup['global_batch_size'] * setup['sequence_length']:,} tokens)")
-    axes.set_ylabel("training loss (nats per token)")
+    axes.set_xlabel(f"step ({setup['global_batch_size'] * setup['sequence_length']:,} tokens each)")
+    axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=150)
+    axes.legend(title="lines: training, running mean\ndots: validation, in the end", alignment="left")
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

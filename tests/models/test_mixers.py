@@ -48,24 +48,34 @@ States = dict[str, dict[str, Tensor]]
 
 def measure(rank: int, world_size: int, init_method: str, folder: str) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    for name, model in MODELS.items():
-        with plain.built_model(model, f"{init_method}-{name}") as module, torch.no_grad():
-            plain.disturb(module)
-            found[name] = {
-                "any parts": in_any_parts(module),
-                "steps": one_by_one(module),
-                "changed": [changed_by(module, row, token) for row, token in PERTURBED],
-                "alone": documents_alone(module),
-                "state bytes": state_bytes(module),
-                "wrong states": wrong_states(module),
-                "shapes": {place: tuple(weight.shape) for place, weight in named_parameters(module)},
-                "mixers": [type(layer.self_attention) for layer in module.decoder.layers],
-            }
-            weights = plain.weights_of(module)
-        found[name]["bf16"] = in_half_precision(model, f"{init_method}-{name}-half", weights)
-        found[name]["restored"] = restored(name, f"{init_method}-{name}-engine", Path(folder))
+    for name in MODELS:
+        try:
+            found[name] = measure_one(name, f"{init_method}-{name}", Path(folder))
+        except Exception as error:
+            error.add_note(f"with {name}")
+            raise
     with plain.built_model(SEVEN_AND_ONE, f"{init_method}-seven") as module:
         found["seven and one"] = {"mixers": [type(layer.self_attention) for layer in module.decoder.layers]}
+    return found
+
+
+def measure_one(name: str, init_method: str, folder: Path) -> dict[str, Any]:
+    model = MODELS[name]
+    with plain.built_model(model, init_method) as module, torch.no_grad():
+        plain.disturb(module)
+        found = {
+            "any parts": in_any_parts(module),
+            "steps": one_by_one(module),
+            "changed": [changed_by(module, row, token) for row, token in PERTURBED],
+            "alone": documents_alone(module),
+            "state bytes": state_bytes(module),
+            "wrong states": wrong_states(module),
+            "shapes": {place: tuple(weight.shape) for place, weight in named_parameters(module)},
+            "mixers": [type(layer.self_attention) for layer in module.decoder.layers],
+        }
+        weights = plain.weights_of(module)
+    found["bf16"] = in_half_precision(model, f"{init_method}-half", weights)
+    found["restored"] = restored(name, f"{init_method}-engine", folder)
     return found
 
 

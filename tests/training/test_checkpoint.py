@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -81,11 +82,12 @@ def resume(
     return found
 
 
+@pytest.mark.timeout(400)
 def test_any_layout_resumes_any_other(run_ranks: RunRanks, tmp_path: Path) -> None:
     folder, every = str(tmp_path), [ONE, *TWO]
     run_ranks(record, 1, folder, [ONE])
     run_ranks(record, 2, folder, TWO)
-    found = [run_ranks(resume, 1, folder, [ONE], every)[0], *run_ranks(resume, 2, folder, TWO, every)]
+    found = [run_ranks(resume, 1, folder, [ONE], every)[0], *run_ranks(resume, 2, folder, TWO, every, timeout_s=300)]
     assert {pair for result in found for pair in result} == {(axes, source) for axes in every for source in every}
     for result in found:
         for (axes, source), one in result.items():

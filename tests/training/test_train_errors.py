@@ -17,6 +17,9 @@ from lightscale.training.run_directory import RunDirectory, read_lines, read_met
 
 commands = runpy.run_path(str(Path(__file__).with_name("rank_commands.py")))["commands"]
 
+# Several starts of several processes, on a machine that may be busy.
+pytestmark = pytest.mark.timeout(400)
+
 RunRanks = Callable[..., list[Any]]
 
 
