@@ -18,6 +18,7 @@ from lightscale.errors import UserError
 from lightscale.launch.environment import RankEnvironment
 from lightscale.launch.rank import run_rank
 from lightscale.launch.torchrun import EXIT_CODES, run_ranks
+from lightscale.models.registry import check_mixers
 from lightscale.training.run_directory import RunDirectory
 
 
@@ -56,6 +57,7 @@ def _launch(args: argparse.Namespace, directory: RunDirectory) -> int:
     config = load(args.config, args.overrides)
     processes = _num_processes(config, args.processes)
     check_layout(config, processes)
+    check_mixers(config.model, config.parallel)
     _check_store(config)
     if not directory.create_or_open(config) and directory.is_finished(config):
         print(f"{directory.path} is finished: all {config.total_steps} steps are done", file=sys.stderr)

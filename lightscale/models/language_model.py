@@ -160,10 +160,13 @@ class LanguageModel(LanguageModule):
             self.embedding = Embedding(config, model, groups.tp, with_tpe="tpe" in shared)
         per_stage = model.num_layers // mesh.pipeline
         first = groups.pp.rank() * per_stage
+        mixers = model.layers[first : first + per_stage]
+        read = any("lower_bounds" in mixer_class(mixer).shared for mixer in mixers)
+        self.bounds_unread = self.lower_bounds is not None and not read
         self.decoder = TransformerBlock(
             config=config,
             spec=TransformerBlockSubmodules(
-                layer_specs=[_layer_spec(model, mixer) for mixer in model.layers[first : first + per_stage]],
+                layer_specs=[_layer_spec(model, mixer) for mixer in mixers],
                 layer_norm=_NORMS[model.norm],
             ),
             pre_process=pre_process,
@@ -225,6 +228,9 @@ class LanguageModel(LanguageModule):
         context = SequenceContext.of(positions, exchange=self.exchange, states=states, lower_bounds=bounds)
         hidden = self.embedding(tokens, context) if self.pre_process else None
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=context)
+        if bounds is not None and self.bounds_unread:
+            # A stage without HGRN2 layers: every parameter must get a gradient, or its reduction is waited for in vain.
+            hidden = hidden + 0.0 * bounds.sum()
         if not self.post_process:
             return hidden
         if last_only:
