@@ -4,6 +4,7 @@ Only the chosen command's module is imported, so that `lightscale --help` does n
 """
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -48,14 +49,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print("error:", textwrap.indent(str(error), " " * len("error: ")).lstrip(), file=sys.stderr)
         return UserError.EXIT_CODE
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of our output is gone (`lightscale … | head`). Python would complain once more when it
         # flushes stdout at exit, so stdout is pointed at nothing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+    except OSError as error:
+        # A full or read-only disk is met wherever something is written; nothing in the program is wrong.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        print(f"error: {error}; free some space, or write elsewhere", file=sys.stderr)
+        return UserError.EXIT_CODE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     return code
 
 

@@ -1,6 +1,8 @@
 """The command line frame: what is imported, exit codes, and the `config` command."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
@@ -168,3 +170,19 @@ def test_config_describes_every_field(capsys: pytest.CaptureFixture[str]) -> Non
 def test_config_without_a_file_says_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config"]) == 78
     assert "no CONFIG given" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 78), (errno.EROFS, 78), (errno.ENOENT, None)])
+def test_a_full_or_read_only_disk_is_one_line(
+    number: int, code: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(arguments: list[str]) -> int:
+        raise OSError(number, os.strerror(number), "runs/x/metrics.jsonl")
+
+    monkeypatch.setattr(cli, "_dispatch", write)
+    if code is None:
+        with pytest.raises(OSError, match="No such file"):
+            cli.main(["train"])
+        return
+    assert cli.main(["train"]) == code
+    assert capsys.readouterr().err.startswith(f"error: [Errno {number}] {os.strerror(number)}: 'runs/x/metrics.jsonl'")

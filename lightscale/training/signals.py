@@ -1,11 +1,10 @@
 """Stop requests: SIGTERM, SIGINT and SIGUSR1 become one flag that all ranks agree on at the end of a step."""
 
-import contextlib
 import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -77,21 +76,6 @@ class StopSignal:
         if self._announce:
             # print() is not reentrant, and the signal may have interrupted one.
             os.write(2, f"{self.received.name}: finishing this step, then saving and leaving\n".encode())
-
-
-@contextlib.contextmanager
-def shielded() -> Iterator[None]:
-    """Processes started inside are not ended by stop signals; this one still gets them, on leaving at the latest.
-
-    SLURM and torchrun signal a rank's children as well. A checkpoint writer that dies of it leaves its parent
-    waiting for ever: start writers, or save as a whole, in here. `terminate()` does not end such a child,
-    `kill()` does.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def die_with_parent(parent: int) -> None:

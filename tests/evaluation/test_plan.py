@@ -170,7 +170,7 @@ def test_the_first_pipeline_stage_runs_ahead() -> None:
         (["{configs}/tnl-tiny.toml", "--processes", "0"], ["--processes 0", "at least 1"]),
         (["{configs}/tnl-tiny.toml", "--processes", "3"], ["train.global_batch_size = 8", "data ranks"]),
         (["{configs}/tnl-tiny.toml", "model.num_heads=5"], ["model.width = 64", "model.num_heads = 5"]),
-        (["{tmp}/run.toml"], ["size/71M.toml", "did you mean", "size/70M.toml"]),
+        (["{tmp}/run.toml"], ["size/71M.toml", "did you mean"]),
         ([], ["no CONFIG given", "--study"]),
         (["--study", "{tmp}/nowhere"], ["nowhere", "no such folder"]),
         (["--study", "{configs}", "train.steps=1"], ["--study", "overrides"]),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from lightscale.training.signals import STOP_SIGNALS, StopSignal, shielded
+from lightscale.training.signals import STOP_SIGNALS, StopSignal
 
 
 @pytest.fixture
@@ -69,28 +69,6 @@ def test_signals_go_back_to_their_owners() -> None:
     with StopSignal(announce=False):
         assert {signum: signal.getsignal(signum) for signum in STOP_SIGNALS} != before
     assert {signum: signal.getsignal(signum) for signum in STOP_SIGNALS} == before
-
-
-@pytest.mark.parametrize("is_shielded", [True, False])
-def test_a_shielded_child_survives_stop_signals(is_shielded: bool, stop: StopSignal) -> None:
-    command = ["sleep", "60"]
-    if is_shielded:
-        with shielded():
-            child = subprocess.Popen(command)
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.received is signal.SIGTERM, "here it is not lost"
-    else:
-        child = subprocess.Popen(command)
-    try:
-        child.send_signal(signal.SIGTERM)
-        if is_shielded:
-            with pytest.raises(subprocess.TimeoutExpired):
-                child.wait(timeout=0.2)
-        else:
-            assert child.wait(timeout=10) == -signal.SIGTERM
-    finally:
-        child.kill()
-        child.wait()
 
 
 PARENT = """
