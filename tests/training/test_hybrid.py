@@ -1,4 +1,4 @@
-"""A hybrid of TNL and LLaMA from text to text: trained, resumed and generated with by the commands."""
+"""A hybrid, seven layers of TNL and one of LLaMA, from text to text: trained, resumed and generated with by the commands."""
 
 import json
 import os
@@ -15,7 +15,8 @@ from lightscale.training.run_directory import RunDirectory, read_metrics
 STEPS = 8
 WORDS = [
     "run.toml",
-    'model.mixer=["tnl*3", "llama"]',
+    'model.mixer=["tnl*7", "llama"]',
+    "model.num_layers=8",
     f"train.steps={STEPS}",
     f"train.validate_every={STEPS}",
     f"checkpoint.every={STEPS // 2}",
