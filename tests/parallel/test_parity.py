@@ -34,6 +34,9 @@ from lightscale.parallel.initialization import draw_weights, named_parameters, s
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.training.schedule import learning_rate
 
+# Every spawn has its own, shorter limit; a slow machine must not be taken for a hang.
+pytestmark = pytest.mark.timeout(900)
+
 MODELS = {
     name: ModelConfig(
         mixer=mixer,
