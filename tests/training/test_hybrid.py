@@ -1,4 +1,4 @@
-"""A hybrid, seven layers of TNL and one of LLaMA, from text to text: trained, resumed and generated with by the commands."""
+"""A hybrid, seven layers of TNL and one of LLaMA: trained, resumed and generated with by the commands."""
 
 import json
 import os
