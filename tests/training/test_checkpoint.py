@@ -293,6 +293,8 @@ def prune_what_is_old(scene: Scene) -> None:
 
     checkpoints = scene.copy(many)
     (removed, left) = checkpoints.prune(keep=3, keep_every=2), list_steps(checkpoints.directory)
+    # Rank 0 must not remove more while another rank still lists.
+    dist.barrier(group=scene.control)
     assert (removed, left) == ([1, 3, 5], [2, 4, 6, 7, 8])
     assert checkpoints.prune(keep=2, keep_every=None) == [2, 4, 6]
     assert checkpoints.prune(keep=2, keep_every=None) == []
