@@ -139,8 +139,6 @@ class DiagonalScan(Scan):
 class LightningScan(DiagonalScan):
     """Lightning attention. Inputs: q, k (B, T, H, K), v (B, T, H, V), log_decay (H,) or None."""
 
-    with_decay_gradient: bool = False
-
     def pieces(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         _, k, v, log_decay = inputs
         state, decay = lightning.state_fwd(k, v, log_decay, self.cu_seqlens)
@@ -155,8 +153,8 @@ class LightningScan(DiagonalScan):
 
     def gradients(self, inputs: Inputs, do: Tensor, state: Tensors, cotangent: Tensors) -> Inputs:
         q, k, v, log_decay = inputs
-        wanted = self.with_decay_gradient
-        return lightning.grad_bwd(q, k, v, log_decay, do, state[0], cotangent[0], self.cu_seqlens, with_decay=wanted)
+        learned = log_decay is not None and log_decay.requires_grad
+        return lightning.grad_bwd(q, k, v, log_decay, do, state[0], cotangent[0], self.cu_seqlens, with_decay=learned)
 
 
 @dataclass(frozen=True, kw_only=True)
