@@ -41,6 +41,7 @@ class MicroBatch:
     labels: Tensor
     loss_mask: Tensor
     positions: Tensor
+    lengths: tuple[int, ...] | None = None
 
 
 def error(found: Tensor, expected: Tensor) -> float:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightscale.kernels.lightnet.state import by_row
 from lightscale.kernels.lightnet import (
     LightNetState,
     StateCotangent,
@@ -19,7 +20,7 @@ from lightscale.kernels.lightnet import (
     lightnet_attention,
     lightnet_attention_reference,
     merge,
-    merge_adjoint,
+    passed_share,
     out_fwd,
     plain_cotangent,
     state_bwd,
@@ -291,7 +292,8 @@ def run_over_ranks(case: Case, cuts: list[int]) -> Results:
         inputs = (s.q, s.k, s.v, s.phases, s.do, entering)
         gradients.insert(0, grad_bwd(*inputs, cotangent, s.cu_seqlens))
         own = state_bwd(*inputs, s.cu_seqlens)
-        passed, _ = merge_adjoint(before, local, cotangent, through)
+        share = passed_share(before.z, local.z, through)
+        passed = StateCotangent(U=by_row(share, cotangent.U.shape[2]) * cotangent.U, R=share * cotangent.R)
         cotangent = StateCotangent(
             U=passed.U + own.U.masked_fill(fresh[:, None, None, None], 0.0),
             R=passed.R + own.R.masked_fill(fresh[:, None, None], 0.0),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightscale.kernels.lightnet.state import by_row
 from lightscale.kernels.lightnet import (
     LightNetState,
     StateCotangent,
@@ -16,7 +17,7 @@ from lightscale.kernels.lightnet import (
     lightnet_attention,
     lightnet_noncausal,
     merge,
-    merge_adjoint,
+    passed_share,
     plain_cotangent,
     recurrent_step,
     state_fwd,
@@ -271,8 +272,8 @@ def test_merge_selects_what_counts() -> None:
     assert not torch.equal(merged.z[0], later.z[0])
 
 
-def test_merge_adjoint_equals_autograd() -> None:
-    """The carried cotangents of both parts against plain ones that autograd finds."""
+def test_the_share_that_passes_is_the_adjoint_of_merging() -> None:
+    """The carried cotangent of the earlier part against the plain one that autograd finds."""
     parts = (random_state(1, holes=True), random_state(2, holes=True))
     leaves = [x.requires_grad_() for state in parts for x in state]
     earlier, later = LightNetState(*leaves[:2]), LightNetState(*leaves[2:])
@@ -281,21 +282,13 @@ def test_merge_adjoint_equals_autograd() -> None:
     dz, dS = draw(3, 2, 4, seed=7), draw(3, 2, 8, 5, seed=8)
     # Where nothing was written, z is -inf whatever the inputs.
     dz = dz.masked_fill(merged.z == -torch.inf, 0.0)
-    expected = torch.autograd.grad(merged, leaves, (dz, dS))
+    expected = torch.autograd.grad(merged, leaves[:2], (dz, dS))
     merged = LightNetState(merged.z.detach(), merged.S.detach())
-    cotangents = merge_adjoint(parts[0], parts[1], carried_cotangent(merged, dz, dS), through)
-    actual = [x for part, c in zip(parts, cotangents, strict=True) for x in plain_cotangent(part, c)]
-    for x, y in zip(actual, expected, strict=True):
+    U, R = carried_cotangent(merged, dz, dS)
+    share = passed_share(parts[0].z, parts[1].z, through)
+    passed = StateCotangent(by_row(share, 8) * U, share * R)
+    for x, y in zip(plain_cotangent(parts[0], passed), expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
-
-
-def test_merge_adjoint_selects_what_counts() -> None:
-    earlier, later = random_state(1), random_state(2)
-    cotangent = StateCotangent(draw(3, 2, 8, 5, seed=1), draw(3, 2, 4, seed=2))
-    cotangent.U[1], cotangent.R[1] = torch.inf, torch.nan
-    first, _ = merge_adjoint(earlier, later, cotangent, torch.tensor([1.0, 0.0, 1.0]))
-    assert not first.U[1].any() and not first.R[1].any()
-    assert first.U[0].any() and first.R[2].any()
 
 
 def test_plain_and_carried_cotangents_are_inverse() -> None:

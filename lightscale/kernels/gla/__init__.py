@@ -11,22 +11,17 @@ import torch
 from torch import Tensor
 
 from lightscale.errors import UserError
+from lightscale.kernels.common.backends import AUTO, choose_backend, preload_triton, triton_forms
 from lightscale.kernels.common.checks import check_device, check_inputs, check_state
 from lightscale.kernels.common.documents import check_cu_seqlens
 from lightscale.kernels.common.states import state_dtype
-from lightscale.kernels.gla.chunked import (
-    DEFAULT_CHUNK_SIZE,
-    ChunkedGLA,
-    grad_bwd,
-    out_fwd,
-    recurrent_step,
-    state_bwd,
-    state_fwd,
-)
+from lightscale.kernels.gla.chunked import DEFAULT_CHUNK_SIZE, ChunkedGLA
+from lightscale.kernels.gla.pieces import grad_bwd, out_fwd, recurrent_step, state_bwd, state_fwd
 from lightscale.kernels.gla.reference import gla_reference
 
 __all__ = [
     "BACKENDS",
+    "backend_of",
     "gla",
     "gla_reference",
     "grad_bwd",
@@ -88,7 +83,29 @@ def _reference(
     return o.to(v.dtype), state
 
 
-BACKENDS: dict[str, _Backend] = {"chunked": _chunked, "reference": _reference}
+def _triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    o, state = triton_forms("gla").triton_gla(q, k, v, log_decay, initial_state, cu_seqlens)
+    return o, state
+
+
+BACKENDS: dict[str, _Backend] = {"triton": _triton, "chunked": _chunked, "reference": _reference}
+
+
+def backend_of(x: Tensor, backend: str = AUTO) -> str:
+    """Which of BACKENDS computes inputs like ``x`` (dtype and device count), for logs.
+
+    Raises:
+        UserError: a backend that is not known or cannot compute x.
+    """
+    return choose_backend(backend, x, BACKENDS, operator="gla")
 
 
 def gla(
@@ -101,7 +118,7 @@ def gla(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
-    backend: str = "auto",
+    backend: str = AUTO,
 ) -> tuple[Tensor, Tensor | None]:
     """Causal linear attention with a decay per token and key channel: linear in T, differentiable in every input.
 
@@ -116,8 +133,9 @@ def gla(
         output_final_state: also return the state after each row's last token.
         cu_seqlens: (N+1,) int32 or int64 document boundaries over the flattened B·T tokens, every row start
             included. No state passes from one document to the next.
-        chunk_size: tokens that the chunked form computes at once; a matter of speed only.
-        backend: "auto", or one of BACKENDS: "chunked", "reference" (one token at a time, slow).
+        chunk_size: tokens that the chunked form computes at once; a matter of its speed only.
+        backend: one of BACKENDS: "triton" (GPUs; fp16, bf16, fp32), "chunked", "reference" (one token at a time,
+            slow); or "auto": what ``set_default_backend`` says, else Triton on GPUs and chunks elsewhere.
 
     Returns:
         The outputs (B, T, H, V) in v's dtype, and None or the final state (B, H, K, V), fp32 (fp64 for fp64
@@ -135,10 +153,8 @@ def gla(
         check_cu_seqlens(cu_seqlens, num_rows=q.shape[0], num_tokens=q.shape[1])
     if chunk_size < 1:
         raise UserError(f"chunk_size must be at least 1 token, got {chunk_size}")
-    name = "chunked" if backend == "auto" else backend
-    if name not in BACKENDS:
-        raise UserError(f"gla has no backend {backend!r}; known here: {', '.join(['auto', *BACKENDS])}")
-    o, state = BACKENDS[name](q, k, v, log_decay, initial_state, cu_seqlens, chunk_size)
+    compute = BACKENDS[backend_of(q, backend)]
+    o, state = compute(q, k, v, log_decay, initial_state, cu_seqlens, chunk_size)
     return o, state if output_final_state else None
 
 
@@ -150,7 +166,12 @@ def _check_decay(log_decay: Tensor, q: Tensor) -> None:
     if log_decay.dtype not in (torch.float32, torch.float64):
         raise UserError(f"log_decay must be fp32 or fp64, whatever q's dtype, got {log_decay.dtype}")
     check_device("log_decay", log_decay, q)
-    if log_decay.device.type == "cpu" and bool((log_decay > 0).any()):
+    if torch.compiler.is_compiling() or log_decay.device.type != "cpu":
+        return
+    if bool((log_decay > 0).any()):
         raise UserError(
             f"log_decay must be at most 0 (a decay of at most 1), got a largest value of {log_decay.max():g}"
         )
+
+
+preload_triton("gla")

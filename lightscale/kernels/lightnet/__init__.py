@@ -11,20 +11,13 @@ from typing import Protocol
 from torch import Tensor
 
 from lightscale.errors import UserError
+from lightscale.kernels.common.backends import AUTO, choose_backend, preload_triton, triton_forms
 from lightscale.kernels.common.checks import check_device, check_inputs
 from lightscale.kernels.common.documents import check_cu_seqlens
 from lightscale.kernels.common.states import state_dtype
-from lightscale.kernels.lightnet.chunked import (
-    DEFAULT_CHUNK_SIZE,
-    ChunkedLightNetAttention,
-    Phases,
-    grad_bwd,
-    out_fwd,
-    recurrent_step,
-    state_bwd,
-    state_fwd,
-)
+from lightscale.kernels.lightnet.chunked import DEFAULT_CHUNK_SIZE, ChunkedLightNetAttention, Phases
 from lightscale.kernels.lightnet.noncausal import noncausal
+from lightscale.kernels.lightnet.pieces import grad_bwd, out_fwd, recurrent_step, state_bwd, state_fwd
 from lightscale.kernels.lightnet.reference import lightnet_attention_reference
 from lightscale.kernels.lightnet.state import (
     LightNetState,
@@ -32,7 +25,7 @@ from lightscale.kernels.lightnet.state import (
     carried_cotangent,
     empty_state,
     merge,
-    merge_adjoint,
+    passed_share,
     plain_cotangent,
 )
 
@@ -41,6 +34,7 @@ __all__ = [
     "LightNetState",
     "Phases",
     "StateCotangent",
+    "backend_of",
     "carried_cotangent",
     "empty_state",
     "grad_bwd",
@@ -48,8 +42,8 @@ __all__ = [
     "lightnet_attention_reference",
     "lightnet_noncausal",
     "merge",
-    "merge_adjoint",
     "out_fwd",
+    "passed_share",
     "plain_cotangent",
     "recurrent_step",
     "state_bwd",
@@ -110,7 +104,30 @@ def _reference(
     return o.to(v.dtype), state
 
 
-BACKENDS: dict[str, _Backend] = {"chunked": _chunked, "reference": _reference}
+def _triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phases: Phases | None,
+    initial_state: LightNetState | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, LightNetState]:
+    forms = triton_forms("lightnet")
+    o, state = forms.triton_lightnet_attention(q, k, v, phases, initial_state, cu_seqlens)
+    return o, state
+
+
+BACKENDS: dict[str, _Backend] = {"triton": _triton, "chunked": _chunked, "reference": _reference}
+
+
+def backend_of(x: Tensor, backend: str = AUTO) -> str:
+    """Which of BACKENDS computes inputs like ``x`` (dtype and device count), for logs.
+
+    Raises:
+        UserError: a backend that is not known or cannot compute x.
+    """
+    return choose_backend(backend, x, BACKENDS, operator="lightnet_attention")
 
 
 def lightnet_attention(
@@ -123,7 +140,7 @@ def lightnet_attention(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
-    backend: str = "auto",
+    backend: str = AUTO,
 ) -> tuple[Tensor, LightNetState | None]:
     """Causal linear attention with additive decay: linear in T, differentiable in q, k, v and the state.
 
@@ -141,7 +158,8 @@ def lightnet_attention(
         cu_seqlens: (N+1,) int32 or int64 document boundaries over the flattened B·T tokens, every row start
             included. No state passes from one document to the next.
         chunk_size: tokens that the chunked form computes at once; a matter of speed only.
-        backend: "auto", or one of BACKENDS: "chunked", "reference" (one token at a time, slow).
+        backend: one of BACKENDS: "triton" (GPUs; fp16, bf16, fp32), "chunked", "reference" (one token at a time,
+            slow); or "auto": what ``set_default_backend`` says, else Triton on GPUs and chunks elsewhere.
 
     Returns:
         The outputs (B, T, H, V) in v's dtype, and None or the final state, fp32 (fp64 for fp64 inputs).
@@ -156,10 +174,8 @@ def lightnet_attention(
     _check_documents(cu_seqlens, q)
     if chunk_size < 1:
         raise UserError(f"chunk_size must be at least 1 token, got {chunk_size}")
-    name = "chunked" if backend == "auto" else backend
-    if name not in BACKENDS:
-        raise UserError(f"lightnet_attention has no backend {backend!r}; known here: {', '.join(['auto', *BACKENDS])}")
-    o, state = BACKENDS[name](q, k, v, phases, initial_state, cu_seqlens, chunk_size)
+    compute = BACKENDS[backend_of(q, backend)]
+    o, state = compute(q, k, v, phases, initial_state, cu_seqlens, chunk_size)
     return o, state if output_final_state else None
 
 
@@ -217,3 +233,6 @@ def _check_documents(cu_seqlens: Tensor | None, q: Tensor) -> None:
         return
     check_device("cu_seqlens", cu_seqlens, q)
     check_cu_seqlens(cu_seqlens, num_rows=q.shape[0], num_tokens=q.shape[1])
+
+
+preload_triton("lightnet")

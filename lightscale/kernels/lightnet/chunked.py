@@ -37,7 +37,7 @@ def rotate(x: Tensor, phases: Phases | None) -> Tensor:
     return x if phases is None else torch.cat([x * phases[0], x * phases[1]], dim=-1)
 
 
-def _rotate_back(x: Tensor, phases: Phases | None) -> Tensor:
+def rotate_back(x: Tensor, phases: Phases | None) -> Tensor:
     """The adjoint of ``rotate``."""
     if phases is None:
         return x
@@ -186,7 +186,7 @@ def _read_gradients(
     dscores = span.causal_(do @ v.mT)
     dqueries = dscores @ keys
     span.add_incoming_(dqueries, do, states.mT)
-    dq = _rotate_back(dqueries, phases).mul_(span.reads)
+    dq = rotate_back(dqueries, phases).mul_(span.reads)
     return _Reads(queries, keys, dscores, dq, (q * dq).mul_(span.reads))
 
 
@@ -225,7 +225,7 @@ def state_bwd(
 ) -> StateCotangent:
     """The cotangent (U, R) of a row's incoming state that comes from the row's own outputs.
 
-    The whole cotangent is this plus the first result of ``merge_adjoint(state_in, local, cotangent, through)``.
+    The whole cotangent is this plus the cotangent that leaves, scaled by ``passed_share``.
     A caller whose row begins with a new document takes it as 0. R needs the gradient of the queries, hence the
     keys, the values and the incoming state; arguments as those of ``out_fwd``.
 
@@ -282,7 +282,7 @@ def row_gradients(
             dkeys = reads.dscores.mT @ reads.queries
             span.add_outgoing_(dkeys, v_g, leaving.U.mT)
             lost = span.suffix_sums(reads.losses) + span.outgoing(leaving.R.unsqueeze(-2).expand_as(q_g))
-            dk_g = _rotate_back(dkeys, phases_g).sub_(lost).mul_(span.writes)
+            dk_g = rotate_back(dkeys, phases_g).sub_(lost).mul_(span.writes)
 
             dv_g = span.causal_(reads.queries @ reads.keys.mT).mT @ do_g
             span.add_outgoing_(dv_g, reads.keys, leaving.U)

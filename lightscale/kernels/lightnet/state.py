@@ -1,4 +1,4 @@
-"""The state of additive decay, a log-sum-exp pair, and its algebra: merging states, and the adjoint of that.
+"""The state of additive decay, a log-sum-exp pair, and its algebra: merging states, and what of each is left.
 
 A state averages what was written, weighed by the exponentials of the keys; z is the log of the weights' sum:
 z = log Σ_i e^{k_i} per channel, S = Σ_i e^{k_i - z} φ_i v_iᵀ. Names of shapes: B rows, H heads, K key width,
@@ -89,29 +89,14 @@ def merge(earlier: LightNetState, later: LightNetState, through: Tensor | None =
     return LightNetState(merged, by_row(weight_1, rows) * S_1 + by_row(weight_2, rows) * S_2)
 
 
-def merge_adjoint(
-    earlier: LightNetState,
-    later: LightNetState,
-    cotangent: StateCotangent,
-    through: Tensor | None = None,
-) -> tuple[StateCotangent, StateCotangent]:
-    """The cotangents of the two arguments of ``merge``, from that of its result.
+def passed_share(z_earlier: Tensor, z_later: Tensor, through: Tensor | None = None) -> Tensor:
+    """How much of the earlier state is left by ``merge``, e^{z_1 - z} (B, H, K), from the z of its arguments.
 
-    Only the z of the states is read. A rank that folds backward adds its own (U, R) of ``state_bwd`` to the
-    first result.
+    Backward the carried cotangent (U, R) of the result is only scaled by it to become that of the earlier state; a rank
+    that folds backward adds its own (U, R) of ``state_bwd``.
     """
-    z = earlier.z if through is None else earlier.z.masked_fill((through == 0)[:, None, None], -torch.inf)
-    weight_1, weight_2, _ = _shares(z, later.z)
-    return _weigh(weight_1, cotangent), _weigh(weight_2, cotangent)
-
-
-def _weigh(weight: Tensor, cotangent: StateCotangent) -> StateCotangent:
-    nothing = weight == 0
-    rows = cotangent.U.shape[2]
-    return StateCotangent(
-        U=(by_row(weight, rows) * cotangent.U).masked_fill(by_row(nothing, rows), 0.0),
-        R=(weight * cotangent.R).masked_fill(nothing, 0.0),
-    )
+    z = z_earlier if through is None else z_earlier.masked_fill((through == 0)[:, None, None], -torch.inf)
+    return _shares(z, z_later)[0]
 
 
 def carried_cotangent(state: LightNetState, dz: Tensor, dS: Tensor) -> StateCotangent:

@@ -11,21 +11,16 @@ import torch
 from torch import Tensor
 
 from lightscale.errors import UserError
+from lightscale.kernels.common.backends import AUTO, choose_backend, preload_triton, triton_forms
 from lightscale.kernels.common.documents import check_cu_seqlens
 from lightscale.kernels.common.states import state_dtype
-from lightscale.kernels.tpe.chunked import (
-    DEFAULT_CHUNK_SIZE,
-    ChunkedTPEScan,
-    grad_bwd,
-    out_fwd,
-    recurrent_step,
-    state_bwd,
-    state_fwd,
-)
+from lightscale.kernels.tpe.chunked import DEFAULT_CHUNK_SIZE, ChunkedTPEScan
+from lightscale.kernels.tpe.pieces import grad_bwd, out_fwd, recurrent_step, state_bwd, state_fwd
 from lightscale.kernels.tpe.reference import tpe_scan_reference
 
 __all__ = [
     "BACKENDS",
+    "backend_of",
     "grad_bwd",
     "out_fwd",
     "recurrent_step",
@@ -79,7 +74,28 @@ def _reference(
     return y.to(x.dtype), state
 
 
-BACKENDS: dict[str, _Backend] = {"chunked": _chunked, "reference": _reference}
+def _triton(
+    x: Tensor,
+    log_decay: Tensor,
+    gamma: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    y, state = triton_forms("tpe").triton_tpe_scan(x, log_decay, gamma, initial_state, cu_seqlens)
+    return y, state
+
+
+BACKENDS: dict[str, _Backend] = {"chunked": _chunked, "reference": _reference, "triton": _triton}
+
+
+def backend_of(x: Tensor, backend: str = AUTO) -> str:
+    """Which of BACKENDS computes inputs like ``x`` (dtype and device count), for logs.
+
+    Raises:
+        UserError: a backend that is not known or cannot compute x.
+    """
+    return choose_backend(backend, x, BACKENDS, operator="tpe_scan")
 
 
 def tpe_scan(
@@ -91,7 +107,7 @@ def tpe_scan(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
-    backend: str = "auto",
+    backend: str = AUTO,
 ) -> tuple[Tensor, Tensor | None]:
     """A sum of E exponential moving sums per channel: linear in T, differentiable in every input.
 
@@ -106,8 +122,9 @@ def tpe_scan(
         output_final_state: also return the state after each row's last token.
         cu_seqlens: (N+1,) int32 or int64 document boundaries over the flattened B·T tokens, every row start
             included. No state passes from one document to the next.
-        chunk_size: tokens that the chunked form computes at once; a matter of speed only.
-        backend: "auto", or one of BACKENDS: "chunked", "reference" (one token at a time, slow).
+        chunk_size: tokens that the chunked form computes at once; a matter of its speed only.
+        backend: one of BACKENDS: "triton" (GPUs; fp16, bf16, fp32), "chunked", "reference" (one token at a time,
+            slow); or "auto": what ``set_default_backend`` says, else Triton on GPUs and chunks elsewhere.
 
     Returns:
         y (B, T, D) in x's dtype, and None or the final state (B, D, E), fp32 (fp64 for fp64 inputs).
@@ -123,9 +140,7 @@ def tpe_scan(
         check_cu_seqlens(cu_seqlens, num_rows=x.shape[0], num_tokens=x.shape[1])
     if chunk_size < 1:
         raise UserError(f"chunk_size must be at least 1 token, got {chunk_size}")
-    name = "chunked" if backend == "auto" else backend
-    if name not in BACKENDS:
-        raise UserError(f"tpe_scan has no backend {backend!r}; known here: {', '.join(['auto', *BACKENDS])}")
+    name = backend_of(x, backend)
     y, state = BACKENDS[name](x, log_decay, gamma, initial_state, cu_seqlens, chunk_size)
     return y, state if output_final_state else None
 
@@ -169,3 +184,6 @@ def _check_state(initial_state: Tensor | None, x: Tensor, gamma: Tensor) -> None
 def _check_device(name: str, tensor: Tensor, x: Tensor) -> None:
     if tensor.device != x.device:
         raise UserError(f"{name} is on {tensor.device}, but x is on {x.device}")
+
+
+preload_triton("tpe")

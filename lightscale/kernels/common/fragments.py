@@ -1,0 +1,35 @@
+"""Which tokens of a row meet the state that enters it, and which reach the state that leaves it."""
+
+import torch
+from torch import Tensor
+
+from lightscale.kernels.common.documents import fragment_numbers
+
+
+def first_fragment(cu_seqlens: Tensor | None, *, num_rows: int, num_tokens: int) -> Tensor | None:
+    """(B, T) bool: the tokens before the row's first document boundary; None for all of them."""
+    if cu_seqlens is None:
+        return None
+    return fragment_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens) == 0
+
+
+def last_fragment(cu_seqlens: Tensor | None, *, num_rows: int, num_tokens: int) -> Tensor | None:
+    """(B, T) bool: the tokens behind the row's last document boundary; None for all of them."""
+    if cu_seqlens is None:
+        return None
+    fragments = fragment_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)
+    return fragments == fragments[:, -1:]
+
+
+def one_fragment(cu_seqlens: Tensor | None, *, num_rows: int, num_tokens: int) -> Tensor | None:
+    """(B,) bool: the rows without a document boundary inside; None for all of them."""
+    if cu_seqlens is None or not num_tokens:
+        return None
+    return fragment_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)[:, -1] == 0
+
+
+def masked(weights: Tensor, kept: Tensor | None) -> Tensor:
+    """``weights`` (B, T, …), zero outside ``kept`` (B, T)."""
+    if kept is None:
+        return weights
+    return torch.where(kept.view(*kept.shape, *[1] * (weights.dim() - 2)), weights, 0.0)

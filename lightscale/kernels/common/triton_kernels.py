@@ -1,0 +1,87 @@
+"""Triton functions that several operators share, and the kernel of one token of linear attention."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def exists(cols, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Which columns of a tile exist; a constant, and no work, when tiles of BLOCK fill the width."""
+    if WIDTH % BLOCK == 0:
+        return tl.full(cols.shape, 1, tl.int1)
+    else:
+        return cols < WIDTH
+
+
+@triton.jit
+def own_starts(starts, row_start, begin, i, length):
+    """Where the documents of a chunk's tokens i begin, as places in the chunk; negative for those from before it.
+
+    ``starts`` (B, T), or None, as ``document_starts`` makes it, has the row from ``row_start``; the chunk is ``length``
+    tokens from ``begin``.
+    """
+    places = tl.full(i.shape, -1, tl.int32)
+    if starts is not None:
+        places = (tl.load(starts + row_start + begin + i, mask=i < length, other=-1) - begin).to(tl.int32)
+    return places
+
+
+@triton.jit
+def last_start(starts, row_start, begin, length):
+    """``own_starts`` of the chunk's last token."""
+    place = tl.full([], -1, tl.int32)
+    if starts is not None:
+        place = (tl.load(starts + row_start + begin + length - 1) - begin).to(tl.int32)
+    return place
+
+
+@triton.jit
+def scan_place(H, num_spans, K_TILES: tl.constexpr, V_TILES: tl.constexpr):
+    """Row, head, span, and tile of the state (of K, of V) of a program that scans states; the tile changes first."""
+    program = tl.program_id(0).to(tl.int64)
+    tile_v = program % V_TILES
+    tile_k = program // V_TILES % K_TILES
+    head = program // (V_TILES * K_TILES) % H
+    span = program // (V_TILES * K_TILES * H) % num_spans
+    row = program // (V_TILES * K_TILES * H * num_spans)
+    return row, head, span, tile_k, tile_v
+
+
+@triton.jit
+def recurrent(
+    q,  # (B, H, K), contiguous
+    k,  # (B, H, K), contiguous
+    v,  # (B, H, V), contiguous
+    log_decay,  # (B, H, K) fp32, or None
+    before,  # (B, H, K, V) fp32
+    out,  # (B, H, V)
+    after,  # (B, H, K, V) fp32
+    H,
+    stride_gb,
+    stride_gh,
+    stride_gk,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """One token: S <- f ⊙ S + k vᵀ and o = Sᵀ q; a program has some columns of a head's state."""
+    V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    program = tl.program_id(0).to(tl.int64)
+    row_head = program // V_TILES
+    rows = tl.arange(0, BLOCK_K)
+    cols = program % V_TILES * BLOCK_V + tl.arange(0, BLOCK_V)
+    has_row, has_col = exists(rows, K, BLOCK_K), exists(cols, V, BLOCK_V)
+    at = row_head * K * V + rows[:, None] * V + cols[None, :]
+    inside = has_row[:, None] & has_col[None, :]
+    state = tl.load(before + at, mask=inside, other=0.0)
+    if log_decay is not None:
+        of_head = log_decay + row_head // H * stride_gb + row_head % H * stride_gh
+        state *= tl.exp(tl.load(of_head + rows * stride_gk, mask=has_row, other=0.0))[:, None]
+    key = tl.load(k + row_head * K + rows, mask=has_row, other=0.0).to(tl.float32)
+    value = tl.load(v + row_head * V + cols, mask=has_col, other=0.0).to(tl.float32)
+    state += key[:, None] * value[None, :]
+    query = tl.load(q + row_head * K + rows, mask=has_row, other=0.0).to(tl.float32)
+    tl.store(after + at, state, mask=inside)
+    read = tl.sum(query[:, None] * state, 0)
+    tl.store(out + row_head * V + cols, read.to(out.dtype.element_ty), mask=has_col)

@@ -1,0 +1,85 @@
+"""What the launches of Triton kernels share: options, places of documents, layouts, precision, and spans of rows."""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+NUM_WARPS = 4
+
+LAUNCH = {"num_warps": NUM_WARPS, "enable_fp_fusion": True}
+"""Options of every launch. Triton 3.10 will not fuse multiplications and additions unless asked to."""
+
+# Rows are cut into spans until every multiprocessor has so many programs that scan states, and no further: the tokens
+# of a row in several spans are read once more. Nor has a span fewer chunks than this.
+_PROGRAMS_PER_MULTIPROCESSOR = 2
+_LEAST_SPAN_CHUNKS = 8
+
+
+def document_starts(cu_seqlens: Tensor | None, *, num_rows: int, num_tokens: int) -> Tensor | None:
+    """Where in its row each token's document begins, (B, T) int32; -1 in a row's first document, which goes on.
+
+    Made on cu_seqlens' device without waiting for it. None for None.
+    """
+    if cu_seqlens is None:
+        return None
+    begins = torch.zeros(num_rows * num_tokens + 1, dtype=torch.bool, device=cu_seqlens.device)
+    begins.index_fill_(0, cu_seqlens.long(), True)
+    begins = begins[:-1].view(num_rows, num_tokens)
+    place = torch.arange(num_tokens, dtype=torch.int32, device=cu_seqlens.device)
+    # The row's own start is 0 and no start: what enters the row is its first document's.
+    places = torch.where(begins & (place > 0), place, -1)
+    return places.cummax(1).values if num_tokens else places
+
+
+def dense_last(x: Tensor) -> Tensor:
+    """``x``, copied only when the values of its last dimension do not lie side by side."""
+    return x if x.stride(-1) == 1 or x.size(-1) == 1 else x.contiguous()
+
+
+def power_of_two(width: int, *, most: int) -> int:
+    """The smallest tile that holds ``width`` and that a dot takes (16 at least), or ``most``."""
+    return min(most, max(16, 1 << (width - 1).bit_length()))
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """Triton's ``input_precision``: three TF32 products give fp32's precision on tensor cores, one does not."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+@lru_cache
+def num_multiprocessors(device: torch.device) -> int:
+    """How many programs run side by side, at least; 1 in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Launch on x's GPU, whichever is current; nothing for the CPU."""
+    return torch.cuda.device_of(x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spans:
+    """How the chunks of rows are divided among programs that scan states; a span is some whole chunks of a row."""
+
+    num_programs: int
+    """Of one span."""
+    num_spans: int
+    """Of one row, at least 1."""
+    span_chunks: int
+    """Chunks of a span but the last."""
+
+    @classmethod
+    def of(cls, num_programs: int, num_chunks: int, device: torch.device) -> "Spans":
+        """As many as keep the GPU busy, when each takes ``num_programs`` programs and a row has ``num_chunks``."""
+        length = span_chunks(num_chunks, num_programs, device)
+        return cls(num_programs=num_programs, num_spans=max(-(-num_chunks // length), 1), span_chunks=length)
+
+
+def span_chunks(num_chunks: int, num_programs: int, device: torch.device) -> int:
+    """Chunks of a span when each span takes ``num_programs`` programs."""
+    wanted = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device) // max(num_programs, 1)
+    spans = max(min(wanted, num_chunks // _LEAST_SPAN_CHUNKS), 1)
+    return max(-(-num_chunks // spans), 1)

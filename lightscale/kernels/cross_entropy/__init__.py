@@ -1,0 +1,184 @@
+"""The loss of a linear output layer over a large vocabulary, without ever holding all logits.
+
+-log softmax(hidden weightᵀ)[label] per token, over chunks of tokens; the rows of the vocabulary may be split over
+ranks, and some of them be padding. README.md in this folder has the mathematics and what it costs.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightscale.errors import UserError
+from lightscale.kernels.common.backends import AUTO, choose_backend, preload_triton, triton_forms
+from lightscale.kernels.common.states import state_dtype
+from lightscale.kernels.cross_entropy import chunked
+from lightscale.kernels.cross_entropy.chunked import Ids, Softmax, Statistics
+from lightscale.kernels.cross_entropy.reference import linear_cross_entropy_reference
+
+__all__ = ["BACKENDS", "backend_of", "linear_cross_entropy", "linear_cross_entropy_reference"]
+
+BACKENDS = ("chunked", "triton", "reference")
+
+Reduce = Callable[[Tensor, Literal["max", "sum"]], None]
+"""Takes the maximum or the sum of a tensor over ranks, in place."""
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Saves the inputs and two numbers per token. Backward honours any cotangent of each token's loss."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        ids: Ids,
+        reduce: Reduce | None,
+        softmax: Softmax,
+        chunk_tokens: int | None,
+    ) -> Tensor:
+        found = chunked.forward(hidden, weight, labels, ids, softmax, chunk_tokens)
+        if reduce is not None:
+            found = _over_ranks(found, reduce)
+        ctx.save_for_backward(hidden, weight, labels, *found)
+        ctx.ids, ctx.softmax, ctx.chunk_tokens = ids, softmax, chunk_tokens
+        # In this order, so that large logits cost no digits of the loss.
+        return found.total.log() - (found.target - found.largest)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, *found = ctx.saved_tensors
+        gradients = chunked.backward(
+            hidden,
+            weight,
+            labels,
+            ctx.ids,
+            Statistics(*found),
+            dlosses,
+            ctx.softmax,
+            ctx.chunk_tokens,
+            needs=ctx.needs_input_grad[:2],
+        )
+        return (*gradients, None, None, None, None, None)
+
+
+def _over_ranks(found: Statistics, reduce: Reduce) -> Statistics:
+    """The statistics of the whole vocabulary: two reductions of numbers per token."""
+    largest = found.largest.clone()
+    reduce(largest, "max")
+    both = torch.stack([found.total * (found.largest - largest).exp(), found.target])
+    reduce(both, "sum")
+    return Statistics(largest, both[0], both[1])
+
+
+def _softmax(name: str) -> Softmax:
+    forms: Softmax = triton_forms("cross_entropy") if name == "triton" else chunked
+    return forms
+
+
+def backend_of(x: Tensor, backend: str = AUTO) -> str:
+    """Which of BACKENDS computes inputs like ``x`` (dtype, device count), for logs.
+
+    Raises:
+        UserError: a backend that is not known or cannot compute x.
+    """
+    return choose_backend(backend, x, BACKENDS, operator="linear_cross_entropy")
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    num_ids: int,
+    first_id: int = 0,
+    reduce: Reduce | None = None,
+    loss_mask: Tensor | None = None,
+    chunk_tokens: int | None = None,
+    backend: str = AUTO,
+) -> Tensor:
+    """-log softmax(hidden weightᵀ)[label] of each token; differentiable in hidden and weight.
+
+    Logits are rounded to the dtype of hidden, as those of a linear layer are; exponentials and sums are fp32 at least.
+    With ``reduce`` the gradient of hidden is that of this rank's rows of the vocabulary: the caller sums it over
+    the ranks.
+
+    Args:
+        hidden: (..., d), fp16, bf16, fp32 or fp64.
+        weight: (rows, d) of hidden's dtype: the rows of the vocabulary that this rank holds.
+        labels: (...) int64 ids below ``num_ids``; any number where the mask is 0.
+        num_ids: ids in use, over all ranks; rows from there on are padding and take no probability.
+        first_id: the id of the weight's first row.
+        reduce: the maximum or sum over the ranks that hold the other rows, in place. Called once for each in forward,
+            never in backward.
+        loss_mask: (...), what each loss is multiplied by; None for 1.
+        chunk_tokens: tokens whose logits exist at a time; by default as many as ``chunked.WORKSPACE_BYTES`` hold.
+        backend: "auto", or one of BACKENDS: "triton", "chunked" (PyTorch's operators), "reference" (all logits at
+            once, by autograd; one rank).
+
+    Returns:
+        The losses (...) in nats, fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        UserError: a shape, dtype, device or backend that does not fit; the message names the argument. The values of
+            labels are checked on a CPU only, where reading them costs nothing.
+    """
+    _check(hidden, weight, labels, num_ids, first_id, loss_mask, chunk_tokens)
+    name = backend_of(hidden, backend)
+    if name == "reference":
+        if reduce is not None:
+            raise UserError("linear_cross_entropy: backend 'reference' has no `reduce`; use 'auto' or 'chunked'")
+        wide = state_dtype(hidden.dtype)
+        return linear_cross_entropy_reference(
+            hidden.to(wide), weight.to(wide), labels, num_ids=num_ids, loss_mask=loss_mask
+        )
+    ids = Ids(first_id, min(max(num_ids - first_id, 0), weight.shape[0]))
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    losses: Tensor = _LinearCrossEntropy.apply(
+        flat, weight, labels.reshape(-1), ids, reduce, _softmax(name), chunk_tokens
+    )
+    losses = losses.view(labels.shape)
+    return losses if loss_mask is None else torch.where(loss_mask == 0, 0.0, losses * loss_mask)
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    num_ids: int,
+    first_id: int,
+    loss_mask: Tensor | None,
+    chunk_tokens: int | None,
+) -> None:
+    if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise UserError(
+            f"hidden must be (..., d) and weight (rows, d), got {tuple(hidden.shape)} and {tuple(weight.shape)}"
+        )
+    if hidden.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise UserError(f"hidden must be fp16, bf16, fp32 or fp64, got {hidden.dtype}")
+    if weight.dtype != hidden.dtype:
+        raise UserError(f"weight must be of hidden's dtype {hidden.dtype}, got {weight.dtype}")
+    expected = tuple(hidden.shape[:-1])
+    if labels.shape != expected or labels.dtype != torch.int64:
+        raise UserError(f"labels must be int64 of shape {expected}, got {labels.dtype}, {tuple(labels.shape)}")
+    if loss_mask is not None and loss_mask.shape != expected:
+        raise UserError(f"loss_mask must be of shape {expected}, got {tuple(loss_mask.shape)}")
+    for name, tensor in (("weight", weight), ("labels", labels), ("loss_mask", loss_mask)):
+        if tensor is not None and tensor.device != hidden.device:
+            raise UserError(f"{name} is on {tensor.device}, but hidden is on {hidden.device}")
+    if num_ids < 1 or first_id < 0:
+        raise UserError(f"num_ids must be at least 1 and first_id at least 0, got {num_ids} and {first_id}")
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise UserError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+    if labels.device.type == "cpu":
+        counted = labels if loss_mask is None else labels[loss_mask != 0]
+        wrong = counted[(counted < 0) | (counted >= num_ids)]
+        if wrong.numel():
+            raise UserError(f"labels must be ids from 0 to {num_ids - 1}, got {wrong[0]}")
+
+
+preload_triton("cross_entropy")

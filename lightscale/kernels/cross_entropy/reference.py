@@ -1,0 +1,23 @@
+"""The loss of a linear output layer, by autograd and with all logits at once: the oracle of every other form."""
+
+import torch
+from torch import Tensor
+
+
+def linear_cross_entropy_reference(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, num_ids: int, loss_mask: Tensor | None = None
+) -> Tensor:
+    """-log softmax(hidden weightᵀ)[label] of each token, in the dtype of the inputs.
+
+    Args:
+        hidden: (..., d).
+        weight: (V, d), all rows of the vocabulary.
+        labels: (...), int64 ids below ``num_ids``; any where the mask is 0.
+        num_ids: rows of the weight in use; those behind take no probability.
+        loss_mask: (...), what each loss is multiplied by; None for 1.
+    """
+    scores = torch.log_softmax(hidden @ weight[:num_ids].mT, dim=-1)
+    if loss_mask is None:
+        return -scores.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    labels = labels.where(loss_mask != 0, 0)
+    return -scores.gather(-1, labels.unsqueeze(-1)).squeeze(-1) * loss_mask

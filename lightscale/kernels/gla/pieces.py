@@ -1,0 +1,67 @@
+"""The pieces of gated linear attention, each computed by the form that fits its tensors' device and dtype.
+
+Sequence parallelism and generation call these. They have the arguments and results of those in ``chunked.py``, which
+documents them; ``common/backends.py`` has the choice and the setting that overrides it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightscale.kernels.common.backends import AUTO, choose_backend, triton_forms
+from lightscale.kernels.gla import chunked
+
+_FORMS = ("triton", "chunked")
+
+
+def _forms(x: Tensor) -> Any:
+    name = choose_backend(AUTO, x, _FORMS, operator="sequence-parallel gla")
+    return triton_forms("gla") if name == "triton" else chunked
+
+
+def state_fwd(k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """S_loc (B, H, K, V) and D (B, H, K) of a row, by which S_out = D ⊙ S_in + S_loc."""
+    local, through = _forms(k).state_fwd(k, v, log_decay, cu_seqlens)
+    return local, through
+
+
+def out_fwd(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, S_in: Tensor | None, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The outputs (B, T, H, V) of a row that S_in (B, H, K, V) enters, and the state that leaves it."""
+    o, state = _forms(q).out_fwd(q, k, v, log_decay, S_in, cu_seqlens)
+    return o, state
+
+
+def state_bwd(q: Tensor, do: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """The cotangent (B, H, K, V) of a row's incoming state that comes from the row's own outputs."""
+    own: Tensor = _forms(q).state_bwd(q, do, log_decay, cu_seqlens)
+    return own
+
+
+def grad_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    do: Tensor,
+    S_in: Tensor | None,
+    dS_end: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and dlog_decay of a row, each of its input's shape and dtype."""
+    dq, dk, dv, dlog_decay = _forms(q).grad_bwd(q, k, v, log_decay, do, S_in, dS_end, cu_seqlens)
+    return dq, dk, dv, dlog_decay
+
+
+def recurrent_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+    """One token: q, k, log_decay (B, H, K), v (B, H, V), S (B, H, K, V) → o (B, H, V) and the next state.
+
+    Differentiable; in one launch on a GPU when no gradient is asked for.
+    """
+    name = choose_backend(AUTO, q, (*_FORMS, "reference"), operator="recurrent_step")
+    learned = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_decay, S))
+    forms = triton_forms("gla") if name == "triton" and not learned else chunked
+    o, after = forms.recurrent_step(q, k, v, log_decay, S)
+    return o, after

@@ -1,0 +1,193 @@
+"""Decay attention on GPUs: the pieces of ``chunked.py`` by the kernels of ``triton_kernels.py``.
+
+The pieces have the arguments, results and meaning of those in ``chunked.py``, for fp16, bf16 and fp32. Those that
+hold the work are registered with torch as operators, so that ``torch.compile`` calls them as they are and does not
+look inside, and so that the whole operator, ``triton_lightning_attention``, has its gradient.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightscale.kernels.common.triton_recurrent import recurrent_step as one_token
+from lightscale.kernels.lightning.triton_cases import COMPILE_CASES
+from lightscale.kernels.lightning.triton_passes import Rows, products, scan
+
+__all__ = [
+    "COMPILE_CASES",
+    "grad_bwd",
+    "out_fwd",
+    "recurrent_step",
+    "state_bwd",
+    "state_fwd",
+    "triton_lightning_attention",
+]
+
+
+@torch.library.custom_op("lightscale::lightning_state_fwd", mutates_args=())
+def _state_fwd(k: Tensor, v: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    rows = Rows.of(k, log_decay, cu_seqlens)
+    local = scan(rows, k, v, None, reverse=False, with_chunks=False).final
+    through = local.new_ones(rows.num_heads)
+    if rows.rate is not None and rows.num_tokens:
+        through = (rows.rate.double() * rows.num_tokens).exp().float()
+    through = through.repeat(rows.num_rows, 1)
+    if rows.starts is not None and rows.num_tokens:
+        through.masked_fill_(rows.starts[:, -1:] >= 0, 0.0)
+    return local, through
+
+
+@_state_fwd.register_fake
+def _(k: Tensor, v: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    return _fake_state(k, v), k.new_empty(k.size(0), k.size(2), dtype=torch.float32)
+
+
+def _fake_state(k: Tensor, v: Tensor) -> Tensor:
+    return k.new_empty(k.size(0), k.size(2), k.size(3), v.size(3), dtype=torch.float32)
+
+
+@torch.library.custom_op("lightscale::lightning_out_fwd", mutates_args=())
+def _out_fwd(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, S_in: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    rows = Rows.of(q, log_decay, cu_seqlens)
+    scanned = scan(rows, k, v, S_in, reverse=False)
+    return products(rows, q, k, v, scanned.chunks, reverse=False, transposed=False)[0], scanned.final
+
+
+@_out_fwd.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, S_in: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return v.new_empty(v.shape), _fake_state(k, v)
+
+
+@torch.library.custom_op("lightscale::lightning_state_bwd", mutates_args=())
+def _state_bwd(q: Tensor, do: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    return scan(Rows.of(q, log_decay, cu_seqlens), q, do, None, reverse=True, with_chunks=False).final
+
+
+@_state_bwd.register_fake
+def _(q: Tensor, do: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    return _fake_state(q, do)
+
+
+@torch.library.custom_op("lightscale::lightning_gradients", mutates_args=())
+def _gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    do: Tensor,
+    S_in: Tensor | None,
+    dS_end: Tensor | None,
+    cu_seqlens: Tensor | None,
+    with_decay: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dlog_decay (H,) fp32 (empty unless ``with_decay``), dS_in."""
+    rows = Rows.of(q, log_decay, cu_seqlens)
+    states = scan(rows, k, v, S_in, reverse=False).chunks
+    dq, of_reads = products(rows, do, v, k, states, reverse=False, transposed=True, own=q if with_decay else None)
+    if not with_decay:
+        states = None  # as large as an input: gone before its cotangents are made
+    dstates, dS_in, of_states = scan(rows, q, do, dS_end, reverse=True, other=states)
+    dk, of_writes = products(rows, v, do, q, dstates, reverse=True, transposed=True, own=k if with_decay else None)
+    dv, _ = products(rows, k, q, do, dstates, reverse=True, transposed=False)
+    if of_reads is None or of_writes is None or of_states is None:
+        return dq, dk, dv, dS_in.new_empty(0), dS_in
+    return dq, dk, dv, of_reads + of_writes + of_states, dS_in
+
+
+@_gradients.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    do: Tensor,
+    S_in: Tensor | None,
+    dS_end: Tensor | None,
+    cu_seqlens: Tensor | None,
+    with_decay: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dlog_decay = q.new_empty(q.size(2) if with_decay else 0, dtype=torch.float32)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dlog_decay, _fake_state(k, v)
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, log_decay, S_in, cu_seqlens = ctx.saved_tensors
+    with_decay = ctx.needs_input_grad[3]
+    dq, dk, dv, dlog_decay, dS_in = _gradients(q, k, v, log_decay, do, S_in, dstate, cu_seqlens, with_decay)
+    of_decay = dlog_decay.to(log_decay.dtype) if with_decay else None
+    return dq, dk, dv, of_decay, dS_in if ctx.needs_input_grad[4] else None, None
+
+
+_out_fwd.register_autograd(_backward, setup_context=_save_inputs)
+
+
+def triton_lightning_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The operator: (o, final state), differentiable; only the inputs are saved."""
+    o, state = _out_fwd(q, k, v, log_decay, initial_state, cu_seqlens)
+    return o, state
+
+
+def state_fwd(
+    k: Tensor, v: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """S_loc and D, see ``chunked.state_fwd``."""
+    local, through = _state_fwd(k, v, log_decay, cu_seqlens)
+    return local, through
+
+
+def out_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    S_in: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The outputs and the state that leaves, see ``chunked.out_fwd``."""
+    return triton_lightning_attention(q, k, v, log_decay, S_in, cu_seqlens)
+
+
+def state_bwd(q: Tensor, do: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None = None) -> Tensor:
+    """The cotangent U of the incoming state, see ``chunked.state_bwd``."""
+    own: Tensor = _state_bwd(q, do, log_decay, cu_seqlens)
+    return own
+
+
+def grad_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    do: Tensor,
+    S_in: Tensor | None,
+    dS_end: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    with_decay: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of a row's inputs, see ``chunked.grad_bwd``."""
+    dq, dk, dv, dlog_decay, _ = _gradients(q, k, v, log_decay, do, S_in, dS_end, cu_seqlens, with_decay)
+    return dq, dk, dv, dlog_decay if with_decay else None
+
+
+def recurrent_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
+    """One token, see ``chunked.recurrent_step``, in one launch; it has no gradient."""
+    # A decay per head is one per channel that does not change with it.
+    by_channel = None if log_decay is None else log_decay[:, None].expand(k.shape)
+    return one_token(q, k, v, by_channel, S)

@@ -1,0 +1,117 @@
+"""The kernels of decay attention in the configurations that training launches, for compilation without a GPU."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from lightscale.kernels.common.triton_cases import NAMES, case_name, integers, pointers, strides
+from lightscale.kernels.common.triton_compile import KernelCase
+from lightscale.kernels.common.triton_launch import NUM_WARPS
+from lightscale.kernels.common.triton_recurrent import recurrent_case
+from lightscale.kernels.lightning.triton_kernels import attend, fold_spans, scan_states
+from lightscale.kernels.lightning.triton_tiling import (
+    FOLD_ELEMENTS,
+    attend_constants,
+    scan_constants,
+    tiling_of,
+)
+
+WIDTHS = ((64, 64), (128, 128), (256, 128))
+ROLES = ("o", "dq", "dk", "dv")
+
+
+def _scan(
+    dtype: torch.dtype, K: int, V: int, *, reverse: bool, plain: bool = False, learned: bool = False, **options: Any
+) -> KernelCase:
+    """``plain``: without decay and documents; ``learned``: with the decay's gradient."""
+    stored = NAMES[tiling_of(dtype).stored]
+    arguments, absent = pointers(
+        {
+            **dict.fromkeys(("x", "y"), NAMES[dtype]),
+            **dict.fromkeys(("entering", "leaving"), "fp32"),
+            "log_decay": None if plain else "fp32",
+            "starts": None if plain else "i32",
+            "chunk_states": stored,
+            "other_states": stored if learned else None,
+            "decay_parts": "fp32" if learned else None,
+        }
+    )
+    counts = integers("T", "H", "num_chunks", "num_spans", "span_chunks")
+    variants = ["plain"] * plain + ["learned"] * learned
+    return KernelCase(
+        name=case_name("lightning", "dstates" if reverse else "states", K, V, dtype, *variants),
+        kernel=scan_states,
+        arguments={**arguments, **counts, **strides("x", "y")},
+        constants={**absent, **scan_constants(dtype, K, V), "REVERSE": reverse},
+        num_warps=NUM_WARPS,
+        num_stages=tiling_of(dtype).scan_stages,
+        **options,
+    )
+
+
+def _attend(
+    dtype: torch.dtype, K: int, V: int, role: str, *, plain: bool = False, learned: bool = False, **options: Any
+) -> KernelCase:
+    transposed = role in ("dq", "dk")
+    arguments, absent = pointers(
+        {
+            **dict.fromkeys(("x", "y", "z", "out"), NAMES[dtype]),
+            "states": NAMES[tiling_of(dtype).stored],
+            "log_decay": None if plain else "fp32",
+            "starts": None if plain else "i32",
+            "own": NAMES[dtype] if learned else None,
+            "decay_parts": "fp32" if learned else None,
+        }
+    )
+    counts = integers("T", "H", "num_chunks", "num_blocks")
+    constants = attend_constants(dtype, *((V, K) if transposed else (K, V)))
+    variants = ["plain"] * plain + ["learned"] * learned
+    return KernelCase(
+        name=case_name("lightning", role, K, V, dtype, *variants),
+        kernel=attend,
+        arguments={**arguments, **counts, **strides("x", "y", "z", "o")},
+        constants={**absent, **constants, "REVERSE": role in ("dk", "dv"), "TRANSPOSED": transposed},
+        num_warps=NUM_WARPS,
+        num_stages=tiling_of(dtype).attend_stages,
+        **options,
+    )
+
+
+def _fold() -> KernelCase:
+    arguments, _ = pointers(
+        {**dict.fromkeys(("local", "initial", "log_decay", "entering", "final"), "fp32"), "starts": "i32"}
+    )
+    return KernelCase(
+        name="lightning fold",
+        kernel=fold_spans,
+        arguments={**arguments, **integers("T", "H", "num_spans", "span_tokens"), "num_elements": "i32:16"},
+        constants={"ELEMENTS": FOLD_ELEMENTS, "REVERSE": False},
+        num_warps=NUM_WARPS,
+        tensor_cores=False,
+    )
+
+
+def _cases() -> Iterator[KernelCase]:
+    """Each width in bf16 with decay and documents, then variants of the usual width. dq and dv are o and dk again."""
+    bf16 = torch.bfloat16
+    for K, V in WIDTHS:
+        for reverse in (False, True):
+            yield _scan(bf16, K, V, reverse=reverse, usual=K == V == 128)
+        for role in ROLES:
+            yield _attend(bf16, K, V, role, usual=(role in ("o", "dk") and K != 64) or (role == "dv" and K == 256))
+    yield _scan(bf16, 128, 128, reverse=True, learned=True, usual=False)
+    for role in ("dq", "dk"):
+        yield _attend(bf16, 128, 128, role, learned=True, usual=False)
+    for dtype in (torch.float16, torch.float32):
+        yield _scan(dtype, 128, 128, reverse=False, usual=False)
+        for role in ("o", "dk"):
+            yield _attend(dtype, 128, 128, role, usual=False)
+    yield _scan(bf16, 128, 128, reverse=False, plain=True, usual=False)
+    for role in ("o", "dk"):
+        yield _attend(bf16, 128, 128, role, plain=True, usual=False)
+    yield _fold()
+    yield recurrent_case("lightning", bf16, 256, 128, by_channel=False)
+
+
+COMPILE_CASES = list(_cases())

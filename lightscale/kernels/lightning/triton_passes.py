@@ -1,0 +1,215 @@
+"""The passes of decay attention on GPUs: the scan over the states of chunks, and the products of a chunk's tokens.
+
+Each is forward for outputs and in reverse for gradients; ``triton.py`` puts them together.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from lightscale.kernels.common.triton_launch import LAUNCH, Spans, dense_last, document_starts, on_device_of
+from lightscale.kernels.lightning.triton_kernels import attend, fold_spans, scan_states
+from lightscale.kernels.lightning.triton_tiling import (
+    FOLD_ELEMENTS,
+    Tiling,
+    attend_constants,
+    scan_constants,
+    tiling_of,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What all launches of one call share."""
+
+    num_rows: int
+    num_tokens: int
+    num_heads: int
+    rate: Tensor | None
+    starts: Tensor | None
+    device: torch.device
+    tiling: Tiling
+
+    @classmethod
+    def of(cls, x: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None) -> "Rows":
+        """Those of x (B, T, H, width)."""
+        num_rows, num_tokens, num_heads = x.shape[:3]
+        return cls(
+            num_rows=num_rows,
+            num_tokens=num_tokens,
+            num_heads=num_heads,
+            rate=None if log_decay is None else log_decay.detach().float().contiguous(),
+            starts=document_starts(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens),
+            device=x.device,
+            tiling=tiling_of(x.dtype),
+        )
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of a row, the last one possibly shorter."""
+        return -(-self.num_tokens // self.tiling.chunk)
+
+    @property
+    def num_blocks(self) -> int:
+        """Tiles of tokens of a row."""
+        return -(-self.num_tokens // self.tiling.block)
+
+    def empty(self, *inner: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """(B, H, *inner), not initialised."""
+        return torch.empty(self.num_rows, self.num_heads, *inner, dtype=dtype, device=self.device)
+
+
+class Scanned(NamedTuple):
+    """What a scan of the states gives."""
+
+    chunks: Tensor | None
+    """(B, H, N, K, V): what enters each chunk; in reverse, the cotangent of what leaves it."""
+    final: Tensor
+    """(B, H, K, V) fp32: what leaves the rows; in reverse, the cotangent of what enters them."""
+    dlog_decay: Tensor | None
+    """(H,) fp32: the part of the decay's gradient of the states that go through chunks."""
+
+
+def scan(
+    rows: Rows,
+    x: Tensor,
+    y: Tensor,
+    entering: Tensor | None,
+    *,
+    reverse: bool,
+    with_chunks: bool = True,
+    other: Tensor | None = None,
+) -> Scanned:
+    """The states of k and v from the one that enters the rows, or in reverse the cotangents by q and do.
+
+    ``other`` are the chunk states of the forward scan, where a reverse one is to give dlog_decay.
+    """
+    x, y = dense_last(x), dense_last(y)
+    widths = x.size(3), y.size(3)
+    constants = scan_constants(x.dtype, *widths)
+    tiles = triton.cdiv(widths[0], constants["BLOCK_K"]), triton.cdiv(widths[1], constants["BLOCK_V"])
+    num_programs = rows.num_rows * rows.num_heads * tiles[0] * tiles[1]
+    spans = Spans.of(num_programs, rows.num_chunks, rows.device)
+    parts = None if other is None else rows.empty(spans.num_spans, *tiles)
+
+    def launch(entering: Tensor | None, leaving: Tensor | None, chunks: Tensor | None, *decay: Tensor | None) -> None:
+        scan_states[(spans.num_programs * spans.num_spans,)](
+            x,
+            y,
+            rows.rate,
+            rows.starts,
+            entering,
+            leaving,
+            chunks,
+            *decay,
+            rows.num_tokens,
+            rows.num_heads,
+            rows.num_chunks,
+            spans.num_spans,
+            spans.span_chunks,
+            *x.stride()[:3],
+            *y.stride()[:3],
+            **constants,
+            REVERSE=reverse,
+            **LAUNCH,
+            num_stages=rows.tiling.scan_stages,
+        )
+
+    entering = None if entering is None else entering.contiguous()
+    final = rows.empty(*widths)
+    chunks = rows.empty(rows.num_chunks, *widths, dtype=rows.tiling.stored) if with_chunks else None
+    with on_device_of(x):
+        if not final.numel():
+            pass
+        elif spans.num_spans == 1:
+            launch(entering, final, chunks, other, parts)
+        else:
+            local = rows.empty(spans.num_spans, *widths)
+            launch(None, local, None, None, None)
+            between = torch.empty_like(local) if with_chunks else None
+            _fold(rows, local, entering, between, final, span_chunks=spans.span_chunks, reverse=reverse)
+            if with_chunks:
+                launch(between, None, chunks, other, parts)
+    return Scanned(chunks, final, None if parts is None else parts.sum((0, 2, 3, 4)))
+
+
+def _fold(
+    rows: Rows,
+    local: Tensor,
+    initial: Tensor | None,
+    between: Tensor | None,
+    final: Tensor,
+    *,
+    span_chunks: int,
+    reverse: bool,
+) -> None:
+    """Fill ``between`` with what enters each span and ``final`` with what leaves the last one."""
+    num_elements = final.size(2) * final.size(3)
+    fold_spans[(rows.num_rows * rows.num_heads * triton.cdiv(num_elements, FOLD_ELEMENTS),)](
+        local,
+        initial,
+        rows.rate,
+        rows.starts,
+        between,
+        final,
+        rows.num_tokens,
+        rows.num_heads,
+        local.size(2),
+        span_chunks * rows.tiling.chunk,
+        num_elements,
+        ELEMENTS=FOLD_ELEMENTS,
+        REVERSE=reverse,
+        **LAUNCH,
+    )
+
+
+def products(
+    rows: Rows,
+    x: Tensor,
+    y: Tensor,
+    z: Tensor,
+    states: Tensor | None,
+    *,
+    reverse: bool,
+    transposed: bool,
+    own: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(x yᵀ ⊙ M) z + weight x S, like z; and its part of dlog_decay (H,) when it is the gradient of ``own``."""
+    assert states is not None
+    x, y, z = dense_last(x), dense_last(y), dense_last(z)
+    own = None if own is None else dense_last(own)
+    constants = attend_constants(x.dtype, x.size(3), z.size(3))
+    tiles = triton.cdiv(z.size(3), constants["BLOCK_Z"])
+    out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+    shape = (rows.num_rows, rows.num_blocks, rows.num_heads, tiles)
+    parts = None if own is None else torch.empty(shape, dtype=torch.float32, device=z.device)
+    if out.numel():
+        with on_device_of(x):
+            attend[(rows.num_rows * rows.num_blocks * rows.num_heads * tiles,)](
+                x,
+                y,
+                z,
+                states,
+                rows.rate,
+                rows.starts,
+                out,
+                own,
+                parts,
+                rows.num_tokens,
+                rows.num_heads,
+                rows.num_chunks,
+                rows.num_blocks,
+                *x.stride()[:3],
+                *y.stride()[:3],
+                *z.stride()[:3],
+                *((0, 0, 0) if own is None else own.stride()[:3]),
+                **constants,
+                REVERSE=reverse,
+                TRANSPOSED=transposed,
+                **LAUNCH,
+                num_stages=rows.tiling.attend_stages,
+            )
+    return out, None if parts is None else parts.sum((0, 1, 3))

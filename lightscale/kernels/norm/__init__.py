@@ -1,0 +1,171 @@
+"""RMS norm with an optional weight and an optional gate: y = x / sqrt(mean(x²) + eps) ⊙ weight ⊙ activation(gate).
+
+Without weight it is TransNormerLLM's SRMSNorm. The gate is what gated mixers multiply their normalised output with;
+here it costs no pass of its own. README.md in this folder has the mathematics.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightscale.errors import UserError
+from lightscale.kernels.common.backends import AUTO, choose_backend, preload_triton, triton_forms
+from lightscale.kernels.common.states import state_dtype
+from lightscale.kernels.glu.activations import check_activation
+from lightscale.kernels.norm import eager
+from lightscale.kernels.norm.eager import WIDEST, NormGradients, NormInputs
+from lightscale.kernels.norm.reference import norm_reference
+
+__all__ = ["BACKENDS", "backend_of", "norm", "norm_reference"]
+
+BACKENDS = ("chunked", "triton", "reference")
+
+Reduce = Callable[[Tensor], None]
+"""Sums a tensor over ranks, in place."""
+
+
+class _Pieces(Protocol):
+    """What a backend gives; see ``eager``."""
+
+    def square_sums(self, x: Tensor) -> Tensor: ...
+
+    def norm_fwd(
+        self, inputs: NormInputs, width: int, eps: float, sums: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def cotangent_sums(self, inputs: NormInputs, rstd: Tensor, dy: Tensor) -> Tensor: ...
+
+    def norm_bwd(
+        self, inputs: NormInputs, rstd: Tensor, dy: Tensor, width: int, sums: Tensor | None = None
+    ) -> NormGradients: ...
+
+
+class _Norm(torch.autograd.Function):
+    """Saves the inputs and one number per row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        gate: Tensor | None,
+        gate_activation: str,
+        eps: float,
+        width: int,
+        reduce: Reduce | None,
+        pieces: _Pieces,
+    ) -> Tensor:
+        sums = None
+        if reduce is not None:
+            sums = pieces.square_sums(x)
+            reduce(sums)
+        y, rstd = pieces.norm_fwd(NormInputs(x, weight, gate, gate_activation), width, eps, sums)
+        ctx.save_for_backward(x, weight, gate, rstd)
+        ctx.gate_activation, ctx.width, ctx.reduce, ctx.pieces = gate_activation, width, reduce, pieces
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, gate, rstd = ctx.saved_tensors
+        inputs = NormInputs(x, weight, gate, ctx.gate_activation)
+        sums = None
+        if ctx.reduce is not None:
+            # Every rank scales its own channels by the common mean square, so its cotangents are summed too.
+            sums = ctx.pieces.cotangent_sums(inputs, rstd, dy)
+            ctx.reduce(sums)
+        return (*ctx.pieces.norm_bwd(inputs, rstd, dy, ctx.width, sums), None, None, None, None, None)
+
+
+def _pieces(name: str) -> _Pieces:
+    forms: _Pieces = triton_forms("norm") if name == "triton" else eager
+    return forms
+
+
+def backend_of(x: Tensor, backend: str = AUTO) -> str:
+    """Which of BACKENDS computes inputs like ``x`` (dtype, device and width count), for logs.
+
+    Raises:
+        UserError: a backend that is not known or cannot compute x.
+    """
+    return choose_backend(backend, x, BACKENDS if x.shape[-1] <= WIDEST else ("chunked", "reference"), operator="norm")
+
+
+def norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    gate: Tensor | None = None,
+    gate_activation: str = "none",
+    eps: float = 1e-6,
+    width: int | None = None,
+    reduce: Reduce | None = None,
+    backend: str = AUTO,
+) -> Tensor:
+    """RMS norm over the last dimension, times ``weight`` and the activated ``gate``; differentiable in all three.
+
+    Computed in fp32 for half precision and rounded once, behind the gate.
+
+    Args:
+        x: (..., D), fp16, bf16, fp32 or fp64. Two leading dimensions of any strides are read without a copy.
+        weight: (D,) or None.
+        gate: (..., D), of x's shape and dtype, or None.
+        gate_activation: "none", "sigmoid" or "silu", of the gate.
+        eps: added to the mean square.
+        width: channels that the mean is over, where x holds this rank's part of them; D when None.
+        reduce: sums a tensor of one number per row in place over the ranks that hold the other channels; called once
+            forward and once backward. Needed when ``width`` is not D.
+        backend: "auto", or one of BACKENDS: "triton", "chunked" (PyTorch's operators, as for every operator),
+            "reference" (by autograd, no ``reduce``).
+
+    Returns:
+        (..., D) in x's dtype, contiguous.
+
+    Raises:
+        UserError: a shape, dtype, device, activation or backend that does not fit; the message names the argument.
+    """
+    _check(x, weight, gate, width, reduce)
+    check_activation("gate_activation", gate_activation)
+    width = x.shape[-1] if width is None else width
+    name = backend_of(x, backend)
+    if name == "reference":
+        return _reference(x, weight, gate, gate_activation, eps, reduce)
+    y: Tensor = _Norm.apply(x, weight, gate, gate_activation, eps, width, reduce, _pieces(name))
+    return y
+
+
+def _reference(
+    x: Tensor, weight: Tensor | None, gate: Tensor | None, gate_activation: str, eps: float, reduce: Reduce | None
+) -> Tensor:
+    """The oracle in the dtype of the arithmetic, which is wider than that of half-precision inputs."""
+    if reduce is not None:
+        raise UserError(
+            "norm: backend 'reference' has no `reduce`; use 'auto' or 'chunked' for channels that are split"
+        )
+    wide = state_dtype(x.dtype)
+    weight, gate = (None if t is None else t.to(wide) for t in (weight, gate))
+    return norm_reference(x.to(wide), weight, gate, gate_activation=gate_activation, eps=eps).to(x.dtype)
+
+
+def _check(x: Tensor, weight: Tensor | None, gate: Tensor | None, width: int | None, reduce: Reduce | None) -> None:
+    if x.dim() < 1 or x.shape[-1] == 0:
+        raise UserError(f"x must be (..., D) with D of at least 1, got shape {tuple(x.shape)}")
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise UserError(f"x must be fp16, bf16, fp32 or fp64, got {x.dtype}")
+    if weight is not None and weight.shape != x.shape[-1:]:
+        raise UserError(f"weight must be (D,) = ({x.shape[-1]},), got shape {tuple(weight.shape)}")
+    if gate is not None and (gate.shape != x.shape or gate.dtype != x.dtype):
+        raise UserError(
+            f"gate must be of x's shape {tuple(x.shape)} and dtype {x.dtype}, got {tuple(gate.shape)}, {gate.dtype}"
+        )
+    for name, tensor in (("weight", weight), ("gate", gate)):
+        if tensor is not None and tensor.device != x.device:
+            raise UserError(f"{name} is on {tensor.device}, but x is on {x.device}")
+    if width is not None and width != x.shape[-1] and reduce is None:
+        raise UserError(f"width {width} is not x's {x.shape[-1]}: a mean over more channels needs `reduce`")
+
+
+preload_triton("norm")

@@ -1,0 +1,105 @@
+"""The norm in PyTorch's own operators, with its backward by hand.
+
+With r = 1 / sqrt(mean(x²) + eps), h = r x and a = activation(gate), y = h ⊙ weight ⊙ a. A caller whose channels are
+split over ranks gives the sums over all of them; else they are taken here.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightscale.kernels.common.states import state_dtype
+from lightscale.kernels.glu.activations import activate, activate_and_slope
+
+WIDEST = 4096
+"""Channels that a Triton program holds without spilling registers."""
+
+
+class NormInputs(NamedTuple):
+    """What is normalised, and by what it is multiplied."""
+
+    x: Tensor  # (..., D)
+    weight: Tensor | None  # (D,)
+    gate: Tensor | None  # (..., D)
+    gate_activation: str
+
+
+class NormGradients(NamedTuple):
+    """Gradients of x, weight and gate in their dtypes; None for what was not given."""
+
+    x: Tensor
+    weight: Tensor | None
+    gate: Tensor | None
+
+
+@torch.no_grad()
+def square_sums(x: Tensor) -> Tensor:
+    """Σ x² (...,) over the last dimension of x (..., D), in the dtype of the arithmetic."""
+    return x.to(state_dtype(x.dtype)).square().sum(dim=-1)
+
+
+@torch.no_grad()
+def norm_fwd(inputs: NormInputs, width: int, eps: float, sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The output (..., D) in x's dtype, and r (...,).
+
+    Args:
+        inputs: see NormInputs.
+        width: channels that the mean is over, D unless they are split.
+        eps: added to the mean square.
+        sums: Σ x² (...,) over all ``width`` channels; None to sum those of x.
+    """
+    x, weight, gate, gate_activation = inputs
+    wide = x.to(state_dtype(x.dtype))
+    if sums is None:
+        sums = wide.square().sum(dim=-1)
+    rstd = torch.rsqrt(sums / width + eps)
+    y = wide * rstd.unsqueeze(-1)
+    if weight is not None:
+        y *= weight
+    if gate is not None:
+        y *= activate(gate.to(wide.dtype), gate_activation)
+    return y.to(x.dtype).contiguous(), rstd
+
+
+@torch.no_grad()
+def cotangent_sums(inputs: NormInputs, rstd: Tensor, dy: Tensor) -> Tensor:
+    """Σ c ⊙ h (...,) over the last dimension, c = dy ⊙ weight ⊙ a the cotangent of h."""
+    h = inputs.x.to(rstd.dtype) * rstd.unsqueeze(-1)
+    return (_cotangent(inputs, dy.to(rstd.dtype)) * h).sum(dim=-1)
+
+
+@torch.no_grad()
+def norm_bwd(inputs: NormInputs, rstd: Tensor, dy: Tensor, width: int, sums: Tensor | None = None) -> NormGradients:
+    """Every gradient from the cotangent dy (..., D) of the output.
+
+    Args:
+        inputs: as they were given to ``norm_fwd``.
+        rstd: r (...,), from there.
+        dy: (..., D).
+        width: channels that the mean is over.
+        sums: Σ c ⊙ h (...,) over all ``width`` channels; None to sum those of x.
+    """
+    x, weight, gate, gate_activation = inputs
+    dy = dy.to(rstd.dtype)
+    h = x.to(rstd.dtype) * rstd.unsqueeze(-1)
+    dgate = dweight = None
+    if gate is not None:
+        value, slope = activate_and_slope(gate.to(rstd.dtype), gate_activation)
+        dgate = dy * h * slope
+        dgate = (dgate if weight is None else dgate * weight).to(gate.dtype)
+        dy = dy * value
+    if weight is not None:
+        dweight = (dy * h).reshape(-1, x.shape[-1]).sum(dim=0).to(weight.dtype)
+        dy = dy * weight
+    if sums is None:
+        sums = (dy * h).sum(dim=-1)
+    dx = (dy - h * (sums / width).unsqueeze(-1)) * rstd.unsqueeze(-1)
+    return NormGradients(dx.to(x.dtype), dweight, dgate)
+
+
+def _cotangent(inputs: NormInputs, dy: Tensor) -> Tensor:
+    _, weight, gate, gate_activation = inputs
+    if weight is not None:
+        dy = dy * weight
+    return dy if gate is None else dy * activate(gate.to(dy.dtype), gate_activation)
