@@ -1,26 +1,29 @@
-"""From token stores to batches: which tokens a rank holds at a step, as a pure function of (seed, sample
-index).
+"""From token stores to batches: which tokens a rank holds at a step, as a pure function of (seed, tokens consumed).
 
-    sample index ─Mixture─▶ source, its n-th sample ─Permutation─▶ window ─pread─▶ tokens, positions
-    step ─▶ global_batch_size consecutive sample indices ─Layout, last─▶ this rank's micro-batches
+    tokens consumed ─Skips, Curriculum─▶ stage, sample indices of the step
+    sample index ─Order─▶ source, epoch, window ─Windows─▶ pieces of documents ─pread─▶ tokens, labels, positions
+    samples of the step ─Layout, last─▶ this rank's micro-batches
 
-A window is ``sequence_length`` + 1 tokens of one source; neighbours share one token, which is the last label
-of the first and the first input of the second. What is left at the end of a source, less than a window, is
-never read. No part of the layout, nor the length of the run, enters the order: any number of ranks reads the
-same samples.
+No part of the layout, nor the length of the run, enters the order: any number of ranks reads the same samples.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from lightscale.data_pipeline.order import Mixture, Permutation
+from lightscale.config import CurriculumStage, RunConfig
+from lightscale.data_pipeline.buffers import Buffers
+from lightscale.data_pipeline.curriculum import Curriculum, Skips, Stage
+from lightscale.data_pipeline.order import Location, Mixture, Order, PartOrder, SampleOrder
+from lightscale.data_pipeline.packing import PACKING_VERSION, WholeWindows
 from lightscale.data_pipeline.store import TokenSource, TokenStore
+from lightscale.data_pipeline.windows import Batch, ConcatWindows, Pieces, Windows, read_batch
 from lightscale.errors import UserError
+
+Packing = Literal["concat", "whole"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,60 +45,27 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
-    """The part of a micro-batch that one rank holds; every tensor is (b, n / sequence_size)."""
+class Step:
+    """The samples of a step, over all ranks."""
 
-    tokens: torch.Tensor
-    """int64 inputs."""
-    labels: torch.Tensor
-    """int64: the token after each input, shifted before the sequence is cut over ranks."""
-    loss_mask: torch.Tensor
-    """fp32: 1 where the label counts, 0 in sequences that only fill up the last validation batch."""
-    positions: torch.Tensor
-    """int64: tokens since the document's or, if later, the window's start; 0 exactly where one starts."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Location:
-    """Where a sample comes from."""
-
-    source: str
-    epoch: int
-    """How often the source was read through before."""
-    window: int
-    start: int
-    """First token of the window in the source."""
+    stage: Stage
+    samples: range
+    """Their indices in the stage's order."""
+    locations: list[Location]
+    """Where each comes from."""
+    pieces: list[Pieces]
+    """What each holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window:
-    """A sample: n + 1 tokens with the positions of the first n."""
+class _StageOrder:
+    """How a stage's samples are found."""
 
-    tokens: NDArray[np.uint32]
-    positions: NDArray[np.int64]
-
-
-class Windows:
-    """A source cut into windows of ``sequence_length`` + 1 tokens."""
-
-    def __init__(self, source: TokenSource, sequence_length: int) -> None:
-        """``UserError`` for a source shorter than one window."""
-        self.source = source
-        self.sequence_length = sequence_length
-        self.num_windows = (source.num_tokens - 1) // sequence_length
-        self.num_dropped_tokens = source.num_tokens - 1 - self.num_windows * sequence_length
-        if self.num_windows < 1:
-            raise UserError(
-                f"source {source.name}: {source.num_tokens} tokens make no sequence of "
-                f"sequence_length {sequence_length}; {sequence_length + 1} are needed"
-            )
-
-    def read(self, window: int, span: tuple[int, int], positions: NDArray[np.int64]) -> NDArray[np.uint32]:
-        """Inputs ``span`` = (first, last + 1) of a window and the token after; fills in ``positions``."""
-        row_start = window * self.sequence_length
-        start, stop = row_start + span[0], row_start + span[1]
-        _fill_positions(positions, self.source, row_start, start, stop)
-        return self.source.read(start, stop + 1)
+    stage: Stage
+    first_sample: int
+    """The index of its first sample in ``order``."""
+    order: Order
+    windows: Mapping[str, Windows]
 
 
 class TokenLoader:
@@ -108,64 +78,113 @@ class TokenLoader:
         sequence_length: int,
         global_batch_size: int,
         micro_batch_size: int,
+        packing: Packing = "concat",
+        curriculum: Sequence[CurriculumStage] = (),
         sources: Mapping[str, float] | None = None,
         seed: int = 0,
         layout: Layout | None = None,
+        index_dir: Path | None = None,
     ) -> None:
         """``sources``: source to weight in any unit; none: every training source, by its tokens.
 
-        ``global_batch_size``: sequences in a step, over all ranks; ``micro_batch_size``: in one ``Batch``.
-        Raises ``UserError`` for sizes that do not divide and sources that are not there or hold validation
-        data.
+        ``global_batch_size``: sequences in a step, over all ranks; ``micro_batch_size``: in one ``Batch``; both
+        for the last stage of the ``curriculum``, that of ``sequence_length``. ``index_dir``: where the indices of
+        ``packing`` = "whole" are kept. Raises ``UserError`` for sizes that do not divide and sources that are not
+        there or hold validation data.
         """
         self.store = store
         self.sequence_length = sequence_length
-        self.global_batch_size = global_batch_size
-        self.micro_batch_size = micro_batch_size
         self.seed = seed
+        self.packing = packing
         self.layout = layout or Layout()
+        self.curriculum = Curriculum(
+            curriculum,
+            sequence_length=sequence_length,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+        )
         self.tokens = 0
-        """Tokens consumed: the inputs of all samples before the next step's, over all ranks."""
+        """Tokens consumed: the inputs of all samples before the next step's, padding included, over all ranks."""
+        self.skips = Skips()
+        """What a recovery left out."""
         divisor_name = f"micro_batch_size {micro_batch_size} × {self.layout.data_size} data ranks"
-        _check_divides("global_batch_size", global_batch_size, divisor_name, self._round_size)
-        weights = dict(sources) if sources else _by_tokens(store)
-        self._windows = {name: Windows(_training_source(store, name), sequence_length) for name in weights}
-        self._slice = _sequence_slice(sequence_length, self.layout)
+        round_size = micro_batch_size * self.layout.data_size
+        _check_divides("global_batch_size", global_batch_size, divisor_name, round_size)
+        for stage in self.curriculum.stages:
+            _sequence_slice(stage.sequence_length, self.layout)  # refused now, not when the stage begins
+        weights = dict(sources) if sources else _default_weights(store)
+        self._sources = {name: _training_source(store, name) for name in weights}
         self.mixture = Mixture(weights)
-        self._orders: dict[str, tuple[int, Permutation]] = {}
+        self._buffers = Buffers()
+        self._stages = self._whole_stages(index_dir) if packing == "whole" else self._concat_stages()
+
+    @classmethod
+    def of(
+        cls, config: RunConfig, store: TokenStore, *, layout: Layout | None = None, index_dir: Path | None = None
+    ) -> "TokenLoader":
+        """The loader of a run."""
+        return cls(
+            store,
+            sequence_length=config.data.sequence_length,
+            global_batch_size=config.train.global_batch_size,
+            micro_batch_size=config.train.micro_batch_size,
+            packing=config.data.packing,
+            curriculum=config.data.curriculum,
+            sources=config.data.sources,
+            seed=config.data.seed,
+            layout=layout,
+            index_dir=index_dir,
+        )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step, over all ranks; the same in all stages."""
+        return self.curriculum.tokens_per_step
 
     def next_step(self) -> list[Batch]:
         """This rank's micro-batches of the next step; moves ``tokens`` on."""
-        batches = self._batches(self.tokens // self.sequence_length)
-        self.tokens += self.global_batch_size * self.sequence_length
+        batches = self.batches_after(self.tokens)
+        self.tokens += self.tokens_per_step
         return batches
 
-    def micro_batches(self, step_index: int) -> list[Batch]:
-        """This rank's micro-batches of a step, if every step before it had ``global_batch_size`` sequences.
+    def batches_after(self, tokens: int) -> list[Batch]:
+        """This rank's micro-batches of the step that follows ``tokens`` consumed ones; changes nothing.
 
-        A step's samples are dealt to the data ranks in turn, b = ``micro_batch_size`` at a time: micro-batch m
-        of data rank r of R holds the samples (m R + r) b … (m R + r + 1) b - 1 of the step.
+        A step's samples are dealt to the data ranks in turn, b = the stage's ``micro_batch_size`` at a time:
+        micro-batch m of data rank r of R holds the samples (m R + r) b … (m R + r + 1) b - 1 of the step.
         """
-        return self._batches(step_index * self.global_batch_size)
+        here, samples = self._samples_after(tokens)
+        b = here.stage.micro_batch_size
+        first, last = _sequence_slice(here.stage.sequence_length, self.layout)
+        padding_id = self.store.tokenizer.eot_id
+        batches = []
+        for start in range(samples.start + self.layout.data_rank * b, samples.stop, b * self.layout.data_size):
+            found = map(here.order, range(start, start + b))
+            rows = [(here.windows[location.source], location.window) for location in found]
+            batches.append(read_batch(rows, first, last, buffers=self._buffers, padding_id=padding_id))
+        return batches
 
-    def locate(self, sample_index: int) -> Location:
-        """Which window sample ``sample_index`` ≥ 0 is."""
-        name, count = self.mixture(sample_index)
-        num_windows = self._windows[name].num_windows
-        epoch, place = divmod(count, num_windows)
-        if name not in self._orders or self._orders[name][0] != epoch:
-            order = Permutation(num_windows, seed=self.seed, epoch=epoch, source=name)
-            self._orders[name] = (epoch, order)
-        window = self._orders[name][1](place)
-        return Location(source=name, epoch=epoch, window=window, start=window * self.sequence_length)
+    def step_after(self, tokens: int) -> Step:
+        """The samples of the step that follows ``tokens`` consumed ones, whatever the layout; reads no tokens."""
+        here, samples = self._samples_after(tokens)
+        locations = [here.order(sample) for sample in samples]
+        length = here.stage.sequence_length
+        pieces = [here.windows[found.source].pieces(found.window, 0, length) for found in locations]
+        return Step(stage=here.stage, samples=samples, locations=locations, pieces=pieces)
 
-    def sample(self, sample_index: int) -> Window:
-        """The whole of sample ``sample_index``, whatever the layout."""
-        location = self.locate(sample_index)
-        positions = np.empty(self.sequence_length, dtype=np.int64)
-        whole = (0, self.sequence_length)
-        tokens = self._windows[location.source].read(location.window, whole, positions)
-        return Window(tokens=tokens, positions=positions)
+    def stage_after(self, tokens: int) -> Stage:
+        """The stage, and so the shape of the batches, of the step that follows ``tokens`` consumed ones."""
+        return self._samples_after(tokens)[0].stage
+
+    def skip(self, at_tokens: int, skip_tokens: int) -> None:
+        """Leave out the ``skip_tokens`` of data that would come when ``at_tokens`` are consumed, for ever.
+
+        ``UserError`` unless both are whole steps.
+        """
+        for tokens in (at_tokens, skip_tokens):
+            if tokens % self.tokens_per_step:
+                raise UserError(f"{tokens} tokens are no whole steps of {self.tokens_per_step}; only those are skipped")
+        self.skips = self.skips.adding(at_tokens, skip_tokens)
 
     def fingerprint(self) -> dict[str, str]:
         """What decides the tokens of every sample, by name. Neither layout nor batch size is in it."""
@@ -173,16 +192,20 @@ class TokenLoader:
             "store": self.store.fingerprint(),
             "tokenizer": self.store.tokenizer.sha256,
             "sequence_length": str(self.sequence_length),
+            "packing": f"{self.packing} {PACKING_VERSION}" if self.packing == "whole" else self.packing,
             "seed": str(self.seed),
         }
+        if len(self._stages) > 1:
+            parts["curriculum"] = self.curriculum.description()
         for name, share in zip(self.mixture.names, self.mixture.parts, strict=True):
-            parts[f"source {name}"] = self._windows[name].source.content_hash
+            parts[f"source {name}"] = self._sources[name].content_hash
             parts[f"weight of {name}"] = f"{share}/{self.mixture.period}"
         return parts
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the data: plain values, the same on every rank."""
-        return {"tokens": self.tokens, "fingerprint": self.fingerprint()}
+        skips = [list(record) for record in self.skips.records]
+        return {"tokens": self.tokens, "skips": skips, "fingerprint": self.fingerprint()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``, under any layout and batch size; ``UserError`` names what differs."""
@@ -191,40 +214,68 @@ class TokenLoader:
         if differing:
             changes = "; ".join(f"{key}: {saved.get(key)} then, {current.get(key)} now" for key in differing)
             raise UserError(f"{self.store.path}: the data is not what this run was trained on ({changes})")
-        tokens = int(state["tokens"])
-        if tokens < 0 or tokens % self.sequence_length:
-            raise UserError(f"the state's {tokens} tokens are no multiple of sequence_length {self.sequence_length}")
-        self.tokens = tokens
+        tokens, skips = int(state["tokens"]), Skips.of(state.get("skips", []))
+        # Only with stages must steps begin where they began before: they must not reach from one into the next.
+        unit = self.tokens_per_step if len(self._stages) > 1 else self.sequence_length
+        if tokens < 0 or skips.place(tokens) % unit:
+            what = f"sequence_length {unit}" if unit == self.sequence_length else f"the {unit} tokens of a step"
+            raise UserError(f"the state's {tokens} tokens are no multiple of {what}")
+        self.tokens, self.skips = tokens, skips
 
     def description(self) -> list[str]:
-        """A line for every source: what of it is read, how often, and what is left out."""
+        """A line for every source and stage: what of it is read, how often, and what is left out."""
         lines = []
         for name, share in zip(self.mixture.names, self.mixture.parts, strict=True):
-            windows = self._windows[name]
+            what = self._stages[-1].windows[name].description()
+            lines.append(f"{name}: {share / self.mixture.period:.2%} of the samples; {what}")
+        for here in self._stages[:-1]:
+            stage = here.stage
             lines.append(
-                f"{name}: {windows.num_windows:,} sequences of {self.sequence_length:,} tokens, "
-                f"{share / self.mixture.period:.2%} of the samples, "
-                f"{windows.num_dropped_tokens:,} tokens at its end left out"
+                f"sequences of {stage.sequence_length:,} tokens until {stage.stop:,} tokens: "
+                f"{stage.global_batch_size:,} a step, {stage.micro_batch_size:,} a micro-batch"
             )
         return lines
 
-    @property
-    def _round_size(self) -> int:
-        """Sequences that all data ranks hold at once."""
-        return self.micro_batch_size * self.layout.data_size
+    def _samples_after(self, tokens: int) -> tuple[_StageOrder, range]:
+        place = self.skips.place(tokens)
+        here = self._stages[self.curriculum.number_at(place)]
+        first = here.first_sample + (place - here.stage.start) // here.stage.sequence_length
+        return here, range(first, first + here.stage.global_batch_size)
 
-    def _batches(self, first_sample: int) -> list[Batch]:
-        mine = range(
-            first_sample + self.layout.data_rank * self.micro_batch_size,
-            first_sample + self.global_batch_size,
-            self._round_size,
-        )
-        return [self._batch(range(start, start + self.micro_batch_size)) for start in mine]
+    def _concat_stages(self) -> list[_StageOrder]:
+        """All stages go through one order of long windows; the earlier ones read theirs in parts."""
+        longest = self._concat_windows(self.sequence_length)
+        order = SampleOrder(self.mixture, _counts(longest), seed=self.seed)
+        *earlier, last = self.curriculum.stages
+        stages = []
+        for stage in earlier:
+            assert stage.stop is not None
+            parts = PartOrder(
+                order,
+                first=stage.start // self.sequence_length,
+                num_windows=(stage.stop - stage.start) // self.sequence_length,
+                num_parts=stage.num_parts,
+                seed=self.seed,
+            )
+            windows = self._concat_windows(stage.sequence_length)
+            stages.append(_StageOrder(stage=stage, first_sample=0, order=parts, windows=windows))
+        first_sample = last.start // self.sequence_length
+        return [*stages, _StageOrder(stage=last, first_sample=first_sample, order=order, windows=longest)]
 
-    def _batch(self, samples: range) -> Batch:
-        locations = [self.locate(sample) for sample in samples]
-        rows = [(self._windows[location.source], location.window) for location in locations]
-        return _assemble(rows, self._slice)
+    def _whole_stages(self, index_dir: Path | None) -> list[_StageOrder]:
+        """Each stage packs and orders the documents for itself, from the first epoch on."""
+        stages = []
+        for stage in self.curriculum.stages:
+            windows = {
+                name: WholeWindows(source, stage.sequence_length, index_dir=index_dir)
+                for name, source in self._sources.items()
+            }
+            order = SampleOrder(self.mixture, _counts(windows), seed=self.seed)
+            stages.append(_StageOrder(stage=stage, first_sample=0, order=order, windows=windows))
+        return stages
+
+    def _concat_windows(self, sequence_length: int) -> dict[str, ConcatWindows]:
+        return {name: ConcatWindows(source, sequence_length) for name, source in self._sources.items()}
 
 
 def validation_batches(
@@ -232,46 +283,24 @@ def validation_batches(
 ) -> Iterator[Batch]:
     """The first ``num_sequences`` windows of a source (fewer where it has fewer) in order, cut over the ranks.
 
-    Every data rank gets the same number of batches of the same shape: micro-batch m of data rank r of R holds
-    the windows (m R + r) b …, and rows beyond the last window repeat the first one with ``loss_mask`` 0.
+    The windows are those of ``concat``, however training packs. Every data rank gets the same number of batches of
+    the same shape: micro-batch m of data rank r of R holds the windows (m R + r) b …, and rows beyond the last window
+    repeat the first one with ``loss_mask`` 0.
     """
-    windows = Windows(source, sequence_length)
+    windows, buffers = ConcatWindows(source, sequence_length), Buffers()
     num_windows = min(num_sequences, windows.num_windows)
     span = _sequence_slice(sequence_length, layout)
     for first in range(0, num_windows, micro_batch_size * layout.data_size):
         start = first + layout.data_rank * micro_batch_size
         numbers = range(start, start + micro_batch_size)
-        batch = _assemble([(windows, number if number < num_windows else 0) for number in numbers], span)
-        for row, number in enumerate(numbers):
-            if number >= num_windows:
-                batch.loss_mask[row] = 0
-        yield batch
+        rows = [(windows, number if number < num_windows else 0) for number in numbers]
+        batch = read_batch(rows, *span, buffers=buffers)
+        counted = torch.tensor([[float(number < num_windows)] for number in numbers])
+        yield replace(batch, loss_mask=batch.loss_mask * counted)
 
 
-def _assemble(rows: Sequence[tuple[Windows, int]], span: tuple[int, int]) -> Batch:
-    """A batch of the inputs ``span`` of each (windows, number of the window)."""
-    shape = (len(rows), span[1] - span[0])
-    tokens, labels, positions = (np.empty(shape, dtype=np.int64) for _ in range(3))
-    for row, (windows, number) in enumerate(rows):
-        part = windows.read(number, span, positions[row])
-        tokens[row] = part[:-1]
-        labels[row] = part[1:]
-    return Batch(
-        tokens=torch.from_numpy(tokens),
-        labels=torch.from_numpy(labels),
-        loss_mask=torch.ones(shape, dtype=torch.float32),
-        positions=torch.from_numpy(positions),
-    )
-
-
-def _fill_positions(out: NDArray[np.int64], source: TokenSource, row_start: int, start: int, stop: int) -> None:
-    """Tokens since the later of the document's start and ``row_start``, into (stop - start,) ``out``."""
-    starts = np.maximum(source.document_starts(start, stop), row_start)
-    # Steps of one, except where a document starts: there the step goes back to 0.
-    out.fill(1)
-    out[0] = start - starts[0]
-    out[starts[1:] - start] = 1 - (starts[1:] - starts[:-1])
-    np.cumsum(out, out=out)
+def _counts(windows: Mapping[str, Windows]) -> dict[str, int]:
+    return {name: one.num_windows for name, one in windows.items()}
 
 
 def _sequence_slice(sequence_length: int, layout: Layout) -> tuple[int, int]:
@@ -286,12 +315,13 @@ def _check_divides(name: str, value: int, divisor_name: str, divisor: int) -> No
         raise UserError(f"{name} {value} cannot be divided by {divisor_name} ({divisor})")
 
 
-def _by_tokens(store: TokenStore) -> dict[str, float]:
+def _default_weights(store: TokenStore) -> dict[str, float]:
+    """Of the training sources: as the corpus file gave them, else by their tokens."""
     training = [source for source in store.sources.values() if source.split == "train"]
-    weights = {source.name: float(source.num_tokens) for source in training}
-    if not weights:
+    if not training:
         raise UserError(f"{store.path}: all its sources ({', '.join(store.sources)}) hold validation data")
-    return weights
+    given = store.weights or {}
+    return {source.name: given.get(source.name, float(source.num_tokens)) for source in training}
 
 
 def _training_source(store: TokenStore, name: str) -> TokenSource:

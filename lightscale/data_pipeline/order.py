@@ -1,18 +1,21 @@
 """Which window comes when: a pure function of (seed, epoch, source, sample index).
 
-Two parts, both answering for any index at once, without memory of what came before:
+All parts answer for any index at once, without memory of what came before:
 
 - ``Permutation`` shuffles the windows of a source anew in every epoch.
 - ``Mixture`` says which source a sample comes from, and which of that source's samples it is.
+- ``SampleOrder`` joins the two: sample index to source, epoch and window.
+- ``PartOrder`` is the order while a curriculum reads windows in parts.
 
 They use integers and BLAKE2b only, so that the order is the same on every machine and in every version.
 """
 
+import functools
 import hashlib
 import heapq
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,26 +50,18 @@ class Permutation:
         """The window at place ``index``; both are 0 … n - 1."""
         if not 0 <= index < self.n:
             raise IndexError(f"index {index} is outside 0 … {self.n - 1}")
-        image = self._network(index)
-        while image >= self.n:
-            image = self._network(image)
-        return image
-
-    def many(self, indices: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """The windows at places ``indices`` (any shape), the same as one call each."""
-        if indices.size and int(indices.max()) >= self.n:
-            raise IndexError(f"index {indices.max()} is outside 0 … {self.n - 1}")
-        images = self._network(indices.astype(np.uint64))
-        while (outside := images >= self.n).any():
-            images[outside] = self._network(images[outside])
-        return images
-
-    def _network(self, index: Any) -> Any:
-        """The rounds alone, for an int or a uint64 array below b²."""
-        left, right = index // self._base, index % self._base
-        for key in self._keys:
-            left, right = right, (left + (_mix(right, key) >> 32)) % self._base
-        return left * self._base + right
+        base, image = self._base, index
+        while True:
+            left, right = divmod(image, base)
+            for key in self._keys:
+                # F: the finalizer of SplitMix64 (Steele et al. 2014), in place because a call would double the time.
+                mixed = right ^ key
+                mixed = ((mixed ^ (mixed >> 30)) * 0xBF58_476D_1CE4_E5B9) & _MASK
+                mixed = ((mixed ^ (mixed >> 27)) * 0x94D0_49BB_1331_11EB) & _MASK
+                left, right = right, (left + ((mixed ^ (mixed >> 31)) >> 32)) % base
+            image = left * base + right
+            if image < self.n:
+                return image
 
 
 class Mixture:
@@ -106,12 +101,60 @@ class Mixture:
         return {name: periods * self.parts[k] + int(rest[k]) for k, name in enumerate(self.names)}
 
 
-def _mix(value: Any, key: int) -> Any:
-    """The finalizer of SplitMix64 (Steele et al. 2014): 64-bit ``value`` is an int or a uint64 array."""
-    value = value ^ key
-    value = ((value ^ (value >> 30)) * 0xBF58_476D_1CE4_E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D0_49BB_1331_11EB) & _MASK
-    return value ^ (value >> 31)
+class Location(NamedTuple):
+    """Where a sample comes from."""
+
+    source: str
+    epoch: int
+    """How often the source was read through before."""
+    window: int
+
+
+Order = Callable[[int], Location]
+"""Sample index ≥ 0 to window."""
+
+
+class SampleOrder:
+    """Windows of several sources, mixed by weight, each source's in an order of its own in every epoch."""
+
+    def __init__(self, mixture: Mixture, num_windows: Mapping[str, int], *, seed: int) -> None:
+        self._mixture = mixture
+        self._num_windows = num_windows
+        self._seed = seed
+        # Two epochs of a source at a time, where one ends and the next begins.
+        self._shuffle = functools.lru_cache(maxsize=2 * len(num_windows))(self._permutation)
+
+    def __call__(self, sample: int) -> Location:
+        """See ``Order``."""
+        source, count = self._mixture(sample)
+        epoch, place = divmod(count, self._num_windows[source])
+        return Location(source, epoch, self._shuffle(source, epoch)(place))
+
+    def _permutation(self, source: str, epoch: int) -> Permutation:
+        return Permutation(self._num_windows[source], seed=self._seed, epoch=epoch, source=source)
+
+
+class PartOrder:
+    """The windows ``first`` … ``first`` + ``num_windows`` - 1 of another order, cut into ``num_parts`` parts
+    each and shuffled together: part p of window w becomes window w ``num_parts`` + p.
+
+    So a stage of short sequences reads exactly the tokens that the same stretch of the run would have read in
+    long ones, no token comes twice before all have come once, and yet neighbours in the text do not meet in
+    a batch.
+    """
+
+    def __init__(self, order: Order, *, first: int, num_windows: int, num_parts: int, seed: int) -> None:
+        self._order = order
+        self._first = first
+        self._num_parts = num_parts
+        # The name cannot be a source's: those begin with a letter or digit.
+        self._shuffle = Permutation(num_windows * num_parts, seed=seed, epoch=0, source=f"/{first}/{num_parts}")
+
+    def __call__(self, sample: int) -> Location:
+        """See ``Order``; ``IndexError`` for a sample beyond the last part."""
+        window, part = divmod(self._shuffle(sample), self._num_parts)
+        whole = self._order(self._first + window)
+        return whole._replace(window=whole.window * self._num_parts + part)
 
 
 def _whole_parts(weights: list[float]) -> list[int]:

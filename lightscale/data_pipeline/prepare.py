@@ -1,217 +1,260 @@
-"""From documents to a token store: read ▸ split ▸ train the tokenizer ▸ tokenize ▸ write, each step on its
-own.
+"""From a corpus to a token store, from top to bottom: plan, tokenizer, units, duplicates, shards, store.
 
-Nothing depends on the time, the machine or the order in which a directory lists its entries: the same corpus,
-options and versions give the same store, byte for byte.
+    read ▸ normalise ▸ filter ▸ tokenize ▸ keys      a unit of files at a time, by any worker     units.py
+    deduplicate                                      a range of keys at a time                    duplicates.py
+    write                                            a shard file at a time                       assemble.py
+
+Nothing depends on time, machine, the number of workers or interruptions: the same corpus and versions give the same
+store, byte for byte. What is finished is kept in STORE.work; the same command goes on from there. Memory does not
+grow with the corpus but for what is said in ``README.md`` beside this file.
 """
 
-import copy
-import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import contextlib
+import functools
+import json
+import platform
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
-from numpy.typing import NDArray
+import zarr
 
-from lightscale.data_pipeline.sources import Document, Problems, SourceFile, read_documents
-from lightscale.data_pipeline.store import (
-    CHUNK_TOKENS,
-    SHARD_TOKENS,
-    SourceWriter,
+from lightscale import __version__
+from lightscale.data_pipeline import assemble, duplicates
+from lightscale.data_pipeline.corpus import DEFAULT_VOCAB_SIZE, TRAINED_TOKENIZER, Corpus
+from lightscale.data_pipeline.crew import Alone, Crew, Progress, Task
+from lightscale.data_pipeline.files import whole_directory
+from lightscale.data_pipeline.page import make_page
+from lightscale.data_pipeline.plan import Plan, UnitSummary, read_plan, write_plan
+from lightscale.data_pipeline.readers import Advance
+from lightscale.data_pipeline.report import Seen, make_report
+from lightscale.data_pipeline.sample import BlockSample
+from lightscale.data_pipeline.store import TokenStore
+from lightscale.data_pipeline.store_format import (
+    REPORT_PAGE,
+    TOKENIZER_DIR,
     Split,
-    StoreWriter,
+    publish,
     require_absent,
+    write_root,
 )
-from lightscale.data_pipeline.tokenizers import (
-    Tokenizer,
-    load_tiktoken,
-    load_tokenizer,
-    train_sentencepiece,
-)
+from lightscale.data_pipeline.tokenizers import Tokenizer, load_tiktoken, load_tokenizer, train_sentencepiece
+from lightscale.data_pipeline.units import Context, prepare_unit, sample_unit
+from lightscale.data_pipeline.work import WorkDirectory, differences, room_needed
 from lightscale.errors import UserError
 
-DEFAULT_VOCAB_SIZE = 4096
-VALIDATION_SUFFIX = "-validation"
-_SAMPLE_BYTES = 8_000_000
-_SAMPLE_BLOCK_CHARACTERS = 2**16
-# Which documents are held out and which blocks train the tokenizer must not depend on each other.
-_SPLIT_SEED, _SAMPLE_SEED = 1, 2
+# Part of what a work directory is compared by: raised when units, keys or shards come out otherwise than before.
+PIPELINE_VERSION = 1
+# So many units are read to train a tokenizer, spread evenly over the corpus.
+_SAMPLED_UNITS = 64
 
-Progress = Callable[[str, int, int], None]
-"""(step, bytes of the corpus done, bytes in all)."""
+CrewMaker = Callable[[Callable[[], Context]], Crew]
+
+
+def _silent(step: str, done: int, total: int) -> None:
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preparation:
-    """What makes a store."""
+class Options:
+    """How a store is made; of these only ``unit_bytes`` may leave traces in the work directory, none in the store."""
 
-    files: Sequence[SourceFile]
-    out: Path
-    """The store; must not exist."""
-    name: str
-    """Of the training source; the held-out documents become the source ``name-validation``."""
-    tokenizer: str = "sentencepiece"
-    """``sentencepiece`` (trained here), ``tiktoken:ENCODING``, or the path of a store or ``.model`` file."""
-    vocab_size: int | None = None
-    """Ids of a tokenizer that is trained here, special ones included; none: 4096."""
-    validation: float = 0.02
-    """Share of the documents to hold out, 0 ≤ share < 1."""
-    text_field: str = "text"
-    """Field of the text in jsonl files."""
-    shard_tokens: int = SHARD_TOKENS
-    chunk_tokens: int = CHUNK_TOKENS
+    make_crew: CrewMaker = Alone
+    """Who does the work."""
+    strict: bool = False
+    """Stop at the first text that cannot be read whole."""
+    restart: bool = False
+    """Throw away what an earlier, interrupted preparation finished."""
+    unit_bytes: int | None = None
+    """Size of a unit of work; none: a 1024th of the corpus within 1 to 64 MiB."""
 
 
-def prepare_store(
-    preparation: Preparation, problems: Problems, progress: Progress = lambda step, done, total: None
-) -> dict[str, Any]:
-    """Write the store and return the report that is also its ``report.json``.
+def prepare(corpus: Corpus, out: Path, options: Options | None = None, progress: Progress = _silent) -> dict[str, Any]:
+    """Write the store ``out`` and return its report. Goes on with what an interrupted call has left in OUT.work.
 
-    ``problems`` counts what was wrong in the corpus. Raises ``UserError`` for mistakes in the options, a
-    corpus with nothing to train on, a path that exists and a full disk; the path is then as it was before.
+    Raises ``UserError`` for mistakes in the corpus, a corpus with nothing to train on, a path that exists, another
+    corpus in OUT.work and a full disk. There is no ``out`` then; where any unit is finished, OUT.work stays.
     """
-    if not 0 <= preparation.validation < 1:
-        raise UserError(f"validation {preparation.validation}: it is a share of the documents, 0 ≤ share < 1")
-    require_absent(preparation.out)
-    # The tokenizer's pass over the corpus meets the same problems as the one that writes: they count once.
-    tokenizer = _make_tokenizer(preparation, copy.deepcopy(problems), progress)
-    layout = {"shard_tokens": preparation.shard_tokens, "chunk_tokens": preparation.chunk_tokens}
-    with StoreWriter(preparation.out, tokenizer, **layout) as store:
-        writers: dict[Split, SourceWriter] = {
-            "train": store.source(preparation.name, "train"),
-            "validation": store.source(preparation.name + VALIDATION_SUFFIX, "validation"),
-        }
-        for document in _documents(preparation, problems, progress, "tokenize"):
-            num_bytes = len(document.text.encode())
-            split = split_of(document.id, preparation.validation)
-            writers[split].append(tokenizer.encode(document.text), num_bytes=num_bytes)
-        _require_documents(writers["train"].num_documents, preparation, problems)
-        for writer in writers.values():
-            writer.flush()
-        report = _report(preparation.name, tokenizer, writers, problems)
-        store.finish(report)
+    options = options or Options()
+    work = WorkDirectory.beside(out)
+    # Loads what it needs when there is something to load it from.
+    make_context = functools.partial(Context, work, strict=options.strict)
+    with options.make_crew(make_context) as crew, contextlib.ExitStack() as stack:
+        once = functools.partial(_once, crew, work)
+        once(lambda: stack.enter_context(work.locked()) and None)
+        try:
+            return _prepare(corpus, out, work, options, crew, progress)
+        except UserError:
+            if crew.leads and not work.has_finished_work():
+                work.remove()
+            raise
+
+
+def _prepare(
+    corpus: Corpus, out: Path, work: WorkDirectory, options: Options, crew: Crew, progress: Progress
+) -> dict[str, Any]:
+    once = functools.partial(_once, crew, work)
+    if (report := once(lambda: _finished_before(out, work))) is not None:
+        return report
+    once(lambda: _begin(corpus, work, options))
+    plan = read_plan(work.plan)
+
+    def run(step: str, task: Task, items: Sequence[Any], sizes: Sequence[int]) -> None:
+        crew.run(step, functools.partial(_with_room, task), items, sizes, progress)
+
+    def run_on(step: str, task: Task, units: Sequence[UnitSummary]) -> None:
+        run(step, task, units, [unit.num_bytes for unit in units])
+
+    if not (work.path / TOKENIZER_DIR).exists():
+        run_on("sample for the tokenizer", sample_unit, _sampled(plan))
+        once(lambda: _train_tokenizer(corpus, work, plan))
+
+    run_on("read, filter, tokenize", prepare_unit, plan.units)
+
+    for kind in duplicates.KINDS:
+        ranges = duplicates.key_ranges(work, kind)
+        run(f"find {kind} duplicates", duplicates.find_in_range, ranges, [item.num_bytes for item in ranges])
+        once(functools.partial(duplicates.merge_ranges, work, kind))
+
+    run_on("count what stays", assemble.count_kept, plan.units)
+    context = Context(work, strict=options.strict)
+    once(lambda: _require_documents(context))
+    run("write shards", assemble.write_shard, *assemble.shard_jobs(context))
+    report = once(lambda: _finish(context, out))
+    assert report is not None
     return report
 
 
-def split_of(document_id: str, validation: float) -> Split:
-    """The split of a document: a pure function of its id, so it stays when the corpus grows."""
-    share = xxhash.xxh3_64_intdigest(document_id.encode(), seed=_SPLIT_SEED) / 2**64
-    return "validation" if share < validation else "train"
+def _once(crew: Crew, work: WorkDirectory, task: Callable[[], Any]) -> Any:
+    def with_room() -> Any:
+        with room_needed(work):
+            return task()
+
+    return crew.once(with_room)
 
 
-def sample_blocks(documents: Iterable[Document], limit_bytes: int) -> list[str]:
-    """About ``limit_bytes`` of text, spread evenly over ``documents``, in memory bounded by that.
-
-    The texts are cut into blocks of 65,536 characters, and the blocks with the lowest hashes of (document,
-    number) are kept: the same blocks whatever order the documents come in.
-    """
-    heap: list[tuple[int, str, str]] = []  # (-hash, name, text): the block with the highest hash is on top
-    kept_bytes, ceiling = 0, 2**64
-    for document in documents:
-        for start in range(0, len(document.text), _SAMPLE_BLOCK_CHARACTERS):
-            name = f"{document.id}#{start}"
-            digest = xxhash.xxh3_64_intdigest(name.encode(), seed=_SAMPLE_SEED)
-            if digest >= ceiling:
-                continue
-            text = document.text[start : start + _SAMPLE_BLOCK_CHARACTERS]
-            heapq.heappush(heap, (-digest, name, text))
-            kept_bytes += len(text.encode())
-            while kept_bytes > limit_bytes and len(heap) > 1:
-                highest, _, dropped = heapq.heappop(heap)
-                ceiling = -highest
-                kept_bytes -= len(dropped.encode())
-    return [text for _, _, text in sorted(heap, reverse=True)]
+def _with_room(task: Task, context: Context, item: Any, advance: Advance) -> None:
+    with room_needed(context.work):
+        task(context, item, advance)
 
 
-def unigram_entropy(counts: NDArray[np.int64], under: NDArray[np.int64] | None = None) -> float:
-    """Nats per token that a model pays which knows nothing but how often each token is.
-
-    ``counts``: (vocab_size,) occurrences in the text to be coded. ``under``: those in the text that the
-    frequencies were learned from, one added to each so that none is impossible; none: ``counts`` themselves,
-    the entropy proper.
-    """
-    present = counts > 0
-    shares = counts[present] / counts.sum()
-    if under is None:
-        return float(-(shares * np.log(shares)).sum())
-    learned = (under[present] + 1) / (under.sum() + len(under))
-    return float(-(shares * np.log(learned)).sum())
+def _finished_before(out: Path, work: WorkDirectory) -> dict[str, Any] | None:
+    """The report of a store that was complete before the last call could tidy up after itself."""
+    state = work.read_state()
+    if state is not None and state.get("finishing") and not work.store.exists() and out.exists():
+        report = TokenStore(out).report()
+        work.remove()
+        return report
+    require_absent(out)
+    return None
 
 
-def _make_tokenizer(preparation: Preparation, problems: Problems, progress: Progress) -> Tokenizer:
-    choice = preparation.tokenizer
-    if choice == "sentencepiece":
-        documents = _documents(preparation, problems, progress, "sample for the tokenizer")
-        training = (doc for doc in documents if split_of(doc.id, preparation.validation) == "train")
-        blocks = sample_blocks(training, _SAMPLE_BYTES)
-        _require_documents(len(blocks), preparation, problems)
-        return train_sentencepiece(blocks, vocab_size=preparation.vocab_size or DEFAULT_VOCAB_SIZE)
-    if preparation.vocab_size is not None:
-        raise UserError(f"vocab size {preparation.vocab_size}: tokenizer {choice} has its own; give only one")
+def _begin(corpus: Corpus, work: WorkDirectory, options: Options) -> None:
+    """Make the plan, or find that the one that is there is the same."""
+    work.require_own()
+    before = None if options.restart else work.read_state()
+    if before is None:
+        work.empty()
+    work.clean()
+    plan_sha256 = write_plan(work.new_plan, corpus, unit_bytes=options.unit_bytes, strict=options.strict)
+    tokenizer = _given_tokenizer(corpus)
+    state = {
+        "corpus": corpus.model_dump(mode="json"),
+        "files": plan_sha256,
+        "tokenizer": tokenizer.sha256 if tokenizer else None,
+        "versions": _versions(),
+    }
+    if before is not None:
+        before.pop("finishing", None)
+        if changes := differences(before, state):
+            work.new_plan.unlink()
+            raise UserError(
+                f"{work.path}: it holds part of another store ({'; '.join(changes)}); give the earlier corpus to "
+                "finish that one, or --restart to throw its work away"
+            )
+    work.new_plan.replace(work.plan)
+    if tokenizer is not None and not (work.path / TOKENIZER_DIR).exists():
+        _save_tokenizer(work, tokenizer)
+    work.write_state(state)
+
+
+def _versions() -> dict[str, Any]:
+    """What a store's bytes may depend on beside its corpus."""
+    return {
+        "lightscale": __version__,
+        "pipeline": PIPELINE_VERSION,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "zarr": zarr.__version__,
+    }
+
+
+def _given_tokenizer(corpus: Corpus) -> Tokenizer | None:
+    """The tokenizer that the corpus names; None: one is to be trained."""
+    choice = corpus.tokenizer
+    if choice == TRAINED_TOKENIZER:
+        return None
     if choice.startswith("tiktoken:"):
         return load_tiktoken(choice.removeprefix("tiktoken:"))
-    path = Path(choice)
-    if not path.exists():
+    if not Path(choice).exists():
         raise UserError(
             f"tokenizer {choice}: it is neither sentencepiece, nor tiktoken:ENCODING (tiktoken:cl100k_base), "
-            "nor the path of a store or a sentencepiece model"
+            "nor the path of a store or a tokenizer's file"
         )
-    return load_tokenizer(path)
+    return load_tokenizer(Path(choice))
 
 
-def _documents(preparation: Preparation, problems: Problems, progress: Progress, step: str) -> Iterator[Document]:
-    total = sum(file.size_bytes for file in preparation.files)
-    done = 0
-    progress(step, 0, total)
-    for document in read_documents(preparation.files, problems, text_field=preparation.text_field):
-        yield document
-        done += document.read_bytes
-        progress(step, done, total)
-    progress(step, total, total)
+def _save_tokenizer(work: WorkDirectory, tokenizer: Tokenizer) -> None:
+    with whole_directory(work.path / TOKENIZER_DIR) as directory:
+        tokenizer.save(directory)
 
 
-def _require_documents(num_documents: int, preparation: Preparation, problems: Problems) -> None:
-    if num_documents:
-        return
-    seen = ", ".join(f"{count} × {reason}" for reason, count in problems.counts.items())
-    places = [place for examples in problems.examples.values() for place in examples][:3]
-    raise UserError(
-        f"no document is left to train on: {len(preparation.files)} files read"
-        + (f", {seen} ({'; '.join(places)})" if seen else "")
-        + (f"; {preparation.validation:.0%} of the documents are held out" if preparation.validation else "")
-    )
+def _sampled(plan: Plan) -> list[UnitSummary]:
+    count = min(len(plan.units), _SAMPLED_UNITS)
+    return [plan.units[index * len(plan.units) // count] for index in range(count)]
 
 
-def _report(name: str, tokenizer: Tokenizer, writers: dict[Split, SourceWriter], problems: Problems) -> dict[str, Any]:
-    train, validation = writers["train"], writers["validation"]
-    entropy: dict[str, float | None] = {"train": unigram_entropy(train.token_counts)}
-    if validation.num_documents:
-        entropy["validation"] = unigram_entropy(validation.token_counts)
-        entropy["validation_under_train"] = unigram_entropy(validation.token_counts, train.token_counts)
-    sources = {name: train, name + VALIDATION_SUFFIX: validation}
-    return {
-        "tokenizer": {
-            "name": tokenizer.name,
-            "sha256": tokenizer.sha256,
-            "eot_id": tokenizer.eot_id,
-            "vocab_size": tokenizer.vocab_size,
-        },
-        "sources": {
-            name: {
-                "documents": writer.num_documents,
-                "bytes": writer.num_bytes,
-                "tokens": writer.num_tokens,
-                "bytes_per_token": writer.num_bytes / writer.num_tokens,
-            }
-            for name, writer in sources.items()
-            if writer.num_documents
-        },
-        "unigram_entropy_nats": entropy,
-        "problems": {
-            reason: {"count": count, "examples": problems.examples[reason]}
-            for reason, count in sorted(problems.counts.items())
-        },
-    }
+def _train_tokenizer(corpus: Corpus, work: WorkDirectory, plan: Plan) -> None:
+    sample, seen = BlockSample(), Seen()
+    for unit in _sampled(plan):
+        content = json.loads(work.entry("samples", unit.number, ".json").read_bytes())
+        seen.add(content["tally"])
+        sample.merge(content["sample"])
+    blocks = [text for _, text in sample.blocks()]
+    if not blocks:
+        raise UserError(f"no document is left to train on: {seen.words(corpus, plan)}")
+    _save_tokenizer(work, train_sentencepiece(blocks, vocab_size=corpus.vocab_size or DEFAULT_VOCAB_SIZE))
+    shutil.rmtree(work.path / "samples")
+
+
+def _require_documents(context: Context) -> None:
+    if not any(output.split == "train" for output in assemble.output_sources(context)):
+        seen = Seen()
+        for unit in context.plan.units:
+            seen.add(assemble.unit_files(context, unit).tally())
+            seen.drop(assemble.read_kept(context, unit)["deduplicate"])
+        words = seen.words(context.corpus, context.plan)
+        context.work.remove()
+        raise UserError(f"no document is left to train on: {words}")
+
+
+def _finish(context: Context, out: Path) -> dict[str, Any]:
+    """Metadata, report, name."""
+    work, outputs = context.work, assemble.output_sources(context)
+    vocab_size = context.tokenizer.vocab_size
+    token_counts: dict[Split, Any] = {split: np.zeros(vocab_size, dtype=np.int64) for split in assemble.SPLITS}
+    for output in outputs:
+        token_counts[output.split] += assemble.write_source(context, output)
+    report = make_report(context, outputs, token_counts)
+    (work.store / REPORT_PAGE).write_text(make_page(report), encoding="utf-8")
+    (work.store / "zarr.json").unlink(missing_ok=True)  # of an interrupted attempt
+    names = sorted(output.name for output in outputs)
+    write_root(work.store, context.tokenizer, names, report, weights=context.corpus.weights)
+    state = work.read_state()
+    assert state is not None
+    work.write_state({**state, "finishing": True})
+    publish(work.store, out)
+    work.remove()
+    return report

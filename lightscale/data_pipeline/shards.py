@@ -77,6 +77,45 @@ class ShardLayout:
         return raw + int(google_crc32c.value(raw)).to_bytes(4, "little")
 
 
+class ShardFileWriter:
+    """Streams the values of one shard into its file; ``close`` completes it and gives its hash."""
+
+    def __init__(self, path: Path, layout: ShardLayout) -> None:
+        self.layout = layout
+        self.num_values = 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: BinaryIO = path.open("wb")
+        self._hash = xxhash.xxh3_128()
+
+    @property
+    def room(self) -> int:
+        """How many values still fit."""
+        return self.layout.shard_length - self.num_values
+
+    def append(self, values: NDArray[np.unsignedinteger[Any]]) -> None:
+        """Add (n,) ``values``, at most ``room`` of them."""
+        assert len(values) <= self.room
+        self._write(np.ascontiguousarray(values, dtype=self.layout.numpy_dtype).tobytes())
+        self.num_values += len(values)
+
+    def close(self) -> str:
+        """Fill up the last chunk, write the index; the XXH3-128 of the file."""
+        written_bytes = self.num_values * self.layout.numpy_dtype.itemsize
+        self._write(bytes(self.layout.padded_bytes(self.num_values) - written_bytes))
+        self._write(self.layout.index(self.num_values))
+        self._file.close()
+        return self._hash.hexdigest()
+
+    def abandon(self) -> None:
+        """Close the file after an error, without completing it."""
+        with contextlib.suppress(OSError):  # the disk may be full still; the file is about to be removed
+            self._file.close()
+
+    def _write(self, raw: bytes) -> None:
+        self._file.write(raw)
+        self._hash.update(raw)
+
+
 class ShardWriter:
     """Streams values into the shard files of a new array; ``close`` writes the array's metadata last."""
 
@@ -86,65 +125,55 @@ class ShardWriter:
         self.layout = layout
         self.length = 0
         self.shard_hashes: list[str] = []
-        self._file: BinaryIO | None = None
-        self._num_in_shard = 0
-        self._hash = xxhash.xxh3_128()
+        self._shard: ShardFileWriter | None = None
 
     def append(self, values: NDArray[np.unsignedinteger[Any]]) -> None:
         """Add (n,) ``values`` at the end."""
-        values = np.ascontiguousarray(values, dtype=self.layout.numpy_dtype)
         while len(values):
-            if self._file is None:
-                path = self.directory / "c" / str(len(self.shard_hashes))
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = path.open("wb")
-            fitting = values[: self.layout.shard_length - self._num_in_shard]
-            self._write(fitting.tobytes())
-            self._num_in_shard += len(fitting)
+            if self._shard is None:
+                self._shard = ShardFileWriter(shard_path(self.directory, len(self.shard_hashes)), self.layout)
+            fitting = values[: self._shard.room]
+            self._shard.append(fitting)
             self.length += len(fitting)
             values = values[len(fitting) :]
-            if self._num_in_shard == self.layout.shard_length:
-                self._finish_shard()
+            if not self._shard.room:
+                self._finish_shard(self._shard)
 
     def close(self) -> None:
         """Complete the last shard and write ``zarr.json``. The array must have at least one value."""
-        if self._file is not None:
-            self._finish_shard()
-        zarr.create_array(
-            self.directory,
-            shape=(self.length,),
-            dtype=self.layout.dtype,
-            shards=(self.layout.shard_length,),
-            chunks=(self.layout.chunk_length,),
-            compressors=None,
-            filters=None,
-            fill_value=0,
-            zarr_format=3,
-        )
+        if self._shard is not None:
+            self._finish_shard(self._shard)
+        write_metadata(self.directory, self.layout, self.length)
 
     def abandon(self) -> None:
         """Close the open file after an error, without completing anything."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # the disk may be full still; the file is about to be removed
-                self._file.close()
-            self._file = None
+        if self._shard is not None:
+            self._shard.abandon()
+            self._shard = None
 
-    def _write(self, raw: bytes) -> None:
-        assert self._file is not None
-        self._file.write(raw)
-        self._hash.update(raw)
+    def _finish_shard(self, shard: ShardFileWriter) -> None:
+        self.shard_hashes.append(shard.close())
+        self._shard = None
 
-    def _finish_shard(self) -> None:
-        assert self._file is not None
-        num_values = self._num_in_shard
-        written_bytes = num_values * self.layout.numpy_dtype.itemsize
-        self._write(bytes(self.layout.padded_bytes(num_values) - written_bytes))
-        self._write(self.layout.index(num_values))
-        self._file.close()
-        self._file = None
-        self._num_in_shard = 0
-        self.shard_hashes.append(self._hash.hexdigest())
-        self._hash.reset()
+
+def shard_path(directory: Path, shard: int) -> Path:
+    """The file of shard number ``shard`` of the array in ``directory``."""
+    return directory / "c" / str(shard)
+
+
+def write_metadata(directory: Path, layout: ShardLayout, length: int) -> None:
+    """The ``zarr.json`` of an array of ``length`` values whose shards are there."""
+    zarr.create_array(
+        directory,
+        shape=(length,),
+        dtype=layout.dtype,
+        shards=(layout.shard_length,),
+        chunks=(layout.chunk_length,),
+        compressors=None,
+        filters=None,
+        fill_value=0,
+        zarr_format=3,
+    )
 
 
 class _ShardFile:
@@ -188,16 +217,25 @@ class ShardedArray:
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
         """(stop - start,) values from ``start`` on, in memory of their own."""
-        if not 0 <= start <= stop <= self.length:
+        if start > stop:
             raise IndexError(f"{self.directory}: values {start} to {stop} of {self.length}")
         out = np.empty(stop - start, dtype=self._dtype)
-        done = 0
-        while done < len(out):
-            shard, offset = divmod(start + done, self.layout.shard_length)
-            size = min(len(out) - done, self.layout.shard_length - offset)
-            self._fill(shard, offset, out[done : done + size])
-            done += size
+        self.read_into(start, out)
         return out
+
+    def read_into(self, start: int, out: NDArray[Any]) -> None:
+        """The values from ``start`` on into ``out``, contiguous and of the array's width, without a copy between."""
+        if not 0 <= start <= start + len(out) <= self.length:
+            raise IndexError(f"{self.directory}: values {start} to {start + len(out)} of {self.length}")
+        shard, offset = divmod(start, self.layout.shard_length)
+        done = min(len(out), self.layout.shard_length - offset)
+        if done:
+            self._fill(shard, offset, out[:done])
+        while done < len(out):
+            shard += 1
+            size = min(len(out) - done, self.layout.shard_length)
+            self._fill(shard, 0, out[done : done + size])
+            done += size
 
     def searchsorted(self, value: int) -> int:
         """For an ascending array: how many values are ≤ ``value``; touches about log2(length) of them."""
@@ -209,6 +247,17 @@ class ShardedArray:
         within = self._map(shard).searchsorted(self._dtype.type(value), side="right")
         return shard * self.layout.shard_length + int(within)
 
+    def between(self, low: int, high: int) -> NDArray[Any]:
+        """For an ascending array: the values above ``low`` up to ``high``, after the last one that is ≤ ``low``."""
+        shard = bisect.bisect_right(self._last_values, low)
+        if shard < self.num_shards and high < self._last_values[shard]:
+            values = self._map(shard)
+            first, last = values.searchsorted(np.array([low, high], dtype=self._dtype), side="right").tolist()
+            if first:  # nearly always: all of them are in one shard
+                return values[first - 1 : last]
+        first, last = self.searchsorted(low), self.searchsorted(high)
+        return self.read(max(first - 1, 0), last)
+
     @functools.cached_property
     def _last_values(self) -> list[int]:
         """The last value of every shard."""
@@ -216,7 +265,7 @@ class ShardedArray:
         return [int(self.read(end - 1, end)[0]) for end in ends]
 
     def _path(self, shard: int) -> Path:
-        return self.directory / "c" / str(shard)
+        return shard_path(self.directory, shard)
 
     def _num_values(self, shard: int) -> int:
         return min(self.layout.shard_length, self.length - shard * self.layout.shard_length)
@@ -233,15 +282,17 @@ class ShardedArray:
         return mapped.view(np.ndarray)  # memmap's own arithmetic is slow
 
     def _fill(self, shard: int, offset: int, out: NDArray[Any]) -> None:
-        file = self._open(shard)
-        view = out.data.cast("B")
+        descriptor = self._open(shard).descriptor
         position = offset * self._dtype.itemsize
-        while view:
-            count = os.preadv(file.descriptor, [view], position)
+        count = os.preadv(descriptor, [out.data], position)
+        if count == out.nbytes:  # nearly always
+            return
+        view = out.data.cast("B")
+        while view := view[count:]:
+            position += count
+            count = os.preadv(descriptor, [view], position)
             if count == 0:
                 raise UserError(f"{self._path(shard)}: it ends at byte {position}; it was cut while in use")
-            view = view[count:]
-            position += count
 
     def _check_shard(self, shard: int, num_values: int, expected_index: bytes) -> None:
         path = self._path(shard)

@@ -1,35 +1,42 @@
-"""Read: documents from files, directories and the Python standard library, always in the same order."""
+"""Where texts are: the files of a corpus, from paths, patterns and directories, always in the same order."""
 
-import json
+import glob
 import os
 import stat
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import xxhash
 
 from lightscale.errors import UserError
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
-JSONL_SUFFIX = ".jsonl"
-DEFAULT_SUFFIXES = (*TEXT_SUFFIXES, JSONL_SUFFIX)
+JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+PARQUET_SUFFIX = ".parquet"
+DEFAULT_SUFFIXES = (*TEXT_SUFFIXES, *JSONL_SUFFIXES, PARQUET_SUFFIX)
 STDLIB = "stdlib"
+STDLIB_PATH = "python:stdlib"
 # The standard library's tests hold deliberately broken files and long tables; site-packages is not the
 # library.
 _STDLIB_SKIPPED_DIRS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
-
-_BYTE_ORDER_MARK = "\ufeff"  # some programs begin a UTF-8 file with it; JSON forbids it
+_SKIPPED_DIRS = frozenset({"__pycache__"})
+_PATTERN_CHARACTERS = frozenset("*?[")
 
 UNREADABLE = "unreadable file"
+TRUNCATED = "file ends too early"
+CHANGED = "file changed since the preparation began"
 DIRECTORY_LOOP = "directory loop"
-INVALID_UTF8 = "invalid UTF-8 replaced"
-LONE_SURROGATE = "lone surrogate replaced"
 NOT_JSON = "line is not a JSON object"
-NO_TEXT = "line without a text field"
+NO_TEXT = "no text in the field"
+TOO_LONG = "document too long"
 EMPTY = "empty document left out"
 READ_TWICE = "file given twice, read once"
 _HARMLESS = frozenset({EMPTY, READ_TWICE})
+_MAX_EXAMPLES = 20
 
 
 class Problems:
@@ -38,9 +45,8 @@ class Problems:
     With ``strict`` the first problem that loses or changes text raises ``UserError`` instead.
     """
 
-    def __init__(self, *, strict: bool = False, max_examples: int = 20) -> None:
+    def __init__(self, *, strict: bool = False) -> None:
         self.strict = strict
-        self.max_examples = max_examples
         self.counts: Counter[str] = Counter()
         self.examples: dict[str, list[str]] = {}
 
@@ -50,8 +56,21 @@ class Problems:
             raise UserError(f"{reason}: {place} (--strict stops here; without it this is counted)")
         self.counts[reason] += 1
         examples = self.examples.setdefault(reason, [])
-        if len(examples) < self.max_examples:
+        if len(examples) < _MAX_EXAMPLES:
             examples.append(place)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values: by reason, ``count`` and ``examples``."""
+        return {
+            reason: {"count": count, "examples": self.examples[reason]} for reason, count in sorted(self.counts.items())
+        }
+
+    def merge(self, found: dict[str, Any]) -> None:
+        """Add what ``as_json`` gave for a later part of the corpus."""
+        for reason, problem in found.items():
+            self.counts[reason] += problem["count"]
+            examples = self.examples.setdefault(reason, [])
+            examples.extend(problem["examples"][: _MAX_EXAMPLES - len(examples)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,67 +81,75 @@ class SourceFile:
     id: str
     """Stable name: the path from the given directory (its name included), or the given file's name."""
     size_bytes: int
+    mtime_ns: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Document:
-    """A text with its stable name."""
+class FileLister:
+    """Lists files, each once, whatever paths and links lead to it.
 
-    id: str
-    """The file's id; for one of many in a file, ``id:line``, the first line being 1."""
-    text: str
-    read_bytes: int
-    """What it took of its file, in bytes; for progress."""
-
-
-def list_files(
-    roots: Sequence[Path], problems: Problems, *, suffixes: Sequence[str] = DEFAULT_SUFFIXES
-) -> list[SourceFile]:
-    """The files under ``roots`` in order: the roots as given, each directory's entries by name.
-
-    A root that is a file is taken whatever its suffix. In directories only files with one of ``suffixes``
-    count, and hidden entries (``.git``) and ``__pycache__`` are passed over; links are followed, a loop is
-    counted once. Raises ``UserError`` for a root that does not exist.
+    It remembers eight bytes of every file: about 100 bytes of memory for a file.
     """
-    files: list[SourceFile] = []
-    for root in roots:
-        try:
-            status = root.lstat()
-        except OSError as error:
-            raise UserError(f"{root}: {error.strerror}") from error
-        if stat.S_ISDIR(status.st_mode) or root.is_dir():
-            top = root.resolve()
-            name = _printable(top.name)
-            files.extend(_walk(top, name, (), tuple(suffixes), frozenset({"__pycache__"}), problems))
-        else:
-            files.extend(_one_file(root, _printable(root.name), problems))
-    return _without_repeats(files, problems)
+
+    def __init__(self, problems: Problems, *, after: "FileLister | None" = None) -> None:
+        """``after``: what it listed is not listed again."""
+        self._problems = problems
+        self._seen: set[int] = after._seen if after else set()
+
+    def files(self, entries: Sequence[str], *, suffixes: Sequence[str] = DEFAULT_SUFFIXES) -> Iterator[SourceFile]:
+        """The files of ``entries`` in order: the entries as given, what a pattern fits and what a directory holds
+        by name.
+
+        A path of a file is taken whatever its suffix. In directories only files with one of ``suffixes`` count,
+        and hidden entries (``.git``) and ``__pycache__`` are passed over; links are followed, a loop is counted
+        once. Raises ``UserError`` for a path that does not exist and a pattern that fits nothing.
+        """
+        for entry in entries:
+            if entry == STDLIB_PATH:
+                yield from self._once(_list_stdlib(self._problems))
+                continue
+            for root in _expand(entry):
+                yield from self._once(_list_root(root, tuple(suffixes), self._problems))
+
+    def _once(self, files: Iterator[SourceFile]) -> Iterator[SourceFile]:
+        for file in files:
+            # Path.resolve() is several times slower.
+            digest = xxhash.xxh3_64_intdigest(os.fsencode(os.path.realpath(file.path)))
+            if digest in self._seen:
+                self._problems.add(READ_TWICE, file.id)
+            else:
+                self._seen.add(digest)
+                yield file
 
 
-def list_stdlib(problems: Problems) -> list[SourceFile]:
+def _expand(entry: str) -> list[Path]:
+    """The paths that an entry means: itself, or those that fit it as a pattern, by name."""
+    path = Path(entry)
+    if not _PATTERN_CHARACTERS & set(entry) or path.is_symlink() or path.exists():
+        return [path]
+    found = sorted(glob.glob(entry, recursive=True))  # noqa: PTH207 - Path.glob cannot start at an absolute pattern
+    if not found:
+        raise UserError(f"{entry}: no file fits this pattern")
+    return [Path(name) for name in found]
+
+
+def _list_root(root: Path, suffixes: tuple[str, ...], problems: Problems) -> Iterator[SourceFile]:
+    try:
+        status = root.lstat()
+    except OSError as error:
+        raise UserError(f"{root}: {error.strerror}") from error
+    if stat.S_ISDIR(status.st_mode) or root.is_dir():
+        top = root.resolve()
+        yield from _walk(top, _printable(top.name), (), suffixes, _SKIPPED_DIRS, problems)
+    else:
+        yield from _one_file(root, _printable(root.name), problems)
+
+
+def _list_stdlib(problems: Problems) -> Iterator[SourceFile]:
     """The sources of this Python's standard library without its tests; ids are relative to the library."""
     root = Path(sysconfig.get_path("stdlib"))
     if not root.is_dir():
         raise UserError(f"{root}: no sources of the standard library there; give a corpus by its path")
-    return _without_repeats(_walk(root.resolve(), "", (), (".py",), _STDLIB_SKIPPED_DIRS, problems), problems)
-
-
-def read_documents(files: Iterable[SourceFile], problems: Problems, *, text_field: str = "text") -> Iterator[Document]:
-    """The documents of ``files`` in order: a text file is one, a ``.jsonl`` file has one per line in
-    ``text_field``.
-
-    Texts are valid Unicode: bytes that are not UTF-8 and lone surrogates become U+FFFD. Every such
-    replacement, every file that cannot be read and every line that has no text is counted in ``problems``.
-    Empty documents are left out.
-    """
-    for file in files:
-        try:
-            if file.path.suffix == JSONL_SUFFIX:
-                yield from _read_jsonl(file, problems, text_field)
-            else:
-                yield from _read_text(file, problems)
-        except OSError as error:
-            problems.add(UNREADABLE, f"{file.id}: {error.strerror}")
+    yield from _walk(root.resolve(), "", (), (".py",), _STDLIB_SKIPPED_DIRS, problems)
 
 
 def _walk(
@@ -173,79 +200,7 @@ def _one_file(path: Path, file_id: str, problems: Problems) -> Iterator[SourceFi
     if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
         problems.add(UNREADABLE, f"{file_id}: not a regular file")
         return
-    yield SourceFile(path=path, id=file_id, size_bytes=status.st_size)
-
-
-def _without_repeats(files: Iterable[SourceFile], problems: Problems) -> list[SourceFile]:
-    """The first of every file that roots (``corpus corpus/a.txt``) or links name more than once."""
-    seen: set[str] = set()
-    kept = []
-    for file in files:
-        real_path = os.path.realpath(file.path)  # Path.resolve() is several times slower
-        if real_path in seen:
-            problems.add(READ_TWICE, file.id)
-        else:
-            seen.add(real_path)
-            kept.append(file)
-    return kept
-
-
-def _read_text(file: SourceFile, problems: Problems) -> Iterator[Document]:
-    raw = file.path.read_bytes()
-    text = _decode(raw, file.id, problems)
-    if text:
-        yield Document(id=file.id, text=text, read_bytes=len(raw))
-    else:
-        problems.add(EMPTY, file.id)
-
-
-def _read_jsonl(file: SourceFile, problems: Problems, text_field: str) -> Iterator[Document]:
-    with file.path.open("rb") as lines:
-        for number, raw in enumerate(lines, start=1):
-            place = f"{file.id}:{number}"
-            line = _decode(raw, place, problems).removeprefix(_BYTE_ORDER_MARK)
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                problems.add(NOT_JSON, f"{place}: {error}")
-                continue
-            if not isinstance(record, dict):
-                problems.add(NOT_JSON, f"{place}: a {type(record).__name__}")
-                continue
-            text = record.get(text_field)
-            if not isinstance(text, str):
-                problems.add(NO_TEXT, f"{place}: no string {text_field!r} (found {_describe_fields(record)})")
-                continue
-            text = _replace_surrogates(text, place, problems)
-            if text:
-                yield Document(id=place, text=text, read_bytes=len(raw))
-            else:
-                problems.add(EMPTY, place)
-
-
-def _describe_fields(record: dict[str, object]) -> str:
-    names = [f"{name}: {type(value).__name__}" for name, value in list(record.items())[:5]]
-    return ", ".join(names) if names else "no fields"
-
-
-def _decode(raw: bytes, place: str, problems: Problems) -> str:
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        problems.add(INVALID_UTF8, f"{place}: byte 0x{raw[error.start]:02x} at offset {error.start}")
-        return raw.decode("utf-8", errors="replace")
-
-
-def _replace_surrogates(text: str, place: str, problems: Problems) -> str:
-    """JSON's ``\\ud800`` escapes can spell half a character, which no encoding can hold."""
-    try:
-        text.encode("utf-8")
-        return text
-    except UnicodeEncodeError:
-        problems.add(LONE_SURROGATE, place)
-        return text.encode("utf-16-le", errors="surrogatepass").decode("utf-16-le", errors="replace")
+    yield SourceFile(path=path, id=file_id, size_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
 
 
 def _printable(name: str) -> str:

@@ -48,14 +48,14 @@ def sentencepiece_tokenizer() -> SentencePieceTokenizer:
 
 @pytest.fixture
 def write_store(tmp_path: Path, byte_tokenizer: TiktokenTokenizer) -> WriteStore:
-    """``write_store({source: [ids without end of text, …]}, name="store")``, in shards of 64 values.
+    """``write_store({source: [ids without end of text, …]}, name="store", shards=64)``: values in a shard.
 
     Sources whose name ends with "validation" are validation sources.
     """
 
-    def write(documents: dict[str, list[list[int]]], name: str = "store") -> TokenStore:
+    def write(documents: dict[str, list[list[int]]], name: str = "store", shards: int = 64) -> TokenStore:
         path = tmp_path / name
-        with StoreWriter(path, byte_tokenizer, shard_tokens=64, chunk_tokens=8) as store:
+        with StoreWriter(path, byte_tokenizer, shard_tokens=shards, chunk_tokens=8) as store:
             for source, texts in documents.items():
                 writer = store.source(source, "validation" if source.endswith("validation") else "train")
                 for ids in texts:

@@ -28,7 +28,7 @@ def test_prepare_then_inspect(corpus: Path, tmp_path: Path, capsys: pytest.Captu
     assert prepare(corpus, tmp_path / "store", "--validation", "0.2") == 0
     printed = capsys.readouterr().out
     assert "my-corpus-validation" in printed
-    assert "warning: invalid UTF-8 replaced: 1\n    my corpus/bad.txt: byte 0xff at offset 0" in printed
+    assert "warning: invalid UTF-8 replaced: 1\n    my corpus/bad.txt\n" in printed
     assert f"wrote {tmp_path / 'store'} in" in printed
     assert main(["data", "inspect", str(tmp_path / "store")]) == 0
     shown = capsys.readouterr().out
@@ -75,15 +75,56 @@ def test_suffixes_choose_the_files(corpus: Path, tmp_path: Path) -> None:
     assert TokenStore(tmp_path / "store").source("my-corpus").num_documents == 1
 
 
+def test_a_corpus_file(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "corpus.toml").write_text(
+        'vocab_size = 300\n[sources.numbered]\npaths = ["my corpus"]\nlanguage = "code"\nfilters = {size = {min = 5}}\n'
+    )
+    (corpus / "short.txt").write_text("too short")
+    arguments = ["data", "prepare", str(tmp_path / "corpus.toml"), "--out", str(tmp_path / "store")]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "numbered: filter left out 1 documents (0.00 MB): size" in printed
+    assert "numbered: deduplicate left out" in printed  # the documents differ in their numbers only
+    assert f"see {tmp_path / 'store'}/report.html" in printed
+    assert TokenStore(tmp_path / "store").source("numbered").split == "train"
+
+
+def test_of_paths_every_document_stays_unless_a_language_is_given(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (corpus / "table.txt").write_text("0x00, 0x01, 0xff,\n" * 2000)
+    counts = []
+    for options in ([], ["--language", "code"]):
+        assert prepare(corpus, tmp_path / f"store{len(counts)}", "--json", "--validation", "0", *options) == 0
+        counts.append(json.loads(capsys.readouterr().out)["sources"]["my-corpus"]["documents"])
+    assert counts[0] == 31
+    assert counts[1] < 31
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["prepare", "--out", "{tmp}/store"], "the corpus is either PATHs or --corpus stdlib"),
-        (["prepare", "{tmp}", "--corpus", "stdlib", "--out", "{tmp}/store"], "the corpus is either PATHs or"),
+        (["prepare", "--out", "{tmp}/store"], "the corpus is one CORPUS.toml, or PATHs, or --corpus stdlib"),
+        (
+            ["prepare", "{tmp}", "--corpus", "stdlib", "--out", "{tmp}/store"],
+            "the corpus is one CORPUS.toml, or PATHs, or",
+        ),
         (["prepare", "{tmp}/nowhere", "--out", "{tmp}/store"], "nowhere: No such file or directory"),
         (["prepare", "{tmp}", "--out", "{tmp}/store"], "no document is left to train on: 0 files read, 1 × unreadable"),
         (["prepare", "{tmp}", "--out", "{tmp}"], "never overwritten"),
         (["prepare", "{tmp}", "--out", "{tmp}/store", "--strict"], "unreadable file"),
+        (["prepare", "{tmp}/none.toml", "--out", "{tmp}/store"], "cannot read the corpus file {tmp}/none.toml"),
+        (["prepare", "{tmp}/none.toml", "{tmp}", "--out", "{tmp}/store"], "exactly one of these is needed"),
+        (
+            ["prepare", "{tmp}/a.toml", "--name", "x", "--out", "{tmp}/s"],
+            "--name: with a corpus file this is said in it",
+        ),
+        (["prepare", "{tmp}", "--out", "{tmp}/store", "--validation", "1"], "validation = 1.0: must be a number >= 0"),
+        (["prepare", "{tmp}", "--out", "{tmp}/store", "--name", "a b"], "source name 'a b'"),
+        (["prepare", "{tmp}", "--out", "{tmp}/store", "--language", "fr"], 'language = "fr": must be "en" or "zh"'),
+        (["prepare", "{tmp}", "--out", "{tmp}/store", "--workers", "0"], "--workers 0: at least one process"),
+        (["prepare", "{tmp}", "--out", "{tmp}/store", "--workers", "2", "--mpi"], "--workers and --mpi"),
+        (["verify", "{tmp}/nowhere"], "no token store there"),
         (["inspect", "{tmp}/nowhere"], "no token store there"),
         (["inspect", "{tmp}"], "it has no zarr.json"),
     ],
@@ -96,7 +137,7 @@ def test_mistakes_end_with_78_and_one_line(
     captured = capsys.readouterr()
     assert code == 78
     (line,) = [line for line in captured.err.splitlines() if line.startswith("error: ")]
-    assert message in line
+    assert message.format(tmp=tmp_path) in line
     assert captured.out == ""
     assert [path.name for path in tmp_path.iterdir()] == ["gone.txt"]
 

@@ -1,0 +1,83 @@
+"""Files and directories that are there whole or not at all, also after a crash: written, synced, then renamed."""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+TEMPORARY_SUFFIX = ".tmp"
+"""Ends the names of what is half-written."""
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""``errno`` of a full disk, a quota, a limit on file sizes."""
+
+
+def _temporary_name(path: Path) -> Path:
+    """A name beside ``path`` that no other process uses."""
+    return path.with_name(f"{path.name}.{os.uname().nodename}-{os.getpid()}{TEMPORARY_SUFFIX}")
+
+
+@contextmanager
+def whole_directory(path: Path) -> Iterator[Path]:
+    """A new directory to fill; it gets the name ``path`` if the block ends well. Another's of that name stays."""
+    temporary = _temporary_name(path)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        sync_tree(temporary)
+        try:
+            temporary.rename(path)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+        sync(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A name to write a file under; it becomes ``path`` if the block ends well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary_name(path)
+    try:
+        yield temporary
+        sync(temporary)
+        temporary.rename(path)
+        sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """``content`` as the file ``path``, whole or not at all."""
+    with whole_file(path) as temporary:
+        temporary.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_array(path: Path, array: NDArray[Any]) -> None:
+    """``array`` as the npy file ``path``, whole or not at all."""
+    with whole_file(path) as temporary, temporary.open("wb") as file:
+        np.save(file, array)
+
+
+def sync_tree(directory: Path) -> None:
+    """Bring every file and directory below ``directory`` to the disk, and itself."""
+    for entry in sorted(directory.rglob("*")):
+        sync(entry)
+    sync(directory)
+
+
+def sync(path: Path) -> None:
+    """Bring what was written to ``path``, a file or a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

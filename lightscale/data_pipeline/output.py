@@ -1,0 +1,83 @@
+"""What the ``lightscale data`` commands show: tables on stdout, progress on stderr."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+
+def plain_console() -> Console:
+    """Plain text, lines unbroken: it may be a pipe to another program."""
+    return Console(highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for every step, on stderr, with rate and time left."""
+    bars = Progress(
+        TextColumn("{task.description:>24}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+    tasks: dict[str, Any] = {}
+
+    def show(step: str, done: int, total: int) -> None:
+        if step not in tasks:
+            tasks[step] = bars.add_task(step, total=total)
+        bars.update(tasks[step], completed=done)
+
+    with bars:
+        yield show
+
+
+def print_report(console: Console, report: dict[str, Any]) -> None:
+    """The content of a ``report.json`` for a person."""
+    tokenizer = report["tokenizer"]
+    console.print(
+        f"tokenizer {tokenizer['name']}: {tokenizer['vocab_size']:,} ids, end of text {tokenizer['eot_id']}, "
+        f"sha256 {tokenizer['sha256'][:16]}…"
+    )
+    console.print(_sources(report))
+    for name, source in report.get("corpus", {}).items():
+        _print_dropped(console, name, source["stages"])
+    entropy = report["unigram_entropy_nats"]
+    console.print(f"unigram entropy: {entropy['train']:.4f} nats/token (training split)")
+    if "validation" in entropy:
+        console.print(
+            f"    validation split: {entropy['validation']:.4f} nats/token by its own frequencies, "
+            f"{entropy['validation_under_train']:.4f} by those of the training split"
+        )
+    for reason, problem in report["problems"].items():
+        console.print(f"warning: {reason}: {problem['count']:,}")
+        for place in problem["examples"][:5]:
+            console.print(f"    {place}")
+
+
+def _sources(report: dict[str, Any]) -> Table:
+    table = Table("source")
+    for heading in ("documents", "MB of text", "tokens", "bytes/token"):
+        table.add_column(heading, justify="right")
+    for name, source in report["sources"].items():
+        table.add_row(
+            name,
+            f"{source['documents']:,}",
+            f"{source['bytes'] / 1e6:,.2f}",
+            f"{source['tokens']:,}",
+            f"{source['bytes_per_token']:.3f}",
+        )
+    return table
+
+
+def _print_dropped(console: Console, name: str, stages: dict[str, Any]) -> None:
+    for stage, counts in stages.items():
+        for reason, dropped in counts.get("dropped", {}).items():
+            megabytes = dropped["bytes"] / 1e6
+            console.print(
+                f"{name}: {stage} left out {dropped['documents']:,} documents ({megabytes:,.2f} MB): {reason}"
+            )

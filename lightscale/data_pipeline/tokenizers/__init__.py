@@ -1,0 +1,28 @@
+"""Text to token ids and back: sentencepiece trained on the corpus, tiktoken's vocabularies, or a Hugging Face file.
+
+What they encode they give back (``decode(encode(text)) == text``; Hugging Face files may compose characters), and a
+text that spells a special token ("<|endoftext|>", "</s>") becomes ordinary tokens: nobody can forge the end of a
+document.
+"""
+
+from lightscale.data_pipeline.tokenizers.fast_path import CheckedTokenizer, fast_path_notes, with_fast_path
+from lightscale.data_pipeline.tokenizers.huggingface_file import HuggingFaceTokenizer
+from lightscale.data_pipeline.tokenizers.interface import DESCRIPTION_FILE, END_OF_TEXT, Tokenizer
+from lightscale.data_pipeline.tokenizers.load import load_tokenizer
+from lightscale.data_pipeline.tokenizers.sentencepiece_model import SentencePieceTokenizer, train_sentencepiece
+from lightscale.data_pipeline.tokenizers.tiktoken_encoding import TiktokenTokenizer, load_tiktoken
+
+__all__ = [
+    "DESCRIPTION_FILE",
+    "END_OF_TEXT",
+    "CheckedTokenizer",
+    "HuggingFaceTokenizer",
+    "SentencePieceTokenizer",
+    "TiktokenTokenizer",
+    "Tokenizer",
+    "fast_path_notes",
+    "load_tiktoken",
+    "load_tokenizer",
+    "train_sentencepiece",
+    "with_fast_path",
+]

@@ -1,0 +1,116 @@
+"""Hugging Face: a ``tokenizer.json`` file, run by the package ``tokenizers``."""
+
+import hashlib
+import importlib
+import json
+import unicodedata
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightscale.data_pipeline.tokenizers.interface import (
+    END_OF_TEXT,
+    PROBES,
+    SPACE_MARK,
+    read_file,
+    write_description,
+)
+from lightscale.errors import UserError
+
+_FILE = "huggingface.json"
+# What published files call the token between documents, in the order in which they are looked for.
+_ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "[SEP]")
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer file whose special tokens no text can spell.
+
+    Published files may compose characters (NFC) or take U+2581 for a space; those come back so. Files that lose
+    anything else, letter case for example, are refused. Added tokens that the file does not call special are text.
+    """
+
+    name = "huggingface"
+
+    def __init__(self, file: bytes, *, origin: str, end_of_text: str | None = None) -> None:
+        """``file``: content of a ``tokenizer.json``; ``origin`` names it in a ``UserError``.
+
+        ``end_of_text``: its token between documents; none: the first that the file has of those in use.
+        """
+        self._file = file
+        self._tokenizer, special = _parse(file, origin)
+        self._end_of_text = end_of_text or next((name for name in _ENDS_OF_TEXT if name in special), "")
+        if self._end_of_text not in special:
+            raise UserError(
+                f"{origin}: no special token {end_of_text or ' or '.join(_ENDS_OF_TEXT)} to begin documents with; "
+                f"it has {', '.join(special) or 'none'}"
+            )
+        self.eot_id = special[self._end_of_text]
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = max(ids) + 1
+        self._is_text = np.zeros(self.vocab_size, dtype=bool)
+        self._is_text[list(ids)] = True
+        self._is_text[list(special.values())] = False
+        self.sha256 = hashlib.sha256(file + b"\n" + self._end_of_text.encode()).hexdigest()
+        self._require_no_forgery(special, origin)
+        self._require_lossless(origin)
+
+    def encode(self, text: str) -> NDArray[np.uint32]:
+        """See ``Tokenizer``."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """See ``Tokenizer``."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
+        """See ``Tokenizer``."""
+        array = np.asarray(ids, dtype=np.int64)
+        text: str = self._tokenizer.decode(array[self._is_text[array]].tolist(), skip_special_tokens=False)
+        return text
+
+    def save(self, directory: Path) -> None:
+        """See ``Tokenizer``."""
+        (directory / _FILE).write_bytes(self._file)
+        write_description(directory, self, {"kind": "huggingface", "end_of_text": self._end_of_text})
+
+    def _require_no_forgery(self, special: dict[str, int], origin: str) -> None:
+        for spelling in special:
+            if not self._is_text[self.encode(f"a{spelling} {spelling}b")].all():
+                raise UserError(
+                    f"{origin}: a text that spells {spelling} becomes that special token, so documents could forge "
+                    "boundaries; choose a byte-level tokenizer"
+                )
+
+    def _require_lossless(self, origin: str) -> None:
+        for probe in PROBES:
+            back = self.decode(self.encode(probe))
+            composed = unicodedata.normalize("NFC", probe)
+            if back not in {text for form in (probe, composed) for text in (form, form.replace(SPACE_MARK, " "))}:
+                raise UserError(f"{origin}: the tokenizer loses text ({probe!r} comes back as {back!r})")
+
+
+def load_huggingface(directory: Path, description: dict[str, Any]) -> HuggingFaceTokenizer:
+    """What ``HuggingFaceTokenizer.save`` wrote."""
+    path = directory / _FILE
+    return HuggingFaceTokenizer(read_file(path), origin=str(path), end_of_text=description["end_of_text"])
+
+
+def _parse(file: bytes, origin: str) -> tuple[Any, dict[str, int]]:
+    """The package's tokenizer, and the ids of the special tokens by their spelling."""
+    try:
+        package = importlib.import_module("tokenizers")
+    except ImportError as error:
+        raise UserError(f"{origin}: needs the package tokenizers; pip install 'lightscale[corpus]'") from error
+    try:
+        added = json.loads(file).get("added_tokens") or []
+        special = {token["content"]: int(token["id"]) for token in added if token["special"]}
+        tokenizer = package.Tokenizer.from_str(file.decode())
+    except Exception as error:
+        raise UserError(f"{origin}: not a tokenizer file of Hugging Face ({error!r})") from error
+    tokenizer.encode_special_tokens = True  # means: their spelling is text like any other
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer, special

@@ -1,0 +1,70 @@
+"""What every tokenizer is, and what their files share."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightscale.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+DESCRIPTION_FILE = "tokenizer.json"
+SPACE_MARK = "\u2581"
+"""What sentencepiece, and files made after it, write for a space."""
+PROBES = (
+    " a  b ",
+    "\t\r\n\n\x00",
+    "\u2581 \uff21\u3000\u00e9e\u0301\ufb01",
+    "</s><unk><0x41><|endoftext|>",
+    "\U0001f600\ufffd",
+)
+"""Texts that tokenizers like to lose."""
+
+
+class Tokenizer(Protocol):
+    """What a store, the trainer and generation need of a tokenizer."""
+
+    name: str
+    """For people: ``sentencepiece`` or the name of tiktoken's encoding."""
+    vocab_size: int
+    """Number of ids, special ones included. Ids are 0 ... vocab_size - 1."""
+    eot_id: int
+    """The end-of-text token, written before every document. No text encodes to it."""
+    sha256: str
+    """Identity: the hash of everything that decides which ids a text becomes."""
+
+    def encode(self, text: str) -> NDArray[np.uint32]:
+        """``text``, valid Unicode, as (n,) ids without special ones."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """``encode`` of each of ``texts``."""
+
+    def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
+        """The text of ``ids``. Special ids decode to nothing, a character cut in two to U+FFFD."""
+
+    def save(self, directory: Path) -> None:
+        """Write what ``load_tokenizer`` needs, byte for byte the same for the same tokenizer."""
+
+
+def write_description(directory: Path, tokenizer: Tokenizer, rules: dict[str, Any]) -> None:
+    """Write what ``load_tokenizer`` reads first: what every tokenizer has, and ``rules`` with its kind."""
+    description = {
+        "name": tokenizer.name,
+        "sha256": tokenizer.sha256,
+        "vocab_size": tokenizer.vocab_size,
+        "eot_id": tokenizer.eot_id,
+        **rules,
+    }
+    text = json.dumps(description, indent=2, sort_keys=True) + "\n"
+    (directory / DESCRIPTION_FILE).write_text(text, encoding="utf-8")
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a tokenizer's file; ``UserError`` if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; a tokenizer was expected there") from error

@@ -1,0 +1,44 @@
+"""Find a tokenizer by its path."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightscale.data_pipeline.tokenizers.huggingface_file import HuggingFaceTokenizer, load_huggingface
+from lightscale.data_pipeline.tokenizers.interface import DESCRIPTION_FILE, Tokenizer, read_file
+from lightscale.data_pipeline.tokenizers.sentencepiece_model import SentencePieceTokenizer, load_sentencepiece
+from lightscale.data_pipeline.tokenizers.tiktoken_encoding import load_saved_tiktoken
+from lightscale.errors import UserError
+
+_LOADERS: dict[str, Callable[[Path, dict[str, Any]], Tokenizer]] = {
+    "sentencepiece": load_sentencepiece,
+    "tiktoken": load_saved_tiktoken,
+    "huggingface": load_huggingface,
+}
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a store, or of a file: a sentencepiece model, or a Hugging Face ``.json``.
+
+    Raises ``UserError`` naming the file that is missing, or is not the one that the store was written with.
+    """
+    if path.is_file() and path.suffix == ".json":
+        return HuggingFaceTokenizer(read_file(path), origin=str(path))
+    if path.is_file():
+        return SentencePieceTokenizer(read_file(path), origin=str(path))
+    directory = path / "tokenizer"
+    try:
+        description = json.loads(read_file(directory / DESCRIPTION_FILE))
+        tokenizer = _LOADERS[description["kind"]](directory, description)
+        sha256 = description["sha256"]
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{directory}: damaged tokenizer files ({error!r})") from error
+    if tokenizer.sha256 != sha256:
+        raise UserError(
+            f"{directory}: the files have sha256 {tokenizer.sha256}, {DESCRIPTION_FILE} says {sha256}; "
+            "they were changed after the store was written"
+        )
+    return tokenizer

@@ -1,0 +1,87 @@
+"""How much a loader reads, and how long it takes to go on in the middle of 300 billion tokens."""
+
+import json
+import os
+import runpy
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightscale.data_pipeline.loader import Layout, TokenLoader
+from lightscale.data_pipeline.store import StoreWriter, TokenStore
+from lightscale.data_pipeline.tokenizers import TiktokenTokenizer
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def sparse_store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
+    """300 billion tokens in 70 shards that take no room: 4096 documents of zeros."""
+    write_sparse_store = runpy.run_path(str(ROOT / "tools" / "bench_loader.py"))["write_sparse_store"]
+    store: TokenStore = write_sparse_store(tmp_path_factory.mktemp("sparse") / "store")
+    assert store.source("web").num_tokens == 300_000_000_000
+    return store
+
+
+@pytest.mark.parametrize("packing", ["concat", "whole"])
+def test_resume_in_the_middle_of_300_billion_tokens(sparse_store: TokenStore, tmp_path: Path, packing: Any) -> None:
+    """From an open store: the loader, its state, and the first batch of 8 × 8,192 tokens, in under 50 ms."""
+
+    def make() -> TokenLoader:
+        return TokenLoader(
+            sparse_store,
+            sequence_length=8192,
+            global_batch_size=512,
+            micro_batch_size=8,
+            packing=packing,
+            layout=Layout(data_rank=3, data_size=64),
+            index_dir=tmp_path,
+        )
+
+    first = make()  # makes the index of `whole`, once for a run
+    state = json.loads(json.dumps(first.state_dict() | {"tokens": 35_000 * 512 * 8192}))
+    taken = []
+    for _ in range(5):
+        begun = time.process_time()
+        loader = make()
+        loader.load_state_dict(state)
+        (batch,) = loader.next_step()
+        taken.append(time.process_time() - begun)
+    assert batch.tokens.shape == (8, 8192)
+    assert min(taken) < 0.05, f"{min(taken) * 1e3:.0f} ms"
+    print(f"{packing}: {min(taken) * 1e3:.1f} ms")
+
+
+def test_a_sequence_rank_reads_its_slice_and_one_token(
+    tmp_path: Path, byte_tokenizer: TiktokenTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with StoreWriter(tmp_path / "store", byte_tokenizer, shard_tokens=4096, chunk_tokens=64) as writer:
+        source = writer.source("a")
+        generator = np.random.default_rng(0)
+        for _ in range(200):
+            source.append(generator.integers(0, 256, 300, dtype=np.uint32), num_bytes=300)
+        writer.finish({})
+    store = TokenStore(tmp_path / "store")
+    num_bytes: Counter[str] = Counter()
+    preadv = os.preadv
+
+    def counting(descriptor: int, buffers: Any, position: int) -> int:
+        count = preadv(descriptor, buffers, position)
+        num_bytes[Path(f"/proc/self/fd/{descriptor}").readlink().parts[-3]] += count
+        return count
+
+    for sequence_size in (1, 4, 16):
+        place = Layout(sequence_rank=sequence_size // 2, sequence_size=sequence_size)
+        loader = TokenLoader(store, sequence_length=4096, global_batch_size=4, micro_batch_size=2, layout=place)
+        loader.next_step()
+        num_bytes.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "preadv", counting)
+            loader.next_step()
+        assert num_bytes["tokens"] == 4 * (4096 // sequence_size + 1) * 4
+        # Where documents end is found in a map of the file; what is read of it beside that is next to nothing.
+        assert num_bytes["doc_ends"] <= 4 * (4096 // sequence_size // 301 + 3) * 8

@@ -1,0 +1,89 @@
+"""The published ranks of cl100k_base, fetched by the name of a package that carries them."""
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightscale.data_pipeline.tokenizers import (
+    TiktokenTokenizer,
+    Tokenizer,
+    fast_path_notes,
+    load_tiktoken,
+    load_tokenizer,
+    with_fast_path,
+)
+
+PACKAGE = "llama-index-core==0.14.25"  # MIT; carries tiktoken's cache
+CACHE_NAME = "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"
+SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"  # the one that tiktoken checks
+SPECIAL = ("<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|endofprompt|>")
+
+
+@pytest.fixture(scope="module")
+def cl100k(tmp_path_factory: pytest.TempPathFactory) -> TiktokenTokenizer:
+    directory = tmp_path_factory.mktemp("cl100k")
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries=0", "--timeout=15"]
+    try:
+        subprocess.run([*pip, "--dest", directory, PACKAGE], check=True, capture_output=True, timeout=60)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+        pytest.skip(f"the package index has no {PACKAGE}, which carries the ranks of cl100k_base")
+    (wheel,) = directory.glob("*.whl")
+    # Copied out: tiktoken deletes what it does not like in its cache.
+    with zipfile.ZipFile(wheel) as archive:
+        (member,) = [name for name in archive.namelist() if name.endswith(CACHE_NAME)]
+        (directory / CACHE_NAME).write_bytes(archive.read(member))
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TIKTOKEN_CACHE_DIR", str(directory))
+        return load_tiktoken("cl100k_base")
+
+
+def test_cl100k_base_is_the_published_one(cl100k: TiktokenTokenizer, tmp_path: Path) -> None:
+    assert (cl100k.vocab_size, cl100k.eot_id) == (100_277, 100_257)
+    assert cl100k.encode("Hello, world").tolist() == [9906, 11, 1917]
+    directory = tmp_path / "tokenizer"
+    directory.mkdir()
+    cl100k.save(directory)
+    assert hashlib.sha256((directory / "ranks.tiktoken").read_bytes()).hexdigest() == SHA256
+    assert load_tokenizer(tmp_path).sha256 == cl100k.sha256
+
+
+@pytest.fixture(scope="module")
+def fast(cl100k: TiktokenTokenizer) -> Tokenizer:
+    pytest.importorskip("gigatoken", reason="gigatoken, the optional fast path, is not installed")
+    return with_fast_path(cl100k)
+
+
+FORGERIES = [text for spelling in SPECIAL for text in (spelling, f"a {spelling}{spelling}\n{spelling[:-1]}")]
+
+
+def test_no_text_becomes_a_special_token(cl100k: TiktokenTokenizer) -> None:
+    for text, ids in zip(FORGERIES, cl100k.encode_batch(FORGERIES), strict=True):
+        assert ids.max() < 100_256
+        assert cl100k.decode(ids) == text
+        assert cl100k.encode(text).tolist() == ids.tolist()
+
+
+def test_gigatoken_gives_the_same_ids(cl100k: TiktokenTokenizer, fast: Tokenizer) -> None:
+    @settings(max_examples=60)
+    @given(st.lists(st.text() | st.text(alphabet=" \n\t\r'sSſ1２字éİ<|>\u0300😀", max_size=60), max_size=30))
+    def same(texts: list[str]) -> None:
+        for ids, text in zip(fast.encode_batch(texts), texts, strict=True):
+            assert ids.tolist() == cl100k.encode(text).tolist()
+
+    same()
+    for ids, text in zip(fast.encode_batch(FORGERIES), FORGERIES, strict=True):
+        assert ids.tolist() == cl100k.encode(text).tolist()
+    assert "gigatoken" in fast_path_notes(fast)[0]
+    assert " is off" not in fast_path_notes(fast)[0]
+    assert fast.sha256 == cl100k.sha256
+
+
+def test_runs_without_end_do_not_stop_it(cl100k: TiktokenTokenizer) -> None:
+    for text in ("a" * 300_000, " " * 300_000, "\n" * 300_000, "^" * 300_000, "字" * 100_000):
+        assert cl100k.decode(cl100k.encode(text)) == text

@@ -1,0 +1,270 @@
+"""The whole preparation of a corpus, timed: ``python tools/bench_prepare.py [--json]``.
+
+Two questions. How fast is it beside datatrove, on the same documents with the same kinds of filters, near-duplicates
+and the same tokenizer (cl100k_base), two processes each, taking turns? And does its memory grow with the corpus?
+
+datatrove is optional (pip install datatrove spacy nltk tokenizers); without it only lightscale is timed.
+"""
+
+import argparse
+import functools
+import importlib.util
+import itertools
+import json
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tiktoken
+
+from lightscale.data_pipeline.corpus import make_corpus
+from lightscale.data_pipeline.crew import Workers
+from lightscale.data_pipeline.prepare import Options, prepare
+from lightscale.data_pipeline.tokenizers import load_tiktoken
+from lightscale.errors import UserError
+
+ENCODING = "cl100k_base"
+WORKERS = 2
+AIM = 5.0
+# Peaks of memory may differ by this factor though the corpus grows tenfold.
+FLAT = 1.15
+_SMALL_BYTES, _LARGE_BYTES = 100_000_000, 1_000_000_000
+
+
+def run(
+    documents: Path | None = None,
+    *,
+    repeats: int = 3,
+    memory_bytes: tuple[int, int] = (_SMALL_BYTES, _LARGE_BYTES),
+    memory: bool = True,
+) -> dict[str, Any]:
+    """Time both and measure memory.
+
+    ``documents``: jsonl with ``text`` in English; none: LibreOffice's help from a Debian package. ``memory_bytes``:
+    sizes of the two corpora whose peak memory is compared. Raises ``UserError`` where there is no text or no ranks of
+    cl100k_base.
+    """
+    load_tiktoken(ENCODING)  # says what to put where
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        parts = _parts(documents or _help_pages(folder), folder / "parts")
+        result: dict[str, Any] = {
+            "documents": sum(path.read_bytes().count(b"\n") for path in parts),
+            "text_bytes": sum(len(json.loads(line)["text"].encode()) for path in parts for line in path.open()),
+            "workers": WORKERS,
+        }
+        ways: dict[str, Callable[[Path], dict[str, Any]]] = {
+            "lightscale": functools.partial(_lightscale, parts[0].parent)
+        }
+        if (missing := _missing_packages()) is None:
+            tokenizer = folder / "tokenizer.json"
+            write_huggingface(tokenizer)
+            ways["datatrove"] = functools.partial(_datatrove, parts[0].parent, tokenizer)
+        else:
+            result["datatrove"] = f"not timed: {missing} is not installed"
+        result["ways"] = _take_turns(ways, folder, repeats, result)
+        if "datatrove" in result["ways"]:
+            result["ratio"] = result["ways"]["datatrove"]["median_s"] / result["ways"]["lightscale"]["median_s"]
+            result["aim"] = AIM
+        if memory:
+            result["peak_memory"] = [measure_memory(size, folder) for size in memory_bytes]
+    return result
+
+
+def _take_turns(
+    ways: dict[str, Callable[[Path], dict[str, Any]]], folder: Path, repeats: int, result: dict[str, Any]
+) -> dict[str, Any]:
+    found: dict[str, Any] = {name: {"samples_s": []} for name in ways}
+    for _ in range(repeats):
+        for name, way in ways.items():
+            out = folder / f"out-{name}"
+            shutil.rmtree(out, ignore_errors=True)
+            out.mkdir()
+            began = time.perf_counter()
+            found[name] |= way(out)
+            found[name]["samples_s"].append(time.perf_counter() - began)
+    for figures in found.values():
+        figures["median_s"] = statistics.median(figures["samples_s"])
+        figures["documents_per_s"] = result["documents"] / figures["median_s"]
+        figures["megabytes_per_s"] = result["text_bytes"] / figures["median_s"] / 1e6
+    return found
+
+
+def _parts(documents: Path, folder: Path) -> list[Path]:
+    """``documents`` as one file for each worker, which is how datatrove shares work."""
+    folder.mkdir()
+    lines = documents.read_bytes().splitlines(keepends=True)
+    parts = []
+    for number in range(WORKERS):
+        part = folder / f"part-{number}.jsonl"
+        part.write_bytes(b"".join(lines[number::WORKERS]))
+        parts.append(part)
+    return parts
+
+
+def _help_pages(folder: Path) -> Path:
+    tool = _load(Path(__file__).with_name("real_text.py"))
+    try:
+        path: Path = tool.fetch("en", folder)
+    except tool.UnavailableError as error:
+        raise UserError(f"no text to time with ({error}); give a jsonl file") from error
+    return path
+
+
+def _load(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _lightscale(parts: Path, out: Path) -> dict[str, Any]:
+    source = {"paths": [str(parts)], "language": "en", "filters": {"lorem_ipsum": False}}
+    corpus = make_corpus({"tokenizer": f"tiktoken:{ENCODING}", "sources": {"text": source}}, origin="benchmark")
+    report = prepare(corpus, out / "store", Options(make_crew=functools.partial(Workers, num_workers=WORKERS)))
+    stages = report["corpus"]["text"]["stages"]
+    return {"kept_documents": stages["write"]["train"]["documents"], "tokens": report["sources"]["text"]["tokens"]}
+
+
+def _datatrove(parts: Path, tokenizer: Path, out: Path) -> dict[str, Any]:
+    """In a process of its own, as its executors expect; the time of starting Python is part of both ways' work."""
+    script = Path(__file__).with_name("bench_prepare_datatrove.py")
+    command = [sys.executable, str(script), str(parts), str(tokenizer), str(out), str(WORKERS)]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    if finished.returncode:
+        raise RuntimeError(f"datatrove failed: {finished.stderr[-2000:]}")
+    figures: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
+    return figures
+
+
+def _missing_packages() -> str | None:
+    names = ("datatrove", "spacy", "nltk", "tokenizers", "xxhash")
+    return next((name for name in names if importlib.util.find_spec(name) is None), None)
+
+
+def write_huggingface(path: Path) -> None:
+    """cl100k_base as a Hugging Face tokenizer file: the form that datatrove takes. Same ids (see the test)."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415 - optional package
+
+    encoding = tiktoken.get_encoding(ENCODING)
+    ranks: dict[bytes, int] = encoding._mergeable_ranks
+    letters = _byte_letters()
+    spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    pairs = (_last_merge(token, ranks) for token in sorted(ranks, key=ranks.__getitem__) if len(token) > 1)
+    merges = [(spelled[left], spelled[right]) for left, right in pairs]
+    vocabulary = {spelled[token]: rank for token, rank in ranks.items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
+    # In this engine's language {1,3}+ is not possessive, it repeats.
+    pattern = encoding._pat_str.replace("{1,3}+", "{1,3}")
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    to_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_letters])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(path))
+
+
+def _last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
+    """The two parts that byte-pair encoding joins last to make ``token``."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        joined = [ranks.get(left + right, len(ranks)) for left, right in itertools.pairwise(parts)]
+        at = joined.index(min(joined))
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts[0], parts[1]
+
+
+def _byte_letters() -> list[str]:
+    """The printable letter for every byte in such files (GPT-2's table)."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def measure_memory(num_bytes: int, folder: Path) -> dict[str, int]:
+    """Peak resident memory, in bytes, of one process that prepares ``num_bytes`` of made-up jsonl."""
+    corpus, out = folder / f"made-{num_bytes}.jsonl", folder / f"made-{num_bytes}.store"
+    write_words(corpus, num_bytes)
+    command = [sys.executable, str(Path(__file__).resolve()), "--measure-one", str(corpus), "--out", str(out)]
+    finished = subprocess.run(command, capture_output=True, text=True, check=True)
+    corpus.unlink()
+    shutil.rmtree(out)
+    return {"corpus_bytes": num_bytes, **json.loads(finished.stdout.splitlines()[-1])}
+
+
+def write_words(path: Path, num_bytes: int) -> None:
+    """Documents of made-up sentences, a tenth of them copies of earlier ones; the same for the same size."""
+    import random  # noqa: PLC0415
+
+    generator = random.Random(0)
+    words = [
+        "the",
+        "of",
+        "and",
+        "to",
+        "that",
+        *("".join(generator.choices("abcdefghijklmnop", k=7)) for _ in range(20_000)),
+    ]
+    written, kept = 0, b""
+    with path.open("wb") as lines:
+        while written < num_bytes:
+            if not kept or generator.random() > 0.1:
+                sentences = (" ".join(generator.choices(words, k=12)) + "." for _ in range(generator.randint(5, 60)))
+                text = "\n".join(f"the of {sentence}" for sentence in sentences)
+                kept = json.dumps({"text": text}).encode() + b"\n"
+            written += lines.write(kept)
+
+
+def _measure_one(corpus_file: Path, out: Path) -> None:
+    """Prepare with a vocabulary of bytes: what is measured is the pipeline."""
+    from lightscale.data_pipeline.tokenizers import TiktokenTokenizer  # noqa: PLC0415
+
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    tokenizer = TiktokenTokenizer(
+        name="bytes", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}
+    )
+    directory = out.with_suffix(".bytes") / "tokenizer"
+    directory.mkdir(parents=True)
+    tokenizer.save(directory)
+    sources = {"text": {"paths": [str(corpus_file)], "language": "other"}}
+    table = {"tokenizer": str(directory.parent), "sources": sources}
+    began = time.perf_counter()
+    report = prepare(make_corpus(table, origin="benchmark"), out)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    tokens = report["sources"]["text"]["tokens"]
+    print(json.dumps({"peak_bytes": peak, "tokens": tokens, "seconds": time.perf_counter() - began}))
+
+
+def main() -> int:
+    """The command line; 1 where the ratio or the memory is not what it should be."""
+    parser = argparse.ArgumentParser(description="Time the preparation of a corpus beside datatrove.")
+    parser.add_argument("--documents", type=Path, help="jsonl with English texts (default: LibreOffice's help)")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--no-memory", action="store_true", help="leave out the peaks of memory")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--measure-one", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure_one:
+        _measure_one(args.measure_one, args.out)
+        return 0
+    try:
+        result = run(args.documents, repeats=args.repeats, memory=not args.no_memory)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return UserError.EXIT_CODE
+    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
+    peaks = [figures["peak_bytes"] for figures in result.get("peak_memory", [])]
+    return int(result.get("ratio", AIM) < AIM or (len(peaks) == 2 and peaks[1] > FLAT * peaks[0]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
