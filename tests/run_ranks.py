@@ -31,8 +31,9 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         (folder / "args").write_bytes(pickle.dumps(args))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", **(env or {})}
-        environment.pop("RANK", None)
+        # Interpreted kernels are not for ranks unless asked for: importing Triton takes a second of each.
+        inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "TRITON_INTERPRET")}
+        environment = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", **(env or {})}
         logs = [(folder / f"log-{rank}").open("w+b") for rank in range(world_size)]
         command = [sys.executable, __file__, function.__code__.co_filename, function.__name__]
         processes = [

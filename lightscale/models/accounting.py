@@ -9,6 +9,7 @@ from lightscale.config import ModelConfig
 from lightscale.models.hgrn2 import LowerBounds
 from lightscale.models.mixer import Shapes
 from lightscale.models.registry import mixer_class, shared_parts
+from lightscale.models.stages import layer_stages
 from lightscale.models.tpe import TPE
 
 EMBEDDING = "embedding"
@@ -36,7 +37,7 @@ _TERMS = {
     ".tpe.decay_logit": TPE_DECAYS,
 }
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-_WHOLE_ON_TENSOR_RANKS = re.compile(r"layernorm\.|\.gate_down\.|\.tpe\.")
+_WHOLE_ON_TENSOR_RANKS = re.compile(r"layernorm\.|\.gate_down\.|\.tpe\.decay_logit")
 
 
 def parameter_shapes(model: ModelConfig) -> Shapes:
@@ -82,18 +83,18 @@ def rank_parameters(model: ModelConfig, *, tensor: int, pipeline: int, stage: in
 
     The last stage of several holds a second copy of the embedding, for the output layer.
     """
-    per_stage = model.num_layers // pipeline
+    layers = layer_stages(model.num_layers, pipeline)[stage]
     last = pipeline - 1
     held = 0
     for name, shape in parameter_shapes(model).items():
         ranks = 1 if _WHOLE_ON_TENSOR_RANKS.search(name) else tensor
-        held += _copies(name, stage, last, per_stage) * (prod(shape) // ranks)
+        held += _copies(name, stage, last, layers) * (prod(shape) // ranks)
     return held
 
 
-def _copies(name: str, stage: int, last: int, per_stage: int) -> int:
+def _copies(name: str, stage: int, last: int, layers: range) -> int:
     if match := _LAYER.match(name):
-        return int(int(match[1]) // per_stage == stage)
+        return int(int(match[1]) in layers)
     if name == _EMBEDDING_WEIGHT:
         return int(stage in (0, last))
     if name.startswith("embedding."):

@@ -1,14 +1,18 @@
 """What a layer must know about the tokens it sees, besides their activations."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lightscale.parallel.sequence import StateExchange
+from lightscale.parallel.sequence import Replay, Scan, StateExchange, begin
 
 MixerState = dict[str, Tensor]
 """The tensors that a mixer carries from one call to the next, by name; each has the batch as its first dim."""
+
+Finish = Callable[[Tensor], Tensor]
+"""The second half of an operator: queries (b, n, h, k) to outputs (b, n, h, v)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +26,8 @@ class SequenceContext:
         document starts inside a row, so that kernels do no work for boundaries.
     continues: (b,) bool, whether a row's first token continues a document of the sequence rank before.
     exchange: the ranks that hold the other stretches of these rows; None when every row is whole.
+    replay: where layers that are recomputed keep their incoming states; None when none is.
+    lengths: n of every sequence rank where they differ; None when they are equal.
     states: layer name to state, in generation: read as the incoming state, then replaced by the outgoing one.
     lower_bounds: (l, d / tensor), HGRN2's β of every layer and of this tensor rank's channels.
     """
@@ -30,14 +36,28 @@ class SequenceContext:
     cu_seqlens: Tensor | None
     continues: Tensor
     exchange: StateExchange | None = None
+    replay: Replay | None = None
+    lengths: Sequence[int] | None = None
     states: dict[str, MixerState] | None = None
     lower_bounds: Tensor | None = None
+
+    def begin(self, scan: type[Scan], *written: Tensor | None, layer: str | None) -> Callable[..., Tensor]:
+        """Start passing states along the sequence ranks; see ``parallel.sequence.begin``.
+
+        ``layer`` is the name of a layer whose activations may be recomputed, None for what is not in the layers.
+        """
+        assert self.exchange is not None, "rows are whole here"
+        own = scan(continues=self.continues, cu_seqlens=self.cu_seqlens)
+        replay = None if layer is None else self.replay
+        return begin(own, self.exchange, *written, name=layer or "", replay=replay)
 
     @staticmethod
     def of(
         positions: Tensor,
         *,
         exchange: StateExchange | None = None,
+        replay: Replay | None = None,
+        lengths: Sequence[int] | None = None,
         states: dict[str, MixerState] | None = None,
         lower_bounds: Tensor | None = None,
     ) -> "SequenceContext":
@@ -57,6 +77,8 @@ class SequenceContext:
             cu_seqlens=cu_seqlens,
             continues=continues,
             exchange=exchange,
+            replay=replay,
+            lengths=lengths,
             states=states,
             lower_bounds=lower_bounds,
         )

@@ -16,13 +16,15 @@ from torch import Tensor
 
 from lightscale.config import ModelConfig
 from lightscale.models.context import SequenceContext
-from lightscale.models.lightning import attend
+from lightscale.models.lightning import begin_attention
 from lightscale.models.mixer import GatedMixer, Shapes, chunked_flops, projection_flops
-from lightscale.models.positions import LRPE
+from lightscale.models.positions import LRPE, lrpe
 
 
 class CosFormer2(GatedMixer):
     """(n / tensor, b, d) -> (n / tensor, b, d). The state is ``S``: (b, h, 2 k, k), k the head width."""
+
+    operator = "lightning"
 
     shared = frozenset({"tpe"})
 
@@ -54,6 +56,9 @@ class CosFormer2(GatedMixer):
 
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
-        q, k, v = self._project(x)
-        q, k = self.lrpe(F.silu(q), F.silu(k), context.positions)
-        return self._gated_output(attend(q, k, v, None, context=context, state_name=self.state_name), x)
+        k, v = self._heads(self.kv_proj, x, 2)
+        phases = self.lrpe(context.positions)
+        finish = begin_attention(lrpe(F.silu(k), phases), v, None, context=context, state_name=self.state_name)
+        (q,) = self._heads(self.q_proj, x)
+        gate = self._gate(x)
+        return self._gated_output(finish(lrpe(F.silu(q), phases)), gate)

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from lightscale.config import ModelConfig
 from lightscale.kernels.gla import gla, recurrent_step, state_dtype
-from lightscale.models.context import SequenceContext
+from lightscale.models.context import Finish, SequenceContext
 from lightscale.models.layers import column_parallel, ones, row_parallel
 from lightscale.models.mixer import Mixer, Shapes, chunked_flops, incoming_state, projection_flops
 from lightscale.parallel.engine import share_over_stages
 from lightscale.parallel.initialization import set_initializer
-from lightscale.parallel.sequence import GatedScan, sequence_parallel
+from lightscale.parallel.sequence import GatedScan
 
 
 def lower_bounds(table: Tensor) -> Tensor:
@@ -62,10 +62,12 @@ class LowerBounds(MegatronModule):
     One parameter that all layers read: every pipeline stage has a copy, and the engine sums their gradients.
     """
 
-    def __init__(self, config: TransformerConfig, model: ModelConfig, groups: ProcessGroupCollection) -> None:
+    def __init__(
+        self, config: TransformerConfig, model: ModelConfig, groups: ProcessGroupCollection, *, virtual_stage: int
+    ) -> None:
         super().__init__(config)
         self.tp_group: dist.ProcessGroup = groups.tp
-        self.stage: int = groups.pp.rank()
+        self.stage: int = virtual_stage * groups.pp.size() + groups.pp.rank()
         wide = torch.promote_types(config.params_dtype, torch.float32)
         own = model.width // groups.tp.size()
         self.table = nn.Parameter(torch.empty(model.num_layers, own, dtype=wide, device=torch.cuda.current_device()))
@@ -106,6 +108,8 @@ class LowerBounds(MegatronModule):
 class HGRN2(Mixer):
     """(n / tensor, b, d) -> (n / tensor, b, d). The state is ``S``: (b, h, k, k), k the head width."""
 
+    operator = "gla"
+
     shared = frozenset({"lower_bounds"})
 
     def __init__(
@@ -113,8 +117,10 @@ class HGRN2(Mixer):
     ) -> None:
         super().__init__(config, layer_number, model, *args, **kwargs)
         d = model.width
-        # Rows are ordered head by head, q, f and v of a head together, so that a contiguous shard holds whole heads.
-        self.in_proj = column_parallel(config, d, 3 * d, std=model.init_std, group=self.group)
+        # Rows are ordered head by head, f and v of a head together, so that a contiguous shard holds whole heads. The
+        # queries are projected apart, while the states travel.
+        self.fv_proj = column_parallel(config, d, 2 * d, std=model.init_std, group=self.group)
+        self.q_proj = column_parallel(config, d, d, std=model.init_std, group=self.group)
         self.out_proj = row_parallel(config, d, d, std=self.output_std, group=self.group)
 
     @staticmethod
@@ -126,7 +132,7 @@ class HGRN2(Mixer):
     def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
         """Projections; the lower bounds belong to the model."""
         d = model.width
-        return {"in_proj.weight": (3 * d, d), "out_proj.weight": (d, d)}
+        return {"fv_proj.weight": (2 * d, d), "q_proj.weight": (d, d), "out_proj.weight": (d, d)}
 
     @staticmethod
     def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
@@ -137,16 +143,19 @@ class HGRN2(Mixer):
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
         assert context.lower_bounds is not None, "the model holds the table of lower bounds"
-        q, f, v = self._project(x)
+        f, v = self._heads(self.fv_proj, x, 2)
         log_decay, k = log_forget(f, context.lower_bounds[self.layer].view(self.num_heads, -1))
-        o = self._attend(F.silu(q), k.to(q.dtype), v, log_decay, context)
-        out: Tensor = self.out_proj(self._norm(o))[0]
+        finish = self._begin(k.to(v.dtype), v, log_decay, context)
+        (q,) = self._heads(self.q_proj, x)
+        out: Tensor = self.out_proj(self._norm(finish(F.silu(q))))[0]
         return out
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, context: SequenceContext) -> Tensor:
+    def _begin(self, k: Tensor, v: Tensor, log_decay: Tensor, context: SequenceContext) -> Finish:
         if context.exchange is not None:
-            scan = GatedScan(continues=context.continues, cu_seqlens=context.cu_seqlens)
-            return sequence_parallel(scan, context.exchange, q, k, v, log_decay)
+            return context.begin(GatedScan, k, v, log_decay, layer=self.state_name)
+        return lambda q: self._attend(q, k, v, log_decay, context)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, context: SequenceContext) -> Tensor:
         if context.states is None:
             o, _ = gla(q, k, v, log_decay, cu_seqlens=context.cu_seqlens)
             return o

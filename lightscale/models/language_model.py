@@ -4,6 +4,8 @@ Blocks, their pipeline split and their activation recomputation are Megatron's; 
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,25 +13,25 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel import VocabParallelEmbedding
+from megatron.core.tensor_parallel.mappings import all_to_all_hp2sp, scatter_to_tensor_model_parallel_region
 from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer, TransformerLayerSubmodules
 from megatron.core.transformer.enums import ModelType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from torch import Tensor
 
-from lightscale.config import ModelConfig
+from lightscale.config import ModelConfig, Recompute
 from lightscale.models.context import MixerState, SequenceContext
 from lightscale.models.hgrn2 import LowerBounds
-from lightscale.models.layers import RMSNorm, SRMSNorm, leave_unset, residual_sum
+from lightscale.models.layers import GatedLinearUnit, OutputLayer, RMSNorm, SRMSNorm, leave_unset, residual_sum
 from lightscale.models.registry import mixer_class, shared_parts
+from lightscale.models.shared import for_all_layers
+from lightscale.models.stages import layer_stages, megatron_layout
 from lightscale.models.tpe import TPE
-from lightscale.parallel.cross_entropy import vocab_parallel_cross_entropy
 from lightscale.parallel.initialization import normal, set_initializer
 from lightscale.parallel.mesh import Mesh
-from lightscale.parallel.sequence import StateExchange
+from lightscale.parallel.sequence import Replay
 
 _NORMS = {"srmsnorm": SRMSNorm, "rmsnorm": RMSNorm}
 
@@ -38,11 +40,23 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
+_RECOMPUTE: dict[Recompute, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
 _ACTIVATIONS = {"none": _identity, "silu": F.silu}
 
 
-def transformer_config(model: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> TransformerConfig:
-    """``model`` in Megatron's terms, on ``mesh``, with weights and activations of ``dtype``."""
+def transformer_config(
+    model: ModelConfig, mesh: Mesh, dtype: torch.dtype, *, recompute: Recompute = "none"
+) -> TransformerConfig:
+    """``model`` in Megatron's terms, on ``mesh``, with weights and activations of ``dtype``.
+
+    ``recompute`` says which activations are computed again in the backward pass instead of kept: "none", "selective"
+    (those of the gated linear units, about half of all) or "full" (all but the layers' inputs).
+    """
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.width,
@@ -66,6 +80,10 @@ def transformer_config(model: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> Tr
         calculate_per_token_loss=True,
         tensor_model_parallel_size=mesh.tensor,
         pipeline_model_parallel_size=mesh.pipeline,
+        pipeline_model_parallel_layout=(
+            megatron_layout(model.num_layers, mesh.pipeline * mesh.virtual_stages) if mesh.pipeline > 1 else None
+        ),
+        **_RECOMPUTE[recompute],
         context_parallel_size=mesh.sequence,
         sequence_parallel=mesh.tensor > 1,
         batch_p2p_comm=mesh.device.type == "cuda",
@@ -82,9 +100,8 @@ def _layer_spec(model: ModelConfig, mixer: str) -> ModuleSpec:
             self_attention=ModuleSpec(module=mixer_class(mixer), params={"model": model}),
             self_attn_bda=residual_sum,
             pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(
-                module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-            ),
+            # A class, not a spec of one, of which Megatron would warn that it does not know it.
+            mlp=GatedLinearUnit,
             mlp_bda=residual_sum,
         ),
     )
@@ -98,12 +115,12 @@ class Embedding(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.group = group
-        self.tpe = TPE(config, model) if with_tpe else None
+        self.tpe = TPE(config, model, group) if with_tpe else None
         self.word_embeddings = VocabParallelEmbedding(
             model.vocab_size,
             model.width,
             init_method=leave_unset,
-            # TPE scans whole sequences: the activations are then split over the tensor ranks after it.
+            # TPE scans whole sequences: tensor ranks then share the tokens out behind it.
             reduce_scatter_embeddings=config.sequence_parallel and not with_tpe,
             config=config,
             tp_group=group,
@@ -117,11 +134,13 @@ class Embedding(MegatronModule):
         hidden = embedded.transpose(0, 1).contiguous()
         if self.tpe is None:
             return hidden
-        hidden = self.tpe(hidden, context)
         if not self.config.sequence_parallel:
-            return hidden
-        scattered: Tensor = scatter_to_sequence_parallel_region(hidden, group=self.group)
-        return scattered
+            return self.tpe(hidden, context)
+        # All tokens of some channels, then some tokens of all channels.
+        channels = self.tpe(scatter_to_tensor_model_parallel_region(hidden, group=self.group), context)
+        n, b, _ = channels.shape
+        tokens_of: Tensor = all_to_all_hp2sp(channels.flatten(0, 1), group=self.group)
+        return tokens_of.view(n // self.group.size(), b, -1)
 
 
 class LanguageModel(LanguageModule):
@@ -152,17 +171,19 @@ class LanguageModel(LanguageModule):
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.share_embeddings_and_output_weights = True
         self.model_type = ModelType.encoder_or_decoder
-        self.exchange = StateExchange(mesh.states) if mesh.sequence > 1 else None
+        self.exchange = mesh.exchange
+        # Layers whose activations are all recomputed would exchange their states twice.
+        self.replay = Replay() if config.recompute_granularity == "full" else None
 
         shared = shared_parts(model)
-        self.lower_bounds = LowerBounds(config, model, groups) if "lower_bounds" in shared else None
+        self.lower_bounds = (
+            LowerBounds(config, model, groups, virtual_stage=vp_stage or 0) if "lower_bounds" in shared else None
+        )
         if pre_process:
             self.embedding = Embedding(config, model, groups.tp, with_tpe="tpe" in shared)
-        per_stage = model.num_layers // mesh.pipeline
-        first = groups.pp.rank() * per_stage
-        mixers = model.layers[first : first + per_stage]
-        read = any("lower_bounds" in mixer_class(mixer).shared for mixer in mixers)
-        self.bounds_unread = self.lower_bounds is not None and not read
+        stages = layer_stages(model.num_layers, mesh.pipeline * mesh.virtual_stages)
+        own = stages[(vp_stage or 0) * mesh.pipeline + groups.pp.rank()]
+        mixers = model.layers[own.start : own.stop]
         self.decoder = TransformerBlock(
             config=config,
             spec=TransformerBlockSubmodules(
@@ -175,7 +196,7 @@ class LanguageModel(LanguageModule):
             vp_stage=vp_stage,
         )
         if post_process:
-            self.output_layer = ColumnParallelLinear(
+            self.output_layer = OutputLayer(
                 model.width,
                 model.vocab_size,
                 config=config,
@@ -209,6 +230,7 @@ class LanguageModel(LanguageModule):
         positions: Tensor,
         labels: Tensor | None = None,
         *,
+        lengths: Sequence[int] | None = None,
         states: dict[str, MixerState] | None = None,
         last_only: bool = False,
     ) -> Tensor:
@@ -217,6 +239,7 @@ class LanguageModel(LanguageModule):
         Args:
             tokens, positions: (b, n) int64; see ``SequenceContext``.
             labels: (b, n) int64, the next token of each.
+            lengths: n of every sequence rank where they differ, which needs tensor = pipeline = 1.
             states: in generation, the states of all layers, read and replaced.
             last_only: without labels and tensor parallelism, give the logits of the last token only: (b, 1, V).
 
@@ -224,28 +247,51 @@ class LanguageModel(LanguageModule):
             Activations (n / tensor, b, d) on all but the last stage; there the loss per token (b, n), or without
             labels the logits (b, n, V / tensor), padding rows included.
         """
-        bounds = None if self.lower_bounds is None else self.lower_bounds()
-        context = SequenceContext.of(positions, exchange=self.exchange, states=states, lower_bounds=bounds)
-        hidden = self.embedding(tokens, context) if self.pre_process else None
+        context = SequenceContext.of(
+            positions,
+            exchange=self.exchange,
+            replay=self.replay if self.training else None,
+            lengths=lengths,
+            states=states,
+        )
+        hidden = self.embedding(tokens, context) if self.pre_process else self.decoder.input_tensor
+        if self.lower_bounds is not None:
+            hidden, bounds = for_all_layers(hidden, self.lower_bounds())
+            context = replace(context, lower_bounds=bounds)
+        if not self.pre_process:
+            self.decoder.set_input_tensor(hidden)
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=context)
-        if bounds is not None and self.bounds_unread:
-            # A stage without HGRN2 layers: every parameter must get a gradient, or its reduction is waited for in vain.
-            hidden = hidden + 0.0 * bounds.sum()
         if not self.post_process:
             return hidden
         if last_only:
             hidden = hidden[-1:]
         weight = self.shared_embedding_or_output_weight() if self.pre_process else None
-        logits, _ = self.output_layer(hidden, weight=weight)
-        if labels is None:
-            return logits.transpose(0, 1)
-        losses = vocab_parallel_cross_entropy(
-            logits, labels.transpose(0, 1), vocab_size=self.vocab_size, group=self.pg_collection.tp
-        )
-        return losses.transpose(0, 1)
+        labels = None if labels is None else labels.transpose(0, 1)
+        output, _ = self.output_layer(hidden, weight, labels=labels, vocab_size=self.vocab_size)
+        return output.transpose(0, 1)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Megatron's description for checkpoints: one entry per layer, because layers may hold different mixers."""
         return super().sharded_state_dict(prefix, sharded_offsets, {**(metadata or {}), "non_homogeneous_layers": True})
+
+
+def language_model_chunks(
+    config: TransformerConfig, model: ModelConfig, *, vocab_size: int, mesh: Mesh
+) -> list[LanguageModel]:
+    """What this pipeline rank holds of the model, a stretch per virtual stage; arguments as ``LanguageModel``."""
+    first, last = mesh.groups.pp.rank() == 0, mesh.is_last_stage
+    final = mesh.virtual_stages - 1
+    return [
+        LanguageModel(
+            config,
+            model,
+            vocab_size=vocab_size,
+            mesh=mesh,
+            pre_process=first and number == 0,
+            post_process=last and number == final,
+            vp_stage=number if mesh.virtual_stages > 1 else None,
+        )
+        for number in range(mesh.virtual_stages)
+    ]

@@ -1,6 +1,7 @@
 """Layers that every architecture shares: norms, linear layers of Megatron, the residual sum."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,8 +9,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch import Tensor, nn
 
+from lightscale.kernels.glu import glu
+from lightscale.kernels.norm import norm
+from lightscale.parallel.cross_entropy import vocab_parallel_linear_cross_entropy
 from lightscale.parallel.initialization import normal, set_initializer
 
 
@@ -28,7 +33,7 @@ class SRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., d) -> (..., d), computed in fp32 for half precision."""
-        return F.rms_norm(x, (self.hidden_size,), eps=self.eps)
+        return norm(x, eps=self.eps)
 
 
 class RMSNorm(nn.Module):
@@ -46,40 +51,55 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., d) -> (..., d), computed in fp32 for half precision."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return norm(x, self.weight, eps=self.eps)
 
 
-def srmsnorm_split(x: Tensor, *, width: int, eps: float, group: dist.ProcessGroup) -> Tensor:
-    """SRMSNorm over the full ``width`` of x: (..., width / tensor), which is split over the tensor ranks.
+def gated_norm_split(x: Tensor, gate: Tensor | None, *, width: int, eps: float, group: dist.ProcessGroup) -> Tensor:
+    """SRMSNorm over the full ``width`` of x: (..., width / tensor), split over the tensor ranks, times sigmoid(gate).
 
-    One all-reduce of a number per token; without tensor parallelism none.
+    One all-reduce of a number per token each way; without tensor parallelism none.
     """
-    if group.size() == 1:
-        return F.rms_norm(x, (width,), eps=eps)
-    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    mean = _sum_over_tensor_ranks(wide.square().sum(dim=-1, keepdim=True), group) / width
-    return (wide * torch.rsqrt(mean + eps)).to(x.dtype)
+    reduce = partial(dist.all_reduce, group=group) if group.size() > 1 else None
+    activation = "none" if gate is None else "sigmoid"
+    return norm(x, gate=gate, gate_activation=activation, eps=eps, width=width, reduce=reduce)
 
 
-class _SumBothWays(torch.autograd.Function):
-    # Every rank scales its own channels by the sum, so the sum's cotangents differ by rank and must be summed too.
-    # (Megatron's reduce passes them through, which is right only where what follows is the same on every rank.)
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
+class GatedLinearUnit(MLP):
+    """Megatron's feed-forward layer, x -> W_2 (activation(gate) * up), its product in one pass.
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total = grad.clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+    (n / tensor, b, d) -> (n / tensor, b, d); gate and up come from one projection.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+        self.activation = "silu" if config.activation_func is F.silu else "none"
+
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Megatron's calling convention: the second result is a bias, None here."""
+        projected, _bias = self.linear_fc1(hidden_states)
+        out, bias = self.linear_fc2(glu(projected, self.activation))
+        return out, bias
 
 
-def _sum_over_tensor_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return _SumBothWays.apply(x, group)
+class OutputLayer(ColumnParallelLinear):
+    """Megatron's output layer, which with labels gives losses and never holds the logits.
+
+    The losses are computed inside the module, because Megatron waits for the gathered weights of a module, and
+    begins to gather the next ones, when its forward is called.
+    """
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor | None = None, *, labels: Tensor | None = None, vocab_size: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden: (n / tensor, b, d) -> logits (n, b, V / tensor), or with labels (n, b) their losses (n, b)."""
+        if labels is None:
+            logits, bias = super().forward(hidden, weight=weight)
+            return logits, bias
+        rows = self.weight if weight is None else weight
+        losses = vocab_parallel_linear_cross_entropy(hidden, rows, labels, vocab_size=vocab_size, group=self.tp_group)
+        return losses, None
 
 
 def leave_unset(weight: Tensor) -> Tensor:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from lightscale.config import ModelConfig
 from lightscale.kernels.lightnet import LightNetState, lightnet_attention, recurrent_step, state_dtype
-from lightscale.models.context import SequenceContext
+from lightscale.models.context import Finish, SequenceContext
 from lightscale.models.mixer import GatedMixer, chunked_flops, incoming_state, projection_flops
 from lightscale.models.positions import lrpe_angles, lrpe_phases
-from lightscale.parallel.sequence import LightNetScan, sequence_parallel
+from lightscale.parallel.sequence import LightNetScan
 
 
 class LightNet(GatedMixer):
@@ -25,6 +25,8 @@ class LightNet(GatedMixer):
 
     The state is ``z``: (b, h, k), the log of the weights so far, and ``S``: (b, h, 2 k, k), k the head width.
     """
+
+    operator = "lightnet"
 
     shared = frozenset({"tpe"})
 
@@ -43,20 +45,25 @@ class LightNet(GatedMixer):
 
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
-        q, k, v = self._project(x)
-        return self._gated_output(self._attend(F.silu(q), k, v, self._phases(q, context), context), x)
+        k, v = self._heads(self.kv_proj, x, 2)
+        finish = self._begin(k, v, self._phases(k, context), context)
+        (q,) = self._heads(self.q_proj, x)
+        gate = self._gate(x)
+        return self._gated_output(finish(F.silu(q)), gate)
 
-    def _phases(self, q: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
+    def _phases(self, k: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
         angles = lrpe_angles(self.model.num_heads, self.model.head_width)[self.heads]
-        wide = q.float() if q.dtype.itemsize < 4 else q
+        wide = k.float() if k.dtype.itemsize < 4 else k
         return lrpe_phases(context.positions, angles.to(wide))
+
+    def _begin(self, k: Tensor, v: Tensor, phases: tuple[Tensor, Tensor], context: SequenceContext) -> Finish:
+        if context.exchange is not None:
+            return context.begin(LightNetScan, k, v, *phases, layer=self.state_name)
+        return lambda q: self._attend(q, k, v, phases, context)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, phases: tuple[Tensor, Tensor], context: SequenceContext
     ) -> Tensor:
-        if context.exchange is not None:
-            scan = LightNetScan(continues=context.continues, cu_seqlens=context.cu_seqlens)
-            return sequence_parallel(scan, context.exchange, q, k, v, *phases)
         if context.states is None:
             o, _ = lightnet_attention(q, k, v, phases=phases, cu_seqlens=context.cu_seqlens)
             return o

@@ -3,22 +3,28 @@
 from torch import Tensor
 
 from lightscale.kernels.lightning import lightning_attention, recurrent_step, state_dtype
-from lightscale.models.context import SequenceContext
+from lightscale.models.context import Finish, SequenceContext
 from lightscale.models.mixer import incoming_state
-from lightscale.parallel.sequence import LightningScan, sequence_parallel
+from lightscale.parallel.sequence import LightningScan
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, *, context: SequenceContext, state_name: str
-) -> Tensor:
-    """q, k: (b, n, h, k), v: (b, n, h, v), log_decay: (h,) or None -> (b, n, h, v).
+def begin_attention(
+    k: Tensor, v: Tensor, log_decay: Tensor | None, *, context: SequenceContext, state_name: str
+) -> Finish:
+    """k: (b, n, h, k), v: (b, n, h, v), log_decay: (h,) or None; the result maps q (b, n, h, k) to (b, n, h, v).
 
-    With states in the context, the state ``S`` (b, h, k, v) under ``state_name`` is read and replaced: one token by
-    the recurrence, at a cost that does not depend on its position, more in chunks.
+    Over sequence ranks, states travel from here until the result is called. With states in the context, the state
+    ``S`` (b, h, k, v) under ``state_name`` is read and replaced: one token by the recurrence, at a cost that does not
+    depend on its position, more in chunks.
     """
     if context.exchange is not None:
-        scan = LightningScan(continues=context.continues, cu_seqlens=context.cu_seqlens)
-        return sequence_parallel(scan, context.exchange, q, k, v, log_decay)
+        return context.begin(LightningScan, k, v, log_decay, layer=state_name)
+    return lambda q: _attend(q, k, v, log_decay, context, state_name)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, context: SequenceContext, state_name: str
+) -> Tensor:
     if context.states is None:
         o, _ = lightning_attention(q, k, v, log_decay, cu_seqlens=context.cu_seqlens)
         return o

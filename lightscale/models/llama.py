@@ -15,23 +15,27 @@ from torch import Tensor
 
 from lightscale.config import ModelConfig
 from lightscale.errors import UserError
-from lightscale.models.context import SequenceContext
+from lightscale.models.context import Finish, SequenceContext
 from lightscale.models.layers import column_parallel, row_parallel
 from lightscale.models.mixer import Mixer, Shapes, check_state, projection_flops
 from lightscale.models.positions import lrpe_phases, rope, rotary_angles
-from lightscale.parallel.sequence import StateExchange, gather_sequence
+from lightscale.parallel.sequence import begin_gather
 
 
 class LLaMA(Mixer):
     """(n / tensor, b, d) -> (n / tensor, b, d). The state is ``k`` and ``v``: (b, tokens so far, h, head width)."""
+
+    operator = "SDPA"
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, model: ModelConfig, *args: Any, **kwargs: Any
     ) -> None:
         super().__init__(config, layer_number, model, *args, **kwargs)
         d = model.width
-        # Rows are ordered head by head, q, k and v of a head together, so that a contiguous shard holds whole heads.
-        self.in_proj = column_parallel(config, d, 3 * d, std=model.init_std, group=self.group)
+        # Rows are ordered head by head, k and v of a head together, so that a contiguous shard holds whole heads. The
+        # queries are projected apart, while keys and values are gathered from other sequence ranks.
+        self.kv_proj = column_parallel(config, d, 2 * d, std=model.init_std, group=self.group)
+        self.q_proj = column_parallel(config, d, d, std=model.init_std, group=self.group)
         self.out_proj = row_parallel(config, d, d, std=self.output_std, group=self.group)
 
     @staticmethod
@@ -43,7 +47,7 @@ class LLaMA(Mixer):
     def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
         """Projections."""
         d = model.width
-        return {"in_proj.weight": (3 * d, d), "out_proj.weight": (d, d)}
+        return {"kv_proj.weight": (2 * d, d), "q_proj.weight": (d, d), "out_proj.weight": (d, d)}
 
     @staticmethod
     def check(model: ModelConfig) -> None:
@@ -57,18 +61,22 @@ class LLaMA(Mixer):
 
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
-        q, k, v = self._project(x)
-        wide = q.float() if q.dtype.itemsize < 4 else q
+        k, v = self._heads(self.kv_proj, x, 2)
+        wide = k.float() if k.dtype.itemsize < 4 else k
         phases = lrpe_phases(context.positions, rotary_angles(self.model.head_width)[None].to(wide))
-        q, k = rope(q, phases), rope(k, phases)
-        if context.exchange is not None:
-            o = self._across_ranks(q, k, v, context, context.exchange)
-        elif context.states is not None:
-            o = self._continue(q, k, v, context)
-        else:
-            o = self._by_documents(q, k, v, context)
+        finish = self._begin(rope(k, phases), v, context)
+        (q,) = self._heads(self.q_proj, x)
+        o = finish(rope(q, phases))
         out: Tensor = self.out_proj(o.transpose(0, 1).flatten(2))[0]
         return out
+
+    def _begin(self, k: Tensor, v: Tensor, context: SequenceContext) -> Finish:
+        if context.exchange is not None:
+            wait = begin_gather(torch.stack([k, v], dim=2), context.exchange, context.lengths)
+            return lambda q: self._across_ranks(q, wait(), context)
+        if context.states is not None:
+            return lambda q: self._continue(q, k, v, context)
+        return lambda q: self._by_documents(q, k, v, context)
 
     def _by_documents(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
         """Attention within each document, one after the other: no mask over pairs of tokens is ever made."""
@@ -92,12 +100,12 @@ class LLaMA(Mixer):
         context.states[self.state_name] = {"k": k, "v": v.contiguous()}
         return _attention(q, k, v, attn_mask=_seen(context.positions, k.size(1)))
 
-    def _across_ranks(
-        self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, exchange: StateExchange
-    ) -> Tensor:
-        """Attention to the tokens of all sequence ranks up to this one: softmax has no state smaller than them."""
-        end = (exchange.rank + 1) * q.size(1)
-        k, v = gather_sequence(torch.stack([k, v], dim=2), exchange)[:, :end].unbind(dim=2)
+    def _across_ranks(self, q: Tensor, gathered: Tensor, context: SequenceContext) -> Tensor:
+        """Attention to the tokens of all sequence ranks up to this one, gathered: (b, all tokens, 2, h, k)."""
+        assert context.exchange is not None
+        own = context.exchange.rank + 1
+        end = own * q.size(1) if context.lengths is None else sum(context.lengths[:own])
+        k, v = gathered[:, :end].unbind(dim=2)
         return _attention(q, k, v, attn_mask=_seen(context.positions, end))
 
 

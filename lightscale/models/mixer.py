@@ -10,12 +10,12 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightscale.config import ModelConfig
 from lightscale.errors import UserError
 from lightscale.models.context import MixerState, SequenceContext
-from lightscale.models.layers import ReplicatedLinear, column_parallel, row_parallel, srmsnorm_split
+from lightscale.models.layers import ReplicatedLinear, column_parallel, gated_norm_split, row_parallel
 
 CHUNK_TOKENS = 128
 """Chunk of the linear-attention kernels on GPUs, in tokens."""
@@ -38,6 +38,9 @@ class Mixer(MegatronModule, ABC):
 
     axes: ClassVar[frozenset[str]] = frozenset({"tensor", "pipeline", "sequence", "data"})
     """Axes along which the mixer can be split; a degree on any other is refused before anything is built."""
+
+    operator: ClassVar[str]
+    """The folder in ``kernels`` that computes it, or what else does."""
 
     shared: ClassVar[frozenset[str]] = frozenset()
     """What the model holds once for all layers of this kind: "tpe", "lower_bounds"."""
@@ -94,23 +97,25 @@ class Mixer(MegatronModule, ABC):
         """Megatron's calling convention: the context comes as ``packed_seq_params``, and there is no bias."""
         return self.mix(hidden_states, packed_seq_params), None
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(n / tensor, b, d) -> three of (b, n, h, k), by ``in_proj``, whose rows are ordered head by head."""
-        projected, _ = self.in_proj(x)
+    def _heads(self, projection: nn.Module, x: Tensor, parts: int = 1) -> list[Tensor]:
+        """(n / tensor, b, d) -> ``parts`` of (b, n, h, k), by a projection whose rows are ordered head by head."""
+        projected, _ = projection(x)
         n, b, _ = projected.shape
-        first, second, third = projected.view(n, b, self.num_heads, 3, -1).transpose(0, 1).unbind(dim=3)
-        return first, second, third
+        return list(projected.view(n, b, self.num_heads, parts, self.model.head_width).transpose(0, 1).unbind(dim=3))
 
-    def _norm(self, o: Tensor) -> Tensor:
-        """(b, n, h, v) -> (n, b, h v), SRMSNorm over the concatenated heads of all tensor ranks."""
+    def _norm(self, o: Tensor, gate: Tensor | None = None) -> Tensor:
+        """(b, n, h, v) -> (n, b, h v): SRMSNorm over the heads of all tensor ranks together, times sigmoid(gate)."""
         o = o.transpose(0, 1).flatten(2)
-        return srmsnorm_split(o, width=self.model.width, eps=self.model.norm_eps, group=self.group)
+        return gated_norm_split(o, gate, width=self.model.width, eps=self.model.norm_eps, group=self.group)
 
 
 class GatedMixer(Mixer):
-    """A mixer with one projection to three vectors per head, and a low-rank gate on its normalised output.
+    """A mixer of queries, keys and values with a low-rank gate on its normalised output.
 
     out = W_o (norm(concat o) * sigmoid(x W_down W_up))
+
+    Keys and values come first: what they write to the state travels to other sequence ranks while the queries and the
+    gate are computed. Hence two projections (with tensor ranks the input is gathered for each of them).
     """
 
     def __init__(
@@ -118,8 +123,9 @@ class GatedMixer(Mixer):
     ) -> None:
         super().__init__(config, layer_number, model, *args, **kwargs)
         d, std, group = model.width, model.init_std, self.group
-        # Rows are ordered head by head, q, k and v of a head together, so that a contiguous shard holds whole heads.
-        self.in_proj = column_parallel(config, d, 3 * d, std=std, group=group)
+        # Rows are ordered head by head, k and v of a head together, so that a contiguous shard holds whole heads.
+        self.kv_proj = column_parallel(config, d, 2 * d, std=std, group=group)
+        self.q_proj = column_parallel(config, d, d, std=std, group=group)
         rank = gate_rank(model)
         self.gate_down = ReplicatedLinear(config, d, rank, std=std)
         self.gate_up = column_parallel(config, rank, d, std=std, group=group)
@@ -130,16 +136,21 @@ class GatedMixer(Mixer):
         """Projections and gate."""
         d, rank = model.width, gate_rank(model)
         return {
-            "in_proj.weight": (3 * d, d),
+            "kv_proj.weight": (2 * d, d),
+            "q_proj.weight": (d, d),
             "gate_down.weight": (rank, d),
             "gate_up.weight": (d, rank),
             "out_proj.weight": (d, d),
         }
 
-    def _gated_output(self, o: Tensor, x: Tensor) -> Tensor:
-        """o: (b, n, h, v), x: (n / tensor, b, d), the mixer's input -> (n / tensor, b, d)."""
-        gate, _ = self.gate_up(self.gate_down(x))
-        out: Tensor = self.out_proj(self._norm(o) * torch.sigmoid(gate))[0]
+    def _gate(self, x: Tensor) -> Tensor:
+        """x: (n / tensor, b, d), the mixer's input -> (n, b, h v), before the sigmoid."""
+        gate: Tensor = self.gate_up(self.gate_down(x))[0]
+        return gate
+
+    def _gated_output(self, o: Tensor, gate: Tensor) -> Tensor:
+        """o: (b, n, h, v), gate: (n, b, h v) -> (n / tensor, b, d)."""
+        out: Tensor = self.out_proj(self._norm(o, gate))[0]
         return out
 
 

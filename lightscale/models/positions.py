@@ -52,7 +52,7 @@ def lrpe_angles(num_heads: int, head_width: int) -> Tensor:
 
 
 class LRPE(MegatronModule):
-    """Learnable angles of a layer's heads, applied to queries and keys.
+    """Learnable angles of a layer's heads, for queries and keys.
 
     theta: (h / tensor, k), split by head over the tensor ranks. Kept in fp32 in half-precision models, because it is
     multiplied by positions.
@@ -70,10 +70,9 @@ class LRPE(MegatronModule):
         self.theta.no_weight_decay = True  # type: ignore[attr-defined]
         set_initializer(self.theta, lambda weight, generator: weight.copy_(angles))
 
-    def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """q, k: (b, n, h, k) -> (b, n, h, 2k); positions: (b, n) int64."""
-        phases = lrpe_phases(positions, self.theta)
-        return lrpe(q, phases), lrpe(k, phases)
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions: (b, n) int64 -> the phases of ``lrpe``, (b, n, h / tensor, k) each."""
+        return lrpe_phases(positions, self.theta)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lightscale.config import ModelConfig
 from lightscale.models.context import SequenceContext
-from lightscale.models.lightning import attend
+from lightscale.models.lightning import begin_attention
 from lightscale.models.mixer import GatedMixer, Shapes, chunked_flops, projection_flops
-from lightscale.models.positions import LRPE, lrpe_angles
+from lightscale.models.positions import LRPE, lrpe, lrpe_angles
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
@@ -46,6 +46,8 @@ class TNL(GatedMixer):
     The state is ``S``: (b, h, k, head width), k the head width, doubled on the first layer.
     """
 
+    operator = "lightning"
+
     def __init__(
         self, config: TransformerConfig, layer_number: int, model: ModelConfig, *args: Any, **kwargs: Any
     ) -> None:
@@ -55,7 +57,7 @@ class TNL(GatedMixer):
         # Kept in fp32 in half-precision models: it is multiplied by distances.
         wide = torch.promote_types(config.params_dtype, torch.float32)
         decays = log_decays(model.num_heads, self.layer, model.num_layers)[self.heads]
-        self.register_buffer("log_decay", decays.to(self.in_proj.weight.device, wide), persistent=False)
+        self.register_buffer("log_decay", decays.to(self.kv_proj.weight.device, wide), persistent=False)
 
     @staticmethod
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
@@ -77,12 +79,17 @@ class TNL(GatedMixer):
 
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
-        q, k, v = self._project(x)
-        q, k = F.silu(q), F.silu(k)
-        if self.lrpe is not None:
-            q, k = self.lrpe(q, k, context.positions)
-        o = attend(q, k, v, self.log_decay, context=context, state_name=self.state_name)
-        return self._gated_output(o, x)
+        k, v = self._heads(self.kv_proj, x, 2)
+        phases = None if self.lrpe is None else self.lrpe(context.positions)
+        k = _rotated(F.silu(k), phases)
+        finish = begin_attention(k, v, self.log_decay, context=context, state_name=self.state_name)
+        (q,) = self._heads(self.q_proj, x)
+        gate = self._gate(x)
+        return self._gated_output(finish(_rotated(F.silu(q), phases)), gate)
+
+
+def _rotated(x: Tensor, phases: tuple[Tensor, Tensor] | None) -> Tensor:
+    return x if phases is None else lrpe(x, phases)
 
 
 def _key_width(model: ModelConfig, layer: int) -> int:

@@ -4,11 +4,14 @@ u_t[c, r] = λ_r u_{t-1}[c, r] + x_t[c];  y_t[c] = Σ_r γ[c, r] u_t[c, r];  the
 """
 
 import math
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from lightscale.config import ModelConfig
@@ -16,7 +19,7 @@ from lightscale.kernels.tpe import recurrent_step, state_dtype, tpe_scan
 from lightscale.models.context import SequenceContext
 from lightscale.models.mixer import Shapes, incoming_state
 from lightscale.parallel.initialization import normal, set_initializer
-from lightscale.parallel.sequence import TPEScan, sequence_parallel
+from lightscale.parallel.sequence import TPEScan
 
 LONGEST_SCALE_TOKENS = 4096
 _CHUNK_TOKENS = 64
@@ -30,19 +33,26 @@ def initial_decay_logits(num_modes: int) -> Tensor:
 
 
 class TPE(MegatronModule):
-    """x (n, b, d) -> x + y (n, b, d), once per model, after the embedding. The state is ``u``: (b, d, e).
+    """x (n, b, d / tensor) -> x + y, once per model, after the embedding. The state is ``u``: (b, d / tensor, e).
 
-    Every tensor rank holds it whole and scans the whole sequence, before the activations are split over the tensor
-    ranks: their shards would be further segments of the same scan, and an exchange more than the scan is worth.
+    Channels are independent, so tensor ranks share them out and each scans the whole stretch of its sequence rank. (As
+    further segments of the sequence, which the tensor ranks split behind the embedding, they would need an exchange
+    of states, and every rank all of ``gamma``.)
     """
 
-    def __init__(self, config: TransformerConfig, model: ModelConfig) -> None:
+    def __init__(self, config: TransformerConfig, model: ModelConfig, group: dist.ProcessGroup) -> None:
         super().__init__(config)
+        self.tp_group = group
         modes, device = model.head_width, torch.cuda.current_device()
         # In fp32 also in half-precision models: a decay near 1 is applied thousands of times.
         wide = torch.promote_types(config.params_dtype, torch.float32)
         self.decay_logit = nn.Parameter(torch.empty(modes, dtype=wide, device=device))
-        self.gamma = nn.Parameter(torch.empty(model.width, modes, dtype=config.params_dtype, device=device))
+        own = model.width // group.size()
+        self.gamma = nn.Parameter(torch.empty(own, modes, dtype=config.params_dtype, device=device))
+        self.gamma.tensor_model_parallel = True  # type: ignore[attr-defined]
+        self.gamma.partition_dim, self.gamma.partition_stride = 0, 1  # type: ignore[attr-defined]
+        # Tensor ranks read it for other channels each: the engine sums the gradient over them.
+        self.decay_logit.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         initial = initial_decay_logits(modes)
         set_initializer(self.decay_logit, lambda weight, generator: weight.copy_(initial))
         set_initializer(self.gamma, normal(model.init_std / math.sqrt(modes)))
@@ -57,12 +67,17 @@ class TPE(MegatronModule):
         """A short Toeplitz product, and the state read and written, per channel."""
         return model.width * (2 * _CHUNK_TOKENS + 4 * model.head_width)
 
+    @staticmethod
+    def exchange_values(model: ModelConfig, *, rows: int) -> tuple[int, int]:
+        """Numbers that each sequence rank contributes to an exchange, forward and backward: states, and λ^n per row."""
+        state = rows * model.width * model.head_width
+        return state + rows * model.head_width, state
+
     def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
-        """x: (n, b, d), whole sequences -> (n, b, d)."""
+        """x: (n, b, d / tensor), this tensor rank's channels of all tokens -> the same."""
         rows, log_decay = x.transpose(0, 1), F.logsigmoid(self.decay_logit)
         if context.exchange is not None:
-            scan = TPEScan(continues=context.continues, cu_seqlens=context.cu_seqlens)
-            return x + sequence_parallel(scan, context.exchange, rows, log_decay, self.gamma).transpose(0, 1)
+            return x + context.begin(TPEScan, rows, log_decay, layer=None)(self.gamma).transpose(0, 1)
         if context.states is None:
             y, _ = tpe_scan(rows, log_decay, self.gamma, cu_seqlens=context.cu_seqlens)
             return x + y.transpose(0, 1)
@@ -83,3 +98,16 @@ class TPE(MegatronModule):
         assert final is not None, "asked for with output_final_state"
         context.states[STATE_NAME] = {"u": final}
         return x + y.transpose(0, 1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Megatron's description for checkpoints: gamma is split along dim 0."""
+        return make_sharded_tensors_for_checkpoint(
+            {"decay_logit": self.decay_logit, "gamma": self.gamma},
+            prefix,
+            {"gamma": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )

@@ -46,6 +46,10 @@ class MicroBatch(Protocol):
     def positions(self) -> Tensor:
         """int64: tokens since the document's start."""
 
+    @property
+    def lengths(self) -> Sequence[int] | None:
+        """n of every sequence rank where they differ (only without tensor and pipeline ranks); None when equal."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
@@ -91,7 +95,7 @@ class Engine:
     """One model on one mesh.
 
     Args:
-        model: this pipeline stage; its weights are already drawn.
+        model: the layers of this pipeline rank, one module per virtual stage; their weights are already drawn.
         config: the model's Megatron configuration.
         mesh: the place of this process.
         adamw: None for a model that is only evaluated.
@@ -100,7 +104,7 @@ class Engine:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module],
         config: TransformerConfig,
         mesh: Mesh,
         *,
@@ -112,35 +116,50 @@ class Engine:
         self.mesh, self.config, self.adamw = mesh, config, adamw
         self.sequence_length, self.micro_batch_size = sequence_length, micro_batch_size
         self.position_buckets = position_buckets
-        self.module = model
-        self.model: nn.Module = model
+        self.chunks: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
+        self.models: list[DistributedDataParallel] = []
         self.optimizer: ChainedOptimizer | None = None
         if adamw is not None:
             correct_megatron()
             self._wrap(adamw)
 
+    @property
+    def module(self) -> nn.Module:
+        """The model of a rank that holds one stretch of it."""
+        (module,) = self.chunks
+        return module
+
     def _wrap(self, adamw: AdamW) -> None:
         # The distributed optimizer knows fp32, bf16 and fp16 weights; fp64 (parity checks) goes without it.
         double = self.config.params_dtype == torch.float64
         on_gpu = self.mesh.device.type == "cuda"
-        self.model = DistributedDataParallel(
-            config=self.config,
-            ddp_config=DistributedDataParallelConfig(
-                grad_reduce_in_fp32=not double,
-                use_distributed_optimizer=not double,
-                overlap_grad_reduce=on_gpu,
-                overlap_param_gather=on_gpu,
-            ),
-            module=self.module,
-            pg_collection=self.mesh.groups,
-        )
+        self.models = [
+            DistributedDataParallel(
+                config=self.config,
+                ddp_config=DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=not double,
+                    use_distributed_optimizer=not double,
+                    overlap_grad_reduce=on_gpu,
+                    overlap_param_gather=on_gpu,
+                ),
+                module=chunk,
+                pg_collection=self.mesh.groups,
+                # As Megatron does: buckets of later chunks come last in the backward pass, where nothing can overlap.
+                disable_bucketing=number > 0,
+            )
+            for number, chunk in enumerate(self.chunks)
+        ]
         self.config.finalize_model_grads_func = self._finalize_gradients
         if on_gpu:
-            self.config.no_sync_func = self.model.no_sync
-            self.config.grad_sync_func = self.model.start_grad_sync
+            # The schedule without stages wants a function, the interleaved one a list.
+            no_sync, start_sync = zip(*((model.no_sync, model.start_grad_sync) for model in self.models), strict=True)
+            single = len(self.models) == 1
+            self.config.no_sync_func = no_sync[0] if single else list(no_sync)
+            self.config.grad_sync_func = start_sync[0] if single else list(start_sync)
         if double:
             return
-        count_padding(self.model)
+        for model in self.models:
+            count_padding(model)
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -155,7 +174,7 @@ class Engine:
                 use_distributed_optimizer=True,
                 overlap_param_gather=on_gpu,
             ),
-            [self.model],
+            self.models,
             config_overrides={
                 ParamKey(predicate=ParamPredicate(name="no_weight_decay", fn=_decays_no_weight)): {"wd_mult": 0.0}
             },
@@ -165,15 +184,23 @@ class Engine:
 
     def _finalize_gradients(self, model: list[nn.Module], *args: Any, **kwargs: Any) -> None:
         finalize_model_grads(model, *args, **{**kwargs, "pg_collection": self.mesh.groups})
-        for parameter in self.module.parameters():
-            if getattr(parameter, "summed_over_stages", False):
-                dist.all_reduce(parameter.main_grad, group=self.mesh.groups.pp)  # type: ignore[attr-defined]
+        copies: dict[str, list[Tensor]] = {}
+        for chunk in self.chunks:
+            for name, parameter in chunk.named_parameters():
+                if getattr(parameter, "summed_over_stages", False):
+                    copies.setdefault(name, []).append(parameter.main_grad)  # type: ignore[attr-defined]
+        for gradients in copies.values():
+            # Virtual stages have copies too.
+            total = torch.stack(gradients).sum(dim=0)
+            dist.all_reduce(total, group=self.mesh.groups.pp)
+            for gradient in gradients:
+                gradient.copy_(total)
 
     def forward_backward(self, batches: Sequence[MicroBatch]) -> LossSums:
         """Gradients of the mean loss over the valid tokens of all ranks' ``batches``; any earlier ones are dropped."""
-        self.model.train()
-        assert isinstance(self.model, DistributedDataParallel)
-        self.model.zero_grad_buffer()
+        for model in self.models:
+            model.train()
+            model.zero_grad_buffer()
         if self.optimizer is not None:
             self.optimizer.zero_grad()
         return self._run(batches, forward_only=False)
@@ -181,18 +208,22 @@ class Engine:
     @torch.no_grad()
     def forward_only(self, batches: Sequence[MicroBatch]) -> LossSums:
         """The loss of ``batches`` without gradients. Every data rank gives the same number of micro-batches."""
-        self.model.eval()
+        for chunk in self.chunks:
+            chunk.eval()
         return self._run(batches, forward_only=True)
 
     def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> LossSums:
         run = get_forward_backward_func()
+        # The stages of a curriculum differ in both.
+        micro_batch_size, rank_tokens = batches[0].tokens.shape
         outputs: list[Tensor] = run(
             forward_step_func=self._forward_step,
-            data_iterator=iter(batches),
-            model=[self.model],
+            # Every virtual stage goes through all micro-batches.
+            data_iterator=[iter(batches) for _ in self.chunks] if len(self.chunks) > 1 else iter(batches),
+            model=self.models or self.chunks,
             num_microbatches=len(batches),
-            seq_length=self.sequence_length,
-            micro_batch_size=self.micro_batch_size,
+            seq_length=rank_tokens * self.mesh.sequence,
+            micro_batch_size=micro_batch_size,
             forward_only=forward_only,
         )
         return self._reduce(outputs)
@@ -201,7 +232,7 @@ class Engine:
         self, batches: Iterator[MicroBatch], model: nn.Module
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
         batch = next(batches)
-        output = model(batch.tokens, batch.positions, batch.labels)
+        output = model(batch.tokens, batch.positions, batch.labels, lengths=batch.lengths)
         return output, partial(self._sum_losses, batch)
 
     def _sum_losses(self, batch: MicroBatch, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -209,8 +240,10 @@ class Engine:
         masked = losses * batch.loss_mask
         total = masked.sum()
         n = losses.size(1)
-        first = self.mesh.sequence_rank * n
-        bucket = (torch.arange(first, first + n, device=losses.device) * self.position_buckets) // self.sequence_length
+        lengths = batch.lengths or [n] * self.mesh.sequence
+        first = sum(lengths[: self.mesh.sequence_rank])
+        places = torch.arange(first, first + n, device=losses.device)
+        bucket = places * self.position_buckets // sum(lengths)
         sums = torch.zeros(2, self.position_buckets, dtype=torch.float64, device=losses.device)
         sums[0].index_add_(0, bucket, masked.detach().double().sum(dim=0))
         sums[1].index_add_(0, bucket, batch.loss_mask.double().sum(dim=0))
@@ -240,7 +273,8 @@ class Engine:
 
     def sharded_state(self, *, loading: bool, with_optimizer: bool = True) -> dict[str, Any]:
         """Megatron's description of weights and optimizer state: what to write, or where to read to."""
-        model = self.module.sharded_state_dict()  # type: ignore[operator]
+        # Parameters have their global names, whichever chunk holds them: those that several hold are one.
+        model = {str(n): chunk.sharded_state_dict() for n, chunk in enumerate(self.chunks)}  # type: ignore[operator]
         state: dict[str, Any] = {"model": model}
         if with_optimizer and self.optimizer is not None:
             state["optimizer"] = self.optimizer.sharded_state_dict(
@@ -250,7 +284,8 @@ class Engine:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over what a checkpoint gave for ``sharded_state(loading=True)``."""
-        self.module.load_state_dict(state["model"])
+        for n, chunk in enumerate(self.chunks):
+            chunk.load_state_dict(state["model"][str(n)])
         if self.optimizer is None:
             return
         if "optimizer" in state:
@@ -265,13 +300,13 @@ class Engine:
         With the distributed optimizer only the part of the flat buffer that this data rank owns is reduced, so the
         buffer is gathered first.
         """
-        assert isinstance(self.model, DistributedDataParallel)
-        for buffer in self.model.buffers:
+        for buffer in [buffer for model in self.models for buffer in model.buffers]:
             if buffer.ddp_config.use_distributed_optimizer and buffer.data_parallel_world_size > 1:
                 for bucket in buffer.buckets:
                     flat = bucket.grad_data
                     own = flat.chunk(buffer.data_parallel_world_size)[buffer.data_parallel_group.rank()].clone()
                     dist.all_gather_into_tensor(flat, own, group=buffer.data_parallel_group)
-        for name, parameter in self.module.named_parameters():
-            gradient: Any = getattr(parameter, "main_grad")  # noqa: B009 - set by Megatron, unknown to the type
-            yield name, parameter, gradient
+        for chunk in self.chunks:
+            for name, parameter in chunk.named_parameters():
+                gradient: Any = getattr(parameter, "main_grad")  # noqa: B009 - set by Megatron, unknown to the type
+                yield name, parameter, gradient

@@ -16,16 +16,19 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from lightscale.config import Exchange
 from lightscale.errors import UserError
+from lightscale.parallel.sequence import Gather, Ring, StateExchange, TwoLevel
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
     """The place of this process on the four axes, and the groups it takes part in.
 
-    ``groups`` is Megatron's own collection (``tp``, ``pp``, ``cp``, ``dp_cp``, …). ``states`` carries the states that
-    mixers pass along ``sequence``. ``control`` is a gloo group of all processes for small host-side agreements
-    (stop flags, checkpoint commits); it never carries what training waits for.
+    ``groups`` is Megatron's own collection (``tp``, ``pp``, ``cp``, ``dp_cp``, …). ``exchange`` passes the states of
+    mixers along ``sequence``, None where every rank holds whole sequences. ``control`` is a gloo group of all
+    processes for small host-side agreements (stop flags, checkpoint commits); it never carries what training waits
+    for.
     """
 
     device: torch.device
@@ -35,10 +38,11 @@ class Mesh:
     pipeline: int
     sequence: int
     data: int
+    virtual_stages: int
     sequence_rank: int
     data_rank: int
     groups: ProcessGroupCollection
-    states: dist.ProcessGroup
+    exchange: StateExchange | None
     control: dist.ProcessGroup
 
     @property
@@ -83,13 +87,22 @@ def start_mesh(
     local_rank: int = 0,
     init_method: str = "env://",
     timeout_s: float = 600.0,
+    exchange: Exchange = "gather",
+    ranks_per_node: int | None = None,
+    virtual_stages: int = 1,
 ) -> Iterator[Mesh]:
     """Join the process group, split it into the four axes (``data`` is the rest), and leave it at the end.
 
     Ranks are laid out as Megatron does by default: tensor fastest, then sequence, data and pipeline.
 
+    Args:
+        exchange: how states pass along the sequence.
+        ranks_per_node: neighbouring ranks that share a node, for ``two_level``; None: all.
+        virtual_stages: stretches of layers that each pipeline rank holds.
+
     Raises:
-        UserError: ``world_size`` is not a multiple of ``tensor * pipeline * sequence``, or the device is not there.
+        UserError: ``world_size`` is not a multiple of ``tensor * pipeline * sequence``, the nodes do not cut it into
+            equal parts, or the device is not there.
     """
     inner = tensor * pipeline * sequence
     if world_size % inner:
@@ -118,6 +131,7 @@ def start_mesh(
             tensor_model_parallel_size=tensor,
             pipeline_model_parallel_size=pipeline,
             context_parallel_size=sequence,
+            virtual_pipeline_model_parallel_size=virtual_stages if virtual_stages > 1 else None,
             distributed_timeout_minutes=max(1, int(timeout_s / 60)),
             create_gloo_process_groups=place.type == "cuda",
         )
@@ -131,10 +145,11 @@ def start_mesh(
             pipeline=pipeline,
             sequence=sequence,
             data=world_size // inner,
+            virtual_stages=virtual_stages,
             sequence_rank=parallel_state.get_context_parallel_rank(),
             data_rank=parallel_state.get_data_parallel_rank(with_context_parallel=False),
             groups=ProcessGroupCollection.use_mpu_process_groups(),
-            states=_new_group_beside(parallel_state.get_context_parallel_group(), timeout),
+            exchange=_state_exchange(exchange, ranks_per_node or world_size, timeout) if sequence > 1 else None,
             control=dist.new_group(backend="gloo", timeout=timeout),
         )
     finally:
@@ -142,9 +157,29 @@ def start_mesh(
         dist.destroy_process_group()
 
 
-def _new_group_beside(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    """A second communicator over the ranks of ``group``. Every process must take part in making every group."""
-    mine = dist.get_process_group_ranks(group)
+def _state_exchange(kind: Exchange, ranks_per_node: int, timeout: timedelta) -> StateExchange:
+    ranks = dist.get_process_group_ranks(parallel_state.get_context_parallel_group())
+    states = _new_group(ranks, timeout)
+    if kind == "ring":
+        return Ring(states)
+    if kind == "gather":
+        return Gather(states)
+    nodes: dict[int, list[int]] = {}
+    for rank in ranks:
+        nodes.setdefault(rank // ranks_per_node, []).append(rank)
+    if len({len(node) for node in nodes.values()}) > 1:
+        raise UserError(
+            f'parallel.exchange = "two_level" needs as many sequence ranks on every node; with {ranks_per_node} ranks '
+            f'a node (parallel.ranks_per_node) they are {[len(node) for node in nodes.values()]}; "gather" would do'
+        )
+    own = nodes[dist.get_rank() // ranks_per_node]
+    place = own.index(dist.get_rank())
+    across = [node[place] for node in nodes.values()]
+    return TwoLevel(states, node=_new_group(own, timeout), across=_new_group(across, timeout))
+
+
+def _new_group(mine: list[int], timeout: timedelta) -> dist.ProcessGroup:
+    """A communicator of its own over the ranks ``mine``. Every process must take part in making every group."""
     every: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(every, mine)
     made = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sorted({tuple(ranks) for ranks in every})}

@@ -145,9 +145,10 @@ def silu(x: Tensor) -> Tensor:
 
 
 def heads(model: ModelConfig, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
-    """(n, d) -> three of (h, n, k): ``in_proj`` has the rows of one head after another, for its three vectors."""
-    projections = weights["in_proj.weight"].view(model.num_heads, 3, model.head_width, model.width)
-    first, second, third = torch.einsum("nd, hpkd -> phnk", x, projections)
+    """(n, d) -> three of (h, n, k): queries, and two vectors whose rows stand head by head in one projection."""
+    both = weights["fv_proj.weight" if "fv_proj.weight" in weights else "kv_proj.weight"]
+    second, third = torch.einsum("nd, hpkd -> phnk", x, both.view(model.num_heads, 2, model.head_width, model.width))
+    first = torch.einsum("nd, hkd -> hnk", x, weights["q_proj.weight"].view(model.num_heads, -1, model.width))
     return first, second, third
 
 

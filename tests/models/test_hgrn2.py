@@ -45,10 +45,10 @@ def mix(x: Tensor, weights: dict[str, Tensor], layer: int) -> Tensor:
 
 def forget_rows(mixer: Any) -> Tensor:
     """The rows (h, k, d) of the projection that give the forget gates."""
-    return mixer.in_proj.weight.view(MODEL.num_heads, 3, MODEL.head_width, MODEL.width)[:, 1]
+    return mixer.fv_proj.weight.view(MODEL.num_heads, 2, MODEL.head_width, MODEL.width)[:, 0]
 
 
-def without_forget_projection(module: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def without_forget_projection(module: Any) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor]:
     """Input, output, projections and β of the second layer's mixer with W_f = 0: f is the same at all tokens."""
     mixer = module.decoder.layers[1].self_attention
     x = torch.randn(TOKENS, 2, MODEL.width, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -58,7 +58,8 @@ def without_forget_projection(module: Any) -> tuple[Tensor, Tensor, Tensor, Tens
         forget_rows(mixer).zero_()
         bounds = module.lower_bounds()
         out = mixer.mix(x, SequenceContext.of(torch.arange(TOKENS).repeat(2, 1), lower_bounds=bounds))
-    return x, out, mixer.in_proj.weight.detach().clone(), bounds
+    names = ("fv_proj.weight", "q_proj.weight")
+    return x, out, {name: mixer.get_parameter(name).detach().clone() for name in names}, bounds
 
 
 def extremes(module: Any) -> dict[str, Any]:
@@ -81,8 +82,8 @@ def extremes(module: Any) -> dict[str, Any]:
         context = SequenceContext.of(torch.arange(TOKENS).repeat(2, 1), lower_bounds=module.lower_bounds())
         out = mixer.mix(x, context)
         out.square().sum().backward()
-        table, projection = module.lower_bounds.table.grad, mixer.in_proj.weight.grad
-        found[f"layer {layer}"] = {"out": out.detach(), "x": x.grad, "table": table.clone(), "in_proj": projection}
+        table, projection = module.lower_bounds.table.grad, mixer.fv_proj.weight.grad
+        found[f"layer {layer}"] = {"out": out.detach(), "x": x.grad, "table": table.clone(), "fv_proj": projection}
     return found
 
 
@@ -129,9 +130,8 @@ def test_bounds_rise_with_the_layer_and_are_exactly_zero_in_the_first(num_layers
 
 
 def test_a_fixed_forget_gate_is_tnl_with_scaled_keys(built: dict[str, Any]) -> None:
-    x, out, projections, bounds = built["fixed"]
+    x, out, weights, bounds = built["fixed"]
     decay = float(bounds[1, 0] + (1 - bounds[1, 0]) / 2)
-    weights = {"in_proj.weight": projections}
     log_decay = torch.full((MODEL.num_heads,), decay, dtype=torch.float64).log()
     for row in range(x.size(1)):
         q, _, v = (y.transpose(0, 1)[None] for y in plain.heads(MODEL, x[:, row], weights))

@@ -61,12 +61,12 @@ def mix(
     """x: (n, d) of one row; positions and documents: (n,)."""
     n, d = x.shape
     h, k = model.num_heads, model.width // model.num_heads
-    # The rows of the projection: for each head those of q, of k, of v.
-    w_qkv = w["in_proj.weight"].view(h, 3, k, d)
+    # The rows of the projection: for each head those of k, then of v.
+    w_kv, w_q = w["kv_proj.weight"].view(h, 2, k, d), w["q_proj.weight"].view(h, k, d)
     outputs = []
     for head in range(h):
-        q, key = F.silu(x @ w_qkv[head, 0].T), F.silu(x @ w_qkv[head, 1].T)
-        v = x @ w_qkv[head, 2].T
+        q, key = F.silu(x @ w_q[head].T), F.silu(x @ w_kv[head, 0].T)
+        v = x @ w_kv[head, 1].T
         if layer == 0:
             angles = positions[:, None] * w["lrpe.theta"][head]
             q = torch.cat([q * torch.cos(angles), q * torch.sin(angles)], dim=1)

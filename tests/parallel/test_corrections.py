@@ -107,7 +107,11 @@ def save(rank: int, world_size: int, init_method: str, folder: str) -> dict[str,
         path = Path(folder) / str(corrected)
         counting = replaced(engine_module, "count_padding", correction)
         with counting, tiny.engine_on((2, 1, 2, 1), rank, f"{init_method}-{corrected}") as engine:
-            padding = [buffer.numel - sum(p.numel() for p in buffer.params) for buffer in engine.model.buffers]
+            padding = [
+                buffer.numel - sum(p.numel() for p in buffer.params)
+                for model in engine.models
+                for buffer in model.buffers
+            ]
             assert rank != 0 or padding[0] > 0, "these sizes show nothing"
             tiny.train(engine, 0, 1)
             Checkpoints(path, engine.mesh).save(engine, step=1, common={}, facts={})
@@ -118,7 +122,7 @@ def save(rank: int, world_size: int, init_method: str, folder: str) -> dict[str,
             for name, tensor in copies.items()
             if not torch.equal(tensor, stored[name.removeprefix("optimizer.state.param.")])
         )
-        assert len(copies) == 26
+        assert len(copies) == 30
     return found
 
 

@@ -98,7 +98,7 @@ def run_engine(mesh: Mesh) -> dict[str, Any]:
     # Masked labels count for nothing.
     changed = [replace(batch, labels=torch.where(batch.loss_mask == 0, 3, batch.labels)) for batch in batches]
     sums = engine.forward_backward(changed)
-    names = {id(parameter): name for name, parameter in tiny.named_parameters(engine.module)}
+    names = {id(parameter): name for name, parameter in tiny.named(engine)}
     gradients = tiny.gather(engine, {names[id(p)]: (p, gradient) for _, p, gradient in engine.gradients()})
     return {"backward": sums, "gradients": gradients, "forward": engine.forward_only(batches)}
 

@@ -108,7 +108,8 @@ def test_every_layout_starts_from_the_same_weights(run_ranks: RunRanks, on_one: 
 def test_distributions(on_one: dict[int, dict[str, Tensor]]) -> None:
     width, layers, heads, glu = 32, 4, 4, 48
     shapes = {
-        "self_attention.in_proj.weight": (3 * width, width),
+        "self_attention.kv_proj.weight": (2 * width, width),
+        "self_attention.q_proj.weight": (width, width),
         "self_attention.gate_down.weight": (width // heads, width),
         "self_attention.gate_up.weight": (width, width // heads),
         "self_attention.out_proj.weight": (width, width),
@@ -141,7 +142,7 @@ def test_no_two_tensors_share_a_stream(on_one: dict[int, dict[str, Tensor]]) -> 
         for name, tensor in weights.items()
         if not name.endswith("theta")
     ]
-    assert len(set(firsts)) == len(firsts) == 50
+    assert len(set(firsts)) == len(firsts) == 58
 
 
 def test_a_seed_gives_these_weights_for_ever(on_one: dict[int, dict[str, Tensor]]) -> None:

@@ -1,35 +1,434 @@
-"""Sequence parallelism of an operator by itself; whole models are in test_parity.py."""
+"""Sequence parallelism of the operators by themselves, over every exchange; whole models are in test_parity.py.
 
+One start of the processes runs all cases. Upstream gradients are random and differ by rank: equal ones hide errors of
+a gather's backward. What a rank holds is cut anywhere, down to nothing.
+"""
+
+import functools
+import itertools
+import json
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
 
-from lightscale.kernels.lightning import lightning_attention_reference
-from lightscale.parallel.mesh import start_mesh
-from lightscale.parallel.sequence import LightningScan, StateExchange, sequence_parallel
+from lightscale.errors import UserError
+from lightscale.kernels.gla.reference import gla_reference
+from lightscale.kernels.lightnet.reference import lightnet_attention_reference
+from lightscale.kernels.lightning.reference import lightning_attention_reference
+from lightscale.kernels.tpe.reference import tpe_scan_reference
+from lightscale.parallel.mesh import Mesh, start_mesh
+from lightscale.parallel.sequence import (
+    GatedScan,
+    LightNetScan,
+    LightningScan,
+    Scan,
+    TPEScan,
+    begin,
+    begin_gather,
+)
+from lightscale.training.profile import StepProfiler
+
+RunRanks = Callable[..., list[Any]]
+B, T, H, K, V = 2, 24, 3, 4, 5
+DOUBLE = torch.float64
+KINDS = ("undecayed", "decay", "learned decay", "gated", "tpe", "lightnet", "lightnet with phases")
+Tensors = dict[str, Tensor | None]
 
 
-def learned_decay(rank: int, world_size: int, init_method: str) -> tuple[float, int]:
-    """Error of the gradient of a learned decay, summed over two ranks, and the bytes sent forward and backward."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, do = (torch.randn(2, 40, 3, 8, dtype=torch.float64, generator=generator) for _ in range(4))
-    exact = torch.tensor([-0.1, -0.01, -1.0], dtype=torch.float64, requires_grad=True)
-    lightning_attention_reference(q, k, v, exact)[0].backward(do)
-    with start_mesh(sequence=world_size, rank=rank, world_size=world_size, init_method=init_method) as mesh:
-        own = slice(0, 13) if rank == 0 else slice(13, 40)
-        log_decay = exact.detach().clone().requires_grad_()
-        exchange = StateExchange(mesh.states)
-        continues = torch.full((2,), rank > 0)
-        scan = LightningScan(continues=continues, cu_seqlens=None)
-        sequence_parallel(scan, exchange, q[:, own], k[:, own], v[:, own], log_decay).backward(do[:, own])
-        assert log_decay.grad is not None and exact.grad is not None
-        torch.distributed.all_reduce(log_decay.grad)
-        return float((log_decay.grad - exact.grad).norm() / exact.grad.norm()), exchange.payload_bytes
+def inputs_of(kind: str, seed: int = 0, tokens: int = T) -> Tensors:
+    """Whole inputs; those that are split along the sequence have (B, T, …), decays differ by head and channel."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=DOUBLE, generator=generator)
+
+    k, v, q = normal(B, tokens, H, K), normal(B, tokens, H, V), normal(B, tokens, H, K)
+    decay = -torch.tensor([0.01, 0.3, 2.0], dtype=DOUBLE)
+    match kind:
+        case "undecayed":
+            return {"k": k, "v": v, "log_decay": None, "q": q}
+        case "decay" | "learned decay":
+            return {"k": k, "v": v, "log_decay": decay, "q": q}
+        case "gated":
+            # Some gates are as good as shut, some as good as open.
+            return {"k": k, "v": v, "log_decay": -torch.exp(3 * normal(B, tokens, H, K)), "q": q}
+        case "tpe":
+            return {"x": normal(B, tokens, H * K), "log_decay": decay, "gamma": normal(H * K, 3)}
+        case _:
+            angles = normal(B, tokens, H, K) if "phases" in kind else torch.zeros(B, tokens, H, K, dtype=DOUBLE)
+            # Weights of e^40 beside e^-40.
+            return {"k": 20 * k, "v": v, "cos": angles.cos(), "sin": angles.sin(), "q": q}
 
 
-def test_a_learned_decay_gets_its_gradient_over_uneven_ranks(run_ranks: Callable[..., list[Any]]) -> None:
-    state = 2 * 3 * 8 * 8
-    for error, payload_bytes in run_ranks(learned_decay, 2):
-        assert error < 1e-10
-        assert payload_bytes == 8 * ((state + 2 * 3) + state)  # fp64: states and decays forward, cotangents backward
+SCANS: dict[str, type[Scan]] = {"tpe": TPEScan, "gated": GatedScan, "lightnet": LightNetScan}
+LEARNED = {"learned decay": {"log_decay"}, "tpe": {"log_decay", "gamma"}}
+FIXED = {"cos", "sin", "log_decay"}
+
+
+def differentiable(kind: str, name: str) -> bool:
+    return name not in FIXED or kind == "gated" or name in LEARNED.get(kind, ())
+
+
+def split_by_token(x: Tensor | None) -> bool:
+    return x is not None and x.dim() >= 3
+
+
+def reference(kind: str, x: Tensors, cu_seqlens: Tensor | None) -> Tensor:
+    if kind == "tpe":
+        return tpe_scan_reference(x["x"], x["log_decay"], x["gamma"], cu_seqlens=cu_seqlens)[0]
+    if kind == "gated":
+        return gla_reference(x["q"], x["k"], x["v"], x["log_decay"], cu_seqlens=cu_seqlens)[0]
+    if kind.startswith("lightnet"):
+        phases = (x["cos"], x["sin"])
+        return lightnet_attention_reference(x["q"], x["k"], x["v"], phases=phases, cu_seqlens=cu_seqlens)[0]
+    return lightning_attention_reference(x["q"], x["k"], x["v"], x["log_decay"], cu_seqlens=cu_seqlens)[0]
+
+
+def boundaries(starts: list[set[int]], first: int, last: int) -> Tensor | None:
+    """cu_seqlens of the tokens first … last - 1 of each row, whose documents begin at ``starts``."""
+    n = last - first
+    edges = {row * n for row in range(B)} | {
+        row * n + start - first for row in range(B) for start in starts[row] if first <= start < last
+    }
+    return torch.tensor([*sorted(edges), B * n]) if n and len(edges) > B else None
+
+
+def documents(edges: list[int]) -> dict[str, list[set[int]]]:
+    """By name: where the documents of the two rows begin."""
+    inner = [edge for edge in edges[1:-1] if 0 < edge < T]
+    edge = inner[0] if inner else T // 2
+    return {
+        "one": [set(), set()],
+        "on an edge": [{edge}, set()],
+        "beside edges": [{max(edge - 1, 1)}, {min(edge + 1, T - 1)}],
+        "many in one rank": [set(range(1, 6)), {T - 3, T - 2, T - 1}],
+        "over three ranks": [{1, T - 1}, {2}],
+    }
+
+
+def layouts(ranks: int) -> dict[str, list[int]]:
+    """By name: where each rank's tokens begin, and the end."""
+    equal = [T * rank // ranks for rank in range(ranks + 1)]
+    return {
+        "equal": equal,
+        "one token": [0, *range(1, ranks), T],
+        "empty": [0, *[T // 2] * (ranks - 1), T],
+        "first empty": [0, 0, *range(3, ranks + 1), T] if ranks > 1 else equal,
+    }
+
+
+def own_part(x: Tensor | None, span: slice) -> Tensor | None:
+    return x[:, span].clone() if x is not None and split_by_token(x) else x
+
+
+def scan_of(kind: str, mesh: Mesh, edges: list[int], starts: list[set[int]]) -> Scan:
+    first, last = edges[mesh.sequence_rank], edges[mesh.sequence_rank + 1]
+    continues = torch.tensor([first > 0 and first not in starts[row] for row in range(B)])
+    scan = SCANS.get(kind.split()[0], LightningScan)
+    return scan(continues=continues, cu_seqlens=boundaries(starts, first, last))
+
+
+def pass_states(kind: str, mesh: Mesh, x: Tensors, scan: Scan) -> Tensor:
+    assert mesh.exchange is not None
+    *written, read = x.values()
+    return begin(scan, mesh.exchange, *written)(read)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    size = float(expected.norm())
+    return float((found - expected).norm()) / (size or 1.0)
+
+
+@functools.cache
+def exact_case(kind: str, starts: tuple[frozenset[int], ...]) -> tuple[Tensors, Tensor, Tensor]:
+    """Whole inputs with their gradients, outputs, and upstream gradients."""
+    exact = {
+        name: x.clone().requires_grad_() if x is not None and differentiable(kind, name) else x
+        for name, x in inputs_of(kind).items()
+    }
+    expected = reference(kind, exact, boundaries([set(row) for row in starts], 0, T))
+    upstream = torch.randn(expected.shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
+    expected.backward(upstream)
+    return exact, expected.detach(), upstream
+
+
+def run_case(kind: str, mesh: Mesh, edges: list[int], starts: list[set[int]]) -> dict[str, float]:
+    """Errors of this rank's outputs and of every gradient, those of shared parameters summed over the ranks."""
+    exact, expected, upstream = exact_case(kind, tuple(frozenset(row) for row in starts))
+    span = slice(edges[mesh.sequence_rank], edges[mesh.sequence_rank + 1])
+    own = {
+        name: own_part(x, span).detach().requires_grad_(differentiable(kind, name)) if x is not None else None
+        for name, x in inputs_of(kind).items()
+    }
+    o = pass_states(kind, mesh, own, scan_of(kind, mesh, edges, starts))
+    o.backward(upstream[:, span])
+    errors = {"o": error(o.detach(), expected[:, span])}
+    for name, x in own.items():
+        if x is None or not x.requires_grad:
+            continue
+        gradient, whole = x.grad, exact[name]
+        assert gradient is not None and whole is not None and whole.grad is not None
+        if split_by_token(x):
+            errors[name] = error(gradient, whole.grad[:, span])
+        else:
+            dist.all_reduce(gradient)
+            errors[name] = error(gradient, whole.grad)
+    return errors
+
+
+def payloads(kind: str, mesh: Mesh, tokens: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Calls and bytes of this rank, forward and backward each."""
+    n = tokens // mesh.sequence
+    span = slice(mesh.sequence_rank * n, (mesh.sequence_rank + 1) * n)
+    x = {
+        name: own_part(x, span).requires_grad_(differentiable(kind, name)) if x is not None else None
+        for name, x in inputs_of(kind, tokens=tokens).items()
+    }
+    scan = SCANS.get(kind.split()[0], LightningScan)(continues=torch.full((B,), span.start > 0), cu_seqlens=None)
+    exchange = mesh.exchange
+    assert exchange is not None
+    before = exchange.num_calls, exchange.payload_bytes
+    o = pass_states(kind, mesh, x, scan)
+    middle = exchange.num_calls, exchange.payload_bytes
+    o.sum().backward()
+    after = exchange.num_calls, exchange.payload_bytes
+    calls, sent = (tuple(b - a for a, b in itertools.pairwise(x)) for x in zip(before, middle, after, strict=True))
+    return calls, sent
+
+
+@torch.no_grad()
+def undisturbed(kind: str, mesh: Mesh) -> bool:
+    """Whether a change on rank 1, down to overflows, leaves earlier ranks and later documents bitwise the same."""
+    edges = [T * rank // mesh.sequence for rank in range(mesh.sequence + 1)]
+    # A document begins on every rank from the third on, and in the middle of the second.
+    starts = [{*edges[2:-1], edges[1] + 2}] * B
+    span = slice(edges[mesh.sequence_rank], edges[mesh.sequence_rank + 1])
+    outputs = []
+    for changed in (False, True):
+        x = {name: own_part(value, span) for name, value in inputs_of(kind).items()}
+        if changed and mesh.sequence_rank == 1:
+            # Only tokens of the document that ends on this rank.
+            first = next(iter(x.values()))
+            assert first is not None
+            first[:, :2] = 1e300 if kind != "lightnet" else 700.0
+        outputs.append(pass_states(kind, mesh, x, scan_of(kind, mesh, edges, starts)))
+    same = torch.equal(*(o[:, 2:] if mesh.sequence_rank == 1 else o for o in outputs))
+    changed_something = mesh.sequence_rank != 1 or not torch.equal(outputs[0][:, :2], outputs[1][:, :2])
+    return same and changed_something
+
+
+EXCHANGES = ("gather", "ring", "two_level of 1", "two_level of 2", "two_level of all")
+Found = dict[tuple[str, ...], Any]
+
+
+def on_ranks(rank: int, world_size: int, init_method: str, exchanges: list[str]) -> dict[str, Found]:
+    found: dict[str, Found] = {"errors": {}, "payloads": {}, "undisturbed": {}}
+    for number, name in enumerate(exchanges):
+        exchange, _, size = name.partition(" of ")
+        with start_mesh(
+            sequence=world_size,
+            rank=rank,
+            world_size=world_size,
+            init_method=f"{init_method}-{number}",
+            exchange=exchange,
+            ranks_per_node=int(size) if size.isdigit() else None,
+            timeout_s=60,
+        ) as mesh:
+            for kind, (layout, edges) in itertools.product(KINDS, layouts(world_size).items()):
+                for row_documents, starts in documents(edges).items():
+                    case = (name, kind, layout, row_documents)
+                    print("case:", *case, flush=True)
+                    found["errors"][case] = run_case(kind, mesh, edges, starts)
+            for kind in KINDS:
+                found["payloads"][name, kind] = [payloads(kind, mesh, tokens) for tokens in (T, 2 * T)]
+                if world_size > 2 and kind in ("decay", "gated", "tpe", "lightnet"):
+                    found["undisturbed"][name, kind] = undisturbed(kind, mesh)
+    return found
+
+
+def sizes(kind: str) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """Shapes of what a rank sums up, of the state, and of its cotangent, by the formulas."""
+    if kind == "tpe":
+        return [[B, H * K, 3], [B, 1, 3]], [[B, H * K, 3]], [[B, H * K, 3]]
+    if kind == "gated":
+        return [[B, H, K, V], [B, H, K]], [[B, H, K, V]], [[B, H, K, V]]
+    if kind.startswith("lightnet"):
+        state = [[B, H, K], [B, H, 2 * K, V]]
+        return [*state, [B, 1]], state, state
+    return [[B, H, K, V], [B, H]], [[B, H, K, V]], [[B, H, K, V]]
+
+
+def num_bytes(shapes: list[list[int]], ranks: int = 1) -> int:
+    """Of fp64 tensors, heads shared out to ``ranks`` (rounded up); what has no heads is sent whole."""
+    total = 0
+    for b, heads, *others in shapes:
+        own = heads if heads == 1 else -(-heads // ranks)
+        total += 8 * b * own * int(torch.tensor(others).prod())
+    return total
+
+
+def expected_payload(name: str, kind: str, rank: int, world_size: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    summary, state, cotangent = sizes(kind)
+    if name == "gather":
+        return (1, 1), (num_bytes(summary), num_bytes(cotangent))
+    if name == "ring":
+        sends, answers = rank < world_size - 1, rank > 0
+        return (int(sends), int(answers)), (sends * num_bytes(state), answers * num_bytes(cotangent))
+    node = {"1": 1, "2": 2, "all": world_size}[name.rpartition(" ")[2]]
+    forward = num_bytes(summary) + num_bytes(summary, node) + num_bytes(state, node)
+    return (3, 3), (forward, num_bytes(cotangent) + 2 * num_bytes(cotangent, node))
+
+
+def check(run_ranks: RunRanks, world_size: int, exchanges: list[str]) -> None:
+    ranks = run_ranks(on_ranks, world_size, exchanges, timeout_s=300)
+    for rank, found in enumerate(ranks):
+        for case, errors in found["errors"].items():
+            for tensor, value in errors.items():
+                assert value < 1e-10, f"rank {rank} of {world_size}, {case}: {tensor} is off by {value:.1e}"
+        for (name, kind), measured in found["payloads"].items():
+            expected = expected_payload(name, kind, rank, world_size)
+            # Twice as many tokens send just as much.
+            assert measured == [expected, expected], f"rank {rank} of {world_size}, {name}, {kind}"
+        for case, same in found["undisturbed"].items():
+            assert same, f"rank {rank} of {world_size}, {case}"
+
+
+def test_two_ranks(run_ranks: RunRanks) -> None:
+    check(run_ranks, 2, ["gather", "ring", "two_level of 1"])
+
+
+def test_three_ranks(run_ranks: RunRanks) -> None:
+    check(run_ranks, 3, ["gather"])
+
+
+def test_four_ranks(run_ranks: RunRanks) -> None:
+    check(run_ranks, 4, ["two_level of 2"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+def test_every_exchange(run_ranks: RunRanks, world_size: int) -> None:
+    check(run_ranks, world_size, [name for name in EXCHANGES if name != "two_level of 2" or world_size % 2 == 0])
+
+
+# ----- what runs meanwhile -------------------------------------------------------------------------------------------
+
+
+def late_neighbour(rank: int, world_size: int, init_method: str, folder: str) -> None:
+    """Rank 1 comes a second late; rank 0 leaves the trace that a run would, of what it did until then."""
+    with start_mesh(sequence=2, rank=rank, world_size=2, init_method=init_method) as mesh:
+        x = {name: None if value is None else value.float() for name, value in inputs_of("decay").items()}
+        scan = LightningScan(continues=torch.full((B,), rank > 0), cu_seqlens=None)
+        pass_states("decay", mesh, x, scan)
+        assert mesh.exchange is not None
+        with StepProfiler((1, 1), Path(folder), mesh) as profiler, profiler.step(1):
+            # Together, with the profilers on.
+            dist.barrier()
+            if rank == 1:
+                time.sleep(1.0)
+            finish = begin(scan, mesh.exchange, x["k"], x["v"], x["log_decay"])
+            with record_function("queries"):
+                q = x["q"] * 2
+            finish(q)
+
+
+def test_the_trace_shows_queries_and_outputs_beside_the_exchange(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run_ranks(late_neighbour, 2, str(tmp_path))
+    events = json.loads((tmp_path / "rank-00000.trace.json").read_text())["traceEvents"]
+    spans = {
+        event["name"]: (event["ts"], event["ts"] + event["dur"], event["tid"]) for event in events if "dur" in event
+    }
+    start, stop, thread = spans["state exchange: Gather"]
+    assert stop - start > 4e5, "in µs: it waits for the late rank"
+    for name in ("queries", "outputs within the rank"):
+        first, last, other = spans[name]
+        assert start < first < last < stop, f"{name} does not run beside the exchange"
+        assert other != thread
+
+
+def failing(rank: int, world_size: int, init_method: str) -> str:
+    """What an exchange raises reaches the computation that waits for it."""
+    with start_mesh(sequence=2, rank=rank, world_size=2, init_method=init_method) as mesh:
+        exchange = mesh.exchange
+        assert exchange is not None
+
+        def broken(*args: Any) -> None:
+            raise OSError("the cable is out")
+
+        wait = exchange.submit(broken, LightningScan.algebra, (torch.zeros(1),))
+        try:
+            wait()
+        except OSError as raised:
+            return str(raised)
+        return "nothing was raised"
+
+
+def test_an_error_of_an_exchange_is_raised_where_it_is_waited_for(run_ranks: RunRanks) -> None:
+    assert run_ranks(failing, 2) == ["the cable is out"] * 2
+
+
+# ----- keys and values -----------------------------------------------------------------------------------------------
+
+
+def gathered(rank: int, world_size: int, init_method: str) -> list[tuple[float, float]]:
+    found = []
+    with start_mesh(sequence=3, rank=rank, world_size=3, init_method=init_method) as mesh:
+        for lengths in ([8, 8, 8], [5, 0, 19], [1, 22, 1]):
+            whole = torch.randn(B, T, 2, H, K, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
+            upstream = [
+                torch.randn(whole.shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(other + 1))
+                for other in range(3)
+            ]
+            first = sum(lengths[:rank])
+            span = slice(first, first + lengths[rank])
+            own = whole[:, span].clone().requires_grad_()
+            assert mesh.exchange is not None
+            result = begin_gather(own, mesh.exchange, None if lengths[0] == 8 else lengths)()
+            result.backward(upstream[rank])
+            assert own.grad is not None
+            found.append((error(result.detach(), whole), error(own.grad, torch.stack(upstream).sum(0)[:, span])))
+    return found
+
+
+def test_gathered_tokens_and_their_gradients(run_ranks: RunRanks) -> None:
+    for found in run_ranks(gathered, 3):
+        for values, gradients in found:
+            assert values == 0.0
+            assert gradients < 1e-15
+
+
+# ----- nodes ---------------------------------------------------------------------------------------------------------
+
+
+def uneven_nodes(rank: int, world_size: int, init_method: str) -> str:
+    try:
+        with start_mesh(
+            sequence=3, rank=rank, world_size=3, init_method=init_method, exchange="two_level", ranks_per_node=2
+        ):
+            return ""
+    except UserError as refused:
+        return str(refused)
+
+
+def test_nodes_with_unequal_shares_are_refused(run_ranks: RunRanks) -> None:
+    for message in run_ranks(uneven_nodes, 3):
+        for part in ("parallel.exchange", "parallel.ranks_per_node", "[2, 1]", '"gather" would do'):
+            assert part in message
+
+
+def test_the_cases_cover_what_they_are_named_for() -> None:
+    for ranks in (2, 3, 4, 8):
+        for name, edges in layouts(ranks).items():
+            stretches = [stop - start for start, stop in itertools.pairwise(edges)]
+            assert len(stretches) == ranks
+            assert sum(stretches) == T
+            assert min(stretches) >= 0
+            assert (0 in stretches) == (name in ("first empty",) or (name == "empty" and ranks > 2))
+            assert name != "one token" or 1 in stretches

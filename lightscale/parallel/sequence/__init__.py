@@ -1,0 +1,27 @@
+"""Sequence parallelism: every rank holds a stretch of each sequence, and only states travel between ranks.
+
+What a segment of a row does to the state that enters it is summed up in a small summary (``algebra``). Ranks exchange
+summaries (``exchange``) while they compute what does not depend on others (``passing``); each operator gives the pieces
+(``scans``). Softmax attention gathers its keys and values instead (``keys_values``). (LASP, arXiv 2404.02882; LASP-2,
+arXiv 2502.07563; both without document boundaries.)
+"""
+
+from lightscale.parallel.sequence.exchange import Gather, Ring, StateExchange, TwoLevel
+from lightscale.parallel.sequence.keys_values import begin_gather
+from lightscale.parallel.sequence.passing import Replay, begin
+from lightscale.parallel.sequence.scans import GatedScan, LightNetScan, LightningScan, Scan, TPEScan
+
+__all__ = [
+    "GatedScan",
+    "Gather",
+    "LightNetScan",
+    "LightningScan",
+    "Replay",
+    "Ring",
+    "Scan",
+    "StateExchange",
+    "TPEScan",
+    "TwoLevel",
+    "begin",
+    "begin_gather",
+]

@@ -1,0 +1,118 @@
+"""How segments of a row act on the state that enters them: the algebra that all mixers and exchanges share.
+
+A segment is summed up by a few tensors, its summary. Summaries can be combined, in order and in any grouping, so that
+any exchange may gather, chain or nest them; and they are applied to a state. Backward, what a segment's own outputs
+read from the incoming state, and the cotangent of the outgoing one, give the cotangent of the incoming one. That is
+diagonal for every kind, with decays that the forward pass knows: the transition of the segment.
+
+Summaries, states and cotangents are tuples of tensors of one dtype, with rows (B) first and heads or channels second.
+A document that begins inside a segment cuts it: nothing passes. What must not pass is replaced, not multiplied by zero,
+so that an overflow elsewhere cannot arrive as NaN.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from lightscale.kernels.lightnet import LightNetState, merge
+from lightscale.kernels.lightnet.state import by_row, passed_share
+
+Tensors = tuple[Tensor, ...]
+
+
+class Algebra(ABC):
+    """A kind of state. The operations are pure, and equal on every rank."""
+
+    @abstractmethod
+    def identity(self, summary: Tensors) -> Tensors:
+        """The summary of a segment without tokens, in the shapes of ``summary``."""
+
+    @abstractmethod
+    def combine(self, earlier: Tensors, later: Tensors) -> Tensors:
+        """The summary of two neighbouring segments. Associative, with ``identity``."""
+
+    @abstractmethod
+    def empty(self, summary: Tensors) -> Tensors:
+        """The state in which nothing was written yet."""
+
+    @abstractmethod
+    def apply(self, summary: Tensors, state: Tensors) -> Tensors:
+        """The state behind a segment that ``state`` enters."""
+
+    @abstractmethod
+    def transition(self, summary: Tensors, state: Tensors) -> Tensor:
+        """How much of each channel of ``state`` is left behind the segment, between 0 and 1."""
+
+    @abstractmethod
+    def adjoint(self, transition: Tensor, reads: Tensors, cotangent: Tensors) -> Tensors:
+        """The cotangent of the state that enters a segment.
+
+        Args:
+            transition: of the segment.
+            reads: the part that comes from the segment's own outputs.
+            cotangent: of the state that leaves the segment.
+        """
+
+
+class Diagonal(Algebra):
+    """S ↦ D ⊙ S + S_loc, 0 ≤ D ≤ 1. Summary (S_loc, D), D broadcast to S_loc; state (S,); cotangent (dS,)."""
+
+    def identity(self, summary: Tensors) -> Tensors:
+        S, D = summary
+        return torch.zeros_like(S), torch.ones_like(D)
+
+    def combine(self, earlier: Tensors, later: Tensors) -> Tensors:
+        (S,) = self.apply(later, earlier[:1])
+        return S, earlier[1] * later[1]
+
+    def empty(self, summary: Tensors) -> Tensors:
+        return (torch.zeros_like(summary[0]),)
+
+    def apply(self, summary: Tensors, state: Tensors) -> Tensors:
+        S, D = summary
+        return (S + _scaled(D, state[0]),)
+
+    def transition(self, summary: Tensors, state: Tensors) -> Tensor:
+        return summary[1]
+
+    def adjoint(self, transition: Tensor, reads: Tensors, cotangent: Tensors) -> Tensors:
+        return (reads[0] + _scaled(transition, cotangent[0]),)
+
+
+class LogSumExp(Algebra):
+    """States are averages whose weights sum to e^z; they merge as averages (LightNet).
+
+    Summary (z, S, through), through (B, 1) being 0 where a document begins; state (z, S); cotangent (U, R), see
+    ``kernels.lightnet.StateCotangent``.
+    """
+
+    def identity(self, summary: Tensors) -> Tensors:
+        z, S, through = summary
+        return torch.full_like(z, -torch.inf), torch.zeros_like(S), torch.ones_like(through)
+
+    def combine(self, earlier: Tensors, later: Tensors) -> Tensors:
+        return *self.apply(later, earlier[:2]), earlier[2] * later[2]
+
+    def empty(self, summary: Tensors) -> Tensors:
+        return self.identity(summary)[:2]
+
+    def apply(self, summary: Tensors, state: Tensors) -> Tensors:
+        z, S, through = summary
+        return tuple(merge(LightNetState(*state), LightNetState(z, S), through[:, 0]))
+
+    def transition(self, summary: Tensors, state: Tensors) -> Tensor:
+        z, _, through = summary
+        return passed_share(state[0], z, through[:, 0])
+
+    def adjoint(self, transition: Tensor, reads: Tensors, cotangent: Tensors) -> Tensors:
+        U, R = cotangent
+        return reads[0] + _scaled(by_row(transition, U.shape[2]), U), reads[1] + _scaled(transition, R)
+
+
+def _scaled(weight: Tensor, x: Tensor) -> Tensor:
+    return torch.where(weight == 0, 0.0, weight * x)
+
+
+DIAGONAL = Diagonal()
+LOG_SUM_EXP = LogSumExp()

@@ -1,0 +1,245 @@
+"""Exchanges: how the state that enters each sequence rank's segment comes about, three ways with one result.
+
+``gather``     every rank gets all summaries and folds those before its own: one collective per direction.
+``two_level``  the same inside each node, then between nodes with the nodes' combined summaries, each rank taking a
+               share of the heads: what crosses the network is as many times less as a node has ranks.
+``ring``       from rank to rank, as in LASP (arXiv 2404.02882), without the local work on the chain.
+
+Payloads do not depend on the length of the sequence. States are fp32 or wider. Every rank must issue the same exchanges
+in the same order. They run beside the computation: on a stream of their own, on CPUs on a thread.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightscale.parallel.sequence.algebra import Algebra, Tensors
+
+Wait = Callable[[], Any]
+
+
+class StateExchange(ABC):
+    """Exchanges over ``group``, whose ranks hold the segments of each row in their order.
+
+    ``num_calls`` and ``payload_bytes`` count what this rank contributed, so that tests and benchmarks can hold it to
+    the formulas.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.num_calls = 0
+        self.payload_bytes = 0
+        self._beside: _Beside | None = None
+
+    @abstractmethod
+    def forward(self, algebra: Algebra, summary: Tensors) -> tuple[Tensors, Tensors]:
+        """The state that enters this rank's segment, and what ``backward`` needs (small: no states)."""
+
+    @abstractmethod
+    def backward(self, algebra: Algebra, kept: Tensors, reads: Tensors) -> Tensors:
+        """The cotangent of the state that leaves this rank's segment; ``reads`` see ``Algebra.adjoint``."""
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> Wait:
+        """Start ``work(*args)`` beside the computation; the returned function waits for it and gives its result."""
+        if self._beside is None:
+            device = _tensors(args)[0].device
+            self._beside = _OnStream(device) if device.type == "cuda" else _OnThread()
+        return self._beside.submit(f"state exchange: {type(self).__name__}", work, args)
+
+    def count(self, sent: Tensor) -> None:
+        self.num_calls += 1
+        self.payload_bytes += sent.numel() * sent.element_size()
+
+    def _all_gather(self, tensors: Tensors, group: dist.ProcessGroup) -> list[Tensors]:
+        """The ``tensors`` (equal shapes and one dtype on all ranks) of every rank of ``group``, in one collective."""
+        flat = _packed(tensors)
+        gathered = flat.new_empty(group.size() * flat.numel())
+        dist.all_gather_into_tensor(gathered, flat, group=group)
+        self.count(flat)
+        return [_unpacked(row, tensors) for row in gathered.view(group.size(), -1)]
+
+
+class Gather(StateExchange):
+    """One all-gather per direction. Kept are the transitions of all segments."""
+
+    def forward(self, algebra: Algebra, summary: Tensors) -> tuple[Tensors, Tensors]:
+        entering, transitions = _fold(algebra, self._all_gather(summary, self.group))
+        return entering[self.rank], (torch.stack(transitions),)
+
+    def backward(self, algebra: Algebra, kept: Tensors, reads: Tensors) -> Tensors:
+        (transitions,) = kept
+        return _fold_back(algebra, transitions, self._all_gather(reads, self.group), self.rank + 1)
+
+
+class TwoLevel(StateExchange):
+    """Three all-gathers per direction: summaries inside the node, shares of the nodes' between nodes, back inside.
+
+    Args:
+        group: all ranks of the sequence.
+        node: the ranks of this node, neighbours in ``group``; as many on every node.
+        across: the ranks with the same place in each node.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, node: dist.ProcessGroup, across: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.node, self.across = node, across
+
+    def forward(self, algebra: Algebra, summary: Tensors) -> tuple[Tensors, Tensors]:
+        inside = self._all_gather(summary, self.node)
+        of_node = algebra.identity(summary)
+        for segment in inside:
+            of_node = algebra.combine(of_node, segment)
+        shares = self._all_gather(self._share(of_node), self.across)
+        entering_nodes, between = _fold(algebra, shares)
+        entering_node = self._join(entering_nodes[self.across.rank()], algebra.empty(summary))
+        entering, within = _fold(algebra, inside, entering_node)
+        return entering[self.node.rank()], (torch.stack(within), torch.stack(between))
+
+    def backward(self, algebra: Algebra, kept: Tensors, reads: Tensors) -> Tensors:
+        within, between = kept
+        inside = self._all_gather(reads, self.node)
+        of_node = _fold_back(algebra, within, inside, 0)
+        shares = self._all_gather(self._share(of_node), self.across)
+        leaving_node = self._join(_fold_back(algebra, between, shares, self.across.rank() + 1), reads)
+        return _fold_back(algebra, within, inside, self.node.rank() + 1, leaving_node)
+
+    def _share(self, tensors: Tensors) -> Tensors:
+        """This rank's heads, padded where they do not divide; what has no heads is sent whole."""
+        ranks, own = self.node.size(), self.node.rank()
+
+        def share(x: Tensor) -> Tensor:
+            if x.size(1) == 1:
+                return x.contiguous()
+            heads = -(-x.size(1) // ranks)
+            part = x[:, own * heads : (own + 1) * heads]
+            padding = [0, 0] * (x.dim() - 2) + [0, heads - part.size(1)]
+            return torch.nn.functional.pad(part, padding)
+
+        return tuple(share(x) for x in tensors)
+
+    def _join(self, shares: Tensors, like: Tensors) -> Tensors:
+        """The inverse of ``_share`` for tensors in the shapes of ``like``."""
+        parts = self._all_gather(shares, self.node)
+        return tuple(
+            parts[0][number] if x.size(1) == 1 else torch.cat([part[number] for part in parts], dim=1)[:, : x.size(1)]
+            for number, x in enumerate(like)
+        )
+
+
+class Ring(StateExchange):
+    """A message from each rank to the next per direction; the time grows with the number of ranks."""
+
+    def forward(self, algebra: Algebra, summary: Tensors) -> tuple[Tensors, Tensors]:
+        state = algebra.empty(summary)
+        if self.rank > 0:
+            state = self._receive(state, self.rank - 1)
+        if self.rank < self.size - 1:
+            self._send(algebra.apply(summary, state), self.rank + 1)
+        return state, (algebra.transition(summary, state),)
+
+    def backward(self, algebra: Algebra, kept: Tensors, reads: Tensors) -> Tensors:
+        leaving = tuple(torch.zeros_like(x) for x in reads)
+        if self.rank < self.size - 1:
+            leaving = self._receive(leaving, self.rank + 1)
+        if self.rank > 0:
+            self._send(algebra.adjoint(kept[0], reads, leaving), self.rank - 1)
+        return leaving
+
+    def _send(self, tensors: Tensors, to: int) -> None:
+        flat = _packed(tensors)
+        dist.send(flat, group=self.group, group_dst=to)
+        self.count(flat)
+
+    def _receive(self, like: Tensors, source: int) -> Tensors:
+        flat = _packed(like)
+        dist.recv(flat, group=self.group, group_src=source)
+        return _unpacked(flat, like)
+
+
+def _fold(
+    algebra: Algebra, segments: Sequence[Tensors], state: Tensors | None = None
+) -> tuple[list[Tensors], list[Tensor]]:
+    """The state that enters each segment, the first with ``state`` (empty when None), and each one's transition."""
+    if state is None:
+        state = algebra.empty(segments[0])
+    entering, transitions = [], []
+    for segment in segments:
+        entering.append(state)
+        transitions.append(algebra.transition(segment, state))
+        state = algebra.apply(segment, state)
+    return entering, transitions
+
+
+def _fold_back(
+    algebra: Algebra, transitions: Tensor, reads: Sequence[Tensors], first: int, cotangent: Tensors | None = None
+) -> Tensors:
+    """The cotangent of the state that enters segment ``first``, from that of the state behind the last, else 0."""
+    if cotangent is None:
+        cotangent = tuple(torch.zeros_like(x) for x in reads[0])
+    for number in reversed(range(first, len(reads))):
+        cotangent = algebra.adjoint(transitions[number], reads[number], cotangent)
+    return cotangent
+
+
+def _packed(tensors: Tensors) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _unpacked(flat: Tensor, like: Tensors) -> Tensors:
+    parts = flat.split([tensor.numel() for tensor in like])
+    return tuple(part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True))
+
+
+class _Beside(ABC):
+    @abstractmethod
+    def submit(self, name: str, work: Callable[..., Any], args: tuple[Any, ...]) -> Wait: ...
+
+
+class _OnThread(_Beside):
+    """One thread, so that exchanges keep their order. Waiting raises what the exchange raised."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="state-exchange")
+
+    def submit(self, name: str, work: Callable[..., Any], args: tuple[Any, ...]) -> Wait:
+        def run() -> Any:
+            with torch.no_grad(), torch.profiler.record_function(name):
+                return work(*args)
+
+        return self._pool.submit(run).result
+
+
+class _OnStream(_Beside):
+    """A stream beside the one that computes; waiting makes the latter wait, not the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def submit(self, name: str, work: Callable[..., Any], args: tuple[Any, ...]) -> Wait:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.no_grad(), torch.cuda.stream(self._stream), torch.profiler.record_function(name):
+            result = work(*args)
+        done = self._stream.record_event()
+        for tensor in _tensors(args):
+            # Memory goes back to the stream that it was taken on, which must not use it before the exchange is done.
+            tensor.record_stream(self._stream)
+
+        def wait() -> Any:
+            current = torch.cuda.current_stream()
+            current.wait_event(done)
+            for tensor in _tensors(result):
+                tensor.record_stream(current)
+            return result
+
+        return wait
+
+
+def _tensors(nested: Any) -> list[Tensor]:
+    if isinstance(nested, tuple):
+        return [tensor for part in nested for tensor in _tensors(part)]
+    return [nested] if isinstance(nested, Tensor) else []

@@ -1,0 +1,60 @@
+"""Softmax attention has no state smaller than the keys and values themselves: they are gathered.
+
+The payload grows with the length of the sequence, which is what the other mixers avoid.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightscale.parallel.sequence.exchange import StateExchange
+
+
+def begin_gather(x: Tensor, exchange: StateExchange, lengths: Sequence[int] | None = None) -> Callable[[], Tensor]:
+    """Start gathering x (B, T, …) along the sequence; the returned function gives (B, T of all ranks, …).
+
+    Args:
+        lengths: T of every rank where they differ; None when they are equal.
+    """
+    sizes = [x.size(1)] * exchange.size if lengths is None else list(lengths)
+    wait = exchange.submit(_all_gather, exchange, x.detach(), sizes)
+    return lambda: _Gathered.apply(x, exchange, sizes, wait)
+
+
+def _padded(x: Tensor, length: int) -> Tensor:
+    return torch.nn.functional.pad(x, [0, 0] * (x.dim() - 2) + [0, length - x.size(1)])
+
+
+def _all_gather(exchange: StateExchange, x: Tensor, sizes: Sequence[int]) -> Tensor:
+    own = _padded(x, max(sizes)).contiguous()
+    gathered = own.new_empty(exchange.size, *own.shape)
+    dist.all_gather_into_tensor(gathered.flatten(0, 1), own, group=exchange.group)
+    exchange.count(own)
+    return torch.cat([part[:, :size] for part, size in zip(gathered, sizes, strict=True)], dim=1)
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: StateExchange, sizes: Sequence[int], wait: Callable[[], Any]) -> Tensor:
+        ctx.exchange, ctx.sizes = exchange, sizes
+        gathered: Tensor = wait()
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        # Every rank reads all tokens, so each has a part of every token's cotangent.
+        exchange, sizes = ctx.exchange, ctx.sizes
+        parts = torch.cat([_padded(part, max(sizes)) for part in grad.split(sizes, dim=1)])
+        # Beside the computation too, though nothing is left to compute: so all collectives keep one order.
+        own: Tensor = exchange.submit(_reduce_scatter, exchange, parts)()
+        return own[:, : sizes[exchange.rank]], None, None, None
+
+
+def _reduce_scatter(exchange: StateExchange, parts: Tensor) -> Tensor:
+    own = parts.new_empty(parts.size(0) // exchange.size, *parts.shape[1:])
+    dist.reduce_scatter_tensor(own, parts, group=exchange.group)
+    exchange.count(parts)
+    return own

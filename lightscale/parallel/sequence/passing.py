@@ -1,0 +1,104 @@
+"""State passing as one differentiable operation: begun when keys and values are there, finished when queries are.
+
+Forward: summary ▸ exchange ∥ (queries, gates, outputs within the rank) ▸ what the incoming state adds. Backward: what
+the outputs read of the incoming state ▸ exchange ∥ own gradients ▸ what the outgoing state adds to them.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightscale.parallel.sequence.algebra import Tensors
+from lightscale.parallel.sequence.exchange import StateExchange
+from lightscale.parallel.sequence.scans import Scan
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Incoming:
+    state: Tensors
+    kept: Tensors
+    remembered: Tensors
+
+
+class Replay(defaultdict[str, deque[_Incoming]]):
+    """Incoming states of layers whose activations are recomputed, by layer, so that their exchanges are not repeated.
+
+    The first pass of such a layer runs without gradients and leaves its state here; the second one, in the backward
+    pass, takes it. Micro-batches are recomputed in the order in which they came, hence first in, first out.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(deque)
+
+
+def begin(
+    scan: Scan, exchange: StateExchange, *written: Tensor | None, name: str = "", replay: Replay | None = None
+) -> Callable[..., Tensor]:
+    """Start ``scan`` over rows that are split along the sequence over the ranks of ``exchange``, in rank order.
+
+    Stretches may differ in length from rank to rank, and be empty. One exchange forward and one backward.
+
+    Args:
+        written: the scan's inputs that do not read the state.
+        name: of the layer; what ``replay`` keeps its states under.
+        replay: for a layer whose activations are recomputed.
+
+    Returns:
+        A function of the scan's inputs that read the state, to be called once; it gives the outputs.
+    """
+    if replay is not None and torch.is_grad_enabled():
+        incoming = replay[name].popleft()
+        return lambda *read: _PassStates.apply(scan, exchange, lambda: incoming, *written, *read)
+    with torch.no_grad():
+        summary = scan.summarize(written)
+    wait = exchange.submit(exchange.forward, scan.algebra, summary)
+
+    def arrive() -> _Incoming:
+        before, kept = wait()
+        state = scan.entering(before)
+        incoming = _Incoming(state=state, kept=kept, remembered=scan.remember(summary, state))
+        if replay is not None:
+            replay[name].append(incoming)
+        return incoming
+
+    return lambda *read: _PassStates.apply(scan, exchange, arrive, *written, *read)
+
+
+class _PassStates(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        scan: Scan,
+        exchange: StateExchange,
+        arrive: Callable[[], _Incoming],
+        *inputs: Tensor | None,
+    ) -> Tensor:
+        with torch.profiler.record_function("outputs within the rank"):
+            early = scan.early_outputs(inputs)
+        incoming = arrive()
+        ctx.scan, ctx.exchange = scan, exchange
+        ctx.sizes = len(inputs), len(incoming.state), len(incoming.kept)
+        ctx.save_for_backward(*inputs, *incoming.state, *incoming.kept, *incoming.remembered)
+        return scan.outputs(inputs, early, incoming.state)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
+        num_inputs, num_state, num_kept = ctx.sizes
+        inputs, rest = ctx.saved_tensors[:num_inputs], ctx.saved_tensors[num_inputs:]
+        state, kept, remembered = rest[:num_state], rest[num_state : num_state + num_kept], rest[num_state + num_kept :]
+        scan, exchange = ctx.scan, ctx.exchange
+        wait = exchange.submit(exchange.backward, scan.algebra, kept, scan.reads(inputs, do, state))
+        with torch.profiler.record_function("gradients within the rank"):
+            gradients = scan.own_gradients(inputs, do, state)
+        leaving = scan.leaving_gradients(inputs, state, remembered, wait())
+        for number, gradient in enumerate(leaving):
+            own = gradients[number]
+            if gradient is not None and own is not None:
+                gradients[number] = own.add_(gradient)
+        return None, None, None, *gradients

@@ -1,0 +1,236 @@
+"""The operators in the pieces that sequence parallelism needs: before, during and after an exchange.
+
+Inputs come in two parts. What is written to the state (keys, values, decays) is known first and summed up, and the
+exchange begins; what reads it (queries) may be computed meanwhile, and so are the outputs and gradients that do not
+depend on other ranks.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightscale.kernels import gla, lightnet, lightning, tpe
+from lightscale.kernels.gla import carry as gla_carry
+from lightscale.kernels.lightnet import LightNetState, StateCotangent
+from lightscale.kernels.lightnet import carry as lightnet_carry
+from lightscale.kernels.lightning import carry as lightning_carry
+from lightscale.kernels.tpe import carry as tpe_carry
+from lightscale.parallel.sequence.algebra import DIAGONAL, LOG_SUM_EXP, Algebra, Tensors
+
+Inputs = tuple[Any, ...]
+"""Tensors, some of them optional; each scan says which."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scan(ABC):
+    """An operator on the tokens of this rank. ``inputs`` are what is written, then what reads; each scan lists them.
+
+    continues: (B,) bool, whether a row's first token continues the document of the rank before. cu_seqlens: (N + 1,)
+    document boundaries over the flattened tokens of this rank, every row start included; None for none.
+    """
+
+    continues: Tensor
+    cu_seqlens: Tensor | None
+
+    algebra: ClassVar[Algebra] = DIAGONAL
+
+    @abstractmethod
+    def summarize(self, written: Inputs) -> Tensors:
+        """What this rank's segment does to a state: a summary of the algebra."""
+
+    @abstractmethod
+    def entering(self, state: Tensors) -> Tensors:
+        """The state that the row's first token meets, from the one that the ranks before leave."""
+
+    def early_outputs(self, inputs: Inputs) -> Tensor | None:
+        """What can be computed of the outputs before the incoming state is known; None when nothing can."""
+        return None
+
+    @abstractmethod
+    def outputs(self, inputs: Inputs, early: Tensor | None, state: Tensors) -> Tensor:
+        """The outputs of this rank's tokens. ``early`` may be overwritten."""
+
+    def remember(self, summary: Tensors, state: Tensors) -> Tensors:
+        """What ``leaving_gradients`` needs beside the inputs and the incoming state."""
+        return ()
+
+    @abstractmethod
+    def reads(self, inputs: Inputs, do: Tensor, state: Tensors) -> Tensors:
+        """The cotangent of the incoming state that comes from this rank's own outputs."""
+
+    @abstractmethod
+    def own_gradients(self, inputs: Inputs, do: Tensor, state: Tensors) -> list[Tensor | None]:
+        """The gradients of ``inputs``, in their order, by this rank's own outputs."""
+
+    @abstractmethod
+    def leaving_gradients(
+        self, inputs: Inputs, state: Tensors, remembered: Tensors, cotangent: Tensors
+    ) -> Sequence[Tensor | None]:
+        """The gradients of what is written, in its order, by the state that leaves the row."""
+
+    def where_continues(self, x: Tensor, otherwise: float = 0.0) -> Tensor:
+        """``x`` (B, …) for the rows that go on with a document, ``otherwise`` for those that begin one."""
+        return torch.where(self.continues.view(-1, *[1] * (x.dim() - 1)), x, otherwise)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagonalScan(Scan):
+    """A scan whose state only decays: a tensor S, zero where a document begins."""
+
+    def entering(self, state: Tensors) -> Tensors:
+        return (self.where_continues(state[0]),)
+
+    def _summary(self, state: Tensor, decay: Tensor) -> Tensors:
+        return state, self.where_continues(decay).to(state.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LightningScan(DiagonalScan):
+    """Lightning attention. Written: k (B, T, H, K), v (B, T, H, V), log_decay (H,) or None. Reads: q (B, T, H, K)."""
+
+    def summarize(self, written: Inputs) -> Tensors:
+        k, v, log_decay = written
+        state, decay = lightning.state_fwd(k, v, log_decay, self.cu_seqlens)
+        return self._summary(state, decay[..., None, None])
+
+    def early_outputs(self, inputs: Inputs) -> Tensor:
+        k, v, log_decay, q = inputs
+        return lightning.out_fwd(q, k, v, log_decay, None, self.cu_seqlens)[0]
+
+    def outputs(self, inputs: Inputs, early: Tensor | None, state: Tensors) -> Tensor:
+        assert early is not None
+        return early.add_(lightning_carry.read_fwd(inputs[3], inputs[2], state[0], self.cu_seqlens))
+
+    def reads(self, inputs: Inputs, do: Tensor, state: Tensors) -> Tensors:
+        return (self.where_continues(lightning.state_bwd(inputs[3], do, inputs[2], self.cu_seqlens)),)
+
+    def own_gradients(self, inputs: Inputs, do: Tensor, state: Tensors) -> list[Tensor | None]:
+        k, v, log_decay, q = inputs
+        dq, dk, dv, dlog_decay = lightning.grad_bwd(
+            q, k, v, log_decay, do, state[0], None, self.cu_seqlens, with_decay=_learned(log_decay)
+        )
+        return [dk, dv, dlog_decay, dq]
+
+    def leaving_gradients(
+        self, inputs: Inputs, state: Tensors, remembered: Tensors, cotangent: Tensors
+    ) -> Sequence[Tensor | None]:
+        k, v, log_decay, _ = inputs
+        return lightning_carry.write_bwd(
+            k, v, log_decay, state[0], cotangent[0], self.cu_seqlens, with_decay=_learned(log_decay)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedScan(DiagonalScan):
+    """Gated linear attention. Written: k (B, T, H, K), v (B, T, H, V), log_decay (B, T, H, K). Reads: q."""
+
+    def summarize(self, written: Inputs) -> Tensors:
+        k, v, log_decay = written
+        state, decay = gla.state_fwd(k, v, log_decay, self.cu_seqlens)
+        return self._summary(state, decay[..., None])
+
+    def early_outputs(self, inputs: Inputs) -> Tensor:
+        k, v, log_decay, q = inputs
+        return gla.out_fwd(q, k, v, log_decay, None, self.cu_seqlens)[0]
+
+    def outputs(self, inputs: Inputs, early: Tensor | None, state: Tensors) -> Tensor:
+        assert early is not None
+        return early.add_(gla_carry.read_fwd(inputs[3], inputs[2], state[0], self.cu_seqlens))
+
+    def reads(self, inputs: Inputs, do: Tensor, state: Tensors) -> Tensors:
+        return (self.where_continues(gla.state_bwd(inputs[3], do, inputs[2], self.cu_seqlens)),)
+
+    def own_gradients(self, inputs: Inputs, do: Tensor, state: Tensors) -> list[Tensor | None]:
+        k, v, log_decay, q = inputs
+        dq, *written = gla.grad_bwd(q, k, v, log_decay, do, state[0], None, self.cu_seqlens)
+        return [*written, dq]
+
+    def leaving_gradients(
+        self, inputs: Inputs, state: Tensors, remembered: Tensors, cotangent: Tensors
+    ) -> Sequence[Tensor | None]:
+        k, v, log_decay, _ = inputs
+        return gla_carry.write_bwd(k, v, log_decay, state[0], cotangent[0], self.cu_seqlens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TPEScan(DiagonalScan):
+    """Toeplitz positional encoding. Written: x (B, T, D), log_decay (E,). Reads: gamma (D, E)."""
+
+    def summarize(self, written: Inputs) -> Tensors:
+        x, log_decay = written
+        state, decay = tpe.state_fwd(x, log_decay, self.cu_seqlens)
+        return self._summary(state, decay[:, None])
+
+    def early_outputs(self, inputs: Inputs) -> Tensor:
+        x, log_decay, gamma = inputs
+        return tpe.out_fwd(x, log_decay, gamma, None, self.cu_seqlens)[0]
+
+    def outputs(self, inputs: Inputs, early: Tensor | None, state: Tensors) -> Tensor:
+        assert early is not None
+        x, log_decay, gamma = inputs
+        return early.add_(tpe_carry.read_fwd(x, log_decay, gamma, state[0], self.cu_seqlens))
+
+    def reads(self, inputs: Inputs, do: Tensor, state: Tensors) -> Tensors:
+        _, log_decay, gamma = inputs
+        return (self.where_continues(tpe.state_bwd(do, log_decay, gamma, self.cu_seqlens)),)
+
+    def own_gradients(self, inputs: Inputs, do: Tensor, state: Tensors) -> list[Tensor | None]:
+        x, log_decay, gamma = inputs
+        return list(tpe.grad_bwd(x, log_decay, gamma, do, state[0], None, self.cu_seqlens))
+
+    def leaving_gradients(
+        self, inputs: Inputs, state: Tensors, remembered: Tensors, cotangent: Tensors
+    ) -> Sequence[Tensor | None]:
+        x, log_decay, _ = inputs
+        return tpe_carry.write_bwd(x, log_decay, state[0], cotangent[0], self.cu_seqlens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LightNetScan(Scan):
+    """Additive decay. Written: k (B, T, H, K), v (B, T, H, V), cos, sin (B, T, H, K), which are fixed. Reads: q.
+
+    One exchange forward: z and S travel together. Outputs cannot be begun before it ends, because z of all tokens
+    before scales each channel of the queries.
+    """
+
+    algebra: ClassVar[Algebra] = LOG_SUM_EXP
+
+    def summarize(self, written: Inputs) -> Tensors:
+        k, v, cos, sin = written
+        state, through = lightnet.state_fwd(k, v, (cos, sin), self.cu_seqlens)
+        return state.z, state.S, self.where_continues(through)[:, None]
+
+    def entering(self, state: Tensors) -> Tensors:
+        z, S = state
+        return self.where_continues(z, -torch.inf), self.where_continues(S)
+
+    def outputs(self, inputs: Inputs, early: Tensor | None, state: Tensors) -> Tensor:
+        k, v, cos, sin, q = inputs
+        return lightnet.out_fwd(q, k, v, (cos, sin), LightNetState(*state), self.cu_seqlens)[0]
+
+    def remember(self, summary: Tensors, state: Tensors) -> Tensors:
+        return (self.algebra.apply(summary, state)[0],)
+
+    def reads(self, inputs: Inputs, do: Tensor, state: Tensors) -> Tensors:
+        k, v, cos, sin, q = inputs
+        own = lightnet.state_bwd(q, k, v, (cos, sin), do, LightNetState(*state), self.cu_seqlens)
+        return self.where_continues(own.U), self.where_continues(own.R)
+
+    def own_gradients(self, inputs: Inputs, do: Tensor, state: Tensors) -> list[Tensor | None]:
+        k, v, cos, sin, q = inputs
+        dq, dk, dv = lightnet.grad_bwd(q, k, v, (cos, sin), do, LightNetState(*state), None, self.cu_seqlens)
+        return [dk, dv, None, None, dq]
+
+    def leaving_gradients(
+        self, inputs: Inputs, state: Tensors, remembered: Tensors, cotangent: Tensors
+    ) -> Sequence[Tensor | None]:
+        k, v, cos, sin, _ = inputs
+        return lightnet_carry.write_bwd(k, v, (cos, sin), remembered[0], StateCotangent(*cotangent), self.cu_seqlens)
+
+
+def _learned(log_decay: Tensor | None) -> bool:
+    return log_decay is not None and log_decay.requires_grad

@@ -1,0 +1,85 @@
+"""Never a wrong result: every architecture on every axis, at every degree, either runs or is refused by name.
+
+What runs is held to one process in tests/parallel/test_parity.py.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import ClassVar
+
+import pytest
+
+from lightscale.config import ModelConfig, ParallelConfig, RunConfig, check_layout
+from lightscale.errors import UserError
+from lightscale.models import registry
+from lightscale.models.registry import MIXERS, check_mixers
+from lightscale.models.tnl import TNL
+
+AXES = ("tensor", "pipeline", "sequence")
+# Of the model below: 4 layers, width 64, 4 heads, GLU width 128, 512 ids; sequences of 64 tokens, 4 a step.
+ABLE = {"tensor": {1, 2, 4}, "pipeline": {1, 2, 3, 4}, "sequence": {1, 2, 4, 8, 16, 32, 64}}
+
+
+@pytest.mark.parametrize(("name", "axis"), list(itertools.product(MIXERS, AXES)))
+def test_every_degree_runs_or_is_refused_with_what_would_work(
+    name: str, axis: str, tiny_config: Callable[..., RunConfig]
+) -> None:
+    for degree in (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128):
+        config = tiny_config(f"model.mixer={name}", f"parallel.{axis}={degree}")
+        if degree in ABLE[axis]:
+            check_mixers(config.model, config.parallel)
+            assert getattr(check_layout(config, degree), axis) == degree
+            continue
+        with pytest.raises(UserError) as refused:
+            check_layout(config, degree)
+        message = str(refused.value)
+        assert f"parallel.{axis} = {degree}" in message or f"parallel.{axis} = {degree} times" in message
+        assert "would do" in message
+
+
+class Whole(TNL):
+    """A mixer that needs whole sequences and all heads."""
+
+    axes: ClassVar[frozenset[str]] = frozenset({"pipeline", "data"})
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_a_layer_that_cannot_be_split_says_so(axis: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it stands in the model, and whatever stands beside it."""
+    monkeypatch.setitem(registry.MIXERS, "whole", Whole)
+    model = ModelConfig(
+        mixer=["tnl", "tnl", "whole"], num_layers=3, width=64, num_heads=4, glu_width=96, vocab_size=128
+    )
+    parallel = ParallelConfig(**{axis: 2})
+    if axis in Whole.axes:
+        check_mixers(model, parallel)
+        return
+    with pytest.raises(UserError) as refused:
+        check_mixers(model, parallel)
+    for part in (f"parallel.{axis} = 2", "layer 2 (whole)", f"parallel.{axis} = 1 would work", "pipeline"):
+        assert part in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "parts"),
+    [
+        (["parallel.virtual_stages=2"], 1, ["parallel.virtual_stages = 2", "parallel.pipeline of at least 2"]),
+        (
+            ["parallel.virtual_stages=3", "parallel.pipeline=2"],
+            2,
+            ["model.num_layers = 4", "6 stages", "parallel.pipeline = 1 would do"],
+        ),
+        (
+            ["parallel.virtual_stages=2", "parallel.pipeline=2", "train.global_batch_size=3"],
+            2,
+            ["train.global_batch_size = 3", "groups of parallel.pipeline = 2", "4 sequences would do"],
+        ),
+    ],
+)
+def test_virtual_stages_that_cannot_be(
+    overrides: list[str], world_size: int, parts: list[str], tiny_config: Callable[..., RunConfig]
+) -> None:
+    with pytest.raises(UserError) as refused:
+        check_layout(tiny_config(*overrides), world_size)
+    for part in parts:
+        assert part in str(refused.value)
