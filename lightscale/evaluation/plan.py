@@ -2,16 +2,18 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
 
 from lightscale.config import Layout, ModelConfig, RunConfig, check_layout
+from lightscale.evaluation.exchanges import Summary, contribution
+from lightscale.evaluation.hardware import H100
 from lightscale.evaluation.memory import RankMemory, fullest_rank
+from lightscale.evaluation.schedules import Group
 from lightscale.evaluation.study import exact_only, study_parameters, study_training_flops
+from lightscale.evaluation.workload import Workload
 from lightscale.models.accounting import EMBEDDING, parameter_terms
 from lightscale.models.flops import training_flops_per_token
-from lightscale.models.registry import check_mixers, mixer_class, shared_parts
-from lightscale.models.tpe import TPE
+from lightscale.models.registry import check_mixers
 
 _STATE_BYTES = 4
 
@@ -41,7 +43,10 @@ class Parameters:
 
 @dataclass(frozen=True, kw_only=True)
 class StateExchange:
-    """What each rank contributes to an exchange of states along `sequence`, per layer and micro-batch."""
+    """What each rank contributes to an exchange of states along `sequence`, per layer and micro-batch.
+
+    By `parallel.exchange`; the first and the last rank of a ring send only one way.
+    """
 
     mixer: str
     """Or "tpe", the positional encoding behind the embedding."""
@@ -92,7 +97,7 @@ def plan(config: RunConfig, processes: int | None = None) -> Plan:
         tokens_per_step=config.tokens_per_step,
         steps=config.total_steps,
         memory=fullest_rank(config, layout),
-        exchanges=tuple(_exchanges(model, layout)),
+        exchanges=tuple(_exchanges(config, layout)),
     )
 
 
@@ -108,25 +113,27 @@ def _fewest_processes(config: RunConfig) -> int:
     return parallel.tensor * parallel.pipeline * parallel.sequence * (parallel.data or 1)
 
 
-def _exchanges(model: ModelConfig, layout: Layout) -> Iterator[StateExchange]:
+def _exchanges(config: RunConfig, layout: Layout) -> Iterator[StateExchange]:
+    model, parallel = config.model, config.parallel
+    work = Workload(model, config.data.sequence_length)
+    # Where nobody says how many ranks share a node, as many as there are GPUs in one.
+    hardware = replace(H100, gpus_per_node=parallel.ranks_per_node or H100.gpus_per_node)
+    per_node = Group(ranks=layout.sequence, stride=layout.tensor, hardware=hardware).per_node
     row_bytes = _STATE_BYTES * layout.micro_batch_size
-    if "tpe" in shared_parts(model):
-        # Every tensor rank scans all channels: one state of the width times the decays, and its decays.
-        shapes = TPE.parameter_shapes(model)
-        state, decays = prod(shapes["gamma"]), prod(shapes["decay_logit"])
-        yield StateExchange(
-            mixer="tpe",
-            layers=None,
-            forward_bytes=row_bytes * (state + decays),
-            backward_bytes=row_bytes * state,
-        )
-    alike = itertools.groupby(range(model.num_layers), key=lambda layer: (model.layers[layer], _values(model, layer)))
-    for (name, values), group in alike:
-        layers = list(group)
-        # Heads, and with them their states, are shared out over the tensor ranks.
-        forward, backward = (row_bytes * count // layout.tensor for count in values) if any(values) else (None, None)
-        yield StateExchange(mixer=name, layers=(layers[0], layers[-1]), forward_bytes=forward, backward_bytes=backward)
 
+    def exchange(mixer: str, layers: tuple[int, int] | None, summary: Summary) -> StateExchange:
+        sent = contribution(parallel.exchange, summary, per_node)
+        sizes = row_bytes * sent.forward, row_bytes * sent.backward
+        return StateExchange(mixer=mixer, layers=layers, forward_bytes=sizes[0], backward_bytes=sizes[1])
 
-def _values(model: ModelConfig, layer: int) -> tuple[int, int]:
-    return mixer_class(model.layers[layer]).exchange_values(model, layer)
+    tpe = work.tpe_summary(layout.tensor)
+    if tpe is not None:
+        yield exchange("tpe", None, tpe)
+    alike = itertools.groupby(range(model.num_layers), key=lambda layer: (model.layers[layer], work.layers[layer]))
+    for (name, layer), group in alike:
+        numbers = list(group)
+        place = numbers[0], numbers[-1]
+        if layer.has_state:
+            yield exchange(name, place, work.summary(layer, layout.tensor))
+        else:
+            yield StateExchange(mixer=name, layers=place, forward_bytes=None, backward_bytes=None)

@@ -1,4 +1,7 @@
-"""``lightscale plan``: what a run would take, without building its model; the study's table of sizes."""
+"""``lightscale plan``: what a run would take, without building its model; the study's table of sizes.
+
+With ``--nodes`` it predicts speed: `scaling_command`.
+"""
 
 import argparse
 import dataclasses
@@ -15,6 +18,7 @@ from rich.table import Table
 from lightscale.config import RunConfig
 from lightscale.config_files import load
 from lightscale.errors import UserError
+from lightscale.evaluation import scaling_command
 from lightscale.evaluation.memory import assumptions
 from lightscale.evaluation.plan import Parameters, Plan, StateExchange, plan
 from lightscale.evaluation.study import Comparison, StudyRow, study_table
@@ -38,14 +42,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="all sizes and architectures of the scaling-law study beside its Table 7 (CONFIG: default configs)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    scaling_command.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan, or the study's table; 1 where that table disagrees with the published one."""
+    """Print the plan, the study's table, or a prediction.
+
+    1 where the table disagrees with the published one, or where no layout fits on any of the nodes.
+    """
+    if args.study and args.nodes is not None:
+        raise UserError("--study and --nodes: give one")
+    if args.nodes is None:
+        scaling_command.refuse_without_nodes(args)
     if args.study:
         return _study(args)
     if args.config is None:
         raise UserError("no CONFIG given; name the run's TOML file, or --study for the table of the study")
+    if args.nodes is not None:
+        return scaling_command.run(args)
     if args.processes is not None and args.processes < 1:
         raise UserError(f"--processes {args.processes}: must be at least 1")
     config = load(args.config, args.overrides)
@@ -118,6 +132,8 @@ def _memory_lines(planned: Plan) -> Iterable[tuple[str, str, str]]:
     yield "optimizer", _gib(memory.optimizer_bytes), ""
     tokens = planned.layout.micro_batch_size * planned.layout.rank_sequence_tokens
     yield "activations", _gib(memory.activations_bytes), f"{tokens:,} tokens at once"
+    if memory.exchange_bytes:
+        yield "exchange of states", _gib(memory.exchange_bytes), ""
     yield "logits", _gib(memory.logits_bytes), ""
     yield "together", _gib(memory.total_bytes), ""
 

@@ -68,7 +68,9 @@ def test_the_recurrent_form_is_the_parallel_form(measured: dict[str, dict[str, A
 @EACH
 def test_the_same_seed_gives_the_same_text(measured: dict[str, dict[str, Any]], name: str) -> None:
     texts = measured[name]["texts"]
-    assert all(first == second and len(first) > 0 for first, second in texts.values())
+    assert all(first == second for first, second in texts.values())
+    # An untrained model may begin with the end of the text.
+    assert any(first for first, _ in texts.values())
     assert texts["seed 0"][0] != texts["seed 1"][0]
 
 
