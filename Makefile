@@ -30,9 +30,11 @@ test: check
 test-long: install
 	$(BIN)/pytest --durations=10 -m long || test $$? -eq 5
 
-# What only a GPU can show: operators and models against fp64 on the device, then training in bf16.
+# What only a GPU can show: operators and models against fp64 on the device, training in bf16, then speed, kept as JSON.
 gpu-check: install
 	$(BIN)/pytest --durations=10 -m gpu tests/gpu
+	$(BIN)/python tools/bench.py kernels --save benchmarks
+	$(BIN)/python tools/bench.py train --save benchmarks
 
 # Corpus, training, resume and a sample of text, from nothing.
 quickstart: install

@@ -31,6 +31,8 @@ PositiveOrZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 # TOML has neither paths nor tuples: they are read from text and from lists, everything else as it is.
 PathText = Annotated[Path, Field(strict=False)]
+Exchange = Literal["gather", "two_level", "ring"]
+Recompute = Literal["none", "selective", "full"]
 
 _MIXER_ENTRY = re.compile(r"(?P<name>[a-z][a-z0-9_]*)(\*(?P<count>[1-9][0-9]*))?")
 _SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -122,15 +124,28 @@ class ValidationSet(Section):
     """Number of sequences measured, the first ones of the source."""
 
 
+class CurriculumStage(Section):
+    """An entry of data.curriculum: shorter sequences at the beginning of a run."""
+
+    sequence_length: Count
+    """Length of a sequence, in tokens; divides data.sequence_length."""
+    until_tokens: TokenCount
+    """Place in the data, in tokens, where the stage ends; rounded up to whole steps, may be written like 10e9."""
+
+
 class DataConfig(Section):
     """[data]: what is read, and in which order."""
 
     store: PathText
     """Path of the token store, relative to the current directory."""
     sources: dict[str, Positive] = {}
-    """Weight of each source (only ratios count); empty: all but validation sources, by their tokens."""
+    """Weight of each source (only ratios count); empty: as the corpus gave them, else by tokens, but for validation."""
     sequence_length: Count
-    """Length of a training sequence, in tokens."""
+    """Length of a training sequence, in tokens; with a curriculum, that of its last stage."""
+    packing: Literal["concat", "whole"] = "concat"
+    """concat: windows over the stream of documents; whole: only documents longer than a sequence are cut."""
+    curriculum: list[CurriculumStage] = []
+    """Stages of shorter sequences at first, {sequence_length, until_tokens} each; steps keep their tokens."""
     seed: CountOrZero = 0
     """Decides the order of the samples."""
     validation: dict[str, ValidationSet] = {}
@@ -149,6 +164,18 @@ class DataConfig(Section):
                     f"data.sources and data.validation.{name} both name the source {validation.source!r}; "
                     "a validation source is never trained on"
                 )
+        for before, stage in zip([None, *self.curriculum], self.curriculum, strict=False):
+            if self.sequence_length % stage.sequence_length:
+                raise ValueError(
+                    f"data.curriculum: sequence_length = {stage.sequence_length} does not divide "
+                    f"data.sequence_length = {self.sequence_length}, so that steps could not keep their tokens; "
+                    f"{_near_divisor(self.sequence_length, stage.sequence_length)} would do"
+                )
+            if before is not None and stage.until_tokens <= before.until_tokens:
+                raise ValueError(
+                    f"data.curriculum: until_tokens = {stage.until_tokens} comes after {before.until_tokens}; "
+                    "list the stages in the order of the run"
+                )
         return self
 
 
@@ -163,6 +190,12 @@ class ParallelConfig(Section):
     """Ranks that share every sequence."""
     data: Count | None = None
     """Ranks that share the batch; none: the rest of the processes."""
+    virtual_stages: Count = 1
+    """Stretches of layers on every pipeline rank, interleaved for a smaller bubble; 1: one stretch (1F1B)."""
+    exchange: Exchange = "gather"
+    """How states pass along the sequence: gathered by all, inside nodes and then between them, from rank to rank."""
+    ranks_per_node: Count | None = None
+    """Processes that share a node, for two_level; none: as they were started."""
 
 
 class OptimizerConfig(Section):
@@ -214,6 +247,10 @@ class TrainConfig(Section):
     """Decides the initial weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto: on GPUs where there are any."""
+    recompute: Recompute = "none"
+    """Activations computed again in the backward pass, to save memory: of the linear units, or of whole layers."""
+    kernels: Literal["auto", "triton", "chunked", "reference"] = "auto"
+    """What computes the operators; auto: Triton on GPUs, chunked PyTorch elsewhere. reference: token by token."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of weights and activations; auto: fp32 on CPUs, bf16 with fp32 main weights on GPUs."""
     validate_every: CountOrZero = 0
@@ -346,20 +383,24 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
     tensor = parallel.tensor
     for name in ("num_heads", "glu_width", "vocab_size"):
         _require_divisible(f"model.{name}", getattr(config.model, name), "parallel.tensor", tensor)
-    _require_divisible("model.num_layers", config.model.num_layers, "parallel.pipeline", parallel.pipeline)
+    _check_stages(config)
     length = config.data.sequence_length
-    _require_divisible("data.sequence_length", length, "parallel.sequence", parallel.sequence)
-    if length % (parallel.sequence * tensor):
-        raise UserError(
-            f"data.sequence_length = {length} is not divisible by parallel.sequence = {parallel.sequence} "
-            f"times parallel.tensor = {tensor} (tensor ranks hold shards of the activations too); "
-            f"{_near_multiple(length, parallel.sequence * tensor)} tokens would do"
-        )
+    _check_length("data.sequence_length", length, parallel)
+    for number, stage in enumerate(config.data.curriculum):
+        _check_length(f"data.curriculum[{number}].sequence_length", stage.sequence_length, parallel)
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     if batch % (micro * data):
         raise UserError(
             f"train.global_batch_size = {batch} is not divisible by train.micro_batch_size = {micro} times "
             f"the {data} data ranks (parallel.data); {_near_multiple(batch, micro * data)} sequences would do"
+        )
+    num_microbatches = batch // (micro * data)
+    if parallel.virtual_stages > 1 and num_microbatches % parallel.pipeline:
+        unit = micro * data * parallel.pipeline
+        raise UserError(
+            f"parallel.virtual_stages = {parallel.virtual_stages} takes micro-batches in groups of parallel.pipeline = "
+            f"{parallel.pipeline}, but train.global_batch_size = {batch} makes {num_microbatches} of them on every "
+            f"data rank; {_near_multiple(batch, unit)} sequences would do"
         )
     return Layout(
         tensor=tensor,
@@ -367,9 +408,35 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
         sequence=parallel.sequence,
         data=data,
         micro_batch_size=micro,
-        num_microbatches=batch // (micro * data),
+        num_microbatches=num_microbatches,
         rank_sequence_tokens=length // parallel.sequence,
     )
+
+
+def _check_length(name: str, length: int, parallel: ParallelConfig) -> None:
+    _require_divisible(name, length, "parallel.sequence", parallel.sequence)
+    if length % (parallel.sequence * parallel.tensor):
+        raise UserError(
+            f"{name} = {length} is not divisible by parallel.sequence = {parallel.sequence} times parallel.tensor = "
+            f"{parallel.tensor} (tensor ranks hold shards of the activations too); "
+            f"{_near_multiple(length, parallel.sequence * parallel.tensor)} tokens would do"
+        )
+
+
+def _check_stages(config: RunConfig) -> None:
+    parallel, num_layers = config.parallel, config.model.num_layers
+    if parallel.virtual_stages > 1 and parallel.pipeline == 1:
+        raise UserError(
+            f"parallel.virtual_stages = {parallel.virtual_stages} needs parallel.pipeline of at least 2; "
+            "parallel.virtual_stages = 1 would do"
+        )
+    stages = parallel.pipeline * parallel.virtual_stages
+    if stages > num_layers:
+        raise UserError(
+            f"model.num_layers = {num_layers} is fewer than the {stages} stages of parallel.pipeline = "
+            f"{parallel.pipeline} times parallel.virtual_stages = {parallel.virtual_stages}, and every stage needs a "
+            f"layer; parallel.pipeline = {max(1, num_layers // parallel.virtual_stages)} would do"
+        )
 
 
 def _data_ranks(parallel: ParallelConfig, world_size: int) -> int:

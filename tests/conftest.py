@@ -47,6 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """All but the tests marked `gpu` run on CPUs, also where there is a GPU: hide it before torch is imported."""
     if "not gpu" in config.option.markexpr or "gpu" not in config.option.markexpr:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        # Kernels run in Triton's interpreter there. It reads this when a kernel is defined.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture

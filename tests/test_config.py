@@ -174,10 +174,10 @@ def test_data_axis_takes_the_rest_of_the_processes(
             4,
         ),
         (
-            ["parallel.pipeline=3"],
-            3,
-            ["model.num_layers = 4", "parallel.pipeline = 3", "parallel.pipeline = 2"],
-            "parallel.pipeline=2",
+            ["parallel.pipeline=5"],
+            5,
+            ["model.num_layers = 4", "parallel.pipeline = 5", "parallel.pipeline = 4 would do"],
+            "parallel.pipeline=4",
             4,
         ),
         (

@@ -12,18 +12,24 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+import bench_kernels
+import bench_loader
+import bench_prepare
+import bench_sequence
+import bench_train
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 
+from lightscale.errors import UserError
 from lightscale.kernels.gla import gla, gla_reference
 from lightscale.kernels.lightnet import lightnet_attention, lightnet_attention_reference
 from lightscale.kernels.lightning import (
@@ -288,6 +294,61 @@ def mixers_table(mixers: dict[str, dict[str, Any]], lengths: list[int]) -> Table
 
 
 # A new benchmark is one entry here.
+def run_kernels(args: argparse.Namespace) -> Report:
+    """The Triton kernels on a GPU; elsewhere their chunked forms, at sizes for a CPU."""
+    figures = bench_kernels.run(lengths=args.lengths, repeats=args.repeats, with_tuning=args.tune)
+    return Report(settings={"repeats": args.repeats}, figures=figures, table=bench_kernels.table(figures))
+
+
+def kernels_arguments(parser: argparse.ArgumentParser) -> None:
+    """Lengths on a GPU."""
+    parser.add_argument("--lengths", type=positive, nargs="+", default=bench_kernels.LENGTHS, help="tokens of the row")
+    parser.add_argument("--tune", action="store_true", help="also time other tiles of the kernels")
+
+
+def run_train(args: argparse.Namespace) -> Report:
+    """Whole training steps over growing lengths."""
+    figures = bench_train.run_arguments(args)
+    settings = {name: figures.pop(name) for name in ("config", "tokens_per_step")}
+    return Report(settings=settings, figures=figures, table=bench_train.table(figures))
+
+
+def run_sequence(args: argparse.Namespace) -> Report:
+    """What the exchanges of states send, against the formulas, and for how long they are waited for."""
+    settings = bench_sequence.settings_of(args)
+    figures = bench_sequence.run(settings)
+    return Report(settings=asdict(settings), figures=figures, table=bench_sequence.table(figures))
+
+
+def data_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is measured of the corpus pipeline."""
+    parser.add_argument("--documents", type=Path, help="English jsonl (default: LibreOffice's help, a Debian package)")
+    parser.add_argument("--only", choices=("loader", "prepare"), help="one half (default: both)")
+    parser.add_argument("--no-memory", action="store_true", help="leave out the peaks of memory, which take longest")
+
+
+def run_data(args: argparse.Namespace) -> Report:
+    """The loader beside a raw copy, zarr and other loaders; the whole pipeline beside datatrove."""
+    figures: dict[str, Any] = {}
+    if args.only != "prepare":
+        figures["loader"] = bench_loader.run(repeats=args.repeats)
+    if args.only != "loader":
+        figures["prepare"] = bench_prepare.run(args.documents, repeats=args.repeats, memory=not args.no_memory)
+    table = Table("figure")
+    table.add_column("value", justify="right")
+    for name, value in _flat(figures):
+        table.add_row(name, f"{value:,.4g}" if isinstance(value, float) else str(value))
+    return Report(settings={"repeats": args.repeats}, figures=figures, table=table)
+
+
+def _flat(nested: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in nested.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif not key.endswith("samples_s"):
+            yield f"{prefix}{key}", value
+
+
 BENCHMARKS = {
     "lightning": Benchmark(
         summary="lightning attention on the CPU: chunked, naive recurrence, softmax attention (SDPA)",
@@ -299,6 +360,28 @@ BENCHMARKS = {
         add_arguments=mixers_arguments,
         run=run_mixers,
         # Two threads that wait for each other are slowed many times over by a third that wants a core.
+        threads=1,
+    ),
+    "kernels": Benchmark(
+        summary="Triton kernels beside fla-core's and PyTorch's flash attention, and their floor (on a GPU)",
+        add_arguments=kernels_arguments,
+        run=run_kernels,
+    ),
+    "train": Benchmark(
+        summary="tokens/s, MFU and memory of whole training steps over growing lengths, on one device",
+        add_arguments=bench_train.add_arguments,
+        run=run_train,
+    ),
+    "sequence": Benchmark(
+        summary="exchanges of states between sequence ranks: calls, bytes, and time waited for, on CPU processes",
+        add_arguments=bench_sequence.add_arguments,
+        run=run_sequence,
+        threads=1,
+    ),
+    "data": Benchmark(
+        summary="corpus pipeline: loader beside memmap, zarr, Megatron; preparation beside datatrove; memory",
+        add_arguments=data_arguments,
+        run=run_data,
         threads=1,
     ),
 }
@@ -407,6 +490,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, benchmark in BENCHMARKS.items():
         command = commands.add_parser(name, help=benchmark.summary, description=benchmark.summary)
         command.add_argument("--json", action="store_true", help="print one JSON object, with every sample")
+        command.add_argument("--save", type=Path, metavar="FOLDER", help="also write that object to a file in FOLDER")
         command.add_argument("--repeats", type=positive, default=5, help="turns that count (default 5)")
         command.add_argument(
             "--threads",
@@ -419,10 +503,20 @@ def main(arguments: list[str] | None = None) -> int:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
 
-    report = BENCHMARKS[args.name].run(args)
+    try:
+        report = BENCHMARKS[args.name].run(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return UserError.EXIT_CODE
     host = machine()
+    figures = {"benchmark": args.name, "machine": host, "settings": report.settings} | report.figures
+    if args.save is not None:
+        device = torch.cuda.get_device_name().replace(" ", "-") if torch.cuda.is_available() else "cpu"
+        path = args.save / f"{args.name}_{device}_{host['date']}.json"
+        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        print(f"written to {path}", file=sys.stderr)
     if args.json:
-        print(json.dumps({"benchmark": args.name, "machine": host, "settings": report.settings} | report.figures))
+        print(json.dumps(figures))
         return 0
     print(
         f"{args.name} on {host['cpu']}, {host['threads']} threads of {host['cores']} cores, {host['date']}, "

@@ -3,7 +3,8 @@
 import torch
 
 from lightscale.config import RunConfig, TrainConfig
-from lightscale.models.language_model import LanguageModel, transformer_config
+from lightscale.kernels.common.backends import set_default_backend
+from lightscale.models.language_model import language_model_chunks, transformer_config
 from lightscale.parallel.engine import AdamW, Engine
 from lightscale.parallel.initialization import draw_weights
 from lightscale.parallel.mesh import Mesh
@@ -25,17 +26,13 @@ def build_engine(config: RunConfig, mesh: Mesh, *, vocab_size: int, trainable: b
         vocab_size: ids that the tokenizer uses; the rows of ``model.vocab_size`` beyond take no probability.
         trainable: with gradients and an optimizer; False for evaluation and generation.
     """
+    set_default_backend(config.train.kernels)
     model = config.model
-    megatron = transformer_config(model, mesh, weight_dtype(config.train, mesh.device))
-    module = LanguageModel(
-        megatron,
-        model,
-        vocab_size=vocab_size,
-        mesh=mesh,
-        pre_process=mesh.groups.pp.rank() == 0,
-        post_process=mesh.is_last_stage,
-    )
-    draw_weights(module, seed=config.train.seed, tensor_rank=mesh.groups.tp.rank(), tensor_size=mesh.tensor)
+    dtype = weight_dtype(config.train, mesh.device)
+    megatron = transformer_config(model, mesh, dtype, recompute=config.train.recompute)
+    chunks = language_model_chunks(megatron, model, vocab_size=vocab_size, mesh=mesh)
+    for chunk in chunks:
+        draw_weights(chunk, seed=config.train.seed, tensor_rank=mesh.groups.tp.rank(), tensor_size=mesh.tensor)
     optimizer = config.optimizer
     adamw = AdamW(
         betas=optimizer.betas,
@@ -44,7 +41,7 @@ def build_engine(config: RunConfig, mesh: Mesh, *, vocab_size: int, trainable: b
         grad_clip=optimizer.grad_clip,
     )
     return Engine(
-        module,
+        chunks,
         megatron,
         mesh,
         sequence_length=config.data.sequence_length,

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Self
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from lightscale.parallel.mesh import Mesh
@@ -51,7 +52,13 @@ class StepProfiler:
         if self._mesh.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
             torch.cuda.memory._record_memory_history()
-        self._profile = profile(activities=activities, profile_memory=True, record_shapes=True)
+        self._profile = profile(
+            activities=activities,
+            profile_memory=True,
+            record_shapes=True,
+            # On CPUs states are exchanged on a thread of their own.
+            experimental_config=_ExperimentalConfig(profile_all_threads=self._mesh.device.type == "cpu"),
+        )
         self._profile.start()
 
     def _finish(self) -> None:

@@ -8,16 +8,19 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from lightscale.config import RunConfig
-from lightscale.data_pipeline.loader import Batch, Layout, TokenLoader, validation_batches
+from lightscale.data_pipeline.loader import Layout, TokenLoader, validation_batches
+from lightscale.data_pipeline.packing import INDEX_DIR
+from lightscale.data_pipeline.prefetch import Prefetcher
 from lightscale.data_pipeline.store import TokenStore
+from lightscale.data_pipeline.windows import Batch
 from lightscale.errors import UserError
 from lightscale.models.flops import training_flops_per_token
+from lightscale.models.operators import describe_operators
 from lightscale.models.registry import check_mixers
 from lightscale.parallel.fused import describe_fused_kernels
 from lightscale.parallel.mesh import Mesh, start_mesh
@@ -51,6 +54,9 @@ def train(config: RunConfig, run: RunDirectory) -> Status:
             rank=int(place["RANK"]),
             world_size=int(place["WORLD_SIZE"]),
             local_rank=int(place["LOCAL_RANK"]),
+            exchange=parallel.exchange,
+            ranks_per_node=parallel.ranks_per_node or int(place["LOCAL_WORLD_SIZE"]),
+            virtual_stages=parallel.virtual_stages,
         ) as mesh,
     ):
         return Trainer(config, run, mesh, stop).run()
@@ -72,15 +78,7 @@ class Trainer:
             sequence_size=mesh.sequence,
         )
         self.store = TokenStore(config.data.store)
-        self.loader = TokenLoader(
-            self.store,
-            sequence_length=config.data.sequence_length,
-            global_batch_size=config.train.global_batch_size,
-            micro_batch_size=config.train.micro_batch_size,
-            sources=config.data.sources,
-            seed=config.data.seed,
-            layout=self.layout,
-        )
+        self.loader = TokenLoader.of(config, self.store, layout=self.layout, index_dir=run.path / INDEX_DIR)
         self.engine = build_engine(config, mesh, vocab_size=self.store.tokenizer.vocab_size, trainable=True)
         self.checkpoints = Checkpoints(run.checkpoints, mesh)
         self.step = self._resume()
@@ -104,11 +102,12 @@ class Trainer:
                 peak_flops=peak,
             ) as metrics,
             StepProfiler(config.train.profile_steps, self.directory.profile, self.mesh) as profiler,
+            Prefetcher(self.loader) as ahead,
         ):
             while self.step < total:
                 metrics.begin_step()
                 with profiler.step(self.step + 1):
-                    self._train_step(metrics)
+                    self._train_step(ahead, metrics)
                 every = config.train.validate_every
                 if every and (self.step % every == 0 or self.step == total):
                     self._validate(metrics)
@@ -119,9 +118,10 @@ class Trainer:
                     return self._leave("resumable", f"stopped by {self.stop.reason}")
         return self._leave("finished", f"all {total} steps are done")
 
-    def _train_step(self, metrics: MetricsLogger) -> None:
+    def _train_step(self, ahead: Prefetcher, metrics: MetricsLogger) -> None:
         step, total = self.step + 1, self.config.total_steps
-        batches = self._to_device(self.loader.next_step())
+        stage = self.loader.stage_after(self.loader.tokens)
+        batches = self._to_device(ahead.next_step())
         sums = self.engine.forward_backward(batches)
         lr = learning_rate(self.config.optimizer, step, total)
         # The loss is the same number on every rank, so that all stop or none; weights are still those of the last step.
@@ -130,7 +130,8 @@ class Trainer:
         _require_finite("gradient norm", grad_norm, step)
         self.step = step
         if metrics.due(step):
-            metrics.log_step(step, tokens=self.loader.tokens, loss=sums.mean, grad_norm=grad_norm, lr=lr)
+            more = {"sequence_length": stage.sequence_length} if self.config.data.curriculum else {}
+            metrics.log_step(step, tokens=self.loader.tokens, loss=sums.mean, grad_norm=grad_norm, lr=lr, **more)
 
     def _validate(self, metrics: MetricsLogger) -> None:
         """The loss on every validation set, with the weights as they are."""
@@ -210,17 +211,7 @@ class Trainer:
         return status
 
     def _to_device(self, batches: Sequence[Batch]) -> list[Batch]:
-        device = self.mesh.device
-        return [
-            replace(
-                batch,
-                tokens=batch.tokens.to(device, non_blocking=True),
-                labels=batch.labels.to(device, non_blocking=True),
-                loss_mask=batch.loss_mask.to(device, non_blocking=True),
-                positions=batch.positions.to(device, non_blocking=True),
-            )
-            for batch in batches
-        ]
+        return [batch.to(self.mesh.device) for batch in batches]
 
     def _largest(self, value: int) -> int:
         largest = torch.tensor(value)
@@ -234,11 +225,12 @@ class Trainer:
     def _describe(self) -> None:
         """What this run is, for the log."""
         mesh, config = self.mesh, self.config
-        parameters = sum(parameter.numel() for parameter in self.engine.module.parameters())
+        parameters = sum(parameter.numel() for chunk in self.engine.chunks for parameter in chunk.parameters())
         dtype = str(weight_dtype(config.train, mesh.device)).removeprefix("torch.")
         axes = ", ".join(f"{axis} {size}" for axis, size in mesh.axes.items())
         self._say(f"{parameters:,} parameters on this rank, {dtype} on {_device_name(mesh.device)}; ranks: {axes}")
         self._say(describe_fused_kernels())
+        self._say(describe_operators(config.model, weight_dtype(config.train, mesh.device), mesh.device))
         for line in self.loader.description():
             self._say(line)
 

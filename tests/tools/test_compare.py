@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from lightscale.config_files import load
-from lightscale.data_pipeline.prepare import Preparation, prepare_store
-from lightscale.data_pipeline.sources import Problems, list_files
+from lightscale.data_pipeline.corpus import make_corpus
+from lightscale.data_pipeline.prepare import prepare
 from lightscale.data_pipeline.store import TokenStore
 
 pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
@@ -42,10 +42,13 @@ def make_store(folder: Path) -> None:
     sources = sorted((ROOT / "lightscale" / "training").glob("*.py"))
     for source in sources:
         shutil.copy(source, corpus)
-    files = list_files([corpus], Problems())
-    prepare_store(
-        Preparation(files=files, out=folder / "store", name="stdlib", vocab_size=384, validation=0.3), Problems()
-    )
+    content = {
+        "vocab_size": 384,
+        "validation": 0.3,
+        "duplicates": {"exact": False, "near": False},
+        "sources": {"stdlib": {"paths": [str(corpus)]}},
+    }
+    prepare(make_corpus(content, origin="test"), folder / "store")
 
 
 @pytest.fixture(scope="module")

@@ -28,9 +28,10 @@ from lightscale.training.manifest import read_manifest, write_manifest
 tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tiny_engine.py"))))
 
 STEPS = 3
-Axes = tuple[int, int, int, int]
+Axes = tuple[int, ...]  # processes, tensor, pipeline, sequence, and virtual stages if any
 ONE: Axes = (1, 1, 1, 1)
-TWO: list[Axes] = [(2, 1, 1, 2), (2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 1, 1)]
+TWO: list[Axes] = [(2, 1, 1, 2), (2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 1, 1), (2, 1, 2, 1, 2)]
+FOUR: list[Axes] = [(4, 2, 1, 2), (4, 1, 2, 2), (4, 4, 1, 1)]
 RunRanks = Callable[..., list[Any]]
 
 
@@ -39,11 +40,11 @@ def draw() -> list[float]:
     return [random.random(), float(np.random.random()), float(torch.rand(()))]
 
 
-def record(rank: int, world_size: int, init_method: str, folder: str, layouts: list[Axes]) -> None:
+def record(rank: int, world_size: int, init_method: str, folder: str, layouts: list[Axes], mixer: str = "tnl") -> None:
     """Three steps, a checkpoint, and three more: what a resumed run must repeat."""
     for axes in layouts:
         random.seed(rank), np.random.seed(rank), torch.manual_seed(rank)
-        with tiny.engine_on(axes, rank, f"{init_method}-{axes}") as engine:
+        with tiny.engine_on(axes, rank, f"{init_method}-{axes}", mixer=mixer) as engine:
             tiny.train(engine, 0, STEPS)
             path = Path(folder) / str(axes)
             Checkpoints(path, engine.mesh).save(engine, step=STEPS, common={"place": [3, "x"]}, facts={"tokens": 9})
@@ -54,7 +55,13 @@ def record(rank: int, world_size: int, init_method: str, folder: str, layouts: l
 
 
 def resume(
-    rank: int, world_size: int, init_method: str, folder: str, layouts: list[Axes], sources: list[Axes]
+    rank: int,
+    world_size: int,
+    init_method: str,
+    folder: str,
+    layouts: list[Axes],
+    sources: list[Axes],
+    mixer: str = "tnl",
 ) -> dict[tuple[Axes, Axes], dict[str, Any]]:
     """For each layout and checkpoint: how far the continuation is from the uninterrupted run's."""
     found = {}
@@ -62,7 +69,7 @@ def resume(
         for source in sources:
             random.seed(7), np.random.seed(7), torch.manual_seed(7)
             path = Path(folder) / str(source)
-            with tiny.engine_on(axes, rank, f"{init_method}-{axes}-{source}", seed=1) as engine:
+            with tiny.engine_on(axes, rank, f"{init_method}-{axes}-{source}", seed=1, mixer=mixer) as engine:
                 restored = Checkpoints(path, engine.mesh).restore(engine)
                 assert restored is not None
                 exact = None
@@ -82,12 +89,16 @@ def resume(
     return found
 
 
-@pytest.mark.timeout(400)
-def test_any_layout_resumes_any_other(run_ranks: RunRanks, tmp_path: Path) -> None:
-    folder, every = str(tmp_path), [ONE, *TWO]
-    run_ranks(record, 1, folder, [ONE])
-    run_ranks(record, 2, folder, TWO)
-    found = [run_ranks(resume, 1, folder, [ONE], every)[0], *run_ranks(resume, 2, folder, TWO, every, timeout_s=300)]
+def check_all_pairs(run_ranks: RunRanks, folder: str, by_size: dict[int, list[Axes]], mixer: str = "tnl") -> None:
+    """Every layout's checkpoint continues on each of them, optimizer included, by the parity rule."""
+    every = [axes for layouts in by_size.values() for axes in layouts]
+    for world_size, layouts in by_size.items():
+        run_ranks(record, world_size, folder, layouts, mixer, timeout_s=200)
+    found = [
+        result
+        for world_size, layouts in by_size.items()
+        for result in run_ranks(resume, world_size, folder, layouts, every, mixer, timeout_s=300)
+    ]
     assert {pair for result in found for pair in result} == {(axes, source) for axes in every for source in every}
     for result in found:
         for (axes, source), one in result.items():
@@ -100,6 +111,23 @@ def test_any_layout_resumes_any_other(run_ranks: RunRanks, tmp_path: Path) -> No
                 assert max(one["loss"]) <= 1e-6, where
                 assert one["gradient"] <= 1e-5, where
                 assert one["weight"] <= 1e-5, where
+
+
+@pytest.mark.timeout(600)
+def test_any_layout_resumes_any_other(run_ranks: RunRanks, tmp_path: Path) -> None:
+    check_all_pairs(run_ranks, str(tmp_path), {1: [ONE], 2: TWO})
+
+
+@pytest.mark.timeout(600)
+def test_any_layout_of_four_ranks_resumes_any_other(run_ranks: RunRanks, tmp_path: Path) -> None:
+    check_all_pairs(run_ranks, str(tmp_path), {1: [ONE], 4: FOUR})
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mixer", ["hgrn2", "lightnet", "cosformer2", "llama"])
+def test_any_layout_resumes_any_other_for_every_architecture(run_ranks: RunRanks, tmp_path: Path, mixer: str) -> None:
+    check_all_pairs(run_ranks, str(tmp_path), {1: [ONE], 2: TWO[-1:], 4: FOUR}, mixer)
 
 
 # ----- what is refused, on two ranks ---------------------------------------------------------------------------------
