@@ -105,6 +105,16 @@ def test_no_file_names_a_folder_of_some_machine() -> None:
     assert guilty == []
 
 
+def test_style_is_checked_in_every_folder() -> None:
+    """The links on top have the names of packages: leaving those out by name leaves the packages out too."""
+    shown = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--show-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    checked = {Path(line).relative_to(ROOT) for line in shown}
+    sources = {path.relative_to(ROOT) for top in ("lightscale", "tests", "tools") for path in (ROOT / top).rglob("*.py")}
+    assert sources - checked == set()
+
+
 def test_wheel_holds_the_whole_package_and_nothing_else(tmp_path: Path) -> None:
     copy = tmp_path / "source"
     for path in repository_files():

@@ -12,17 +12,22 @@ from numpy.typing import NDArray
 
 from lightscale.data_pipeline.dedup import (
     document_key,
-    documents_to_drop,
-    duplicates,
     find_pairs,
     merge_pairs,
     write_band_records,
     write_exact_records,
 )
+from lightscale.data_pipeline.dedup.records import Kind
 from lightscale.errors import UserError
 
 SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd: small numbers become different keys all over the range
 Write = Callable[..., list[Path]]
+
+
+def drops(files: Sequence[Path], kind: Kind, num_pieces: int = 1) -> NDArray[np.uint64]:
+    """What the pieces together leave out."""
+    pieces = (find_pairs(files, kind, piece=piece, num_pieces=num_pieces) for piece in range(num_pieces))
+    return merge_pairs(pieces)[0]
 
 
 def plain_drops(keys: Sequence[Sequence[int]], documents: Sequence[int]) -> list[int]:
@@ -72,12 +77,12 @@ def test_the_lowest_of_each_cluster_stays(
     keys = generator.integers(0, num_keys, (num_documents, 14)).astype(np.uint64) * SPREAD
     expected = plain_drops(keys.tolist(), documents.tolist())
     directory = tmp_path_factory.mktemp("records")
-    for num_files, num_pieces, max_records in ((1, 1, 10**6), (3, 4, 50), (2, 7, 5)):
+    for num_files, num_pieces in ((1, 1), (3, 4), (2, 70)):
         files = []
         for number in range(num_files):
             files.append(directory / f"{num_files}-{number}")
             write_band_records(files[-1], keys[number::num_files], documents[number::num_files])
-        found = duplicates(files[::-1], "near", num_pieces=num_pieces, max_records=max_records)
+        found = drops(files[::-1], "near", num_pieces)
         assert found.dtype == np.uint64
         assert found.tolist() == expected
 
@@ -97,7 +102,7 @@ def test_pieces_merge_to_the_same_in_any_order_and_grouping(write: Write) -> Non
     assert (np.diff(whole[0].astype(np.int64)) > 0).all()
     assert (whole[1] < whole[0]).all()
     assert not np.isin(whole[1], whole[0]).any()
-    assert documents_to_drop(whole).tolist() == plain_drops(keys.tolist(), documents.tolist())
+    assert whole[0].tolist() == plain_drops(keys.tolist(), documents.tolist())
     assert merge_pairs([]).shape == (2, 0)
 
 
@@ -105,7 +110,7 @@ def test_a_long_chain_in_any_order_is_one_cluster(write: Write) -> None:
     for order in (np.arange(20_000), np.arange(20_000)[::-1], np.random.default_rng(1).permutation(20_000)):
         keys = (np.arange(20_000)[:, None] + np.arange(2)).astype(np.uint64) * SPREAD
         files = write(keys, order.astype(np.uint64), 3)
-        found = duplicates(files, "near", num_pieces=3, max_records=1000)
+        found = drops(files, "near", 3)
         np.testing.assert_array_equal(found, np.arange(1, 20_000))
 
 
@@ -118,7 +123,7 @@ def test_exact_keys_are_compared_whole(tmp_path: Path) -> None:
     for start, file in enumerate(files):
         write_exact_records(file, keys[start::2], documents[start::2])
     for num_pieces in (1, 5):
-        assert duplicates(files, "exact", num_pieces=num_pieces, max_records=2).tolist() == [12, 15, 16]
+        assert drops(files, "exact", num_pieces).tolist() == [12, 15, 16]
 
 
 def test_the_key_of_a_text_is_xxh3_128_of_its_utf8() -> None:
@@ -129,7 +134,7 @@ def test_the_key_of_a_text_is_xxh3_128_of_its_utf8() -> None:
 def test_records_written_twice_count_once(write: Write) -> None:
     keys = np.arange(20, dtype=np.uint64).reshape(10, 2) * SPREAD
     files = write(keys, np.arange(10, dtype=np.uint64))
-    assert duplicates([*files, *files], "near").tolist() == []
+    assert drops([*files, *files], "near").tolist() == []
 
 
 def test_a_file_is_the_same_for_the_same_records(write: Write, tmp_path: Path) -> None:
@@ -149,20 +154,20 @@ def test_damaged_files_are_named(write: Write, tmp_path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[:-3])
     with pytest.raises(UserError, match="records-0: 221 bytes are no whole number of near records"):
-        duplicates([path], "near")
+        drops([path], "near")
     path.write_bytes(whole[16:] + whole[:16])
     with pytest.raises(UserError, match="records-0: its records are not in order"):
-        duplicates([path], "near")
+        drops([path], "near")
     with pytest.raises(UserError, match="absent: No such file"):
-        duplicates([tmp_path / "absent"], "near")
+        drops([tmp_path / "absent"], "near")
     (tmp_path / "empty").write_bytes(b"")
-    assert duplicates([tmp_path / "empty"], "near").tolist() == []
+    assert drops([tmp_path / "empty"], "near").tolist() == []
 
 
-def peak_bytes(files: Sequence[Path], max_records: int) -> int:
+def peak_bytes(files: Sequence[Path], num_pieces: int) -> int:
     tracemalloc.start()
     try:
-        duplicates(files, "near", max_records=max_records)
+        drops(files, "near", num_pieces)
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -171,15 +176,15 @@ def peak_bytes(files: Sequence[Path], max_records: int) -> int:
 def test_memory_is_bounded_as_the_readme_says(write: Write) -> None:
     """README: 80 bytes a record in hand, and 80 a document that has a duplicate."""
     generator = np.random.default_rng(2)
-    max_records = 2**14
+    records = 2**14  # in hand
 
     def peak(num_documents: int, num_twins: int) -> int:
         keys = generator.integers(0, 2**64, (num_documents, 14), dtype=np.uint64)
         keys[num_documents - num_twins :] = keys[:num_twins]
-        return peak_bytes(write(keys, np.arange(num_documents, dtype=np.uint64), 4), max_records)
+        return peak_bytes(write(keys, np.arange(num_documents, dtype=np.uint64), 4), -(-num_documents * 14 // records))
 
     few, many = peak(10_000, 0), peak(80_000, 0)
-    assert many < 80 * max_records + 2**20
+    assert many < 80 * records + 2**20
     assert many < 1.3 * few + 2**18  # how many documents there are does not matter
     with_twins = peak(80_000, 40_000)
     assert with_twins - many < 80 * 40_000

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightscale.kernels.lightnet.state import by_row
 from lightscale.kernels.lightnet import (
     LightNetState,
     StateCotangent,
@@ -20,13 +19,14 @@ from lightscale.kernels.lightnet import (
     lightnet_attention,
     lightnet_attention_reference,
     merge,
-    passed_share,
     out_fwd,
+    passed_share,
     plain_cotangent,
     state_bwd,
     state_fwd,
     telescope,
 )
+from lightscale.kernels.lightnet.state import by_row
 
 Results = dict[str, Tensor]
 INPUTS = ("q", "k", "v", "z", "S")

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightscale.kernels.lightnet.state import by_row
 from lightscale.kernels.lightnet import (
     LightNetState,
     StateCotangent,
@@ -22,6 +21,7 @@ from lightscale.kernels.lightnet import (
     recurrent_step,
     state_fwd,
 )
+from lightscale.kernels.lightnet.state import by_row
 
 Leaves = dict[str, Tensor]
 WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightscale.config import ModelConfig
@@ -18,7 +17,7 @@ from lightscale.config_files import load
 from lightscale.models.language_model import language_model_chunks, transformer_config
 from lightscale.models.registry import MIXERS
 from lightscale.parallel.engine import AdamW, Engine
-from lightscale.parallel.initialization import draw_weights, named_parameters, shard
+from lightscale.parallel.initialization import draw_weights, shard
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.training.schedule import learning_rate
 

@@ -49,7 +49,7 @@ def _enter(
     BLOCK_D: tl.constexpr,
     SIGN: tl.constexpr,
 ):
-    """A tile of the state that enters segment ``mine``, of its slope (0 without ``slopes_before``), and its document."""
+    """A tile of the state that enters segment ``mine``, of its slope (0 without ``slopes_before``) and its document."""
     in_tile = (mode < E)[:, None] & (column < D)[None, :]
     of_segment = mode[:, None] * D + column[None, :]
     state = tl.zeros((BLOCK_E, BLOCK_D), tl.float32)
