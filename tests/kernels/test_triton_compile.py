@@ -20,7 +20,8 @@ def compile_all(root: Path, *arguments: str) -> list[dict[str, Any]]:
     bad = {case["name"]: case["faults"] for case in cases if case["faults"]}
     assert not bad
     assert done.returncode == 0
-    assert all(case["instructions"] > 100 and case["registers"] > 8 for case in cases)
+    # The smallest is the product of a gated linear unit without an activation.
+    assert all(case["instructions"] > 40 and case["registers"] > 8 for case in cases)
     return cases
 
 
