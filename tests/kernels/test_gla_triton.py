@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightscale.errors import UserError
 from lightscale.kernels import gla as package
+from lightscale.kernels.common import triton_launch
 from lightscale.kernels.common.backends import set_default_backend
 from lightscale.kernels.gla import chunked, gla, gla_reference, triton
 from lightscale.kernels.gla import triton_passes as passes
@@ -54,7 +55,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def chunks_per_span(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """As on a GPU that has multiprocessors to spare."""
-    return lambda chunks: monkeypatch.setattr(passes, "_span_chunks", lambda rows, num_programs: chunks)
+    return lambda chunks: monkeypatch.setattr(triton_launch, "span_chunks", lambda *counts: chunks)
 
 
 def logs_of(kind: str, noise: Tensor, generator: torch.Generator) -> Tensor:

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightscale.errors import UserError
 from lightscale.kernels import lightning
+from lightscale.kernels.common import triton_launch
 from lightscale.kernels.common.backends import set_default_backend
 from lightscale.kernels.lightning import chunked, lightning_attention, lightning_attention_reference, triton
-from lightscale.kernels.lightning import triton_passes as passes
 from lightscale.kernels.lightning import triton_tiling as tiling
 
 Inputs = dict[str, Tensor | None]
@@ -43,7 +43,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def chunks_per_span(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """As on a GPU that has multiprocessors to spare."""
-    return lambda chunks: monkeypatch.setattr(passes, "_span_chunks", lambda rows, num_programs: chunks)
+    return lambda chunks: monkeypatch.setattr(triton_launch, "span_chunks", lambda *counts: chunks)
 
 
 def draw(

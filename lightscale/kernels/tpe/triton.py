@@ -129,7 +129,6 @@ def _sweep(
         gamma,
         entering,
         before,
-        None,
         scan.through,
         None,
         None,
@@ -160,7 +159,6 @@ def _segment_states(
         scan.powers,
         None,
         gamma,
-        None,
         None,
         None,
         scan.through,
@@ -411,8 +409,8 @@ def _case(name: str, kernel: Any, dtype: str, E: int, absent: tuple[str, ...], *
     )
 
 
-_OUTPUTS = ("slopes_before", "leaving", "slopes_leaving")
-_STATES = ("y", "kappa", "entering", "before", "slopes_before", "last")
+_OUTPUTS = ("leaving", "slopes_leaving")
+_STATES = ("y", "kappa", "entering", "before", "last")
 
 COMPILE_CASES = [
     case
