@@ -1,23 +1,30 @@
 """Run a test's function on several processes, one per rank, under a hard timeout.
 
 A failure or a hang of any rank ends all of them, and what the rank itself printed, its traceback first, becomes the
-failure message. The file is also what each process runs: it loads the test's file by path, so that test modules need
-not be importable.
+failure message. Ranks are forked from a server that has imported torch and Megatron and done nothing else: importing
+them takes seconds of each. The file is also what each rank runs: it loads the test's file by path, so that test modules
+need not be importable.
 """
 
 import faulthandler
 import importlib.util
+import multiprocessing
 import os
 import pickle
-import subprocess
+import runpy
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 _POLL_S = 0.02
+_RANK = "a rank"  # the module's name in the processes
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["pytest", "lightscale.training.train"])
 
 
 def run_ranks(
@@ -35,37 +42,34 @@ def run_ranks(
         inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "TRITON_INTERPRET")}
         environment = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", **(env or {})}
         logs = [(folder / f"log-{rank}").open("w+b") for rank in range(world_size)]
-        command = [sys.executable, __file__, function.__code__.co_filename, function.__name__]
-        processes = [
-            subprocess.Popen(
-                [*command, str(rank), str(world_size), str(folder), str(timeout_s)],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-            )
-            for rank, log in enumerate(logs)
-        ]
+        processes = []
+        for rank in range(world_size):
+            job = (function.__code__.co_filename, function.__name__, rank, world_size, name, timeout_s, environment)
+            # By path, because pytest imports no file by a name that another process could import.
+            process = _CONTEXT.Process(target=runpy.run_path, args=(__file__, {"JOB": job}, _RANK), daemon=True)
+            process.start()
+            processes.append(process)
         try:
             _wait(processes, logs, function.__name__, timeout_s)
             return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(world_size)]
         finally:
             for process in processes:
                 process.kill()
-                process.wait()
+                process.join()
             for log in logs:
                 log.close()
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], logs: list[Any], name: str, timeout_s: float) -> None:
+def _wait(processes: list[BaseProcess], logs: list[IO[bytes]], name: str, timeout_s: float) -> None:
     # Ranks dump their stacks at the timeout; a little more lets the dumps be written.
     deadline = time.monotonic() + timeout_s + 2.0
-    while any(process.poll() is None for process in processes):
-        failed = [rank for rank, process in enumerate(processes) if process.poll() not in (None, 0)]
+    while any(process.exitcode is None for process in processes):
+        failed = [rank for rank, process in enumerate(processes) if process.exitcode not in (None, 0)]
         if failed or time.monotonic() > deadline:
             break
         time.sleep(_POLL_S)
-    failed = [rank for rank, process in enumerate(processes) if process.poll() not in (None, 0)]
-    stuck = [rank for rank, process in enumerate(processes) if process.poll() is None]
+    failed = [rank for rank, process in enumerate(processes) if process.exitcode not in (None, 0)]
+    stuck = [rank for rank, process in enumerate(processes) if process.exitcode is None]
     if not failed and not stuck:
         return
     # The first to fail is the cause; the others usually only lost their peer.
@@ -78,20 +82,31 @@ def _wait(processes: list[subprocess.Popen[bytes]], logs: list[Any], name: str, 
     raise AssertionError(f"{name}: rank {guilty[0]} {what}\n" + "\n".join(reports))
 
 
-def _child() -> None:
-    file, name, rank, world_size, folder, timeout_s = sys.argv[1:]
-    faulthandler.dump_traceback_later(float(timeout_s), exit=True)
+def _child(
+    file: str, name: str, rank: int, world_size: int, folder: str, timeout_s: float, environment: dict[str, str]
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    log = os.open(Path(folder) / f"log-{rank}", os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, sys.stdout.fileno())
+    os.dup2(log, sys.stderr.fileno())
+    faulthandler.enable()  # a fatal signal leaves a stack too
+    faulthandler.dump_traceback_later(timeout_s, exit=True)
     import torch
 
     torch.set_num_threads(1)
     spec = importlib.util.spec_from_file_location("test_on_ranks", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    args = pickle.loads((Path(folder) / "args").read_bytes())
-    result = getattr(module, name)(int(rank), int(world_size), f"file://{folder}/store", *args)
+    try:
+        spec.loader.exec_module(module)
+        args = pickle.loads((Path(folder) / "args").read_bytes())
+        result = getattr(module, name)(rank, world_size, f"file://{folder}/store", *args)
+    except BaseException:
+        traceback.print_exc()
+        raise SystemExit(1) from None
     (Path(folder) / f"result-{rank}").write_bytes(pickle.dumps(result))
 
 
-if __name__ == "__main__":
-    _child()
+if __name__ == _RANK:
+    _child(*globals()["JOB"])
