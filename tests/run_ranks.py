@@ -15,7 +15,6 @@ import runpy
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -98,13 +97,9 @@ def _child(
     spec = importlib.util.spec_from_file_location("test_on_ranks", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-        args = pickle.loads((Path(folder) / "args").read_bytes())
-        result = getattr(module, name)(rank, world_size, f"file://{folder}/store", *args)
-    except BaseException:
-        traceback.print_exc()
-        raise SystemExit(1) from None
+    spec.loader.exec_module(module)
+    args = pickle.loads((Path(folder) / "args").read_bytes())
+    result = getattr(module, name)(rank, world_size, f"file://{folder}/store", *args)
     (Path(folder) / f"result-{rank}").write_bytes(pickle.dumps(result))
 
 
