@@ -163,19 +163,20 @@ def disturbed(engine: Engine) -> dict[str, Tensor]:
     }
 
 
-def outputs(engine: Engine, batches: list[Any]) -> list[Tensor]:
-    """This rank's logits (n, b, V / tensor) of every micro-batch; none but on the last stage."""
+@contextmanager
+def kept_logits(engine: Engine) -> Iterator[list[Tensor]]:
+    """Within it, this rank's logits (n, b, V / tensor) of every micro-batch; none but on the last stage."""
     found: list[Tensor] = []
 
+    @torch.no_grad()
     def keep(layer: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
         # The call had labels and gave losses; without them the layer gives logits.
         found.append(layer.forward(*inputs)[0].clone())
 
     hooks = [chunk.output_layer.register_forward_hook(keep) for chunk in engine.chunks if chunk.post_process]
-    engine.forward_only(batches)
+    yield found
     for hook in hooks:
         hook.remove()
-    return found
 
 
 def own_part(logits: Tensor, case: Case, mesh: Mesh) -> Tensor:
@@ -198,8 +199,8 @@ def record(
             trajectory = []
             for step in range(steps):
                 before, batches = weights(engine), step_batches(step, engine.mesh, case)
-                logits = outputs(engine, batches) if step == 0 else []
-                sums = engine.forward_backward(batches)
+                with kept_logits(engine) as logits:
+                    sums = engine.forward_backward(batches)
                 trajectory.append((before, sums, logits, gradients(engine)))
                 if engine.optimizer is not None:
                     engine.step(learning_rate(SHIPPED.optimizer, step + 1, SHIPPED.total_steps))
@@ -236,12 +237,12 @@ def _along(engine: Engine, case: Case, trajectory: list[Any]) -> dict[str, Any]:
     for step, (before, expected, logits, expected_gradients) in enumerate(trajectory):
         set_weights(engine, before)
         batches = step_batches(step, mesh, case)
-        own = outputs(engine, batches) if step == 0 else []
+        sent = (exchange.num_calls, exchange.payload_bytes) if exchange else (0, 0)
+        with kept_logits(engine) as own:
+            sums = engine.forward_backward(batches)
         for place, output in enumerate(own):
             part = own_part(logits[mesh.data_rank + place * mesh.data], case, mesh)
             _raise(errors, "logits", error(output, part) if part.numel() else 0.0)
-        sent = (exchange.num_calls, exchange.payload_bytes) if exchange else (0, 0)
-        sums = engine.forward_backward(batches)
         calls = (exchange.num_calls - sent[0], exchange.payload_bytes - sent[1]) if exchange else (0, 0)
         _raise(errors, "loss", abs(sums.mean - expected.mean))
         for (loss, count), (expected_loss, expected_count) in zip(sums.by_bucket, expected.by_bucket, strict=True):
