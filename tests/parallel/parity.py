@@ -77,26 +77,24 @@ class Case:
 def whole_batches(step: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     """(tokens, loss mask, positions) of the micro-batches of a step, each with documents that end anywhere."""
     generator = torch.Generator().manual_seed(step)
+    edge = TOKENS // 2
+    # On, before and behind the edge of sequence ranks; and many.
+    ends = [[{edge}, {edge - 1, TOKENS // 4}], [{edge + 1, 5, 6, 7, 30, 31, 60}, set()]]
     batches = []
-    for number in range(4):
+    for ends_of_rows in ends:
         tokens = torch.randint(0, VOCAB_SIZE, (ROWS, TOKENS + 1), generator=generator)
         positions = torch.arange(TOKENS).repeat(ROWS, 1)
-        # A document boundary anywhere, and one on, before or behind the edge of sequence ranks, in one row only; many
-        # in a row of the last micro-batch.
-        start = int(torch.randint(1, TOKENS, (1,), generator=generator))
-        edge = TOKENS // 2
-        cuts = {start, (edge, edge - 1, edge + 1, TOKENS // 4)[number % 4]}
-        if number == 3:
-            cuts |= {5, 6, 7, 30, 31, 60}
-        for cut in sorted(cuts):
-            positions[number % ROWS, cut:] = torch.arange(TOKENS - cut)
+        for row, ends_of_row in zip(positions, ends_of_rows, strict=True):
+            anywhere = int(torch.randint(1, TOKENS, (1,), generator=generator))
+            for cut in sorted({anywhere, *ends_of_row}):
+                row[cut:] = torch.arange(TOKENS - cut)
         mask = (torch.rand(ROWS, TOKENS, generator=generator) > 0.2).float()
         batches.append((tokens, mask, positions))
     return batches
 
 
 def step_batches(step: int, mesh: Mesh, case: Case) -> list[Any]:
-    """This rank's share of a global batch of 8 sequences."""
+    """This rank's share of a global batch of 4 sequences."""
     edges = case.edges()
     own = slice(edges[mesh.sequence_rank], edges[mesh.sequence_rank + 1])
     lengths = tuple(stop - start for start, stop in itertools.pairwise(edges)) if case.cuts else None

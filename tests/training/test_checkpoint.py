@@ -115,10 +115,17 @@ def check_all_pairs(run_ranks: RunRanks, folder: str, by_size: dict[int, list[Ax
 
 @pytest.mark.timeout(600)
 def test_any_layout_resumes_any_other(run_ranks: RunRanks, tmp_path: Path) -> None:
+    check_all_pairs(run_ranks, str(tmp_path), {1: [ONE], 2: TWO[:3]})
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_any_layout_of_two_ranks_resumes_any_other(run_ranks: RunRanks, tmp_path: Path) -> None:
     check_all_pairs(run_ranks, str(tmp_path), {1: [ONE], 2: TWO})
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_any_layout_of_four_ranks_resumes_any_other(run_ranks: RunRanks, tmp_path: Path) -> None:
     check_all_pairs(run_ranks, str(tmp_path), {1: [ONE], 4: FOUR})
 
