@@ -2,6 +2,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Test files at a time: many tests keep one core busy, and ranks wait for each other.
+JOBS ?= 2
+PYTEST := $(BIN)/pytest --durations=10 --numprocesses $(JOBS) --dist loadfile
 
 .PHONY: install check test test-long gpu-check quickstart golden clean
 
@@ -24,11 +27,11 @@ check: install
 
 # The default suite.
 test: check
-	$(BIN)/pytest --durations=10
+	$(PYTEST)
 
 # The rest: tests marked `long`. Exit code 5 says that there is none.
 test-long: install
-	$(BIN)/pytest --durations=10 -m long || test $$? -eq 5
+	$(PYTEST) -m long || test $$? -eq 5
 
 # What only a GPU can show: operators and models against fp64 on the device, training in bf16, then speed, kept as JSON.
 gpu-check: install

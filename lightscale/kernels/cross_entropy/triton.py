@@ -99,14 +99,14 @@ def _cases(dtype: str) -> list[KernelCase]:
     fp32 = dict.fromkeys(("largest", "total", "target"), "*fp32")
     return [
         KernelCase(
-            name=f"cross entropy statistics {dtype}",
+            name=f"cross_entropy statistics {dtype}",
             kernel=_statistics,
             arguments=common | fp32,
             constants=constants,
             tensor_cores=False,
         ),
         KernelCase(
-            name=f"cross entropy gradient {dtype}",
+            name=f"cross_entropy gradient {dtype}",
             kernel=_gradient,
             arguments=common | dict.fromkeys(("largest", "total", "dlosses"), "*fp32") | {"num_columns": "i32"},
             constants=constants,
