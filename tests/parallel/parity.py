@@ -41,9 +41,6 @@ MODELS = {
 VOCAB_SIZE = 120  # the last 8 rows are padding
 TOKENS = 96
 ROWS = 2  # of a micro-batch
-# Where a gradient is all rounding, Adam makes whole steps of its sign, on every layout another: with an eps above the
-# rounding of these gradients (about 1e-10) but far below their size it does not.
-ADAMW = AdamW(eps=1e-6)
 SHIPPED = load(Path(__file__).parents[2] / "configs" / "quickstart.toml")
 
 
@@ -131,7 +128,7 @@ def engine_on(case: Case, rank: int, world_size: int, init_method: str, dtype: t
         for chunk in chunks:
             draw_weights(chunk, seed=0, tensor_rank=mesh.groups.tp.rank(), tensor_size=mesh.tensor)
         yield Engine(
-            chunks, config, mesh, sequence_length=TOKENS, micro_batch_size=ROWS, adamw=ADAMW, position_buckets=4
+            chunks, config, mesh, sequence_length=TOKENS, micro_batch_size=ROWS, adamw=AdamW(), position_buckets=4
         )
 
 
