@@ -2,9 +2,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Test files at a time: many tests keep one core busy, and ranks wait for each other.
+PYTEST := $(BIN)/pytest --durations=10
+# Test files at a time. Not of those that start ranks: more ranks than cores only wait for each other.
 JOBS ?= 2
-PYTEST := $(BIN)/pytest --durations=10 --numprocesses $(JOBS) --dist loadfile
 
 .PHONY: install check test test-long gpu-check quickstart golden clean
 
@@ -27,7 +27,8 @@ check: install
 
 # The default suite.
 test: check
-	$(PYTEST)
+	$(PYTEST) --numprocesses $(JOBS) --dist loadfile --ignore tests/parallel
+	$(PYTEST) tests/parallel
 
 # The rest: tests marked `long`. Exit code 5 says that there is none.
 test-long: install
@@ -35,7 +36,7 @@ test-long: install
 
 # What only a GPU can show: operators and models against fp64 on the device, training in bf16, then speed, kept as JSON.
 gpu-check: install
-	$(BIN)/pytest --durations=10 -m gpu tests/gpu
+	$(PYTEST) -m gpu tests/gpu
 	$(BIN)/python tools/bench.py kernels --save benchmarks
 	$(BIN)/python tools/bench.py train --save benchmarks
 
