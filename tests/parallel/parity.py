@@ -224,12 +224,12 @@ def follow(
     return found
 
 
-def _along(engine: Engine, case: Case, trajectory: list[Any]) -> dict[str, Any]:
+def _along(engine: Engine, case: Case, trajectory: list[Any], first_step: int = 0) -> dict[str, Any]:
     """The weights of the one-process run before each step; a rank's own errors, the largest of all steps."""
     mesh, exchange = engine.mesh, engine.mesh.exchange
     errors: dict[str, float] = {}
     calls = (0, 0)
-    for step, (before, expected, logits, expected_gradients) in enumerate(trajectory):
+    for step, (before, expected, logits, expected_gradients) in enumerate(trajectory, first_step):
         set_weights(engine, before)
         batches = step_batches(step, mesh, case)
         sent = (exchange.num_calls, exchange.payload_bytes) if exchange else (0, 0)

@@ -5,9 +5,10 @@
 (b) Run freely: three optimizer steps to 1e-6 in loss and 1e-5 in weights; from then on the difference is at most ten
     times that of a control, the one-process run with one weight changed by one unit in the last place.
 
-The models have eight heads, because with few of them it is badly conditioned whatever the layout: a document's first
+They have eight heads, because with few of them TNL is badly conditioned whatever the layout: a document's first
 token mixes only with itself, and where its q·k almost cancels in all heads the norm behind the mixer magnifies rounding
-(with one head the one-process run itself was up to 8e-3 from fp64 in a gradient; with eight, below 5e-6).
+(with one head the one-process run itself was up to 8e-3 from fp64 in a gradient). With eight that begins below 5e-6,
+but is 4e-5 at some steps after thirty on many short documents, and no layout can be held to less than fp32 has.
 
 The learning rate is that of configs/quickstart.toml, warm-up included. Errors of tensors are RMSE(difference) /
 RMSE(reference). Batches have document boundaries, masked labels that differ by rank, and padding rows in the
@@ -231,24 +232,38 @@ def test_eight_ranks_equal_one_in_every_case(run_ranks: RunRanks, tmp_path: Path
 
 @pytest.mark.long
 def test_two_sequence_ranks_follow_one_for_50_steps(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """To 1e-5, where one process has the gradient to that; where fp32 has it not, to what fp32 has."""
     names = ["tnl", "lightnet"]
     path, cases = str(tmp_path / "one"), every(["sequence=2"], names)
     run_ranks(record, 1, path, FP32, names, 50, timeout_s=300)
-    for found in run_ranks(along_only, 2, path, cases, timeout_s=600):
-        for case, errors in found.items():
-            for name, value in errors.items():
-                assert value <= (1e-6 if name == "loss" else 1e-5), f"{case}: {name} is off by {value:.1e}"
+    exact = run_ranks(by_step, 1, path, names, FP64, timeout_s=600)[0]
+    worst = {"loss": 0.0, "gradient": 0.0}
+    for found in run_ranks(by_step, 2, path, cases, FP32, timeout_s=600):
+        for case, steps in found.items():
+            for step, errors in enumerate(steps):
+                own = exact[case.split()[0]][step]
+                for name, value in errors.items():
+                    kind = name.split()[0]
+                    if kind in worst:
+                        # fp64 has no optimizer and no norm: it is no better than the worst of the tensors.
+                        limit = 1e-6 if kind == "loss" else max(1e-5, 3 * own.get(name, max(own.values())))
+                        assert value <= limit, f"{case}, step {step}: {name} is off by {value:.1e}, {limit:.1e} allowed"
+                        worst[kind] = max(worst[kind], value)
+    print(worst)
+    well = [max(errors.values()) < 1e-5 / 3 for errors in exact["lightnet"]]
+    assert sum(well) > 25, "the limit is 1e-5 at most steps"
 
 
-def along_only(
-    rank: int, world_size: int, init_method: str, path: str, cases: list[str]
-) -> dict[str, dict[str, float]]:
-    """Rule (a) over a whole trajectory."""
+def by_step(
+    rank: int, world_size: int, init_method: str, path: str, cases: list[str], dtype: torch.dtype
+) -> dict[str, list[dict[str, float]]]:
+    """Rule (a) at every step of a trajectory."""
     runs, found = torch.load(path, weights_only=False), {}
     for number, text in enumerate(cases):
         case = parity.Case.of(text)
-        with parity.engine_on(case, rank, world_size, f"{init_method}-{number}", FP32) as engine:
-            found[text] = parity._along(engine, case, runs[case.model][0])["errors"]
+        with parity.engine_on(case, rank, world_size, f"{init_method}-{number}", dtype) as engine:
+            steps = enumerate(runs[case.model][0])
+            found[text] = [parity._along(engine, case, [one], step)["errors"] for step, one in steps]
     return found
 
 

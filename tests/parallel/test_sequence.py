@@ -205,7 +205,10 @@ def payloads(kind: str, mesh: Mesh, tokens: int) -> tuple[tuple[int, int], tuple
 
 @torch.no_grad()
 def undisturbed(kind: str, mesh: Mesh) -> bool:
-    """Whether a change on rank 1, down to overflows, leaves earlier ranks and later documents bitwise the same."""
+    """Whether a change on rank 1, down to overflows, leaves earlier ranks and later documents bitwise the same.
+
+    But for LightNet's documents on that rank: they may share a reference with the changed keys, and so rounding.
+    """
     edges = [T * rank // mesh.sequence for rank in range(mesh.sequence + 1)]
     # A document begins on every rank from the third on, and in the middle of the second.
     starts = [{*edges[2:-1], edges[1] + 2}] * B
@@ -219,7 +222,8 @@ def undisturbed(kind: str, mesh: Mesh) -> bool:
             assert first is not None
             first[:, :2] = 1e300 if kind != "lightnet" else 700.0
         outputs.append(pass_states(kind, mesh, x, scan_of(kind, mesh, edges, starts)))
-    same = torch.equal(*(o[:, 2:] if mesh.sequence_rank == 1 else o for o in outputs))
+    ours = [o[:, 2:] if mesh.sequence_rank == 1 else o for o in outputs]
+    same = torch.equal(*ours) or (kind == "lightnet" and mesh.sequence_rank == 1 and error(*ours) < 1e-15)
     changed_something = mesh.sequence_rank != 1 or not torch.equal(outputs[0][:, :2], outputs[1][:, :2])
     return same and changed_something
 

@@ -154,19 +154,18 @@ def gradients(
     at_q = q + row * stride_qb + head * stride_qh + (begin + place)[:, None] * stride_qt + cols[None, :]
     at_k = k + row * stride_kb + head * stride_kh + (begin + place)[:, None] * stride_kt + cols[None, :]
     at_g = log_decay + row * stride_gb + head * stride_gh + (begin + place)[:, None] * stride_gt + cols[None, :]
-    queries = tl.load(at_q, mask=mask, other=0.0)
-    keys = tl.load(at_k, mask=mask, other=0.0)
     logs = load_logs(at_g, mask)
-
-    read *= decay_rows(paths, LEVELS + 1, logs, CHUNK, PRECISION)
-    read = tl.where((own_start < 0)[:, None], read, 0.0)
-    written *= decay_rows(paths, LEVELS, logs, CHUNK, PRECISION)
-    written = tl.where((i >= last_start(starts, row * T, begin, length))[:, None], written, 0.0)
     decay = tl.load(through + of_chunk * K + cols, mask=has_k, other=0.0)
     passing = tl.where(decay == 0.0, 0.0, passing * decay)
     of_decays = tl.zeros([CHUNK, BLOCK_K], dtype=tl.float32) + passing[None, :]
-    of_decays = add_to_logs(paths, LEVELS + 1, queries * read, of_decays, CHUNK, DOCUMENTS, PRECISION)
+    written *= decay_rows(paths, LEVELS, logs, CHUNK, PRECISION)
+    written = tl.where((i >= last_start(starts, row * T, begin, length))[:, None], written, 0.0)
+    keys = tl.load(at_k, mask=mask, other=0.0)
     of_decays = add_to_logs(paths, LEVELS, keys * written, of_decays, CHUNK, DOCUMENTS, PRECISION)
+    read *= decay_rows(paths, LEVELS + 1, logs, CHUNK, PRECISION)
+    read = tl.where((own_start < 0)[:, None], read, 0.0)
+    queries = tl.load(at_q, mask=mask, other=0.0)
+    of_decays = add_to_logs(paths, LEVELS + 1, queries * read, of_decays, CHUNK, DOCUMENTS, PRECISION)
     of_queries = read + own * keys
     of_keys = written + own * queries
 

@@ -89,7 +89,9 @@ def attend_constants(dtype: torch.dtype, K: int, V: int) -> dict[str, Any]:
 def gradient_constants(dtype: torch.dtype, K: int, V: int) -> dict[str, Any]:
     """The constants of ``gradients``."""
     tiling = tiling_of(dtype)
-    return {**_widths(K, V, tiling.gradient, tiling.gradient_value), **_levels(tiling), **_dots(dtype)}
+    # When all values fit into one tile, Triton 3.9 keeps more in registers than there are: narrower tiles of keys then.
+    keys = tiling.gradient if tiling.gradient_value < V else tiling.gradient // 2
+    return {**_widths(K, V, keys, tiling.gradient_value), **_levels(tiling), **_dots(dtype)}
 
 
 def _widths(K: int, V: int, most_k: int, most_v: int) -> dict[str, int]:
