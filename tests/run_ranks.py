@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 _POLL_S = 0.02
+_LAST_WORDS_S = 0.5
 _RANK = "a rank"  # the module's name in the processes
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["pytest", "lightscale.training.train"])
@@ -63,22 +64,26 @@ def _wait(processes: list[BaseProcess], logs: list[IO[bytes]], name: str, timeou
     # Ranks dump their stacks at the timeout; a little more lets the dumps be written.
     deadline = time.monotonic() + timeout_s + 2.0
     while any(process.exitcode is None for process in processes):
-        failed = [rank for rank, process in enumerate(processes) if process.exitcode not in (None, 0)]
-        if failed or time.monotonic() > deadline:
+        if _failed(processes) or time.monotonic() > deadline:
             break
         time.sleep(_POLL_S)
-    failed = [rank for rank, process in enumerate(processes) if process.exitcode not in (None, 0)]
     stuck = [rank for rank, process in enumerate(processes) if process.exitcode is None]
+    failed = _failed(processes)  # after what is stuck, or one that fails now would be neither
     if not failed and not stuck:
         return
-    # The first to fail is the cause; the others usually only lost their peer.
-    guilty = failed or stuck
+    # The first to fail is the cause; others usually only lost their peer. But all ranks dump their stacks at one time.
+    time.sleep(_LAST_WORDS_S)
+    guilty = failed + [rank for rank in _failed(processes) if rank not in failed] or stuck
     what = "failed" if failed else f"hung for {timeout_s:.0f} s"
     reports = []
     for rank in guilty:
         logs[rank].seek(0)
         reports.append(f"--- rank {rank} of {len(processes)} ---\n{logs[rank].read().decode(errors='replace')}")
     raise AssertionError(f"{name}: rank {guilty[0]} {what}\n" + "\n".join(reports))
+
+
+def _failed(processes: list[BaseProcess]) -> list[int]:
+    return [rank for rank, process in enumerate(processes) if process.exitcode not in (None, 0)]
 
 
 def _child(

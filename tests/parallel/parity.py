@@ -1,5 +1,6 @@
 """One rank against several: models, batches, and what a layout must reproduce. Loaded by path, on every rank."""
 
+import faulthandler
 import itertools
 import runpy
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ MODELS = {
 VOCAB_SIZE = 120  # the last 8 rows are padding
 TOKENS = 96
 ROWS = 2  # of a micro-batch
+CASE_TIMEOUT_S = 120
 SHIPPED = load(Path(__file__).parents[2] / "configs" / "quickstart.toml")
 
 
@@ -212,6 +214,7 @@ def follow(
     for number, text in enumerate(cases):
         case = Case.of(text)
         print(f"case: {text}", flush=True)  # shown with the traceback when it fails
+        faulthandler.dump_traceback_later(CASE_TIMEOUT_S, exit=True)  # of each case, instead of all together
         trajectory, after = runs[case.model]
         with (
             collectives.recorded() as operations,
