@@ -232,7 +232,7 @@ def test_eight_ranks_equal_one_in_every_case(run_ranks: RunRanks, tmp_path: Path
 
 @pytest.mark.long
 def test_two_sequence_ranks_follow_one_for_50_steps(run_ranks: RunRanks, tmp_path: Path) -> None:
-    """To 1e-5, where one process has the gradient to that; where fp32 has it not, to what fp32 has."""
+    """To 1e-5, or, where fp32 has not that, to ten times what one process is off from fp64 at the same weights."""
     names = ["tnl", "lightnet"]
     path, cases = str(tmp_path / "one"), every(["sequence=2"], names)
     run_ranks(record, 1, path, FP32, names, 50, timeout_s=300)
@@ -246,12 +246,13 @@ def test_two_sequence_ranks_follow_one_for_50_steps(run_ranks: RunRanks, tmp_pat
                     kind = name.split()[0]
                     if kind in worst:
                         # fp64 has no optimizer and no norm: it is no better than the worst of the tensors.
-                        limit = 1e-6 if kind == "loss" else max(1e-5, 3 * own.get(name, max(own.values())))
+                        limit = 1e-6 if kind == "loss" else max(1e-5, 10 * own.get(name, max(own.values())))
                         assert value <= limit, f"{case}, step {step}: {name} is off by {value:.1e}, {limit:.1e} allowed"
                         worst[kind] = max(worst[kind], value)
     print(worst)
-    well = [max(errors.values()) < 1e-5 / 3 for errors in exact["lightnet"]]
-    assert sum(well) > 25, "the limit is 1e-5 at most steps"
+    strict = [10 * value <= 1e-5 for steps in exact.values() for errors in steps for value in errors.values()]
+    print(sum(strict) / len(strict))
+    assert sum(strict) > 0.5 * len(strict), "mostly, the limit is 1e-5"
 
 
 def by_step(
