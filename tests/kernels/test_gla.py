@@ -1,8 +1,10 @@
 """Gated linear attention: the chunked form and its pieces against the fp64 recurrence, with every gradient."""
 
-from collections.abc import Iterator
+import runpy
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,19 +25,12 @@ from lightscale.kernels.gla import (
 )
 from lightscale.kernels.lightning import lightning_attention_reference
 
+comparing = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("comparing.py"))))
+boundaries, error, assert_close = comparing.boundaries, comparing.error, comparing.assert_close
+
 Results = dict[str, Tensor]
 
 INPUTS = ("q", "k", "v", "log_decay", "initial_state")
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """Uninitialised tensors are filled with NaN, so that an element that is never written is seen."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture
@@ -131,12 +126,6 @@ def make_case(
     )
 
 
-def boundaries(starts: list[list[int]], tokens: int) -> Tensor:
-    """cu_seqlens of rows of ``tokens`` with documents that start at ``starts`` (and at 0) in each row."""
-    flat = {row * tokens + start for row, of_row in enumerate(starts) for start in [0, *of_row]}
-    return torch.tensor(sorted({*flat, len(starts) * tokens}))
-
-
 def run(case: Case, backend: str = "chunked", **options: Any) -> Results:
     """Outputs, final state and all gradients of one call of the operator, or of the oracle itself."""
     names = [n for n in INPUTS if getattr(case, n) is not None]
@@ -150,23 +139,6 @@ def run(case: Case, backend: str = "chunked", **options: Any) -> Results:
     gradients = torch.autograd.grad([o, state], list(leaves.values()), [case.do, case.dstate])
     results = {"o": o.detach(), "state": state.detach()}
     return results | {f"d{name}": g for name, g in zip(names, gradients, strict=True)}
-
-
-def rms(x: Tensor) -> float:
-    return x.double().square().mean().sqrt().item() if x.numel() else 0.0
-
-
-def error(actual: Tensor, expected: Tensor) -> float:
-    """RMSE(difference) / RMSE(expected); where nothing but zeros is expected, RMSE(difference)."""
-    assert actual.shape == expected.shape
-    return rms(actual.double() - expected.double()) / (rms(expected) or 1.0)
-
-
-def assert_close(actual: Results, expected: Results, tolerance: float) -> None:
-    assert actual.keys() == expected.keys()
-    errors = {name: error(actual[name], expected[name]) for name in expected}
-    wrong = {name: e for name, e in errors.items() if not e < tolerance}
-    assert not wrong, wrong
 
 
 @pytest.mark.parametrize("with_state", [True, False], ids=["state", "zero-state"])

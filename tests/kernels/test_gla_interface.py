@@ -1,6 +1,8 @@
 """Gated linear attention: dtypes, strides, autograd's and autocast's ways, single steps."""
 
-from collections.abc import Iterator
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,16 +11,10 @@ from torch import Tensor
 
 from lightscale.kernels.gla import decays, gla, grad_bwd, out_fwd, recurrent_step, state_bwd, state_fwd
 
+comparing = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("comparing.py"))))
+assert_close = comparing.assert_close
+
 Leaves = dict[str, Any]
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """Uninitialised tensors are filled with NaN, so that an element that is never written is seen."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def inputs(
@@ -63,16 +59,6 @@ def run(
     gradients = torch.autograd.grad([o, state], list(x.values()), given or cotangents(leaves))
     results = {"o": o.detach(), "state": state.detach()}
     return results | {f"d{n}": g for n, g in zip(x, gradients, strict=True)}
-
-
-def assert_close(actual: Leaves, expected: Leaves, tolerance: float) -> None:
-    """RMSE(difference) / RMSE(expected) of every tensor."""
-    assert actual.keys() == expected.keys()
-    errors = {
-        n: (actual[n].double() - x.double()).square().mean().div(x.double().square().mean()).sqrt().item()
-        for n, x in expected.items()
-    }
-    assert max(errors.values()) < tolerance, errors
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,11 @@ The interpreter takes milliseconds for a program, so shapes and most tiles are s
 (tests/gpu): the interpreter computes bf16 wrongly.
 """
 
+import runpy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +25,9 @@ from lightscale.kernels.gla import chunked, gla, gla_reference, triton
 from lightscale.kernels.gla import triton_passes as passes
 from lightscale.kernels.gla import triton_tiling as tiling
 
+comparing = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("comparing.py"))))
+boundaries, error, assert_close = comparing.boundaries, comparing.error, comparing.assert_close
+
 Inputs = dict[str, Tensor]
 NAMES = ("q", "k", "v", "log_decay", "initial_state")
 SMALL = replace(
@@ -35,16 +41,6 @@ SMALL = replace(
     gradient=16,
     gradient_value=16,
 )
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """Uninitialised tensors are filled with NaN, so that an element that is never written is seen."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture
@@ -97,12 +93,6 @@ def draw(rows: int, tokens: int, K: int, V: int, *, kinds: tuple[str, ...] = ("u
     }
 
 
-def boundaries(starts: list[list[int]], tokens: int) -> Tensor:
-    """cu_seqlens of rows of ``tokens`` with documents that start at ``starts`` (and at 0) in each row."""
-    flat = {row * tokens + start for row, of_row in enumerate(starts) for start in [0, *of_row]}
-    return torch.tensor(sorted({*flat, len(starts) * tokens}))
-
-
 def run(inputs: Inputs, cu_seqlens: Tensor | None, backend: str) -> dict[str, Tensor]:
     """Outputs, final state and all gradients; fp32 by Triton, fp64 by the reference."""
     dtype = torch.float32 if backend == "triton" else torch.float64
@@ -114,23 +104,6 @@ def run(inputs: Inputs, cu_seqlens: Tensor | None, backend: str) -> dict[str, Te
     found = torch.autograd.grad([o, state], list(leaves.values()), cotangents, materialize_grads=True)
     results = {"o": o.detach(), "state": state.detach()}
     return results | {f"d{name}": g for name, g in zip(leaves, found, strict=True)}
-
-
-def rms(x: Tensor) -> float:
-    return x.double().square().mean().sqrt().item() if x.numel() else 0.0
-
-
-def error(actual: Tensor, expected: Tensor) -> float:
-    """RMSE(difference) / RMSE(expected); where nothing but zeros is expected, RMSE(difference)."""
-    assert actual.shape == expected.shape
-    return rms(actual.double() - expected.double()) / (rms(expected) or 1.0)
-
-
-def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    assert actual.keys() == expected.keys()
-    errors = {name: error(actual[name], expected[name]) for name in expected}
-    wrong = {name: e for name, e in errors.items() if not e < tolerance}
-    assert not wrong, wrong
 
 
 def compare(inputs: Inputs, cu_seqlens: Tensor | None = None) -> None:

@@ -1,7 +1,10 @@
 """Additive decay: precisions, single steps, the algebra of its states, and the form without causality."""
 
 import math
+import runpy
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +25,9 @@ from lightscale.kernels.lightnet import (
     state_fwd,
 )
 from lightscale.kernels.lightnet.state import by_row
+
+comparing = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("comparing.py"))))
+error, assert_close = comparing.error, comparing.assert_close
 
 Leaves = dict[str, Tensor]
 WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
@@ -63,13 +69,6 @@ def run(
     ]
     gradients = torch.autograd.grad(list(results.values()), list(x.values()), cotangents)
     return {n: y.detach() for n, y in results.items()} | {f"d{n}": g for n, g in zip(x, gradients, strict=True)}
-
-
-def error(actual: Tensor, expected: Tensor) -> float:
-    """RMSE(difference) / RMSE(expected)."""
-    assert actual.shape == expected.shape
-    difference = actual.double() - expected.double()
-    return (difference.square().mean() / expected.double().square().mean()).sqrt().item()
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,11 @@ Half precision is tested on GPUs: the interpreter computes bf16 wrongly.
 """
 
 import math
+import runpy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +35,9 @@ from lightscale.kernels.lightnet import (
 from lightscale.kernels.lightnet import triton_passes as passes
 from lightscale.kernels.lightnet import triton_tiling as tiling
 
+comparing = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("comparing.py"))))
+boundaries, error, assert_close, rms = comparing.boundaries, comparing.error, comparing.assert_close, comparing.rms
+
 Tensors = dict[str, Tensor]
 LEAVES = ("q", "k", "v", "z", "S")
 SMALL = replace(
@@ -47,16 +53,6 @@ SMALL = replace(
     state_key=16,
     state_value=16,
 )
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """Uninitialised tensors are filled with NaN, so that an element that is never written is seen."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture
@@ -117,12 +113,6 @@ def draw(
     return inputs
 
 
-def boundaries(starts: list[list[int]], tokens: int) -> Tensor:
-    """cu_seqlens of rows of ``tokens`` with documents that start at ``starts`` (and at 0) in each row."""
-    flat = {row * tokens + start for row, of_row in enumerate(starts) for start in [0, *of_row]}
-    return torch.tensor(sorted({*flat, len(starts) * tokens}))
-
-
 def run(inputs: Tensors, cu_seqlens: Tensor | None, backend: str) -> Tensors:
     """Outputs, final state and all gradients; fp32 by Triton, fp64 by the reference."""
     x = {
@@ -145,24 +135,6 @@ def run(inputs: Tensors, cu_seqlens: Tensor | None, backend: str) -> Tensors:
     gradients = torch.autograd.grad([o, *state], list(leaves.values()), cotangents, materialize_grads=True)
     results = {"o": o.detach(), "z": state.z.detach(), "S": state.S.detach()}
     return results | {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
-
-
-def rms(x: Tensor) -> float:
-    return x.double().square().mean().sqrt().item() if x.numel() else 0.0
-
-
-def error(actual: Tensor, expected: Tensor) -> float:
-    """RMSE(difference) / RMSE(expected) where the latter is not all -inf or 0; equal elements count as 0."""
-    assert actual.shape == expected.shape
-    difference = torch.where(actual == expected, 0.0, actual.double() - expected.double())
-    return rms(difference) / (rms(expected[expected.isfinite()]) or 1.0)
-
-
-def assert_close(actual: Tensors, expected: Tensors, tolerance: float = 1e-5) -> None:
-    assert actual.keys() == expected.keys()
-    errors = {name: error(actual[name], expected[name]) for name in expected}
-    wrong = {name: e for name, e in errors.items() if not e < tolerance}
-    assert not wrong, wrong
 
 
 def compare(inputs: Tensors, cu_seqlens: Tensor | None = None) -> None:

@@ -1,9 +1,11 @@
 """The scan of Toeplitz positional encoding: the chunked form and its pieces against the fp64 recurrence."""
 
 import math
-from collections.abc import Iterator
+import runpy
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,18 +24,11 @@ from lightscale.kernels.tpe import (
     tpe_scan_reference,
 )
 
+comparing = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("comparing.py"))))
+boundaries, error, assert_close = comparing.boundaries, comparing.error, comparing.assert_close
+
 Results = dict[str, Tensor]
 INPUTS = ("x", "log_decay", "gamma", "initial_state")
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """Uninitialised tensors are filled with NaN, so that an element that is never written is seen."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +85,6 @@ def make_case(
     )
 
 
-def boundaries(starts: list[list[int]], tokens: int) -> Tensor:
-    """cu_seqlens of rows of ``tokens`` with documents that start at ``starts`` (and at 0) in each row."""
-    flat = {row * tokens + start for row, of_row in enumerate(starts) for start in [0, *of_row]}
-    return torch.tensor(sorted({*flat, len(starts) * tokens}))
-
-
 def run(case: Case, backend: str = "chunked", **options: Any) -> Results:
     """Outputs, final state and all gradients of one call of the operator, or of the oracle itself."""
     leaves = {name: getattr(case, name).detach().requires_grad_() for name in INPUTS if getattr(case, name) is not None}
@@ -109,23 +98,6 @@ def run(case: Case, backend: str = "chunked", **options: Any) -> Results:
     gradients = torch.autograd.grad([y, state], list(leaves.values()), [case.dy, case.dstate])
     results = {"y": y.detach(), "state": state.detach()}
     return results | {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
-
-
-def rms(x: Tensor) -> float:
-    return x.double().square().mean().sqrt().item() if x.numel() else 0.0
-
-
-def error(actual: Tensor, expected: Tensor) -> float:
-    """RMSE(difference) / RMSE(expected); where nothing but zeros is expected, RMSE(difference)."""
-    assert actual.shape == expected.shape
-    return rms(actual.double() - expected.double()) / (rms(expected) or 1.0)
-
-
-def assert_close(actual: Results, expected: Results, tolerance: float) -> None:
-    assert actual.keys() == expected.keys()
-    errors = {name: error(actual[name], expected[name]) for name in expected}
-    wrong = {name: e for name, e in errors.items() if not e < tolerance}
-    assert not wrong, wrong
 
 
 @pytest.mark.parametrize("with_state", [True, False], ids=["state", "zero-state"])

@@ -3,8 +3,11 @@
 The interpreter takes milliseconds for a step of 16 tokens, so shapes are small. Half precision is tested on GPUs.
 """
 
+import runpy
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,18 +20,11 @@ from lightscale.kernels import tpe
 from lightscale.kernels.common.backends import set_default_backend
 from lightscale.kernels.tpe import tpe_scan, tpe_scan_reference, triton
 
+comparing = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("comparing.py"))))
+boundaries, assert_close, rms = comparing.boundaries, comparing.assert_close, comparing.rms
+
 Tensors = dict[str, Tensor]
 INPUTS = ("x", "log_decay", "gamma", "initial_state")
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """Uninitialised tensors are filled with NaN, so that an element that is never written is seen."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture
@@ -61,12 +57,6 @@ def make(rows: int, tokens: int, width: int, modes: int, *, with_state: bool = T
     return case | ({"initial_state": draw(rows, width, modes)} if with_state else {})
 
 
-def boundaries(starts: list[list[int]], tokens: int) -> Tensor:
-    """cu_seqlens of rows of ``tokens`` with documents that start at ``starts`` (and at 0) in each row."""
-    flat = {row * tokens + start for row, of_row in enumerate(starts) for start in [0, *of_row]}
-    return torch.tensor(sorted({*flat, len(starts) * tokens}))
-
-
 def differentiate(case: Tensors, leaves: Tensors, y: Tensor, state: Tensor) -> Tensors:
     cotangents = [case["dy"].to(y.dtype), case["dstate"].to(state.dtype)]
     gradients = torch.autograd.grad([y, state], list(leaves.values()), cotangents)
@@ -86,17 +76,6 @@ def run(case: Tensors, cu_seqlens: Tensor | None = None) -> Tensors:
     return differentiate(case, leaves, y, state)
 
 
-def rms(x: Tensor) -> float:
-    return float(x.double().square().mean().sqrt())
-
-
-def check(found: Tensors, expected: Tensors, limit: float = 1e-5) -> None:
-    """RMSE(difference) / RMSE(expected); where nothing but zeros is expected, RMSE(difference)."""
-    assert found.keys() == expected.keys()
-    errors = {n: rms(found[n].double() - e) / (rms(e) or 1.0) for n, e in expected.items()}
-    assert all(error < limit for error in errors.values()), errors
-
-
 @pytest.mark.parametrize("with_state", [True, False], ids=["state", "zero-state"])
 @pytest.mark.parametrize(
     ("rows", "tokens", "width", "modes"),
@@ -106,7 +85,7 @@ def check(found: Tensors, expected: Tensors, limit: float = 1e-5) -> None:
 def test_equals_recurrence(rows: int, tokens: int, width: int, modes: int, with_state: bool) -> None:
     """Odd lengths; channels and modes that leave tiles half empty; 70 modes are two tiles of the parameters' kernel."""
     case = make(rows, tokens, width, modes, with_state=with_state)
-    check(run(case), oracle(case))
+    assert_close(run(case), oracle(case))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +98,7 @@ def test_documents_and_segments(starts: list[list[int]] | None) -> None:
     """70 tokens in segments of 32: a state crosses segments unless a document begins between."""
     case = make(2, 70, 3, 5)
     cu_seqlens = None if starts is None else boundaries(starts, 70)
-    check(run(case, cu_seqlens), oracle(case, cu_seqlens))
+    assert_close(run(case, cu_seqlens), oracle(case, cu_seqlens))
 
 
 def test_a_segment_is_bounded_in_number() -> None:
@@ -136,7 +115,7 @@ def test_a_segment_is_bounded_in_number() -> None:
 def test_each_decay_alone(log_decay: float) -> None:
     """So that no mode's error hides behind another's magnitude."""
     case = make(1, 40, 3, 1) | {"log_decay": torch.tensor([log_decay], dtype=torch.float64)}
-    check(run(case), oracle(case))
+    assert_close(run(case), oracle(case))
 
 
 @pytest.mark.usefixtures("short_segments")
@@ -208,7 +187,7 @@ def test_pieces_compose_over_ranks(cuts: list[int], starts: list[list[int]] | No
         "dgamma": torch.stack([g for _, _, g in gradients]).sum(0),
         "dinitial_state": dstate,
     }
-    check(found, expected)
+    assert_close(found, expected)
 
 
 def test_strides_and_dtypes() -> None:
@@ -221,7 +200,7 @@ def test_strides_and_dtypes() -> None:
     assert final is not None
     leaves = {"x": x, "log_decay": log_decay, "gamma": gamma, "initial_state": state}
     results = differentiate(case, leaves, y, final)
-    check(results, oracle(case))
+    assert_close(results, oracle(case))
     assert results["dlog_decay"].dtype == torch.float64
 
 
@@ -233,7 +212,7 @@ def test_results_that_nobody_uses() -> None:
     _, state = tpe_scan(**leaves, output_final_state=True, backend="triton")
     assert state is not None
     state.backward(case["dstate"].float())
-    check(
+    assert_close(
         {f"d{n}": t.grad for n, t in leaves.items() if t.grad is not None}, {f"d{n}": expected[f"d{n}"] for n in INPUTS}
     )
     x = case["x"].float().requires_grad_()
@@ -275,7 +254,7 @@ def test_one_token_at_a_time() -> None:
     for token in range(6):
         y, u = tpe.recurrent_step(case["x"][:, token].float(), case["log_decay"], case["gamma"].float(), u)
         outputs.append(y)
-    check({"y": torch.stack(outputs, 1), "state": u}, {n: expected[n] for n in ("y", "state")})
+    assert_close({"y": torch.stack(outputs, 1), "state": u}, {n: expected[n] for n in ("y", "state")})
     # With a gradient asked for it is PyTorch's, which has one.
     x = case["x"][:, 0].float().requires_grad_()
     tpe.recurrent_step(x, case["log_decay"], case["gamma"].float(), u)[0].sum().backward()

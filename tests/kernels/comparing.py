@@ -1,0 +1,31 @@
+"""What the tests of all operators compare with; loaded by path."""
+
+import torch
+from torch import Tensor
+
+
+def boundaries(starts: list[list[int]], tokens: int) -> Tensor:
+    """cu_seqlens of rows of ``tokens`` with documents that start at ``starts`` (and at 0) in each row."""
+    flat = {row * tokens + start for row, of_row in enumerate(starts) for start in [0, *of_row]}
+    return torch.tensor(sorted({*flat, len(starts) * tokens}))
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """RMSE(difference) / RMSE(expected); where nothing but zeros is expected, RMSE(difference).
+
+    Equal elements count as 0, also those of -inf, which are not expected to have a size.
+    """
+    assert actual.shape == expected.shape
+    difference = torch.where(actual == expected, 0.0, actual.double() - expected.double())
+    return rms(difference) / (rms(expected[expected.isfinite()]) or 1.0)
+
+
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert actual.keys() == expected.keys()
+    errors = {name: error(actual[name], expected[name]) for name in expected}
+    wrong = {name: e for name, e in errors.items() if not e < tolerance}
+    assert not wrong, wrong
+
+
+def rms(x: Tensor) -> float:
+    return x.double().square().mean().sqrt().item() if x.numel() else 0.0
