@@ -276,12 +276,46 @@ class TrainConfig(Section):
 class CheckpointConfig(Section):
     """[checkpoint]: how often the run is saved, and how long that is kept."""
 
-    every: Count = 100
-    """Steps between checkpoints; the last step is always saved."""
+    every: Count | None = None
+    """Steps between checkpoints; none: by time, tuned to what saves cost. The last step is always saved."""
+    mtbf_hours: Positive = 24.0
+    """Expected hours between failures of the whole run, preemptions included; for the interval that is by time."""
     keep: Annotated[int, Field(ge=2)] = 2
     """Number of newest checkpoints that are kept."""
     keep_every: Count | None = None
     """Checkpoints at multiples of this many steps stay for ever; none: no such."""
+    asynchronous: bool = True
+    """Write in the background: training waits only for the copy of its state."""
+    max_failures: Count = 3
+    """Saves that fail in a row before the run is stopped."""
+
+
+class GuardConfig(Section):
+    """[guard]: steps that are left out because their numbers are bad, and going back when that does not help."""
+
+    window: Annotated[int, Field(ge=8)] = 100
+    """Steps whose medians are the usual loss and gradient norm; before there are as many, only NaN and Inf are bad."""
+    max_loss_rise: Positive | None = 1.0
+    """Nats above the median loss from which a step is left out; none: any finite loss is good."""
+    max_grad_norm_ratio: Positive | None = 20.0
+    """Multiple of the median gradient norm from which a step is left out; none: any finite norm is good."""
+    max_skips: Count = 3
+    """Steps left out in a row, after which the run goes back to a checkpoint and jumps over that data."""
+    max_rollbacks: CountOrZero = 3
+    """Times that the run goes back; at the next one it stops for a person to look."""
+    compare_replicas_every: CountOrZero = 0
+    """Steps between comparisons of weights that several ranks hold, to find silent corruption; 0: never."""
+
+
+class RestartConfig(Section):
+    """[restart]: how failures are noticed, and how often the ranks are started again."""
+
+    max_cycles: Count = 3
+    """Starts in a row that end without a new checkpoint, after which the run is given up."""
+    hang_timeout_s: Positive = 60.0
+    """Least time without any progress after which a rank counts as hanging; slow steps extend it."""
+    collective_timeout_s: Positive = 600.0
+    """Longest wait for the other ranks in one exchange."""
 
 
 class MetricsConfig(Section):
@@ -304,6 +338,8 @@ class RunConfig(Section):
     optimizer: OptimizerConfig
     train: TrainConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
+    guard: GuardConfig = GuardConfig()
+    restart: RestartConfig = RestartConfig()
     metrics: MetricsConfig = MetricsConfig()
 
     @cached_property

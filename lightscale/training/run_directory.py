@@ -25,6 +25,8 @@ Status = Literal["finished", "resumable", "stopped"]
 HARMLESS_KEYS: dict[str, str] = {
     "metrics": "only what is recorded",
     "checkpoint": "only when the state is written and how long it is kept, not the state",
+    "restart": "only how failures are noticed, and how often the run is started again",
+    "guard.compare_replicas_every": "only what is checked",
     "parallel": "any layout resumes any other: batches, weights and sample order do not depend on it",
     "data.store": "a store may move; a checkpoint has its fingerprint and refuses another one",
     "data.validation": "only what is measured; the store says what is never trained on",

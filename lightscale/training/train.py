@@ -112,7 +112,7 @@ class Trainer:
                 if every and (self.step % every == 0 or self.step == total):
                     self._validate(metrics)
                 stopping = self.stop.should_stop(self._largest) and self.step < total
-                if stopping or self.step % config.checkpoint.every == 0 or self.step == total:
+                if stopping or self.step % (config.checkpoint.every or 100) == 0 or self.step == total:
                     self._save()
                 if stopping:
                     return self._leave("resumable", f"stopped by {self.stop.reason}")
