@@ -76,6 +76,7 @@ class MetricsLogger:
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops
         self._began = time.perf_counter()
+        self._skipped_saves = 0
         if not enabled:
             return
         self._lines = LineWriter(path)
@@ -134,6 +135,27 @@ class MetricsLogger:
             self._scalars(f"validation/{name}", {"loss": one.loss, **buckets}, step)
         text = "  ".join(f"{name} {one.loss:.4f}" for name, one in losses.items())
         self._progress.say(f"step {step}/{self._total_steps}  validation loss  {text}")
+
+    def log_save(
+        self, step: int, *, tokens: int, saved_step: int, stall_s: float, write_s: float, num_bytes: int
+    ) -> None:
+        """Record, after ``step``, that the checkpoint of ``saved_step`` is durable.
+
+        ``stall_s``: seconds that training waited for it; ``write_s``: seconds until it was written.
+        """
+        if not self._enabled:
+            return
+        scalars = {"stall_s": stall_s, "write_s": write_s, "bytes_per_s": num_bytes / write_s}
+        fields = {"checkpoint_step": saved_step, **{f"checkpoint_{name}": value for name, value in scalars.items()}}
+        self._lines.write({"step": step, "attempt": self._attempt, "tokens": tokens, **fields})
+        self._scalars("checkpoint", scalars, saved_step)
+
+    def count_skipped_save(self, step: int) -> None:
+        """Record that a checkpoint was due at ``step`` and the one before still being written."""
+        if not self._enabled:
+            return
+        self._skipped_saves += 1
+        self._scalars("checkpoint", {"skipped": self._skipped_saves}, step)
 
     def close(self) -> None:
         """Write out what is buffered and end the line of progress."""

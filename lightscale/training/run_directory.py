@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Self, get_args
 
+import xxhash
+
 from lightscale.config import RunConfig
 from lightscale.config_files import difference, load, to_toml
 from lightscale.errors import UserError
@@ -52,6 +54,11 @@ class RunStatus:
     """Tokens trained on."""
     time: str
     """When it was written, UTC, ISO 8601."""
+
+
+def digest(config: RunConfig) -> str:
+    """xxh3-128 of the resolved configuration."""
+    return xxhash.xxh3_128(to_toml(config).encode()).hexdigest()
 
 
 class RunDirectory:

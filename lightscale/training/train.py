@@ -7,7 +7,8 @@ each start, save and stop, and a status when the loop ends.
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,8 @@ from lightscale.training.build import build_engine, weight_dtype
 from lightscale.training.checkpoint import Checkpoints, Restored
 from lightscale.training.metrics import MetricsLogger, ValidationLoss, device_peak_flops
 from lightscale.training.profile import StepProfiler
-from lightscale.training.run_directory import RunDirectory, Status
+from lightscale.training.run_directory import RunDirectory, Status, digest
+from lightscale.training.saving import Retention, SaveError, Saver
 from lightscale.training.schedule import learning_rate
 from lightscale.training.signals import StopSignal
 
@@ -62,8 +64,23 @@ def train(config: RunConfig, run: RunDirectory) -> Status:
         return Trainer(config, run, mesh, stop).run()
 
 
+class Stateful(Protocol):
+    """A part of a run that changes while it trains, the same on every rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON gives them back."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from such values."""
+
+
 class Trainer:
-    """One attempt at a run on one rank."""
+    """One attempt at a run on one rank.
+
+    Everything that training changes, and the next step depends on, is in the checkpoint: weights, moments and counters
+    of ``engine``, the random states of each rank, ``step``, and what is named in ``state``. A test compares a trainer
+    with one that was restored, attribute by attribute.
+    """
 
     def __init__(self, config: RunConfig, run: RunDirectory, mesh: Mesh, stop: StopSignal) -> None:
         self.config, self.directory, self.mesh, self.stop = config, run, mesh, stop
@@ -80,8 +97,11 @@ class Trainer:
         self.store = TokenStore(config.data.store)
         self.loader = TokenLoader.of(config, self.store, layout=self.layout, index_dir=run.path / INDEX_DIR)
         self.engine = build_engine(config, mesh, vocab_size=self.store.tokenizer.vocab_size, trainable=True)
-        self.checkpoints = Checkpoints(run.checkpoints, mesh)
+        self.state: dict[str, Stateful] = {"data": self.loader}
+        self.checkpoints, self.saver = Checkpoints(run.checkpoints, mesh), Saver(run.checkpoints, mesh)
+        self.failed_saves = 0
         self.step = self._resume()
+        self.saver.reserve(self.engine)
         self._describe()
 
     def run(self) -> Status:
@@ -111,9 +131,12 @@ class Trainer:
                 every = config.train.validate_every
                 if every and (self.step % every == 0 or self.step == total):
                     self._validate(metrics)
+                if self.saver.is_writing and not self._largest(not self.saver.is_written):
+                    self._finish_save(metrics)
                 stopping = self.stop.should_stop(self._largest) and self.step < total
-                if stopping or self.step % (config.checkpoint.every or 100) == 0 or self.step == total:
-                    self._save()
+                leaving = stopping or self.step == total
+                if leaving or self.step % (config.checkpoint.every or 100) == 0:
+                    self._save(metrics, leaving=leaving)
                 if stopping:
                     return self._leave("resumable", f"stopped by {self.stop.reason}")
         return self._leave("finished", f"all {total} steps are done")
@@ -156,7 +179,9 @@ class Trainer:
         if restored is None:
             self._start_from_weights()
             return 0
-        self.loader.load_state_dict(restored.common["data"])
+        for name, part in self.state.items():
+            part.load_state_dict(restored.common[name])
+        self.saver.known_good.add(restored.step)
         # From here on the run is without them: they must not count among the checkpoints to keep.
         self.checkpoints.put_aside(restored.damaged)
         for reason in restored.refused:
@@ -190,18 +215,48 @@ class Trainer:
                 f"{self.store.path} ({now.name}, sha256 {now.sha256[:16]}…); prepare the store with the former"
             )
 
-    def _save(self) -> None:
+    def _save(self, metrics: MetricsLogger, *, leaving: bool) -> None:
+        """Begin a checkpoint of this step; ``leaving``: and end it, for it is the last one."""
+        if self.saver.is_writing:
+            if not leaving:
+                # The disk is slower than saves are due.
+                metrics.count_skipped_save(self.step)
+                if self.is_main:
+                    self.directory.event("checkpoint_skipped", step=self.step, reason="the one before is being written")
+                return
+            self._finish_save(metrics)
         checkpoint = self.config.checkpoint
-        tokens = self.loader.tokens
-        path = self.checkpoints.save(
+        self.saver.begin(
             self.engine,
             step=self.step,
-            common={"data": self.loader.state_dict()},
-            facts={"tokens": tokens, "store": self.store.fingerprint()},
+            common={name: part.state_dict() for name, part in self.state.items()},
+            facts={"tokens": self.loader.tokens, "store": self.store.fingerprint()},
+            about={"config": digest(self.config), "attempt": self.directory.attempt},
+            retention=Retention(keep=checkpoint.keep, keep_every=checkpoint.keep_every),
         )
-        removed = self.checkpoints.prune(keep=checkpoint.keep, keep_every=checkpoint.keep_every)
+        if leaving or not checkpoint.asynchronous:
+            self._finish_save(metrics, leaving=leaving)
+
+    def _finish_save(self, metrics: MetricsLogger, *, leaving: bool = False) -> None:
+        """Record how the save in flight ended; a failure does not stop the training until it comes too often."""
+        try:
+            saved = self.saver.finish()
+        except SaveError as error:
+            self.failed_saves += 1
+            if self.is_main:
+                self.directory.event("checkpoint_failed", step=self.step, reason=str(error), in_row=self.failed_saves)
+            if leaving or self.failed_saves >= self.config.checkpoint.max_failures:
+                raise
+            self._say(f"{error}; training goes on")
+            return
+        self.failed_saves = 0
+        costs: dict[str, Any] = {"stall_s": saved.stall_s, "write_s": saved.write_s, "num_bytes": saved.num_bytes}
+        metrics.log_save(self.step, tokens=self.loader.tokens, saved_step=saved.step, **costs)
         if self.is_main:
-            self.directory.event("checkpoint", step=self.step, tokens=tokens, checkpoint=path.name, removed=removed)
+            where = {"step": saved.step, "tokens": saved.facts["tokens"], "checkpoint": saved.path.name}
+            self.directory.event("checkpoint", **where, removed=saved.removed, **costs)
+        if saved.problem is not None:
+            self._say(saved.problem)
 
     def _leave(self, status: Status, reason: str) -> Status:
         if self.is_main:

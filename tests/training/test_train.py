@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightscale.cli import main
 from lightscale.config_files import load
-from lightscale.training.checkpoint import list_steps
+from lightscale.training.checkpoint_files import list_steps
 from lightscale.training.run_directory import RunDirectory, read_lines, read_metrics
 
 commands = runpy.run_path(str(Path(__file__).with_name("rank_commands.py")))["commands"]
