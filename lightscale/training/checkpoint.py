@@ -35,6 +35,7 @@ from lightscale.training.checkpoint_files import (
     rank_stem,
     verify_together,
 )
+from lightscale.training.faults import reach
 from lightscale.training.manifest import DamagedCheckpoint, Manifest
 from lightscale.training.random_states import set_random_states
 from lightscale.training.tensor_file import TensorFile
@@ -109,6 +110,7 @@ class Checkpoints:
         for candidate in reversed(steps):
             path = self.directory / directory_name(candidate)
             try:
+                reach("load:verify")
                 manifest = verify_together(path, candidate, self._ranks)
                 contents = self._open(path, manifest)
             except DamagedCheckpoint as error:
@@ -148,6 +150,7 @@ class Checkpoints:
         return opened[0]
 
     def _read(self, engine: Engine, path: Path, contents: _Contents, weights_only: bool) -> dict[str, Any]:
+        reach("load:read")
         wanted = engine.wanted_pieces(weights_only=weights_only)
         self._check_same_model(path, wanted, contents.tensors)
         by_key: dict[str, list[Piece]] = {}

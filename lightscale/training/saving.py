@@ -32,6 +32,7 @@ from lightscale.training.checkpoint_files import (
     rank_stem,
     verify_together,
 )
+from lightscale.training.faults import reach
 from lightscale.training.manifest import DamagedCheckpoint, FileRecord, sync, write_manifest, write_synced
 from lightscale.training.random_states import random_states
 from lightscale.training.tensor_file import write_tensors
@@ -202,6 +203,7 @@ class Saver:
     def _write(self, snapshot: _Snapshot, retention: Retention | None) -> Saved:
         """In the thread: everything of a save but the copy."""
         began = time.perf_counter()
+        reach("save:begin")
         final = self.directory / directory_name(snapshot.step)
         draft = final.with_suffix(".tmp")
         num_bytes = self._bytes_if_saved(final, snapshot)
@@ -262,6 +264,7 @@ class Saver:
 
     def _write_own(self, draft: Path, snapshot: _Snapshot) -> _Own:
         """This rank's host, files and boxes."""
+        reach("save:open")
         stem = rank_stem(self.mesh.rank)
         records = {
             f"{stem}{TENSORS}": write_tensors(draft / f"{stem}{TENSORS}", snapshot.pieces),
@@ -277,6 +280,7 @@ class Saver:
             raise OSError(f"files that no rank wrote, or that are gone: {', '.join(sorted(missing))}")
         if fault := fault_of_cover(box for _, _, boxes in own for box in boxes):
             raise AssertionError(f"{draft}: {fault}")
+        reach("save:manifest")
         facts = {
             "step": snapshot.step,
             **snapshot.facts,
@@ -287,6 +291,7 @@ class Saver:
         }
         write_manifest(draft, files, facts)
         sync(draft)
+        reach("save:rename")
         draft.rename(final)
         sync(self.directory)
         return sum(record.num_bytes for record in files.values())
@@ -309,6 +314,7 @@ class Saver:
                 path = self.directory / directory_name(step)
                 doomed = path.with_suffix(".tmp")
                 path.rename(doomed)
+                reach("save:retention")
                 shutil.rmtree(doomed)
 
         try:

@@ -18,6 +18,7 @@ import torch
 import xxhash
 
 from lightscale.parallel.pieces import Box, Piece
+from lightscale.training.faults import reach
 from lightscale.training.manifest import DamagedCheckpoint, FileRecord
 
 _BLOCK_BYTES = 1 << 24
@@ -50,10 +51,12 @@ def write_tensors(path: Path, pieces: Sequence[Piece]) -> FileRecord:
     digest, size = xxhash.xxh3_128(), 0
     with path.open("xb", buffering=0) as file:
         for block in _blocks(ordered):
+            reach("save:write")
             digest.update(block)
             size += len(block)
             while block:
                 block = block[file.write(block) :]
+        reach("save:sync")
         os.fsync(file.fileno())
     return FileRecord(num_bytes=size, xxh3_128=digest.hexdigest())
 
