@@ -18,6 +18,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import bench_checkpoint
 import bench_kernels
 import bench_loader
 import bench_prepare
@@ -320,6 +321,15 @@ def run_sequence(args: argparse.Namespace) -> Report:
     return Report(settings=asdict(settings), figures=figures, table=bench_sequence.table(figures))
 
 
+def run_checkpoint(args: argparse.Namespace) -> Report:
+    """What a step waits for when the run is saved."""
+    settings = bench_checkpoint.Settings(
+        ranks=args.ranks, state_bytes=round(args.state_mb * 1e6), repeats=args.repeats, folder=args.folder
+    )
+    figures = bench_checkpoint.run(settings)
+    return Report(settings=figures.pop("settings"), figures=figures, table=bench_checkpoint.table(figures))
+
+
 def data_arguments(parser: argparse.ArgumentParser) -> None:
     """What is measured of the corpus pipeline."""
     parser.add_argument("--documents", type=Path, help="English jsonl (default: LibreOffice's help, a Debian package)")
@@ -376,6 +386,12 @@ BENCHMARKS = {
         summary="exchanges of states between sequence ranks: calls, bytes, and time waited for, on CPU processes",
         add_arguments=bench_sequence.add_arguments,
         run=run_sequence,
+        threads=1,
+    ),
+    "checkpoint": Benchmark(
+        summary="saving on CPU processes: what a step waits for, beside a plain copy and a synchronous save",
+        add_arguments=bench_checkpoint.add_arguments,
+        run=run_checkpoint,
         threads=1,
     ),
     "data": Benchmark(

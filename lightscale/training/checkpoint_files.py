@@ -2,7 +2,9 @@
 
 import itertools
 import re
+import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import metadata as packages
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch
 
 from lightscale import __version__
 from lightscale.training.agreement import Agreement
+from lightscale.training.faults import reach
 from lightscale.training.manifest import NAME, DamagedCheckpoint, Manifest, read_manifest, sync, verify_files
 
 STATE = "state.json"
@@ -44,6 +47,14 @@ def environment() -> dict[str, str]:
     }
 
 
+def manifest_of(path: Path, step: int) -> Manifest:
+    """The manifest of the checkpoint ``path``; ``DamagedCheckpoint`` where it is none, or not that of ``step``."""
+    manifest = read_manifest(path)
+    if manifest.facts["step"] != step:
+        raise DamagedCheckpoint(f"{path / NAME}: expected step {step}, found {manifest.facts['step']}")
+    return manifest
+
+
 def verify_together(path: Path, step: int, ranks: Agreement) -> Manifest:
     """The manifest of the checkpoint ``path``, of which each of ``ranks`` has read its share of the files.
 
@@ -51,13 +62,36 @@ def verify_together(path: Path, step: int, ranks: Agreement) -> Manifest:
     """
 
     def own_share() -> Manifest:
-        manifest = read_manifest(path)
-        if manifest.facts["step"] != step:
-            raise DamagedCheckpoint(f"{path / NAME}: expected step {step}, found {manifest.facts['step']}")
+        manifest = manifest_of(path, step)
         verify_files(path, manifest, sorted(manifest.files)[ranks.rank :: ranks.size])
         return manifest
 
     return ranks.on_all(own_share)[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Which older checkpoints stay: the newest ``keep`` good ones, and those at multiples of ``keep_every`` steps."""
+
+    keep: int
+    keep_every: int | None = None
+
+    def superseded(self, steps: Sequence[int], good: Sequence[int]) -> list[int]:
+        """Those of ``steps`` that need not stay. ``good``: the newest ones that are known to be whole, newest first."""
+        if len(good) < self.keep:
+            return []
+        oldest = good[self.keep - 1]
+        return [step for step in steps if step < oldest and (not self.keep_every or step % self.keep_every)]
+
+
+def remove(directory: Path, steps: Sequence[int]) -> None:
+    """Remove checkpoints, so that none is ever half there."""
+    for step in steps:
+        path = directory / directory_name(step)
+        doomed = path.with_suffix(".tmp")
+        path.rename(doomed)
+        reach("save:retention")
+        shutil.rmtree(doomed)
 
 
 def put_aside(damaged: Sequence[Path], ranks: Agreement) -> None:

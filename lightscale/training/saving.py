@@ -25,11 +25,13 @@ from lightscale.training.agreement import Agreement
 from lightscale.training.checkpoint_files import (
     STATE,
     TENSORS,
+    Retention,
     directory_name,
     environment,
     list_steps,
     put_aside,
     rank_stem,
+    remove,
     verify_together,
 )
 from lightscale.training.faults import reach
@@ -65,14 +67,6 @@ class Saved:
     """Steps of older checkpoints that were removed for it."""
     problem: str | None = None
     """Why older ones could not be removed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Retention:
-    """Which older checkpoints stay: the newest ``keep`` good ones, and those at multiples of ``keep_every`` steps."""
-
-    keep: int
-    keep_every: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,22 +297,9 @@ class Saver:
         for step in reversed(steps):
             if len(good) < retention.keep and self._is_good(step):
                 good.append(step)
-        if len(good) < retention.keep:
-            return (), None
-        every = retention.keep_every
-        old = [step for step in steps if step < good[-1] and (not every or step % every)]
-
-        def remove() -> None:
-            for step in old:
-                # Renamed first: a half-removed directory must not look like a checkpoint.
-                path = self.directory / directory_name(step)
-                doomed = path.with_suffix(".tmp")
-                path.rename(doomed)
-                reach("save:retention")
-                shutil.rmtree(doomed)
-
+        old = retention.superseded(steps, good)
         try:
-            self._ranks.on_first(remove)
+            self._ranks.on_first(lambda: remove(self.directory, old))
         except OSError as error:
             return (), f"cannot remove older checkpoints: {error}"
         return tuple(old), None

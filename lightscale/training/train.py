@@ -27,11 +27,12 @@ from lightscale.parallel.fused import describe_fused_kernels
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.training.build import build_engine, weight_dtype
 from lightscale.training.checkpoint import Checkpoints, Restored
+from lightscale.training.checkpoint_files import Retention
 from lightscale.training.faults import reach
 from lightscale.training.metrics import MetricsLogger, ValidationLoss, device_peak_flops
 from lightscale.training.profile import StepProfiler
 from lightscale.training.run_directory import RunDirectory, Status, digest
-from lightscale.training.saving import Retention, SaveError, Saver
+from lightscale.training.saving import SaveError, Saver
 from lightscale.training.schedule import learning_rate
 from lightscale.training.signals import StopSignal
 

@@ -26,9 +26,9 @@ from lightscale.errors import UserError
 from lightscale.parallel.engine import Engine
 from lightscale.training import saving
 from lightscale.training.checkpoint import Checkpoints, NoGoodCheckpoint
-from lightscale.training.checkpoint_files import directory_name, list_steps
+from lightscale.training.checkpoint_files import Retention, directory_name, list_steps
 from lightscale.training.manifest import NAME, hash_file, read_manifest, write_manifest
-from lightscale.training.saving import Retention, SaveError, Saver
+from lightscale.training.saving import SaveError, Saver
 
 tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tiny_engine.py"))))
 
