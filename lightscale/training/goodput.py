@@ -17,10 +17,10 @@ from lightscale.training.run_directory import RunDirectory, read_lines
 
 Record = Mapping[str, Any]
 
-# Events by which an attempt ends: no sign of work.
+# Events of ranks at work.
+_WORK = frozenset({"start", "resume", "init_from", "checkpoint", "checkpoint_failed", "step_skipped", "rollback"})
+# Events by which an attempt ends, as its launcher may notice some time later. All others are recorded in between.
 _ENDS = frozenset({"failed", "resumable", "finished", "stopped"})
-# Recorded between attempts; what of the two they belong to is no matter.
-_BETWEEN = frozenset({"configuration_changed", "restart"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,13 +202,13 @@ class _Attempt:
 
     @cached_property
     def began(self) -> float | None:
-        return next((_time_s(event) for event in self.events if event["event"] == "start"), None)
+        return next((record_time_s(event) for event in self.events if event["event"] == "start"), None)
 
     @cached_property
     def worked(self) -> float | None:
         """The last sign of work."""
-        signs = [event for event in self.events if event["event"] not in _ENDS]
-        times = [_time_s(record) for record in (*signs, *self.lines, *self.other_lines)]
+        signs = [event for event in self.events if event["event"] in _WORK]
+        times = [record_time_s(record) for record in (*signs, *self.lines, *self.other_lines)]
         if self.began is not None and self._first_timed_line is None:
             # Lines of older runs have no time.
             times.append(self.began + sum(_step_s(line) for line in self.lines))
@@ -217,7 +217,7 @@ class _Attempt:
     @property
     def ended(self) -> float | None:
         """The last record, whatever it says."""
-        ends = [_time_s(event) for event in self.events if event["event"] in _ENDS]
+        ends = [record_time_s(event) for event in self.events if event["event"] in _ENDS]
         return max((time for time in (self.worked, *ends) if time is not None), default=None)
 
     @property
@@ -231,7 +231,7 @@ class _Attempt:
         line = self._first_timed_line
         if line is None or line is not self.lines[0]:
             return None
-        time = _time_s(line)
+        time = record_time_s(line)
         assert time is not None
         return time - (_whole(line, "step") - (self.resumed or 0)) * _step_s(line)
 
@@ -243,7 +243,7 @@ class _Attempt:
 
     @cached_property
     def _first_timed_line(self) -> Record | None:
-        return next((line for line in self.lines if _time_s(line) is not None), None)
+        return next((line for line in self.lines if record_time_s(line) is not None), None)
 
     def replay(self, history: _History) -> None:
         """Do in `history` what this attempt did."""
@@ -257,7 +257,7 @@ class _Attempt:
             step = _whole(line, "step")
             if step <= before:
                 # A rollback; lines are as far apart as ever.
-                before = step - spacing
+                before = max(0, step - spacing)
             spacing = step - before
             history.go_back(before)
             history.kept.append(_Stretch(first=before + 1, last=step, step_s=_step_s(line), skips=skips))
@@ -272,8 +272,8 @@ def _attempts(events: Iterable[Record], lines: Iterable[Record]) -> list[_Attemp
         kind = event.get("event")
         if not isinstance(kind, str):
             raise UserError(f"an event without a name: {dict(event)}; events.jsonl is damaged, remove that line")
-        if kind in _BETWEEN:
-            is_restart |= kind == "restart"
+        is_restart |= kind == "restart"
+        if kind not in _WORK | _ENDS:
             continue
         attempt = by_number.setdefault(_whole(event, "attempt"), _Attempt())
         attempt.events.append(event)
@@ -314,8 +314,8 @@ def _gap_s(ended: float | None, began: float | None) -> float:
     return 0.0 if ended is None or began is None else max(0.0, began - ended)
 
 
-def _time_s(record: Record) -> float | None:
-    """Seconds since the epoch."""
+def record_time_s(record: Record) -> float | None:
+    """When it was written, in seconds since the epoch; None where it does not say."""
     text = record.get("time")
     if text is None:
         return None

@@ -173,7 +173,8 @@ def test_lines_of_older_runs_have_no_time() -> None:
 
 def test_other_lines_and_events_do_no_harm() -> None:
     lines = [*LINES, {"step": 5, "attempt": 1, "validation": {}}, {"step": 5, "attempt": 1, "goodput": {}}]
-    events = [*BEFORE, event(990, 2, "configuration_changed"), *after(1025)[0]]
+    between = [event(990, 2, "configuration_changed"), event(1000, 1, "lock_taken_over")]
+    events = [*BEFORE, *between, *after(1025)[0]]
     assert measure(events, lines) == measure([*BEFORE, *after(1025)[0]], LINES)
 
 
