@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from torch.utils.tensorboard import SummaryWriter
 
-from lightscale.training.run_directory import LineWriter
+from lightscale.training.goodput import Goodput
+from lightscale.training.run_directory import LineWriter, timestamp
 
 # The launcher gives here the terminal that it runs on: the ranks' own stderr is a log file.
 TERMINAL_VARIABLE = "LIGHTSCALE_TERMINAL"
@@ -73,6 +74,7 @@ class MetricsLogger:
         self._total_steps = total_steps
         self._tokens_per_step = tokens_per_step
         self._log_every = log_every
+        self._logged_step: int | None = None
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops
         self._began = time.perf_counter()
@@ -114,7 +116,8 @@ class MetricsLogger:
             "mfu": self._mfu(tokens_per_s),
             **more,
         }
-        self._lines.write({"step": step, "attempt": self._attempt, "tokens": tokens, **scalars})
+        self._write(step, tokens, scalars)
+        self._logged_step = step
         self._scalars("train", {**scalars, "tokens": tokens}, step)
         left = self._pace.time_left_s(step, time.monotonic())
         self._progress.show(
@@ -128,7 +131,7 @@ class MetricsLogger:
         if not self._enabled:
             return
         sets = {name: {"loss": one.loss, "loss_by_position": one.by_position} for name, one in losses.items()}
-        self._lines.write({"step": step, "attempt": self._attempt, "tokens": tokens, "validation": sets})
+        self._write(step, tokens, {"validation": sets})
         for name, one in losses.items():
             digits = len(str(len(one.by_position) - 1))
             buckets = {f"loss_by_position/{i:0{digits}}": loss for i, loss in enumerate(one.by_position)}
@@ -147,7 +150,7 @@ class MetricsLogger:
             return
         scalars = {"stall_s": stall_s, "write_s": write_s, "bytes_per_s": num_bytes / write_s}
         fields = {"checkpoint_step": saved_step, **{f"checkpoint_{name}": value for name, value in scalars.items()}}
-        self._lines.write({"step": step, "attempt": self._attempt, "tokens": tokens, **fields})
+        self._write(step, tokens, fields)
         self._scalars("checkpoint", scalars, saved_step)
 
     def count_skipped_save(self, step: int) -> None:
@@ -156,6 +159,19 @@ class MetricsLogger:
             return
         self._skipped_saves += 1
         self._scalars("checkpoint", {"skipped": self._skipped_saves}, step)
+
+    def log_goodput(self, step: int, *, tokens: int, goodput: Goodput) -> None:
+        """Record the goodput of the run up to `step`.
+
+        In metrics.jsonl it joins the line of that step; where this attempt has written none, as when it starts,
+        another would take the place of the line of the attempt before.
+        """
+        if not self._enabled:
+            return
+        if step == self._logged_step:
+            self._write(step, tokens, {"goodput": goodput.record()})
+        self._scalars("goodput", goodput.scalars(), step)
+        self._progress.say(f"step {step}/{self._total_steps}  {goodput.sentence()}")
 
     def close(self) -> None:
         """Write out what is buffered and end the line of progress."""
@@ -174,6 +190,9 @@ class MetricsLogger:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _write(self, step: int, tokens: int, fields: Mapping[str, object]) -> None:
+        self._lines.write({"step": step, "attempt": self._attempt, "time": timestamp(), "tokens": tokens, **fields})
 
     def _mfu(self, tokens_per_s: float) -> float | None:
         if self._flops_per_token is None or self._peak_flops is None:

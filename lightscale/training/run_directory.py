@@ -119,12 +119,12 @@ class RunDirectory:
         """Append to events.jsonl; it is on disk when this returns. `attempt`: None is the current one."""
         number = self.attempt if attempt is None else attempt
         with LineWriter(self.events) as writer:
-            writer.write({"time": _now(), "attempt": number, "event": event, **fields})
+            writer.write({"time": timestamp(), "attempt": number, "event": event, **fields})
             writer.sync()
 
     def write_status(self, status: Status, *, reason: str, step: int, tokens: int) -> RunStatus:
         """Replace status.json and return its content; it is on disk then."""
-        value = RunStatus(status=status, reason=reason, step=step, tokens=tokens, time=_now())
+        value = RunStatus(status=status, reason=reason, step=step, tokens=tokens, time=timestamp())
         write_atomically(self.status, json.dumps(dataclasses.asdict(value), indent=2) + "\n")
         return value
 
@@ -316,5 +316,6 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _now() -> str:
+def timestamp() -> str:
+    """Now, as records say it: UTC, ISO 8601."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
