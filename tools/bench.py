@@ -506,12 +506,10 @@ def saved_as(folder: Path, name: str, host: dict[str, Any]) -> Path:
     """The file of a benchmark on this device and day.
 
     Raises:
-        UserError: it could not be written, or not drawn.
+        UserError: there is no such folder.
     """
     if not folder.is_dir():
         raise UserError(f"--save {folder}: no such folder")
-    if BENCHMARKS[name].draw is not None:
-        bench_plot.check_matplotlib()
     device = torch.cuda.get_device_name().replace(" ", "-") if torch.cuda.is_available() else "cpu"
     return folder / f"{name}_{device}_{host['date']}.json"
 
@@ -557,6 +555,8 @@ def main(arguments: list[str] | None = None) -> int:
     figures: dict[str, Any] = {}
     try:
         path = None if args.save is None else saved_as(args.save, args.name, host)
+        if path is not None and BENCHMARKS[args.name].draw is not None:
+            bench_plot.check_matplotlib()
         for report in BENCHMARKS[args.name].run(args):
             figures = {"benchmark": args.name, "machine": host, "settings": report.settings} | report.figures
             if path is not None:

@@ -99,11 +99,11 @@ def _short(tokens: int) -> str:
     return str(tokens)
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path, help="JSON that `bench.py kernels --save` has written")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     try:
         check_matplotlib()
         if not args.file.is_file():
