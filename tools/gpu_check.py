@@ -52,11 +52,15 @@ def _benchmark(name: str, *arguments: str) -> Part:
     return Part(command=(sys.executable, "tools/bench.py", name, "--save", FOLDER, *arguments), benchmark=name)
 
 
-PARTS = {
+def _tests(*arguments: str) -> Part:
     # -P: the folders of the current directory are no packages.
-    "correctness": Part(
-        command=(sys.executable, "-P", "-m", "pytest", "-m", "gpu", "tests/gpu", "-rfE", "--results", RESULTS)
-    ),
+    return Part(command=(sys.executable, "-P", "-m", "pytest", "-m", "gpu", "-rfE", "--results", RESULTS, *arguments))
+
+
+PARTS = {
+    # Most of the time goes to compiling kernels, side by side; the largest tensors are in one process, one by one.
+    "operators": _tests("tests/gpu", "--ignore", "tests/gpu/test_on_gpu.py", "-n", "4", "--dist", "loadgroup"),
+    "models": _tests("tests/gpu/test_on_gpu.py"),
     "kernels": _benchmark("kernels"),
     "learn": _benchmark("learn"),
     "train": _benchmark("train"),
@@ -127,13 +131,13 @@ def run(parts: dict[str, Part], folder: Path, limit_s: float) -> dict[str, dict[
     host = machine()
     path = saved_as(folder, "gpu-check", host)
     found: dict[str, dict[str, Any]] = {}
-    results = path.with_suffix(".jsonl")
-    results.unlink(missing_ok=True)
     for number, (name, part) in enumerate(parts.items(), start=1):
         console.rule(f"[bold]{name}[/bold], {number} of {len(parts)}")
+        results = path.with_name(f"{path.stem}_{name}.jsonl")
+        results.unlink(missing_ok=True)
         found[name] = run_part(part, results, folder, limit_s)
         write_atomically(path, json.dumps({"machine": host, "parts": found}, indent=1) + "\n")
-    results.unlink(missing_ok=True)
+        results.unlink(missing_ok=True)
     console.print(f"written to {path}")
     return found
 
