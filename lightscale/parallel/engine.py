@@ -1,7 +1,8 @@
 """The engine: Megatron's schedules, gradient reduction and optimizer around a model, for any layout.
 
 ``forward_backward`` and ``forward_only`` run micro-batches through the pipeline; the gradients that come out are those
-of the mean loss over all valid tokens of the step, on every layout. ``step`` clips and applies them.
+of the mean loss over all valid tokens of the step, on every layout. ``gradient_norm`` says how large they are before
+anything has changed, and ``apply`` clips and applies them; ``step`` is both.
 """
 
 import bisect
@@ -18,6 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -258,22 +260,66 @@ class Engine:
         for output in outputs:
             sums += output
         dist.all_reduce(sums, group=self.mesh.groups.dp_cp)
-        if self.mesh.pipeline > 1:
-            last = dist.get_process_group_ranks(self.mesh.groups.pp)[-1]
-            dist.broadcast(sums, src=last, group=self.mesh.groups.pp)
+        if self.mesh.pipeline * self.mesh.tensor > 1:
+            # From the first tensor rank of the last stage: what is decided by the loss is then the same on all ranks,
+            # also when a tensor rank alone has computed something else.
+            last = dist.get_process_group_ranks(self.mesh.groups.mp)[-self.mesh.tensor]
+            dist.broadcast(sums, src=last, group=self.mesh.groups.mp)
         losses, tokens = sums.tolist()
         buckets = tuple((loss, int(count)) for loss, count in zip(losses, tokens, strict=True))
         return LossSums(loss=sum(losses), tokens=int(sum(tokens)), by_bucket=buckets)
 
-    def step(self, lr: float) -> float:
-        """Clip and apply the gradients at learning rate ``lr``; returns the global gradient norm before clipping."""
+    def gradient_norm(self) -> float:
+        """The global norm of the gradients before clipping, the same on every rank; changes nothing that is trained.
+
+        NaN or infinite where a gradient of any rank is.
+        """
+        assert self.optimizer is not None, "this engine has no optimizer"
+        # With scaled losses, Megatron looks for what is not finite itself.
+        if self.optimizer.prepare_grads():
+            return math.inf
+        return float(self.optimizer.get_grad_norm())
+
+    def apply(self, lr: float, grad_norm: float) -> None:
+        """Clip the gradients, whose ``gradient_norm()`` was ``grad_norm``, and apply them at learning rate ``lr``."""
         assert self.optimizer is not None and self.adamw is not None, "this engine has no optimizer"
         for group in self.optimizer.param_groups:
             group["lr"] = lr
             # Megatron only notes the override; its scheduler, which is not used here, would apply it.
             group["weight_decay"] = self.adamw.weight_decay * group["wd_mult"]
-        _, grad_norm, _ = self.optimizer.step()
-        return float(grad_norm)
+        if self.adamw.grad_clip > 0:
+            for part in self.optimizer.chained_optimizers:
+                if parameters := part.get_parameters():
+                    clip_grad_by_total_norm_fp32(parameters, self.adamw.grad_clip, grad_norm)
+        self.optimizer.step_with_ready_grads()
+
+    def step(self, lr: float) -> float:
+        """Apply the gradients, whatever they are; returns their global norm before clipping."""
+        grad_norm = self.gradient_norm()
+        self.apply(lr, grad_norm)
+        return grad_norm
+
+    def forget_steps(self) -> None:
+        """The optimizer as before the first step, for the weights as they are now."""
+        assert self.optimizer is not None, "this engine has no optimizer"
+        self.optimizer.reload_model_params()
+        for part in self.optimizer.chained_optimizers:
+            for moments in part.optimizer.state.values():
+                for value in moments.values():
+                    value.zero_()
+            for group in part.optimizer.param_groups:
+                # Where fused optimizers count.
+                if "step" in group:
+                    group["step"] = 0
+
+    def flat_weights(self) -> Iterator[Tensor]:
+        """Everything that is trained, (data x sequence ranks, n): row r is what the optimizer of rank r writes.
+
+        Between two steps, once the forward pass has gathered them, all rows are the same on all these ranks.
+        """
+        for buffer in [buffer for model in self.models for buffer in model.buffers]:
+            for bucket in buffer.buckets:
+                yield bucket.param_data.view(buffer.data_parallel_world_size, -1)
 
     def owned_pieces(self) -> list[Piece]:
         """What this rank writes of weights and optimizer state: every element is one rank's, on any layout.

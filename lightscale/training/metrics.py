@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import math
 import os
 import sys
 import time
@@ -82,9 +83,7 @@ class MetricsLogger:
         if not enabled:
             return
         self._lines = LineWriter(path)
-        self._tensorboard = None
-        if tensorboard is not None:
-            self._tensorboard = SummaryWriter(str(tensorboard), purge_step=first_step, flush_secs=_TENSORBOARD_FLUSH_S)
+        self._tensorboard = None if tensorboard is None else _summary_writer(str(tensorboard), first_step)
         self._pace = _Pace(total_steps)
         self._progress = _progress(total_steps, first_step - 1)
 
@@ -96,12 +95,31 @@ class MetricsLogger:
         """Whether `step` is one to log: every `log_every`-th and the last. The same on all ranks."""
         return step % self._log_every == 0 or step == self._total_steps
 
+    def go_back(self, step: int, *, attempt: int) -> None:
+        """The run goes on after `step`, which it had passed, as another attempt, whose records count from there on."""
+        if not self._enabled:
+            return
+        self._attempt = attempt
+        self._pace = _Pace(self._total_steps)
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = _summary_writer(self._tensorboard.log_dir, step + 1)
+
     def log_step(
-        self, step: int, *, tokens: int, loss: float, grad_norm: float, lr: float, **more: float | int | None
+        self,
+        step: int,
+        *,
+        tokens: int,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        skipped: str | None = None,
+        **more: float | int | None,
     ) -> None:
         """Record the step that now ends.
 
-        `step` counts from 1, `tokens` from the run's beginning; `more` are other scalars.
+        `step` counts from 1, `tokens` from the run's beginning; `skipped`: why its gradients were not applied, if
+        they were not; `more` are other scalars.
         """
         if not self._enabled:
             return
@@ -116,14 +134,15 @@ class MetricsLogger:
             "mfu": self._mfu(tokens_per_s),
             **more,
         }
-        self._write(step, tokens, scalars)
+        marks = {} if skipped is None else {"skipped": skipped}
+        self._write(step, tokens, {**scalars, **marks})
         self._logged_step = step
         self._scalars("train", {**scalars, "tokens": tokens}, step)
         left = self._pace.time_left_s(step, time.monotonic())
         self._progress.show(
             step,
             f"{_short(tokens)} tokens  loss {loss:.4f}  grad norm {grad_norm:.3f}  lr {lr:.2e}  "
-            f"{_short(tokens_per_s)} tokens/s  left {_duration(left)}",
+            f"{_short(tokens_per_s)} tokens/s  left {_duration(left)}{'' if skipped is None else '  left out'}",
         )
 
     def log_validation(self, step: int, *, tokens: int, losses: Mapping[str, ValidationLoss]) -> None:
@@ -203,7 +222,7 @@ class MetricsLogger:
         if self._tensorboard is None:
             return
         for name, value in values.items():
-            if value is not None:
+            if value is not None and math.isfinite(value):
                 self._tensorboard.add_scalar(f"{group}/{name}", value, step)
 
 
@@ -294,6 +313,11 @@ def _terminal() -> TextIO | None:
         with contextlib.suppress(OSError):
             return os.fdopen(os.open(name, os.O_WRONLY | os.O_NOCTTY), "w", encoding="utf-8")
     return sys.stderr if sys.stderr.isatty() else None
+
+
+def _summary_writer(directory: str, first_step: int) -> SummaryWriter:
+    """For `first_step` on: what earlier writers have of it and of later steps is hidden."""
+    return SummaryWriter(directory, purge_step=first_step, flush_secs=_TENSORBOARD_FLUSH_S)
 
 
 def _duration(seconds: float | None) -> str:
