@@ -65,6 +65,8 @@ _SPARE_BYTES = 16 << 20
 class NoGoodCheckpoint(UserError):
     """There are checkpoints, but none that is whole. Starting again from step 0 would lose the run silently."""
 
+    EXIT_CODE = 74
+
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightscale.config import RunConfig
+from lightscale.data_pipeline.curriculum import Stage
 from lightscale.data_pipeline.loader import Layout, TokenLoader, validation_batches
 from lightscale.data_pipeline.packing import INDEX_DIR
 from lightscale.data_pipeline.prefetch import Prefetcher
@@ -26,6 +27,7 @@ from lightscale.parallel.fused import describe_fused_kernels
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.training.build import build_engine, weight_dtype
 from lightscale.training.checkpoint import Checkpoints, Restored
+from lightscale.training.heartbeat import Heartbeat
 from lightscale.training.metrics import MetricsLogger, ValidationLoss, device_peak_flops
 from lightscale.training.profile import StepProfiler
 from lightscale.training.run_directory import RunDirectory, Status
@@ -42,6 +44,8 @@ def train(config: RunConfig, run: RunDirectory) -> Status:
         ``finished`` or ``resumable``, as written to status.json. Errors are raised; what is UserError among them
         needs a person.
     """
+    heartbeat = Heartbeat(config.restart.hang_timeout_s)
+    heartbeat.beat("starting", step=0)
     check_mixers(config.model, config.parallel)
     parallel, place = config.parallel, os.environ
     with (
@@ -54,20 +58,24 @@ def train(config: RunConfig, run: RunDirectory) -> Status:
             rank=int(place["RANK"]),
             world_size=int(place["WORLD_SIZE"]),
             local_rank=int(place["LOCAL_RANK"]),
+            timeout_s=config.restart.collective_timeout_s,
             exchange=parallel.exchange,
             ranks_per_node=parallel.ranks_per_node or int(place["LOCAL_WORLD_SIZE"]),
             virtual_stages=parallel.virtual_stages,
         ) as mesh,
     ):
-        return Trainer(config, run, mesh, stop).run()
+        return Trainer(config, run, mesh, stop, heartbeat).run()
 
 
 class Trainer:
     """One attempt at a run on one rank."""
 
-    def __init__(self, config: RunConfig, run: RunDirectory, mesh: Mesh, stop: StopSignal) -> None:
-        self.config, self.directory, self.mesh, self.stop = config, run, mesh, stop
+    def __init__(
+        self, config: RunConfig, run: RunDirectory, mesh: Mesh, stop: StopSignal, heartbeat: Heartbeat
+    ) -> None:
+        self.config, self.directory, self.mesh, self.stop, self.heartbeat = config, run, mesh, stop, heartbeat
         self.is_main = mesh.rank == 0
+        self.stage: Stage | None = None
         if self.is_main:
             run.begin_attempt(world_size=mesh.world_size, device=_device_name(mesh.device))
 
@@ -111,6 +119,7 @@ class Trainer:
                 every = config.train.validate_every
                 if every and (self.step % every == 0 or self.step == total):
                     self._validate(metrics)
+                self.heartbeat.beat("agreeing", step=self.step)
                 stopping = self.stop.should_stop(self._largest) and self.step < total
                 if stopping or self.step % (config.checkpoint.every or 100) == 0 or self.step == total:
                     self._save()
@@ -121,11 +130,17 @@ class Trainer:
     def _train_step(self, ahead: Prefetcher, metrics: MetricsLogger) -> None:
         step, total = self.step + 1, self.config.total_steps
         stage = self.loader.stage_after(self.loader.tokens)
+        if stage != self.stage:
+            self.stage = stage
+            self.heartbeat.expect_other_steps()
+        self.heartbeat.beat("reading data", step=step)
         batches = self._to_device(ahead.next_step())
+        self.heartbeat.beat("forward and backward", step=step)
         sums = self.engine.forward_backward(batches)
         lr = learning_rate(self.config.optimizer, step, total)
         # The loss is the same number on every rank, so that all stop or none; weights are still those of the last step.
         _require_finite("loss", sums.mean, step)
+        self.heartbeat.beat("optimizer", step=step)
         grad_norm = self.engine.step(lr)
         _require_finite("gradient norm", grad_norm, step)
         self.step = step
@@ -135,6 +150,7 @@ class Trainer:
 
     def _validate(self, metrics: MetricsLogger) -> None:
         """The loss on every validation set, with the weights as they are."""
+        self.heartbeat.beat("validation", step=self.step)
         losses = {}
         for name, chosen in self.config.data.validation.items():
             store = self.store if chosen.store is None else TokenStore(chosen.store)
@@ -191,6 +207,7 @@ class Trainer:
             )
 
     def _save(self) -> None:
+        self.heartbeat.beat("saving", step=self.step)
         checkpoint = self.config.checkpoint
         tokens = self.loader.tokens
         path = self.checkpoints.save(
@@ -204,6 +221,7 @@ class Trainer:
             self.directory.event("checkpoint", step=self.step, tokens=tokens, checkpoint=path.name, removed=removed)
 
     def _leave(self, status: Status, reason: str) -> Status:
+        self.heartbeat.beat("leaving", step=self.step)
         if self.is_main:
             self.directory.event(status, step=self.step, reason=reason)
             self.directory.write_status(status, reason=reason, step=self.step, tokens=self.loader.tokens)
