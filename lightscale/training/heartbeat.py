@@ -7,8 +7,8 @@ stopped, or is dead. The file has two places for each rank, written in turn, so 
 How long a rank may be silent, for `restart.hang_timeout_s` = H:
 
 - within a step, the longer of H and 5 times the slowest (99th percentile) of the last steps;
-- in what may take longer (starting, the first step with its kernels being compiled, validation, saving, leaving), the
-  longer of 10 H and 5 times the longest of that kind so far; when starting, at least two minutes.
+- in validation, saving and leaving, the longer of 10 H and 5 times the longest of that kind so far;
+- when starting, and in the first steps, whose kernels are compiled, the longer of 10 H and two minutes.
 """
 
 import math
@@ -95,9 +95,11 @@ class Heartbeat:
         self._writes += 1
 
     def expect_other_steps(self) -> None:
-        """The next step is not like those before it, as after a change of the sequence length."""
+        """The step that begins now is not like those before it, as after a change of the sequence length."""
         self._steps_s.clear()
         self._is_first_step = True
+        self._step_s = 0.0
+        self._now = None
 
     def _learn(self, before: Beat, now_s: float, step: int) -> None:
         elapsed_s = now_s - before.time_s
@@ -113,12 +115,12 @@ class Heartbeat:
             self._step_s = 0.0
 
     def _allowed_s(self, doing: str) -> float:
-        if doing not in _LONG and self._steps_s:
-            slowest = sorted(self._steps_s)[math.ceil(0.99 * len(self._steps_s)) - 1]
-            return max(self._hang_timeout_s, _SLOWER * slowest)
-        if doing == "starting" or (doing not in _LONG and self._is_first_step):
+        if doing in _LONG - {"starting"}:
+            return max(_LONGER * self._hang_timeout_s, _SLOWER * self._longest_s.get(doing, 0.0))
+        if doing == "starting" or not self._steps_s:
             return start_allowance_s(self._hang_timeout_s)
-        return max(_LONGER * self._hang_timeout_s, _SLOWER * self._longest_s.get(doing, 0.0))
+        slowest_s = sorted(self._steps_s)[math.ceil(0.99 * len(self._steps_s)) - 1]
+        return max(self._hang_timeout_s, _SLOWER * slowest_s)
 
 
 def start_allowance_s(hang_timeout_s: float) -> float:

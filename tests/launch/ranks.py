@@ -31,7 +31,8 @@ from lightscale.training.signals import StopSignal
 STEP_S = 0.02
 SAVE_S = 0.5
 TOKENS_PER_STEP = 100
-GLOO_TIMEOUT_S = 10
+START_TIMEOUT_S = 120
+EXCHANGE_TIMEOUT_S = 12
 
 
 def launch(path: str, behaviour: str, policy: str = "{}") -> int:
@@ -116,9 +117,11 @@ def pretend(
                 heartbeat.beat("saving", step=step)
                 time.sleep(60 if behaviour == "slow_save" else SAVE_S)
                 (run.path / f"saved-{rank}").write_text(str(step))
+                heartbeat.beat("leaving", step=step)
                 end(run, rank, "resumable", stop.reason, step, all_reduce_max)
                 return 0
             if behaviour in ("finished", "stopped") and step == 5:
+                heartbeat.beat("leaving", step=step)
                 end(run, rank, behaviour, "as asked", step, all_reduce_max)
                 return 0
     raise AssertionError("nobody stopped the ranks")
@@ -139,7 +142,7 @@ def misbehave(behaviour: str, rank: int, step: int) -> None:
         if behaviour == "stuck":
             stuck_reader()
         if behaviour == "late":
-            time.sleep(20)
+            time.sleep(2 * EXCHANGE_TIMEOUT_S)
         if behaviour == "silent":
             print("said before the end", file=sys.stderr)
             os._exit(3)
@@ -202,11 +205,12 @@ def lose(run: RunDirectory, peer: int) -> None:
 
 def gloo() -> Callable[[int], int]:
     torch = importlib.import_module("torch")
-    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=GLOO_TIMEOUT_S))
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=START_TIMEOUT_S))
+    group = torch.distributed.new_group(timeout=timedelta(seconds=EXCHANGE_TIMEOUT_S))
 
     def all_reduce_max(value: int) -> int:
         tensor = torch.tensor(value)
-        torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
+        torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX, group=group)
         return int(tensor)
 
     return all_reduce_max

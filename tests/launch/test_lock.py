@@ -60,7 +60,10 @@ def hold(run: RunDirectory) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     yield hold
     for process in processes:
         process.kill()
-        process.communicate()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            pipe.close()
 
 
 def begin(process: subprocess.Popen[str]) -> str:
@@ -86,8 +89,7 @@ def test_a_second_job_is_refused_with_the_name_of_the_first(run: RunDirectory, h
     assert f"{run.path} is in use by process {first.pid} on {os.uname().nodename} of job 4711, since 2" in message
     assert "start another run with --run" in message
     assert begin(hold()).startswith(f"{run.path} is in use by process {first.pid}")
-    first.stdin.close()
-    first.wait()
+    first.communicate()
     with RunLock(run):
         assert [path.name for path in (run.path / "lock").iterdir()] == ["000002"], "nothing is left of the others"
     assert takeovers(run) == []

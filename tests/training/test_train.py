@@ -21,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightscale.cli import main
 from lightscale.config_files import load
 from lightscale.training.checkpoint import list_steps
+from lightscale.training.heartbeat import read_heartbeats
 from lightscale.training.run_directory import RunDirectory, read_lines, read_metrics
 
 commands = runpy.run_path(str(Path(__file__).with_name("rank_commands.py")))["commands"]
@@ -214,6 +215,45 @@ def test_the_deadline_stops_and_saves(workplace: Path, train: Callable[..., Any]
     assert (status.status, status.reason) == ("resumable", "stopped by deadline")
     assert list_steps(run.checkpoints)[-1] == status.step
     assert ended.last_line.endswith("train.steps=100000 --run runs/deadline --stop-after 1s")
+
+
+@pytest.mark.parametrize(
+    ("moment", "signum", "to_rank"),
+    [
+        ("saving", signal.SIGTERM, 1),
+        pytest.param("starting", signal.SIGUSR1, 0, marks=pytest.mark.long),
+        pytest.param("starting", signal.SIGINT, 1, marks=pytest.mark.long),
+        pytest.param("validation", signal.SIGUSR1, None, marks=pytest.mark.long),
+        pytest.param("saving", signal.SIGINT, None, marks=pytest.mark.long),
+        pytest.param("validation", signal.SIGTERM, 0, marks=pytest.mark.long),
+    ],
+)
+def test_signals_at_any_moment(
+    workplace: Path, start: Callable[..., Any], moment: str, signum: signal.Signals, to_rank: int | None
+) -> None:
+    """Two of them, to one rank or to the launcher: all ranks take the same step, save and leave."""
+    run = RunDirectory(workplace / f"runs/signal-{moment}-{signum}-{to_rank}")
+    words = ["run.toml", "parallel.sequence=2", "train.steps=100000", "checkpoint.every=3", "train.validate_every=4"]
+    running = start(*words, "--run", str(run.path), "--processes", "2")
+    heartbeats = run.logs / "launch-0001" / "heartbeats"
+    deadline = time.monotonic() + 100
+    while True:
+        beats = read_heartbeats(heartbeats) if heartbeats.exists() else {}
+        if len(beats) == 2 and beats[to_rank or 0].doing == moment:
+            break
+        assert time.monotonic() < deadline and running.process.poll() is None
+        time.sleep(0.001)
+    target = running.process.pid if to_rank is None else beats[to_rank].process_id
+    for _ in range(2):
+        os.kill(target, signum)
+    ended = running.end()
+    assert ended.code == 75, ended.stderr
+    assert "Traceback" not in ended.stderr
+    status = run.read_status()
+    assert status is not None
+    assert (status.status, status.reason) == ("resumable", f"stopped by {signum.name}")
+    assert list_steps(run.checkpoints)[-1] == status.step
+    assert {beat.where for beat in read_heartbeats(heartbeats).values()} == {f"step {status.step}, leaving"}
 
 
 @pytest.mark.long
