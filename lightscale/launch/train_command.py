@@ -49,6 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-restart", action="store_true", help="do not start the ranks again after a failure: the job script does"
     )
+    parser.add_argument(
+        "--allow-change",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="resume although this differs from the run's: a key or section of the configuration, data (another "
+        "store or tokenizer), versions or versions.PACKAGE; may be given several times",
+    )
     parser.add_argument("--json", action="store_true", help="print at the end, as JSON, how the run ended")
 
 
@@ -66,25 +74,26 @@ def run(args: argparse.Namespace) -> int:
     if deadline_s is not None:
         os.environ[DEADLINE_VARIABLE] = str(deadline_s)
     place = environment
-    return run_rank(lambda: _train(load(args.config, args.overrides), directory, place))
+    return run_rank(lambda: _train(load(args.config, args.overrides), directory, place, _allowed(args)))
 
 
 def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float | None) -> int:
     """Check everything that can be checked without ranks, then start them."""
-    config = load(args.config, args.overrides)
+    config, allow = load(args.config, args.overrides), _allowed(args)
     processes = _num_processes(config, args.processes)
     check_layout(config, processes)
     check_mixers(config.model, config.parallel)
     _check_store(config)
-    if _is_finished(directory, config):
+    if _is_finished(directory, config, allow):
         print(f"{directory.path} is finished: all {config.total_steps} steps are done", file=sys.stderr)
         code = EXIT_CODES["finished"]
     else:
         # The ranks read the stored form: the user may edit CONFIG while the run goes on.
         command = [sys.executable, "-m", "lightscale", "train", str(directory.config), "--run", str(directory.path)]
+        command += [f"--allow-change={key}" for key in sorted(allow)]
         policy = RestartPolicy(config=config.restart, again=not args.no_restart, deadline_s=deadline_s)
         resume = _command_line(args, directory)
-        with _held(directory, config):
+        with _held(directory, config, allow):
             code = run_ranks(directory, command, processes=processes, resume=resume, policy=policy)
     if args.json:
         status = directory.read_status()
@@ -93,35 +102,51 @@ def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float
     return code
 
 
-def _train(config: RunConfig, directory: RunDirectory, environment: RankEnvironment) -> int:
+def _train(config: RunConfig, directory: RunDirectory, environment: RankEnvironment, allow: frozenset[str]) -> int:
     """The work of one rank."""
     os.environ.update(environment.variables())
     check_layout(config, environment.world_size)
     is_main = environment.rank == 0
-    if _is_finished(directory, config) if is_main else directory.is_finished(config):
+    if _is_finished(directory, config, allow) if is_main else directory.is_finished(config):
         return 0
     # Otherwise the launcher holds it.
     hold = is_main and LAUNCHER_VARIABLE not in os.environ
-    with _held(directory, config) if hold else contextlib.nullcontext():
+    with _held(directory, config, allow) if hold else contextlib.nullcontext():
         # Imported here, because the launcher, in the same module, needs neither the models nor the engine.
-        importlib.import_module("lightscale.training.train").train(config, directory)
+        importlib.import_module("lightscale.training.train").train(config, directory, allow)
     assert not is_main or directory.read_status() is not None, "training ended without a status"
     return 0
 
 
-def _is_finished(directory: RunDirectory, config: RunConfig) -> bool:
+def _allowed(args: argparse.Namespace) -> frozenset[str]:
+    """What ``--allow-change`` names."""
+    for key in args.allow_change:
+        section, _, rest = key.partition(".")
+        fields = getattr(RunConfig.model_fields.get(section), "annotation", None)
+        known = section == "versions" or (
+            fields is not None and (not rest or rest.split(".")[0] in fields.model_fields)
+        )
+        if not known:
+            raise UserError(
+                f"--allow-change {key}: neither a key or section of the configuration, like optimizer.lr or data, "
+                "nor versions or versions.PACKAGE"
+            )
+    return frozenset(args.allow_change)
+
+
+def _is_finished(directory: RunDirectory, config: RunConfig, allow: frozenset[str]) -> bool:
     """Whether nothing is left to do; refuses a run of another configuration. Nothing of an existing run is touched."""
     if directory.create(config):
         return False
-    directory.changes(config)
+    directory.changes(config, allow)
     return directory.is_finished(config)
 
 
 @contextlib.contextmanager
-def _held(directory: RunDirectory, config: RunConfig) -> Iterator[None]:
+def _held(directory: RunDirectory, config: RunConfig, allow: frozenset[str]) -> Iterator[None]:
     """Have the run for this job alone, with `config` stored in it."""
     with RunLock(directory):
-        directory.create_or_open(config)
+        directory.create_or_open(config, allow)
         yield
 
 

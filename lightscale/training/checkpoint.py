@@ -38,6 +38,7 @@ from lightscale.training.checkpoint_files import (
 from lightscale.training.faults import reach
 from lightscale.training.manifest import DamagedCheckpoint, Manifest
 from lightscale.training.random_states import set_random_states
+from lightscale.training.run_directory import is_named
 from lightscale.training.tensor_file import TensorFile
 
 
@@ -189,7 +190,7 @@ def _check_environment(path: Path, manifest: Manifest, allow: Collection[str]) -
         for name in sorted({*there, *now})
         if there.get(name) != now.get(name)
     }
-    refused = [key for key in changes if not {key, "versions"} & set(allow)]
+    refused = [key for key in changes if not is_named(key, allow)]
     if refused:
         raise UserError(
             f"{path} was written with other versions, whose numbers may differ:\n"

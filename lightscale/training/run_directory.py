@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Self, get_args
@@ -59,6 +60,12 @@ class RunStatus:
     """When it was written, UTC, ISO 8601."""
 
 
+def is_named(key: str, names: Collection[str]) -> bool:
+    """Whether `key`, or a section that it is in, is among `names`."""
+    parts = key.split(".")
+    return any(".".join(parts[:length]) in names for length in range(1, len(parts) + 1))
+
+
 def digest(config: RunConfig) -> str:
     """xxh3-128 of the resolved configuration."""
     return xxhash.xxh3_128(to_toml(config).encode()).hexdigest()
@@ -83,26 +90,27 @@ class RunDirectory:
         """Number of the attempt that runs, from 1: starts and rollbacks recorded so far; 0 before the first."""
         return sum(line["event"] in get_args(Beginning) for line in read_lines(self.events))
 
-    def create_or_open(self, config: RunConfig) -> bool:
+    def create_or_open(self, config: RunConfig, allow: Collection[str] = ()) -> bool:
         """Make the directory with its config.toml, at once or not at all; True if it was not there before.
 
-        In an existing run the configuration must be one that `changes` allows. What changed is stored, and recorded as
-        an event.
+        In an existing run the configuration must be one that `changes` with `allow` accepts. What changed is stored,
+        and recorded as an event.
         """
         if self.create(config):
             return True
-        changes = self.changes(config)
+        changes = self.changes(config, allow)
         if changes:
             fields = {key: {"before": before, "now": now} for key, before, now in changes}
             self.event("configuration_changed", attempt=self.attempt + 1, changes=fields)
             write_atomically(self.config, to_toml(config))
         return False
 
-    def changes(self, config: RunConfig) -> list[tuple[str, Any, Any]]:
+    def changes(self, config: RunConfig, allow: Collection[str] = ()) -> list[tuple[str, Any, Any]]:
         """(key, value stored, value in `config`) of each difference to the configuration of this existing run.
 
         They must do no harm: those of `HARMLESS_KEYS`, and a longer run where that leaves the learning rates so far
-        as they were. Otherwise raises UserError with the keys that differ and both values.
+        as they were; or be named in `allow`, as keys or sections. Otherwise raises UserError with the keys that differ
+        and both values.
         """
         if not self.config.exists():
             raise UserError(
@@ -110,12 +118,17 @@ class RunDirectory:
             )
         stored = load(self.config)
         changes = difference(stored, config)
-        refused = [change for change in changes if not self._is_harmless(change[0], stored, config)]
+        refused = [
+            change
+            for change in changes
+            if not is_named(change[0], allow) and not self._is_harmless(change[0], stored, config)
+        ]
         if refused:
             lines = [f"  {key}: {_json(before)} there, {_json(now)} now" for key, before, now in refused]
             raise UserError(
                 f"{self.path} holds a run with another configuration:\n" + "\n".join(lines) + "\n"
-                "Go back to those values, or start a new run with --run."
+                "Go back to those values, start a new run with --run, or accept them, at your own risk, with "
+                f"--allow-change {refused[0][0]}."
             )
         return changes
 
@@ -200,8 +213,7 @@ class RunDirectory:
     def _is_harmless(self, key: str, stored: RunConfig, now: RunConfig) -> bool:
         if key in ("train.steps", "train.tokens"):
             return now.total_steps >= stored.total_steps and self._may_extend(stored)
-        parts = key.split(".")
-        return any(".".join(parts[:length]) in HARMLESS_KEYS for length in range(1, len(parts) + 1))
+        return is_named(key, HARMLESS_KEYS)
 
     def _may_extend(self, stored: RunConfig) -> bool:
         """Whether a longer run would have had the same learning rates up to here."""

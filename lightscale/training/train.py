@@ -6,8 +6,9 @@ each start, save and stop, and a status when the loop ends.
 
 import os
 import sys
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -32,8 +33,10 @@ from lightscale.training.build import build_engine, start_again, weight_dtype
 from lightscale.training.checkpoint import Checkpoints, Restored
 from lightscale.training.checkpoint_files import Retention, directory_name, list_steps
 from lightscale.training.faults import reach
+from lightscale.training.goodput import run_goodput
 from lightscale.training.guard import Guard
 from lightscale.training.heartbeat import Heartbeat
+from lightscale.training.interval import SaveInterval
 from lightscale.training.manifest import NAME as MANIFEST
 from lightscale.training.manifest import hash_file
 from lightscale.training.metrics import MetricsLogger, ValidationLoss, device_peak_flops
@@ -45,10 +48,11 @@ from lightscale.training.schedule import learning_rate
 from lightscale.training.signals import StopSignal
 
 
-def train(config: RunConfig, run: RunDirectory) -> Status:
+def train(config: RunConfig, run: RunDirectory, allow: Collection[str] = ()) -> Status:
     """Train until the last step or a stop signal; resume from the newest whole checkpoint of ``run``.
 
-    Called on every rank, with torchrun's variables in the environment and ``run`` already created.
+    Called on every rank, with torchrun's variables in the environment and ``run`` already created. ``allow`` names the
+    changes that a resumed run may have: ``data``, and those of ``Checkpoints.restore``.
 
     Returns:
         ``finished`` or ``resumable``, as written to status.json. Errors are raised; what is UserError among them
@@ -74,7 +78,7 @@ def train(config: RunConfig, run: RunDirectory) -> Status:
             virtual_stages=parallel.virtual_stages,
         ) as mesh,
     ):
-        return Trainer(config, run, mesh, stop, heartbeat).run()
+        return Trainer(config, run, mesh, stop, heartbeat, allow).run()
 
 
 class Stateful(Protocol):
@@ -96,9 +100,16 @@ class Trainer:
     """
 
     def __init__(
-        self, config: RunConfig, run: RunDirectory, mesh: Mesh, stop: StopSignal, heartbeat: Heartbeat
+        self,
+        config: RunConfig,
+        run: RunDirectory,
+        mesh: Mesh,
+        stop: StopSignal,
+        heartbeat: Heartbeat,
+        allow: Collection[str] = (),
     ) -> None:
         self.config, self.directory, self.mesh, self.stop, self.heartbeat = config, run, mesh, stop, heartbeat
+        self.allow = allow
         self.is_main = mesh.rank == 0
         self.ranks = Agreement(mesh.control)
         self.stage: Stage | None = None
@@ -118,6 +129,7 @@ class Trainer:
         self.state: dict[str, Stateful] = {"data": self.loader, "guard": self.guard}
         self.replicas = ReplicaCheck(self.engine, every=config.guard.compare_replicas_every)
         self.checkpoints, self.saver = Checkpoints(run.checkpoints, mesh), Saver(run.checkpoints, mesh)
+        self.interval = SaveInterval(mtbf_s=3600 * config.checkpoint.mtbf_hours, now_s=time.monotonic())
         self.failed_saves = 0
         self.step = self._resume()
         self.saver.reserve(self.engine)
@@ -143,6 +155,7 @@ class Trainer:
             StepProfiler(config.train.profile_steps, self.directory.profile, self.mesh) as profiler,
             Prefetcher(self.loader) as ahead,
         ):
+            self._log_goodput(metrics)
             while self.step < total:
                 metrics.begin_step()
                 with profiler.step(self.step + 1):
@@ -161,8 +174,10 @@ class Trainer:
                     self._finish_save(metrics)
                 stopping = self.stop.should_stop(self._largest) and self.step < total
                 leaving = stopping or self.step == total
-                if leaving or self.step % (config.checkpoint.every or 100) == 0:
+                if leaving or self._is_save_due():
                     self._save(metrics, leaving=leaving)
+                if leaving:
+                    self._log_goodput(metrics)
                 if stopping:
                     return self._leave("resumable", f"stopped by {self.stop.reason}")
         return self._leave("finished", f"all {total} steps are done")
@@ -275,7 +290,7 @@ class Trainer:
 
     def _resume(self) -> int:
         """Take over the newest whole checkpoint, or the weights of ``train.init_from``; returns the steps done."""
-        restored = self.checkpoints.restore(self.engine)
+        restored = self.checkpoints.restore(self.engine, allow=self.allow)
         if restored is None:
             self._start_from_weights()
         else:
@@ -288,8 +303,12 @@ class Trainer:
         return step
 
     def _take_over(self, restored: Restored) -> None:
+        if "data" in self.allow:
+            self._accept_data(restored)
         for name, part in self.state.items():
             part.load_state_dict(restored.common[name])
+        if restored.changes:
+            self._event("versions_changed", step=restored.step, changes=restored.changes)
         self.saver.known_good.add(restored.step)
         # From here on the run is without them: they must not count among the checkpoints to keep.
         self.checkpoints.put_aside(restored.damaged)
@@ -297,6 +316,14 @@ class Trainer:
             self._say(f"passed over a damaged checkpoint, renamed .bad: {reason}")
         self._event("resume", step=restored.step, checkpoint=restored.path.name, refused=restored.refused)
         self._say(f"resuming after step {restored.step} from {restored.path}")
+
+    def _accept_data(self, restored: Restored) -> None:
+        """Go on at the same number of tokens in other data; what differs is recorded."""
+        saved, current = restored.common["data"]["fingerprint"], self.loader.fingerprint()
+        changes = {key: [saved.get(key), now] for key, now in current.items() if saved.get(key) != now}
+        if changes:
+            self._event("data_changed", step=restored.step, changes=changes)
+            restored.common["data"]["fingerprint"] = current
 
     def _recorded_skips(self) -> list[tuple[int, int]]:
         """The jumps over data so far: one for every time that the run went back."""
@@ -336,6 +363,13 @@ class Trainer:
                 f"{self.store.path} ({now.name}, sha256 {now.sha256[:16]}…); prepare the store with the former"
             )
 
+    def _is_save_due(self) -> bool:
+        every = self.config.checkpoint.every
+        if every is not None:
+            return self.step % every == 0
+        # By the clock of one rank.
+        return bool(self._largest(self.is_main and self.interval.due(time.monotonic())))
+
     def _save(self, metrics: MetricsLogger, *, leaving: bool) -> None:
         """Begin a checkpoint of this step; ``leaving``: and end it, for it is the last one."""
         if self.saver.is_writing:
@@ -351,7 +385,7 @@ class Trainer:
         self._compare_replicas(self.step)
         # While steps are left out, the last checkpoint before them may still be needed, however many follow.
         retention = Retention(keep=checkpoint.keep, keep_every=checkpoint.keep_every)
-        self.saver.begin(
+        stall_s = self.saver.begin(
             self.engine,
             step=self.step,
             common={name: part.state_dict() for name, part in self.state.items()},
@@ -359,6 +393,7 @@ class Trainer:
             about={"config": digest(self.config), "attempt": self.directory.attempt},
             retention=None if self.guard.skips_in_a_row else retention,
         )
+        self.interval.saved(time.monotonic(), stall_s)
         if leaving or not checkpoint.asynchronous:
             self._finish_save(metrics, leaving=leaving)
 
@@ -381,6 +416,11 @@ class Trainer:
         self._event("checkpoint", **where, removed=saved.removed, **costs)
         if saved.problem is not None:
             self._say(saved.problem)
+
+    def _log_goodput(self, metrics: MetricsLogger) -> None:
+        """How much of the time since the run's first start has counted; all its records are read."""
+        if self.is_main and self.step and (goodput := run_goodput(self.directory)) is not None:
+            metrics.log_goodput(self.step, tokens=self.loader.tokens, goodput=goodput)
 
     def _leave(self, status: Status, reason: str) -> Status:
         self.heartbeat.beat("leaving", step=self.step)
