@@ -32,7 +32,9 @@ COMMANDS: dict[str, Command] = {
     "data": Command(module="lightscale.data_pipeline.command", help="prepare and inspect token stores"),
     "train": Command(module="lightscale.launch.train_command", help="train a model, or go on with a run"),
     "runs": Command(module="lightscale.training.runs_command", help="the runs in a folder, and their goodput"),
-    "plan": Command(module="lightscale.evaluation.plan_command", help="parameters, FLOPs and memory of a run"),
+    "plan": Command(
+        module="lightscale.evaluation.plan_command", help="parameters, FLOPs, memory, speed and goodput of a run"
+    ),
     "generate": Command(module="lightscale.evaluation.generate_command", help="continue a text with a model"),
 }
 

@@ -22,6 +22,8 @@ _WORK = frozenset({"start", "resume", "init_from", "checkpoint", "checkpoint_fai
 # Events by which an attempt ends, as its launcher may notice some time later. All others are recorded in between.
 _ENDS = frozenset({"failed", "resumable", "finished", "stopped"})
 
+_UNITS = (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
@@ -101,12 +103,21 @@ class Goodput:
         """In one line, for people."""
         if self.effective_time_ratio is None or self.checkpoint_stall_share is None:
             return "goodput: nothing has run yet"
-        mean = "" if self.mean_restart_s is None else f" ({self.mean_restart_s:.1f} s on average)"
+        mean = "" if self.mean_restart_s is None else f" ({duration(self.mean_restart_s)} on average)"
         return (
             f"goodput {self.effective_time_ratio:.1%}: {self.steps:,} steps count, {self.lost_steps:,} lost, "
             f"{self.skipped_steps:,} skipped; {self.restarts:,} restart{'' if self.restarts == 1 else 's'}{mean}; "
             f"checkpoints stall {self.checkpoint_stall_share:.2%}"
         )
+
+
+def duration(seconds: float) -> str:
+    """95.2 -> "1 min 35 s", 200000 -> "2 d 7 h"."""
+    if seconds < 59.5:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    large, size, small, part = next(units for units in _UNITS if round(seconds) >= units[1])
+    count, rest = divmod(round(seconds), size)
+    return f"{count} {large} {rest // part} {small}" if rest >= part else f"{count} {large}"
 
 
 def run_goodput(run: RunDirectory) -> Goodput | None:

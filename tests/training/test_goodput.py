@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightscale.errors import UserError
-from lightscale.training.goodput import Goodput, measure_goodput, run_goodput
+from lightscale.training.goodput import Goodput, duration, measure_goodput, run_goodput
 from lightscale.training.run_directory import RunDirectory
 
 FIRST = datetime.datetime(2026, 11, 22, 8, tzinfo=datetime.UTC)
@@ -189,7 +189,7 @@ def test_people_and_programs_get_the_figures() -> None:
     events, lines = after(25)
     found = measure([*BEFORE, event(20, 1, "failed"), event(21, 1, "restart"), *events], [*LINES, *lines])
     assert found.sentence() == (
-        "goodput 29.4%: 5 steps count, 2 lost, 0 skipped; 1 restart (17.5 s on average); checkpoints stall 1.47%"
+        "goodput 29.4%: 5 steps count, 2 lost, 0 skipped; 1 restart (18 s on average); checkpoints stall 1.47%"
     )
     assert found.scalars() == {
         "effective_time_ratio": pytest.approx(10 / 34),
@@ -223,3 +223,20 @@ def test_it_is_read_from_a_run(tmp_path: Path) -> None:
 def test_records_of_no_run_are_named(events: list[Record], lines: list[Record], words: str) -> None:
     with pytest.raises(UserError, match=words):
         measure_goodput(events, lines)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.004, "0.004 s"),
+        (0.25, "0.25 s"),
+        (42.4, "42 s"),
+        (59.7, "1 min"),
+        (86399.9, "1 d"),
+        (95.2, "1 min 35 s"),
+        (7300, "2 h 1 min"),
+        (2e5, "2 d 7 h"),
+    ],
+)
+def test_durations(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
