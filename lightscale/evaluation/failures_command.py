@@ -214,8 +214,8 @@ def _plan(config: RunConfig, regime: Regime, values: dict[str, Any]) -> FailureP
     best_s = max(daly_s, regime.shortest_interval_s)
     if best_s > work_s:
         raise UserError(
-            f"the run is {duration(work_s)} of work, and the best interval {duration(best_s)}: the checkpoint at its end "
-            "is the only one that pays; give a longer run by --hours"
+            f"the run is {duration(work_s)} of work, and the best interval {duration(best_s)}: the checkpoint at its "
+            "end is the only one that pays; give a longer run by --hours"
         )
     if expected_shares(regime, best_s).progress < _LEAST_PROGRESS:
         raise UserError(

@@ -129,13 +129,26 @@ def test_a_line_stands_for_the_steps_before_it() -> None:
     assert (found.steps, found.effective_s, found.restart_times_s) == (6, 12, (24 - 18 - 2,))
 
 
-def test_a_rollback_within_an_attempt() -> None:
-    lines = [*steps(0, 1, range(1, 7)), *steps(20, 1, range(3, 6))]
-    found = measure([event(0, 1, "start"), event(15, 1, "rollback", step=2)], lines)
-    assert (found.steps, found.lost_steps, found.effective_s, found.lost_s) == (5, 4, 10, 8)
-    every_second = [line for line in lines if line["step"] % 2 == 0]
-    found = measure([event(0, 1, "start")], every_second)
-    assert (found.steps, found.lost_steps) == (4, 4)
+def test_a_rollback_is_no_restart() -> None:
+    """Steps 5 and 6 are skipped, so that at 13 s it goes back to step 3, from which its first step begins at 17 s."""
+    events = [event(0, 1, "start"), event(10, 1, "step_skipped", step=5), event(12, 1, "step_skipped", step=6)]
+    events += [event(13, 2, "rollback", step=3), event(15, 2, "resume", step=3)]
+    lines = [*steps(0, 1, range(1, 7)), *steps(17, 2, range(4, 8))]
+    found = measure(events, lines)
+    assert (found.rollbacks, found.restarts, found.restart_times_s, found.waiting_s) == (1, 0, (), 0)
+    assert (found.steps, found.lost_steps, found.skipped_steps) == (7, 3, 0)
+    assert (found.wall_s, found.effective_s, found.lost_s, found.other_s) == (25, 14, 6, 5)
+    assert "0 restarts, 1 rollback; " in found.sentence()
+    # A failure after it is a restart from there.
+    events += [event(30, 2, "failed"), event(30, 2, "restart"), event(31, 3, "start"), event(32, 3, "resume", step=3)]
+    found = measure(events, [*lines, *steps(40, 3, range(4, 5))])
+    assert (found.rollbacks, found.restarts, found.restart_times_s, found.waiting_s) == (1, 1, (15,), 0)
+    assert (found.steps, found.lost_steps) == (4, 7)
+
+
+def test_a_rollback_to_the_beginning() -> None:
+    found = measure([event(0, 1, "start"), event(13, 2, "rollback", step=0)], steps(0, 1, range(1, 7)))
+    assert (found.steps, found.lost_steps, found.wall_s) == (0, 6, 13)
 
 
 def test_skipped_steps_do_not_count() -> None:
