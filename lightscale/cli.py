@@ -31,6 +31,9 @@ COMMANDS: dict[str, Command] = {
     "config": Command(module="lightscale.config_command", help="print a run's resolved configuration"),
     "data": Command(module="lightscale.data_pipeline.command", help="prepare and inspect token stores"),
     "train": Command(module="lightscale.launch.train_command", help="train a model, or go on with a run"),
+    "checkpoint": Command(
+        module="lightscale.training.checkpoint_command", help="list, verify, show, compare and remove checkpoints"
+    ),
     "runs": Command(module="lightscale.training.runs_command", help="the runs in a folder, and their goodput"),
     "plan": Command(
         module="lightscale.evaluation.plan_command", help="parameters, FLOPs, memory, speed and goodput of a run"

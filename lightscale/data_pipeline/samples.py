@@ -75,7 +75,7 @@ def run_loader(run: Path) -> tuple[RunConfig, TokenLoader]:
                 f"checkpoints have {trained_on}); set data.store in {path} to where that one is"
             )
     loader = TokenLoader.of(config, store, index_dir=run / INDEX_DIR)
-    for at_tokens, skip_tokens in _skips(run):
+    for at_tokens, skip_tokens in recorded_skips(run):
         loader.skip(at_tokens, skip_tokens)
     return config, loader
 
@@ -92,6 +92,14 @@ def step_content(loader: TokenLoader, step: int) -> StepContent:
         sequence_length=loader.stage_after(first_token).sequence_length,
         samples=tuple(_contents(loader, loader.step_after(first_token))),
     )
+
+
+def recorded_skips(run: Path) -> list[tuple[int, int]]:
+    """(at_tokens, skip_tokens) of the jumps that the run recorded; a line that a kill cut short is none."""
+    path = run / "events.jsonl"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    events = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
+    return [(event["at_tokens"], event["skip_tokens"]) for event in events if event["event"] == SKIP_EVENT]
 
 
 def _contents(loader: TokenLoader, step: Step) -> Iterator[SampleContent]:
@@ -116,16 +124,6 @@ def _contents(loader: TokenLoader, step: Step) -> Iterator[SampleContent]:
             documents=tuple(documents),
             padding_tokens=padding_tokens,
         )
-
-
-def _skips(run: Path) -> Iterator[tuple[int, int]]:
-    """The jumps that the run recorded; a line that a kill cut short is none."""
-    path = run / "events.jsonl"
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    for line in text[: text.rfind("\n") + 1].splitlines():
-        event = json.loads(line)
-        if event["event"] == SKIP_EVENT:
-            yield event["at_tokens"], event["skip_tokens"]
 
 
 def _stores(run: Path) -> Iterator[str]:

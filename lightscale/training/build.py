@@ -1,6 +1,9 @@
 """From a configuration to a model on a mesh, for training and for everything that reads checkpoints."""
 
+from collections.abc import Iterable
+
 import torch
+from torch import nn
 
 from lightscale.config import RunConfig, TrainConfig
 from lightscale.kernels.common.backends import set_default_backend
@@ -31,8 +34,7 @@ def build_engine(config: RunConfig, mesh: Mesh, *, vocab_size: int, trainable: b
     dtype = weight_dtype(config.train, mesh.device)
     megatron = transformer_config(model, mesh, dtype, recompute=config.train.recompute)
     chunks = language_model_chunks(megatron, model, vocab_size=vocab_size, mesh=mesh)
-    for chunk in chunks:
-        draw_weights(chunk, seed=config.train.seed, tensor_rank=mesh.groups.tp.rank(), tensor_size=mesh.tensor)
+    _draw(chunks, config.train.seed, mesh)
     optimizer = config.optimizer
     adamw = AdamW(
         betas=optimizer.betas,
@@ -49,3 +51,14 @@ def build_engine(config: RunConfig, mesh: Mesh, *, vocab_size: int, trainable: b
         adamw=adamw if trainable else None,
         position_buckets=config.metrics.position_buckets,
     )
+
+
+def start_again(engine: Engine, seed: int) -> None:
+    """Make weights and optimizer of ``engine`` what ``build_engine`` made them."""
+    _draw(engine.chunks, seed, engine.mesh)
+    engine.forget_steps()
+
+
+def _draw(chunks: Iterable[nn.Module], seed: int, mesh: Mesh) -> None:
+    for chunk in chunks:
+        draw_weights(chunk, seed=seed, tensor_rank=mesh.groups.tp.rank(), tensor_size=mesh.tensor)

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import math
 import os
 import sys
 import time
@@ -78,12 +79,11 @@ class MetricsLogger:
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops
         self._began = time.perf_counter()
+        self._skipped_saves = 0
         if not enabled:
             return
         self._lines = LineWriter(path)
-        self._tensorboard = None
-        if tensorboard is not None:
-            self._tensorboard = SummaryWriter(str(tensorboard), purge_step=first_step, flush_secs=_TENSORBOARD_FLUSH_S)
+        self._tensorboard = None if tensorboard is None else _summary_writer(str(tensorboard), first_step)
         self._pace = _Pace(total_steps)
         self._progress = _progress(total_steps, first_step - 1)
 
@@ -95,12 +95,31 @@ class MetricsLogger:
         """Whether `step` is one to log: every `log_every`-th and the last. The same on all ranks."""
         return step % self._log_every == 0 or step == self._total_steps
 
+    def go_back(self, step: int, *, attempt: int) -> None:
+        """The run goes on after `step`, which it had passed, as another attempt, whose records count from there on."""
+        if not self._enabled:
+            return
+        self._attempt = attempt
+        self._pace = _Pace(self._total_steps)
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = _summary_writer(self._tensorboard.log_dir, step + 1)
+
     def log_step(
-        self, step: int, *, tokens: int, loss: float, grad_norm: float, lr: float, **more: float | int | None
+        self,
+        step: int,
+        *,
+        tokens: int,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        skipped: str | None = None,
+        **more: float | int | None,
     ) -> None:
         """Record the step that now ends.
 
-        `step` counts from 1, `tokens` from the run's beginning; `more` are other scalars.
+        `step` counts from 1, `tokens` from the run's beginning; `skipped`: why its gradients were not applied, if
+        they were not; `more` are other scalars.
         """
         if not self._enabled:
             return
@@ -115,14 +134,15 @@ class MetricsLogger:
             "mfu": self._mfu(tokens_per_s),
             **more,
         }
-        self._write(step, tokens, scalars)
+        marks = {} if skipped is None else {"skipped": skipped}
+        self._write(step, tokens, {**scalars, **marks})
         self._logged_step = step
         self._scalars("train", {**scalars, "tokens": tokens}, step)
         left = self._pace.time_left_s(step, time.monotonic())
         self._progress.show(
             step,
             f"{_short(tokens)} tokens  loss {loss:.4f}  grad norm {grad_norm:.3f}  lr {lr:.2e}  "
-            f"{_short(tokens_per_s)} tokens/s  left {_duration(left)}",
+            f"{_short(tokens_per_s)} tokens/s  left {_duration(left)}{'' if skipped is None else '  left out'}",
         )
 
     def log_validation(self, step: int, *, tokens: int, losses: Mapping[str, ValidationLoss]) -> None:
@@ -137,6 +157,27 @@ class MetricsLogger:
             self._scalars(f"validation/{name}", {"loss": one.loss, **buckets}, step)
         text = "  ".join(f"{name} {one.loss:.4f}" for name, one in losses.items())
         self._progress.say(f"step {step}/{self._total_steps}  validation loss  {text}")
+
+    def log_save(
+        self, step: int, *, tokens: int, saved_step: int, stall_s: float, write_s: float, num_bytes: int
+    ) -> None:
+        """Record, after ``step``, that the checkpoint of ``saved_step`` is durable.
+
+        ``stall_s``: seconds that training waited for it; ``write_s``: seconds until it was written.
+        """
+        if not self._enabled:
+            return
+        scalars = {"stall_s": stall_s, "write_s": write_s, "bytes_per_s": num_bytes / write_s}
+        fields = {"checkpoint_step": saved_step, **{f"checkpoint_{name}": value for name, value in scalars.items()}}
+        self._write(step, tokens, fields)
+        self._scalars("checkpoint", scalars, saved_step)
+
+    def count_skipped_save(self, step: int) -> None:
+        """Record that a checkpoint was due at ``step`` and the one before still being written."""
+        if not self._enabled:
+            return
+        self._skipped_saves += 1
+        self._scalars("checkpoint", {"skipped": self._skipped_saves}, step)
 
     def log_goodput(self, step: int, *, tokens: int, goodput: Goodput) -> None:
         """Record the goodput of the run up to `step`.
@@ -181,7 +222,7 @@ class MetricsLogger:
         if self._tensorboard is None:
             return
         for name, value in values.items():
-            if value is not None:
+            if value is not None and math.isfinite(value):
                 self._tensorboard.add_scalar(f"{group}/{name}", value, step)
 
 
@@ -272,6 +313,11 @@ def _terminal() -> TextIO | None:
         with contextlib.suppress(OSError):
             return os.fdopen(os.open(name, os.O_WRONLY | os.O_NOCTTY), "w", encoding="utf-8")
     return sys.stderr if sys.stderr.isatty() else None
+
+
+def _summary_writer(directory: str, first_step: int) -> SummaryWriter:
+    """For `first_step` on: what earlier writers have of it and of later steps is hidden."""
+    return SummaryWriter(directory, purge_step=first_step, flush_secs=_TENSORBOARD_FLUSH_S)
 
 
 def _duration(seconds: float | None) -> str:

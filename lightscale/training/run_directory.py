@@ -15,11 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Self, get_args
 
+import xxhash
+
 from lightscale.config import RunConfig
 from lightscale.config_files import difference, load, to_toml
 from lightscale.errors import UserError
 
 Status = Literal["finished", "resumable", "stopped"]
+# The events that begin an attempt: a process starts, or goes back to a checkpoint.
+Beginning = Literal["start", "rollback"]
 
 # What may change when a run is resumed without making it another run. A section stands for all of its keys.
 HARMLESS_KEYS: dict[str, str] = {
@@ -27,6 +31,7 @@ HARMLESS_KEYS: dict[str, str] = {
     "checkpoint": "only when the state is written and how long it is kept, not the state",
     "restart": "only how failures are noticed, and how often the run is started again",
     "guard.compare_replicas_every": "only what is checked",
+    "guard.max_rollbacks": "only when the run is given up",
     "parallel": "any layout resumes any other: batches, weights and sample order do not depend on it",
     "data.store": "a store may move; a checkpoint has its fingerprint and refuses another one",
     "data.validation": "only what is measured; the store says what is never trained on",
@@ -54,6 +59,11 @@ class RunStatus:
     """When it was written, UTC, ISO 8601."""
 
 
+def digest(config: RunConfig) -> str:
+    """xxh3-128 of the resolved configuration."""
+    return xxhash.xxh3_128(to_toml(config).encode()).hexdigest()
+
+
 class RunDirectory:
     """`path` and the files in it. One process writes: the launcher before the ranks start, then rank 0."""
 
@@ -70,8 +80,8 @@ class RunDirectory:
 
     @property
     def attempt(self) -> int:
-        """Number of the attempt that runs, from 1: the starts recorded so far; 0 before the first."""
-        return sum(line["event"] == "start" for line in read_lines(self.events))
+        """Number of the attempt that runs, from 1: starts and rollbacks recorded so far; 0 before the first."""
+        return sum(line["event"] in get_args(Beginning) for line in read_lines(self.events))
 
     def create_or_open(self, config: RunConfig) -> bool:
         """Make the directory with its config.toml, at once or not at all; True if it was not there before.
@@ -101,10 +111,10 @@ class RunDirectory:
             write_atomically(self.config, to_toml(config))
         return False
 
-    def begin_attempt(self, **fields: Any) -> int:
-        """Record a start, drop the status of the attempt before, and return this attempt's number, from 1."""
+    def begin_attempt(self, beginning: Beginning = "start", **fields: Any) -> int:
+        """Record how it begins, drop the status of the attempt before, and return this attempt's number, from 1."""
         attempt = self.attempt + 1
-        self.event("start", attempt=attempt, **fields)
+        self.event(beginning, attempt=attempt, **fields)
         self.status.unlink(missing_ok=True)
         return attempt
 

@@ -4,18 +4,21 @@ Every rank runs this. Whatever happens, the run directory says how far it got: m
 each start, save and stop, and a status when the loop ends.
 """
 
-import math
 import os
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from lightscale.config import RunConfig
+from lightscale.data_pipeline.curriculum import Skips
 from lightscale.data_pipeline.loader import Layout, TokenLoader, validation_batches
 from lightscale.data_pipeline.packing import INDEX_DIR
 from lightscale.data_pipeline.prefetch import Prefetcher
+from lightscale.data_pipeline.samples import SKIP_EVENT, recorded_skips
 from lightscale.data_pipeline.store import TokenStore
 from lightscale.data_pipeline.windows import Batch
 from lightscale.errors import UserError
@@ -24,11 +27,19 @@ from lightscale.models.operators import describe_operators
 from lightscale.models.registry import check_mixers
 from lightscale.parallel.fused import describe_fused_kernels
 from lightscale.parallel.mesh import Mesh, start_mesh
-from lightscale.training.build import build_engine, weight_dtype
+from lightscale.training.agreement import Agreement
+from lightscale.training.build import build_engine, start_again, weight_dtype
 from lightscale.training.checkpoint import Checkpoints, Restored
+from lightscale.training.checkpoint_files import Retention, directory_name, list_steps
+from lightscale.training.faults import reach
+from lightscale.training.guard import Guard
+from lightscale.training.manifest import NAME as MANIFEST
+from lightscale.training.manifest import hash_file
 from lightscale.training.metrics import MetricsLogger, ValidationLoss, device_peak_flops
 from lightscale.training.profile import StepProfiler
-from lightscale.training.run_directory import RunDirectory, Status
+from lightscale.training.replicas import ReplicaCheck, SilentCorruption
+from lightscale.training.run_directory import RunDirectory, Status, digest, read_lines
+from lightscale.training.saving import SaveError, Saver
 from lightscale.training.schedule import learning_rate
 from lightscale.training.signals import StopSignal
 
@@ -62,12 +73,28 @@ def train(config: RunConfig, run: RunDirectory) -> Status:
         return Trainer(config, run, mesh, stop).run()
 
 
+class Stateful(Protocol):
+    """A part of a run that changes while it trains, the same on every rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON gives them back."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from such values."""
+
+
 class Trainer:
-    """One attempt at a run on one rank."""
+    """One attempt at a run on one rank.
+
+    Everything that training changes, and the next step depends on, is in the checkpoint: weights, moments and counters
+    of ``engine``, the random states of each rank, ``step``, and what is named in ``state``. A test compares a trainer
+    with one that was restored, attribute by attribute.
+    """
 
     def __init__(self, config: RunConfig, run: RunDirectory, mesh: Mesh, stop: StopSignal) -> None:
         self.config, self.directory, self.mesh, self.stop = config, run, mesh, stop
         self.is_main = mesh.rank == 0
+        self.ranks = Agreement(mesh.control)
         if self.is_main:
             run.begin_attempt(world_size=mesh.world_size, device=_device_name(mesh.device))
 
@@ -80,8 +107,13 @@ class Trainer:
         self.store = TokenStore(config.data.store)
         self.loader = TokenLoader.of(config, self.store, layout=self.layout, index_dir=run.path / INDEX_DIR)
         self.engine = build_engine(config, mesh, vocab_size=self.store.tokenizer.vocab_size, trainable=True)
-        self.checkpoints = Checkpoints(run.checkpoints, mesh)
+        self.guard = Guard(config.guard)
+        self.state: dict[str, Stateful] = {"data": self.loader, "guard": self.guard}
+        self.replicas = ReplicaCheck(self.engine, every=config.guard.compare_replicas_every)
+        self.checkpoints, self.saver = Checkpoints(run.checkpoints, mesh), Saver(run.checkpoints, mesh)
+        self.failed_saves = 0
         self.step = self._resume()
+        self.saver.reserve(self.engine)
         self._describe()
 
     def run(self) -> Status:
@@ -108,30 +140,106 @@ class Trainer:
                 metrics.begin_step()
                 with profiler.step(self.step + 1):
                     self._train_step(ahead, metrics)
+                if self.guard.skips_in_a_row >= config.guard.max_skips:
+                    if self.saver.is_writing:
+                        self._finish_save(metrics)
+                    self._roll_back()
+                    metrics.go_back(self.step, attempt=self.directory.attempt)
+                    continue
                 every = config.train.validate_every
                 if every and (self.step % every == 0 or self.step == total):
                     self._validate(metrics)
+                if self.saver.is_writing and not self._largest(not self.saver.is_written):
+                    self._finish_save(metrics)
                 stopping = self.stop.should_stop(self._largest) and self.step < total
-                if stopping or self.step % (config.checkpoint.every or 100) == 0 or self.step == total:
-                    self._save()
+                leaving = stopping or self.step == total
+                if leaving or self.step % (config.checkpoint.every or 100) == 0:
+                    self._save(metrics, leaving=leaving)
                 if stopping:
                     return self._leave("resumable", f"stopped by {self.stop.reason}")
         return self._leave("finished", f"all {total} steps are done")
 
     def _train_step(self, ahead: Prefetcher, metrics: MetricsLogger) -> None:
+        reach("step:begin")
         step, total = self.step + 1, self.config.total_steps
         stage = self.loader.stage_after(self.loader.tokens)
         batches = self._to_device(ahead.next_step())
         sums = self.engine.forward_backward(batches)
+        self.replicas.observe()
+        if self.replicas.is_due(step):
+            self._compare_replicas(step)
         lr = learning_rate(self.config.optimizer, step, total)
-        # The loss is the same number on every rank, so that all stop or none; weights are still those of the last step.
-        _require_finite("loss", sums.mean, step)
-        grad_norm = self.engine.step(lr)
-        _require_finite("gradient norm", grad_norm, step)
+        # Both are the same numbers on every rank, so that all skip or none; weights are still those of the last step.
+        grad_norm = self.engine.gradient_norm()
+        skipped = self.guard.judge(sums.mean, grad_norm)
+        if skipped is None:
+            reach("step:optimizer")
+            self.engine.apply(lr, grad_norm)
+            self.replicas.remember()
         self.step = step
-        if metrics.due(step):
+        if skipped is not None or metrics.due(step):
             more = {"sequence_length": stage.sequence_length} if self.config.data.curriculum else {}
-            metrics.log_step(step, tokens=self.loader.tokens, loss=sums.mean, grad_norm=grad_norm, lr=lr, **more)
+            metrics.log_step(
+                step,
+                tokens=self.loader.tokens,
+                loss=sums.mean,
+                grad_norm=grad_norm,
+                lr=lr,
+                skipped=skipped,
+                **more,
+            )
+        if skipped is not None:
+            self._say(f"step {step} is left out: {skipped}")
+            in_a_row = self.guard.skips_in_a_row
+            self._event("step_skipped", step=step, reason=skipped, in_a_row=in_a_row)
+
+    def _compare_replicas(self, step: int) -> None:
+        try:
+            self.replicas.compare(step)
+        except SilentCorruption as error:
+            self._event("silent_corruption", step=step, since=error.since, ranks=error.ranks, hosts=error.hosts)
+            # The first rank to fail ends the others, and the event must be there by then.
+            dist.barrier(group=self.mesh.control)
+            raise
+
+    def _roll_back(self) -> None:
+        """Go back to the last checkpoint before the steps left out in a row, and jump over all data since then.
+
+        A crash after any of the three parts leaves what leads to the same run: with the newer checkpoints alone gone
+        the same steps are left out again; with the jump recorded, every start finds the checkpoint and jumps.
+        """
+        last, first = self.step, self.step - self.guard.skips_in_a_row + 1
+        steps: list[int] = self.ranks.on_first(lambda: list_steps(self.checkpoints.directory))
+        target = max((step for step in steps if step < first), default=0)
+        self._check_rollbacks(first, target)
+        later = [self.checkpoints.directory / directory_name(step) for step in steps if step >= first]
+        self.checkpoints.put_aside(later)
+
+        at_tokens = target * self.loader.tokens_per_step
+        skip_tokens = self.loader.tokens - at_tokens
+        self._event(SKIP_EVENT, at_tokens=at_tokens, skip_tokens=skip_tokens, first_step=target + 1, last_step=last)
+        if self.is_main:
+            self.directory.begin_attempt("rollback", step=target, put_aside=[path.name for path in later])
+        self._say(f"steps {first} to {last} were left out; going back to step {target}, and jumping over its next data")
+
+        if target == 0:
+            start_again(self.engine, self.config.train.seed)
+            self.loader.tokens, self.loader.skips = 0, Skips()
+            self.guard.load_state_dict(Guard(self.config.guard).state_dict())
+        self.step = self._resume()
+
+    def _check_rollbacks(self, first: int, target: int) -> None:
+        done, limit = len(self._recorded_skips()), self.config.guard.max_rollbacks
+        if done < limit:
+            return
+        run = self.directory.path
+        hint = f' in a new run with train.init_from = "{run}@{target}"' if target else ""
+        raise UserError(
+            f"the steps {first} to {self.step} had to be left out, and the run went back {done} times already "
+            f"(guard.max_rollbacks = {limit}); events.jsonl has the reasons. Look at the data of these steps "
+            f"(lightscale data samples {run} --step {first}); a lower optimizer.lr or longer "
+            f"optimizer.warmup_steps{hint} may help"
+        )
 
     def _validate(self, metrics: MetricsLogger) -> None:
         """The loss on every validation set, with the weights as they are."""
@@ -155,16 +263,29 @@ class Trainer:
         restored = self.checkpoints.restore(self.engine)
         if restored is None:
             self._start_from_weights()
-            return 0
-        self.loader.load_state_dict(restored.common["data"])
+        else:
+            self._take_over(restored)
+        for at_tokens, skip_tokens in (Counter(self._recorded_skips()) - Counter(self.loader.skips.records)).elements():
+            # Recorded after the checkpoint was written.
+            self.loader.skip(at_tokens, skip_tokens)
+        step = 0 if restored is None else restored.step
+        self.replicas.begin(step)
+        return step
+
+    def _take_over(self, restored: Restored) -> None:
+        for name, part in self.state.items():
+            part.load_state_dict(restored.common[name])
+        self.saver.known_good.add(restored.step)
         # From here on the run is without them: they must not count among the checkpoints to keep.
         self.checkpoints.put_aside(restored.damaged)
         for reason in restored.refused:
             self._say(f"passed over a damaged checkpoint, renamed .bad: {reason}")
-        if self.is_main:
-            self.directory.event("resume", step=restored.step, checkpoint=restored.path.name, refused=restored.refused)
+        self._event("resume", step=restored.step, checkpoint=restored.path.name, refused=restored.refused)
         self._say(f"resuming after step {restored.step} from {restored.path}")
-        return restored.step
+
+    def _recorded_skips(self) -> list[tuple[int, int]]:
+        """The jumps over data so far: one for every time that the run went back."""
+        return self.ranks.on_first(lambda: recorded_skips(self.directory.path))
 
     def _start_from_weights(self) -> None:
         if self.config.train.init_from is None:
@@ -177,9 +298,19 @@ class Trainer:
             raise UserError(f'train.init_from = "{self.config.train.init_from}": {error}') from None
         assert restored is not None, "a checkpoint that is not there is an error"
         self._check_tokenizer(restored)
-        if self.is_main:
-            self.directory.event("init_from", checkpoint=str(restored.path))
+        self._check_same_start(restored)
         self._say(f"starting from the weights of {restored.path}")
+
+    def _check_same_start(self, restored: Restored) -> None:
+        """A run may begin several times, and must from the same weights."""
+        manifest = self.ranks.on_first(lambda: hash_file(restored.path / MANIFEST).xxh3_128)
+        events = self.ranks.on_first(lambda: read_lines(self.directory.events))
+        if any(event["manifest"] != manifest for event in events if event["event"] == "init_from"):
+            raise UserError(
+                f'train.init_from = "{self.config.train.init_from}": {restored.path} is another checkpoint than the '
+                f"one that {self.directory.path} began with; start a new run with --run"
+            )
+        self._event("init_from", checkpoint=str(restored.path), manifest=manifest)
 
     def _check_tokenizer(self, restored: Restored) -> None:
         """The rows of the embedding mean tokens of the tokenizer that they were trained with."""
@@ -190,18 +321,50 @@ class Trainer:
                 f"{self.store.path} ({now.name}, sha256 {now.sha256[:16]}…); prepare the store with the former"
             )
 
-    def _save(self) -> None:
+    def _save(self, metrics: MetricsLogger, *, leaving: bool) -> None:
+        """Begin a checkpoint of this step; ``leaving``: and end it, for it is the last one."""
+        if self.saver.is_writing:
+            if not leaving:
+                # The disk is slower than saves are due.
+                metrics.count_skipped_save(self.step)
+                if self.is_main:
+                    self.directory.event("checkpoint_skipped", step=self.step, reason="the one before is being written")
+                return
+            self._finish_save(metrics)
         checkpoint = self.config.checkpoint
-        tokens = self.loader.tokens
-        path = self.checkpoints.save(
+        # So that a run that restarts is without whatever was computed from corrupted weights.
+        self._compare_replicas(self.step)
+        # While steps are left out, the last checkpoint before them may still be needed, however many follow.
+        retention = Retention(keep=checkpoint.keep, keep_every=checkpoint.keep_every)
+        self.saver.begin(
             self.engine,
             step=self.step,
-            common={"data": self.loader.state_dict()},
-            facts={"tokens": tokens, "store": self.store.fingerprint()},
+            common={name: part.state_dict() for name, part in self.state.items()},
+            facts={"tokens": self.loader.tokens, "store": self.store.fingerprint()},
+            about={"config": digest(self.config), "attempt": self.directory.attempt},
+            retention=None if self.guard.skips_in_a_row else retention,
         )
-        removed = self.checkpoints.prune(keep=checkpoint.keep, keep_every=checkpoint.keep_every)
-        if self.is_main:
-            self.directory.event("checkpoint", step=self.step, tokens=tokens, checkpoint=path.name, removed=removed)
+        if leaving or not checkpoint.asynchronous:
+            self._finish_save(metrics, leaving=leaving)
+
+    def _finish_save(self, metrics: MetricsLogger, *, leaving: bool = False) -> None:
+        """Record how the save in flight ended; a failure does not stop the training until it comes too often."""
+        try:
+            saved = self.saver.finish()
+        except SaveError as error:
+            self.failed_saves += 1
+            self._event("checkpoint_failed", step=self.step, reason=str(error), in_a_row=self.failed_saves)
+            if leaving or self.failed_saves >= self.config.checkpoint.max_failures:
+                raise
+            self._say(f"{error}; training goes on")
+            return
+        self.failed_saves = 0
+        costs: dict[str, Any] = {"stall_s": saved.stall_s, "write_s": saved.write_s, "num_bytes": saved.num_bytes}
+        metrics.log_save(self.step, tokens=self.loader.tokens, saved_step=saved.step, **costs)
+        where = {"step": saved.step, "tokens": saved.facts["tokens"], "checkpoint": saved.path.name}
+        self._event("checkpoint", **where, removed=saved.removed, **costs)
+        if saved.problem is not None:
+            self._say(saved.problem)
 
     def _leave(self, status: Status, reason: str) -> Status:
         if self.is_main:
@@ -234,17 +397,13 @@ class Trainer:
         for line in self.loader.description():
             self._say(line)
 
+    def _event(self, event: str, **fields: Any) -> None:
+        if self.is_main:
+            self.directory.event(event, **fields)
+
     def _say(self, text: str) -> None:
         if self.is_main:
             print(text, file=sys.stderr, flush=True)
-
-
-def _require_finite(what: str, value: float, step: int) -> None:
-    if not math.isfinite(value):
-        raise UserError(
-            f"the {what} of step {step} is {value}; the run is stopped before that spreads. "
-            "Its checkpoints are good; a lower optimizer.lr or longer optimizer.warmup_steps may help"
-        )
 
 
 def _device_name(device: torch.device) -> str:

@@ -1,4 +1,5 @@
 import datetime
+import math
 import os
 import pty
 import subprocess
@@ -152,6 +153,31 @@ def test_goodput_is_shown_and_joins_the_line_of_its_step(tmp_path: Path, capsys:
     assert "goodput/restart_s" not in shown, "there was none"
 
 
+def test_a_run_that_goes_back_is_shown_only_once(tmp_path: Path) -> None:
+    with logger(tmp_path) as metrics:
+        log(metrics, range(1, 8), 100.0)
+        metrics.go_back(4, attempt=2)
+        log(metrics, range(5, 7), 200.0)
+    expected = {1: 101.0, 2: 102.0, 3: 103.0, 4: 104.0, 5: 205.0, 6: 206.0}
+    assert scalars(tmp_path)["train/loss"] == expected
+    lines = {line["step"]: (line["attempt"], line["loss"]) for line in read_metrics(tmp_path / "metrics.jsonl")}
+    assert lines == {step: (2 if step in (5, 6) else 1, loss) for step, loss in {**expected, 7: 107.0}.items()}
+
+
+def test_a_step_left_out_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with logger(tmp_path) as metrics:
+        log(metrics, range(1, 2), 1.0)
+        metrics.log_step(2, tokens=2, loss=math.nan, grad_norm=math.inf, lr=1e-3, skipped="the loss is nan")
+    good, bad = read_metrics(tmp_path / "metrics.jsonl")
+    assert "skipped" not in good
+    assert (bad["skipped"], bad["loss"], bad["grad_norm"], bad["lr"]) == ("the loss is nan", None, None, 1e-3)
+    shown = scalars(tmp_path)
+    assert list(shown["train/loss"]) == list(shown["train/grad_norm"]) == [1]
+    assert list(shown["train/lr"]) == [1, 2]
+    first, second = capsys.readouterr().err.splitlines()
+    assert second.endswith("  left out") and not first.endswith("  left out")
+
+
 def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with logger(tmp_path, enabled=False) as metrics:
         log(metrics, range(1, 3), 1.0)
@@ -159,6 +185,7 @@ def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
         goodput = measure_goodput([{"time": "2026-11-22T08:00:00+00:00", "attempt": 1, "event": "start"}], [])
         assert goodput is not None
         metrics.log_goodput(2, tokens=2, goodput=goodput)
+        metrics.go_back(1, attempt=2)
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().err == ""
 

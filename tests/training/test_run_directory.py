@@ -173,7 +173,9 @@ def test_attempts_are_counted_and_the_old_status_goes(run: RunDirectory, tiny_co
     assert run.begin_attempt() == 2
     assert run.read_status() is None
     run.event("checkpoint", step=6)
-    assert events(run) == [(1, "start"), (1, "checkpoint"), (2, "start"), (2, "checkpoint")]
+    assert run.begin_attempt("rollback", step=3) == 3
+    assert run.attempt == 3
+    assert events(run) == [(1, "start"), (1, "checkpoint"), (2, "start"), (2, "checkpoint"), (3, "rollback")]
     first = read_lines(run.events)[0]
     assert first["world_size"] == 2
     assert first["time"].endswith("+00:00")

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightscale.cli import main
 from lightscale.config_files import load
-from lightscale.training.checkpoint import list_steps
+from lightscale.training.checkpoint_files import list_steps
 from lightscale.training.run_directory import RunDirectory, read_lines, read_metrics
 
 commands = runpy.run_path(str(Path(__file__).with_name("rank_commands.py")))["commands"]
@@ -102,6 +102,11 @@ def test_tensorboard_shows_the_same(whole: tuple[RunDirectory, Any]) -> None:
         for place in range(4):
             by_place = [(step, pytest.approx(one["loss_by_position"][place], rel=1e-6)) for step, one in measured]
             assert shown.pop(f"validation/{name}/loss_by_position/{place}") == by_place
+    saves = [line for line in read_lines(run.metrics) if "checkpoint_step" in line]
+    for key in ("stall_s", "write_s", "bytes_per_s"):
+        values = [(line["checkpoint_step"], pytest.approx(line[f"checkpoint_{key}"], rel=1e-6)) for line in saves]
+        assert shown.pop(f"checkpoint/{key}") == values
+    assert [line["checkpoint_step"] for line in saves] == [20, 40]
     assert shown == {}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightscale.cli import main
-from lightscale.training.checkpoint import list_steps
+from lightscale.training.checkpoint_files import list_steps
 from lightscale.training.manifest import read_manifest, verify_files
 from lightscale.training.run_directory import RunDirectory, read_lines, read_metrics
 
@@ -148,7 +148,7 @@ def test_run_directories_that_cannot_be_read(
         file.write_bytes(text)
 
 
-def test_a_loss_that_is_no_number_stops_the_run(workplace: Path, train: Callable[..., Any]) -> None:
+def test_a_run_whose_numbers_stay_bad_is_stopped(workplace: Path, train: Callable[..., Any]) -> None:
     words = [
         "optimizer.lr=1e20",
         "optimizer.warmup_steps=0",
@@ -159,19 +159,22 @@ def test_a_loss_that_is_no_number_stops_the_run(workplace: Path, train: Callable
     ended = train("run.toml", *words, "--run", "runs/diverged")
     assert ended.code == 78
     assert "Traceback" not in ended.stderr
-    assert re.search(r"^error: the (loss|gradient norm) of step \d+ is (nan|inf)", ended.last_line), ended.stderr
+    assert re.search(r"^error: the steps \d+ to \d+ had to be left out, and the run went back 3 times", ended.last_line)
     assert "a lower optimizer.lr" in ended.last_line
     run = RunDirectory(workplace / "runs/diverged")
     status = run.read_status()
     assert status is not None and status.status == "stopped"
+    assert ended.last_line == f"error: {status.reason.partition(': ')[2]}"
     events = [event["event"] for event in read_lines(run.events)]
-    assert events[0] == "start"
-    assert events[-1] == "failed"
-    # What was finite is recorded and saved, and nothing else.
-    steps = [line["step"] for line in read_metrics(run.metrics)]
-    assert steps == list_steps(run.checkpoints) == list(range(1, len(steps) + 1))
-    assert steps
-    for step in steps:
+    assert (events[0], events[-1]) == ("start", "failed")
+    assert [events.count(name) for name in ("rollback", "data_skipped", "step_skipped")] == [3, 3, 12]
+    # What was finite is recorded and saved; of the last steps, that they were left out, though not after the third.
+    lines = read_metrics(run.metrics)
+    good = [line["step"] for line in lines if "skipped" not in line]
+    assert good and good == list(range(1, len(good) + 1))
+    assert [line["step"] for line in lines] == list(range(1, len(good) + 4))
+    assert list_steps(run.checkpoints) == list(range(1, len(good) + 3))[-5:]
+    for step in list_steps(run.checkpoints):
         path = run.checkpoints / f"step-{step:08d}"
         manifest = read_manifest(path)
         verify_files(path, manifest, manifest.files)

@@ -1,0 +1,218 @@
+"""Silent corruption: weights that several ranks hold are compared, and the rank that differs is named.
+
+The optimizer of each data and sequence rank writes a part of the flat weights, its row, and all ranks of that group
+gather all rows. From then to the next step nobody writes weights: what differs then has changed by itself. With every
+step the rows are gathered anew, which repairs the copies, and spreads what happened to a row where it is written; a
+look at the weights now and then would miss nearly everything. So every rank takes checksums in every step,
+
+    remember   of its own row, once it is written or read from a checkpoint: the truth about this row,
+    observe    of all rows, after the backward pass: the last moment before they are written again,
+
+folds those of all steps into one number for each row, and every so many steps ``compare`` exchanges the numbers. A
+rank that did not see what a row's owner wrote is at fault; where no rank saw it, the owner is. That needs no majority:
+two ranks are enough, and one alone notices its own memory. Parameters that tensor ranks or stages have copies of, which
+each of them updates, are compared too; there the majority is right.
+
+Seen are weights that change between two steps, in memory or while they are gathered, and copies that were updated
+differently. Not seen is what computes wrong numbers (activations, gradients, a row in its optimizer), because all
+ranks get the result; nor a change of moments and fp32 weights, which one rank holds. The checksum is the sum of all
+words modulo 2^64: any one changed bit shows, and several do unless their differences cancel.
+"""
+
+import socket
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightscale.parallel.engine import Engine
+from lightscale.parallel.initialization import named_parameters
+
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+# Odd, so that nothing is lost modulo 2^64 however often a number is folded.
+_FOLD = 0x9E3779B97F4A7C1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What one rank saw since the last comparison, as checksums."""
+
+    host: str
+    group: tuple[int, ...]
+    """The ranks that hold the same flat weights, in the order of their rows."""
+    written: int
+    """Its own row, each time that it was written."""
+    seen: tuple[int, ...]
+    """All rows, each time before they were written again."""
+    is_intact: bool
+    """Whether its own row still is what was written last."""
+    copies: tuple[tuple[str, int], ...] = ()
+    """By name, what other tensor ranks or stages have copies of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Weights that differ."""
+
+    ranks: tuple[int, ...]
+    """The ranks to blame."""
+    what: str
+
+
+class SilentCorruption(RuntimeError):
+    """Weights are not what they must be; the message names the ranks and their hosts."""
+
+    def __init__(self, faults: Sequence[Fault], hosts: Sequence[str], *, since: int, step: int) -> None:
+        """``hosts``: of all ranks; it happened after step ``since`` and before the end of ``step``."""
+        self.ranks = sorted({rank for fault in faults for rank in fault.ranks})
+        self.hosts = [hosts[rank] for rank in self.ranks]
+        self.since = since
+        lines = [
+            f"{' and '.join(f'rank {rank} ({hosts[rank]})' for rank in fault.ranks)}: {fault.what}" for fault in faults
+        ]
+        super().__init__(
+            f"silent corruption after step {since} and before the end of step {step}: {'; '.join(lines)}. "
+            "No checkpoint since then was written; a host that is named again should be taken out"
+        )
+
+
+class ReplicaCheck:
+    """Compares the weights of an engine's ranks every ``every`` steps; 0: never, and then nothing is computed.
+
+    check.begin(0)
+    for step in …:
+        …                       # forward and backward
+        check.observe()
+        if check.is_due(step):
+            check.compare(step)
+        …                       # the optimizer
+        check.remember()
+    """
+
+    _own: Tensor
+    """(1,) of the own row, as it was written last."""
+    _written: Tensor
+    """(1,) of the own row, folded over the steps since the last comparison."""
+    _seen: Tensor
+    """(ranks of the group,) of all rows, folded."""
+    _copies: Tensor
+    """(copied weights,), folded."""
+
+    def __init__(self, engine: Engine, *, every: int) -> None:
+        self._engine, self._mesh, self._every = engine, engine.mesh, every
+        group = engine.mesh.groups.dp_cp
+        self._group = tuple(dist.get_process_group_ranks(group))
+        self._own_rows = slice(group.rank(), group.rank() + 1)
+
+    def begin(self, step: int) -> None:
+        """Weights were drawn or read, as they are after ``step``: what was seen before counts no more."""
+        if self._every:
+            self.remember()
+            self._forget(step)
+
+    def remember(self) -> None:
+        """The optimizer has written this rank's row."""
+        if self._every:
+            self._own = self._rows(self._own_rows)
+
+    def observe(self) -> None:
+        """The backward pass of a step is done, and no weight is written yet."""
+        if self._every:
+            self._written = self._written * _FOLD + self._own
+            self._seen = self._seen * _FOLD + self._rows(slice(None))
+            copies = [_checksums(weight.reshape(1, -1)) for _, weight in self._copied()]
+            if copies:
+                self._copies = self._copies * _FOLD + torch.cat(copies)
+
+    def is_due(self, step: int) -> bool:
+        """Whether ``step`` is one to compare in."""
+        return self._every > 0 and step % self._every == 0
+
+    def compare(self, step: int) -> None:
+        """Compare what was observed until ``step`` since the last comparison. Collective.
+
+        Raises:
+            SilentCorruption: on all ranks, where anything differs.
+        """
+        if not self._every:
+            return
+        names = [name for name, _ in self._copied()]
+        own = Report(
+            host=socket.gethostname(),
+            group=self._group,
+            written=int(self._written),
+            seen=tuple(self._seen.tolist()),
+            is_intact=torch.equal(self._own, self._rows(self._own_rows)),
+            copies=tuple(zip(names, self._copies.tolist(), strict=True)),
+        )
+        reports: list[Report] = [own] * self._mesh.world_size
+        dist.all_gather_object(reports, own, group=self._mesh.control)
+        found = find_faults(reports)
+        if found:
+            raise SilentCorruption(found, [report.host for report in reports], since=self._since, step=step)
+        self._forget(step)
+
+    def _forget(self, step: int) -> None:
+        self._since = step
+        self._written = torch.zeros_like(self._own)
+        self._seen = self._own.new_zeros(len(self._group))
+        self._copies = self._own.new_zeros(sum(1 for _ in self._copied()))
+
+    def _rows(self, rows: slice) -> Tensor:
+        """(rows,) checksums over all flat weights."""
+        total = torch.zeros((), dtype=torch.int64, device=self._mesh.device)
+        for flat in self._engine.flat_weights():
+            total = total * _FOLD + _checksums(flat[rows])
+        return total
+
+    def _copied(self) -> Iterator[tuple[str, Tensor]]:
+        """What other tensor ranks or stages (virtual ones: of this rank too) have copies of."""
+        for chunk in self._engine.chunks:
+            for name, parameter in named_parameters(chunk):
+                if getattr(parameter, "shared_embedding", False):
+                    yield f"{name} of tensor rank {self._mesh.groups.tp.rank()}", parameter.detach()
+                elif self._mesh.tensor > 1 and not getattr(parameter, "tensor_model_parallel", False):
+                    yield name, parameter.detach()
+
+
+def find_faults(reports: Sequence[Report]) -> list[Fault]:
+    """What is wrong by the reports of all ranks, in their order."""
+    groups = dict.fromkeys(report.group for report in reports)
+    found = [fault for group in groups for fault in _faults_of_rows(group, reports)]
+    # What differs between data ranks may differ between tensor ranks only because of that.
+    return found or list(_faults_of_copies(reports))
+
+
+def _faults_of_rows(group: Sequence[int], reports: Sequence[Report]) -> Iterator[Fault]:
+    blamed = {rank for rank in group if not reports[rank].is_intact}
+    for row, owner in enumerate(group):
+        wrong = {rank for rank in group if reports[rank].seen[row] != reports[owner].written}
+        # What nobody saw changed before it was gathered.
+        blamed |= {owner} if len(wrong) == len(group) else wrong
+    if blamed:
+        yield Fault(ranks=tuple(sorted(blamed)), what="weights are not what the optimizer wrote")
+
+
+def _faults_of_copies(reports: Sequence[Report]) -> Iterator[Fault]:
+    holders: dict[str, list[tuple[int, int]]] = {}
+    for rank, report in enumerate(reports):
+        for name, checksum in report.copies:
+            holders.setdefault(name, []).append((rank, checksum))
+    for name, held in holders.items():
+        (usual, count), *others = Counter(checksum for _, checksum in held).most_common()
+        if not others:
+            continue
+        if count > others[0][1]:
+            odd = {rank for rank, checksum in held if checksum != usual}
+            yield Fault(ranks=tuple(sorted(odd)), what=f"{name} is not what most ranks have")
+        else:
+            every = {rank for rank, _ in held}
+            yield Fault(ranks=tuple(sorted(every)), what=f"{name} differs, and no majority says who is right")
+
+
+def _checksums(rows: Tensor) -> Tensor:
+    """(rows,) sums of the words in each row of a (rows, n) tensor."""
+    return rows.view(_INTEGERS[rows.element_size()]).sum(dim=1, dtype=torch.int64)
