@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except UserError as error:
         print("error:", textwrap.indent(str(error), " " * len("error: ")).lstrip(), file=sys.stderr)
-        return UserError.EXIT_CODE
+        return error.EXIT_CODE
     except BrokenPipeError:
         # The reader of our output is gone (`lightscale … | head`). Python would complain once more when it
         # flushes stdout at exit, so stdout is pointed at nothing.

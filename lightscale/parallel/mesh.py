@@ -135,7 +135,8 @@ def start_mesh(
             pipeline_model_parallel_size=pipeline,
             context_parallel_size=sequence,
             virtual_pipeline_model_parallel_size=virtual_stages if virtual_stages > 1 else None,
-            distributed_timeout_minutes=max(1, int(timeout_s / 60)),
+            # Becomes a timedelta: parts of a minute are welcome.
+            distributed_timeout_minutes=timeout_s / 60,
             create_gloo_process_groups=place.type == "cuda",
         )
         # Megatron's layers fork named random streams; weights are drawn elsewhere (parallel/initialization.py).

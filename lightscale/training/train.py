@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightscale.config import RunConfig
-from lightscale.data_pipeline.curriculum import Skips
+from lightscale.data_pipeline.curriculum import Skips, Stage
 from lightscale.data_pipeline.loader import Layout, TokenLoader, validation_batches
 from lightscale.data_pipeline.packing import INDEX_DIR
 from lightscale.data_pipeline.prefetch import Prefetcher
@@ -33,6 +33,7 @@ from lightscale.training.checkpoint import Checkpoints, Restored
 from lightscale.training.checkpoint_files import Retention, directory_name, list_steps
 from lightscale.training.faults import reach
 from lightscale.training.guard import Guard
+from lightscale.training.heartbeat import Heartbeat
 from lightscale.training.manifest import NAME as MANIFEST
 from lightscale.training.manifest import hash_file
 from lightscale.training.metrics import MetricsLogger, ValidationLoss, device_peak_flops
@@ -53,6 +54,8 @@ def train(config: RunConfig, run: RunDirectory) -> Status:
         ``finished`` or ``resumable``, as written to status.json. Errors are raised; what is UserError among them
         needs a person.
     """
+    heartbeat = Heartbeat(config.restart.hang_timeout_s)
+    heartbeat.beat("starting", step=0)
     check_mixers(config.model, config.parallel)
     parallel, place = config.parallel, os.environ
     with (
@@ -65,12 +68,13 @@ def train(config: RunConfig, run: RunDirectory) -> Status:
             rank=int(place["RANK"]),
             world_size=int(place["WORLD_SIZE"]),
             local_rank=int(place["LOCAL_RANK"]),
+            timeout_s=config.restart.collective_timeout_s,
             exchange=parallel.exchange,
             ranks_per_node=parallel.ranks_per_node or int(place["LOCAL_WORLD_SIZE"]),
             virtual_stages=parallel.virtual_stages,
         ) as mesh,
     ):
-        return Trainer(config, run, mesh, stop).run()
+        return Trainer(config, run, mesh, stop, heartbeat).run()
 
 
 class Stateful(Protocol):
@@ -91,10 +95,13 @@ class Trainer:
     with one that was restored, attribute by attribute.
     """
 
-    def __init__(self, config: RunConfig, run: RunDirectory, mesh: Mesh, stop: StopSignal) -> None:
-        self.config, self.directory, self.mesh, self.stop = config, run, mesh, stop
+    def __init__(
+        self, config: RunConfig, run: RunDirectory, mesh: Mesh, stop: StopSignal, heartbeat: Heartbeat
+    ) -> None:
+        self.config, self.directory, self.mesh, self.stop, self.heartbeat = config, run, mesh, stop, heartbeat
         self.is_main = mesh.rank == 0
         self.ranks = Agreement(mesh.control)
+        self.stage: Stage | None = None
         if self.is_main:
             run.begin_attempt(world_size=mesh.world_size, device=_device_name(mesh.device))
 
@@ -149,6 +156,7 @@ class Trainer:
                 every = config.train.validate_every
                 if every and (self.step % every == 0 or self.step == total):
                     self._validate(metrics)
+                self.heartbeat.beat("agreeing", step=self.step)
                 if self.saver.is_writing and not self._largest(not self.saver.is_written):
                     self._finish_save(metrics)
                 stopping = self.stop.should_stop(self._largest) and self.step < total
@@ -163,13 +171,19 @@ class Trainer:
         reach("step:begin")
         step, total = self.step + 1, self.config.total_steps
         stage = self.loader.stage_after(self.loader.tokens)
+        if stage != self.stage:
+            self.stage = stage
+            self.heartbeat.expect_other_steps()
+        self.heartbeat.beat("reading data", step=step)
         batches = self._to_device(ahead.next_step())
+        self.heartbeat.beat("forward and backward", step=step)
         sums = self.engine.forward_backward(batches)
         self.replicas.observe()
         if self.replicas.is_due(step):
             self._compare_replicas(step)
         lr = learning_rate(self.config.optimizer, step, total)
         # Both are the same numbers on every rank, so that all skip or none; weights are still those of the last step.
+        self.heartbeat.beat("optimizer", step=step)
         grad_norm = self.engine.gradient_norm()
         skipped = self.guard.judge(sums.mean, grad_norm)
         if skipped is None:
@@ -243,6 +257,7 @@ class Trainer:
 
     def _validate(self, metrics: MetricsLogger) -> None:
         """The loss on every validation set, with the weights as they are."""
+        self.heartbeat.beat("validation", step=self.step)
         losses = {}
         for name, chosen in self.config.data.validation.items():
             store = self.store if chosen.store is None else TokenStore(chosen.store)
@@ -327,10 +342,10 @@ class Trainer:
             if not leaving:
                 # The disk is slower than saves are due.
                 metrics.count_skipped_save(self.step)
-                if self.is_main:
-                    self.directory.event("checkpoint_skipped", step=self.step, reason="the one before is being written")
+                self._event("checkpoint_skipped", step=self.step, reason="the one before is being written")
                 return
             self._finish_save(metrics)
+        self.heartbeat.beat("saving", step=self.step)
         checkpoint = self.config.checkpoint
         # So that a run that restarts is without whatever was computed from corrupted weights.
         self._compare_replicas(self.step)
@@ -349,6 +364,7 @@ class Trainer:
 
     def _finish_save(self, metrics: MetricsLogger, *, leaving: bool = False) -> None:
         """Record how the save in flight ended; a failure does not stop the training until it comes too often."""
+        self.heartbeat.beat("saving", step=self.step)
         try:
             saved = self.saver.finish()
         except SaveError as error:
@@ -367,6 +383,7 @@ class Trainer:
             self._say(saved.problem)
 
     def _leave(self, status: Status, reason: str) -> Status:
+        self.heartbeat.beat("leaving", step=self.step)
         if self.is_main:
             self.directory.event(status, step=self.step, reason=reason)
             self.directory.write_status(status, reason=reason, step=self.step, tokens=self.loader.tokens)
