@@ -118,15 +118,22 @@ def test_without_a_good_checkpoint_all_is_lost() -> None:
     assert (found.steps, found.lost_steps) == (2, 5)
 
 
-def test_a_line_stands_for_the_steps_before_it() -> None:
-    """Lines of every third step; a checkpoint of step 5 lies between two of them."""
+@pytest.mark.parametrize("resumed", [3, 4, 5, 6])
+def test_a_line_stands_for_the_steps_before_it(resumed: int) -> None:
+    """Lines of every third step; the checkpoint lies on one of them or between two."""
     lines = [step for step in steps(0, 1, range(1, 10)) if step["step"] % 3 == 0]
-    events = [event(0, 1, "start"), event(20, 2, "start"), event(21, 2, "resume", step=5)]
+    events = [event(0, 1, "start"), event(20, 2, "start"), event(21, 2, "resume", step=resumed)]
     found = measure(events, lines)
-    assert (found.steps, found.lost_steps, found.lost_s) == (5, 4, 8)
-    (six,) = steps(24, 2, range(6, 7))
-    found = measure(events, [*lines, six])
-    assert (found.steps, found.effective_s, found.restart_times_s) == (6, 12, (24 - 18 - 2,))
+    assert (found.steps, found.lost_steps, found.lost_s) == (resumed, 9 - resumed, 2 * (9 - resumed))
+    (line,) = steps(30, 2, range(9, 10))
+    found = measure(events, [*lines, line])
+    assert (found.steps, found.effective_s) == (9, 18)
+    assert found.restart_times_s == (32 - 2 * (9 - resumed) - 18 - 2,)
+
+
+def test_a_step_made_again_without_a_word_replaces_what_was_since() -> None:
+    found = measure([event(0, 1, "start")], [*steps(0, 1, range(1, 7)), *steps(20, 1, range(3, 6))])
+    assert (found.steps, found.lost_steps, found.effective_s, found.lost_s) == (5, 4, 10, 8)
 
 
 def test_a_rollback_is_no_restart() -> None:

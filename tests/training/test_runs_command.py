@@ -15,6 +15,7 @@ import pytest
 from lightscale import cli
 from lightscale.config import RunConfig
 from lightscale.errors import UserError
+from lightscale.launch.lock import RunLock
 from lightscale.training.run_directory import LineWriter, RunDirectory, timestamp
 from lightscale.training.runs_command import RunSummary, summarize
 
@@ -123,6 +124,14 @@ def test_a_process_that_holds_the_lock_runs_it(make_run: MakeRun) -> None:
     assert summary(run).state == "dead", "it died a moment ago"
     with path.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # looking at it has left no lock
+
+
+def test_the_lock_that_jobs_take_is_understood(make_run: MakeRun) -> None:
+    run = make_run("first")
+    is_quiet_since(run, 1e6)
+    with RunLock(run):
+        assert summary(run).state == "running"
+    assert summary(run).state == "dead"
 
 
 def test_a_lock_of_another_machine_lives_as_long_as_it_is_renewed(make_run: MakeRun) -> None:
