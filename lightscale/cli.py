@@ -35,7 +35,9 @@ COMMANDS: dict[str, Command] = {
         module="lightscale.training.checkpoint_command", help="list, verify, show, compare and remove checkpoints"
     ),
     "runs": Command(module="lightscale.training.runs_command", help="the runs in a folder, and their goodput"),
-    "plan": Command(module="lightscale.evaluation.plan_command", help="parameters, FLOPs and memory of a run"),
+    "plan": Command(
+        module="lightscale.evaluation.plan_command", help="parameters, FLOPs, memory, speed and goodput of a run"
+    ),
     "generate": Command(module="lightscale.evaluation.generate_command", help="continue a text with a model"),
 }
 

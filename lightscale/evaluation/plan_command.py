@@ -1,6 +1,6 @@
 """``lightscale plan``: what a run would take, without building its model; the study's table of sizes.
 
-With ``--nodes`` it predicts speed: `scaling_command`.
+With ``--nodes`` it predicts speed: `scaling_command`; with ``--failures`` goodput: `failures_command`.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from rich.table import Table
 from lightscale.config import RunConfig
 from lightscale.config_files import load
 from lightscale.errors import UserError
-from lightscale.evaluation import scaling_command
+from lightscale.evaluation import failures_command, scaling_command
 from lightscale.evaluation.memory import assumptions
 from lightscale.evaluation.plan import Parameters, Plan, StateExchange, plan
 from lightscale.evaluation.study import Comparison, StudyRow, study_table
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     scaling_command.add_arguments(parser)
+    failures_command.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,16 +51,21 @@ def run(args: argparse.Namespace) -> int:
 
     1 where the table disagrees with the published one, or where no layout fits on any of the nodes.
     """
-    if args.study and args.nodes is not None:
-        raise UserError("--study and --nodes: give one")
+    kinds = {"--study": args.study, "--nodes": args.nodes is not None, "--failures": args.failures}
+    if sum(kinds.values()) > 1:
+        raise UserError(f"{' and '.join(kind for kind, is_given in kinds.items() if is_given)}: give one")
     if args.nodes is None:
         scaling_command.refuse_without_nodes(args)
+    if not args.failures:
+        failures_command.refuse_without_failures(args)
     if args.study:
         return _study(args)
     if args.config is None:
         raise UserError("no CONFIG given; name the run's TOML file, or --study for the table of the study")
     if args.nodes is not None:
         return scaling_command.run(args)
+    if args.failures:
+        return failures_command.run(args)
     if args.processes is not None and args.processes < 1:
         raise UserError(f"--processes {args.processes}: must be at least 1")
     config = load(args.config, args.overrides)

@@ -17,10 +17,13 @@ from lightscale.training.run_directory import RunDirectory, read_lines
 
 Record = Mapping[str, Any]
 
-# Events of ranks at work.
-_WORK = frozenset({"start", "resume", "init_from", "checkpoint", "checkpoint_failed", "step_skipped", "rollback"})
+# Events by which an attempt begins, and of ranks at work.
+_BEGINNINGS = frozenset({"start", "rollback"})
+_WORK = _BEGINNINGS | {"resume", "init_from", "checkpoint", "checkpoint_failed", "step_skipped"}
 # Events by which an attempt ends, as its launcher may notice some time later. All others are recorded in between.
 _ENDS = frozenset({"failed", "resumable", "finished", "stopped"})
+
+_UNITS = (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +48,9 @@ class Goodput:
     lost_steps: int
     skipped_steps: int
     restarts: int
-    """Attempts after the first."""
+    """Starts after the first."""
+    rollbacks: int
+    """A run goes back to a checkpoint without a new start."""
     saves: int
     failed_saves: int
     skipped_saves: int
@@ -101,12 +106,26 @@ class Goodput:
         """In one line, for people."""
         if self.effective_time_ratio is None or self.checkpoint_stall_share is None:
             return "goodput: nothing has run yet"
-        mean = "" if self.mean_restart_s is None else f" ({self.mean_restart_s:.1f} s on average)"
+        mean = "" if self.mean_restart_s is None else f" ({duration(self.mean_restart_s)} on average)"
+        back = f", {self.rollbacks:,} rollback{_plural(self.rollbacks)}" if self.rollbacks else ""
         return (
             f"goodput {self.effective_time_ratio:.1%}: {self.steps:,} steps count, {self.lost_steps:,} lost, "
-            f"{self.skipped_steps:,} skipped; {self.restarts:,} restart{'' if self.restarts == 1 else 's'}{mean}; "
+            f"{self.skipped_steps:,} skipped; {self.restarts:,} restart{_plural(self.restarts)}{mean}{back}; "
             f"checkpoints stall {self.checkpoint_stall_share:.2%}"
         )
+
+
+def _plural(count: int) -> str:
+    return "" if count == 1 else "s"
+
+
+def duration(seconds: float) -> str:
+    """95.2 -> "1 min 35 s", 200000 -> "2 d 7 h"."""
+    if seconds < 59.5:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    large, size, small, part = next(units for units in _UNITS if round(seconds) >= units[1])
+    count, rest = divmod(round(seconds), size)
+    return f"{count} {large} {rest // part} {small}" if rest >= part else f"{count} {large}"
 
 
 def run_goodput(run: RunDirectory) -> Goodput | None:
@@ -140,7 +159,8 @@ def measure_goodput(events: Iterable[Record], lines: Iterable[Record]) -> Goodpu
         steps=sum(one.num_steps - one.skipped for one in history.kept),
         lost_steps=history.lost_steps,
         skipped_steps=sum(one.skipped for one in history.kept),
-        restarts=len(attempts) - 1,
+        restarts=sum(not attempt.is_rollback for attempt in attempts) - 1,
+        rollbacks=sum(attempt.is_rollback for attempt in attempts),
         saves=kinds["checkpoint"],
         failed_saves=kinds["checkpoint_failed"],
         skipped_saves=kinds["checkpoint_skipped"],
@@ -191,7 +211,7 @@ class _History:
 
 @dataclass
 class _Attempt:
-    """One start of the ranks, and what was recorded of it."""
+    """What was recorded from a start of the ranks, or a rollback, to the next."""
 
     events: list[Record] = field(default_factory=list)
     lines: list[Record] = field(default_factory=list)
@@ -202,7 +222,11 @@ class _Attempt:
 
     @cached_property
     def began(self) -> float | None:
-        return next((record_time_s(event) for event in self.events if event["event"] == "start"), None)
+        return next((record_time_s(event) for event in self.events if event["event"] in _BEGINNINGS), None)
+
+    @cached_property
+    def is_rollback(self) -> bool:
+        return next((event["event"] == "rollback" for event in self.events if event["event"] in _BEGINNINGS), False)
 
     @cached_property
     def worked(self) -> float | None:
@@ -223,7 +247,8 @@ class _Attempt:
     @property
     def resumed(self) -> int | None:
         """The step of the checkpoint that it went on from; None: it never got as far as to take one, or had none."""
-        return next((_whole(event, "step") for event in self.events if event["event"] == "resume"), None)
+        steps = (_whole(event, "step") for event in self.events if event["event"] in ("rollback", "resume"))
+        return next(steps, None)
 
     @property
     def first_step_began(self) -> float | None:
@@ -252,13 +277,10 @@ class _Attempt:
             if self.resumed is not None:
                 history.go_back(self.resumed)
             return
-        before, spacing = self.resumed or 0, 1
+        before = self.resumed or 0
         for line in self.lines:
             step = _whole(line, "step")
-            if step <= before:
-                # A rollback; lines are as far apart as ever.
-                before = max(0, step - spacing)
-            spacing = step - before
+            before = min(before, step - 1)
             history.go_back(before)
             history.kept.append(_Stretch(first=before + 1, last=step, step_s=_step_s(line), skips=skips))
             before = step
@@ -298,11 +320,11 @@ def _pauses(attempts: Sequence[_Attempt]) -> tuple[float, list[float]]:
     stopped: float | None = None
     previous: _Attempt | None = None
     for attempt in attempts:
-        if previous is not None and not attempt.is_restart:
+        if previous is not None and not (attempt.is_restart or attempt.is_rollback):
             gap_s = _gap_s(previous.ended, attempt.began)
             waiting_s += gap_s
             waited_s += gap_s
-        if stopped is not None and attempt.first_step_began is not None:
+        if stopped is not None and attempt.first_step_began is not None and not attempt.is_rollback:
             restart_times_s.append(max(0.0, attempt.first_step_began - stopped - waited_s))
         if attempt.lines:
             stopped, waited_s = attempt.worked, 0.0

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from lightscale.config_files import load
 from lightscale.errors import UserError
-from lightscale.training.goodput import Goodput, measure_goodput, record_time_s
+from lightscale.training.goodput import Goodput, duration, measure_goodput, record_time_s
 from lightscale.training.run_directory import RunDirectory, read_lines
 
 State = Literal["running", "finished", "resumable", "stopped", "dead", "new", "damaged"]
@@ -211,7 +211,7 @@ def _cells(one: RunSummary) -> list[str]:
         "—" if goodput is None else f"{goodput.lost_steps:,}",
         "—" if goodput is None else f"{goodput.restarts:,}",
         one.last_event or "—",
-        "—" if one.last_event_age_s is None else _duration(one.last_event_age_s),
+        "—" if one.last_event_age_s is None else duration(one.last_event_age_s),
     ]
 
 
@@ -223,9 +223,9 @@ def _goodput_table(goodput: Goodput) -> Table:
     table.add_column("")
     for name, seconds, note in _goodput_lines(goodput):
         share = f"{seconds / goodput.running_s:.1%}" if goodput.running_s > 0 else "—"
-        table.add_row(name, _duration(seconds), share, note)
+        table.add_row(name, duration(seconds), share, note)
     if goodput.waiting_s:
-        table.add_row("waiting", _duration(goodput.waiting_s), "", "between attempts, not counted above")
+        table.add_row("waiting", duration(goodput.waiting_s), "", "between attempts, not counted above")
     return table
 
 
@@ -235,17 +235,7 @@ def _goodput_lines(goodput: Goodput) -> Iterable[tuple[str, float, str]]:
     yield "steps that count", goodput.effective_s, f"{goodput.steps:,} steps"
     yield "steps that were lost", goodput.lost_s, f"{goodput.lost_steps:,} steps"
     yield "steps that were skipped", goodput.skipped_s, f"{goodput.skipped_steps:,} steps"
-    yield "restarts", goodput.restart_s, "" if mean_s is None else f"{_duration(mean_s)} on average"
+    yield "restarts", goodput.restart_s, "" if mean_s is None else f"{duration(mean_s)} on average"
     yield "saves", goodput.checkpoint_stall_s, f"{goodput.saves:,} done{', ' if saves else ''}{saves}"
     yield "other", goodput.other_s, "the first start, validation, steps without a line"
     yield "together", goodput.running_s, ""
-
-
-def _duration(seconds: float) -> str:
-    """95.2 -> "1 min 35 s", 200000 -> "2 d 7 h"."""
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    for large, size, small, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
-        if seconds >= size:
-            return f"{int(seconds // size)} {large} {int(seconds % size // part)} {small}"
-    raise AssertionError(seconds)

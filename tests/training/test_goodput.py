@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightscale.errors import UserError
-from lightscale.training.goodput import Goodput, measure_goodput, run_goodput
+from lightscale.training.goodput import Goodput, duration, measure_goodput, run_goodput
 from lightscale.training.run_directory import RunDirectory
 
 FIRST = datetime.datetime(2026, 11, 22, 8, tzinfo=datetime.UTC)
@@ -118,24 +118,44 @@ def test_without_a_good_checkpoint_all_is_lost() -> None:
     assert (found.steps, found.lost_steps) == (2, 5)
 
 
-def test_a_line_stands_for_the_steps_before_it() -> None:
-    """Lines of every third step; a checkpoint of step 5 lies between two of them."""
+@pytest.mark.parametrize("resumed", [3, 4, 5, 6])
+def test_a_line_stands_for_the_steps_before_it(resumed: int) -> None:
+    """Lines of every third step; the checkpoint lies on one of them or between two."""
     lines = [step for step in steps(0, 1, range(1, 10)) if step["step"] % 3 == 0]
-    events = [event(0, 1, "start"), event(20, 2, "start"), event(21, 2, "resume", step=5)]
+    events = [event(0, 1, "start"), event(20, 2, "start"), event(21, 2, "resume", step=resumed)]
     found = measure(events, lines)
-    assert (found.steps, found.lost_steps, found.lost_s) == (5, 4, 8)
-    (six,) = steps(24, 2, range(6, 7))
-    found = measure(events, [*lines, six])
-    assert (found.steps, found.effective_s, found.restart_times_s) == (6, 12, (24 - 18 - 2,))
+    assert (found.steps, found.lost_steps, found.lost_s) == (resumed, 9 - resumed, 2 * (9 - resumed))
+    (line,) = steps(30, 2, range(9, 10))
+    found = measure(events, [*lines, line])
+    assert (found.steps, found.effective_s) == (9, 18)
+    assert found.restart_times_s == (32 - 2 * (9 - resumed) - 18 - 2,)
 
 
-def test_a_rollback_within_an_attempt() -> None:
-    lines = [*steps(0, 1, range(1, 7)), *steps(20, 1, range(3, 6))]
-    found = measure([event(0, 1, "start"), event(15, 1, "rollback", step=2)], lines)
+def test_a_step_made_again_without_a_word_replaces_what_was_since() -> None:
+    found = measure([event(0, 1, "start")], [*steps(0, 1, range(1, 7)), *steps(20, 1, range(3, 6))])
     assert (found.steps, found.lost_steps, found.effective_s, found.lost_s) == (5, 4, 10, 8)
-    every_second = [line for line in lines if line["step"] % 2 == 0]
-    found = measure([event(0, 1, "start")], every_second)
-    assert (found.steps, found.lost_steps) == (4, 4)
+
+
+def test_a_rollback_is_no_restart() -> None:
+    """Steps 5 and 6 are skipped, so that at 13 s it goes back to step 3, from which its first step begins at 17 s."""
+    events = [event(0, 1, "start"), event(10, 1, "step_skipped", step=5), event(12, 1, "step_skipped", step=6)]
+    events += [event(13, 2, "rollback", step=3), event(15, 2, "resume", step=3)]
+    lines = [*steps(0, 1, range(1, 7)), *steps(17, 2, range(4, 8))]
+    found = measure(events, lines)
+    assert (found.rollbacks, found.restarts, found.restart_times_s, found.waiting_s) == (1, 0, (), 0)
+    assert (found.steps, found.lost_steps, found.skipped_steps) == (7, 3, 0)
+    assert (found.wall_s, found.effective_s, found.lost_s, found.other_s) == (25, 14, 6, 5)
+    assert "0 restarts, 1 rollback; " in found.sentence()
+    # A failure after it is a restart from there.
+    events += [event(30, 2, "failed"), event(30, 2, "restart"), event(31, 3, "start"), event(32, 3, "resume", step=3)]
+    found = measure(events, [*lines, *steps(40, 3, range(4, 5))])
+    assert (found.rollbacks, found.restarts, found.restart_times_s, found.waiting_s) == (1, 1, (15,), 0)
+    assert (found.steps, found.lost_steps) == (4, 7)
+
+
+def test_a_rollback_to_the_beginning() -> None:
+    found = measure([event(0, 1, "start"), event(13, 2, "rollback", step=0)], steps(0, 1, range(1, 7)))
+    assert (found.steps, found.lost_steps, found.wall_s) == (0, 6, 13)
 
 
 def test_skipped_steps_do_not_count() -> None:
@@ -189,7 +209,7 @@ def test_people_and_programs_get_the_figures() -> None:
     events, lines = after(25)
     found = measure([*BEFORE, event(20, 1, "failed"), event(21, 1, "restart"), *events], [*LINES, *lines])
     assert found.sentence() == (
-        "goodput 29.4%: 5 steps count, 2 lost, 0 skipped; 1 restart (17.5 s on average); checkpoints stall 1.47%"
+        "goodput 29.4%: 5 steps count, 2 lost, 0 skipped; 1 restart (18 s on average); checkpoints stall 1.47%"
     )
     assert found.scalars() == {
         "effective_time_ratio": pytest.approx(10 / 34),
@@ -223,3 +243,20 @@ def test_it_is_read_from_a_run(tmp_path: Path) -> None:
 def test_records_of_no_run_are_named(events: list[Record], lines: list[Record], words: str) -> None:
     with pytest.raises(UserError, match=words):
         measure_goodput(events, lines)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.004, "0.004 s"),
+        (0.25, "0.25 s"),
+        (42.4, "42 s"),
+        (59.7, "1 min"),
+        (86399.9, "1 d"),
+        (95.2, "1 min 35 s"),
+        (7300, "2 h 1 min"),
+        (2e5, "2 d 7 h"),
+    ],
+)
+def test_durations(seconds: float, words: str) -> None:
+    assert duration(seconds) == words

