@@ -103,15 +103,16 @@ class Watchdog:
         silent_s = max(self._silent_s[rank] for rank in late)
         ranks = [rank for rank, beat in beats.items() if beat.process_id in stopped]
         if ranks:
-            doing = f"stopped by a signal at {beats[ranks[0]].where}"
+            doing = f", stopped by a signal at {beats[ranks[0]].where}"
         elif mute := [rank for rank in late if rank not in beats]:
-            ranks, doing = mute, "starting Python"
+            ranks, doing = mute, ", starting Python"
         else:
             oldest = min(beats.values(), key=lambda beat: beat.time_s)
             # Those who do the same wait for one another, and which of them is to blame the times do not tell.
             ranks = [rank for rank, beat in beats.items() if beat.where == oldest.where]
-            doing = oldest.where
-        reason = f"no sign of life for {silent_s:.1f} s: {_names(ranks)} {doing}"
+            doing = f" at {oldest.where}"
+        others = f", like {_names(ranks[1:])}" if len(ranks) > 1 else ""
+        reason = f"no sign of life for {silent_s:.1f} s{doing}{others}"
         return Hang(ranks=tuple(ranks), reason=reason, time_s=time.time())
 
     def _dump_stacks(self, processes: Sequence[psutil.Process]) -> None:

@@ -223,8 +223,17 @@ def test_the_third_ctrl_c_ends_the_run_without_a_save(
     assert "SIGINT, and rank" in ended.status["reason"]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-@pytest.mark.parametrize("to_one_rank", [False, True])
+@pytest.mark.parametrize(
+    ("signum", "to_one_rank"),
+    [
+        (signal.SIGTERM, False),
+        (signal.SIGTERM, True),
+        (signal.SIGUSR1, True),
+        pytest.param(signal.SIGINT, False, marks=pytest.mark.long),
+        pytest.param(signal.SIGINT, True, marks=pytest.mark.long),
+        pytest.param(signal.SIGUSR1, False, marks=pytest.mark.long),
+    ],
+)
 def test_a_signal_before_the_training_loop_ends_the_ranks_at_once(
     start: Callable[..., Launcher], wait_until: Callable[..., None], signum: signal.Signals, to_one_rank: bool
 ) -> None:

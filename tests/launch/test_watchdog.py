@@ -52,21 +52,21 @@ def stacks(ended: Ended, rank: int) -> str:
 
 def test_a_suspended_rank(endings: dict[str, Ended]) -> None:
     ended = endings["suspended@1"]
-    assert restarted(ended).endswith("rank 1 stopped by a signal at step 5, reading data")
+    assert restarted(ended).endswith(" s, stopped by a signal at step 5, reading data")
     assert "all_reduce_max" in stacks(ended, 0)
     assert stacks(ended, 1) == "", "it could not"
 
 
 def test_a_rank_that_holds_the_interpreter_for_ever(endings: dict[str, Ended]) -> None:
     ended = endings["locked@1"]
-    assert restarted(ended).endswith("rank 1 step 5, reading data")
+    assert restarted(ended).endswith(" s at step 5, reading data")
     assert "in misbehave" in stacks(ended, 1)
     assert "all_reduce_max" in stacks(ended, 0)
 
 
 def test_a_rank_that_waits_for_its_data(endings: dict[str, Ended]) -> None:
     ended = endings["stuck@1"]
-    assert restarted(ended).endswith("rank 1 step 5, reading data")
+    assert restarted(ended).endswith(" s at step 5, reading data")
     assert "in stuck_reader" in stacks(ended, 1)
 
 

@@ -109,7 +109,7 @@ class Running:
             command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
 
-    def wait_for_step(self, run: RunDirectory, step: int, timeout_s: float = 100.0) -> None:
+    def wait_for_step(self, run: RunDirectory, step: int, timeout_s: float = 200.0) -> None:
         """Until this attempt has taken ``step``."""
         deadline = time.monotonic() + timeout_s
         while run.progress()[0] < step:
@@ -124,7 +124,7 @@ class Running:
             (child for child in children if "RANK" in child.environ()), key=lambda c: int(c.environ()["RANK"])
         )
 
-    def end(self, timeout_s: float = 100.0) -> Ended:
+    def end(self, timeout_s: float = 200.0) -> Ended:
         stdout, stderr = self.process.communicate(timeout=timeout_s)
         return Ended(code=self.process.returncode, stdout=stdout, stderr=stderr)
 

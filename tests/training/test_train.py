@@ -204,7 +204,7 @@ def test_a_suspended_rank_is_started_again(
     ended = running.end(timeout_s=200)
     assert ended.code == 0, ended.stderr
     (event,) = [event for event in read_lines(run.events) if event["event"] == "restart"]
-    assert re.match(r"rank 1: no sign of life for \d+\.\d s: rank 1 stopped by a signal at step 2\d, ", event["reason"])
+    assert re.match(r"rank 1: no sign of life for \d+\.\d s, stopped by a signal at step 2\d, ", event["reason"])
     found_at = datetime.datetime.fromisoformat(event["time"]).timestamp()
     assert found_at - stopped_at < 60
     assert "File " in (run.logs / "launch-0001" / "rank-0.stacks").read_text()
@@ -241,7 +241,7 @@ def test_signals_at_any_moment(
     words = ["run.toml", "parallel.sequence=2", "train.steps=100000", "checkpoint.every=3", "train.validate_every=4"]
     running = start(*words, "--run", str(run.path), "--processes", "2")
     heartbeats = run.logs / "launch-0001" / "heartbeats"
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 200
     while True:
         beats = read_heartbeats(heartbeats) if heartbeats.exists() else {}
         if len(beats) == 2 and beats[to_rank or 0].doing == moment:
