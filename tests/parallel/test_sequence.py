@@ -273,7 +273,8 @@ def sizes(kind: str) -> tuple[list[list[int]], list[list[int]], list[list[int]]]
     if kind.startswith("lightnet"):
         state = [[B, H, K], [B, H, 2 * K, V]]
         return [*state, [B, 1]], state, state
-    return [[B, H, K, V], [B, H]], [[B, H, K, V]], [[B, H, K, V]]
+    state = [B, H, 2 * K if kind == "angles" else K, V]
+    return [state, [B, H]], [state], [state]
 
 
 def num_bytes(shapes: list[list[int]], ranks: int = 1) -> int:

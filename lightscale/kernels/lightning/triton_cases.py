@@ -113,7 +113,10 @@ def _fold() -> KernelCase:
 
 
 def _cases() -> Iterator[KernelCase]:
-    """Each width in bf16 with decay and documents, then variants of the usual width. dq and dv are o and dk again."""
+    """Each width in bf16 with decay and documents, then variants of the usual width. dq and dv are o and dk again.
+
+    Angles double K: 128x128 with them has states of 256x128.
+    """
     bf16 = torch.bfloat16
     for K, V in WIDTHS:
         for reverse in (False, True):
@@ -130,11 +133,15 @@ def _cases() -> Iterator[KernelCase]:
     yield _scan(bf16, 128, 128, reverse=False, plain=True, usual=False)
     for role in ("o", "dk"):
         yield _attend(bf16, 128, 128, role, plain=True, usual=False)
-    for options in ({"angles": True}, {"angles": True, "plain": True}):
+    for plain in (False, True):
         for reverse in (False, True):
-            yield _scan(bf16, 128, 128, reverse=reverse, usual="plain" not in options, **options)
+            yield _scan(bf16, 128, 128, reverse=reverse, plain=plain, angles=True, usual=not plain and not reverse)
         for role in ROLES:
-            yield _attend(bf16, 128, 128, role, usual="plain" not in options, **options)
+            yield _attend(bf16, 128, 128, role, plain=plain, angles=True, usual=not plain and role in ("o", "dk"))
+    for dtype, K in ((bf16, 64), (torch.float16, 128), (torch.float32, 128)):
+        yield _scan(dtype, K, K, reverse=False, angles=True, usual=False)
+        for role in ("o", "dk"):
+            yield _attend(dtype, K, K, role, angles=True, usual=False, may_spill=dtype == torch.float32)
     yield _fold()
     yield recurrent_case("lightning", bf16, 256, 128, by_channel=False)
 
