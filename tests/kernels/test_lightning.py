@@ -323,6 +323,33 @@ def test_one_token_at_a_time_with_angles() -> None:
     assert error(state, expected["state"]) < 1e-14
 
 
+@pytest.mark.parametrize("starts", [None, [[64], [63, 130]]], ids=["whole", "documents"])
+def test_decays_of_tokens(starts: list[list[int]] | None) -> None:
+    """Some tokens forget nearly all, some nothing."""
+    case = make_case(2, 200, (12, 8), starts=starts)
+    generator = torch.Generator().manual_seed(1)
+    by_token = -torch.exp(3 * torch.randn(2, 200, 2, generator=generator, dtype=torch.float64))
+    case = replace(case, log_decay=by_token)
+    expected = run(case, "oracle")
+    assert_close(run(case), expected, 1e-10)
+    assert expected["dlog_decay"].shape == (2, 200, 2)
+    if starts is None:
+        state = case.initial_state
+        assert state is not None
+        for t in range(200):
+            o, state = recurrent_step(case.q[:, t], case.k[:, t], case.v[:, t], by_token[:, t], state)
+        assert error(o, expected["o"][:, -1]) < 1e-13 and error(state, expected["state"]) < 1e-13
+
+
+def test_decays_of_tokens_that_are_alike_are_those_of_heads() -> None:
+    case = make_case(2, 100, (12, 8))
+    assert case.log_decay is not None
+    by_head = run(case)
+    by_token = run(replace(case, log_decay=case.log_decay.expand(2, 100, 2)))
+    by_token["dlog_decay"] = by_token["dlog_decay"].sum((0, 1))
+    assert_close(by_token, by_head, 1e-10)
+
+
 def test_no_tokens() -> None:
     """An empty row hands its state on, forward and backward."""
     case = make_case(2, 0, (4, 6))

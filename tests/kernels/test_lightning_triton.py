@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from lightscale.errors import UserError
 from lightscale.kernels import lightning
 from lightscale.kernels.common import triton_launch
-from lightscale.kernels.common.angles import angles_of
+from lightscale.kernels.common.angles import Angles, angles_of
 from lightscale.kernels.common.backends import set_default_backend
 from lightscale.kernels.lightning import chunked, lightning_attention, lightning_attention_reference, triton
 from lightscale.kernels.lightning import triton_tiling as tiling
@@ -109,6 +109,12 @@ def test_any_widths(widths: tuple[int, int]) -> None:
 @pytest.mark.parametrize("decays", [None, (0.0, -1e-4, -0.3), (-20.0,)], ids=["none", "by head", "strong"])
 def test_any_decay(decays: tuple[float, ...] | None) -> None:
     compare(draw(1, 40, 12, 12, decays=decays))
+
+
+def test_decays_of_tokens() -> None:
+    inputs = draw(1, 40, 16, 16)
+    noise = torch.randn(1, 40, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    compare({**inputs, "log_decay": -torch.exp(2 * noise)}, boundaries([[25]], 40))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 63, 150])
@@ -414,4 +420,10 @@ def test_only_the_inputs_are_saved_for_backward() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         lightning_attention(q, k, v, log_decay.detach(), backend="triton")
-    assert sum(saved) == q.numel() + k.numel() + v.numel() + 1
+    inputs = q.numel() + k.numel() + v.numel() + 1
+    assert sum(saved) == inputs
+    saved.clear()
+    angles = Angles(torch.ones(1, 16), torch.arange(40)[None])
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        lightning_attention(q, k, v, log_decay.detach(), angles=angles, backend="triton")
+    assert sum(saved) == inputs + 16 + 40

@@ -262,11 +262,12 @@ def grad_bwd(
 def recurrent_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
     """One token: q, k (B, H, K), v (B, H, V), S (B, H, K, V) → o (B, H, V) and the next state.
 
-    The state is read and written once, whatever the position. Autograd differentiates it like any other code.
+    ``log_decay`` is (H,), or this token's (B, H), or None. The state is read and written once, whatever the position.
+    Autograd differentiates it like any other code.
     """
     dtype = state_dtype(q.dtype)
     S = torch.mul(k.to(dtype).unsqueeze(-1), v.to(dtype).unsqueeze(-2)).add_(
-        S if log_decay is None else S * log_decay.to(dtype).exp()[:, None, None]
+        S if log_decay is None else S * log_decay.to(dtype).exp()[..., None, None]
     )
     return (q.to(dtype).unsqueeze(-2) @ S).squeeze(-2).to(v.dtype), S
 

@@ -99,8 +99,8 @@ def recurrent_step(
 ) -> tuple[Tensor, Tensor]:
     """One token: q, k (B, H, K), v (B, H, V), S (B, H, F, V) → o (B, H, V) and the next state.
 
-    ``angles`` has positions (B,). Differentiable; in one launch on a GPU when no gradient is asked for, beside those
-    that spread q and k.
+    ``log_decay`` is (H,), or this token's (B, H), or None; ``angles`` has positions (B,). Differentiable; in one launch
+    on a GPU when no gradient is asked for, beside those that spread q and k.
     """
     if angles is not None:
         phases = phases_of(angles, S.dtype)

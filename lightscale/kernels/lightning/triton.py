@@ -269,5 +269,5 @@ def grad_bwd(
 def recurrent_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
     """One token, see ``chunked.recurrent_step``, in one launch; it has no gradient."""
     # A decay per head is one per channel that does not change with it.
-    by_channel = None if log_decay is None else log_decay[:, None].expand(k.shape)
+    by_channel = None if log_decay is None else log_decay[..., None].expand(k.shape)
     return one_token(q, k, v, by_channel, S)
