@@ -18,7 +18,7 @@ from lightscale.config import ModelConfig
 from lightscale.models.context import SequenceContext
 from lightscale.models.lightning import begin_attention
 from lightscale.models.mixer import GatedMixer, Shapes, chunked_flops, projection_flops
-from lightscale.models.positions import LRPE, lrpe
+from lightscale.models.positions import LRPE
 
 
 class CosFormer2(GatedMixer):
@@ -57,8 +57,8 @@ class CosFormer2(GatedMixer):
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
         k, v = self._heads(self.kv_proj, x, 2)
-        phases = self.lrpe(context.positions)
-        finish = begin_attention(lrpe(F.silu(k), phases), v, None, context=context, state_name=self.state_name)
+        angles = self.lrpe(context.positions)
+        finish = begin_attention(F.silu(k), v, None, angles=angles, context=context, state_name=self.state_name)
         (q,) = self._heads(self.q_proj, x)
         gate = self._gate(x)
-        return self._gated_output(finish(lrpe(F.silu(q), phases)), gate)
+        return self._gated_output(finish(F.silu(q)), gate)

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightscale.config import ModelConfig
+from lightscale.kernels.common.angles import Angles, phases_of
 from lightscale.kernels.lightnet import LightNetState, lightnet_attention, recurrent_step, state_dtype
 from lightscale.models.context import Finish, SequenceContext
 from lightscale.models.mixer import GatedMixer, chunked_flops, incoming_state, projection_flops
-from lightscale.models.positions import lrpe_angles, lrpe_phases
+from lightscale.models.positions import lrpe_angles
 from lightscale.parallel.sequence import LightNetScan
 
 
@@ -54,7 +55,7 @@ class LightNet(GatedMixer):
     def _phases(self, k: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
         angles = lrpe_angles(self.model.num_heads, self.model.head_width)[self.heads]
         wide = k.float() if k.dtype.itemsize < 4 else k
-        return lrpe_phases(context.positions, angles.to(wide))
+        return phases_of(Angles(angles.to(wide), context.positions), wide.dtype)
 
     def _begin(self, k: Tensor, v: Tensor, phases: tuple[Tensor, Tensor], context: SequenceContext) -> Finish:
         if context.exchange is not None:

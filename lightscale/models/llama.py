@@ -15,10 +15,11 @@ from torch import Tensor
 
 from lightscale.config import ModelConfig
 from lightscale.errors import UserError
+from lightscale.kernels.common.angles import Angles, phases_of
 from lightscale.models.context import Finish, SequenceContext
 from lightscale.models.layers import column_parallel, row_parallel
 from lightscale.models.mixer import Mixer, Shapes, check_state, projection_flops
-from lightscale.models.positions import lrpe_phases, rope, rotary_angles
+from lightscale.models.positions import rope, rotary_angles
 from lightscale.parallel.sequence import begin_gather
 
 
@@ -63,7 +64,8 @@ class LLaMA(Mixer):
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
         k, v = self._heads(self.kv_proj, x, 2)
         wide = k.float() if k.dtype.itemsize < 4 else k
-        phases = lrpe_phases(context.positions, rotary_angles(self.model.head_width)[None].to(wide))
+        theta = rotary_angles(self.model.head_width)[None].to(wide)
+        phases = phases_of(Angles(theta, context.positions), theta.dtype)
         finish = self._begin(rope(k, phases), v, context)
         (q,) = self._heads(self.q_proj, x)
         o = finish(rope(q, phases))

@@ -1,6 +1,5 @@
 """Positional encodings."""
 
-import math
 from typing import Any
 
 import torch
@@ -10,38 +9,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
+from lightscale.kernels.common.angles import Angles
 from lightscale.parallel.initialization import set_initializer
-
-
-def lrpe_phases(positions: Tensor, theta: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of position times angle, (b, n, h, k) each, in the dtype of ``theta`` (fp32 at least).
-
-    The product is taken and wrapped in fp64: in fp32 it is off by 0.03 rad at one million tokens.
-
-    Args:
-        positions: (b, n) int64, tokens since the document's start.
-        theta: (h, k), angle per token of each head and channel; may require a gradient.
-    """
-    angles = positions.double()[..., None, None] * theta.double()
-    if theta.dtype != torch.float64:
-        angles = torch.remainder(angles, 2 * math.pi).float()
-    return angles.cos(), angles.sin()
-
-
-def lrpe(x: Tensor, phases: tuple[Tensor, Tensor]) -> Tensor:
-    """Linearized relative positional encoding, [x cos tθ, x sin tθ] (arXiv 2307.09270).
-
-    Applied to queries and keys it makes their product depend on cos((t - s) θ); the width doubles.
-
-    Args:
-        x: (b, n, h, k).
-        phases: cos and sin, (b, n, h, k) each.
-
-    Returns:
-        (b, n, h, 2k), in the dtype of ``x``.
-    """
-    cos, sin = phases
-    return torch.cat([x * cos.to(x.dtype), x * sin.to(x.dtype)], dim=-1)
 
 
 def lrpe_angles(num_heads: int, head_width: int) -> Tensor:
@@ -70,9 +39,9 @@ class LRPE(MegatronModule):
         self.theta.no_weight_decay = True  # type: ignore[attr-defined]
         set_initializer(self.theta, lambda weight, generator: weight.copy_(angles))
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions: (b, n) int64 -> the phases of ``lrpe``, (b, n, h / tensor, k) each."""
-        return lrpe_phases(positions, self.theta)
+    def forward(self, positions: Tensor) -> Angles:
+        """positions: (b, n) int64 -> the angles of this rank's heads, which the operator applies."""
+        return Angles(self.theta, positions)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -19,7 +19,7 @@ from lightscale.config import ModelConfig
 from lightscale.models.context import SequenceContext
 from lightscale.models.lightning import begin_attention
 from lightscale.models.mixer import GatedMixer, Shapes, chunked_flops, projection_flops
-from lightscale.models.positions import LRPE, lrpe, lrpe_angles
+from lightscale.models.positions import LRPE, lrpe_angles
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
@@ -80,16 +80,13 @@ class TNL(GatedMixer):
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
         k, v = self._heads(self.kv_proj, x, 2)
-        phases = None if self.lrpe is None else self.lrpe(context.positions)
-        k = _rotated(F.silu(k), phases)
-        finish = begin_attention(k, v, self.log_decay, context=context, state_name=self.state_name)
+        angles = None if self.lrpe is None else self.lrpe(context.positions)
+        finish = begin_attention(
+            F.silu(k), v, self.log_decay, angles=angles, context=context, state_name=self.state_name
+        )
         (q,) = self._heads(self.q_proj, x)
         gate = self._gate(x)
-        return self._gated_output(finish(_rotated(F.silu(q), phases)), gate)
-
-
-def _rotated(x: Tensor, phases: tuple[Tensor, Tensor] | None) -> Tensor:
-    return x if phases is None else lrpe(x, phases)
+        return self._gated_output(finish(F.silu(q)), gate)
 
 
 def _key_width(model: ModelConfig, layer: int) -> int:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightscale.kernels.lightning import (
+    Angles,
     grad_bwd,
     lightning_attention,
     lightning_attention_reference,
@@ -22,6 +23,7 @@ from lightscale.kernels.lightning import (
     state_bwd,
     state_fwd,
 )
+from lightscale.kernels.lightning.chunked import Gradients
 
 comparing = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("comparing.py"))))
 boundaries, error, assert_close = comparing.boundaries, comparing.error, comparing.assert_close
@@ -44,6 +46,7 @@ class Case:
     do: Tensor
     dstate: Tensor
     cu_seqlens: Tensor | None = None
+    angles: Angles | None = None
 
     def to(self, dtype: torch.dtype, state_dtype: torch.dtype) -> "Case":
         """The same case with q, k, v, do in ``dtype`` and decays and states in ``state_dtype``."""
@@ -63,6 +66,7 @@ def make_case(
     heads: int = 2,
     with_state: bool = True,
     starts: list[list[int]] | None = None,
+    with_angles: bool = False,
     seed: int = 0,
 ) -> Case:
     """Random fp64 inputs; ``starts`` are the document starts inside each row."""
@@ -73,7 +77,11 @@ def make_case(
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    state_shape = (rows, heads, key_width, value_width)
+    state_shape = (rows, heads, key_width * (1 + with_angles), value_width)
+    angles = None
+    if with_angles:
+        # In a document's middle, as rows are.
+        angles = Angles(draw(heads, key_width), (torch.arange(tokens) + 10).repeat(rows, 1))
     return Case(
         q=draw(rows, tokens, heads, key_width),
         k=draw(rows, tokens, heads, key_width),
@@ -83,6 +91,7 @@ def make_case(
         do=draw(rows, tokens, heads, value_width),
         dstate=draw(*state_shape),
         cu_seqlens=None if starts is None else boundaries(starts, tokens),
+        angles=angles,
     )
 
 
@@ -90,6 +99,10 @@ def run(case: Case, backend: str = "chunked", **options: Any) -> Results:
     """Outputs, final state and all gradients of one call of the operator, or of the oracle itself."""
     names = [n for n in ("q", "k", "v", "log_decay", "initial_state") if getattr(case, n) is not None]
     leaves = {name: getattr(case, name).detach().requires_grad_() for name in names}
+    given = dict(leaves)
+    if case.angles is not None:
+        leaves["theta"] = case.angles.theta.detach().requires_grad_()
+        options["angles"] = Angles(leaves["theta"], case.angles.positions)
     if backend == "oracle":
         o, state = lightning_attention_reference(
             leaves["q"],
@@ -98,16 +111,17 @@ def run(case: Case, backend: str = "chunked", **options: Any) -> Results:
             leaves.get("log_decay"),
             initial_state=leaves.get("initial_state"),
             cu_seqlens=case.cu_seqlens,
+            **options,
         )
     else:
         o, final = lightning_attention(
-            **leaves, cu_seqlens=case.cu_seqlens, output_final_state=True, backend=backend, **options
+            **given, cu_seqlens=case.cu_seqlens, output_final_state=True, backend=backend, **options
         )
         assert final is not None
         state = final
     gradients = torch.autograd.grad([o, state], list(leaves.values()), [case.do, case.dstate])
     results = {"o": o.detach(), "state": state.detach()}
-    return results | {f"d{name}": g for name, g in zip(names, gradients, strict=True)}
+    return results | {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
 
 
 @pytest.mark.parametrize("with_state", [True, False], ids=["state", "zero-state"])
@@ -217,7 +231,8 @@ def restrict(case: Case, begin: int, end: int) -> tuple[Case, Tensor]:
         cu_seqlens = boundaries(inside, end - begin)
         fresh = torch.tensor([0 < begin < end and r * tokens + begin in known for r in range(rows)])
     part = {n: getattr(case, n)[:, begin:end] for n in ("q", "k", "v", "do")}
-    return replace(case, **part, cu_seqlens=cu_seqlens), fresh[:, None, None, None]
+    angles = None if case.angles is None else case.angles.of(slice(begin, end))
+    return replace(case, **part, angles=angles, cu_seqlens=cu_seqlens), fresh[:, None, None, None]
 
 
 def run_over_ranks(case: Case, cuts: list[int]) -> Results:
@@ -227,28 +242,33 @@ def run_over_ranks(case: Case, cuts: list[int]) -> Results:
     ranks = []
     for begin, end in pairwise([0, *cuts, case.q.shape[1]]):
         shard, fresh = restrict(case, begin, end)
-        local, through = state_fwd(shard.k, shard.v, shard.log_decay, shard.cu_seqlens)
+        local, through = state_fwd(shard.k, shard.v, shard.log_decay, shard.cu_seqlens, angles=shard.angles)
         decay = torch.where(fresh, zero, through[:, :, None, None])
         entering = torch.where(fresh, zero, state)
-        o, leaving = out_fwd(shard.q, shard.k, shard.v, shard.log_decay, entering, shard.cu_seqlens)
+        o, leaving = out_fwd(
+            shard.q, shard.k, shard.v, shard.log_decay, entering, shard.cu_seqlens, angles=shard.angles
+        )
         state = decay * state + local
         assert error(leaving, state) < 1e-10
         ranks.append((shard, fresh, decay, entering, o))
 
     dstate = case.dstate
-    gradients: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] = []
+    gradients: list[Gradients] = []
     for s, fresh, decay, entering, _ in reversed(ranks):
-        with_decay = s.log_decay is not None
+        learned = {"with_decay": s.log_decay is not None, "with_theta": s.angles is not None}
         inputs = (s.q, s.k, s.v, s.log_decay, s.do, entering, dstate, s.cu_seqlens)
-        gradients.insert(0, grad_bwd(*inputs, with_decay=with_decay))
-        dstate = torch.where(fresh, zero, state_bwd(s.q, s.do, s.log_decay, s.cu_seqlens)) + decay * dstate
+        gradients.insert(0, grad_bwd(*inputs, angles=s.angles, **learned))
+        own = state_bwd(s.q, s.do, s.log_decay, s.cu_seqlens, angles=s.angles)
+        dstate = torch.where(fresh, zero, own) + decay * dstate
 
     results = {"o": torch.cat([o for *_, o in ranks], 1), "state": state}
-    results["dq"] = torch.cat([dq for dq, _, _, _ in gradients], 1)
-    results["dk"] = torch.cat([dk for _, dk, _, _ in gradients], 1)
-    results["dv"] = torch.cat([dv for _, _, dv, _ in gradients], 1)
+    results["dq"] = torch.cat([g.q for g in gradients], 1)
+    results["dk"] = torch.cat([g.k for g in gradients], 1)
+    results["dv"] = torch.cat([g.v for g in gradients], 1)
     if case.log_decay is not None:
-        results["dlog_decay"] = torch.stack([g[3] for g in gradients if g[3] is not None]).sum(0)
+        results["dlog_decay"] = torch.stack([g.log_decay for g in gradients if g.log_decay is not None]).sum(0)
+    if case.angles is not None:
+        results["dtheta"] = torch.stack([g.theta for g in gradients if g.theta is not None]).sum(0)
     if case.initial_state is not None:
         results["dinitial_state"] = dstate
     return results
@@ -273,6 +293,61 @@ CUTS = {
 def test_pieces_compose_over_ranks(cuts: list[int], starts: list[list[int]] | None) -> None:
     case = make_case(2, 200, (12, 8), decays=DECAYS, starts=starts)
     assert_close(run_over_ranks(case, cuts), run(case, "oracle"), 1e-10)
+
+
+@pytest.mark.parametrize("decays", [DECAYS[:4], None], ids=["by-head", "none"])
+@pytest.mark.parametrize("starts", [None, [[64], [63, 130]]], ids=["whole", "documents"])
+@pytest.mark.parametrize("chunk_size", [1, 64, 100])
+def test_angles(chunk_size: int, starts: list[list[int]] | None, decays: tuple[float, ...] | None) -> None:
+    """Positions need not restart with documents: only differences inside one count."""
+    case = make_case(2, 200, (12, 8), decays=decays, starts=starts, with_angles=True)
+    expected = run(case, "oracle")
+    assert expected["dtheta"].any()
+    assert_close(run(case, chunk_size=chunk_size), expected, 1e-10)
+
+
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
+def test_pieces_with_angles_compose_over_ranks(cuts: list[int]) -> None:
+    case = make_case(2, 200, (12, 8), decays=DECAYS[:4], starts=[[64], [63, 130]], with_angles=True)
+    assert_close(run_over_ranks(case, cuts), run(case, "oracle"), 1e-10)
+
+
+def test_one_token_at_a_time_with_angles() -> None:
+    case = make_case(2, 5, (6, 4), with_angles=True)
+    assert case.angles is not None and case.initial_state is not None
+    expected, state = run(case, "oracle"), case.initial_state
+    for t in range(5):
+        here = Angles(case.angles.theta, case.angles.positions[:, t])
+        o, state = recurrent_step(case.q[:, t], case.k[:, t], case.v[:, t], case.log_decay, state, angles=here)
+        assert error(o, expected["o"][:, t]) < 1e-14
+    assert error(state, expected["state"]) < 1e-14
+
+
+@pytest.mark.parametrize("starts", [None, [[64], [63, 130]]], ids=["whole", "documents"])
+def test_decays_of_tokens(starts: list[list[int]] | None) -> None:
+    """Some tokens forget nearly all, some nothing."""
+    case = make_case(2, 200, (12, 8), starts=starts)
+    generator = torch.Generator().manual_seed(1)
+    by_token = -torch.exp(3 * torch.randn(2, 200, 2, generator=generator, dtype=torch.float64))
+    case = replace(case, log_decay=by_token)
+    expected = run(case, "oracle")
+    assert_close(run(case), expected, 1e-10)
+    assert expected["dlog_decay"].shape == (2, 200, 2)
+    if starts is None:
+        state = case.initial_state
+        assert state is not None
+        for t in range(200):
+            o, state = recurrent_step(case.q[:, t], case.k[:, t], case.v[:, t], by_token[:, t], state)
+        assert error(o, expected["o"][:, -1]) < 1e-13 and error(state, expected["state"]) < 1e-13
+
+
+def test_decays_of_tokens_that_are_alike_are_those_of_heads() -> None:
+    case = make_case(2, 100, (12, 8))
+    assert case.log_decay is not None
+    by_head = run(case)
+    by_token = run(replace(case, log_decay=case.log_decay.expand(2, 100, 2)))
+    by_token["dlog_decay"] = by_token["dlog_decay"].sum((0, 1))
+    assert_close(by_token, by_head, 1e-10)
 
 
 def test_no_tokens() -> None:

@@ -7,11 +7,15 @@ import torch
 from torch import Tensor
 
 from lightscale.errors import UserError
-from lightscale.kernels.lightning import lightning_attention
+from lightscale.kernels.lightning import Angles, lightning_attention
 
 
 def one(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.ones(shape, dtype=dtype)
+
+
+def angles(theta: Tensor, positions: Tensor | None = None) -> Angles:
+    return Angles(theta, torch.arange(10).repeat(2, 1) if positions is None else positions)
 
 
 @pytest.mark.parametrize(
@@ -22,11 +26,23 @@ def one(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         ({"v": one(2, 11, 3, 8)}, r"v must be \(B, T, H, V\) = \(2, 10, 3, V\), got \(2, 11, 3, 8\)"),
         ({"v": one(2, 10, 3, 8, dtype=torch.float64)}, r"one dtype, got torch.float32"),
         (dict.fromkeys("qkv", one(2, 10, 3, 8, dtype=torch.int64)), r"must be fp16, bf16, fp32 or fp64"),
-        ({"log_decay": -one(2)}, r"log_decay must be \(H,\) = \(3,\)"),
+        ({"log_decay": -one(2)}, r"log_decay must be \(H,\) = \(3,\) or \(B, T, H\) = \(2, 10, 3\), got shape \(2,\)"),
+        ({"log_decay": -one(2, 10, 3), "angles": angles(one(3, 8))}, r"not with one per head and token \(B, T, H\)"),
         ({"log_decay": -one(3, dtype=torch.bfloat16)}, r"log_decay must be fp32 or fp64"),
         ({"log_decay": one(3)}, r"log_decay must be at most 0 .* largest value of 1"),
         ({"initial_state": one(2, 3, 8, 9)}, r"initial_state must be \(B, H, K, V\) = \(2, 3, 8, 8\)"),
         ({"initial_state": one(2, 3, 8, 8, dtype=torch.bfloat16)}, r"initial_state must be torch.float32"),
+        (
+            {"angles": angles(one(3, 9))},
+            r"angles.theta must be \(H, K\) = \(3, 8\) in fp32 or fp64, got shape \(3, 9\)",
+        ),
+        ({"angles": angles(one(3, 8).half())}, r"angles.theta must be .* got shape \(3, 8\), torch.float16"),
+        ({"angles": angles(one(3, 8), one(2, 10))}, r"angles.positions must be \(B, T\) = \(2, 10\) in int64"),
+        ({"angles": angles(one(3, 8).to("meta"))}, r"angles.theta is on meta"),
+        (
+            {"angles": angles(one(3, 8)), "initial_state": one(2, 3, 8, 8)},
+            r"initial_state must be \(B, H, K, V\) = \(2, 3, 16, 8\)",
+        ),
         ({"k": one(2, 10, 3, 8).to("meta")}, r"k is on meta, but q is on cpu"),
         ({"cu_seqlens": torch.tensor([[0, 10, 20]])}, r"cu_seqlens must be a non-empty 1-D int32 or int64"),
         ({"cu_seqlens": one(3)}, r"cu_seqlens must be a non-empty 1-D int32 or int64"),

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from lightscale.errors import UserError
 from lightscale.kernels import lightning
 from lightscale.kernels.common import triton_launch
+from lightscale.kernels.common.angles import Angles, angles_of
 from lightscale.kernels.common.backends import set_default_backend
 from lightscale.kernels.lightning import chunked, lightning_attention, lightning_attention_reference, triton
 from lightscale.kernels.lightning import triton_tiling as tiling
@@ -27,7 +28,7 @@ comparing = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("compa
 boundaries, error, assert_close = comparing.boundaries, comparing.error, comparing.assert_close
 
 Inputs = dict[str, Tensor | None]
-NAMES = ("q", "k", "v", "log_decay", "initial_state")
+NAMES = ("q", "k", "v", "log_decay", "theta", "initial_state")
 SMALL = replace(tiling._FULL, chunk=32, block=16, contracted=16, width=16, state_key=16, state_value=16)
 
 
@@ -43,9 +44,16 @@ def chunks_per_span(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def draw(
-    rows: int, tokens: int, K: int, V: int, *, decays: tuple[float, ...] | None = (-0.05,), heads: int = 1
+    rows: int,
+    tokens: int,
+    K: int,
+    V: int,
+    *,
+    decays: tuple[float, ...] | None = (-0.05,),
+    heads: int = 1,
+    first_position: int | None = None,
 ) -> Inputs:
-    """Inputs of one call, fp64."""
+    """Inputs of one call, fp64; with ``first_position`` the angles of LRPE too, whose K is half of the states'."""
     generator = torch.Generator().manual_seed(tokens + K)
     heads = heads if decays is None else len(decays)
 
@@ -57,9 +65,11 @@ def draw(
         "k": normal(rows, tokens, heads, K),
         "v": normal(rows, tokens, heads, V),
         "log_decay": None if decays is None else torch.tensor(decays, dtype=torch.float64),
-        "initial_state": normal(rows, heads, K, V),
+        "initial_state": normal(rows, heads, K if first_position is None else 2 * K, V),
         "do": normal(rows, tokens, heads, V),
-        "dstate": normal(rows, heads, K, V),
+        "dstate": normal(rows, heads, K if first_position is None else 2 * K, V),
+        "theta": None if first_position is None else normal(heads, K).float().double(),
+        "positions": None if first_position is None else (first_position + torch.arange(tokens)).repeat(rows, 1),
     }
 
 
@@ -68,7 +78,11 @@ def run(inputs: Inputs, cu_seqlens: Tensor | None, backend: str) -> dict[str, Te
     dtype = torch.float32 if backend == "triton" else torch.float64
     cast = {name: None if x is None else x.detach().to(dtype) for name, x in inputs.items()}
     leaves = {name: x.requires_grad_() for name in NAMES if (x := cast[name]) is not None}
-    o, state = lightning_attention(**leaves, cu_seqlens=cu_seqlens, output_final_state=True, backend=backend)
+    given = {name: x for name, x in leaves.items() if name != "theta"}
+    angles = angles_of(leaves.get("theta"), inputs["positions"])
+    o, state = lightning_attention(
+        **given, angles=angles, cu_seqlens=cu_seqlens, output_final_state=True, backend=backend
+    )
     assert state is not None
     cotangents = [cast["do"], cast["dstate"]]
     gradients = torch.autograd.grad([o, state], list(leaves.values()), cotangents, materialize_grads=True)
@@ -95,6 +109,59 @@ def test_any_widths(widths: tuple[int, int]) -> None:
 @pytest.mark.parametrize("decays", [None, (0.0, -1e-4, -0.3), (-20.0,)], ids=["none", "by head", "strong"])
 def test_any_decay(decays: tuple[float, ...] | None) -> None:
     compare(draw(1, 40, 12, 12, decays=decays))
+
+
+def test_decays_of_tokens() -> None:
+    inputs = draw(1, 40, 16, 16)
+    noise = torch.randn(1, 40, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    compare({**inputs, "log_decay": -torch.exp(2 * noise)}, boundaries([[25]], 40))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 63, 150])
+def test_angles_at_any_length(tokens: int) -> None:
+    compare(draw(1, tokens, 16, 24, first_position=0))
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(
+    ("widths", "decays"),
+    [((12, 12), (-0.001, -0.3)), ((20, 12), None), ((36, 20), (-0.05,))],
+    ids=["12x12 by head", "20x12 undecayed", "36x20"],
+)
+def test_angles_at_any_widths(widths: tuple[int, int], decays: tuple[float, ...] | None) -> None:
+    """Tiles that the halves do not fill, and several tiles of a half."""
+    compare(draw(1, 40, *widths, decays=decays, first_position=3))
+
+
+def restart_positions(inputs: Inputs, starts: list[list[int]]) -> None:
+    positions = inputs["positions"]
+    assert positions is not None
+    for of_row, documents in zip(positions, starts, strict=True):
+        for start in documents:
+            of_row[start:] = torch.arange(of_row.numel() - start)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("name", ["chunk edges", "many in a chunk"])
+def test_angles_of_documents(name: str, chunks_per_span: Callable[[int], None]) -> None:
+    """A span has one chunk."""
+    chunks_per_span(1)
+    inputs = draw(2, 70, 8, 8, first_position=5)
+    restart_positions(inputs, DOCUMENTS[name])
+    compare(inputs, boundaries(DOCUMENTS[name], 70))
+
+
+def test_angles_with_tiles_of_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiling, "_FULL", replace(tiling._HALF, stored=torch.float32))
+    compare(draw(1, 140, 40, 24, first_position=0))
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_angles_are_exact_at_a_million_tokens() -> None:
+    """A product of fp32 numbers would be off by 0.03 rad there. The gradient of theta grows with the positions."""
+    inputs = draw(1, 40, 12, 12, first_position=1_000_003)
+    found, right = run(inputs, None, "triton"), run(inputs, None, "reference")
+    assert_close(found, right)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -202,20 +269,23 @@ def test_pieces(starts: list[list[int]] | None, span: int, chunks_per_span: Call
     """What sequence parallelism calls, against the chunked pieces in fp64."""
     if span:
         chunks_per_span(span)
-    inputs = draw(2, 100, 16, 12)
+    # With angles where there are no documents: one test fewer of what takes long.
+    inputs = draw(2, 100, 16, 12, first_position=None if starts else 7)
     cu_seqlens = None if starts is None else boundaries(starts, 100)
 
     def pieces(module: Any, dtype: torch.dtype) -> list[Tensor]:
         x = {name: None if x is None else x.to(dtype) for name, x in inputs.items()}
         q, k, v, do, state, dstate = (x[n] for n in ("q", "k", "v", "do", "initial_state", "dstate"))
         decay = x["log_decay"]
-        gradients = module.grad_bwd(q, k, v, decay, do, state, dstate, cu_seqlens, with_decay=True)
+        angles = angles_of(x["theta"], inputs["positions"])
+        learned = {"with_decay": True, "with_theta": angles is not None}
+        gradients = module.grad_bwd(q, k, v, decay, do, state, dstate, cu_seqlens, angles=angles, **learned)
         return [
-            *module.state_fwd(k, v, decay, cu_seqlens),
-            *module.out_fwd(q, k, v, decay, state, cu_seqlens),
-            *module.out_fwd(q, k, v, decay, None, cu_seqlens),
-            module.state_bwd(q, do, decay, cu_seqlens),
-            *gradients,
+            *module.state_fwd(k, v, decay, cu_seqlens, angles=angles),
+            *module.out_fwd(q, k, v, decay, state, cu_seqlens, angles=angles),
+            *module.out_fwd(q, k, v, decay, None, cu_seqlens, angles=angles),
+            module.state_bwd(q, do, decay, cu_seqlens, angles=angles),
+            *(x for x in gradients if x is not None),
         ]
 
     for found, right in zip(pieces(triton, torch.float32), pieces(chunked, torch.float64), strict=True):
@@ -281,14 +351,18 @@ def test_registration() -> None:
     """Torch's own checks: what is declared of shapes, dtypes, aliases and gradients is true."""
     leaves, _ = small_call()
     q, k, v, log_decay, state = leaves
-    torch.library.opcheck(triton._out_fwd, (q, k, v, log_decay, state, None))
+    torch.library.opcheck(triton._out_fwd, (q, k, v, log_decay, None, None, state, None))
     q, k, v, log_decay, state = (x.detach() for x in leaves)
     tests = ("test_schema", "test_faketensor")
-    for with_decay in (False, True):
-        arguments = (q, k, v, log_decay, v, state, None, None, with_decay)
-        torch.library.opcheck(triton._gradients, arguments, test_utils=tests)
-    torch.library.opcheck(triton._state_fwd, (k, v, log_decay, None), test_utils=tests)
-    torch.library.opcheck(triton._state_bwd, (q, v, log_decay, None), test_utils=tests)
+    positions = torch.arange(q.size(1)).expand(q.shape[:2])
+    angles, wide = (torch.ones(q.shape[2:]), positions), torch.cat([state, state], 2)
+    for given, S_in in (((None, None), state), (angles, wide)):
+        torch.library.opcheck(triton._out_fwd, (q, k, v, log_decay, *given, S_in, None), test_utils=tests)
+        for learned in (False, True):
+            arguments = (q, k, v, log_decay, *given, v, S_in, None, None, learned, learned and S_in is wide)
+            torch.library.opcheck(triton._gradients, arguments, test_utils=tests)
+        torch.library.opcheck(triton._state_fwd, (k, v, log_decay, *given, None), test_utils=tests)
+        torch.library.opcheck(triton._state_bwd, (q, v, log_decay, *given, None), test_utils=tests)
 
 
 @pytest.fixture
@@ -346,4 +420,10 @@ def test_only_the_inputs_are_saved_for_backward() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         lightning_attention(q, k, v, log_decay.detach(), backend="triton")
-    assert sum(saved) == q.numel() + k.numel() + v.numel() + 1
+    inputs = q.numel() + k.numel() + v.numel() + 1
+    assert sum(saved) == inputs
+    saved.clear()
+    angles = Angles(torch.ones(1, 16), torch.arange(40)[None])
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        lightning_attention(q, k, v, log_decay.detach(), angles=angles, backend="triton")
+    assert sum(saved) == inputs + 16 + 40

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightscale.errors import UserError
+from lightscale.kernels.common.angles import angles_of
 from lightscale.kernels.gla.reference import gla_reference
 from lightscale.kernels.lightnet.reference import lightnet_attention_reference
 from lightscale.kernels.lightning.reference import lightning_attention_reference
@@ -38,7 +39,7 @@ from lightscale.training.profile import StepProfiler
 RunRanks = Callable[..., list[Any]]
 B, T, H, K, V = 2, 24, 3, 4, 5
 DOUBLE = torch.float64
-KINDS = ("undecayed", "decay", "learned decay", "gated", "tpe", "lightnet", "lightnet with phases")
+KINDS = ("undecayed", "decay", "learned decay", "angles", "gated", "tpe", "lightnet", "lightnet with phases")
 Tensors = dict[str, Tensor | None]
 
 
@@ -53,9 +54,12 @@ def inputs_of(kind: str, seed: int = 0, tokens: int = T) -> Tensors:
     decay = -torch.tensor([0.01, 0.3, 2.0], dtype=DOUBLE)
     match kind:
         case "undecayed":
-            return {"k": k, "v": v, "log_decay": None, "q": q}
+            return {"k": k, "v": v, "log_decay": None, "theta": None, "positions": None, "q": q}
         case "decay" | "learned decay":
-            return {"k": k, "v": v, "log_decay": decay, "q": q}
+            return {"k": k, "v": v, "log_decay": decay, "theta": None, "positions": None, "q": q}
+        case "angles":
+            positions = torch.arange(tokens).repeat(B, 1)
+            return {"k": k, "v": v, "log_decay": decay, "theta": normal(H, K), "positions": positions, "q": q}
         case "gated":
             # Some gates are as good as shut, some as good as open.
             return {"k": k, "v": v, "log_decay": -torch.exp(3 * normal(B, tokens, H, K)), "q": q}
@@ -69,7 +73,7 @@ def inputs_of(kind: str, seed: int = 0, tokens: int = T) -> Tensors:
 
 SCANS: dict[str, type[Scan]] = {"tpe": TPEScan, "gated": GatedScan, "lightnet": LightNetScan}
 LEARNED = {"learned decay": {"log_decay"}, "tpe": {"log_decay", "gamma"}}
-FIXED = {"cos", "sin", "log_decay"}
+FIXED = {"cos", "sin", "log_decay", "positions"}
 
 
 def differentiable(kind: str, name: str) -> bool:
@@ -77,7 +81,7 @@ def differentiable(kind: str, name: str) -> bool:
 
 
 def split_by_token(x: Tensor | None) -> bool:
-    return x is not None and x.dim() >= 3
+    return x is not None and (x.dim() >= 3 or x.dtype == torch.int64)
 
 
 def reference(kind: str, x: Tensors, cu_seqlens: Tensor | None) -> Tensor:
@@ -88,7 +92,10 @@ def reference(kind: str, x: Tensors, cu_seqlens: Tensor | None) -> Tensor:
     if kind.startswith("lightnet"):
         phases = (x["cos"], x["sin"])
         return lightnet_attention_reference(x["q"], x["k"], x["v"], phases=phases, cu_seqlens=cu_seqlens)[0]
-    return lightning_attention_reference(x["q"], x["k"], x["v"], x["log_decay"], cu_seqlens=cu_seqlens)[0]
+    angles = angles_of(x["theta"], x["positions"])
+    return lightning_attention_reference(x["q"], x["k"], x["v"], x["log_decay"], angles=angles, cu_seqlens=cu_seqlens)[
+        0
+    ]
 
 
 def boundaries(starts: list[set[int]], first: int, last: int) -> Tensor | None:
@@ -266,7 +273,8 @@ def sizes(kind: str) -> tuple[list[list[int]], list[list[int]], list[list[int]]]
     if kind.startswith("lightnet"):
         state = [[B, H, K], [B, H, 2 * K, V]]
         return [*state, [B, 1]], state, state
-    return [[B, H, K, V], [B, H]], [[B, H, K, V]], [[B, H, K, V]]
+    state = [B, H, 2 * K if kind == "angles" else K, V]
+    return [state, [B, H]], [state], [state]
 
 
 def num_bytes(shapes: list[list[int]], ranks: int = 1) -> int:
@@ -344,7 +352,7 @@ def late_neighbour(rank: int, world_size: int, init_method: str, folder: str) ->
             dist.barrier()
             if rank == 1:
                 time.sleep(1.0)
-            finish = begin(scan, mesh.exchange, x["k"], x["v"], x["log_decay"])
+            finish = begin(scan, mesh.exchange, x["k"], x["v"], x["log_decay"], None, None)
             with record_function("queries"):
                 q = x["q"] * 2
                 time.sleep(0.1)  # the projection of a real model takes longer than a thread needs to start

@@ -24,11 +24,14 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     check_device("v", v, q)
 
 
-def check_state(initial_state: Tensor | None, q: Tensor, v: Tensor) -> None:
-    """Refuse an initial state that is not (B, H, K, V) in the states' dtype on q's device."""
+def check_state(initial_state: Tensor | None, q: Tensor, v: Tensor, key_width: int | None = None) -> None:
+    """Refuse an initial state that is not (B, H, K, V) in the states' dtype on q's device.
+
+    ``key_width`` is K where it is not q's width.
+    """
     if initial_state is None:
         return
-    expected = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+    expected = (q.shape[0], q.shape[2], q.shape[3] if key_width is None else key_width, v.shape[3])
     if initial_state.shape != expected:
         raise UserError(f"initial_state must be (B, H, K, V) = {expected}, got shape {tuple(initial_state.shape)}")
     if initial_state.dtype != state_dtype(q.dtype):

@@ -27,10 +27,12 @@ def without_autocast(piece: Callable[Concatenate[Tensor, _P], _R]) -> Callable[C
     return run
 
 
-def state_or_zeros(state: Tensor | None, q: Tensor, v: Tensor) -> Tensor:
-    """A copy of ``state`` (B, H, K, V) in the states' dtype, or zeros for rows of q (B, T, H, K), v (B, T, H, V)."""
+def state_or_zeros(state: Tensor | None, q: Tensor, v: Tensor, key_width: int | None = None) -> Tensor:
+    """A copy of ``state`` (B, H, K, V) in the states' dtype, or zeros for rows of q (B, T, H, K), v (B, T, H, V).
+
+    ``key_width`` is K where it is not q's width.
+    """
     if state is not None:
         return state.to(state_dtype(q.dtype), copy=True)
-    num_rows, _, num_heads, key_width = q.shape
-    shape = (num_rows, num_heads, key_width, v.shape[3])
+    shape = (q.shape[0], q.shape[2], q.shape[3] if key_width is None else key_width, v.shape[3])
     return torch.zeros(shape, dtype=state_dtype(q.dtype), device=q.device)

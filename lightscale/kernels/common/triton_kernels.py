@@ -48,6 +48,23 @@ def scan_place(H, num_spans, K_TILES: tl.constexpr, V_TILES: tl.constexpr):
 
 
 @triton.jit
+def wave(positions, turns, half):
+    """cos (half 0) or sin (half 1) of positions · θ, with ``turns`` = θ in 2^-64 of a turn, int64 (``turns_of``).
+
+    The product of integers leaves out whole turns by itself and is exact at any position. What is left, less a
+    quarter for the sine, is folded into the quarters around 0 of a sine: one odd polynomial, right to fp32's rounding.
+    """
+    turn = ((positions.to(tl.int64) * turns) >> 32).to(tl.int32)
+    turn = turn - half * 1073741824
+    u = (1073741824 - tl.abs(turn)).to(tl.float32) * 9.313225746154785e-10
+    square = u * u
+    series = 1.50820564e-04 * square - 4.67222792e-03
+    series = series * square + 7.96884805e-02
+    series = series * square - 6.45963360e-01
+    return u * (series * square + 1.57079629)
+
+
+@triton.jit
 def recurrent(
     q,  # (B, H, K), contiguous
     k,  # (B, H, K), contiguous

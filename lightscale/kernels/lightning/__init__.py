@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from lightscale.errors import UserError
+from lightscale.kernels.common.angles import Angles, check_angles, feature_width, parts_of
 from lightscale.kernels.common.backends import AUTO, choose_backend, preload_triton, triton_forms
 from lightscale.kernels.common.checks import check_device, check_inputs, check_state
 from lightscale.kernels.common.documents import check_cu_seqlens
 from lightscale.kernels.common.states import state_dtype
+from lightscale.kernels.gla import gla
 from lightscale.kernels.lightning.chunked import DEFAULT_CHUNK_SIZE, ChunkedLightningAttention
 from lightscale.kernels.lightning.pieces import grad_bwd, out_fwd, recurrent_step, state_bwd, state_fwd
 from lightscale.kernels.lightning.reference import lightning_attention_reference
@@ -22,6 +24,7 @@ from lightscale.kernels.lightning.reference import lightning_attention_reference
 __all__ = [
     "BACKENDS",
     "DEFAULT_CHUNK_SIZE",
+    "Angles",
     "backend_of",
     "grad_bwd",
     "lightning_attention",
@@ -43,6 +46,7 @@ class _Backend(Protocol):
         k: Tensor,
         v: Tensor,
         log_decay: Tensor | None,
+        angles: Angles | None,
         initial_state: Tensor | None,
         cu_seqlens: Tensor | None,
         chunk_size: int,
@@ -54,11 +58,16 @@ def _chunked(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor | None,
+    angles: Angles | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
-    o, state = ChunkedLightningAttention.apply(q, k, v, log_decay, initial_state, cu_seqlens, chunk_size)
+    if log_decay is not None and log_decay.dim() == 3:
+        return _gated(q, k, v, log_decay, initial_state, cu_seqlens, backend="chunked")
+    o, state = ChunkedLightningAttention.apply(
+        q, k, v, log_decay, *parts_of(angles), initial_state, cu_seqlens, chunk_size
+    )
     return o, state
 
 
@@ -67,17 +76,21 @@ def _reference(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor | None,
+    angles: Angles | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence in the dtype of the states, which is wider than that of half-precision inputs."""
     dtype = state_dtype(q.dtype)
+    if angles is not None:
+        angles = Angles(angles.theta.to(dtype), angles.positions)
     o, state = lightning_attention_reference(
         q.to(dtype),
         k.to(dtype),
         v.to(dtype),
         None if log_decay is None else log_decay.to(dtype),
+        angles=angles,
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
     )
@@ -89,12 +102,41 @@ def _triton(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor | None,
+    angles: Angles | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
+    if log_decay is not None and log_decay.dim() == 3:
+        return _gated(q, k, v, log_decay, initial_state, cu_seqlens, backend="triton")
     forms = triton_forms("lightning")
-    o, state = forms.triton_lightning_attention(q, k, v, log_decay, initial_state, cu_seqlens)
+    o, state = forms.triton_lightning_attention(q, k, v, log_decay, angles, initial_state, cu_seqlens)
+    return o, state
+
+
+def _gated(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """A decay per head and token (B, T, H) is one per token and channel that all channels of a head share."""
+    by_channel = log_decay[..., None].expand(q.shape)
+    o, state = gla(
+        q,
+        k,
+        v,
+        by_channel,
+        initial_state=initial_state,
+        output_final_state=True,
+        cu_seqlens=cu_seqlens,
+        backend=backend,
+    )
+    assert state is not None, "asked for with output_final_state"
     return o, state
 
 
@@ -116,19 +158,23 @@ def lightning_attention(
     v: Tensor,
     log_decay: Tensor | None = None,
     *,
+    angles: Angles | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     backend: str = AUTO,
 ) -> tuple[Tensor, Tensor | None]:
-    """Causal linear attention with a fixed decay per head: linear in T, differentiable in every input.
+    """Causal linear attention with a decay per head: linear in T, differentiable in every input.
 
     Args:
         q: queries (B, T, H, K), fp16, bf16, fp32 or fp64, any strides.
         k: keys (B, T, H, K), of q's dtype.
         v: values (B, T, H, V), of q's dtype; V need not equal K.
-        log_decay: log λ per head (H,), fp32 or fp64, at most 0; None for no decay.
+        log_decay: log λ per head (H,), or per head and token (B, T, H), fp32 or fp64, at most 0; None for no decay.
+            Those of tokens are computed by ``gla``, as decays that the channels of a head share.
+        angles: theta (H, K) and positions (B, T) of LRPE, by which q and k become [q cos, q sin] and [k cos, k sin]
+            as they are read, never in memory; K is 2K in the states then. Not beside decays of tokens. None for none.
         initial_state: the state (B, H, K, V) that enters each row, fp32 (fp64 for fp64 inputs); zero when
             None. Only the first document of a row reads it.
         output_final_state: also return the state after each row's last token.
@@ -148,22 +194,28 @@ def lightning_attention(
     """
     check_inputs(q, k, v)
     _check_decay(log_decay, q)
-    check_state(initial_state, q, v)
+    if angles is not None and log_decay is not None and log_decay.dim() == 3:
+        raise UserError("angles go with log_decay per head (H,) or None, not with one per head and token (B, T, H)")
+    check_angles(angles, q)
+    check_state(initial_state, q, v, feature_width(q, angles))
     if cu_seqlens is not None:
         check_device("cu_seqlens", cu_seqlens, q)
         check_cu_seqlens(cu_seqlens, num_rows=q.shape[0], num_tokens=q.shape[1])
     if chunk_size < 1:
         raise UserError(f"chunk_size must be at least 1 token, got {chunk_size}")
     compute = BACKENDS[backend_of(q, backend)]
-    o, state = compute(q, k, v, log_decay, initial_state, cu_seqlens, chunk_size)
+    o, state = compute(q, k, v, log_decay, angles, initial_state, cu_seqlens, chunk_size)
     return o, state if output_final_state else None
 
 
 def _check_decay(log_decay: Tensor | None, q: Tensor) -> None:
     if log_decay is None:
         return
-    if log_decay.shape != q.shape[2:3]:
-        raise UserError(f"log_decay must be (H,) = ({q.shape[2]},), got shape {tuple(log_decay.shape)}")
+    if log_decay.shape not in (q.shape[2:3], q.shape[:3]):
+        raise UserError(
+            f"log_decay must be (H,) = ({q.shape[2]},) or (B, T, H) = {tuple(q.shape[:3])}, "
+            f"got shape {tuple(log_decay.shape)}"
+        )
     if log_decay.dtype not in (torch.float32, torch.float64):
         raise UserError(f"log_decay must be fp32 or fp64, whatever q's dtype, got {log_decay.dtype}")
     check_device("log_decay", log_decay, q)

@@ -1,8 +1,9 @@
 """Decay attention in chunks with a hand-written backward, in the pieces that sequence parallelism needs.
 
 The mathematics, with the derivation of the backward and the counts of FLOPs and bytes, is in README.md here.
-Names of shapes: B rows, T tokens, H heads, K key width, V value width. Inside, everything is fp32, or fp64
-for fp64 inputs; outputs and gradients have the dtype of their inputs.
+Names of shapes: B rows, T tokens, H heads, K key width, V value width, F width of the features of q and k: 2K with
+angles, which spread them where they are read, else K. Inside, everything is fp32, or fp64 for fp64 inputs; outputs and
+gradients have the dtype of their inputs.
 """
 
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightscale.kernels.common.angles import Angles, angles_of, feature_width, features, phases_of
 from lightscale.kernels.common.documents import fragment_numbers
 from lightscale.kernels.common.states import state_dtype, state_or_zeros, without_autocast
 from lightscale.kernels.lightning.grid import Decays, chunk_groups
@@ -21,12 +23,14 @@ DEFAULT_CHUNK_SIZE = 64
 _SPAN_TOKENS = 1024
 
 
-def _weighted_outer(x: Tensor, y: Tensor, weights: Tensor, kept: Tensor | None) -> Tensor:
-    """Σ_t weights_t x_t y_tᵀ (B, H, K, V) over the kept tokens; weights (H, T), kept (B, T)."""
-    total = torch.zeros(x.shape[0], x.shape[2], x.shape[3], y.shape[3], dtype=weights.dtype, device=x.device)
+def _weighted_outer(x: Tensor, y: Tensor, weights: Tensor, kept: Tensor | None, angles: Angles | None) -> Tensor:
+    """Σ_t weights_t x_t y_tᵀ (B, H, F, V) over the kept tokens, x spread; weights (H, T), kept (B, T)."""
+    width = feature_width(x, angles)
+    total = torch.zeros(x.shape[0], x.shape[2], width, y.shape[3], dtype=weights.dtype, device=x.device)
     for start in range(0, x.shape[1], _SPAN_TOKENS):
         span = slice(start, start + _SPAN_TOKENS)
-        weighted = weights[:, span, None] * x[:, span].transpose(1, 2)
+        phases = None if angles is None else phases_of(angles.of(span), weights.dtype)
+        weighted = weights[:, span, None] * features(x[:, span], phases).transpose(1, 2)
         if kept is not None:
             weighted.masked_fill_(~kept[:, None, span, None], 0.0)
         total += weighted.mT @ y[:, span].transpose(1, 2).to(weights.dtype)
@@ -35,7 +39,12 @@ def _weighted_outer(x: Tensor, y: Tensor, weights: Tensor, kept: Tensor | None) 
 
 @without_autocast
 def state_fwd(
-    k: Tensor, v: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None = None
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    angles: Angles | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The summary of a row for the ranks behind it: S_out = D ⊙ S_in + S_loc.
 
@@ -45,9 +54,10 @@ def state_fwd(
         log_decay: (H,) or None.
         cu_seqlens: (N+1,) or None. Whether the row's first token begins a document is the caller's business:
             it then takes D as 0.
+        angles: those of the keys, or None.
 
     Returns:
-        S_loc (B, H, K, V), the row's outgoing state from a zero incoming state, and D (B, H), the decay from
+        S_loc (B, H, F, V), the row's outgoing state from a zero incoming state, and D (B, H), the decay from
         the row's start to its end: λ^T, or 0 where a document begins inside the row.
     """
     num_rows, num_tokens, num_heads = k.shape[:3]
@@ -55,10 +65,10 @@ def state_fwd(
     steps = torch.arange(num_tokens - 1, -1, -1, device=k.device)
     through = decays.power(steps.new_tensor(num_tokens)).expand(num_rows, -1)
     if cu_seqlens is None:
-        return _weighted_outer(k, v, decays.power(steps), None), through.clone()
+        return _weighted_outer(k, v, decays.power(steps), None, angles), through.clone()
     fragments = fragment_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)
     last = fragments[:, -1:]  # (B, 1), or (B, 0) when T is 0
-    local = _weighted_outer(k, v, decays.power(steps), fragments == last)
+    local = _weighted_outer(k, v, decays.power(steps), fragments == last, angles)
     return local, through.masked_fill((last > 0).any(1, keepdim=True), 0.0)
 
 
@@ -71,9 +81,10 @@ def out_fwd(
     S_in: Tensor | None,
     cu_seqlens: Tensor | None = None,
     *,
+    angles: Angles | None = None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs o (B, T, H, V) of a row that S_in (B, H, K, V) enters, and the state that leaves it.
+    """The outputs o (B, T, H, V) of a row that S_in (B, H, F, V) enters, and the state that leaves it.
 
     Args:
         q: queries (B, T, H, K); T may be 0.
@@ -82,13 +93,16 @@ def out_fwd(
         log_decay: (H,) or None.
         S_in: zero when None; only the row's first fragment reads it.
         cu_seqlens: (N+1,) or None.
+        angles: those of queries and keys, or None.
         chunk_size: tokens of a chunk.
     """
     decays = Decays(log_decay, num_heads=q.shape[2], chunk_size=chunk_size, like=q)
-    state = state_or_zeros(S_in, q, v)
+    width = feature_width(q, angles)
+    state = state_or_zeros(S_in, q, v, width)
     o = v.new_empty(v.shape)
-    for group in chunk_groups(q, v, decays, cu_seqlens, chunk_size):
-        q_g, k_g, v_g = group.load(q), group.load(k), group.load(v)
+    for group in chunk_groups(v, width, decays, cu_seqlens, chunk_size):
+        phases = group.phases(angles)
+        q_g, k_g, v_g = group.load(q, phases), group.load(k, phases), group.load(v)
         o_g = group.causal_(q_g @ k_g.mT) @ v_g
         states, state = group.scan_states(k_g, v_g, state)
         group.add_incoming_(o_g, group.weigh_incoming_(q_g), states)
@@ -97,8 +111,15 @@ def out_fwd(
 
 
 @without_autocast
-def state_bwd(q: Tensor, do: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None = None) -> Tensor:
-    """The cotangent U (B, H, K, V) of a row's incoming state that comes from the row's own outputs.
+def state_bwd(
+    q: Tensor,
+    do: Tensor,
+    log_decay: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    angles: Angles | None = None,
+) -> Tensor:
+    """The cotangent U (B, H, F, V) of a row's incoming state that comes from the row's own outputs.
 
     The whole cotangent is U + D ⊙ dS_end with the D of ``state_fwd``. Only the first fragment reads the
     incoming state; a caller whose row begins with a new document takes U as 0.
@@ -108,6 +129,7 @@ def state_bwd(q: Tensor, do: Tensor, log_decay: Tensor | None, cu_seqlens: Tenso
         do: cotangents of the outputs (B, T, H, V).
         log_decay: (H,) or None.
         cu_seqlens: (N+1,) or None.
+        angles: those of the queries, or None.
     """
     num_rows, num_tokens, num_heads = q.shape[:3]
     decays = Decays(log_decay, num_heads=num_heads, chunk_size=0, like=q)
@@ -115,17 +137,19 @@ def state_bwd(q: Tensor, do: Tensor, log_decay: Tensor | None, cu_seqlens: Tenso
     kept = None
     if cu_seqlens is not None:
         kept = fragment_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens) == 0
-    return _weighted_outer(q, do, weights, kept)
+    return _weighted_outer(q, do, weights, kept, angles)
 
 
-class RowGradients(NamedTuple):
-    """Gradients of a row's inputs, each of its input's shape; ``log_decay`` (H,) is None unless asked for."""
+class Gradients(NamedTuple):
+    """Gradients of a row's inputs, each of its input's shape."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     log_decay: Tensor | None
-    S_in: Tensor
+    """(H,), None unless asked for; ranks add up."""
+    theta: Tensor | None
+    """(H, K) fp64, None unless asked for; ranks add up."""
 
 
 @without_autocast
@@ -139,24 +163,29 @@ def row_gradients(
     dS_end: Tensor | None,
     cu_seqlens: Tensor | None = None,
     *,
+    angles: Angles | None = None,
     with_decay: bool = False,
+    with_theta: bool = False,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
-) -> RowGradients:
-    """Every gradient of a row, its incoming state's included; the arguments are those of ``grad_bwd``."""
+) -> tuple[Gradients, Tensor]:
+    """Every gradient of a row, and that of its incoming state; the arguments are those of ``grad_bwd``."""
     decays = Decays(log_decay, num_heads=q.shape[2], chunk_size=chunk_size, like=q)
-    groups = list(chunk_groups(q, v, decays, cu_seqlens, chunk_size))
-    state = state_or_zeros(S_in, q, v)
+    width = feature_width(q, angles)
+    groups = list(chunk_groups(v, width, decays, cu_seqlens, chunk_size))
+    state = state_or_zeros(S_in, q, v, width)
     states_by_group = []
     for group in groups:
-        states, state = group.scan_states(group.load(k), group.load(v), state)
+        states, state = group.scan_states(group.load(k, group.phases(angles)), group.load(v), state)
         states_by_group.append(states)
 
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     dlog_decay = torch.zeros(q.shape[2], dtype=decays.dtype, device=q.device) if with_decay else None
-    dstate = state_or_zeros(dS_end, q, v)
+    dtheta = q.new_zeros(q.shape[2:], dtype=torch.float64) if with_theta else None
+    dstate = state_or_zeros(dS_end, q, v, width)
     for group in reversed(groups):
         states = states_by_group.pop()
-        q_g, k_g, v_g, do_g = (group.load(x) for x in (q, k, v, do))
+        phases = group.phases(angles)
+        q_g, k_g, v_g, do_g = group.load(q, phases), group.load(k, phases), group.load(v), group.load(do)
         scores = group.causal_(q_g @ k_g.mT)
         dscores = group.causal_(do_g @ v_g.mT)
         dq_g, dk_g, dv_g = dscores @ k_g, dscores.mT @ q_g, scores.mT @ do_g
@@ -173,9 +202,13 @@ def row_gradients(
             state = states[:, 0]
         group.add_outgoing_(dv_g, group.weigh_outgoing_(k_g), dstates)
 
-        for out, x in ((dq, dq_g), (dk, dk_g), (dv, dv_g)):
-            group.store(out, x)
-    return RowGradients(dq, dk, dv, dlog_decay, dstate)
+        for out, x, dx in ((dq, q, dq_g), (dk, k, dk_g)):
+            of_x, of_theta = group.narrow(x, dx, angles, phases)
+            group.store(out, of_x)
+            if dtheta is not None and of_theta is not None:
+                dtheta += of_theta
+        group.store(dv, dv_g)
+    return Gradients(dq, dk, dv, dlog_decay, dtheta), dstate
 
 
 def grad_bwd(
@@ -188,10 +221,12 @@ def grad_bwd(
     dS_end: Tensor | None,
     cu_seqlens: Tensor | None = None,
     *,
+    angles: Angles | None = None,
     with_decay: bool = False,
+    with_theta: bool = False,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of a row's q, k, v and, ``with_decay``, of log_decay.
+) -> Gradients:
+    """The gradients of a row's q, k, v and, as asked for, of log_decay and theta.
 
     Args:
         q: queries (B, T, H, K); T may be 0.
@@ -199,30 +234,40 @@ def grad_bwd(
         v: values (B, T, H, V).
         log_decay: (H,) or None.
         do: cotangents of the outputs (B, T, H, V).
-        S_in: the state (B, H, K, V) that entered the row; zero when None.
-        dS_end: the cotangent (B, H, K, V) of the state that left it; zero when None.
+        S_in: the state (B, H, F, V) that entered the row; zero when None.
+        dS_end: the cotangent (B, H, F, V) of the state that left it; zero when None.
         cu_seqlens: (N+1,) or None.
+        angles: those of queries and keys, or None.
         with_decay: compute dlog_decay, which costs one more pass over the states.
+        with_theta: compute dtheta; needs angles.
         chunk_size: tokens of a chunk.
-
-    Returns:
-        dq, dk, dv in the dtypes of q, k, v, and dlog_decay (H,) of these rows, or None. Ranks add up.
     """
-    gradients = row_gradients(
-        q, k, v, log_decay, do, S_in, dS_end, cu_seqlens, with_decay=with_decay, chunk_size=chunk_size
-    )
-    return gradients.q, gradients.k, gradients.v, gradients.log_decay
+    return row_gradients(
+        q,
+        k,
+        v,
+        log_decay,
+        do,
+        S_in,
+        dS_end,
+        cu_seqlens,
+        angles=angles,
+        with_decay=with_decay,
+        with_theta=with_theta,
+        chunk_size=chunk_size,
+    )[0]
 
 
 @without_autocast
 def recurrent_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
     """One token: q, k (B, H, K), v (B, H, V), S (B, H, K, V) → o (B, H, V) and the next state.
 
-    The state is read and written once, whatever the position. Autograd differentiates it like any other code.
+    ``log_decay`` is (H,), or this token's (B, H), or None. The state is read and written once, whatever the position.
+    Autograd differentiates it like any other code.
     """
     dtype = state_dtype(q.dtype)
     S = torch.mul(k.to(dtype).unsqueeze(-1), v.to(dtype).unsqueeze(-2)).add_(
-        S if log_decay is None else S * log_decay.to(dtype).exp()[:, None, None]
+        S if log_decay is None else S * log_decay.to(dtype).exp()[..., None, None]
     )
     return (q.to(dtype).unsqueeze(-2) @ S).squeeze(-2).to(v.dtype), S
 
@@ -237,22 +282,26 @@ class ChunkedLightningAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         log_decay: Tensor | None,
+        theta: Tensor | None,
+        positions: Tensor | None,
         initial_state: Tensor | None,
         cu_seqlens: Tensor | None,
         chunk_size: int,
     ) -> tuple[Tensor, Tensor]:
         """(o, final state) of the arguments of ``out_fwd``."""
-        ctx.save_for_backward(q, k, v, log_decay, initial_state, cu_seqlens)
+        ctx.save_for_backward(q, k, v, log_decay, theta, positions, initial_state, cu_seqlens)
         ctx.chunk_size = chunk_size
         ctx.set_materialize_grads(False)
-        return out_fwd(q, k, v, log_decay, initial_state, cu_seqlens, chunk_size=chunk_size)
+        angles = angles_of(theta, positions)
+        return out_fwd(q, k, v, log_decay, initial_state, cu_seqlens, angles=angles, chunk_size=chunk_size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients of ``forward``'s arguments; the cotangent of a result that is not used is None."""
-        q, k, v, log_decay, initial_state, cu_seqlens = ctx.saved_tensors
-        gradients = row_gradients(
+        q, k, v, log_decay, theta, positions, initial_state, cu_seqlens = ctx.saved_tensors
+        with_decay, with_theta = ctx.needs_input_grad[3:5]
+        gradients, dS_in = row_gradients(
             q,
             k,
             v,
@@ -261,9 +310,12 @@ class ChunkedLightningAttention(torch.autograd.Function):
             initial_state,
             dstate,
             cu_seqlens,
-            with_decay=ctx.needs_input_grad[3],
+            angles=angles_of(theta, positions),
+            with_decay=with_decay,
+            with_theta=with_theta,
             chunk_size=ctx.chunk_size,
         )
         dlog_decay = None if gradients.log_decay is None else gradients.log_decay.to(log_decay.dtype)
-        dinitial_state = gradients.S_in if ctx.needs_input_grad[4] else None
-        return gradients.q, gradients.k, gradients.v, dlog_decay, dinitial_state, None, None
+        dtheta = None if gradients.theta is None else gradients.theta.to(theta.dtype)
+        dinitial_state = dS_in if ctx.needs_input_grad[6] else None
+        return gradients.q, gradients.k, gradients.v, dlog_decay, dtheta, None, dinitial_state, None, None

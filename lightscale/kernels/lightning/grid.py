@@ -1,6 +1,7 @@
 """The grid of chunks over the rows of decay attention: powers of the decay, masks of documents, and products.
 
-Names of shapes: B rows, T tokens, H heads, K key width, V value width. A row is cut into chunks of C tokens,
+Names of shapes: B rows, T tokens, H heads, K key width, V value width, F width of the features: 2K with angles, else
+K. A row is cut into chunks of C tokens,
 the last one shorter; L is the number of tokens of the chunk at hand. G neighbours are computed at once.
 """
 
@@ -11,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightscale.kernels.common.angles import Angles, Phases, features, features_bwd, phases_of
 from lightscale.kernels.common.documents import fragment_numbers
 from lightscale.kernels.common.states import state_dtype
 
@@ -72,16 +74,38 @@ class Group:
     decays: Decays
     masks: Masks | None
 
-    def load(self, x: Tensor) -> Tensor:
-        """A copy (never a view) of this group's tokens of x (B, T, H, width), in the arithmetic's dtype."""
-        tokens = x.narrow(1, self.start, self.num_chunks * self.chunk_tokens)
-        chunks = tokens.unflatten(1, (self.num_chunks, self.chunk_tokens)).transpose(2, 3)
+    def load(self, x: Tensor, phases: Phases | None = None) -> Tensor:
+        """A copy (never a view) of this group's tokens of x (B, T, H, width), or of their features, in its dtype."""
+        tokens = self._tokens(x)
+        if phases is not None:
+            tokens = features(tokens.to(self.decays.dtype), phases)
+        chunks = tokens.transpose(2, 3)
         return torch.empty(chunks.shape, dtype=self.decays.dtype, device=x.device).copy_(chunks)
 
     def store(self, out: Tensor, x: Tensor) -> None:
         """Write x into this group's tokens of out (B, T, H, width)."""
-        tokens = out.narrow(1, self.start, self.num_chunks * self.chunk_tokens)
-        tokens.unflatten(1, (self.num_chunks, self.chunk_tokens)).transpose(2, 3).copy_(x)
+        self._tokens(out).transpose(2, 3).copy_(x)
+
+    def phases(self, angles: Angles | None) -> Phases | None:
+        """Those of this group's tokens, (B, G, L, H, K) each."""
+        if angles is None:
+            return None
+        return phases_of(Angles(angles.theta.detach(), self._tokens(angles.positions)), self.decays.dtype)
+
+    def narrow(
+        self, x: Tensor, dx: Tensor, angles: Angles | None, phases: Phases | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The gradients of this group's x and of theta by those (B, G, H, L, F) of its features."""
+        if angles is None or phases is None:
+            return dx, None
+        here = Angles(angles.theta, self._tokens(angles.positions))
+        of_x, dtheta = features_bwd(self._tokens(x).to(dx.dtype), dx.transpose(2, 3), here, phases)
+        return of_x.transpose(2, 3), dtheta
+
+    def _tokens(self, x: Tensor) -> Tensor:
+        """A view (B, G, L, …) of this group's tokens of x (B, T, …)."""
+        tokens = x.narrow(1, self.start, self.num_chunks * self.chunk_tokens)
+        return tokens.unflatten(1, (self.num_chunks, self.chunk_tokens))
 
     def causal_(self, scores: Tensor) -> Tensor:
         """Decay scores (B, G, H, L, L) in place; 0 for pairs of later tokens or of other documents."""
@@ -109,7 +133,7 @@ class Group:
     def scan_(self, shares: Tensor, carried: Tensor, order: Iterable[int]) -> Tensor:
         """Carry a state through the chunks in ``order``.
 
-        ``shares`` (B, G, H, K, V), what each chunk adds, is overwritten with what the chunk receives:
+        ``shares`` (B, G, H, F, V), what each chunk adds, is overwritten with what the chunk receives:
         forward, the state that enters it; in reverse, the cotangent of the state that leaves it. Returns what
         is carried on.
         """
@@ -125,7 +149,7 @@ class Group:
         return carried
 
     def scan_states(self, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The state (B, G, H, K, V) that enters each chunk, and the one that leaves the last. Spoils k."""
+        """The state (B, G, H, F, V) that enters each chunk, and the one that leaves the last. Spoils k."""
         states = self.weigh_outgoing_(k).mT @ v
         return states, self.scan_(states, state, range(self.num_chunks))
 
@@ -133,7 +157,7 @@ class Group:
         """This group's part of dlog_decay (H,).
 
         From reads = q·dq and writes = k·dk (B, G, H, L), and from the states that leave the chunks and their
-        cotangents (B, G, H, K, V).
+        cotangents (B, G, H, F, V).
         """
         if self.masks is None:
             steps = torch.arange(1, self.chunk_tokens + 1, device=reads.device).expand(1, 1, 1, -1)
@@ -151,10 +175,13 @@ def _add_product_(out: Tensor, x: Tensor, state: Tensor, kept: Tensor | None) ->
         out.add_((x @ state).masked_fill_(~kept, 0.0))
 
 
-def chunk_groups(q: Tensor, v: Tensor, decays: Decays, cu_seqlens: Tensor | None, chunk_size: int) -> Iterator[Group]:
-    """Cut the rows into groups of whole chunks, and the rest of T / C into one shorter chunk."""
-    num_rows, num_tokens, num_heads, key_width = q.shape
-    group_chunks = max(1, _GROUP_ELEMENTS // (num_rows * num_heads * chunk_size * max(key_width, v.shape[3])))
+def chunk_groups(v: Tensor, width: int, decays: Decays, cu_seqlens: Tensor | None, chunk_size: int) -> Iterator[Group]:
+    """Cut the rows of v (B, T, H, V), and of features of ``width``, into groups of whole chunks.
+
+    The rest of T / C is one shorter chunk.
+    """
+    num_rows, num_tokens, num_heads, value_width = v.shape
+    group_chunks = max(1, _GROUP_ELEMENTS // (num_rows * num_heads * chunk_size * max(width, value_width)))
     fragments = None
     if cu_seqlens is not None:
         fragments = fragment_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightscale.kernels.common.angles import Angles, features, phases_of
 from lightscale.kernels.common.backends import AUTO, choose_backend, triton_forms
 from lightscale.kernels.lightning import chunked
+from lightscale.kernels.lightning.chunked import Gradients
 
 _FORMS = ("triton", "chunked")
 
@@ -21,10 +23,15 @@ def _forms(x: Tensor) -> Any:
 
 
 def state_fwd(
-    k: Tensor, v: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None = None
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    angles: Angles | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """S_loc (B, H, K, V) and D (B, H) of a row, by which S_out = D ⊙ S_in + S_loc."""
-    local, through = _forms(k).state_fwd(k, v, log_decay, cu_seqlens)
+    """S_loc (B, H, F, V) and D (B, H) of a row, by which S_out = D ⊙ S_in + S_loc."""
+    local, through = _forms(k).state_fwd(k, v, log_decay, cu_seqlens, angles=angles)
     return local, through
 
 
@@ -35,15 +42,24 @@ def out_fwd(
     log_decay: Tensor | None,
     S_in: Tensor | None,
     cu_seqlens: Tensor | None = None,
+    *,
+    angles: Angles | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs (B, T, H, V) of a row that S_in (B, H, K, V) enters, and the state that leaves it."""
-    o, state = _forms(q).out_fwd(q, k, v, log_decay, S_in, cu_seqlens)
+    """The outputs (B, T, H, V) of a row that S_in (B, H, F, V) enters, and the state that leaves it."""
+    o, state = _forms(q).out_fwd(q, k, v, log_decay, S_in, cu_seqlens, angles=angles)
     return o, state
 
 
-def state_bwd(q: Tensor, do: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None = None) -> Tensor:
-    """The cotangent (B, H, K, V) of a row's incoming state that comes from the row's own outputs."""
-    own: Tensor = _forms(q).state_bwd(q, do, log_decay, cu_seqlens)
+def state_bwd(
+    q: Tensor,
+    do: Tensor,
+    log_decay: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    angles: Angles | None = None,
+) -> Tensor:
+    """The cotangent (B, H, F, V) of a row's incoming state that comes from the row's own outputs."""
+    own: Tensor = _forms(q).state_bwd(q, do, log_decay, cu_seqlens, angles=angles)
     return own
 
 
@@ -57,19 +73,38 @@ def grad_bwd(
     dS_end: Tensor | None,
     cu_seqlens: Tensor | None = None,
     *,
+    angles: Angles | None = None,
     with_decay: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv, and, ``with_decay``, dlog_decay (H,) of these rows."""
-    forms = _forms(q)
-    dq, dk, dv, dlog_decay = forms.grad_bwd(q, k, v, log_decay, do, S_in, dS_end, cu_seqlens, with_decay=with_decay)
-    return dq, dk, dv, dlog_decay
+    with_theta: bool = False,
+) -> Gradients:
+    """dq, dk, dv of these rows, and as asked for dlog_decay (H,) and dtheta (H, K)."""
+    gradients: Gradients = _forms(q).grad_bwd(
+        q,
+        k,
+        v,
+        log_decay,
+        do,
+        S_in,
+        dS_end,
+        cu_seqlens,
+        angles=angles,
+        with_decay=with_decay,
+        with_theta=with_theta,
+    )
+    return gradients
 
 
-def recurrent_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
-    """One token: q, k (B, H, K), v (B, H, V), S (B, H, K, V) → o (B, H, V) and the next state.
+def recurrent_step(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, S: Tensor, *, angles: Angles | None = None
+) -> tuple[Tensor, Tensor]:
+    """One token: q, k (B, H, K), v (B, H, V), S (B, H, F, V) → o (B, H, V) and the next state.
 
-    Differentiable; in one launch on a GPU when no gradient is asked for.
+    ``log_decay`` is (H,), or this token's (B, H), or None; ``angles`` has positions (B,). Differentiable; in one launch
+    on a GPU when no gradient is asked for, beside those that spread q and k.
     """
+    if angles is not None:
+        phases = phases_of(angles, S.dtype)
+        q, k = features(q, phases).to(v.dtype), features(k, phases).to(v.dtype)
     name = choose_backend(AUTO, q, (*_FORMS, "reference"), operator="recurrent_step")
     learned = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_decay, S))
     forms = triton_forms("lightning") if name == "triton" and not learned else chunked

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightscale.kernels.common.angles import Angles, angles_of, parts_of
 from lightscale.kernels.common.triton_recurrent import recurrent_step as one_token
+from lightscale.kernels.lightning.chunked import Gradients
 from lightscale.kernels.lightning.triton_cases import COMPILE_CASES
 from lightscale.kernels.lightning.triton_passes import Rows, products, scan
 
@@ -26,8 +28,15 @@ __all__ = [
 
 
 @torch.library.custom_op("lightscale::lightning_state_fwd", mutates_args=())
-def _state_fwd(k: Tensor, v: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    rows = Rows.of(k, log_decay, cu_seqlens)
+def _state_fwd(
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    theta: Tensor | None,
+    positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    rows = Rows.of(k, log_decay, cu_seqlens, angles_of(theta, positions))
     local = scan(rows, k, v, None, reverse=False, with_chunks=False).final
     through = local.new_ones(rows.num_heads)
     if rows.rate is not None and rows.num_tokens:
@@ -39,38 +48,75 @@ def _state_fwd(k: Tensor, v: Tensor, log_decay: Tensor | None, cu_seqlens: Tenso
 
 
 @_state_fwd.register_fake
-def _(k: Tensor, v: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _fake_state(k, v), k.new_empty(k.size(0), k.size(2), dtype=torch.float32)
+def _(
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    theta: Tensor | None,
+    positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    return _fake_state(k, v, theta), k.new_empty(k.size(0), k.size(2), dtype=torch.float32)
 
 
-def _fake_state(k: Tensor, v: Tensor) -> Tensor:
-    return k.new_empty(k.size(0), k.size(2), k.size(3), v.size(3), dtype=torch.float32)
+def _fake_state(k: Tensor, v: Tensor, theta: Tensor | None) -> Tensor:
+    width = k.size(3) * (1 if theta is None else 2)
+    return k.new_empty(k.size(0), k.size(2), width, v.size(3), dtype=torch.float32)
 
 
 @torch.library.custom_op("lightscale::lightning_out_fwd", mutates_args=())
 def _out_fwd(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, S_in: Tensor | None, cu_seqlens: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    theta: Tensor | None,
+    positions: Tensor | None,
+    S_in: Tensor | None,
+    cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    rows = Rows.of(q, log_decay, cu_seqlens)
+    rows = Rows.of(q, log_decay, cu_seqlens, angles_of(theta, positions))
     scanned = scan(rows, k, v, S_in, reverse=False)
-    return products(rows, q, k, v, scanned.chunks, reverse=False, transposed=False)[0], scanned.final
+    return products(rows, q, k, v, scanned.chunks, reverse=False, transposed=False).out, scanned.final
 
 
 @_out_fwd.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, S_in: Tensor | None, cu_seqlens: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    theta: Tensor | None,
+    positions: Tensor | None,
+    S_in: Tensor | None,
+    cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    return v.new_empty(v.shape), _fake_state(k, v)
+    return v.new_empty(v.shape), _fake_state(k, v, theta)
 
 
 @torch.library.custom_op("lightscale::lightning_state_bwd", mutates_args=())
-def _state_bwd(q: Tensor, do: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    return scan(Rows.of(q, log_decay, cu_seqlens), q, do, None, reverse=True, with_chunks=False).final
+def _state_bwd(
+    q: Tensor,
+    do: Tensor,
+    log_decay: Tensor | None,
+    theta: Tensor | None,
+    positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> Tensor:
+    rows = Rows.of(q, log_decay, cu_seqlens, angles_of(theta, positions))
+    return scan(rows, q, do, None, reverse=True, with_chunks=False).final
 
 
 @_state_bwd.register_fake
-def _(q: Tensor, do: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    return _fake_state(q, do)
+def _(
+    q: Tensor,
+    do: Tensor,
+    log_decay: Tensor | None,
+    theta: Tensor | None,
+    positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> Tensor:
+    return _fake_state(q, do, theta)
 
 
 @torch.library.custom_op("lightscale::lightning_gradients", mutates_args=())
@@ -79,24 +125,31 @@ def _gradients(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor | None,
+    theta: Tensor | None,
+    positions: Tensor | None,
     do: Tensor,
     S_in: Tensor | None,
     dS_end: Tensor | None,
     cu_seqlens: Tensor | None,
     with_decay: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dlog_decay (H,) fp32 (empty unless ``with_decay``), dS_in."""
-    rows = Rows.of(q, log_decay, cu_seqlens)
+    with_theta: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dlog_decay (H,) fp32 and dtheta (H, K) fp64 (empty unless asked for), dS_in."""
+    rows = Rows.of(q, log_decay, cu_seqlens, angles_of(theta, positions))
+    learned = {"with_decay": with_decay, "with_theta": with_theta}
     states = scan(rows, k, v, S_in, reverse=False).chunks
-    dq, of_reads = products(rows, do, v, k, states, reverse=False, transposed=True, own=q if with_decay else None)
+    dq = products(rows, do, v, k, states, reverse=False, transposed=True, own=q, **learned)
     if not with_decay:
         states = None  # as large as an input: gone before its cotangents are made
     dstates, dS_in, of_states = scan(rows, q, do, dS_end, reverse=True, other=states)
-    dk, of_writes = products(rows, v, do, q, dstates, reverse=True, transposed=True, own=k if with_decay else None)
-    dv, _ = products(rows, k, q, do, dstates, reverse=True, transposed=False)
-    if of_reads is None or of_writes is None or of_states is None:
-        return dq, dk, dv, dS_in.new_empty(0), dS_in
-    return dq, dk, dv, of_reads + of_writes + of_states, dS_in
+    dk = products(rows, v, do, q, dstates, reverse=True, transposed=True, own=k, **learned)
+    dv = products(rows, k, q, do, dstates, reverse=True, transposed=False).out
+    dlog_decay, dtheta = dS_in.new_empty(0), dS_in.new_empty(0, dtype=torch.float64)
+    if dq.dlog_decay is not None and dk.dlog_decay is not None and of_states is not None:
+        dlog_decay = dq.dlog_decay + dk.dlog_decay + of_states
+    if dq.dtheta is not None and dk.dtheta is not None:
+        dtheta = dq.dtheta + dk.dtheta
+    return dq.out, dk.out, dv, dlog_decay, dtheta, dS_in
 
 
 @_gradients.register_fake
@@ -105,14 +158,19 @@ def _(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor | None,
+    theta: Tensor | None,
+    positions: Tensor | None,
     do: Tensor,
     S_in: Tensor | None,
     dS_end: Tensor | None,
     cu_seqlens: Tensor | None,
     with_decay: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    with_theta: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     dlog_decay = q.new_empty(q.size(2) if with_decay else 0, dtype=torch.float32)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dlog_decay, _fake_state(k, v)
+    dtheta = q.new_empty(q.shape[2:] if with_theta else (0,), dtype=torch.float64)
+    dS_in = _fake_state(k, v, theta)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dlog_decay, dtheta, dS_in
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -120,11 +178,14 @@ def _save_inputs(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tens
 
 
 def _backward(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, log_decay, S_in, cu_seqlens = ctx.saved_tensors
-    with_decay = ctx.needs_input_grad[3]
-    dq, dk, dv, dlog_decay, dS_in = _gradients(q, k, v, log_decay, do, S_in, dstate, cu_seqlens, with_decay)
+    q, k, v, log_decay, theta, positions, S_in, cu_seqlens = ctx.saved_tensors
+    with_decay, with_theta = ctx.needs_input_grad[3:5]
+    dq, dk, dv, dlog_decay, dtheta, dS_in = _gradients(
+        q, k, v, log_decay, theta, positions, do, S_in, dstate, cu_seqlens, with_decay, with_theta
+    )
     of_decay = dlog_decay.to(log_decay.dtype) if with_decay else None
-    return dq, dk, dv, of_decay, dS_in if ctx.needs_input_grad[4] else None, None
+    of_theta = dtheta.to(theta.dtype) if with_theta else None
+    return dq, dk, dv, of_decay, of_theta, None, dS_in if ctx.needs_input_grad[6] else None, None
 
 
 _out_fwd.register_autograd(_backward, setup_context=_save_inputs)
@@ -135,19 +196,25 @@ def triton_lightning_attention(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor | None,
+    angles: Angles | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The operator: (o, final state), differentiable; only the inputs are saved."""
-    o, state = _out_fwd(q, k, v, log_decay, initial_state, cu_seqlens)
+    o, state = _out_fwd(q, k, v, log_decay, *parts_of(angles), initial_state, cu_seqlens)
     return o, state
 
 
 def state_fwd(
-    k: Tensor, v: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None = None
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    angles: Angles | None = None,
 ) -> tuple[Tensor, Tensor]:
     """S_loc and D, see ``chunked.state_fwd``."""
-    local, through = _state_fwd(k, v, log_decay, cu_seqlens)
+    local, through = _state_fwd(k, v, log_decay, *parts_of(angles), cu_seqlens)
     return local, through
 
 
@@ -158,14 +225,23 @@ def out_fwd(
     log_decay: Tensor | None,
     S_in: Tensor | None,
     cu_seqlens: Tensor | None = None,
+    *,
+    angles: Angles | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The outputs and the state that leaves, see ``chunked.out_fwd``."""
-    return triton_lightning_attention(q, k, v, log_decay, S_in, cu_seqlens)
+    return triton_lightning_attention(q, k, v, log_decay, angles, S_in, cu_seqlens)
 
 
-def state_bwd(q: Tensor, do: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None = None) -> Tensor:
+def state_bwd(
+    q: Tensor,
+    do: Tensor,
+    log_decay: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    angles: Angles | None = None,
+) -> Tensor:
     """The cotangent U of the incoming state, see ``chunked.state_bwd``."""
-    own: Tensor = _state_bwd(q, do, log_decay, cu_seqlens)
+    own: Tensor = _state_bwd(q, do, log_decay, *parts_of(angles), cu_seqlens)
     return own
 
 
@@ -179,15 +255,19 @@ def grad_bwd(
     dS_end: Tensor | None,
     cu_seqlens: Tensor | None = None,
     *,
+    angles: Angles | None = None,
     with_decay: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    with_theta: bool = False,
+) -> Gradients:
     """The gradients of a row's inputs, see ``chunked.grad_bwd``."""
-    dq, dk, dv, dlog_decay, _ = _gradients(q, k, v, log_decay, do, S_in, dS_end, cu_seqlens, with_decay)
-    return dq, dk, dv, dlog_decay if with_decay else None
+    dq, dk, dv, dlog_decay, dtheta, _ = _gradients(
+        q, k, v, log_decay, *parts_of(angles), do, S_in, dS_end, cu_seqlens, with_decay, with_theta
+    )
+    return Gradients(dq, dk, dv, dlog_decay if with_decay else None, dtheta if with_theta else None)
 
 
 def recurrent_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
     """One token, see ``chunked.recurrent_step``, in one launch; it has no gradient."""
     # A decay per head is one per channel that does not change with it.
-    by_channel = None if log_decay is None else log_decay[:, None].expand(k.shape)
+    by_channel = None if log_decay is None else log_decay[..., None].expand(k.shape)
     return one_token(q, k, v, by_channel, S)

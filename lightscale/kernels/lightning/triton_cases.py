@@ -22,13 +22,22 @@ ROLES = ("o", "dq", "dk", "dv")
 
 
 def _scan(
-    dtype: torch.dtype, K: int, V: int, *, reverse: bool, plain: bool = False, learned: bool = False, **options: Any
+    dtype: torch.dtype,
+    K: int,
+    V: int,
+    *,
+    reverse: bool,
+    plain: bool = False,
+    learned: bool = False,
+    angles: bool = False,
+    **options: Any,
 ) -> KernelCase:
-    """``plain``: without decay and documents; ``learned``: with the decay's gradient."""
+    """``plain``: without decay and documents; ``learned``: with the gradients of decay and angles."""
     stored = NAMES[tiling_of(dtype).stored]
     arguments, absent = pointers(
         {
             **dict.fromkeys(("x", "y"), NAMES[dtype]),
+            **dict.fromkeys(("turns", "positions"), "i64" if angles else None),
             **dict.fromkeys(("entering", "leaving"), "fp32"),
             "log_decay": None if plain else "fp32",
             "starts": None if plain else "i32",
@@ -38,7 +47,7 @@ def _scan(
         }
     )
     counts = integers("T", "H", "num_chunks", "num_spans", "span_chunks")
-    variants = ["plain"] * plain + ["learned"] * learned
+    variants = ["plain"] * plain + ["learned"] * learned + ["angles"] * angles
     return KernelCase(
         name=case_name("lightning", "dstates" if reverse else "states", K, V, dtype, *variants),
         kernel=scan_states,
@@ -51,27 +60,38 @@ def _scan(
 
 
 def _attend(
-    dtype: torch.dtype, K: int, V: int, role: str, *, plain: bool = False, learned: bool = False, **options: Any
+    dtype: torch.dtype,
+    K: int,
+    V: int,
+    role: str,
+    *,
+    plain: bool = False,
+    learned: bool = False,
+    angles: bool = False,
+    **options: Any,
 ) -> KernelCase:
     transposed = role in ("dq", "dk")
     arguments, absent = pointers(
         {
             **dict.fromkeys(("x", "y", "z", "out"), NAMES[dtype]),
+            **dict.fromkeys(("turns", "positions"), "i64" if angles else None),
             "states": NAMES[tiling_of(dtype).stored],
             "log_decay": None if plain else "fp32",
             "starts": None if plain else "i32",
-            "own": NAMES[dtype] if learned else None,
+            "own": NAMES[dtype] if learned or (angles and transposed) else None,
             "decay_parts": "fp32" if learned else None,
+            "angle_parts": "fp32" if angles and transposed else None,
         }
     )
     counts = integers("T", "H", "num_chunks", "num_blocks")
-    constants = attend_constants(dtype, *((V, K) if transposed else (K, V)))
-    variants = ["plain"] * plain + ["learned"] * learned
+    X, Z = (V, K) if transposed else (K, V)
+    constants = attend_constants(dtype, X, Z, angles=angles, reverse=role in ("dk", "dv"), transposed=transposed)
+    variants = ["plain"] * plain + ["learned"] * learned + ["angles"] * angles
     return KernelCase(
         name=case_name("lightning", role, K, V, dtype, *variants),
         kernel=attend,
         arguments={**arguments, **counts, **strides("x", "y", "z", "o")},
-        constants={**absent, **constants, "REVERSE": role in ("dk", "dv"), "TRANSPOSED": transposed},
+        constants={**absent, **constants},
         num_warps=NUM_WARPS,
         num_stages=tiling_of(dtype).attend_stages,
         **options,
@@ -93,7 +113,10 @@ def _fold() -> KernelCase:
 
 
 def _cases() -> Iterator[KernelCase]:
-    """Each width in bf16 with decay and documents, then variants of the usual width. dq and dv are o and dk again."""
+    """Each width in bf16 with decay and documents, then variants of the usual width. dq and dv are o and dk again.
+
+    Angles double K: 128x128 with them has states of 256x128.
+    """
     bf16 = torch.bfloat16
     for K, V in WIDTHS:
         for reverse in (False, True):
@@ -110,6 +133,15 @@ def _cases() -> Iterator[KernelCase]:
     yield _scan(bf16, 128, 128, reverse=False, plain=True, usual=False)
     for role in ("o", "dk"):
         yield _attend(bf16, 128, 128, role, plain=True, usual=False)
+    for plain in (False, True):
+        for reverse in (False, True):
+            yield _scan(bf16, 128, 128, reverse=reverse, plain=plain, angles=True, usual=not plain and not reverse)
+        for role in ROLES:
+            yield _attend(bf16, 128, 128, role, plain=plain, angles=True, usual=not plain and role in ("o", "dk"))
+    for dtype, K in ((bf16, 64), (torch.float16, 128), (torch.float32, 128)):
+        yield _scan(dtype, K, K, reverse=False, angles=True, usual=False)
+        for role in ("o", "dk"):
+            yield _attend(dtype, K, K, role, angles=True, usual=False, may_spill=dtype == torch.float32)
     yield _fold()
     yield recurrent_case("lightning", bf16, 256, 128, by_channel=False)
 

@@ -8,12 +8,15 @@ cores as they are. README.md here has the mathematics, the tiling and the counts
 ``starts`` (B, T) int32 is the place in the row at which the token's document begins, -1 for the row's first one, so
 that a key j is of query i's document when j >= starts[i], and a query reads the state that enters a chunk when its
 document starts before the chunk.
+
+``turns`` (H, K) int64 and ``positions`` (B, T) int64, both or neither, are the angles of LRPE: queries and keys are
+then spread where they are loaded, [x cos, x sin], and states have two halves of K rows. F is 2K then, else K.
 """
 
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton_kernels import exists, last_start, own_starts, scan_place
+from lightscale.kernels.common.triton_kernels import exists, last_start, own_starts, scan_place, wave
 
 
 @triton.jit
@@ -22,17 +25,25 @@ def _power(log_decay, steps):
     return tl.exp(tl.where(steps > 0, steps.to(tl.float32) * log_decay, 0.0))
 
 
+@triton.jit
+def spread(x_tile, places, turns, half):
+    """Half of the features of a tile of x, by its tokens' ``places`` and its channels' ``turns``, shaped to fit it."""
+    return (x_tile.to(tl.float32) * wave(places, turns, half)).to(x_tile.dtype)
+
+
 @triton.jit(do_not_specialize=["T", "num_chunks", "num_spans", "span_chunks"])
 def scan_states(
     x,  # (B, T, H, K): keys; queries in reverse
     y,  # (B, T, H, V): values; cotangents of the outputs in reverse
+    turns,
+    positions,
     log_decay,  # (H,) fp32, or None
     starts,  # (B, T), or None
-    entering,  # (B, H, S, K, V) fp32: what enters each span, or None for zero
-    leaving,  # (B, H, S, K, V) fp32: what leaves each span, or None
-    chunk_states,  # (B, H, N, K, V): what enters each chunk, or None
-    other_states,  # (B, H, N, K, V): the states of the forward scan, or None
-    decay_parts,  # (B, H, S, K tiles, V tiles) fp32: through other_states' part of dlog_decay
+    entering,  # (B, H, S, F, V) fp32: what enters each span, or None for zero
+    leaving,  # (B, H, S, F, V) fp32: what leaves each span, or None
+    chunk_states,  # (B, H, N, F, V): what enters each chunk, or None
+    other_states,  # (B, H, N, F, V): the states of the forward scan, or None
+    decay_parts,  # (B, H, S, F tiles, V tiles) fp32: through other_states' part of dlog_decay
     T,
     H,
     num_chunks,
@@ -59,16 +70,21 @@ def scan_states(
     """
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    row, head, span, tile_k, tile_v = scan_place(H, num_spans, K_TILES, V_TILES)
+    F: tl.constexpr = K if turns is None else 2 * K
+    F_TILES: tl.constexpr = F // K * K_TILES
+    row, head, span, tile_f, tile_v = scan_place(H, num_spans, F_TILES, V_TILES)
 
-    cols_k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    half = tile_f // K_TILES
+    cols_k = tile_f % K_TILES * BLOCK_K + tl.arange(0, BLOCK_K)
     cols_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
     has_k, has_v = exists(cols_k, K, BLOCK_K), exists(cols_v, V, BLOCK_V)
     in_tile = has_k[:, None] & has_v[None, :]
-    within = cols_k[:, None] * V + cols_v[None, :]
-    of_span = ((row * H + head) * num_spans + span) * K * V
+    within = (half * K + cols_k)[:, None] * V + cols_v[None, :]
+    of_span = ((row * H + head) * num_spans + span) * F * V
     x_head = x + row * stride_xb + head * stride_xh
     y_head = y + row * stride_yb + head * stride_yh
+    if turns is not None:
+        turns_k = tl.load(turns + head * K + cols_k, mask=has_k, other=0)[:, None]
     rate = 0.0
     if log_decay is not None:
         rate = tl.load(log_decay + head)
@@ -85,7 +101,7 @@ def scan_states(
             chunk = span_end - 1 - step
         begin = chunk * CHUNK
         length = tl.minimum(CHUNK, T - begin).to(tl.int32)
-        of_chunk = ((row * H + head) * num_chunks + chunk) * K * V
+        of_chunk = ((row * H + head) * num_chunks + chunk) * F * V
         if chunk_states is not None:
             rounded = state.to(chunk_states.dtype.element_ty)
             tl.store(chunk_states + of_chunk + within, rounded, mask=in_tile)
@@ -111,6 +127,9 @@ def scan_states(
                     kept = kept & (i >= last)
             x_columns = x_head + t[None, :] * stride_xt + cols_k[:, None]
             x_tile = tl.load(x_columns, mask=kept[None, :] & has_k[:, None], other=0.0)
+            if turns is not None:
+                places = tl.load(positions + row * T + t, mask=kept, other=0)[None, :]
+                x_tile = spread(x_tile, places, turns_k, half.to(tl.int32))
             y_rows = y_head + t[:, None] * stride_yt + cols_v[None, :]
             y_tile = tl.load(y_rows, mask=kept[:, None] & has_v[None, :], other=0.0)
             if log_decay is not None:
@@ -123,23 +142,23 @@ def scan_states(
     if leaving is not None:
         tl.store(leaving + of_span + within, state, mask=in_tile)
     if other_states is not None:
-        part = ((row * H + head) * num_spans + span) * K_TILES * V_TILES + tile_k * V_TILES + tile_v
+        part = ((row * H + head) * num_spans + span) * F_TILES * V_TILES + tile_f * V_TILES + tile_v
         tl.store(decay_parts + part, decay_part)
 
 
 @triton.jit(do_not_specialize=["T", "num_spans", "span_tokens"])
 def fold_spans(
-    local,  # (B, H, S, K V) fp32: what leaves each span when nothing enters it
-    initial,  # (B, H, K V) fp32, or None for zero
+    local,  # (B, H, S, F V) fp32: what leaves each span when nothing enters it
+    initial,  # (B, H, F V) fp32, or None for zero
     log_decay,  # (H,) fp32, or None
     starts,  # (B, T), or None
-    entering,  # (B, H, S, K V) fp32: what enters each span, or None
-    final,  # (B, H, K V) fp32: what leaves the last
+    entering,  # (B, H, S, F V) fp32: what enters each span, or None
+    final,  # (B, H, F V) fp32: what leaves the last
     T,
     H,
     num_spans,
     span_tokens,
-    num_elements,  # K V
+    num_elements,  # F V
     ELEMENTS: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
@@ -177,29 +196,53 @@ def fold_spans(
 def _read(
     x_rows,
     x_first,
-    state,
+    state_columns,
     inside,
-    cols_z,
+    has_z,
+    stride_row,
     X: tl.constexpr,
-    Z: tl.constexpr,
     BLOCK_X: tl.constexpr,
-    BLOCK_Z: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """x S of some rows, whose first tile of columns is ``x_first``, and some columns of a chunk's state."""
-    has_z = exists(cols_z, Z, BLOCK_Z)[None, :]
+    acc = tl.zeros([x_first.shape[0], has_z.shape[0]], dtype=tl.float32)
     x_tile = x_first
-    acc = tl.zeros([x_first.shape[0], BLOCK_Z], dtype=tl.float32)
     for tile in tl.static_range((X + BLOCK_X - 1) // BLOCK_X):
         cols = tile * BLOCK_X + tl.arange(0, BLOCK_X)
         has_x = exists(cols, X, BLOCK_X)
         if tile > 0:
             x_tile = tl.load(x_rows + cols[None, :], mask=inside & has_x[None, :], other=0.0)
-        at = cols[:, None] * Z + cols_z[None, :]
-        if TRANSPOSED:
-            at = cols_z[None, :] * X + cols[:, None]
-        part = tl.load(state + at, mask=has_x[:, None] & has_z, other=0.0)
+        at = state_columns + cols[:, None] * stride_row
+        part = tl.load(at, mask=has_x[:, None] & has_z[None, :], other=0.0)
+        acc = tl.dot(x_tile.to(part.dtype), part, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _read_spread(
+    x_rows,
+    places,
+    turns,
+    state_columns,
+    inside,
+    has_z,
+    stride_row,
+    X: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``_read`` of both halves of x. The loop is not unrolled, or phases of all tiles would be kept in registers."""
+    X_TILES: tl.constexpr = (X + BLOCK_X - 1) // BLOCK_X
+    acc = tl.zeros([places.shape[0], has_z.shape[0]], dtype=tl.float32)
+    for tile in range(2 * X_TILES):
+        half = tile // X_TILES
+        cols = tile % X_TILES * BLOCK_X + tl.arange(0, BLOCK_X)
+        has_x = exists(cols, X, BLOCK_X)
+        x_tile = tl.load(x_rows + cols[None, :], mask=inside & has_x[None, :], other=0.0)
+        turns_x = tl.load(turns + cols, mask=has_x, other=0)
+        x_tile = spread(x_tile, places[:, None], turns_x[None, :], half)
+        at = state_columns + (half * X + cols)[:, None] * stride_row
+        part = tl.load(at, mask=has_x[:, None] & has_z[None, :], other=0.0)
         acc = tl.dot(x_tile.to(part.dtype), part, acc, input_precision=PRECISION)
     return acc
 
@@ -230,17 +273,49 @@ def _scores(
     return scores
 
 
+@triton.jit
+def _scores_spread(
+    x_rows,
+    x_places,
+    y_columns,
+    y_places,
+    turns,
+    inside,
+    has_partner,
+    X: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``_scores`` of both halves of x and y; not unrolled either."""
+    X_TILES: tl.constexpr = (X + BLOCK_X - 1) // BLOCK_X
+    scores = tl.zeros([x_places.shape[0], y_places.shape[0]], dtype=tl.float32)
+    for tile in range(2 * X_TILES):
+        half = tile // X_TILES
+        cols = tile % X_TILES * BLOCK_X + tl.arange(0, BLOCK_X)
+        has_x = exists(cols, X, BLOCK_X)
+        turns_x = tl.load(turns + cols, mask=has_x, other=0)
+        x_tile = tl.load(x_rows + cols[None, :], mask=inside & has_x[None, :], other=0.0)
+        x_tile = spread(x_tile, x_places[:, None], turns_x[None, :], half)
+        y_tile = tl.load(y_columns + cols[:, None], mask=has_partner[None, :] & has_x[:, None], other=0.0)
+        y_tile = spread(y_tile, y_places[None, :], turns_x[:, None], half)
+        scores = tl.dot(x_tile, y_tile, scores, input_precision=PRECISION)
+    return scores
+
+
 @triton.jit(do_not_specialize=["T", "num_chunks", "num_blocks"])
 def attend(
-    x,  # (B, T, H, X): of the tokens that the program computes
-    y,  # (B, T, H, X): of their partners
-    z,  # (B, T, H, Z): of their partners
-    states,  # (B, H, N, X, Z), or (B, H, N, Z, X) when TRANSPOSED
+    x,  # (B, T, H, X): of the tokens that the program computes; spread unless TRANSPOSED
+    y,  # (B, T, H, X): of their partners; spread unless TRANSPOSED
+    z,  # (B, T, H, Z): of their partners; spread when TRANSPOSED
+    turns,
+    positions,
+    states,  # (B, H, N, X, Z), or (B, H, N, Z, X) when TRANSPOSED; what is spread has two halves here
     log_decay,  # (H,) fp32, or None
     starts,  # (B, T), or None
     out,  # (B, T, H, Z), contiguous
     own,  # (B, T, H, Z): what `out` is the gradient of, or None
-    decay_parts,  # (B, blocks, H, Z tiles) fp32: these tokens' part of dlog_decay
+    decay_parts,  # (B, blocks, H, Z tiles) fp32: these tokens' part of dlog_decay, or None
+    angle_parts,  # (B, blocks, H, F) fp32: these tokens' part of dtheta, or None
     T,
     H,
     num_chunks,
@@ -271,8 +346,14 @@ def attend(
 
     Forward, tokens are queries and M_ij = λ^(i-j) for i >= j; in reverse they are keys and M is transposed. With
     x, y, z = q, k, v this gives o; do, v, k: dq; in reverse v, do, q: dk; k, q, do: dv.
+
+    Where z is spread, a tile of its columns has two halves of the same CHANNELS, whose gradients come together at the
+    end.
     """
-    Z_TILES: tl.constexpr = (Z + BLOCK_Z - 1) // BLOCK_Z
+    X_HALVES: tl.constexpr = 1 if turns is None or TRANSPOSED else 2
+    Z_HALVES: tl.constexpr = 1 if turns is None or not TRANSPOSED else 2
+    CHANNELS: tl.constexpr = BLOCK_Z // Z_HALVES
+    Z_TILES: tl.constexpr = (Z + CHANNELS - 1) // CHANNELS
     program = tl.program_id(0).to(tl.int64)
     tile_z = program % Z_TILES
     head = program // Z_TILES % H
@@ -286,21 +367,32 @@ def attend(
     first = (block * BLOCK - begin).to(tl.int32)
     i = first + tl.arange(0, BLOCK)
     inside = (i < length)[:, None]
-    cols_z = tile_z * BLOCK_Z + tl.arange(0, BLOCK_Z)
-    has_z = exists(cols_z, Z, BLOCK_Z)[None, :]
+    half_z = tl.arange(0, BLOCK_Z) // CHANNELS
+    cols_z = tile_z * CHANNELS + tl.arange(0, BLOCK_Z) % CHANNELS
+    has_z = exists(cols_z, Z, CHANNELS)
     cols_x = tl.arange(0, BLOCK_X)
     x_rows = x + row * stride_xb + head * stride_xh + (begin + i)[:, None] * stride_xt
     y_chunk = y + row * stride_yb + head * stride_yh + begin * stride_yt
     z_chunk = z + row * stride_zb + head * stride_zh + begin * stride_zt
     own_start = own_starts(starts, row * T, begin, i, length)
+    if turns is not None:
+        places = tl.load(positions + row * T + begin + i, mask=i < length, other=0)
+        head_turns = turns + head * (X if X_HALVES == 2 else Z)
+    if Z_HALVES == 2:
+        turns_z = tl.load(head_turns + cols_z, mask=has_z, other=0)[None, :]
     rate = 0.0
     if log_decay is not None:
         rate = tl.load(log_decay + head)
 
     # The state that enters the chunk; in reverse, the cotangent of the one that leaves it.
     x_first = tl.load(x_rows + cols_x[None, :], mask=inside & exists(cols_x, X, BLOCK_X)[None, :], other=0.0)
-    state = states + ((row * H + head) * num_chunks + chunk) * X * Z
-    acc = _read(x_rows, x_first, state, inside, cols_z, X, Z, BLOCK_X, BLOCK_Z, TRANSPOSED, PRECISION)
+    state = states + ((row * H + head) * num_chunks + chunk) * X_HALVES * X * Z_HALVES * Z
+    state_columns = state + (half_z * Z + cols_z)[None, :] * (X if TRANSPOSED else 1)
+    stride_row: tl.constexpr = 1 if TRANSPOSED else Z
+    if X_HALVES == 1:
+        acc = _read(x_rows, x_first, state_columns, inside, has_z, stride_row, X, BLOCK_X, PRECISION)
+    else:
+        acc = _read_spread(x_rows, places, head_turns, state_columns, inside, has_z, stride_row, X, BLOCK_X, PRECISION)
     steps = i + 1
     if REVERSE:
         steps = length - 1 - i
@@ -314,7 +406,10 @@ def attend(
     decay_part = tl.zeros([BLOCK], dtype=tl.float32)
     if own is not None:
         own_rows = own + row * stride_ob + head * stride_oh + (begin + i)[:, None] * stride_ot
-        own_tile = tl.load(own_rows + cols_z[None, :], mask=inside & has_z, other=0.0)
+        own_tile = tl.load(own_rows + cols_z[None, :], mask=inside & has_z[None, :], other=0.0)
+    if decay_parts is not None:
+        if Z_HALVES == 2:
+            own_tile = spread(own_tile, places[:, None], turns_z, half_z[None, :])
         decay_part = tl.sum(own_tile.to(tl.float32) * acc, 1) * steps.to(tl.float32)
 
     # The tokens of the chunk.
@@ -325,7 +420,14 @@ def attend(
         j = partner + tl.arange(0, BLOCK)
         has_partner = j < length
         y_columns = y_chunk + j.to(tl.int64)[None, :] * stride_yt
-        scores = _scores(x_rows, x_first, y_columns, inside, has_partner, X, BLOCK_X, PRECISION)
+        if turns is not None:
+            partner_places = tl.load(positions + row * T + begin + j, mask=has_partner, other=0)
+        if X_HALVES == 1:
+            scores = _scores(x_rows, x_first, y_columns, inside, has_partner, X, BLOCK_X, PRECISION)
+        else:
+            scores = _scores_spread(
+                x_rows, places, y_columns, partner_places, head_turns, inside, has_partner, X, BLOCK_X, PRECISION
+            )
         distance = i[:, None] - j[None, :]
         if REVERSE:
             distance = j[None, :] - i[:, None]
@@ -339,16 +441,31 @@ def attend(
             scores *= _power(rate, distance)
         scores = tl.where(pairs, scores, 0.0)
         z_rows = z_chunk + j.to(tl.int64)[:, None] * stride_zt + cols_z[None, :]
-        z_tile = tl.load(z_rows, mask=has_partner[:, None] & has_z, other=0.0)
+        z_tile = tl.load(z_rows, mask=has_partner[:, None] & has_z[None, :], other=0.0)
+        if Z_HALVES == 2:
+            z_tile = spread(z_tile, partner_places[:, None], turns_z, half_z[None, :])
         acc = tl.dot(scores.to(z_tile.dtype), z_tile, acc, input_precision=PRECISION)
-        if own is not None and not REVERSE:
+        if decay_parts is not None and not REVERSE:
             # Each pair once, by its distance: not as a difference of sums over tokens, which would nearly cancel.
             z_columns = z_chunk + j.to(tl.int64)[None, :] * stride_zt + cols_z[:, None]
-            has_column = has_partner[None, :] & exists(cols_z, Z, BLOCK_Z)[:, None]
-            products = tl.dot(own_tile, tl.load(z_columns, mask=has_column, other=0.0), input_precision=PRECISION)
+            z_tile = tl.load(z_columns, mask=has_partner[None, :] & has_z[:, None], other=0.0)
+            if Z_HALVES == 2:
+                turns_column = tl.load(head_turns + cols_z, mask=has_z, other=0)[:, None]
+                z_tile = spread(z_tile, partner_places[None, :], turns_column, half_z[:, None])
+            products = tl.dot(own_tile, z_tile, input_precision=PRECISION)
             decay_part += tl.sum(tl.where(pairs, scores * products * distance.to(tl.float32), 0.0), 1)
 
-    at = ((row * T + begin + i[:, None]) * H + head) * Z + cols_z[None, :]
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside & has_z)
-    if own is not None:
+    if angle_parts is not None:
+        # The derivative of half h is half h - 1.
+        own_tile = tl.load(own_rows + cols_z[None, :], mask=inside & has_z[None, :], other=0.0).to(tl.float32)
+        turning = own_tile * acc * wave(places[:, None], turns_z, half_z[None, :] - 1)
+        of_tile = angle_parts + (program - tile_z) // Z_TILES * 2 * Z + half_z * Z + cols_z
+        tl.store(of_tile, tl.sum(turning * places.to(tl.float32)[:, None], 0), mask=has_z)
+    if Z_HALVES == 2:
+        acc *= wave(places[:, None], turns_z, half_z[None, :])
+        acc = tl.sum(tl.reshape(acc, [BLOCK, 2, CHANNELS]), 1)
+    channels = tile_z * CHANNELS + tl.arange(0, CHANNELS)
+    at = ((row * T + begin + i[:, None]) * H + head) * Z + channels[None, :]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside & exists(channels, Z, CHANNELS)[None, :])
+    if decay_parts is not None:
         tl.store(decay_parts + program, tl.sum(tl.where(i < length, decay_part, 0.0), 0))

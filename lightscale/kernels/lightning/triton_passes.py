@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from lightscale.kernels.common.angles import Angles, turns_of
 from lightscale.kernels.common.triton_launch import LAUNCH, Spans, dense_last, document_starts, on_device_of
 from lightscale.kernels.lightning.triton_kernels import attend, fold_spans, scan_states
 from lightscale.kernels.lightning.triton_tiling import (
@@ -29,12 +30,14 @@ class Rows:
     num_tokens: int
     num_heads: int
     rate: Tensor | None
+    turns: Tensor | None
+    positions: Tensor | None
     starts: Tensor | None
     device: torch.device
     tiling: Tiling
 
     @classmethod
-    def of(cls, x: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None) -> "Rows":
+    def of(cls, x: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None, angles: Angles | None) -> "Rows":
         """Those of x (B, T, H, width)."""
         num_rows, num_tokens, num_heads = x.shape[:3]
         return cls(
@@ -42,10 +45,17 @@ class Rows:
             num_tokens=num_tokens,
             num_heads=num_heads,
             rate=None if log_decay is None else log_decay.detach().float().contiguous(),
+            turns=None if angles is None else turns_of(angles.theta),
+            positions=None if angles is None else angles.positions.contiguous(),
             starts=document_starts(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens),
             device=x.device,
             tiling=tiling_of(x.dtype),
         )
+
+    @property
+    def halves(self) -> int:
+        """Of the features of queries and keys: 2 with angles."""
+        return 1 if self.turns is None else 2
 
     @property
     def num_chunks(self) -> int:
@@ -66,9 +76,9 @@ class Scanned(NamedTuple):
     """What a scan of the states gives."""
 
     chunks: Tensor | None
-    """(B, H, N, K, V): what enters each chunk; in reverse, the cotangent of what leaves it."""
+    """(B, H, N, F, V): what enters each chunk; in reverse, the cotangent of what leaves it."""
     final: Tensor
-    """(B, H, K, V) fp32: what leaves the rows; in reverse, the cotangent of what enters them."""
+    """(B, H, F, V) fp32: what leaves the rows; in reverse, the cotangent of what enters them."""
     dlog_decay: Tensor | None
     """(H,) fp32: the part of the decay's gradient of the states that go through chunks."""
 
@@ -88,9 +98,9 @@ def scan(
     ``other`` are the chunk states of the forward scan, where a reverse one is to give dlog_decay.
     """
     x, y = dense_last(x), dense_last(y)
-    widths = x.size(3), y.size(3)
-    constants = scan_constants(x.dtype, *widths)
-    tiles = triton.cdiv(widths[0], constants["BLOCK_K"]), triton.cdiv(widths[1], constants["BLOCK_V"])
+    constants = scan_constants(x.dtype, x.size(3), y.size(3))
+    widths = rows.halves * x.size(3), y.size(3)
+    tiles = rows.halves * triton.cdiv(x.size(3), constants["BLOCK_K"]), triton.cdiv(y.size(3), constants["BLOCK_V"])
     num_programs = rows.num_rows * rows.num_heads * tiles[0] * tiles[1]
     spans = Spans.of(num_programs, rows.num_chunks, rows.device)
     parts = None if other is None else rows.empty(spans.num_spans, *tiles)
@@ -99,6 +109,8 @@ def scan(
         scan_states[(spans.num_programs * spans.num_spans,)](
             x,
             y,
+            rows.turns,
+            rows.positions,
             rows.rate,
             rows.starts,
             entering,
@@ -166,6 +178,17 @@ def _fold(
     )
 
 
+class Products(NamedTuple):
+    """What the products of the tokens give."""
+
+    out: Tensor
+    """Like z."""
+    dlog_decay: Tensor | None
+    """(H,) fp32."""
+    dtheta: Tensor | None
+    """(H, K) fp64."""
+
+
 def products(
     rows: Rows,
     x: Tensor,
@@ -176,28 +199,38 @@ def products(
     reverse: bool,
     transposed: bool,
     own: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """(x yᵀ ⊙ M) z + weight x S, like z; and its part of dlog_decay (H,) when it is the gradient of ``own``."""
+    with_decay: bool = False,
+    with_theta: bool = False,
+) -> Products:
+    """(x yᵀ ⊙ M) z + weight x S; with its parts of dlog_decay and dtheta when it is the gradient of ``own``."""
     assert states is not None
     x, y, z = dense_last(x), dense_last(y), dense_last(z)
-    own = None if own is None else dense_last(own)
-    constants = attend_constants(x.dtype, x.size(3), z.size(3))
-    tiles = triton.cdiv(z.size(3), constants["BLOCK_Z"])
+    own = dense_last(own) if own is not None and (with_decay or with_theta) else None
+    constants = attend_constants(
+        x.dtype, x.size(3), z.size(3), angles=rows.turns is not None, reverse=reverse, transposed=transposed
+    )
+    tiles = triton.cdiv(z.size(3) * (rows.halves if transposed else 1), constants["BLOCK_Z"])
     out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     shape = (rows.num_rows, rows.num_blocks, rows.num_heads, tiles)
-    parts = None if own is None else torch.empty(shape, dtype=torch.float32, device=z.device)
+    decay_parts = torch.empty(shape, dtype=torch.float32, device=z.device) if with_decay else None
+    angle_parts = None
+    if with_theta:
+        angle_parts = torch.empty(*shape[:3], 2, z.size(3), dtype=torch.float32, device=z.device)
     if out.numel():
         with on_device_of(x):
             attend[(rows.num_rows * rows.num_blocks * rows.num_heads * tiles,)](
                 x,
                 y,
                 z,
+                rows.turns,
+                rows.positions,
                 states,
                 rows.rate,
                 rows.starts,
                 out,
                 own,
-                parts,
+                decay_parts,
+                angle_parts,
                 rows.num_tokens,
                 rows.num_heads,
                 rows.num_chunks,
@@ -207,9 +240,9 @@ def products(
                 *z.stride()[:3],
                 *((0, 0, 0) if own is None else own.stride()[:3]),
                 **constants,
-                REVERSE=reverse,
-                TRANSPOSED=transposed,
                 **LAUNCH,
                 num_stages=rows.tiling.attend_stages,
             )
-    return out, None if parts is None else parts.sum((0, 1, 3))
+    dlog_decay = None if decay_parts is None else decay_parts.sum((0, 1, 3))
+    dtheta = None if angle_parts is None else angle_parts.sum((0, 1, 3), dtype=torch.float64)
+    return Products(out, dlog_decay, dtheta)

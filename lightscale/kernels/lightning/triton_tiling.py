@@ -23,6 +23,10 @@ class Tiling:
     """Most columns that ``attend`` multiplies at once in x yᵀ and x S."""
     width: int
     """Most columns of its outputs."""
+    angle_contracted: int
+    """``contracted`` where angles spread x and y."""
+    angle_width: int
+    """``width`` there: each tile of outputs computes the phases of x and y again."""
     state_key: int
     """Most rows of a tile of the state in ``scan_states``."""
     state_value: int
@@ -40,6 +44,8 @@ _HALF = Tiling(
     block=64,
     contracted=128,
     width=64,
+    angle_contracted=32,
+    angle_width=128,
     state_key=64,
     state_value=64,
     attend_stages=1,
@@ -51,6 +57,8 @@ _FULL = Tiling(
     block=32,
     contracted=64,
     width=64,
+    angle_contracted=32,
+    angle_width=64,
     state_key=32,
     state_value=64,
     attend_stages=1,
@@ -78,15 +86,27 @@ def scan_constants(dtype: torch.dtype, K: int, V: int) -> dict[str, Any]:
     }
 
 
-def attend_constants(dtype: torch.dtype, X: int, Z: int) -> dict[str, Any]:
-    """The constants of ``attend`` but its role; X is contracted, Z the width of the outputs."""
+def attend_constants(
+    dtype: torch.dtype, X: int, Z: int, *, angles: bool, reverse: bool, transposed: bool
+) -> dict[str, Any]:
+    """The constants of ``attend``; X is contracted, Z the width of the outputs.
+
+    With ``angles`` x and y are spread, or when ``transposed`` z: a tile then has both halves of its channels.
+    """
     tiling = tiling_of(dtype)
+    contracted, width, z_halves = tiling.contracted, tiling.width, 1
+    if angles and transposed:
+        z_halves = 2
+    elif angles:
+        contracted, width = tiling.angle_contracted, tiling.angle_width
     return {
         "X": X,
         "Z": Z,
-        "BLOCK_X": power_of_two(X, most=tiling.contracted),
-        "BLOCK_Z": power_of_two(Z, most=tiling.width),
+        "BLOCK_X": power_of_two(X, most=contracted),
+        "BLOCK_Z": power_of_two(z_halves * Z, most=width),
         "BLOCK": tiling.block,
         "CHUNK": tiling.chunk,
+        "REVERSE": reverse,
+        "TRANSPOSED": transposed,
         "PRECISION": dot_precision(dtype),
     }

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightscale.kernels import gla, lightnet, lightning, tpe
+from lightscale.kernels.common.angles import angles_of
 from lightscale.kernels.gla import carry as gla_carry
 from lightscale.kernels.lightnet import LightNetState, StateCotangent
 from lightscale.kernels.lightnet import carry as lightnet_carry
@@ -90,37 +91,60 @@ class DiagonalScan(Scan):
 
 @dataclass(frozen=True, kw_only=True)
 class LightningScan(DiagonalScan):
-    """Lightning attention. Written: k (B, T, H, K), v (B, T, H, V), log_decay (H,) or None. Reads: q (B, T, H, K)."""
+    """Lightning attention. Written: k (B, T, H, K), v (B, T, H, V), log_decay (H,) or None, and the angles of LRPE or
+    two None: theta (H, K), positions (B, T) in the whole document. Reads: q (B, T, H, K).
+    """
 
     def summarize(self, written: Inputs) -> Tensors:
-        k, v, log_decay = written
-        state, decay = lightning.state_fwd(k, v, log_decay, self.cu_seqlens)
+        k, v, log_decay, *angles = written
+        state, decay = lightning.state_fwd(k, v, log_decay, self.cu_seqlens, angles=angles_of(*angles))
         return self._summary(state, decay[..., None, None])
 
     def early_outputs(self, inputs: Inputs) -> Tensor:
-        k, v, log_decay, q = inputs
-        return lightning.out_fwd(q, k, v, log_decay, None, self.cu_seqlens)[0]
+        k, v, log_decay, *angles, q = inputs
+        return lightning.out_fwd(q, k, v, log_decay, None, self.cu_seqlens, angles=angles_of(*angles))[0]
 
     def outputs(self, inputs: Inputs, early: Tensor | None, state: Tensors) -> Tensor:
         assert early is not None
-        return early.add_(lightning_carry.read_fwd(inputs[3], inputs[2], state[0], self.cu_seqlens))
+        _, _, log_decay, *angles, q = inputs
+        read = lightning_carry.read_fwd(q, log_decay, state[0], self.cu_seqlens, angles=angles_of(*angles))
+        return early.add_(read)
 
     def reads(self, inputs: Inputs, do: Tensor, state: Tensors) -> Tensors:
-        return (self.where_continues(lightning.state_bwd(inputs[3], do, inputs[2], self.cu_seqlens)),)
+        _, _, log_decay, *angles, q = inputs
+        own = lightning.state_bwd(q, do, log_decay, self.cu_seqlens, angles=angles_of(*angles))
+        return (self.where_continues(own),)
 
     def own_gradients(self, inputs: Inputs, do: Tensor, state: Tensors) -> list[Tensor | None]:
-        k, v, log_decay, q = inputs
-        dq, dk, dv, dlog_decay = lightning.grad_bwd(
-            q, k, v, log_decay, do, state[0], None, self.cu_seqlens, with_decay=_learned(log_decay)
+        k, v, log_decay, theta, positions, q = inputs
+        own = lightning.grad_bwd(
+            q,
+            k,
+            v,
+            log_decay,
+            do,
+            state[0],
+            None,
+            self.cu_seqlens,
+            angles=angles_of(theta, positions),
+            with_decay=_learned(log_decay),
+            with_theta=_learned(theta),
         )
-        return [dk, dv, dlog_decay, dq]
+        return [own.k, own.v, own.log_decay, own.theta, None, own.q]
 
     def leaving_gradients(
         self, inputs: Inputs, state: Tensors, remembered: Tensors, cotangent: Tensors
     ) -> Sequence[Tensor | None]:
-        k, v, log_decay, _ = inputs
+        k, v, log_decay, *angles, _ = inputs
         return lightning_carry.write_bwd(
-            k, v, log_decay, state[0], cotangent[0], self.cu_seqlens, with_decay=_learned(log_decay)
+            k,
+            v,
+            log_decay,
+            state[0],
+            cotangent[0],
+            self.cu_seqlens,
+            angles=angles_of(*angles),
+            with_decay=_learned(log_decay),
         )
 
 
@@ -232,5 +256,5 @@ class LightNetScan(Scan):
         return lightnet_carry.write_bwd(k, v, (cos, sin), remembered[0], StateCotangent(*cotangent), self.cu_seqlens)
 
 
-def _learned(log_decay: Tensor | None) -> bool:
-    return log_decay is not None and log_decay.requires_grad
+def _learned(x: Tensor | None) -> bool:
+    return x is not None and x.requires_grad
