@@ -1,6 +1,6 @@
 """datatrove's side of ``tools/bench_prepare.py``: read, filter, near-duplicates, tokenize, with its own steps.
 
-python tools/bench_prepare_datatrove.py PARTS TOKENIZER.json OUT WORKERS
+python tools/bench_prepare_datatrove.py OUT WORKERS PARTS TOKENIZER.json
 """
 
 import json
@@ -29,7 +29,7 @@ datatrove_xxhash.xxhash64 = lambda text: xxh64_intdigest(text.encode())
 def main() -> None:
     """Run the five steps one after the other."""
     logger.remove()
-    parts, tokenizer, out, workers = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
+    out, workers, parts, tokenizer = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     filtered, signatures, buckets, removed = (
         str(out / name) for name in ("filtered", "signatures", "buckets", "removed")
     )

@@ -1,7 +1,8 @@
 """Real English and Chinese text from Debian packages: ``python tools/real_text.py FOLDER``.
 
 Writes FOLDER/en.jsonl and FOLDER/zh.jsonl: the pages of LibreOffice's help (MPL-2.0), 2,561 in both languages under the
-same names. The packages are fetched by name, unpacked and not installed.
+same names; and FOLDER/kernel.jsonl: the English documentation of the Linux kernel (GPL-2), 30 MB of text. The packages
+are fetched by name, unpacked and not installed.
 """
 
 import argparse
@@ -13,8 +14,13 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
-PACKAGES = {"en": "libreoffice-help-en-us", "zh": "libreoffice-help-zh-cn"}
-_FOLDERS = {"en": "en-US", "zh": "zh-CN"}
+PACKAGES = {"en": "libreoffice-help-en-us", "zh": "libreoffice-help-zh-cn", "kernel": "linux-doc-6.1"}
+_FOLDERS = {
+    "en": "libreoffice/help/en-US/text",
+    "zh": "libreoffice/help/zh-CN/text",
+    "kernel": "doc/linux-doc-6.1/html",
+}
+_NOT_ENGLISH = "translations"
 _BLOCKS = frozenset({"p", "h1", "h2", "h3", "h4", "h5", "h6", "li", "td", "th", "tr", "pre", "div", "br"})
 _HIDDEN = frozenset({"script", "style", "head", "header", "aside", "nav", "button", "label"})
 _TIMEOUT_S = 180
@@ -54,17 +60,17 @@ class _Page(HTMLParser):
         return "\n".join(line for line in lines if line)
 
 
-def fetch(language: str, folder: Path) -> Path:
-    """The file of ``language`` ("en" or "zh") in ``folder``: an object a line, with ``id`` and ``text``.
+def fetch(name: str, folder: Path) -> Path:
+    """The file of ``name`` ("en", "zh" or "kernel") in ``folder``: an object a line, with ``id`` and ``text``.
 
     Raises ``UnavailableError`` where there is no apt-get, or its index has no such package.
     """
-    target = folder / f"{language}.jsonl"
+    target = folder / f"{name}.jsonl"
     with tempfile.TemporaryDirectory() as temporary:
-        unpacked = _download(PACKAGES[language], Path(temporary))
+        unpacked = _download(PACKAGES[name], Path(temporary))
         with target.open("w", encoding="utf-8") as lines:
-            for name, text in _pages(unpacked, _FOLDERS[language]):
-                lines.write(json.dumps({"id": name, "text": text}, ensure_ascii=False) + "\n")
+            for page, text in _pages(unpacked / "usr/share" / _FOLDERS[name]):
+                lines.write(json.dumps({"id": page, "text": text}, ensure_ascii=False) + "\n")
     return target
 
 
@@ -85,9 +91,10 @@ def _download(package: str, folder: Path) -> Path:
     return folder / "unpacked"
 
 
-def _pages(unpacked: Path, folder: str) -> Iterator[tuple[str, str]]:
-    (top,) = unpacked.glob(f"usr/share/libreoffice/help/{folder}/text")
+def _pages(top: Path) -> Iterator[tuple[str, str]]:
     for path in sorted(top.rglob("*.html")):
+        if _NOT_ENGLISH in path.relative_to(top).parts:
+            continue
         page = _Page()
         page.feed(path.read_text(encoding="utf-8"))
         page.close()
@@ -95,13 +102,13 @@ def _pages(unpacked: Path, folder: str) -> Iterator[tuple[str, str]]:
 
 
 def main() -> None:
-    """Fetch both languages."""
+    """Fetch all of them."""
     parser = argparse.ArgumentParser(description="Fetch real English and Chinese text.")
     parser.add_argument("folder", type=Path)
     folder: Path = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
-    for language in PACKAGES:
-        print(fetch(language, folder))
+    for name in PACKAGES:
+        print(fetch(name, folder))
 
 
 if __name__ == "__main__":

@@ -7,11 +7,13 @@
 No part of the layout, nor the length of the run, enters the order: any number of ranks reads the same samples.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from lightscale.config import CurriculumStage, RunConfig
@@ -20,10 +22,23 @@ from lightscale.data_pipeline.curriculum import Curriculum, Skips, Stage
 from lightscale.data_pipeline.order import Location, Mixture, Order, PartOrder, SampleOrder
 from lightscale.data_pipeline.packing import PACKING_VERSION, WholeWindows
 from lightscale.data_pipeline.store import TokenSource, TokenStore
-from lightscale.data_pipeline.windows import Batch, ConcatWindows, Pieces, Windows, read_batch
+from lightscale.data_pipeline.windows import (
+    Batch,
+    Begins,
+    ConcatWindows,
+    Pieces,
+    Row,
+    Windows,
+    find_begins,
+    read_batch,
+)
 from lightscale.errors import UserError
 
 Packing = Literal["concat", "whole"]
+# So many samples are found together: a hundred take about as long as one. A run that resumes waits for it.
+_SAMPLES_AT_ONCE = 256
+_MicroBatch = tuple[list[Row], Begins | None]
+"""The windows of a micro-batch and, where that is known, the documents that begin in them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +81,12 @@ class _StageOrder:
     """The index of its first sample in ``order``."""
     order: Order
     windows: Mapping[str, Windows]
+
+    @property
+    def stop(self) -> int:
+        """The index after that of its last sample."""
+        stage = self.stage
+        return sys.maxsize if stage.stop is None else (stage.stop - stage.start) // stage.sequence_length
 
 
 class TokenLoader:
@@ -116,6 +137,7 @@ class TokenLoader:
         self._sources = {name: _training_source(store, name) for name in weights}
         self.mixture = Mixture(weights)
         self._buffers = Buffers()
+        self._upcoming: dict[tuple[int, int], _MicroBatch] = {}
         self._stages = self._whole_stages(index_dir) if packing == "whole" else self._concat_stages()
 
     @classmethod
@@ -159,15 +181,14 @@ class TokenLoader:
         padding_id = self.store.tokenizer.eot_id
         batches = []
         for start in range(samples.start + self.layout.data_rank * b, samples.stop, b * self.layout.data_size):
-            found = map(here.order, range(start, start + b))
-            rows = [(here.windows[location.source], location.window) for location in found]
-            batches.append(read_batch(rows, first, last, buffers=self._buffers, padding_id=padding_id))
+            rows, begins = self._rows(here, start)
+            batches.append(read_batch(rows, first, last, buffers=self._buffers, padding_id=padding_id, begins=begins))
         return batches
 
     def step_after(self, tokens: int) -> Step:
         """The samples of the step that follows ``tokens`` consumed ones, whatever the layout; reads no tokens."""
         here, samples = self._samples_after(tokens)
-        locations = [here.order(sample) for sample in samples]
+        locations = here.order(np.array(samples)).each(self.mixture.names)
         length = here.stage.sequence_length
         pieces = [here.windows[found.source].pieces(found.window, 0, length) for found in locations]
         return Step(stage=here.stage, samples=samples, locations=locations, pieces=pieces)
@@ -241,6 +262,30 @@ class TokenLoader:
         here = self._stages[self.curriculum.number_at(place)]
         first = here.first_sample + (place - here.stage.start) // here.stage.sequence_length
         return here, range(first, first + here.stage.global_batch_size)
+
+    def _rows(self, here: _StageOrder, start: int) -> _MicroBatch:
+        """This rank's micro-batch from sample ``start`` on. The next ones are found with it."""
+        key = (here.stage.start, start)
+        upcoming = self._upcoming  # several threads may ask; each replaces it whole
+        if key not in upcoming:
+            upcoming = self._upcoming = self._find_rows(here, start)
+        return upcoming[key]
+
+    def _find_rows(self, here: _StageOrder, start: int) -> dict[tuple[int, int], _MicroBatch]:
+        """(the stage's start, first sample) to the micro-batch, of some of this rank's from sample ``start`` on."""
+        b = here.stage.micro_batch_size
+        starts = range(start, here.stop, b * self.layout.data_size)[: -(-_SAMPLES_AT_ONCE // b)]
+        samples = np.array(starts)[:, None] + np.arange(b)  # (micro-batches, b)
+        locations = here.order(samples.ravel()).each(self.mixture.names)
+        rows = [(here.windows[location.source], location.window) for location in locations]
+        begins: Sequence[Begins | None] = [None] * len(starts)
+        if self.packing == "concat":
+            first, last = _sequence_slice(here.stage.sequence_length, self.layout)
+            begins = find_begins(rows, first, last).cut(b * (last - first))
+        return {
+            (here.stage.start, first_sample): (rows[number * b : (number + 1) * b], begins[number])
+            for number, first_sample in enumerate(starts)
+        }
 
     def _concat_stages(self) -> list[_StageOrder]:
         """All stages go through one order of long windows; the earlier ones read theirs in parts."""

@@ -1,6 +1,7 @@
 """Which window comes when: a pure function of (seed, epoch, source, sample index).
 
-All parts answer for any index at once, without memory of what came before:
+All parts answer for any indices, without memory of what came before; for many at once, because that takes hardly
+longer than for one:
 
 - ``Permutation`` shuffles the windows of a source anew in every epoch.
 - ``Mixture`` says which source a sample comes from, and which of that source's samples it is.
@@ -14,22 +15,23 @@ import functools
 import hashlib
 import heapq
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightscale.data_pipeline.splitmix import mixed
 from lightscale.errors import UserError
 
 NUM_ROUNDS = 6
 # Weights become multiples of 1 / 25,200 = 1 / (2^4 3^2 5^2 7): whole per cent, thirds, sevenths … are exact.
 RESOLUTION = 25_200
-_MASK = 0xFFFF_FFFF_FFFF_FFFF
+_HALF = np.uint64(32)
 
 
 class Permutation:
-    """A shuffle of 0 … n - 1 that answers for one index at a time, in constant time and memory.
+    """A shuffle of 0 … n - 1 that answers for any indices, in time and memory of those alone.
 
     A Feistel network over pairs (left, right) of digits in base b = ceil(sqrt(n)): each of 6 rounds maps
     (l, r) to (r, l + F(r) mod b), F being a 64-bit mix keyed by BLAKE2b of (seed, epoch, source). Every round
@@ -42,26 +44,24 @@ class Permutation:
         if n < 1:
             raise ValueError(f"a permutation of {n} windows is not possible; at least 1 is needed")
         self.n = n
-        self._base = math.isqrt(n - 1) + 1
+        self._base = np.uint64(math.isqrt(n - 1) + 1)
         digest = hashlib.blake2b(f"{seed}/{epoch}/{source}".encode(), digest_size=8 * NUM_ROUNDS).digest()
-        self._keys = [int.from_bytes(digest[i : i + 8], "little") for i in range(0, len(digest), 8)]
+        self._keys = list(np.frombuffer(digest, dtype="<u8").astype(np.uint64))
 
-    def __call__(self, index: int) -> int:
-        """The window at place ``index``; both are 0 … n - 1."""
-        if not 0 <= index < self.n:
-            raise IndexError(f"index {index} is outside 0 … {self.n - 1}")
-        base, image = self._base, index
-        while True:
-            left, right = divmod(image, base)
-            for key in self._keys:
-                # F: the finalizer of SplitMix64 (Steele et al. 2014), in place because a call would double the time.
-                mixed = right ^ key
-                mixed = ((mixed ^ (mixed >> 30)) * 0xBF58_476D_1CE4_E5B9) & _MASK
-                mixed = ((mixed ^ (mixed >> 27)) * 0x94D0_49BB_1331_11EB) & _MASK
-                left, right = right, (left + ((mixed ^ (mixed >> 31)) >> 32)) % base
-            image = left * base + right
-            if image < self.n:
-                return image
+    def __call__(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """(k,) windows at the places (k,) ``indices``; all are 0 … n - 1."""
+        if len(indices) and not 0 <= indices.min() <= indices.max() < self.n:
+            raise IndexError(f"indices {indices.min()} to {indices.max()} are not all in 0 … {self.n - 1}")
+        images = self._network(indices.astype(np.uint64))
+        while len(outside := np.flatnonzero(images >= self.n)):
+            images[outside] = self._network(images[outside])
+        return images.astype(np.int64)
+
+    def _network(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        left, right = np.divmod(numbers, self._base)
+        for key in self._keys:
+            left, right = right, (left + (mixed(right ^ key) >> _HALF)) % self._base
+        return left * self._base + right
 
 
 class Mixture:
@@ -88,11 +88,11 @@ class Mixture:
         self.period = sum(self.parts)
         self._source_at, self._rank_at = _one_period(self.parts)
 
-    def __call__(self, sample: int) -> tuple[str, int]:
-        """(source, how many samples it gave before): what sample ``sample`` ≥ 0 is."""
-        period, slot = divmod(sample, self.period)
-        source = self._source_at[slot]
-        return self.names[source], period * self.parts[source] + int(self._rank_at[slot])
+    def __call__(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Of (k,) ``samples`` ≥ 0: (k,) number in ``names`` of each one's source, (k,) samples that it gave before."""
+        periods, slots = np.divmod(samples, self.period)
+        sources = self._source_at[slots]
+        return sources, periods * np.array(self.parts)[sources] + self._rank_at[slots]
 
     def counts(self, num_samples: int) -> dict[str, int]:
         """How many of the first ``num_samples`` samples come from each source."""
@@ -110,8 +110,24 @@ class Location(NamedTuple):
     window: int
 
 
-Order = Callable[[int], Location]
-"""Sample index ≥ 0 to window."""
+class Locations(NamedTuple):
+    """Where samples come from."""
+
+    sources: NDArray[np.int64]
+    """(k,): numbers in the names of the mixture."""
+    epochs: NDArray[np.int64]
+    """(k,)."""
+    windows: NDArray[np.int64]
+    """(k,)."""
+
+    def each(self, names: Sequence[str]) -> list[Location]:
+        """One by one, with the ``names`` of their sources."""
+        columns = ([names[source] for source in self.sources.tolist()], self.epochs.tolist(), self.windows.tolist())
+        return list(map(Location, *columns))
+
+
+Order = Callable[[NDArray[np.int64]], Locations]
+"""(k,) sample indices ≥ 0 to their windows."""
 
 
 class SampleOrder:
@@ -119,19 +135,24 @@ class SampleOrder:
 
     def __init__(self, mixture: Mixture, num_windows: Mapping[str, int], *, seed: int) -> None:
         self._mixture = mixture
-        self._num_windows = num_windows
+        self._num_windows = np.array([num_windows[name] for name in mixture.names])
         self._seed = seed
         # Two epochs of a source at a time, where one ends and the next begins.
         self._shuffle = functools.lru_cache(maxsize=2 * len(num_windows))(self._permutation)
 
-    def __call__(self, sample: int) -> Location:
+    def __call__(self, samples: NDArray[np.int64]) -> Locations:
         """See ``Order``."""
-        source, count = self._mixture(sample)
-        epoch, place = divmod(count, self._num_windows[source])
-        return Location(source, epoch, self._shuffle(source, epoch)(place))
+        sources, counts = self._mixture(samples)
+        epochs, places = np.divmod(counts, self._num_windows[sources])
+        windows = np.empty_like(places)
+        for source, epoch in set(zip(sources.tolist(), epochs.tolist(), strict=True)):
+            chosen = (sources == source) & (epochs == epoch)
+            windows[chosen] = self._shuffle(source, epoch)(places[chosen])
+        return Locations(sources, epochs, windows)
 
-    def _permutation(self, source: str, epoch: int) -> Permutation:
-        return Permutation(self._num_windows[source], seed=self._seed, epoch=epoch, source=source)
+    def _permutation(self, source: int, epoch: int) -> Permutation:
+        name = self._mixture.names[source]
+        return Permutation(int(self._num_windows[source]), seed=self._seed, epoch=epoch, source=name)
 
 
 class PartOrder:
@@ -150,11 +171,11 @@ class PartOrder:
         # The name cannot be a source's: those begin with a letter or digit.
         self._shuffle = Permutation(num_windows * num_parts, seed=seed, epoch=0, source=f"/{first}/{num_parts}")
 
-    def __call__(self, sample: int) -> Location:
+    def __call__(self, samples: NDArray[np.int64]) -> Locations:
         """See ``Order``; ``IndexError`` for a sample beyond the last part."""
-        window, part = divmod(self._shuffle(sample), self._num_parts)
-        whole = self._order(self._first + window)
-        return whole._replace(window=whole.window * self._num_parts + part)
+        windows, parts = np.divmod(self._shuffle(samples), self._num_parts)
+        whole = self._order(self._first + windows)
+        return whole._replace(windows=whole.windows * self._num_parts + parts)
 
 
 def _whole_parts(weights: list[float]) -> list[int]:
@@ -166,11 +187,11 @@ def _whole_parts(weights: list[float]) -> list[int]:
     return [part // divisor for part in parts]
 
 
-def _one_period(parts: list[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def _one_period(parts: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(P,) source of every slot of a period, and (P,) how many slots it had before in the period."""
     period = sum(parts)
-    source_at = np.empty(period, dtype=np.int32)
-    rank_at = np.empty(period, dtype=np.int32)
+    source_at = np.empty(period, dtype=np.int64)
+    rank_at = np.empty(period, dtype=np.int64)
     waiting = [(0, source, 0) for source in range(len(parts))]  # (first slot allowed, source, rank): heaps
     ready: list[tuple[int, int, int]] = []  # (slot that must not pass, source, rank)
     for slot in range(period):

@@ -228,9 +228,9 @@ class ShardedArray:
         if not 0 <= start <= start + len(out) <= self.length:
             raise IndexError(f"{self.directory}: values {start} to {start + len(out)} of {self.length}")
         shard, offset = divmod(start, self.layout.shard_length)
-        done = min(len(out), self.layout.shard_length - offset)
-        if done:
-            self._fill(shard, offset, out[:done])
+        done = self.layout.shard_length - offset
+        if len(out):
+            self._fill(shard, offset, out if len(out) <= done else out[:done])
         while done < len(out):
             shard += 1
             size = min(len(out) - done, self.layout.shard_length)
@@ -248,15 +248,24 @@ class ShardedArray:
         return shard * self.layout.shard_length + int(within)
 
     def between(self, low: int, high: int) -> NDArray[Any]:
-        """For an ascending array: the values above ``low`` up to ``high``, after the last one that is ≤ ``low``."""
-        shard = bisect.bisect_right(self._last_values, low)
-        if shard < self.num_shards and high < self._last_values[shard]:
-            values = self._map(shard)
-            first, last = values.searchsorted(np.array([low, high], dtype=self._dtype), side="right").tolist()
-            if first:  # nearly always: all of them are in one shard
-                return values[first - 1 : last]
+        """For an ascending array: the last value that is ≤ ``low`` (0 if none is), and all above it up to ``high``."""
         first, last = self.searchsorted(low), self.searchsorted(high)
-        return self.read(max(first - 1, 0), last)
+        values = self.read(max(first - 1, 0), last)
+        return values if first else np.concatenate([np.zeros(1, dtype=self._dtype), values])
+
+    def between_each(self, lows: NDArray[np.int64], highs: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """``between`` of each pair of (k,) ``lows`` and ``highs``, one after another, and (k,) how many each gave."""
+        shard = bisect.bisect_right(self._last_values, int(lows.min()))
+        if shard == bisect.bisect_right(self._last_values, int(highs.max())) < self.num_shards:
+            values = self._map(shard)
+            firsts, ends = values.searchsorted(np.array([lows, highs], dtype=self._dtype), side="right")
+            if firsts.all():  # nearly always: all of them are in one shard
+                counts = ends - firsts + 1
+                # Place i of the result holds value i + shift of the shard.
+                shifts = firsts - 1 - (np.cumsum(counts) - counts)
+                return values[np.arange(counts.sum()) + np.repeat(shifts, counts)], counts
+        found = [self.between(low, high) for low, high in zip(lows.tolist(), highs.tolist(), strict=True)]
+        return np.concatenate(found), np.array([len(values) for values in found])
 
     @functools.cached_property
     def _last_values(self) -> list[int]:

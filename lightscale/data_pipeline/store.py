@@ -204,10 +204,16 @@ class TokenSource:
 
         The first is the document that holds ``start``, so it starts there or before.
         """
-        starts = self._doc_ends.between(start, stop - 1).astype(np.int64)
-        if len(starts) and starts[0] <= start:
-            return starts
-        return np.concatenate([np.zeros(1, dtype=np.int64), starts])  # from the first document on
+        return self._doc_ends.between(start, stop - 1).astype(np.int64)
+
+    def document_starts_each(
+        self, starts: NDArray[np.int64], num_tokens: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """``document_starts`` of the ``num_tokens`` from each of (k,) ``starts`` on: (m,) one after another, and (k,)
+        how many there are of each.
+        """
+        found, counts = self._doc_ends.between_each(starts, starts + (num_tokens - 1))
+        return found.astype(np.int64), counts
 
     def document_at(self, token: int) -> int:
         """The index of the document that holds ``token``; the number of documents for the end of the source."""

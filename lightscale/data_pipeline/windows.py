@@ -7,6 +7,7 @@ share of a sequence rank, is the same for both.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar, NamedTuple, Protocol
@@ -81,7 +82,7 @@ class Windows(Protocol):
     """A source cut into windows."""
 
     is_stretch: ClassVar[bool]
-    """Whether every window is one stretch of the source, without padding."""
+    """Whether window w is the tokens w n … (w + 1) n of the source, without padding."""
     source: TokenSource
     sequence_length: int
     num_windows: int
@@ -130,23 +131,49 @@ class ConcatWindows:
         )
 
 
-def read_batch(
-    rows: Sequence[tuple[Windows, int]], first: int, last: int, *, buffers: Buffers, padding_id: int = 0
-) -> Batch:
-    """The slots ``first`` … ``last`` - 1 of each (windows, number of the window).
+Row = tuple[Windows, int]
+"""(windows, number of the window)."""
 
-    ``padding_id``: the end-of-text token; ``ConcatWindows`` have no use for it.
+
+class Begins(NamedTuple):
+    """Where pieces begin over rows laid one after another: ``piece_slots`` and ``piece_positions`` of a batch."""
+
+    slots: NDArray[np.int64]
+    positions: NDArray[np.int64]
+
+    def cut(self, num_slots: int) -> list["Begins"]:
+        """Of every ``num_slots`` slots, each as if there were no others; all together whole rows."""
+        parts = self.slots // num_slots
+        slots = self.slots - parts * num_slots
+        edges = np.flatnonzero(np.diff(parts, prepend=-1, append=-1)).tolist()
+        return [Begins(slots[begin:end], self.positions[begin:end]) for begin, end in itertools.pairwise(edges)]
+
+
+def read_batch(
+    rows: Sequence[Row],
+    first: int,
+    last: int,
+    *,
+    buffers: Buffers,
+    padding_id: int = 0,
+    begins: Begins | None = None,
+) -> Batch:
+    """The slots ``first`` … ``last`` - 1 of each of ``rows``, whose windows are all of one kind.
+
+    ``padding_id``: the end-of-text token; ``ConcatWindows`` have no use for it. ``begins``: what ``find_begins`` gives
+    for ``rows``, where it was asked before.
     """
     shape = (len(rows), last - first)
-    pieces = [windows.pieces(window, first, last) for windows, window in rows]
-    slots, positions = _begins(pieces, first, shape[1])
-    if all(windows.is_stretch for windows, _ in rows):
+    if rows[0][0].is_stretch:
+        slots, positions = begins or find_begins(rows, first, last)
         # Inputs and labels are one text, shifted, and the whole mask is one value: half the memory to write.
         text = buffers.take(shape[0], shape[1] + 1)
-        for out, (windows, _), one in zip(text, rows, pieces, strict=True):
-            windows.source.read_into(first + int(one.starts[0] - one.slots[0]), out)
+        for out, (windows, window) in zip(text, rows, strict=True):
+            windows.source.read_into(window * windows.sequence_length + first, out)
         tokens, labels, mask = torch.from_numpy(text[:, :-1]), torch.from_numpy(text[:, 1:]), _all_counted(shape)
     else:
+        pieces = [windows.pieces(window, first, last) for windows, window in rows]
+        slots, positions = _begins_of(pieces, first, shape[1])
         arrays = buffers.take(*shape), buffers.take(*shape)
         counted = np.zeros(shape, dtype=np.float32)
         for array in arrays:
@@ -163,8 +190,38 @@ def read_batch(
     )
 
 
-def _begins(pieces: Sequence[Pieces], first: int, n: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """``piece_slots`` and ``piece_positions`` of rows whose n slots from ``first`` on lie one after another."""
+def find_begins(rows: Sequence[Row], first: int, last: int) -> Begins:
+    """Where documents begin in the slots ``first`` … ``last`` - 1 of ``rows``, all of them stretches of their sources.
+
+    The rows of a source are looked up together: many take hardly longer than one.
+    """
+    found = [_begins_in(windows, rows, first, last) for windows in dict.fromkeys(windows for windows, _ in rows)]
+    if len(found) == 1:
+        return found[0]
+    slots, positions = map(np.concatenate, zip(*found, strict=True))
+    order = np.argsort(slots)
+    return Begins(slots[order], positions[order])
+
+
+def _begins_in(windows: Windows, rows: Sequence[Row], first: int, last: int) -> Begins:
+    """In those of ``rows`` that are of ``windows``."""
+    n = last - first
+    chosen = [(row * n, window) for row, (other, window) in enumerate(rows) if other is windows]
+    row_slots, numbers = np.array(chosen).T
+    window_starts = numbers * windows.sequence_length
+    starts = window_starts + first
+    document_starts, counts = windows.source.document_starts_each(starts, n)
+    slots = document_starts + np.repeat(row_slots - starts, counts)
+    positions = np.zeros_like(slots)
+    # Of every row's first document only what is in the window, and of that what is from ``first`` on.
+    firsts = np.cumsum(counts) - counts
+    slots[firsts] = row_slots
+    positions[firsts] = starts - np.maximum(document_starts[firsts], window_starts)
+    return Begins(slots, positions)
+
+
+def _begins_of(pieces: Sequence[Pieces], first: int, n: int) -> Begins:
+    """Of rows with these ``pieces``, of which n slots from ``first`` on are wanted."""
     counts = [len(one.slots) for one in pieces]
     rows = np.arange(len(pieces)) * n
     slots = np.concatenate([one.slots for one in pieces]) + np.repeat(rows - first, counts)
@@ -173,7 +230,7 @@ def _begins(pieces: Sequence[Pieces], first: int, n: int) -> tuple[NDArray[np.in
     firsts = np.cumsum(counts) - counts
     positions[firsts] = rows - np.minimum(slots[firsts], rows)
     slots[firsts] += positions[firsts]
-    return slots, positions
+    return Begins(slots, positions)
 
 
 @functools.lru_cache(maxsize=8)

@@ -153,6 +153,32 @@ def test_rows_longer_than_a_block_are_filled_whole(write_store: WriteStore) -> N
             assert joined["positions"] == positions_of(whole[start : start + length])
 
 
+@pytest.mark.parametrize("shards", [64, 4096])
+def test_what_was_found_ahead_is_what_a_new_loader_finds(write_store: WriteStore, shards: int) -> None:
+    """Samples are found some hundred at a time, documents by one look-up in a shard or by one in each of several."""
+    store = write_store({name: DOCUMENTS[name] for name in ("code", "text")}, shards=shards)
+
+    def make() -> TokenLoader:
+        place = Layout(data_rank=1, data_size=3, sequence_rank=1, sequence_size=2)
+        return make_loader(store, sequence_length=6, layout=place)
+
+    loader = make()
+    begun_before = 0
+    for step in [*range(150), 400, 3, 4]:  # of this rank four samples each; then jumps
+        fresh = step_batches(make(), step)
+        for batch, expected in zip(step_batches(loader, step), fresh, strict=True):
+            assert torch.equal(batch.tokens, expected.tokens)
+            assert torch.equal(batch.positions, expected.positions)
+            begun_before += int((batch.positions[:, 0] > 0).sum())
+        windows = [windows_of(found.source, 6)[found.window] for found in locate(loader, step * 12, step * 12 + 12)]
+        mine = [windows[sample] for batch in (1, 4) for sample in (2 * batch, 2 * batch + 1)]
+        assert rows(fresh) == [window[3:] for window in mine]
+        assert [row for batch in fresh for row in batch.positions.tolist()] == [
+            positions_of(window[:-1])[3:] for window in mine
+        ]
+    assert begun_before > 100
+
+
 def test_every_epoch_of_a_source_has_each_window_once_in_another_order(store: TokenStore) -> None:
     loader = make_loader(store, sources={"code": 2, "text": 1})
     seen: dict[tuple[str, int], list[int]] = {}

@@ -81,6 +81,20 @@ def test_document_starts(write_store: WriteStore) -> None:
             assert source.document_starts(start, stop).tolist() == expected
 
 
+@pytest.mark.parametrize("shards", [8, 64, 4096])
+@pytest.mark.parametrize("first", [0, 100])
+def test_document_starts_of_many_stretches(write_store: WriteStore, shards: int, first: int) -> None:
+    """All in one shard or not, the source's first document among them or not, in any order."""
+    lengths = np.random.default_rng(0).integers(0, 12, 150).tolist()
+    source = write_store({"a": [[1] * length for length in lengths]}, shards=shards).source("a")
+    for num_tokens in (1, 20):
+        starts = np.random.default_rng(1).permutation(np.arange(first, source.num_tokens - num_tokens, 13))
+        found, counts = source.document_starts_each(starts, num_tokens)
+        expected = [source.document_starts(start, start + num_tokens).tolist() for start in starts.tolist()]
+        assert counts.tolist() == list(map(len, expected))
+        assert found.tolist() == [start for starts in expected for start in starts]
+
+
 def test_the_same_documents_give_the_same_files(write_store: WriteStore) -> None:
     first, second = (write_store(DOCUMENTS, name).path for name in ("first", "second"))
     names = sorted(path.relative_to(first) for path in first.rglob("*") if path.is_file())

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -61,6 +62,20 @@ def test_the_hugging_face_form_gives_the_same_ids(tool: ModuleType, tmp_path: Pa
         assert theirs.encode(text).ids == ours.encode(text).tolist()
 
 
+@pytest.mark.parametrize(("flags", "encodes"), [([], False), (["--gigatoken"], True)])
+def test_tiktoken_encodes_unless_gigatoken_is_asked_for(
+    tool: ModuleType, tmp_path: Path, flags: list[str], encodes: bool
+) -> None:
+    pytest.importorskip("gigatoken", reason="the faster encoder")
+    script = Path(tool.__file__ or "").with_name("bench_prepare_lightscale.py")
+    # As a worker does: the script's own name is another there.
+    program = f"import runpy; runpy.run_path({str(script)!r}, run_name='__mp_main__'); import gigatoken"
+    command = [sys.executable, "-c", program, str(tmp_path), "2", "parts", *flags]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (finished.returncode == 0) == encodes
+    assert encodes or "gigatoken" in finished.stderr.splitlines()[-1]
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("ranks")
@@ -68,6 +83,9 @@ def test_the_whole_pipeline_is_faster_than_datatrove(tool: ModuleType, tmp_path:
     tool.write_words(tmp_path / "made.jsonl", 2_000_000)
     result = tool.run(tmp_path / "made.jsonl", repeats=1, memory=False)
     assert result["ways"]["lightscale"]["kept_documents"] > 100
+    if "lightscale_gigatoken" in result["ways"]:
+        for count in ("kept_documents", "tokens"):
+            assert result["ways"]["lightscale_gigatoken"][count] == result["ways"]["lightscale"][count]
     if isinstance(result.get("datatrove"), str):
         pytest.skip(result["datatrove"])
     print(json.dumps(result))

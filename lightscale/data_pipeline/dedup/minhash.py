@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from lightscale.data_pipeline.splitmix import mixed
+
 SHINGLE_TOKENS = 5
 NUM_BANDS = 14
 ROWS_PER_BAND = 8
@@ -45,9 +47,9 @@ def band_keys(signatures: NDArray[np.uint32]) -> NDArray[np.uint64]:
     not share keys. They are spread evenly over 0 ... 2^64 - 1, so ranges of keys are fair shares of the work.
     """
     rows = signatures.astype(np.uint64).reshape(len(signatures), NUM_BANDS, ROWS_PER_BAND)
-    keys = np.broadcast_to(_mixed(np.arange(1, NUM_BANDS + 1, dtype=np.uint64)), rows.shape[:2]).copy()
+    keys = np.broadcast_to(mixed(np.arange(1, NUM_BANDS + 1, dtype=np.uint64)), rows.shape[:2]).copy()
     for row in range(ROWS_PER_BAND):
-        keys = _mixed(keys ^ rows[:, :, row])
+        keys = mixed(keys ^ rows[:, :, row])
     return keys
 
 
@@ -78,7 +80,7 @@ def _shingles(token_ids: Sequence[NDArray[np.uint32]]) -> tuple[NDArray[np.uint3
     for offset in range(1, SHINGLE_TOKENS):
         within[ends[:-1] - offset] = False
     counts = lengths - SHINGLE_TOKENS + 1
-    return (_mixed(hashes[within]) >> np.uint64(32)).astype(np.uint32), np.cumsum(counts) - counts
+    return (mixed(hashes[within]) >> np.uint64(32)).astype(np.uint32), np.cumsum(counts) - counts
 
 
 def _minima(hashes: NDArray[np.uint32], starts: NDArray[np.int64]) -> NDArray[np.uint32]:
@@ -106,17 +108,10 @@ def _minima(hashes: NDArray[np.uint32], starts: NDArray[np.int64]) -> NDArray[np
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
-def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A permutation of the 64-bit values whose every output bit depends on every input bit (SplitMix64's)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
-
-
 def _constants() -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
     """Factors (odd) and offsets of the 112 functions: SplitMix64 of their number, the same for ever."""
     counters = np.arange(1, 2 * NUM_HASHES + 1, dtype=np.uint64) * _MULTIPLIER + np.uint64(_SEED)
-    values = (_mixed(counters) >> np.uint64(32)).astype(np.uint32)
+    values = (mixed(counters) >> np.uint64(32)).astype(np.uint32)
     return values[:NUM_HASHES] | np.uint32(1), values[NUM_HASHES:]
 
 

@@ -1,6 +1,6 @@
 """tiktoken: published byte-pair vocabularies, read from its cache on disk."""
 
-import base64
+import binascii
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +37,7 @@ class TiktokenTokenizer:
         self.special_tokens = special_tokens
         self._token_ids = np.fromiter(mergeable_ranks.values(), dtype=np.int64)
         self.ranks = b"".join(
-            base64.b64encode(token) + b" %d\n" % rank
+            b"%b %d\n" % (binascii.b2a_base64(token, newline=False), rank)
             for token, rank in sorted(mergeable_ranks.items(), key=lambda item: item[1])
         )
         rules = json.dumps([pat_str, special_tokens], sort_keys=True).encode()
@@ -89,7 +89,7 @@ def load_saved_tiktoken(directory: Path, description: dict[str, Any]) -> Tiktoke
     return TiktokenTokenizer(
         name=description["name"],
         pat_str=description["pattern"],
-        mergeable_ranks={base64.b64decode(token): int(rank) for token, rank in ranks},
+        mergeable_ranks={binascii.a2b_base64(token): int(rank) for token, rank in ranks},
         special_tokens=description["special_tokens"],
     )
 

@@ -1,0 +1,32 @@
+"""lightscale's side of ``tools/bench_prepare.py``: read, filter, tokenize, duplicates, store, in a process of its own.
+
+python tools/bench_prepare_lightscale.py OUT WORKERS PARTS [--gigatoken]
+"""
+
+import functools
+import json
+import sys
+from pathlib import Path
+
+if "--gigatoken" not in sys.argv:
+    # As where it is not installed: tiktoken encodes. Workers import this file too, so that it holds for them.
+    sys.modules["gigatoken"] = None  # type: ignore[assignment]
+
+from lightscale.data_pipeline.corpus import make_corpus
+from lightscale.data_pipeline.crew import Workers
+from lightscale.data_pipeline.prepare import Options, prepare
+
+
+def main() -> None:
+    """Prepare a store of the files in PARTS."""
+    out, workers, parts = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    # datatrove's side has no such rule.
+    source = {"paths": [parts], "language": "en", "filters": {"lorem_ipsum": False}}
+    corpus = make_corpus({"tokenizer": "tiktoken:cl100k_base", "sources": {"text": source}}, origin="benchmark")
+    report = prepare(corpus, out / "store", Options(make_crew=functools.partial(Workers, num_workers=workers)))
+    kept = report["corpus"]["text"]["stages"]["write"]["train"]["documents"]
+    print(json.dumps({"kept_documents": kept, "tokens": report["sources"]["text"]["tokens"]}))
+
+
+if __name__ == "__main__":
+    main()
