@@ -17,7 +17,7 @@ from typing import Any
 
 import bench_subjects
 import torch
-from bench_subjects import BOTH, FLA, FORWARD, OURS, Setting, Subject, subjects
+from bench_subjects import BOTH, FLA, FORWARD, OURS, PASSES, Setting, Subject, subjects
 from rich.table import Table
 from torch import Tensor
 
@@ -152,24 +152,26 @@ class Bench:
         timer = Timer(setting.device)
         return cls(setting=setting, timer=timer, rates=timer.rates(setting, repeats), repeats=repeats)
 
-    def measure(self, subject: Subject, rows: int, tokens: int, *, compiled: bool) -> Iterator[Line | Failure]:
-        """Every way and pass of one operator at one shape."""
-        inputs = subject.inputs(rows, tokens)
-        do = torch.randn_like(inputs[2])
-        for way, form in subject.ways.items():
-            for passes, work in works(form, inputs, do).items():
-                what: dict[str, Any] = {
-                    "operator": subject.name, "way": way, "passes": passes, "rows": rows, "tokens": tokens,
-                }  # fmt: skip
-                try:
-                    samples = self.timer.samples_ms(work, self.repeats, compiled=compiled)
-                except Exception as error:  # noqa: BLE001 - one way that fails must not cost the others' lines
-                    yield Failure(**what, reason=_reason(error))
-                else:
-                    cost = subject.costs.get(passes) if way == OURS else None
-                    yield self._line(what, samples, None if cost is None else self.rates.floor_ns(cost))
+    def measure(self, subject: Subject, way: str, shape: tuple[int, int], *, compiled: bool) -> list[Line | Failure]:
+        """The passes of one way to compute an operator at one shape."""
+        rows, tokens = shape
+        found: list[Line | Failure] = []
+        for passes in PASSES:
+            what: dict[str, Any] = {
+                "operator": subject.name, "way": way, "passes": passes, "rows": rows, "tokens": tokens,
+            }  # fmt: skip
+            try:
                 if self.setting.device.type == "cuda":
                     torch.cuda.empty_cache()
+                inputs = subject.inputs(rows, tokens)
+                work = works(subject.ways[way], inputs, torch.randn_like(inputs[2]))[passes]
+                samples = self.timer.samples_ms(work, self.repeats, compiled=compiled)
+            except Exception as error:  # noqa: BLE001 - one way that fails must not cost the others' lines
+                found.append(Failure(**what, reason=_reason(error)))
+            else:
+                cost = subject.costs.get(passes) if way == OURS else None
+                found.append(self._line(what, samples, None if cost is None else self.rates.floor_ns(cost)))
+        return found
 
     def _line(self, what: dict[str, Any], samples: list[float], floor: float | None) -> Line:
         ms = statistics.median(samples)
@@ -271,11 +273,14 @@ def sweep(bench: Bench, shapes: Sequence[tuple[int, int]], *, with_fla: bool) ->
     }
     for subject in found:
         figures["difference_from_ours"][subject.name] = difference(subject, *shapes[0])
-        for number, (rows, tokens) in enumerate(shapes):
-            for one in bench.measure(subject, rows, tokens, compiled=number > 0):
-                print(said(one), file=sys.stderr, flush=True)
-                figures["failures" if isinstance(one, Failure) else "lines"].append(asdict(one))
-                yield figures | {"verdict": judge(figures)}
+    for number, place in enumerate(shapes):
+        # Others' kernels last: one that reads where it must not costs the process its GPU.
+        for others in (False, True):
+            for subject, way in [(s, way) for s in found for way in s.ways if (way == FLA) == others]:
+                for one in bench.measure(subject, way, place, compiled=number > 0):
+                    print(said(one), file=sys.stderr, flush=True)
+                    figures["failures" if isinstance(one, Failure) else "lines"].append(asdict(one))
+                    yield figures | {"verdict": judge(figures)}
 
 
 def facts(bench: Bench) -> dict[str, Any]:
@@ -329,11 +334,10 @@ def tune(bench: Bench, figures: dict[str, Any], tokens: int = 65536) -> Iterator
     """``figures`` with ns per token-head of the constant decay by tiling and pass."""
     module = import_module("lightscale.kernels.lightning.triton_tiling")
     subject = subjects(bench.setting, with_fla=True)[0]
-    subject = replace(subject, ways={OURS: subject.ways[OURS]})
     found: dict[str, dict[str, float | str]] = {}
     for name, tiling in list(tilings()):
         module._HALF = tiling
-        lines = bench.measure(subject, 1, tokens, compiled=False)
+        lines = bench.measure(subject, OURS, (1, tokens), compiled=False)
         found[name] = {x.passes: x.reason if isinstance(x, Failure) else x.ns_per_token_head for x in lines}
         yield figures | {"tilings_ns": found}
     module._HALF = next(tilings())[1]

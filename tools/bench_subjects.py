@@ -4,6 +4,7 @@ fla-core is an optional package; its kernels are called with its published argum
 function as ours (``bench_kernels.py`` measures by how much they differ).
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -75,7 +76,7 @@ class Subject:
 
 
 def subjects(setting: Setting, *, with_fla: bool) -> list[Subject]:
-    """All operators; softmax attention last, because it takes longest at a million tokens.
+    """All operators, and softmax attention.
 
     ``with_fla``: beside fla-core's kernels; else beside the recurrence, one token at a time, for a CPU.
     """
@@ -94,7 +95,8 @@ def fla_kernel(module: str, name: str) -> Callable[..., Any] | None:
         return None
     try:
         return getattr(import_module(f"fla.ops.{module}"), name, None)
-    except ImportError:  # an older release, or one whose own needs are not met
+    except ImportError as error:  # an older release, or one whose own needs are not met
+        print(f"fla-core, {name}: {error}", file=sys.stderr)
         return None
 
 

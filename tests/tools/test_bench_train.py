@@ -1,7 +1,6 @@
 """``tools/bench.py train``: what it measures is a whole training step; recomputation follows memory; targets."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
@@ -16,28 +15,29 @@ from lightscale.config_files import load
 from lightscale.models.flops import training_flops_per_token
 
 ROOT = Path(__file__).resolve().parents[2]
-SHAPE = ["configs/tnl-tiny.toml", "--lengths", "256", "64", "--tokens-per-step", "512", "--micro-batch-tokens", "256"]
+CONFIG = str(ROOT / "configs" / "tnl-tiny.toml")
+SHAPE = [CONFIG, "--lengths", "256", "64", "--tokens-per-step", "512", "--micro-batch-tokens", "256"]
 
 
 @pytest.fixture(scope="module")
 def tool() -> Iterator[ModuleType]:
     sys.path.insert(0, str(ROOT / "tools"))
-    import bench_train
+    import bench
 
-    yield bench_train
+    yield bench.bench_train
     sys.path.remove(str(ROOT / "tools"))
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / "bench.py"), "train", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=110, check=False)
+def run(*arguments: str) -> int:
+    code: int = sys.modules["bench"].main(["train", *arguments])
+    return code
 
 
-def test_figures_of_every_length(tmp_path: Path) -> None:
-    finished = bench(*SHAPE, "--repeats", "2", "--json", "--save", str(tmp_path))
-    assert finished.returncode == 0, finished.stderr
-    figures: dict[str, Any] = json.loads(finished.stdout)
-    assert figures["settings"] == {"config": "configs/tnl-tiny.toml", "tokens_per_step": 512}
+@pytest.mark.usefixtures("tool")
+def test_figures_of_every_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*SHAPE, "--repeats", "2", "--json", "--save", str(tmp_path)) == 0
+    figures: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert figures["settings"] == {"config": CONFIG, "tokens_per_step": 512}
     assert list(figures["lengths"]) == ["64", "256"]
     for length, micro in ((64, 4), (256, 1)):
         found = figures["lengths"][str(length)]
@@ -56,10 +56,10 @@ def test_figures_of_every_length(tmp_path: Path) -> None:
     assert json.loads(saved.read_text()) == figures | {"complete": True}
 
 
-def test_a_length_that_does_not_divide_is_refused() -> None:
-    finished = bench("configs/tnl-tiny.toml", "--lengths", "96", "--tokens-per-step", "512")
-    assert finished.returncode != 0
-    assert "--tokens-per-step 512 is not divisible by the length 96" in finished.stderr
+@pytest.mark.usefixtures("tool")
+def test_a_length_that_does_not_divide_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(CONFIG, "--lengths", "96", "--tokens-per-step", "512") == 78
+    assert "--tokens-per-step 512 is not divisible by the length 96" in capsys.readouterr().err
 
 
 def row(tokens_per_s: float, *, recompute: str = "none", mfu: float = 0.6) -> dict[str, Any]:
