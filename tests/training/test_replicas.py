@@ -160,7 +160,7 @@ def test_one_rank_alone_notices_its_own_memory(run_ranks: RunRanks) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("mixer", ["tnl", "hgrn2", "lightnet", "cosformer2", "llama"])
 def test_no_false_alarm_on_four_ranks(run_ranks: RunRanks, mixer: str) -> None:
-    layouts: list[Axes] = [(4, 2, 2, 1), (4, 2, 1, 1), (4, 1, 2, 1, 2), (4, 1, 2, 2)]
+    layouts: list[Axes] = [(4, 2, 2, 1), (4, 2, 1, 1), (4, 1, 2, 1), (4, 1, 2, 2, 2)]
     cases = [{"flip": None}, {"flip": (3, 0, 6)}]
     for found in run_ranks(flips, 4, [(axes, cases) for axes in layouts], {"mixer": mixer}, timeout_s=300):
         assert found[::2] == [{}] * 4
