@@ -34,11 +34,9 @@ test: check
 test-long: install
 	$(PYTEST) -m long || test $$? -eq 5
 
-# What only a GPU can show: operators and models against fp64 on the device, training in bf16, then speed, kept as JSON.
+# What only a GPU can show: correctness on the device, then speed, kept in benchmarks; `PARTS=kernels` for one part.
 gpu-check: install
-	$(PYTEST) -m gpu tests/gpu
-	$(BIN)/python tools/bench.py kernels --save benchmarks
-	$(BIN)/python tools/bench.py train --save benchmarks
+	$(BIN)/python tools/gpu_check.py $(if $(PARTS),--only $(PARTS))
 
 # Corpus, training, resume and a sample of text, from nothing.
 quickstart: install

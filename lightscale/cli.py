@@ -31,6 +31,10 @@ COMMANDS: dict[str, Command] = {
     "config": Command(module="lightscale.config_command", help="print a run's resolved configuration"),
     "data": Command(module="lightscale.data_pipeline.command", help="prepare and inspect token stores"),
     "train": Command(module="lightscale.launch.train_command", help="train a model, or go on with a run"),
+    "checkpoint": Command(
+        module="lightscale.training.checkpoint_command", help="list, verify, show, compare and remove checkpoints"
+    ),
+    "runs": Command(module="lightscale.training.runs_command", help="the runs in a folder, and their goodput"),
     "plan": Command(module="lightscale.evaluation.plan_command", help="parameters, FLOPs and memory of a run"),
     "generate": Command(module="lightscale.evaluation.generate_command", help="continue a text with a model"),
 }
@@ -48,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except UserError as error:
         print("error:", textwrap.indent(str(error), " " * len("error: ")).lstrip(), file=sys.stderr)
-        return UserError.EXIT_CODE
+        return error.EXIT_CODE
     except BrokenPipeError:
         # The reader of our output is gone (`lightscale … | head`). Python would complain once more when it
         # flushes stdout at exit, so stdout is pointed at nothing.

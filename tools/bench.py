@@ -18,8 +18,11 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import bench_checkpoint
 import bench_kernels
+import bench_learn
 import bench_loader
+import bench_plot
 import bench_prepare
 import bench_sequence
 import bench_train
@@ -38,6 +41,7 @@ from lightscale.kernels.lightning import (
     lightning_attention_reference,
 )
 from lightscale.kernels.tpe import tpe_scan, tpe_scan_reference
+from lightscale.training.run_directory import write_atomically
 
 # Way → pass → the work, ready to run.
 Ways = dict[str, dict[str, Callable[[], object]]]
@@ -66,9 +70,14 @@ class Benchmark:
 
     summary: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], Report]
+    run: Callable[[argparse.Namespace], Iterator[Report]]
+    """Yields what is known so far, at least once: what takes long and is cut off keeps what it has."""
     threads: int | None = None
     """Threads of torch unless the command line says otherwise; None: torch's choice."""
+    repeats: int = 5
+    """Turns that count, unless the command line says otherwise."""
+    draw: Callable[[dict[str, Any], Path], None] | None = None
+    """Draws what was saved, as a PNG beside it."""
 
 
 def lightning_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +93,7 @@ def lightning_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_lightning(args: argparse.Namespace) -> Report:
+def run_lightning(args: argparse.Namespace) -> Iterator[Report]:
     """Lightning attention in chunks, by its recurrence under autograd, and causal softmax attention."""
     generator = torch.Generator().manual_seed(0)
     shape = (1, args.tokens, args.heads, args.width)
@@ -105,7 +114,7 @@ def run_lightning(args: argparse.Namespace) -> Report:
     }
     options = {name: getattr(args, name) for name in ("tokens", "heads", "width", "chunk_size")}
     settings = {"dtype": "float32", "rows": 1} | options
-    return compare(ways, subject="chunked", settings=settings, repeats=args.repeats)
+    yield compare(ways, subject="chunked", settings=settings, repeats=args.repeats)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +245,7 @@ def mixers_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_mixers(args: argparse.Namespace) -> Report:
+def run_mixers(args: argparse.Namespace) -> Iterator[Report]:
     """Every mixer's operator at several lengths, and its recurrence at the smallest; softmax attention beside them."""
     lengths = sorted(set(args.tokens))
     # About the same work in a sample of every length.
@@ -253,7 +262,7 @@ def run_mixers(args: argparse.Namespace) -> Report:
         for name, samples in samples_s.items()
     }
     options = {name: getattr(args, name) for name in ("heads", "width", "clock", "repeats")}
-    return Report(
+    yield Report(
         settings={"dtype": "float32", "rows": 1, "tokens": lengths} | options,
         figures={
             "targets": {"speedup": LEAST_SPEEDUP, "growth_aim": GROWTH_AIM, "growth_limit": GROWTH_LIMIT},
@@ -293,31 +302,41 @@ def mixers_table(mixers: dict[str, dict[str, Any]], lengths: list[int]) -> Table
     return table
 
 
-# A new benchmark is one entry here.
-def run_kernels(args: argparse.Namespace) -> Report:
+def run_kernels(args: argparse.Namespace) -> Iterator[Report]:
     """The Triton kernels on a GPU; elsewhere their chunked forms, at sizes for a CPU."""
-    figures = bench_kernels.run(lengths=args.lengths, repeats=args.repeats, with_tuning=args.tune)
-    return Report(settings={"repeats": args.repeats}, figures=figures, table=bench_kernels.table(figures))
+    for figures in bench_kernels.run(args.shapes, args.repeats, with_tuning=args.tune):
+        yield Report(settings={"repeats": args.repeats}, figures=figures, table=bench_kernels.table(figures))
 
 
-def kernels_arguments(parser: argparse.ArgumentParser) -> None:
-    """Lengths on a GPU."""
-    parser.add_argument("--lengths", type=positive, nargs="+", default=bench_kernels.LENGTHS, help="tokens of the row")
-    parser.add_argument("--tune", action="store_true", help="also time other tiles of the kernels")
-
-
-def run_train(args: argparse.Namespace) -> Report:
+def run_train(args: argparse.Namespace) -> Iterator[Report]:
     """Whole training steps over growing lengths."""
-    figures = bench_train.run_arguments(args)
-    settings = {name: figures.pop(name) for name in ("config", "tokens_per_step")}
-    return Report(settings=settings, figures=figures, table=bench_train.table(figures))
+    for figures in bench_train.run_arguments(args):
+        settings = {name: figures[name] for name in ("config", "tokens_per_step")}
+        others = {name: value for name, value in figures.items() if name not in settings}
+        yield Report(settings=settings, figures=others, table=bench_train.table(figures))
 
 
-def run_sequence(args: argparse.Namespace) -> Report:
+def run_learn(args: argparse.Namespace) -> Iterator[Report]:
+    """A short run of training."""
+    figures = bench_learn.run(args.config, steps=args.steps, store=args.store, overrides=args.overrides)
+    settings = {name: getattr(args, name) for name in ("config", "steps", "overrides")}
+    yield Report(settings=settings, figures=figures, table=bench_learn.table(figures))
+
+
+def run_sequence(args: argparse.Namespace) -> Iterator[Report]:
     """What the exchanges of states send, against the formulas, and for how long they are waited for."""
     settings = bench_sequence.settings_of(args)
     figures = bench_sequence.run(settings)
-    return Report(settings=asdict(settings), figures=figures, table=bench_sequence.table(figures))
+    yield Report(settings=asdict(settings), figures=figures, table=bench_sequence.table(figures))
+
+
+def run_checkpoint(args: argparse.Namespace) -> Report:
+    """What a step waits for when the run is saved."""
+    settings = bench_checkpoint.Settings(
+        ranks=args.ranks, state_bytes=round(args.state_mb * 1e6), repeats=args.repeats, folder=args.folder
+    )
+    figures = bench_checkpoint.run(settings)
+    return Report(settings=figures.pop("settings"), figures=figures, table=bench_checkpoint.table(figures))
 
 
 def data_arguments(parser: argparse.ArgumentParser) -> None:
@@ -327,7 +346,7 @@ def data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-memory", action="store_true", help="leave out the peaks of memory, which take longest")
 
 
-def run_data(args: argparse.Namespace) -> Report:
+def run_data(args: argparse.Namespace) -> Iterator[Report]:
     """The loader beside a raw copy, zarr and other loaders; the whole pipeline beside datatrove."""
     figures: dict[str, Any] = {}
     if args.only != "prepare":
@@ -338,7 +357,7 @@ def run_data(args: argparse.Namespace) -> Report:
     table.add_column("value", justify="right")
     for name, value in _flat(figures):
         table.add_row(name, f"{value:,.4g}" if isinstance(value, float) else str(value))
-    return Report(settings={"repeats": args.repeats}, figures=figures, table=table)
+    yield Report(settings={"repeats": args.repeats}, figures=figures, table=table)
 
 
 def _flat(nested: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -349,6 +368,7 @@ def _flat(nested: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{key}", value
 
 
+# A new benchmark is one entry here.
 BENCHMARKS = {
     "lightning": Benchmark(
         summary="lightning attention on the CPU: chunked, naive recurrence, softmax attention (SDPA)",
@@ -364,18 +384,33 @@ BENCHMARKS = {
     ),
     "kernels": Benchmark(
         summary="Triton kernels beside fla-core's and PyTorch's flash attention, and their floor (on a GPU)",
-        add_arguments=kernels_arguments,
+        add_arguments=bench_kernels.add_arguments,
         run=run_kernels,
+        repeats=10,
+        draw=bench_plot.draw,
     ),
     "train": Benchmark(
         summary="tokens/s, MFU and memory of whole training steps over growing lengths, on one device",
         add_arguments=bench_train.add_arguments,
         run=run_train,
+        # A step of half a million tokens takes seconds, and there are nine lengths.
+        repeats=2,
+    ),
+    "learn": Benchmark(
+        summary="a short training run by `lightscale train`: losses, tokens/s",
+        add_arguments=bench_learn.add_arguments,
+        run=run_learn,
     ),
     "sequence": Benchmark(
         summary="exchanges of states between sequence ranks: calls, bytes, and time waited for, on CPU processes",
         add_arguments=bench_sequence.add_arguments,
         run=run_sequence,
+        threads=1,
+    ),
+    "checkpoint": Benchmark(
+        summary="saving on CPU processes: what a step waits for, beside a plain copy and a synchronous save",
+        add_arguments=bench_checkpoint.add_arguments,
+        run=run_checkpoint,
         threads=1,
     ),
     "data": Benchmark(
@@ -483,6 +518,27 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+def saved_as(folder: Path, name: str, host: dict[str, Any]) -> Path:
+    """The file of a benchmark on this device and day.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise UserError(f"--save {folder}: no such folder")
+    device = torch.cuda.get_device_name().replace(" ", "-") if torch.cuda.is_available() else "cpu"
+    return folder / f"{name}_{device}_{host['date']}.json"
+
+
+def finish(path: Path, figures: dict[str, Any]) -> None:
+    """Write everything, and its picture."""
+    write_atomically(path, json.dumps(figures | {"complete": True}, indent=1) + "\n")
+    print(f"written to {path}", file=sys.stderr)
+    if (draw := BENCHMARKS[figures["benchmark"]].draw) is not None:
+        draw(figures, path.with_suffix(".png"))
+        print(f"drawn to {path.with_suffix('.png')}", file=sys.stderr)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one benchmark and print its report."""
     parser = argparse.ArgumentParser(prog="bench.py", description="Times of lightscale's parts, side by side.")
@@ -490,8 +546,16 @@ def main(arguments: list[str] | None = None) -> int:
     for name, benchmark in BENCHMARKS.items():
         command = commands.add_parser(name, help=benchmark.summary, description=benchmark.summary)
         command.add_argument("--json", action="store_true", help="print one JSON object, with every sample")
-        command.add_argument("--save", type=Path, metavar="FOLDER", help="also write that object to a file in FOLDER")
-        command.add_argument("--repeats", type=positive, default=5, help="turns that count (default 5)")
+        pictured = " and draw it" if benchmark.draw else ""
+        command.add_argument(
+            "--save", type=Path, metavar="FOLDER", help=f"also write that object to a file in FOLDER{pictured}"
+        )
+        command.add_argument(
+            "--repeats",
+            type=positive,
+            default=benchmark.repeats,
+            help=f"turns that count (default {benchmark.repeats})",
+        )
         command.add_argument(
             "--threads",
             type=positive,
@@ -503,18 +567,21 @@ def main(arguments: list[str] | None = None) -> int:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
 
+    host = machine()
+    figures: dict[str, Any] = {}
     try:
-        report = BENCHMARKS[args.name].run(args)
+        path = None if args.save is None else saved_as(args.save, args.name, host)
+        if path is not None and BENCHMARKS[args.name].draw is not None:
+            bench_plot.check_matplotlib()
+        for report in BENCHMARKS[args.name].run(args):
+            figures = {"benchmark": args.name, "machine": host, "settings": report.settings} | report.figures
+            if path is not None:
+                write_atomically(path, json.dumps(figures | {"complete": False}, indent=1) + "\n")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return UserError.EXIT_CODE
-    host = machine()
-    figures = {"benchmark": args.name, "machine": host, "settings": report.settings} | report.figures
-    if args.save is not None:
-        device = torch.cuda.get_device_name().replace(" ", "-") if torch.cuda.is_available() else "cpu"
-        path = args.save / f"{args.name}_{device}_{host['date']}.json"
-        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-        print(f"written to {path}", file=sys.stderr)
+    if path is not None:
+        finish(path, figures)
     if args.json:
         print(json.dumps(figures))
         return 0
@@ -523,7 +590,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"torch {host['torch']}, python {host['python']}"
     )
     print(", ".join(f"{key} {value}" for key, value in report.settings.items()))
-    Console().print(report.table)
+    Console(width=None if sys.stdout.isatty() else 140).print(report.table)
     return 0
 
 

@@ -1,62 +1,42 @@
-#!/usr/bin/env python
-"""The operators' kernels beside others' and beside the memory's speed: ``python tools/bench_kernels.py [--json]``.
+"""Our kernels beside fla-core's, flash attention and their floor: ``python tools/bench.py kernels``.
 
-On a GPU: ours, fla-core's nearest kernel (when that package is installed) and PyTorch's flash attention, forward and
-forward + backward, in bf16, in one process. The floor of a line is the time that its bytes take at the copy bandwidth,
-or its FLOPs at the matrix rate, both measured first. Without a GPU it says so, and times small shapes of the forms
-that CPUs use, which shows that the tool works and nothing about GPUs.
+On a GPU everything runs in bf16 in one process, forward and forward + backward. The floor of a line is the time that
+its bytes take at the copy bandwidth, or its FLOPs at the matrix rate, both measured first. Without a GPU the same code
+times the forms that CPUs use at small sizes, which shows that it works and nothing about GPUs.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import date
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import bench_subjects
 import torch
-from rich.console import Console
+from bench_subjects import BOTH, FLA, FORWARD, OURS, Setting, Subject, subjects
 from rich.table import Table
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
-from lightscale.kernels.lightning import backend_of, lightning_attention
+from lightscale.errors import UserError
+from lightscale.kernels.lightning import backend_of
 
-LENGTHS = (8192, 32768, 131072, 1048576)
-HEADS, WIDTH = 16, 128
-PASSES = ("forward", "forward + backward")
+# (rows, tokens of a row): from 8K to 1M tokens.
+SHAPES = ((1, 8192), (1, 32768), (1, 131072), (16, 8192), (1, 1048576))
+CPU_SHAPES = ((1, 128), (2, 256))
+GPU_SETTING = {"dtype": torch.bfloat16, "num_heads": 16, "width": 128}
+CPU_SETTING = {"dtype": torch.float32, "num_heads": 2, "width": 32}
+TARGET_DEVICE = "H200"
 
 NO_GPU = (
     "no GPU here: these lines time small shapes of the forms that CPUs use. "
     "Figures of the kernels need a GPU: run the same command on one."
 )
-# A call that took longer than this in its first run is not repeated.
-SLOW_S = 2.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """Bytes to and from memory and FLOPs of a pass, per token and head."""
-
-    bytes: float
-    flops: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """An operator of ours and what it is compared with, on rows of q, k (1, n, HEADS, key_width) and v."""
-
-    name: str
-    key_width: int
-    ways: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]
-    """Ours first."""
-    costs: dict[str, Cost]
-    """Of ours, by pass."""
+# A call that takes longer than this is not repeated.
+SLOW_MS = 2000.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,128 +44,270 @@ class Line:
     """One measurement."""
 
     operator: str
-    passes: str
-    tokens: int
     way: str
+    passes: str
+    rows: int
+    tokens: int
+    """Of a row."""
     ms: float
+    """The median."""
+    samples_ms: list[float]
     ns_per_token_head: float
     floor_ns: float | None
-    """None where no bandwidth was measured, and for the others' ways, whose traffic is not ours to count."""
+    """Per token-head; None for others' ways, whose traffic is not ours to count."""
     times_floor: float | None
 
 
-def lightning_costs(K: int, V: int, *, chunk: int = 128, block: int = 64, stored_bytes: int = 2) -> dict[str, Cost]:
-    """What lightning/README.md counts, in half precision: each pass over memory is written out there."""
-    state = stored_bytes * K * V / chunk
-    # Partners per token: whole blocks up to its own.
-    partners = (chunk + block) / 2
-    scan = Cost(bytes=2 * (K + V) + state, flops=2 * K * V)
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A measurement that there is not: it did not fit in memory, or did not run."""
 
-    def products(X: int, Z: int) -> Cost:
-        tiles = -(-Z // 64)
-        return Cost(bytes=2 * (2 * X + 2 * Z) + state, flops=2 * partners * (X * tiles + Z) + 2 * K * V)
-
-    forward = [scan, products(K, V)]
-    backward = [scan, products(V, K), scan, products(V, K), products(K, V)]
-    sums = {"forward": forward, "forward + backward": forward + backward}
-    return {
-        name: Cost(bytes=sum(c.bytes for c in parts), flops=sum(c.flops for c in parts)) for name, parts in sums.items()
-    }
+    operator: str
+    way: str
+    passes: str
+    rows: int
+    tokens: int
+    reason: str
 
 
-def lightning_subject(key_width: int, device: torch.device) -> Subject:
-    """Constant decay per head; fla-core's simple_gla with the same decays; causal softmax attention."""
-    log_decay = -(2.0 ** (-8 * torch.arange(1, HEADS + 1, device=device) / HEADS))
-    ways: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-        "lightscale": lambda q, k, v: lightning_attention(q, k, v, log_decay)[0]
-    }
-    try:
-        chunk_simple_gla = import_module("fla.ops.simple_gla").chunk_simple_gla
-        ways["fla simple_gla"] = lambda q, k, v: chunk_simple_gla(q, k, v, g_gamma=log_decay, scale=1.0)[0]
-    except ImportError:
-        print("fla-core is not installed: no lines of its kernels", file=sys.stderr)
-    if key_width == WIDTH:
-        ways["flash attention"] = flash
-    name = "lightning" if key_width == WIDTH else f"lightning {key_width}x{WIDTH}"
-    return Subject(name=name, key_width=key_width, ways=ways, costs=lightning_costs(key_width, WIDTH))
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What the device can do."""
+
+    copy_bytes_per_s: float
+    """Read and written, of a large copy."""
+    matmul_flops: float
+    """FLOP/s of a large product in the dtype of the measurement."""
+
+    def floor_ns(self, cost: bench_subjects.Cost) -> float:
+        """The least time for ``cost``."""
+        return max(cost.bytes / self.copy_bytes_per_s, cost.flops / self.matmul_flops) * 1e9
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """PyTorch's flash attention, on views with heads before tokens."""
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        o = scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
-    return o.transpose(1, 2)
+class Timer:
+    """Milliseconds of one piece of work, with the device's second-level cache emptied before."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._flush = torch.empty(2**28 if self._on_gpu else 0, dtype=torch.uint8, device=device)
 
-def device_ms(work: Callable[[], object], repeats: int) -> float:
-    """Median of the device's time, with its second-level cache emptied before each run."""
-    flush = torch.empty(2**28, dtype=torch.uint8, device="cuda")
-    times: list[float] = []
-    for number in range(repeats + 2):  # the first compiles, the second warms up
-        flush.zero_()
+    def ms(self, work: Callable[[], object]) -> float:
+        """By the device's clock on a GPU, by the wall's elsewhere."""
+        if not self._on_gpu:
+            began = time.perf_counter()
+            work()
+            return (time.perf_counter() - began) * 1e3
+        self._flush.zero_()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         work()
         end.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-        if number == 1 and times[-1] > SLOW_S * 1e3:
-            break
-    return statistics.median(times[2:] or times[-1:])
+        return start.elapsed_time(end)
+
+    def samples_ms(self, work: Callable[[], object], repeats: int, *, compiled: bool = False) -> list[float]:
+        """``repeats`` runs behind one that may compile; a single one where runs are slow.
+
+        ``compiled``: the same work has run at another size, so that a slow first run is slow by itself.
+        """
+        first = self.ms(work)
+        if compiled and first > SLOW_MS:
+            return [first]
+        second = self.ms(work)
+        return [second] if second > SLOW_MS else [self.ms(work) for _ in range(repeats)]
+
+    def rates(self, setting: Setting, repeats: int) -> Rates:
+        """Of this device: 1 GiB copied, and a product of 8192 by 8192 (on CPUs 64 MiB and 512)."""
+        num_bytes, side = (2**30, 8192) if self._on_gpu else (2**26, 512)
+        source, target = (torch.empty(num_bytes, dtype=torch.uint8, device=setting.device) for _ in range(2))
+        copy_ms = statistics.median(self.samples_ms(lambda: target.copy_(source), repeats))
+        x = torch.randn(side, side, dtype=setting.dtype, device=setting.device)
+        product_ms = statistics.median(self.samples_ms(lambda: x @ x, repeats))
+        return Rates(copy_bytes_per_s=2 * num_bytes / copy_ms * 1e3, matmul_flops=2 * side**3 / product_ms * 1e3)
 
 
-def device_rates(repeats: int) -> tuple[float, float]:
-    """Copy bandwidth in bytes read and written a second, and bf16 FLOP/s of a large product."""
-    source, target = (torch.empty(2**30, dtype=torch.uint8, device="cuda") for _ in range(2))
-    copy_ms = device_ms(lambda: target.copy_(source), repeats)
-    x = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
-    product_ms = device_ms(lambda: x @ x, repeats)
-    return 2 * 2**30 / copy_ms * 1e3, 2 * 8192**3 / product_ms * 1e3
-
-
-def works(
-    form: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Sequence[Tensor]
-) -> dict[str, Callable[[], object]]:
+def works(form: bench_subjects.Form, inputs: Sequence[Tensor], do: Tensor) -> dict[str, Callable[[], object]]:
     """``form`` forward, and with its backward."""
-    do = torch.randn_like(inputs[2])
+    leaves = [x for x in inputs if x.requires_grad]
 
     def forward() -> object:
         with torch.no_grad():
             return form(*inputs)
 
-    def both() -> object:
-        return torch.autograd.grad(form(*inputs), inputs, do)
-
-    return dict(zip(PASSES, (forward, both), strict=True))
+    return {FORWARD: forward, BOTH: lambda: torch.autograd.grad(form(*inputs), leaves, do)}
 
 
-def measure(subject: Subject, tokens: int, repeats: int, rates: tuple[float, float]) -> Iterator[Line]:
-    """Every way and pass of one operator at one length; a way that does not fit in memory is left out."""
-    shapes = (subject.key_width, subject.key_width, WIDTH)
-    generator = torch.Generator("cuda").manual_seed(0)
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda", "generator": generator}
-    inputs = [torch.randn(1, tokens, HEADS, width, **options).requires_grad_() for width in shapes]
-    for way, form in subject.ways.items():
-        for passes, work in works(form, inputs).items():
-            try:
-                ms = device_ms(work, repeats)
-            except torch.cuda.OutOfMemoryError:
-                print(f"{subject.name}, {way}, {passes}: {tokens} tokens do not fit", file=sys.stderr)
-                continue
-            ns = ms * 1e6 / (tokens * HEADS)
-            cost = subject.costs[passes]
-            floor = max(cost.bytes / rates[0], cost.flops / rates[1]) * 1e9 if way == "lightscale" else None
-            yield Line(
-                operator=subject.name,
-                passes=passes,
-                tokens=tokens,
-                way=way,
-                ms=ms,
-                ns_per_token_head=ns,
-                floor_ns=floor,
-                times_floor=None if floor is None else ns / floor,
-            )
-            torch.cuda.empty_cache()
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What all measurements share."""
+
+    setting: Setting
+    timer: Timer
+    rates: Rates
+    repeats: int
+
+    @classmethod
+    def of(cls, setting: Setting, repeats: int) -> "Bench":
+        """With the rates of its device, measured now."""
+        timer = Timer(setting.device)
+        return cls(setting=setting, timer=timer, rates=timer.rates(setting, repeats), repeats=repeats)
+
+    def measure(self, subject: Subject, rows: int, tokens: int, *, compiled: bool) -> Iterator[Line | Failure]:
+        """Every way and pass of one operator at one shape."""
+        inputs = subject.inputs(rows, tokens)
+        do = torch.randn_like(inputs[2])
+        for way, form in subject.ways.items():
+            for passes, work in works(form, inputs, do).items():
+                what: dict[str, Any] = {
+                    "operator": subject.name, "way": way, "passes": passes, "rows": rows, "tokens": tokens,
+                }  # fmt: skip
+                try:
+                    samples = self.timer.samples_ms(work, self.repeats, compiled=compiled)
+                except Exception as error:  # noqa: BLE001 - one way that fails must not cost the others' lines
+                    yield Failure(**what, reason=_reason(error))
+                else:
+                    cost = subject.costs.get(passes) if way == OURS else None
+                    yield self._line(what, samples, None if cost is None else self.rates.floor_ns(cost))
+                if self.setting.device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+    def _line(self, what: dict[str, Any], samples: list[float], floor: float | None) -> Line:
+        ms = statistics.median(samples)
+        ns = ms * 1e6 / (what["rows"] * what["tokens"] * self.setting.num_heads)
+        times_floor = None if floor is None else ns / floor
+        return Line(**what, ms=ms, samples_ms=samples, ns_per_token_head=ns, floor_ns=floor, times_floor=times_floor)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return "does not fit in memory"
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+
+def difference(subject: Subject, rows: int, tokens: int) -> dict[str, float]:
+    """How far the others' outputs and gradients are from ours: the largest RMSE ratio, by way."""
+    inputs = subject.inputs(rows, tokens)
+    do = torch.randn_like(inputs[2])
+    leaves = [x for x in inputs if x.requires_grad]
+
+    def results(form: bench_subjects.Form) -> list[Tensor]:
+        o = form(*inputs)
+        return [o.detach(), *torch.autograd.grad(o, leaves, do)]
+
+    (_, ours), *others = subject.ways.items()
+    expected = results(ours) if others else []
+    found = {}
+    for way, form in others:
+        try:
+            pairs = zip(results(form), expected, strict=True)
+            found[way] = max(float((x.float() - y.float()).norm() / y.float().norm()) for x, y in pairs)
+        except Exception as error:  # noqa: BLE001 - as above; its lines say that it failed, too
+            print(f"{subject.name}, {way}: {_reason(error)}", file=sys.stderr)
+    return found
+
+
+def judge(figures: dict[str, Any]) -> dict[str, Any]:
+    """What the lines say about the targets: every line of ours, and those that miss.
+
+    A line reaches its target on the device that targets are set for, and is to be faster than fla-core on any.
+    """
+    times = {_place(line): line["ns_per_token_head"] for line in figures["lines"]}
+    failed = {_place(failure): failure["reason"] for failure in figures["failures"]}
+    with_targets = TARGET_DEVICE in figures["device"]
+    judged, missed, not_compared = [], [], []
+    for place in [place for place in (*times, *failed) if place[1] == OURS]:
+        operator, _, passes, *shape = place
+        named = f"{operator}, {passes}, {shape[0]} x {shape[1]}"
+        if place in failed:
+            missed.append(f"{named}: {failed[place]}")
+            continue
+        ours, fla = times[place], times.get((operator, FLA, *place[2:]))
+        target = figures["targets_ns"].get(operator, {}).get(passes) if with_targets else None
+        if target is not None and ours > target:
+            missed.append(f"{named}: {ours:.2f} ns, target {target:.2f}")
+        if fla is None:
+            not_compared.append(named)
+        elif ours >= fla:
+            missed.append(f"{named}: {ours:.2f} ns, fla-core {fla:.2f}")
+        judged.append(
+            dict(zip(("operator", "way", "passes", "rows", "tokens"), place, strict=True))
+            | {"ns": ours, "target_ns": target, "fla_ns": fla, "times_faster_than_fla": fla and fla / ours}
+        )
+    return {"lines": judged, "missed": missed, "not_compared_with_fla": not_compared}
+
+
+def _place(line: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(line[name] for name in ("operator", "way", "passes", "rows", "tokens"))
+
+
+def run(shapes: Sequence[tuple[int, int]] | None, repeats: int, *, with_tuning: bool) -> Iterator[dict[str, Any]]:
+    """The figures so far, after every line.
+
+    Raises:
+        UserError: tiles are to be tried without a GPU.
+    """
+    on_gpu = torch.cuda.is_available()
+    if with_tuning and not on_gpu:
+        raise UserError("--tune times tiles of Triton kernels, which needs a GPU: torch.cuda.is_available() is false")
+    device = torch.device("cuda" if on_gpu else "cpu")
+    bench = Bench.of(Setting(device=device, **(GPU_SETTING if on_gpu else CPU_SETTING)), repeats)
+    figures: dict[str, Any] = {}
+    for figures in sweep(bench, shapes or (SHAPES if on_gpu else CPU_SHAPES), with_fla=on_gpu):
+        yield figures
+    if with_tuning:
+        yield from tune(bench, figures)
+
+
+def sweep(bench: Bench, shapes: Sequence[tuple[int, int]], *, with_fla: bool) -> Iterator[dict[str, Any]]:
+    """Every operator at every shape, the smallest first."""
+    shapes = sorted(set(shapes), key=lambda shape: (shape[0] * shape[1], shape))
+    found = subjects(bench.setting, with_fla=with_fla)
+    figures = facts(bench) | {
+        "shapes": [f"{rows}x{tokens}" for rows, tokens in shapes],
+        "targets_ns": {subject.name: subject.target_ns for subject in found if subject.target_ns},
+        "difference_from_ours": {},
+        "lines": [],
+        "failures": [],
+    }
+    for subject in found:
+        figures["difference_from_ours"][subject.name] = difference(subject, *shapes[0])
+        for number, (rows, tokens) in enumerate(shapes):
+            for one in bench.measure(subject, rows, tokens, compiled=number > 0):
+                print(said(one), file=sys.stderr, flush=True)
+                figures["failures" if isinstance(one, Failure) else "lines"].append(asdict(one))
+                yield figures | {"verdict": judge(figures)}
+
+
+def facts(bench: Bench) -> dict[str, Any]:
+    """What the lines depend on."""
+    setting, on_gpu = bench.setting, bench.setting.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(setting.device) if on_gpu else "cpu",
+        "backend": backend_of(torch.empty(1, dtype=setting.dtype, device=setting.device)),
+        "versions": {name: _version(name) for name in ("triton", "fla-core")},
+        "dtype": str(setting.dtype).removeprefix("torch."),
+        "heads": setting.num_heads,
+        "width": setting.width,
+        "copy_gb_per_s": bench.rates.copy_bytes_per_s / 1e9,
+        "matmul_tflop_per_s": bench.rates.matmul_flops / 1e12,
+        "note": None if on_gpu else NO_GPU,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def said(one: Line | Failure) -> str:
+    """A line of progress."""
+    what = f"{one.operator}, {one.way}, {one.passes}, {one.rows} x {one.tokens}"
+    if isinstance(one, Failure):
+        return f"{what}: {one.reason}"
+    floor = "" if one.times_floor is None else f", {one.times_floor:.2f} times the floor"
+    return f"{what}: {one.ms:.3f} ms, {one.ns_per_token_head:.2f} ns per token-head{floor}"
 
 
 def tilings() -> Iterator[tuple[str, Any]]:
@@ -203,113 +325,75 @@ def tilings() -> Iterator[tuple[str, Any]]:
         yield ", ".join(f"{name} {value}" for name, value in changes.items()), replace(usual, **changes)
 
 
-def tune(repeats: int, tokens: int = 65536) -> dict[str, dict[str, float]]:
-    """ns per token-head of lightning attention by tiling and pass."""
+def tune(bench: Bench, figures: dict[str, Any], tokens: int = 65536) -> Iterator[dict[str, Any]]:
+    """``figures`` with ns per token-head of the constant decay by tiling and pass."""
     module = import_module("lightscale.kernels.lightning.triton_tiling")
-    found: dict[str, dict[str, float]] = {}
+    subject = subjects(bench.setting, with_fla=True)[0]
+    subject = replace(subject, ways={OURS: subject.ways[OURS]})
+    found: dict[str, dict[str, float | str]] = {}
     for name, tiling in list(tilings()):
         module._HALF = tiling
-        subject = lightning_subject(WIDTH, torch.device("cuda"))
-        subject = replace(subject, ways={"lightscale": subject.ways["lightscale"]})
-        lines = measure(subject, tokens, repeats, (1.0, 1.0))
-        found[name] = {line.passes: line.ns_per_token_head for line in lines}
+        lines = bench.measure(subject, 1, tokens, compiled=False)
+        found[name] = {x.passes: x.reason if isinstance(x, Failure) else x.ns_per_token_head for x in lines}
+        yield figures | {"tilings_ns": found}
     module._HALF = next(tilings())[1]
-    return found
-
-
-def run_on_gpu(lengths: Sequence[int], repeats: int, *, with_tuning: bool) -> dict[str, Any]:
-    """All figures of this GPU."""
-    device = torch.device("cuda")
-    rates = device_rates(repeats)
-    subjects = [lightning_subject(width, device) for width in (WIDTH, 2 * WIDTH)]
-    lines = [asdict(line) for s in subjects for n in lengths for line in measure(s, n, repeats, rates)]
-    figures = {
-        "device": torch.cuda.get_device_name(),
-        "backend": backend_of(torch.empty(1, dtype=torch.bfloat16, device=device)),
-        "triton": import_module("triton").__version__,
-        "dtype": "bfloat16",
-        "copy_gb_per_s": rates[0] / 1e9,
-        "matmul_tflop_per_s": rates[1] / 1e12,
-        "lines": lines,
-    }
-    return figures | ({"tilings": tune(repeats)} if with_tuning else {})
-
-
-def run_on_cpu(repeats: int) -> dict[str, Any]:
-    """Small shapes of the forms that CPUs use."""
-    generator = torch.Generator().manual_seed(0)
-    log_decay = -torch.tensor([0.01, 0.1])
-    lines = []
-    for tokens in (128, 512):
-        inputs = [torch.randn(1, tokens, 2, 32, generator=generator).requires_grad_() for _ in range(3)]
-        for way in ("chunked", "reference"):
-            form = works(lambda q, k, v, way=way: lightning_attention(q, k, v, log_decay, backend=way)[0], inputs)
-            for passes, work in form.items():
-                work()
-                times = []
-                for _ in range(repeats):
-                    start = time.perf_counter()
-                    work()
-                    times.append((time.perf_counter() - start) * 1e3)
-                ms = statistics.median(times)
-                line = Line(
-                    operator="lightning",
-                    passes=passes,
-                    tokens=tokens,
-                    way=way,
-                    ms=ms,
-                    ns_per_token_head=ms * 1e6 / (tokens * 2),
-                    floor_ns=None,
-                    times_floor=None,
-                )
-                lines.append(asdict(line))
-    return {"device": "cpu", "note": NO_GPU, "dtype": "float32", "lines": lines}
-
-
-def run(*, lengths: Sequence[int] = LENGTHS, repeats: int = 10, with_tuning: bool = False) -> dict[str, Any]:
-    """Measure on this machine's GPU, or say that there is none; what ``--json`` prints."""
-    settings = {"torch": torch.__version__, "date": date.today().isoformat(), "repeats": repeats}
-    if not torch.cuda.is_available():
-        return settings | {"heads": 2, "width": 32} | run_on_cpu(repeats)
-    figures = run_on_gpu(lengths, repeats, with_tuning=with_tuning)
-    return settings | {"heads": HEADS, "width": WIDTH} | figures
 
 
 def table(figures: dict[str, Any]) -> Table:
     """The lines for people."""
-    title = f"{figures['device']}, {figures['dtype']}, {figures['heads']} heads of width {figures['width']}"
-    if "copy_gb_per_s" in figures:
-        title += f"; copy {figures['copy_gb_per_s']:.0f} GB/s, product {figures['matmul_tflop_per_s']:.0f} TFLOP/s"
-    made = Table("operator", "pass", "way", title=title)
-    for column in ("tokens", "ms", "ns/token-head", "floor", "× floor"):
+    title = (
+        f"{figures['device']}, {figures['dtype']}, {figures['heads']} heads of width {figures['width']}; "
+        f"copy {figures['copy_gb_per_s']:.0f} GB/s, product {figures['matmul_tflop_per_s']:.3g} TFLOP/s"
+    )
+    made = Table("operator", "pass", "way", title=title, caption=_caption(figures))
+    for column in ("rows x tokens", "ms", "ns/token-head", "× floor", "target"):
         made.add_column(column, justify="right")
+    on_target = TARGET_DEVICE in figures["device"]
     for x in figures["lines"]:
-        floor = ("", "") if x["floor_ns"] is None else (f"{x['floor_ns']:.2f}", f"{x['times_floor']:.2f}")
-        numbers = (str(x["tokens"]), f"{x['ms']:.3f}", f"{x['ns_per_token_head']:.2f}", *floor)
-        made.add_row(x["operator"], x["passes"], x["way"], *numbers)
+        target = figures["targets_ns"].get(x["operator"], {}).get(x["passes"]) if on_target else None
+        made.add_row(
+            x["operator"],
+            x["passes"],
+            x["way"],
+            f"{x['rows']} x {x['tokens']}",
+            f"{x['ms']:.3f}",
+            f"{x['ns_per_token_head']:.2f}",
+            "" if x["times_floor"] is None else f"{x['times_floor']:.2f}",
+            f"{target:.2f}" if target and x["way"] == OURS else "",
+        )
     return made
 
 
-def main() -> int:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="figures for machines")
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of the row, on a GPU")
-    parser.add_argument("--repeats", type=int, default=10)
+def _caption(figures: dict[str, Any]) -> str:
+    """What the verdict is, and what there is no line of."""
+    verdict = figures["verdict"]
+    parts = [f"missed: {one}" for one in verdict["missed"]]
+    if figures["note"]:
+        parts.append(figures["note"])
+    elif not parts:
+        parts = ["nothing missed"]
+    if verdict["not_compared_with_fla"] and figures["backend"] == "triton":
+        parts.append(f"no line of fla-core beside {len(verdict['not_compared_with_fla'])} lines")
+    for name, pairs in figures.get("tilings_ns", {}).items():
+        parts.append(f"tiling {name}: {pairs}")
+    return "\n".join(parts)
+
+
+def shape(text: str) -> tuple[int, int]:
+    """``4x8192``: four rows of 8192 tokens."""
+    rows, _, tokens = text.partition("x")
+    if not (rows.isdecimal() and tokens.isdecimal() and int(rows) and int(tokens)):
+        raise argparse.ArgumentTypeError(f"must be ROWSxTOKENS, for example 4x8192, not {text!r}")
+    return int(rows), int(tokens)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of ``bench.py kernels``."""
+    parser.add_argument(
+        "--shapes",
+        type=shape,
+        nargs="+",
+        metavar="ROWSxTOKENS",
+        help=f"(default {' '.join(f'{rows}x{tokens}' for rows, tokens in SHAPES)}; small ones without a GPU)",
+    )
     parser.add_argument("--tune", action="store_true", help="also time other tiles of the kernels, on a GPU")
-    args = parser.parse_args()
-    figures = run(lengths=args.lengths, repeats=args.repeats, with_tuning=args.tune)
-    if args.json:
-        print(json.dumps(figures))
-    else:
-        console = Console(width=None if sys.stdout.isatty() else 140)
-        console.print(table(figures))
-        for name, by_pass in figures.get("tilings", {}).items():
-            console.print(f"tiling {name}: " + ", ".join(f"{p} {ns:.2f} ns" for p, ns in by_pass.items()))
-        if "note" in figures:
-            console.print(figures["note"])
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

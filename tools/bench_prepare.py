@@ -28,6 +28,7 @@ from lightscale.data_pipeline.crew import Workers
 from lightscale.data_pipeline.prepare import Options, prepare
 from lightscale.data_pipeline.tokenizers import load_tiktoken
 from lightscale.errors import UserError
+from lightscale.training.memory import peak_memory_bytes
 
 ENCODING = "cl100k_base"
 WORKERS = 2
@@ -238,13 +239,7 @@ def _measure_one(corpus_file: Path, out: Path) -> None:
     began = time.perf_counter()
     report = prepare(make_corpus(table, origin="benchmark"), out)
     tokens = report["sources"]["text"]["tokens"]
-    print(json.dumps({"peak_bytes": _peak_bytes(), "tokens": tokens, "seconds": time.perf_counter() - began}))
-
-
-def _peak_bytes() -> int:
-    """Of this process alone: what getrusage gives counts the process that started it too."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
+    print(json.dumps({"peak_bytes": peak_memory_bytes(), "tokens": tokens, "seconds": time.perf_counter() - began}))
 
 
 def main() -> int:

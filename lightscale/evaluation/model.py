@@ -14,7 +14,8 @@ from lightscale.models.language_model import LanguageModel
 from lightscale.models.registry import check_mixers
 from lightscale.parallel.mesh import start_mesh
 from lightscale.training.build import build_engine
-from lightscale.training.checkpoint import Checkpoints, Restored, list_steps
+from lightscale.training.checkpoint import Checkpoints, Restored
+from lightscale.training.checkpoint_files import list_steps
 from lightscale.training.run_directory import RunDirectory
 
 

@@ -8,9 +8,12 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from lightscale.errors import UserError
-from lightscale.training.signals import die_with_parent
+from lightscale.training.heartbeat import HEARTBEATS_VARIABLE
+from lightscale.training.signals import STOP_SIGNALS, die_with_parent
 
 EXIT_CRASHED = 1
 
@@ -18,6 +21,8 @@ EXIT_CRASHED = 1
 LAUNCHER_VARIABLE = "LIGHTSCALE_LAUNCHER"
 # Where torchrun's agent looks for the error of a rank.
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+# On this one a rank writes the stacks of its threads, whatever it is doing.
+STACKS_SIGNAL = signal.SIGUSR2
 
 
 def run_rank(work: Callable[[], int]) -> int:
@@ -26,34 +31,61 @@ def run_rank(work: Callable[[], int]) -> int:
     Until `work` takes over the stop signals, they end the process. The end of the launcher ends it always.
     """
     faulthandler.enable()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, _end)
     launcher = os.environ.get(LAUNCHER_VARIABLE)
     if launcher is not None:
         die_with_parent(int(launcher))
+    _leave_stacks_on_request()
     try:
         return work()
     except Exception as error:
-        if not _record(error) or launcher is None:
+        summary = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        exit_code = error.EXIT_CODE if isinstance(error, UserError) else None
+        if not _record(summary, py_callstack=traceback.format_exc(), exit_code=exit_code) or launcher is None:
             raise
-        return UserError.EXIT_CODE if isinstance(error, UserError) else EXIT_CRASHED
+        return EXIT_CRASHED if exit_code is None else exit_code
 
 
-def _record(error: Exception) -> bool:
-    """Write `error` where the agent looks for it, in torchrun's form with more fields; whether it could."""
+def stacks_file(heartbeats: Path, rank: int) -> Path:
+    """Where `rank` of the launch with the file `heartbeats` writes its stacks."""
+    return heartbeats.with_name(f"rank-{rank}.stacks")
+
+
+def _leave_stacks_on_request() -> None:
+    heartbeats = os.environ.get(HEARTBEATS_VARIABLE)
+    if heartbeats:
+        # Open for as long as the process lives: the handler itself can only write.
+        file = os.open(stacks_file(Path(heartbeats), int(os.environ["RANK"])), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=False)
+
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    """Die of the signal, but say when: the others are ended by the same signal because of this one."""
+    _record(f"ended by {signal.Signals(signum).name} before training began", signal=signum)
+    signal.signal(signum, signal.SIG_DFL)
+    os.kill(os.getpid(), signum)
+
+
+def _record(summary: str, *, py_callstack: str = "", exit_code: int | None = None, signal: int | None = None) -> bool:
+    """Write what ends this rank where the agent looks for it, in torchrun's form with more fields; if it could."""
     path = os.environ.get(ERROR_FILE_VARIABLE)
     if not path:
         return False
     now = time.time()
-    extra = {
-        "py_callstack": traceback.format_exc(),
+    extra: dict[str, Any] = {
+        "py_callstack": py_callstack,
         "timestamp": str(int(now)),
         # Whole seconds do not tell the rank that failed from those that lost it.
         "time_s": now,
-        "user_error": isinstance(error, UserError),
+        "exit_code": exit_code,
+        "signal": signal,
     }
-    summary = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    draft = Path(f"{path}.tmp")
     try:
-        Path(path).write_text(json.dumps({"message": {"message": summary, "extraInfo": extra}}), "utf-8")
+        # At once: the agent, which reads it when this process is gone, fails over half a record.
+        draft.write_text(json.dumps({"message": {"message": summary, "extraInfo": extra}}), "utf-8")
+        draft.rename(path)
     except OSError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""Start the ranks of a run on this machine by torch's elastic launcher, and tell how they ended.
+"""Start the ranks of a run on this machine by torch's elastic launcher, once, and find out how they ended.
 
 The elastic agent runs in this process. Three of its habits are changed, by its own settings:
 
@@ -14,78 +14,61 @@ The elastic agent runs in this process. Three of its habits are changed, by its 
 
 Whoever starts torchrun by hand (`torchrun … -m lightscale train CONFIG`) should set both variables too, and
 give `--signals-to-handle SIGTERM,SIGINT,SIGUSR1`.
-
-Exit codes. Ranks that stop together leave 0 and status.json, which becomes 0 (finished), 75 (resumable:
-start the same command again) or 78 (stopped: a person must look). A mistake of the user that a rank finds
-is "stopped", 78. Any other failure of a rank is 1, and the run is "resumable": whether a machine broke or
-the program is wrong cannot be told from one failure. A job script may try again after it, as long as the
-run makes progress.
 """
 
 import contextlib
 import logging
 import os
-import signal
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Self
 
-import psutil
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from lightscale.errors import UserError
-from lightscale.launch.rank import ERROR_FILE_VARIABLE, EXIT_CRASHED, LAUNCHER_VARIABLE
+from lightscale.launch.failures import RankFailure, first_failure, located, read_failure
+from lightscale.launch.rank import ERROR_FILE_VARIABLE, LAUNCHER_VARIABLE
+from lightscale.launch.watchdog import Watchdog
+from lightscale.training.heartbeat import HEARTBEATS_VARIABLE, Beat, create_heartbeats, read_heartbeats
 from lightscale.training.metrics import TERMINAL_VARIABLE
-from lightscale.training.run_directory import RunDirectory, Status
-from lightscale.training.signals import STOP_SIGNALS
-
-EXIT_CODES: dict[Status, int] = {"finished": 0, "resumable": 75, "stopped": UserError.EXIT_CODE}
+from lightscale.training.signals import DEADLINE_VARIABLE
 
 # Longer than the save of a large model. torch before 2.12 does not read it and takes 30.
 _SHUTDOWN_TIMEOUT_S = 600
 _POLL_S = 0.1
-# Ranks notice a dead peer at once; what dies later was ended by the agent.
-_CAUSE_S = 10
-_LOG_TAIL_LINES = 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankFailure:
-    """The failure of one rank."""
+class Launch:
+    """How the ranks of one launch ended."""
 
-    rank: int
-    summary: str
-    """One line, or for a user's mistake its whole message."""
-    traceback: str | None = None
-    """What Python said; None: the process ended without a word, by a signal for instance."""
-    time_s: float
-    """When, in seconds since the epoch."""
-    killer: signal.Signals | None = None
-    """The signal that ended the process."""
-    is_user_error: bool = False
+    logs: Path
+    failure: RankFailure | None
+    """What went wrong first; None: all left with exit code 0."""
+    beats: dict[int, Beat]
+    """What each rank last said that it was doing."""
 
 
-def run_ranks(run: RunDirectory, command: Sequence[str], *, processes: int, resume: str) -> int:
-    """Run `command` as `processes` ranks until they end; returns the exit code described above.
+def launch_ranks(
+    command: Sequence[str], *, processes: int, logs: Path, hang_timeout_s: float, deadline_s: float | None
+) -> Launch:
+    """Run `command` as `processes` ranks until they end; what they write goes to the new directory `logs`.
 
-    `resume` is the command line that goes on with the run, for the last message. Raises UserError for a
-    mistake of the user that a rank found.
+    Ranks that hang are ended. `deadline_s`: when they are to stop by themselves, in seconds since the epoch.
     """
-    logs = run.new_log_directory()
-    # What it says is about an earlier attempt.
-    run.status.unlink(missing_ok=True)
+    heartbeats = logs / "heartbeats"
+    create_heartbeats(heartbeats, processes)
+    variables = {**_rank_variables(processes), HEARTBEATS_VARIABLE: str(heartbeats.absolute())}
+    if deadline_s is not None:
+        variables[DEADLINE_VARIABLE] = str(deadline_s)
     with (
-        _changed_environment(_rank_variables(processes)),
+        _changed_environment(variables),
         _agent_log(logs / "launcher.log"),
-        _StopRelay() as relay,
+        Watchdog(heartbeats, num_ranks=processes, hang_timeout_s=hang_timeout_s) as watchdog,
     ):
         failures = _launch(command, processes, logs)
     for failure in failures:
@@ -96,7 +79,17 @@ def run_ranks(run: RunDirectory, command: Sequence[str], *, processes: int, resu
     if sys.stderr.isatty():
         # A rank that was killed while it drew its line has not given the cursor back.
         print("\x1b[?25h", end="\n" if failures else "", file=sys.stderr)
-    return _conclude(run, first_failure(failures), stop=relay.received, logs=logs, resume=resume)
+    beats, hang = read_heartbeats(heartbeats), watchdog.hang
+    if hang is not None:
+        # Those without a record were killed for it; a rank that failed before that is why others waited.
+        failures = [failure for failure in failures if failure.is_recorded]
+    first = first_failure(failures)
+    if first is not None:
+        first = located(first, beats)
+    elif hang is not None:
+        summary = f"{hang.reason}; the stacks of all ranks are in {logs}/rank-*.stacks"
+        first = RankFailure(rank=hang.ranks[0], summary=summary, time_s=hang.time_s)
+    return Launch(logs=logs, failure=first, beats=beats)
 
 
 def _launch(command: Sequence[str], processes: int, logs: Path) -> list[RankFailure]:
@@ -121,95 +114,11 @@ def _launch(command: Sequence[str], processes: int, logs: Path) -> list[RankFail
     try:
         elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
-        return [_read_failure(rank, failure) for rank, failure in error.failures.items()]
+        return [read_failure(rank, failure) for rank, failure in error.failures.items()]
     except SignalException as error:
         killed = RankFailure(rank=0, summary=str(error), time_s=time.time(), killer=error.sigval)
         return [killed]
     return []
-
-
-def _conclude(
-    run: RunDirectory, failure: RankFailure | None, *, stop: signal.Signals | None, logs: Path, resume: str
-) -> int:
-    """Say how the ranks ended, in status.json, on stderr, and as the exit code."""
-    status = run.read_status()
-    step, tokens = run.progress()
-    if failure is not None and failure.traceback is None:
-        if failure.killer in STOP_SIGNALS:
-            # A rank that was signalled itself, before the training loop took over the signals.
-            stop = stop or failure.killer
-        if stop is not None:
-            if status is None:
-                reason = f"{stop.name}, and rank {failure.rank} did not save: {failure.summary}"
-                status = run.write_status("resumable", reason=reason, step=step, tokens=tokens)
-            failure = None
-    if failure is None and status is None:
-        reason = "all ranks ended without writing status.json"
-        failure = RankFailure(rank=0, summary=reason, time_s=time.time())
-    if failure is not None:
-        kind: Status = "stopped" if failure.is_user_error else "resumable"
-        run.write_status(kind, reason=f"rank {failure.rank}: {failure.summary}", step=step, tokens=tokens)
-        run.event("failed", rank=failure.rank, reason=failure.summary, step=step, logs=str(logs))
-        if failure.is_user_error:
-            raise UserError(failure.summary)
-        _print_failure(failure, logs)
-        print(f"go on from the newest checkpoint with: {resume}", file=sys.stderr)
-        return EXIT_CRASHED
-    assert status is not None
-    end = f"{status.status} at step {status.step}, {status.tokens:,} tokens: {status.reason}"
-    print(end, file=sys.stderr)
-    if status.status == "resumable":
-        print(f"go on with: {resume}", file=sys.stderr)
-    return EXIT_CODES[status.status]
-
-
-def _print_failure(failure: RankFailure, logs: Path) -> None:
-    if failure.traceback is not None:
-        print(failure.traceback, file=sys.stderr, end="")
-    elif failure.rank != 0:
-        # Rank 0's output was shown as it came.
-        text = (logs / f"rank-{failure.rank}.err").read_text(encoding="utf-8", errors="replace")
-        for line in text.splitlines()[-_LOG_TAIL_LINES:]:
-            print(line, file=sys.stderr)
-    print(f"rank {failure.rank} failed: {failure.summary} (output of all ranks: {logs})", file=sys.stderr)
-
-
-def _read_failure(rank: int, failure: ProcessFailure) -> RankFailure:
-    message: Any = failure.message
-    if isinstance(message, dict) and "time_s" in message["extraInfo"]:
-        extra = message["extraInfo"]
-        return RankFailure(
-            rank=rank,
-            summary=message["message"],
-            traceback=extra["py_callstack"],
-            time_s=extra["time_s"],
-            is_user_error=extra["user_error"],
-        )
-    if failure.exitcode < 0:
-        killer = signal.Signals(-failure.exitcode)
-        hint = "; the machine may be out of memory" if killer is signal.SIGKILL else ""
-        summary = f"killed by {killer.name}{hint}"
-        return RankFailure(rank=rank, summary=summary, time_s=failure.timestamp, killer=killer)
-    return RankFailure(rank=rank, summary=f"exit code {failure.exitcode}", time_s=failure.timestamp)
-
-
-def first_failure(failures: Sequence[RankFailure]) -> RankFailure | None:
-    """The failure that the others follow from.
-
-    A process that is killed, or exits, leaves no record, and its peers raise before the agent sees it: at
-    about the time of the first exception it is the cause. SIGTERM is how the agent ends the other ranks.
-    """
-    if not failures:
-        return None
-    raised = min((one.time_s for one in failures if one.traceback is not None), default=float("inf"))
-
-    def order(one: RankFailure) -> tuple[int, float]:
-        if one.killer is signal.SIGTERM:
-            return 2, one.time_s
-        silent = one.traceback is None and one.time_s < raised + _CAUSE_S
-        return (0 if silent else 1), one.time_s
-
-    return min(failures, key=order)
 
 
 def _rank_variables(processes: int) -> dict[str, str]:
@@ -284,55 +193,3 @@ class _RankLogs(LogsSpecs):
                 destination.tee_stdouts[local_rank] = f"{stem}.out"
                 destination.tee_stderrs[local_rank] = f"{stem}.err"
         return destination
-
-
-class _StopRelay:
-    """Passes the first stop signal of this process on to each rank, once.
-
-    A rank is in a session of its own: neither Ctrl-C nor a closed terminal (SIGHUP) reaches it directly.
-    SIGHUP counts as SIGTERM, unless nohup made it ignored. The third Ctrl-C kills the ranks.
-    """
-
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-        self._interrupts = 0
-        self._previous: dict[signal.Signals, Any] = {}
-        self._told: set[int] = set()
-        self._done = threading.Event()
-        # A handler alone would miss the ranks that start after the signal came.
-        self._thread = threading.Thread(target=self._relay, name="stop-relay", daemon=True)
-
-    def __enter__(self) -> Self:
-        for signum in (*STOP_SIGNALS, signal.SIGHUP):
-            if signum is not signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
-                self._previous[signum] = signal.signal(signum, self._handle)
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._done.set()
-        self._thread.join()
-        while self._previous:
-            signal.signal(*self._previous.popitem())
-
-    def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if self.received is None:
-            self.received = signal.SIGTERM if signum == signal.SIGHUP else signal.Signals(signum)
-        elif signum == signal.SIGINT:
-            self._interrupts += 1
-            if self._interrupts == 1:
-                os.write(2, b"already stopping; Ctrl-C once more ends the run without saving\n")
-
-    def _relay(self) -> None:
-        while not self._done.wait(_POLL_S):
-            if self.received is None:
-                continue
-            for rank in psutil.Process().children():
-                with contextlib.suppress(ProcessLookupError):
-                    if self._interrupts > 1:
-                        os.killpg(rank.pid, signal.SIGKILL)
-                    elif rank.pid not in self._told:
-                        self._told.add(rank.pid)
-                        os.kill(rank.pid, self.received)

@@ -1,12 +1,15 @@
 """``lightscale train``: start a run, or go on with it."""
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import json
 import os
 import shlex
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -15,11 +18,14 @@ from lightscale.config import RunConfig, check_layout
 from lightscale.config_files import load
 from lightscale.data_pipeline.store import TokenizerIdentity, TokenStore
 from lightscale.errors import UserError
+from lightscale.launch.duration import parse_duration
 from lightscale.launch.environment import RankEnvironment
-from lightscale.launch.rank import run_rank
-from lightscale.launch.torchrun import EXIT_CODES, run_ranks
+from lightscale.launch.lock import RunLock
+from lightscale.launch.rank import LAUNCHER_VARIABLE, run_rank
+from lightscale.launch.restart import EXIT_CODES, RestartPolicy, run_ranks
 from lightscale.models.registry import check_mixers
 from lightscale.training.run_directory import RunDirectory
+from lightscale.training.signals import DEADLINE_VARIABLE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,45 +41,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--processes", type=int, metavar="N", help="ranks on this machine (default: one per GPU, or one)"
     )
+    parser.add_argument(
+        "--stop-after",
+        metavar="TIME",
+        help="save and leave after this long, like 23h30m: less than the job's time limit by a step and a save",
+    )
+    parser.add_argument(
+        "--no-restart", action="store_true", help="do not start the ranks again after a failure: the job script does"
+    )
     parser.add_argument("--json", action="store_true", help="print at the end, as JSON, how the run ended")
 
 
 def run(args: argparse.Namespace) -> int:
     """Train. Inside a rank (started by torchrun, srun or mpirun) joins the others, else starts the ranks.
 
-    Returns 0 (finished), 75 (resumable), 78 (a person must look) or 1 (a rank failed); a rank that stopped
-    together with the others returns 0.
+    Returns one of the exit codes that `launch/restart.py` lists; a rank that stopped together with the others
+    returns 0.
     """
+    deadline_s = None if args.stop_after is None else time.time() + parse_duration("--stop-after", args.stop_after)
     directory = RunDirectory(args.run or _default_directory(args.config))
     environment = RankEnvironment.read(os.environ)
     if environment is None:
-        return _launch(args, directory)
+        return _launch(args, directory, deadline_s)
+    if deadline_s is not None:
+        os.environ[DEADLINE_VARIABLE] = str(deadline_s)
     place = environment
     return run_rank(lambda: _train(load(args.config, args.overrides), directory, place))
 
 
-def _launch(args: argparse.Namespace, directory: RunDirectory) -> int:
+def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float | None) -> int:
     """Check everything that can be checked without ranks, then start them."""
     config = load(args.config, args.overrides)
     processes = _num_processes(config, args.processes)
     check_layout(config, processes)
     check_mixers(config.model, config.parallel)
     _check_store(config)
-    if not directory.create_or_open(config) and directory.is_finished(config):
+    if _is_finished(directory, config):
         print(f"{directory.path} is finished: all {config.total_steps} steps are done", file=sys.stderr)
         code = EXIT_CODES["finished"]
     else:
         # The ranks read the stored form: the user may edit CONFIG while the run goes on.
-        command = [
-            sys.executable,
-            "-m",
-            "lightscale",
-            "train",
-            str(directory.config),
-            "--run",
-            str(directory.path),
-        ]
-        code = run_ranks(directory, command, processes=processes, resume=_command_line(args, directory))
+        command = [sys.executable, "-m", "lightscale", "train", str(directory.config), "--run", str(directory.path)]
+        policy = RestartPolicy(config=config.restart, again=not args.no_restart, deadline_s=deadline_s)
+        resume = _command_line(args, directory)
+        with _held(directory, config):
+            code = run_ranks(directory, command, processes=processes, resume=resume, policy=policy)
     if args.json:
         status = directory.read_status()
         record = dataclasses.asdict(status) if status else {}
@@ -85,14 +97,32 @@ def _train(config: RunConfig, directory: RunDirectory, environment: RankEnvironm
     """The work of one rank."""
     os.environ.update(environment.variables())
     check_layout(config, environment.world_size)
-    if environment.rank == 0:
-        directory.create_or_open(config)
-    if directory.is_finished(config):
+    is_main = environment.rank == 0
+    if _is_finished(directory, config) if is_main else directory.is_finished(config):
         return 0
-    # Imported here, because the launcher, in the same module, needs neither the models nor the engine.
-    importlib.import_module("lightscale.training.train").train(config, directory)
-    assert environment.rank != 0 or directory.read_status() is not None, "training ended without a status"
+    # Otherwise the launcher holds it.
+    hold = is_main and LAUNCHER_VARIABLE not in os.environ
+    with _held(directory, config) if hold else contextlib.nullcontext():
+        # Imported here, because the launcher, in the same module, needs neither the models nor the engine.
+        importlib.import_module("lightscale.training.train").train(config, directory)
+    assert not is_main or directory.read_status() is not None, "training ended without a status"
     return 0
+
+
+def _is_finished(directory: RunDirectory, config: RunConfig) -> bool:
+    """Whether nothing is left to do; refuses a run of another configuration. Nothing of an existing run is touched."""
+    if directory.create(config):
+        return False
+    directory.changes(config)
+    return directory.is_finished(config)
+
+
+@contextlib.contextmanager
+def _held(directory: RunDirectory, config: RunConfig) -> Iterator[None]:
+    """Have the run for this job alone, with `config` stored in it."""
+    with RunLock(directory):
+        directory.create_or_open(config)
+        yield
 
 
 def _default_directory(config: Path) -> Path:
@@ -145,4 +175,8 @@ def _command_line(args: argparse.Namespace, directory: RunDirectory) -> str:
     words = ["lightscale", "train", str(args.config), *args.overrides, "--run", str(directory.path)]
     if args.processes is not None:
         words += ["--processes", str(args.processes)]
+    if args.stop_after is not None:
+        words += ["--stop-after", args.stop_after]
+    if args.no_restart:
+        words.append("--no-restart")
     return shlex.join(words)

@@ -5,14 +5,17 @@ of the mean loss over all valid tokens of the step, on every layout. ``gradient_
 anything has changed, and ``apply`` clips and applies them; ``step`` is both.
 """
 
+import bisect
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -23,11 +26,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from lightscale.parallel.corrections import correct_megatron, count_padding, create_optimizer_states
 from lightscale.parallel.mesh import Mesh
+from lightscale.parallel.pieces import Box, Piece, stretch_boxes
 
-# How the optimizer's flat buffers are described in a checkpoint: by parameter, so that any layout can read them.
-_OPTIMIZER_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+# What stands before a parameter's name in checkpoints: its weights, and AdamW's two running means.
+_WEIGHTS, _MOMENTS = "model.", ("exp_avg.", "exp_avg_sq.")
 
 
 class MicroBatch(Protocol):
@@ -123,7 +126,6 @@ class Engine:
         self.models: list[DistributedDataParallel] = []
         self.optimizer: ChainedOptimizer | None = None
         if adamw is not None:
-            correct_megatron()
             self._wrap(adamw)
 
     @property
@@ -161,8 +163,6 @@ class Engine:
             self.config.grad_sync_func = start_sync[0] if single else list(start_sync)
         if double:
             return
-        for model in self.models:
-            count_padding(model)
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -183,7 +183,10 @@ class Engine:
             },
             use_gloo_process_groups=on_gpu,
         )
-        create_optimizer_states(self.optimizer)
+        # The first step makes the moments, and a checkpoint may be read before it. At lr 0 this one changes nothing.
+        for part in self.optimizer.chained_optimizers:
+            part._init_optimizer_states_with_dummy_values()
+        self._set_adam_steps(0)
 
     def _finalize_gradients(self, model: list[nn.Module], *args: Any, **kwargs: Any) -> None:
         finalize_model_grads(model, *args, **{**kwargs, "pg_collection": self.mesh.groups})
@@ -318,28 +321,124 @@ class Engine:
             for bucket in buffer.buckets:
                 yield bucket.param_data.view(buffer.data_parallel_world_size, -1)
 
-    def sharded_state(self, *, loading: bool, with_optimizer: bool = True) -> dict[str, Any]:
-        """Megatron's description of weights and optimizer state: what to write, or where to read to."""
-        # Parameters have their global names, whichever chunk holds them: those that several hold are one.
-        model = {str(n): chunk.sharded_state_dict() for n, chunk in enumerate(self.chunks)}  # type: ignore[operator]
-        state: dict[str, Any] = {"model": model}
-        if with_optimizer and self.optimizer is not None:
-            state["optimizer"] = self.optimizer.sharded_state_dict(
-                model, is_loading=loading, metadata=_OPTIMIZER_METADATA
-            )
-        return state
+    def owned_pieces(self) -> list[Piece]:
+        """What this rank writes of weights and optimizer state: every element is one rank's, on any layout.
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what a checkpoint gave for ``sharded_state(loading=True)``."""
-        for n, chunk in enumerate(self.chunks):
-            chunk.load_state_dict(state["model"][str(n)])
+        With an optimizer its fp32 weights stand for the model's, which are those in the model's number format.
+        """
+        if self.optimizer is None:
+            return [
+                Piece(box=replace(part.box, key=f"{_WEIGHTS}{part.box.key}"), data=part.data)
+                for _, part, is_copy in self._weight_parts()
+                if not is_copy and self.mesh.groups.dp_cp.rank() == 0
+            ]
+        return list(self._optimizer_pieces(copies=False, names=(_WEIGHTS, *_MOMENTS)))
+
+    def wanted_pieces(self, *, weights_only: bool) -> list[Piece]:
+        """What this rank needs of a checkpoint, as places to fill; ``finish_loading`` must follow."""
+        if self.optimizer is not None:
+            for model in self.models:
+                # A gathering of weights that is still on its way would overwrite what is read.
+                model.start_param_sync(force_sync=True)
+            return list(self._optimizer_pieces(copies=True, names=(_WEIGHTS, *(() if weights_only else _MOMENTS))))
+        return [
+            Piece(box=replace(part.box, key=f"{_WEIGHTS}{part.box.key}"), data=part.data)
+            for _, part, _ in self._weight_parts()
+        ]
+
+    @torch.no_grad()
+    def finish_loading(self, counters: Mapping[str, int] | None) -> None:
+        """Make the model what the optimizer's weights say, as after a step; ``counters`` as from ``counters()``."""
         if self.optimizer is None:
             return
-        if "optimizer" in state:
-            self.optimizer.load_state_dict(state["optimizer"])
-        else:
-            # Weights alone: the optimizer's fp32 copies must follow.
-            self.optimizer.reload_model_params()
+        for part in self.optimizer.chained_optimizers:
+            part._copy_main_params_to_model_params()
+        for model in self.models:
+            model.start_param_sync(force_sync=True)
+        if counters is not None:
+            self._set_adam_steps(counters["adam_steps"])
+
+    def counters(self) -> dict[str, int]:
+        """The optimizer's state that is no tensor of a parameter's shape; the same on every rank."""
+        steps = [0] if self.optimizer is None else [*self._adam_steps(), 0]
+        return {"adam_steps": int(steps[0])}
+
+    def _adam_steps(self) -> Iterator[float]:
+        """PyTorch's AdamW counts for each parameter, fused ones for each group."""
+        assert self.optimizer is not None
+        for part in self.optimizer.chained_optimizers:
+            for holder in (*part.optimizer.state.values(), *part.optimizer.param_groups):
+                if "step" in holder:
+                    yield float(holder["step"])
+
+    def _set_adam_steps(self, steps: int) -> None:
+        assert self.optimizer is not None
+        for part in self.optimizer.chained_optimizers:
+            states = [state for state in part.optimizer.state.values() if "step" in state]
+            for state in states:
+                # A tensor of its own for each: AdamW adds to them one by one.
+                state["step"] = torch.tensor(float(steps), dtype=torch.float32)
+            if not states:
+                for group in part.optimizer.param_groups:
+                    group["step"] = steps
+
+    def _weight_parts(self) -> Iterator[tuple[nn.Parameter, Piece, bool]]:
+        """(parameter, a part of it, whether another model-parallel rank holds that part too) of this rank.
+
+        A parameter has several parts where its rows come from several places of the whole tensor, as the gate and up
+        halves of a linear unit do.
+        """
+        for chunk in self.chunks:
+            parameters = sorted(chunk.parameters(), key=Tensor.data_ptr)
+            starts = [parameter.data_ptr() for parameter in parameters]
+            state = chunk.sharded_state_dict()  # type: ignore[operator]
+            apply_factories(state)
+            for tensor in nested_values(state):
+                if not isinstance(tensor, ShardedTensor):
+                    assert not getattr(tensor, "data", None), f"{tensor}: only parameters are kept in checkpoints"
+                    continue
+                parameter = parameters[bisect.bisect_right(starts, tensor.data.data_ptr()) - 1]
+                part = Piece(
+                    box=Box(
+                        key=tensor.key,
+                        shape=tuple(tensor.global_shape),
+                        offset=tuple(tensor.global_offset),
+                        sizes=tuple(tensor.local_shape),
+                    ),
+                    data=tensor.data.detach(),
+                )
+                assert part.data.is_contiguous() and not tensor.prepend_axis_num, tensor.key
+                yield parameter, part, any(tensor.replica_id[:-1])
+
+    def _optimizer_pieces(self, *, copies: bool, names: Sequence[str]) -> Iterator[Piece]:
+        """The stretches that this data rank owns of the parameters, for each of ``names`` (fp32 weights, moments).
+
+        ``copies``: also of parameters that a tensor or pipeline rank before this one holds as well.
+        """
+        assert self.optimizer is not None
+        owners = {
+            parameter: part
+            for part in self.optimizer.chained_optimizers
+            for parameter in part.model_param_group_index_map
+        }
+        for parameter, part, is_copy in self._weight_parts():
+            if parameter not in owners or (is_copy and not copies):
+                continue
+            owner = owners[parameter]
+            own = owner._get_model_param_range_map(parameter)["param"]
+            tensors = owner._get_main_param_and_optimizer_states(parameter)
+            # Where the part begins in the flattened parameter.
+            begin = (part.data.data_ptr() - parameter.data_ptr()) // parameter.element_size()
+            first, last = max(own.start, begin), min(own.end, begin + part.data.numel())
+            for offset, sizes in stretch_boxes(part.box.sizes, first - begin, last - begin):
+                numel = math.prod(sizes)
+                place = slice(first - own.start, first - own.start + numel)
+                first += numel
+                at = tuple(a + b for a, b in zip(part.box.offset, offset, strict=True))
+                for name in names:
+                    flat = tensors["param" if name == _WEIGHTS else name.removesuffix(".")].detach().view(-1)
+                    box = Box(key=f"{name}{part.box.key}", shape=part.box.shape, offset=at, sizes=sizes)
+                    yield Piece(box=box, data=flat[place].view(sizes))
 
     def gradients(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """(local name, parameter, gradient) of this rank after ``forward_backward``, reduced over all ranks.

@@ -20,6 +20,8 @@ from lightscale.config import Exchange
 from lightscale.errors import UserError
 from lightscale.parallel.sequence import Gather, Ring, StateExchange, TwoLevel
 
+_SAVING_TIMEOUT = timedelta(hours=6)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
@@ -27,8 +29,8 @@ class Mesh:
 
     ``groups`` is Megatron's own collection (``tp``, ``pp``, ``cp``, ``dp_cp``, …). ``exchange`` passes the states of
     mixers along ``sequence``, None where every rank holds whole sequences. ``control`` is a gloo group of all
-    processes for small host-side agreements (stop flags, checkpoint commits); it never carries what training waits
-    for.
+    processes for small host-side agreements of the main thread (stop flags, what is restored), and ``saving`` one for
+    the thread that writes checkpoints: two threads on one group would mix their messages.
     """
 
     device: torch.device
@@ -44,6 +46,7 @@ class Mesh:
     groups: ProcessGroupCollection
     exchange: StateExchange | None
     control: dist.ProcessGroup
+    saving: dist.ProcessGroup
 
     @property
     def axes(self) -> dict[str, int]:
@@ -132,7 +135,8 @@ def start_mesh(
             pipeline_model_parallel_size=pipeline,
             context_parallel_size=sequence,
             virtual_pipeline_model_parallel_size=virtual_stages if virtual_stages > 1 else None,
-            distributed_timeout_minutes=max(1, int(timeout_s / 60)),
+            # Becomes a timedelta: parts of a minute are welcome.
+            distributed_timeout_minutes=timeout_s / 60,
             create_gloo_process_groups=place.type == "cuda",
         )
         # Megatron's layers fork named random streams; weights are drawn elsewhere (parallel/initialization.py).
@@ -151,6 +155,8 @@ def start_mesh(
             groups=ProcessGroupCollection.use_mpu_process_groups(),
             exchange=_state_exchange(exchange, ranks_per_node or world_size, timeout) if sequence > 1 else None,
             control=dist.new_group(backend="gloo", timeout=timeout),
+            # A rank may wait long for another one's disk; one that is gone is noticed at once.
+            saving=dist.new_group(backend="gloo", timeout=_SAVING_TIMEOUT),
         )
     finally:
         parallel_state.destroy_model_parallel()

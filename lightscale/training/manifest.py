@@ -16,7 +16,8 @@ import xxhash
 from lightscale.errors import UserError
 
 NAME = "MANIFEST.json"
-FORMAT = 1
+FORMAT = 2
+"""1 was Megatron's distributed checkpoints."""
 _BLOCK_BYTES = 1 << 22
 
 
@@ -50,6 +51,15 @@ def hash_file(path: Path) -> FileRecord:
     return FileRecord(num_bytes=size, xxh3_128=digest.hexdigest())
 
 
+def write_synced(path: Path, content: bytes) -> FileRecord:
+    """Write a small new file; it is on disk when this returns."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileRecord(num_bytes=len(content), xxh3_128=xxhash.xxh3_128(content).hexdigest())
+
+
 def sync(path: Path) -> None:
     """Wait until the file, or the entries of the directory, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -67,9 +77,7 @@ def write_manifest(directory: Path, files: Mapping[str, FileRecord], facts: Mapp
         "files": {name: {"bytes": f.num_bytes, "xxh3_128": f.xxh3_128} for name, f in sorted(files.items())},
     }
     body["manifest_xxh3_128"] = _own_hash(body)
-    path = directory / NAME
-    path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-    sync(path)
+    write_synced(directory / NAME, (json.dumps(body, indent=1) + "\n").encode())
 
 
 def read_manifest(directory: Path) -> Manifest:

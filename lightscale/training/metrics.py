@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from torch.utils.tensorboard import SummaryWriter
 
-from lightscale.training.run_directory import LineWriter
+from lightscale.training.goodput import Goodput
+from lightscale.training.run_directory import LineWriter, timestamp
 
 # The launcher gives here the terminal that it runs on: the ranks' own stderr is a log file.
 TERMINAL_VARIABLE = "LIGHTSCALE_TERMINAL"
@@ -74,9 +75,11 @@ class MetricsLogger:
         self._total_steps = total_steps
         self._tokens_per_step = tokens_per_step
         self._log_every = log_every
+        self._logged_step: int | None = None
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops
         self._began = time.perf_counter()
+        self._skipped_saves = 0
         if not enabled:
             return
         self._lines = LineWriter(path)
@@ -132,7 +135,8 @@ class MetricsLogger:
             **more,
         }
         marks = {} if skipped is None else {"skipped": skipped}
-        self._lines.write({"step": step, "attempt": self._attempt, "tokens": tokens, **scalars, **marks})
+        self._write(step, tokens, {**scalars, **marks})
+        self._logged_step = step
         self._scalars("train", {**scalars, "tokens": tokens}, step)
         left = self._pace.time_left_s(step, time.monotonic())
         self._progress.show(
@@ -146,13 +150,47 @@ class MetricsLogger:
         if not self._enabled:
             return
         sets = {name: {"loss": one.loss, "loss_by_position": one.by_position} for name, one in losses.items()}
-        self._lines.write({"step": step, "attempt": self._attempt, "tokens": tokens, "validation": sets})
+        self._write(step, tokens, {"validation": sets})
         for name, one in losses.items():
             digits = len(str(len(one.by_position) - 1))
             buckets = {f"loss_by_position/{i:0{digits}}": loss for i, loss in enumerate(one.by_position)}
             self._scalars(f"validation/{name}", {"loss": one.loss, **buckets}, step)
         text = "  ".join(f"{name} {one.loss:.4f}" for name, one in losses.items())
         self._progress.say(f"step {step}/{self._total_steps}  validation loss  {text}")
+
+    def log_save(
+        self, step: int, *, tokens: int, saved_step: int, stall_s: float, write_s: float, num_bytes: int
+    ) -> None:
+        """Record, after ``step``, that the checkpoint of ``saved_step`` is durable.
+
+        ``stall_s``: seconds that training waited for it; ``write_s``: seconds until it was written.
+        """
+        if not self._enabled:
+            return
+        scalars = {"stall_s": stall_s, "write_s": write_s, "bytes_per_s": num_bytes / write_s}
+        fields = {"checkpoint_step": saved_step, **{f"checkpoint_{name}": value for name, value in scalars.items()}}
+        self._write(step, tokens, fields)
+        self._scalars("checkpoint", scalars, saved_step)
+
+    def count_skipped_save(self, step: int) -> None:
+        """Record that a checkpoint was due at ``step`` and the one before still being written."""
+        if not self._enabled:
+            return
+        self._skipped_saves += 1
+        self._scalars("checkpoint", {"skipped": self._skipped_saves}, step)
+
+    def log_goodput(self, step: int, *, tokens: int, goodput: Goodput) -> None:
+        """Record the goodput of the run up to `step`.
+
+        In metrics.jsonl it joins the line of that step; where this attempt has written none, as when it starts,
+        another would take the place of the line of the attempt before.
+        """
+        if not self._enabled:
+            return
+        if step == self._logged_step:
+            self._write(step, tokens, {"goodput": goodput.record()})
+        self._scalars("goodput", goodput.scalars(), step)
+        self._progress.say(f"step {step}/{self._total_steps}  {goodput.sentence()}")
 
     def close(self) -> None:
         """Write out what is buffered and end the line of progress."""
@@ -171,6 +209,9 @@ class MetricsLogger:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _write(self, step: int, tokens: int, fields: Mapping[str, object]) -> None:
+        self._lines.write({"step": step, "attempt": self._attempt, "time": timestamp(), "tokens": tokens, **fields})
 
     def _mfu(self, tokens_per_s: float) -> float | None:
         if self._flops_per_token is None or self._peak_flops is None:

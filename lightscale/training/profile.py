@@ -1,6 +1,5 @@
 """Profiles of chosen steps: a trace of what ran when, and a snapshot of what held memory."""
 
-import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from lightscale.parallel.mesh import Mesh
+from lightscale.training.memory import peak_memory_bytes
 
 _TABLE_ROWS = 50
 
@@ -72,6 +72,6 @@ class StepProfiler:
             torch.cuda.memory._record_memory_history(enabled=None)
         else:
             table = self._profile.key_averages().table(sort_by="self_cpu_memory_usage", row_limit=_TABLE_ROWS)
-            peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            Path(f"{stem}.memory.txt").write_text(f"{table}\npeak of the process: {peak_bytes:,} bytes\n", "utf-8")
+            text = f"{table}\npeak of the process: {peak_memory_bytes():,} bytes\n"
+            Path(f"{stem}.memory.txt").write_text(text, "utf-8")
         self._profile = None

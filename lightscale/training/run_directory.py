@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Self, get_args
 
+import xxhash
+
 from lightscale.config import RunConfig
 from lightscale.config_files import difference, load, to_toml
 from lightscale.errors import UserError
@@ -57,6 +59,11 @@ class RunStatus:
     """When it was written, UTC, ISO 8601."""
 
 
+def digest(config: RunConfig) -> str:
+    """xxh3-128 of the resolved configuration."""
+    return xxhash.xxh3_128(to_toml(config).encode()).hexdigest()
+
+
 class RunDirectory:
     """`path` and the files in it. One process writes: the launcher before the ranks start, then rank 0."""
 
@@ -79,12 +86,24 @@ class RunDirectory:
     def create_or_open(self, config: RunConfig) -> bool:
         """Make the directory with its config.toml, at once or not at all; True if it was not there before.
 
-        In an existing run the configuration must be the stored one, but for changes that do no harm: those of
-        `HARMLESS_KEYS`, and a longer run where that leaves the learning rates so far as they were. They are stored,
-        and recorded as an event. Otherwise raises UserError with the keys that differ and both values.
+        In an existing run the configuration must be one that `changes` allows. What changed is stored, and recorded as
+        an event.
         """
-        if self._create(config):
+        if self.create(config):
             return True
+        changes = self.changes(config)
+        if changes:
+            fields = {key: {"before": before, "now": now} for key, before, now in changes}
+            self.event("configuration_changed", attempt=self.attempt + 1, changes=fields)
+            write_atomically(self.config, to_toml(config))
+        return False
+
+    def changes(self, config: RunConfig) -> list[tuple[str, Any, Any]]:
+        """(key, value stored, value in `config`) of each difference to the configuration of this existing run.
+
+        They must do no harm: those of `HARMLESS_KEYS`, and a longer run where that leaves the learning rates so far
+        as they were. Otherwise raises UserError with the keys that differ and both values.
+        """
         if not self.config.exists():
             raise UserError(
                 f"{self.path} is no run directory: it has files but no config.toml; name another with --run"
@@ -98,11 +117,7 @@ class RunDirectory:
                 f"{self.path} holds a run with another configuration:\n" + "\n".join(lines) + "\n"
                 "Go back to those values, or start a new run with --run."
             )
-        if changes:
-            fields = {key: {"before": before, "now": now} for key, before, now in changes}
-            self.event("configuration_changed", attempt=self.attempt + 1, changes=fields)
-            write_atomically(self.config, to_toml(config))
-        return False
+        return changes
 
     def begin_attempt(self, beginning: Beginning = "start", **fields: Any) -> int:
         """Record how it begins, drop the status of the attempt before, and return this attempt's number, from 1."""
@@ -115,12 +130,12 @@ class RunDirectory:
         """Append to events.jsonl; it is on disk when this returns. `attempt`: None is the current one."""
         number = self.attempt if attempt is None else attempt
         with LineWriter(self.events) as writer:
-            writer.write({"time": _now(), "attempt": number, "event": event, **fields})
+            writer.write({"time": timestamp(), "attempt": number, "event": event, **fields})
             writer.sync()
 
     def write_status(self, status: Status, *, reason: str, step: int, tokens: int) -> RunStatus:
         """Replace status.json and return its content; it is on disk then."""
-        value = RunStatus(status=status, reason=reason, step=step, tokens=tokens, time=_now())
+        value = RunStatus(status=status, reason=reason, step=step, tokens=tokens, time=timestamp())
         write_atomically(self.status, json.dumps(dataclasses.asdict(value), indent=2) + "\n")
         return value
 
@@ -149,6 +164,11 @@ class RunDirectory:
         newest = _last_line(self.metrics)
         return (newest["step"], newest["tokens"]) if newest else (0, 0)
 
+    def newest_checkpoint(self) -> int:
+        """Step of the newest checkpoint that was committed, whole or not; 0: there is none."""
+        steps = (entry.name.removeprefix("step-") for entry in self.checkpoints.glob("step-*"))
+        return max((int(step) for step in steps if step.isdecimal()), default=0)
+
     def new_log_directory(self) -> Path:
         """A new directory under logs/ for the output of one launch's ranks."""
         self.logs.mkdir(exist_ok=True)
@@ -157,8 +177,8 @@ class RunDirectory:
         directory.mkdir()
         return directory
 
-    def _create(self, config: RunConfig) -> bool:
-        """Whether the directory was made, which of two processes happens to only one."""
+    def create(self, config: RunConfig) -> bool:
+        """Make the directory with its config.toml; whether it was made, which of two processes happens to only one."""
         parent = self.path.absolute().parent
         draft = parent / f".{self.path.name}.{uuid.uuid4().hex}"
         try:
@@ -312,5 +332,6 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _now() -> str:
+def timestamp() -> str:
+    """Now, as records say it: UTC, ISO 8601."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")

@@ -1,14 +1,21 @@
-"""Stop requests: SIGTERM, SIGINT and SIGUSR1 become one flag that all ranks agree on at the end of a step."""
+"""Stop requests: a signal or the deadline becomes one flag that all ranks agree on at the end of a step."""
 
 import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+# When to stop without any signal, in seconds since the epoch; set by the launcher for its ranks.
+DEADLINE_VARIABLE = "LIGHTSCALE_DEADLINE"
+DEADLINE = "deadline"
+# What ranks that reached it say to the others: more than any signal's number.
+_DEADLINE_NUMBER = 1 << 10
 
 # From <linux/prctl.h>.
 _PR_SET_PDEATHSIG = 1
@@ -16,6 +23,8 @@ _PR_SET_PDEATHSIG = 1
 
 class StopSignal:
     """Remembers the first stop signal of this process; the training loop asks at the end of every step.
+
+    The deadline in the environment, if there is one, is as good as a signal.
 
     From `install` on, a stop signal no longer ends the process: it means "finish the step, save, leave".
     Later ones change nothing. Before `install` there is nothing to save, and the signals end the process.
@@ -27,9 +36,10 @@ class StopSignal:
                     break
     """
 
-    def __init__(self, *, announce: bool) -> None:
+    def __init__(self, *, announce: bool, environ: Mapping[str, str] = os.environ) -> None:
         """`announce`: write one line to stderr when the signal comes; one rank should."""
         self._announce = announce
+        self._deadline_s = float(environ.get(DEADLINE_VARIABLE, "inf"))
         self._agreed = 0
         self._previous: dict[signal.Signals, Any] = {}
         self.received: signal.Signals | None = None
@@ -37,7 +47,9 @@ class StopSignal:
 
     @property
     def reason(self) -> str | None:
-        """The signal that the ranks agreed to stop for ("SIGTERM"), the same on all; None before that."""
+        """What the ranks agreed to stop for ("SIGTERM", "deadline"), the same on all; None before that."""
+        if self._agreed == _DEADLINE_NUMBER:
+            return DEADLINE
         return signal.Signals(self._agreed).name if self._agreed else None
 
     def install(self) -> None:
@@ -66,7 +78,10 @@ class StopSignal:
         until they have agreed to stop.
         """
         if not self._agreed:
-            self._agreed = all_reduce_max(self.received or 0)
+            is_late = time.time() >= self._deadline_s
+            self._agreed = all_reduce_max(_DEADLINE_NUMBER if is_late else self.received or 0)
+            if self._agreed == _DEADLINE_NUMBER and self._announce:
+                print(f"{DEADLINE}: saving and leaving", file=sys.stderr, flush=True)
         return bool(self._agreed)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:

@@ -7,14 +7,14 @@ each start, save and stop, and a status when the loop ends.
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from lightscale.config import RunConfig
-from lightscale.data_pipeline.curriculum import Skips
+from lightscale.data_pipeline.curriculum import Skips, Stage
 from lightscale.data_pipeline.loader import Layout, TokenLoader, validation_batches
 from lightscale.data_pipeline.packing import INDEX_DIR
 from lightscale.data_pipeline.prefetch import Prefetcher
@@ -29,14 +29,18 @@ from lightscale.parallel.fused import describe_fused_kernels
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.training.agreement import Agreement
 from lightscale.training.build import build_engine, start_again, weight_dtype
-from lightscale.training.checkpoint import Checkpoints, Restored, directory_name, list_steps
+from lightscale.training.checkpoint import Checkpoints, Restored
+from lightscale.training.checkpoint_files import Retention, directory_name, list_steps
+from lightscale.training.faults import reach
 from lightscale.training.guard import Guard
+from lightscale.training.heartbeat import Heartbeat
 from lightscale.training.manifest import NAME as MANIFEST
 from lightscale.training.manifest import hash_file
 from lightscale.training.metrics import MetricsLogger, ValidationLoss, device_peak_flops
 from lightscale.training.profile import StepProfiler
 from lightscale.training.replicas import ReplicaCheck, SilentCorruption
-from lightscale.training.run_directory import RunDirectory, Status, read_lines
+from lightscale.training.run_directory import RunDirectory, Status, digest, read_lines
+from lightscale.training.saving import SaveError, Saver
 from lightscale.training.schedule import learning_rate
 from lightscale.training.signals import StopSignal
 
@@ -50,6 +54,8 @@ def train(config: RunConfig, run: RunDirectory) -> Status:
         ``finished`` or ``resumable``, as written to status.json. Errors are raised; what is UserError among them
         needs a person.
     """
+    heartbeat = Heartbeat(config.restart.hang_timeout_s)
+    heartbeat.beat("starting", step=0)
     check_mixers(config.model, config.parallel)
     parallel, place = config.parallel, os.environ
     with (
@@ -62,21 +68,40 @@ def train(config: RunConfig, run: RunDirectory) -> Status:
             rank=int(place["RANK"]),
             world_size=int(place["WORLD_SIZE"]),
             local_rank=int(place["LOCAL_RANK"]),
+            timeout_s=config.restart.collective_timeout_s,
             exchange=parallel.exchange,
             ranks_per_node=parallel.ranks_per_node or int(place["LOCAL_WORLD_SIZE"]),
             virtual_stages=parallel.virtual_stages,
         ) as mesh,
     ):
-        return Trainer(config, run, mesh, stop).run()
+        return Trainer(config, run, mesh, stop, heartbeat).run()
+
+
+class Stateful(Protocol):
+    """A part of a run that changes while it trains, the same on every rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON gives them back."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from such values."""
 
 
 class Trainer:
-    """One attempt at a run on one rank."""
+    """One attempt at a run on one rank.
 
-    def __init__(self, config: RunConfig, run: RunDirectory, mesh: Mesh, stop: StopSignal) -> None:
-        self.config, self.directory, self.mesh, self.stop = config, run, mesh, stop
+    Everything that training changes, and the next step depends on, is in the checkpoint: weights, moments and counters
+    of ``engine``, the random states of each rank, ``step``, and what is named in ``state``. A test compares a trainer
+    with one that was restored, attribute by attribute.
+    """
+
+    def __init__(
+        self, config: RunConfig, run: RunDirectory, mesh: Mesh, stop: StopSignal, heartbeat: Heartbeat
+    ) -> None:
+        self.config, self.directory, self.mesh, self.stop, self.heartbeat = config, run, mesh, stop, heartbeat
         self.is_main = mesh.rank == 0
         self.ranks = Agreement(mesh.control)
+        self.stage: Stage | None = None
         if self.is_main:
             run.begin_attempt(world_size=mesh.world_size, device=_device_name(mesh.device))
 
@@ -90,9 +115,12 @@ class Trainer:
         self.loader = TokenLoader.of(config, self.store, layout=self.layout, index_dir=run.path / INDEX_DIR)
         self.engine = build_engine(config, mesh, vocab_size=self.store.tokenizer.vocab_size, trainable=True)
         self.guard = Guard(config.guard)
+        self.state: dict[str, Stateful] = {"data": self.loader, "guard": self.guard}
         self.replicas = ReplicaCheck(self.engine, every=config.guard.compare_replicas_every)
-        self.checkpoints = Checkpoints(run.checkpoints, mesh)
+        self.checkpoints, self.saver = Checkpoints(run.checkpoints, mesh), Saver(run.checkpoints, mesh)
+        self.failed_saves = 0
         self.step = self._resume()
+        self.saver.reserve(self.engine)
         self._describe()
 
     def run(self) -> Status:
@@ -120,32 +148,46 @@ class Trainer:
                 with profiler.step(self.step + 1):
                     self._train_step(ahead, metrics)
                 if self.guard.skips_in_a_row >= config.guard.max_skips:
+                    if self.saver.is_writing:
+                        self._finish_save(metrics)
                     self._roll_back()
                     metrics.go_back(self.step, attempt=self.directory.attempt)
                     continue
                 every = config.train.validate_every
                 if every and (self.step % every == 0 or self.step == total):
                     self._validate(metrics)
+                self.heartbeat.beat("agreeing", step=self.step)
+                if self.saver.is_writing and not self._largest(not self.saver.is_written):
+                    self._finish_save(metrics)
                 stopping = self.stop.should_stop(self._largest) and self.step < total
-                if stopping or self.step % (config.checkpoint.every or 100) == 0 or self.step == total:
-                    self._save()
+                leaving = stopping or self.step == total
+                if leaving or self.step % (config.checkpoint.every or 100) == 0:
+                    self._save(metrics, leaving=leaving)
                 if stopping:
                     return self._leave("resumable", f"stopped by {self.stop.reason}")
         return self._leave("finished", f"all {total} steps are done")
 
     def _train_step(self, ahead: Prefetcher, metrics: MetricsLogger) -> None:
+        reach("step:begin")
         step, total = self.step + 1, self.config.total_steps
         stage = self.loader.stage_after(self.loader.tokens)
+        if stage != self.stage:
+            self.stage = stage
+            self.heartbeat.expect_other_steps()
+        self.heartbeat.beat("reading data", step=step)
         batches = self._to_device(ahead.next_step())
+        self.heartbeat.beat("forward and backward", step=step)
         sums = self.engine.forward_backward(batches)
         self.replicas.observe()
         if self.replicas.is_due(step):
             self._compare_replicas(step)
         lr = learning_rate(self.config.optimizer, step, total)
         # Both are the same numbers on every rank, so that all skip or none; weights are still those of the last step.
+        self.heartbeat.beat("optimizer", step=step)
         grad_norm = self.engine.gradient_norm()
         skipped = self.guard.judge(sums.mean, grad_norm)
         if skipped is None:
+            reach("step:optimizer")
             self.engine.apply(lr, grad_norm)
             self.replicas.remember()
         self.step = step
@@ -197,7 +239,7 @@ class Trainer:
         if target == 0:
             start_again(self.engine, self.config.train.seed)
             self.loader.tokens, self.loader.skips = 0, Skips()
-            self.guard = Guard(self.config.guard)
+            self.guard.load_state_dict(Guard(self.config.guard).state_dict())
         self.step = self._resume()
 
     def _check_rollbacks(self, first: int, target: int) -> None:
@@ -215,6 +257,7 @@ class Trainer:
 
     def _validate(self, metrics: MetricsLogger) -> None:
         """The loss on every validation set, with the weights as they are."""
+        self.heartbeat.beat("validation", step=self.step)
         losses = {}
         for name, chosen in self.config.data.validation.items():
             store = self.store if chosen.store is None else TokenStore(chosen.store)
@@ -245,8 +288,9 @@ class Trainer:
         return step
 
     def _take_over(self, restored: Restored) -> None:
-        self.loader.load_state_dict(restored.common["data"])
-        self.guard.load_state_dict(restored.common["guard"])
+        for name, part in self.state.items():
+            part.load_state_dict(restored.common[name])
+        self.saver.known_good.add(restored.step)
         # From here on the run is without them: they must not count among the checkpoints to keep.
         self.checkpoints.put_aside(restored.damaged)
         for reason in restored.refused:
@@ -292,24 +336,54 @@ class Trainer:
                 f"{self.store.path} ({now.name}, sha256 {now.sha256[:16]}…); prepare the store with the former"
             )
 
-    def _save(self) -> None:
+    def _save(self, metrics: MetricsLogger, *, leaving: bool) -> None:
+        """Begin a checkpoint of this step; ``leaving``: and end it, for it is the last one."""
+        if self.saver.is_writing:
+            if not leaving:
+                # The disk is slower than saves are due.
+                metrics.count_skipped_save(self.step)
+                self._event("checkpoint_skipped", step=self.step, reason="the one before is being written")
+                return
+            self._finish_save(metrics)
+        self.heartbeat.beat("saving", step=self.step)
         checkpoint = self.config.checkpoint
-        tokens = self.loader.tokens
         # So that a run that restarts is without whatever was computed from corrupted weights.
         self._compare_replicas(self.step)
-        path = self.checkpoints.save(
+        # While steps are left out, the last checkpoint before them may still be needed, however many follow.
+        retention = Retention(keep=checkpoint.keep, keep_every=checkpoint.keep_every)
+        self.saver.begin(
             self.engine,
             step=self.step,
-            common={"data": self.loader.state_dict(), "guard": self.guard.state_dict()},
-            facts={"tokens": tokens, "store": self.store.fingerprint()},
+            common={name: part.state_dict() for name, part in self.state.items()},
+            facts={"tokens": self.loader.tokens, "store": self.store.fingerprint()},
+            about={"config": digest(self.config), "attempt": self.directory.attempt},
+            retention=None if self.guard.skips_in_a_row else retention,
         )
-        removed = []
-        # While steps are left out, the last checkpoint before them may still be needed, however many follow.
-        if not self.guard.skips_in_a_row:
-            removed = self.checkpoints.prune(keep=checkpoint.keep, keep_every=checkpoint.keep_every)
-        self._event("checkpoint", step=self.step, tokens=tokens, checkpoint=path.name, removed=removed)
+        if leaving or not checkpoint.asynchronous:
+            self._finish_save(metrics, leaving=leaving)
+
+    def _finish_save(self, metrics: MetricsLogger, *, leaving: bool = False) -> None:
+        """Record how the save in flight ended; a failure does not stop the training until it comes too often."""
+        self.heartbeat.beat("saving", step=self.step)
+        try:
+            saved = self.saver.finish()
+        except SaveError as error:
+            self.failed_saves += 1
+            self._event("checkpoint_failed", step=self.step, reason=str(error), in_a_row=self.failed_saves)
+            if leaving or self.failed_saves >= self.config.checkpoint.max_failures:
+                raise
+            self._say(f"{error}; training goes on")
+            return
+        self.failed_saves = 0
+        costs: dict[str, Any] = {"stall_s": saved.stall_s, "write_s": saved.write_s, "num_bytes": saved.num_bytes}
+        metrics.log_save(self.step, tokens=self.loader.tokens, saved_step=saved.step, **costs)
+        where = {"step": saved.step, "tokens": saved.facts["tokens"], "checkpoint": saved.path.name}
+        self._event("checkpoint", **where, removed=saved.removed, **costs)
+        if saved.problem is not None:
+            self._say(saved.problem)
 
     def _leave(self, status: Status, reason: str) -> Status:
+        self.heartbeat.beat("leaving", step=self.step)
         if self.is_main:
             self.directory.event(status, step=self.step, reason=reason)
             self.directory.write_status(status, reason=reason, step=self.step, tokens=self.loader.tokens)

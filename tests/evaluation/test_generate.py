@@ -29,8 +29,9 @@ from lightscale.evaluation.generate import Document, Sampling, choose, decode_st
 from lightscale.evaluation.model import LoadedModel, load_model
 from lightscale.parallel.mesh import start_mesh
 from lightscale.training.build import build_engine
-from lightscale.training.checkpoint import Checkpoints, directory_name
+from lightscale.training.checkpoint_files import directory_name
 from lightscale.training.run_directory import RunDirectory
+from lightscale.training.saving import Saver
 
 RunRanks = Callable[..., list[Any]]
 
@@ -76,7 +77,7 @@ def save(run: Path, rank: int, world_size: int, init_method: str, *, precision: 
             layout=Layout(data_rank=0, data_size=1, sequence_rank=0, sequence_size=1),
         )
         common = {"data": loader.state_dict()}
-        Checkpoints(RunDirectory(run).checkpoints, mesh).save(engine, step=STEP, common=common, facts={})
+        Saver(RunDirectory(run).checkpoints, mesh).save(engine, step=STEP, common=common, facts={})
 
 
 def save_all(rank: int, world_size: int, init_method: str, folder: Path) -> None:
@@ -451,7 +452,7 @@ def test_the_command_writes_the_text_and_nothing_else(runs: Path, tmp_path: Path
     good = run / "checkpoints" / directory_name(STEP)
     bad = good.with_name(directory_name(STEP + 1))
     shutil.copytree(good, bad)
-    (bad / "common.pt").write_bytes(b"")
+    (bad / "state.json").write_bytes(b"")
 
     options = [str(run), "--prompt", "the start: 字", "--tokens", "40", "--seed", "3"]
     plain, as_json = lightscale(options, [*options, "--json", "--step", str(STEP)])

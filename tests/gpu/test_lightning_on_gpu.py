@@ -17,8 +17,10 @@ from lightscale.kernels.lightning import chunked, lightning_attention, lightning
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: run `make gpu-check` on a machine that has one"),
+    pytest.mark.timeout(300),  # kernels are compiled, and fp64 is slow
 ]
 # RMSE of the difference to fp64 by RMSE; half of bf16's is the rounding of the results themselves.
+Record = Callable[[str, Any], None]
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 5e-3}
 
 
@@ -70,9 +72,9 @@ def chunks(*args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
     return lightning_attention(*args, output_final_state=True, backend="chunked", **options)
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> None:
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], limit: float, record: Record) -> None:
     errors = {name: error(found[name], expected[name]) for name in expected}
-    print(errors)
+    record("errors", errors)
     assert all(e < limit for e in errors.values()), errors
 
 
@@ -82,27 +84,30 @@ CASES = {"decay": (True, False), "documents": (True, True), "no decay": (False, 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("widths", [(64, 64), (128, 128), (256, 128), (80, 48)], ids=lambda w: f"{w[0]}x{w[1]}")
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-def test_equals_the_recurrence_in_fp64(dtype: torch.dtype, widths: tuple[int, int], case: str) -> None:
+def test_equals_the_recurrence_in_fp64(
+    dtype: torch.dtype, widths: tuple[int, int], case: str, record_property: Record
+) -> None:
     with_decay, with_documents = CASES[case]
     inputs = inputs_of(2, 700, 4, *widths, dtype)
     log_decay = -torch.tensor([0.0005, 0.01, 0.1, 1.0], device="cuda") if with_decay else None
     cu_seqlens = torch.tensor([0, 3, 64, 300, 301, 700, 828, 1400], device="cuda") if with_documents else None
     expected = gradients(lightning_attention_reference, inputs, log_decay, cu_seqlens, torch.float64)
     found = gradients(ours, inputs, log_decay, cu_seqlens)
-    assert_close(found, expected, LIMITS[dtype])
+    assert_close(found, expected, LIMITS[dtype], record_property)
     again = gradients(ours, inputs, log_decay, cu_seqlens)
     assert all(torch.equal(found[name], again[name]) for name in found), "must not depend on the order of programs"
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 129, 8192, 65537, 2**20])
-def test_any_length_in_bf16(tokens: int) -> None:
+def test_any_length_in_bf16(tokens: int, record_property: Record) -> None:
     """Up to a million tokens, where the states of several spans are folded."""
     inputs = inputs_of(1, tokens, 2, 128, 128, torch.bfloat16)
     log_decay = -torch.tensor([1e-5, 0.02], device="cuda")
     expected = gradients(chunks, inputs, log_decay, None, torch.float64)
-    assert_close(gradients(ours, inputs, log_decay, None), expected, LIMITS[torch.bfloat16])
+    assert_close(gradients(ours, inputs, log_decay, None), expected, LIMITS[torch.bfloat16], record_property)
 
 
+@pytest.mark.xdist_group("memory")
 def test_more_than_two_to_the_31_elements() -> None:
     """The last tokens of the last head, whose state forgets within a hundred tokens, against fp64 by themselves."""
     if torch.cuda.get_device_properties(0).total_memory < 70 * 2**30:

@@ -1,13 +1,18 @@
-"""The program of the launcher's tests: `ranks.py launch RUN BEHAVIOUR` starts ranks of the same program.
+"""The program of the launcher's tests: `ranks.py launch RUN BEHAVIOUR [POLICY]` starts ranks of the same program.
 
 A rank pretends to train: a step takes 20 ms, and after each the ranks agree on stopping: through files, or,
-where it matters how they lose one another, through gloo. BEHAVIOUR says how it ends.
+where it matters how they lose one another, through gloo. BEHAVIOUR says how it ends; what is written NAME@COUNT happens
+in the first COUNT starts only. A "checkpoint" is an empty directory. POLICY is JSON: fields of RestartConfig, and
+`again`, `deadline_s` and `processes` beside them.
 """
 
+import ctypes
 import importlib
+import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,47 +21,76 @@ from typing import Any
 
 import psutil
 
+from lightscale.config import RestartConfig
 from lightscale.errors import UserError
 from lightscale.launch.rank import run_rank
+from lightscale.training.heartbeat import Heartbeat
 from lightscale.training.run_directory import RunDirectory
 from lightscale.training.signals import StopSignal
 
 STEP_S = 0.02
 SAVE_S = 0.5
 TOKENS_PER_STEP = 100
-WORLD_SIZE = 2
+START_TIMEOUT_S = 120
+EXCHANGE_TIMEOUT_S = 12
 
 
-def launch(path: str, behaviour: str) -> int:
+def launch(path: str, behaviour: str, policy: str = "{}") -> int:
     Path(path).mkdir(parents=True, exist_ok=True)
     # Only the launcher needs torch, whose import takes longer than everything else here.
-    torchrun = importlib.import_module("lightscale.launch.torchrun")
-    command = [sys.executable, __file__, "rank", path, behaviour]
+    restart = importlib.import_module("lightscale.launch.restart")
+    fields = {"again": False, "deadline_s": None, "processes": 2, **json.loads(policy)}
+    processes = fields.pop("processes")
+    own = {name: fields.pop(name) for name in ("again", "deadline_s")}
+    config = RestartConfig(**fields)
+    command = [sys.executable, __file__, "rank", path, behaviour, str(config.hang_timeout_s)]
     try:
-        code: int = torchrun.run_ranks(RunDirectory(path), command, processes=WORLD_SIZE, resume="the same command")
+        code: int = restart.run_ranks(
+            RunDirectory(path),
+            command,
+            processes=processes,
+            resume="the same command",
+            policy=restart.RestartPolicy(config=config, **own),
+        )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return UserError.EXIT_CODE
+        return error.EXIT_CODE
     return code
 
 
-def launch_each(folder: str, *behaviours: str) -> int:
-    """One launch after the other from this process; FOLDER/BEHAVIOUR.log and .code keep how it went."""
-    for behaviour in behaviours:
+def launch_each(folder: str, behaviours: str) -> int:
+    """One launch after the other from this process; FOLDER/BEHAVIOUR.log and .code keep how it went.
+
+    `behaviours`: a JSON object of the policy for each.
+    """
+    for behaviour, policy in json.loads(behaviours).items():
         stem = f"{folder}/{behaviour}"
         with Path(f"{stem}.log").open("w") as log:
             for stream in (sys.stdout, sys.stderr):
                 os.dup2(log.fileno(), stream.fileno())
-        code = launch(stem, behaviour)
+        code = launch(stem, behaviour, json.dumps(policy))
         Path(f"{stem}.code").write_text(str(code))
     return 0
 
 
-def rank(path: str, behaviour: str) -> int:
-    return run_rank(lambda: work(RunDirectory(path), behaviour, int(os.environ["RANK"])))
+def rank(path: str, behaviour: str, hang_timeout_s: str) -> int:
+    return run_rank(lambda: work(RunDirectory(path), behaviour, int(os.environ["RANK"]), float(hang_timeout_s)))
 
 
-def work(run: RunDirectory, behaviour: str, rank: int) -> int:
+def work(run: RunDirectory, behaviour: str, rank: int, hang_timeout_s: float) -> int:
+    heartbeat = Heartbeat(hang_timeout_s)
+    heartbeat.beat("starting", step=0)
+    name, _, count = behaviour.partition("@")
+    if count and len(list(run.logs.iterdir())) > int(count):
+        name = "finished"
+    # What is left of an earlier start would be taken for signs of this one.
+    use_gloo = bool(count) or behaviour == "crash"
+    return pretend(run, name, rank, heartbeat, gloo if use_gloo else lambda: through_files(run, rank))
+
+
+def pretend(
+    run: RunDirectory, behaviour: str, rank: int, heartbeat: Heartbeat, connect: Callable[[], Callable[[int], int]]
+) -> int:
     (run.path / f"pid-{rank}").write_text(str(os.getpid()))
     (run.path / f"environment-{rank}").write_text("\n".join(f"{k}={v}" for k, v in sorted(os.environ.items())))
     if rank == 0:
@@ -65,19 +99,29 @@ def work(run: RunDirectory, behaviour: str, rank: int) -> int:
         time.sleep(60)
     if behaviour == "mistake":
         raise UserError("data.store = nowhere: no such store")
-    all_reduce_max = gloo() if behaviour == "crash" else through_files(run, rank)
+    if behaviour == "no_checkpoint":
+        raise NoGood("no checkpoint is whole")
+    all_reduce_max = connect()
     with StopSignal(announce=rank == 0) as stop:
         count_signals(run, rank)
         for step in range(1, 3000):
+            heartbeat.beat("reading data", step=step)
             time.sleep(STEP_S)
             print(f"rank {rank} step {step}")
             misbehave(behaviour, rank, step)
+            heartbeat.beat("agreeing", step=step)
+            if behaviour == "progress" and rank == 1 and step == 5:
+                new_checkpoint(run)
+                raise ZeroDivisionError("but not for nothing")
             if stop.should_stop(all_reduce_max):
+                heartbeat.beat("saving", step=step)
                 time.sleep(60 if behaviour == "slow_save" else SAVE_S)
                 (run.path / f"saved-{rank}").write_text(str(step))
+                heartbeat.beat("leaving", step=step)
                 end(run, rank, "resumable", stop.reason, step, all_reduce_max)
                 return 0
             if behaviour in ("finished", "stopped") and step == 5:
+                heartbeat.beat("leaving", step=step)
                 end(run, rank, behaviour, "as asked", step, all_reduce_max)
                 return 0
     raise AssertionError("nobody stopped the ranks")
@@ -89,11 +133,34 @@ def misbehave(behaviour: str, rank: int, step: int) -> None:
             raise ZeroDivisionError("the second rank is broken")
         if behaviour == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if behaviour == "suspended":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if behaviour == "locked":
+            while True:
+                # Not CDLL: that one lets go of the interpreter meanwhile.
+                ctypes.PyDLL(None).sleep(1000)
+        if behaviour == "stuck":
+            stuck_reader()
+        if behaviour == "late":
+            time.sleep(2 * EXCHANGE_TIMEOUT_S)
         if behaviour == "silent":
             print("said before the end", file=sys.stderr)
             os._exit(3)
     if behaviour == "statusless" and step == 5:
         sys.exit(0)
+
+
+def stuck_reader() -> None:
+    threading.Event().wait()
+
+
+class NoGood(UserError):
+    EXIT_CODE = 74
+
+
+def new_checkpoint(run: RunDirectory) -> None:
+    steps = [int(path.name.removeprefix("step-")) for path in run.checkpoints.glob("step-*")]
+    (run.checkpoints / f"step-{max(steps, default=0) + 1:08d}").mkdir(parents=True)
 
 
 def count_signals(run: RunDirectory, rank: int) -> None:
@@ -110,6 +177,7 @@ def count_signals(run: RunDirectory, rank: int) -> None:
 
 
 def through_files(run: RunDirectory, rank: int) -> Callable[[int], int]:
+    world_size = int(os.environ["WORLD_SIZE"])
     calls = iter(range(1 << 30))
 
     def all_reduce_max(value: int) -> int:
@@ -117,10 +185,10 @@ def through_files(run: RunDirectory, rank: int) -> Callable[[int], int]:
         draft = run.path / f"draft-{rank}"
         draft.write_text(str(value))
         draft.rename(run.path / f"{stem}-{rank}")
-        paths = [run.path / f"{stem}-{peer}" for peer in range(WORLD_SIZE)]
+        paths = [run.path / f"{stem}-{peer}" for peer in range(world_size)]
         while not all(path.exists() for path in paths):
             time.sleep(0.002)
-            for peer in range(WORLD_SIZE):
+            for peer in range(world_size):
                 lose(run, peer)
         return max(int(path.read_text()) for path in paths)
 
@@ -137,11 +205,12 @@ def lose(run: RunDirectory, peer: int) -> None:
 
 def gloo() -> Callable[[int], int]:
     torch = importlib.import_module("torch")
-    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=20))
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=START_TIMEOUT_S))
+    group = torch.distributed.new_group(timeout=timedelta(seconds=EXCHANGE_TIMEOUT_S))
 
     def all_reduce_max(value: int) -> int:
         tensor = torch.tensor(value)
-        torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
+        torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX, group=group)
         return int(tensor)
 
     return all_reduce_max

@@ -6,110 +6,29 @@ import json
 import os
 import pty
 import signal
-import subprocess
-import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from lightscale.launch.torchrun import RankFailure, first_failure
+from lightscale.launch.failures import RankFailure, first_failure
 
-PROGRAM = Path(__file__).with_name("ranks.py")
-TIMEOUT_S = 50.0
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+# A machine that others use too is slow at times.
+pytestmark = pytest.mark.timeout(300)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    run: Path
-    code: int
-    output: str
-
-    @property
-    def status(self) -> dict[str, Any]:
-        status: dict[str, Any] = json.loads((self.run / "status.json").read_text())
-        return status
-
-
-class Launcher:
-    """A running launcher; its output goes to a file, so that nobody has to read it meanwhile."""
-
-    def __init__(self, run: Path, behaviour: str, **options: Any) -> None:
-        self.run = run
-        run.mkdir()
-        self._log = run.parent / f"{run.name}.log"
-        # A session of its own: as in a terminal, its ranks are not in its process group.
-        with self._log.open("w") as log:
-            arguments = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL, **options}
-            command = [sys.executable, str(PROGRAM), "launch", str(run), behaviour]
-            self.process = subprocess.Popen(command, start_new_session=True, env=ENVIRONMENT, **arguments)
-
-    def wait(self) -> Ended:
-        code = self.process.wait(timeout=TIMEOUT_S)
-        return Ended(run=self.run, code=code, output=self._log.read_text())
-
-    def working(self) -> list[int]:
-        """Wait until both ranks train, and return their process ids."""
-        await_(lambda: all(self._steps(rank) >= 3 for rank in (0, 1)))
-        return [int((self.run / f"pid-{rank}").read_text()) for rank in (0, 1)]
-
-    def signals(self, rank: int) -> list[str]:
-        path = self.run / f"signals-{rank}"
-        return path.read_text().split() if path.exists() else []
-
-    def kill(self) -> None:
-        for name in ("pid-0", "pid-1"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                os.kill(int((self.run / name).read_text()), signal.SIGKILL)
-        self.process.kill()
-        self.process.wait()
-
-    def _steps(self, rank: int) -> int:
-        return sum(path.read_text().count("step") for path in self.run.glob(f"logs/*/rank-{rank}.out"))
-
-
-def await_(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
-    """`start(behaviour)`: a launcher whose processes are gone after the test."""
-    launchers: list[Launcher] = []
-
-    def start(behaviour: str, **options: Any) -> Launcher:
-        launchers.append(Launcher(tmp_path / f"run-{len(launchers)}", behaviour, **options))
-        return launchers[-1]
-
-    yield start
-    for launcher in launchers:
-        launcher.kill()
+Launcher = Any  # conftest.py
+Ended = Any
 
 
 @pytest.fixture(scope="module")
-def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+def endings(tmp_path_factory: pytest.TempPathFactory, launch_each: Callable[..., dict[str, Ended]]) -> dict[str, Ended]:
     """What becomes of ranks that end by themselves; all are started by one process, one after the other."""
-    folder = tmp_path_factory.mktemp("endings")
-    behaviours = ("finished", "stopped", "mistake", "statusless", "crash", "killed", "silent")
-    command = [sys.executable, str(PROGRAM), "launch_each", str(folder), *behaviours]
-    subprocess.run(command, env=ENVIRONMENT, stdin=subprocess.DEVNULL, timeout=2 * TIMEOUT_S, check=True)
-    return {
-        behaviour: Ended(
-            run=folder / behaviour,
-            code=int((folder / f"{behaviour}.code").read_text()),
-            output=(folder / f"{behaviour}.log").read_text(),
-        )
-        for behaviour in behaviours
-    }
+    behaviours = ("finished", "stopped", "mistake", "no_checkpoint", "statusless", "crash", "killed", "silent")
+    return launch_each(tmp_path_factory.mktemp("endings"), {behaviour: {} for behaviour in behaviours})
 
 
 @pytest.mark.parametrize(("behaviour", "code"), [("finished", 0), ("stopped", 78)])
@@ -153,7 +72,7 @@ def test_a_crash_shows_the_traceback_of_the_rank_that_failed_and_no_other(ending
     assert "ZeroDivisionError" in (logs / "rank-1.err").read_text()
     assert "Connection closed by peer" in (logs / "rank-0.err").read_text()
     assert ended.status["status"] == "resumable"
-    assert ended.status["reason"] == "rank 1: ZeroDivisionError: the second rank is broken"
+    assert ended.status["reason"] == "rank 1: ZeroDivisionError: the second rank is broken (step 5, reading data)"
     events = [json.loads(line) for line in (ended.run / "events.jsonl").read_text().splitlines()]
     assert [(event["event"], event["attempt"]) for event in events] == [("start", 1), ("failed", 1)]
 
@@ -169,16 +88,17 @@ def test_a_killed_rank_is_named_as_the_cause(endings: dict[str, Ended]) -> None:
 def test_a_rank_that_exits_without_a_record_is_named_and_its_output_shown(endings: dict[str, Ended]) -> None:
     ended = endings["silent"]
     assert ended.code == 1
-    assert ended.status["reason"] == "rank 1: exit code 3"
+    assert ended.status["reason"] == "rank 1: exit code 3 (step 5, reading data)"
     assert "said before the end" in ended.output
 
 
-LOST = RankFailure(rank=0, summary="lost its peer", traceback="…", time_s=100.7)
-RAISED = RankFailure(rank=1, summary="raised", traceback="…", time_s=100.6)
+LOST = RankFailure(rank=0, summary="lost its peer", traceback="…", time_s=100.7, is_recorded=True)
+RAISED = RankFailure(rank=1, summary="raised", traceback="…", time_s=100.6, is_recorded=True)
 KILLED = RankFailure(rank=2, summary="killed", killer=signal.SIGKILL, time_s=101.0)
 EXITED = RankFailure(rank=3, summary="exited", time_s=101.0)
 ENDED_BY_AGENT = RankFailure(rank=4, summary="ended", killer=signal.SIGTERM, time_s=100.0)
 KILLED_BY_AGENT = RankFailure(rank=5, summary="did not end", killer=signal.SIGKILL, time_s=131.0)
+SIGNALLED = RankFailure(rank=6, summary="stopped", killer=signal.SIGTERM, time_s=100.5, is_recorded=True)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +112,8 @@ KILLED_BY_AGENT = RankFailure(rank=5, summary="did not end", killer=signal.SIGKI
         ([ENDED_BY_AGENT, RAISED, KILLED_BY_AGENT], RAISED),
         ([ENDED_BY_AGENT, KILLED], KILLED),
         ([ENDED_BY_AGENT], ENDED_BY_AGENT),
+        # Its peers were ended because of it, by the same signal.
+        ([SIGNALLED, LOST, ENDED_BY_AGENT, KILLED_BY_AGENT], SIGNALLED),
     ],
 )
 def test_the_failure_that_the_others_follow_from(failures: list[RankFailure], first: RankFailure | None) -> None:
@@ -203,6 +125,12 @@ def test_a_mistake_of_the_user_is_one_line_and_final(endings: dict[str, Ended]) 
     ended = endings["mistake"]
     assert ended.code == 78
     assert ended.output == "error: data.store = nowhere: no such store\n"
+    assert ended.status["status"] == "stopped"
+
+
+def test_no_whole_checkpoint_has_an_exit_code_of_its_own(endings: dict[str, Ended]) -> None:
+    ended = endings["no_checkpoint"]
+    assert (ended.code, ended.output) == (74, "error: no checkpoint is whole\n")
     assert ended.status["status"] == "stopped"
 
 
@@ -223,11 +151,13 @@ def assert_stopped_together(launcher: Launcher, name: str) -> str:
     return ended.output
 
 
-def test_sigterm_to_the_launcher_twice_reaches_each_rank_once(start: Callable[..., Launcher]) -> None:
+def test_sigterm_to_the_launcher_twice_reaches_each_rank_once(
+    start: Callable[..., Launcher], wait_until: Callable[..., None]
+) -> None:
     launcher = start("train")
     launcher.working()
     launcher.process.send_signal(signal.SIGTERM)
-    await_(lambda: bool(launcher.signals(0)))
+    wait_until(lambda: bool(launcher.signals(0)))
     launcher.process.send_signal(signal.SIGTERM)
     output = assert_stopped_together(launcher, "SIGTERM")
     assert launcher.signals(0) == launcher.signals(1) == ["SIGTERM"]
@@ -259,13 +189,15 @@ def terminal() -> Iterator[tuple[int, dict[str, Any]]]:
         os.close(screen)
 
 
-def test_ctrl_c_in_a_terminal_reaches_each_rank_once(start: Callable[..., Launcher]) -> None:
+def test_ctrl_c_in_a_terminal_reaches_each_rank_once(
+    start: Callable[..., Launcher], wait_until: Callable[..., None]
+) -> None:
     with terminal() as (keyboard, options):
         launcher = start("train", **options)
         launcher.working()
         name = Path(f"/proc/{launcher.process.pid}/fd/2").readlink()
         os.write(keyboard, b"\x03")
-        await_(lambda: bool(launcher.signals(0)))
+        wait_until(lambda: bool(launcher.signals(0)))
         os.write(keyboard, b"\x03")
         assert_stopped_together(launcher, "SIGINT")
         shown = os.read(keyboard, 1 << 16).decode()
@@ -274,11 +206,13 @@ def test_ctrl_c_in_a_terminal_reaches_each_rank_once(start: Callable[..., Launch
     assert f"LIGHTSCALE_TERMINAL={name}" in (launcher.run / "environment-0").read_text().splitlines()
 
 
-def test_the_third_ctrl_c_ends_the_run_without_a_save(start: Callable[..., Launcher]) -> None:
+def test_the_third_ctrl_c_ends_the_run_without_a_save(
+    start: Callable[..., Launcher], wait_until: Callable[..., None]
+) -> None:
     launcher = start("slow_save")
     launcher.working()
     launcher.process.send_signal(signal.SIGINT)
-    await_(lambda: launcher.signals(0) == launcher.signals(1) == ["SIGINT"])
+    wait_until(lambda: launcher.signals(0) == launcher.signals(1) == ["SIGINT"])
     for _ in range(2):
         launcher.process.send_signal(signal.SIGINT)
         time.sleep(0.3)
@@ -289,22 +223,30 @@ def test_the_third_ctrl_c_ends_the_run_without_a_save(start: Callable[..., Launc
     assert "SIGINT, and rank" in ended.status["reason"]
 
 
-def test_a_signal_before_the_training_loop_ends_the_ranks_at_once(start: Callable[..., Launcher]) -> None:
-    launcher = start("starting")
-    await_(lambda: (launcher.run / "pid-0").exists() and (launcher.run / "pid-1").exists())
-    launcher.process.send_signal(signal.SIGTERM)
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("to_one_rank", [False, True])
+def test_a_signal_before_the_training_loop_ends_the_ranks_at_once(
+    start: Callable[..., Launcher], wait_until: Callable[..., None], signum: signal.Signals, to_one_rank: bool
+) -> None:
+    launcher = start("starting", {"again": True})
+    wait_until(lambda: all((launcher.run / f"pid-{rank}").exists() for rank in (0, 1)))
+    target = int((launcher.run / "pid-1").read_text()) if to_one_rank else launcher.process.pid
+    os.kill(target, signum)
     ended = launcher.wait()
     assert ended.code == 75, ended.output
     assert ended.status["status"] == "resumable"
-    assert "SIGTERM" in ended.status["reason"]
+    assert ended.status["reason"].startswith(f"{signum.name}, and rank {1 if to_one_rank else ''}")
+    assert len(list((ended.run / "logs").iterdir())) == 1, "it was started again"
 
 
-def test_ranks_do_not_outlive_a_killed_launcher(start: Callable[..., Launcher]) -> None:
+def test_ranks_do_not_outlive_a_killed_launcher(
+    start: Callable[..., Launcher], wait_until: Callable[..., None]
+) -> None:
     launcher = start("train")
     pids = launcher.working()
     launcher.process.kill()
     launcher.process.wait()
-    await_(lambda: not any(map(is_running, pids)))
+    wait_until(lambda: not any(map(is_running, pids)))
     assert not (launcher.run / "status.json").exists(), "a run without a status was killed, and is resumable"
 
 

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from lightscale.config_files import load
 from lightscale.data_pipeline.store import StoreWriter
 from lightscale.errors import UserError
 from lightscale.launch import train_command
+from lightscale.launch.lock import RunLock
+from lightscale.launch.restart import RestartPolicy
 from lightscale.training.run_directory import RunDirectory, read_lines
 
 
@@ -87,6 +90,31 @@ def test_ranks_get_the_stored_configuration(folder: Path, launched: list[dict[st
     assert call["command"][1:] == ["-m", "lightscale", "train", str(stored), "--run", "runs/tiny-run"]
     assert load(stored) == load("tiny-run.toml", ["optimizer.lr=2e-4"])
     assert call["resume"] == "lightscale train tiny-run.toml optimizer.lr=2e-4 --run runs/tiny-run"
+    assert call["policy"] == RestartPolicy(config=load(stored).restart)
+
+
+def test_options_of_restarts(folder: Path, launched: list[dict[str, Any]]) -> None:
+    words = ["restart.max_cycles=7", "--no-restart", "--stop-after", "1h30m"]
+    before = time.time()
+    train("tiny-run.toml", *words)
+    (call,) = launched
+    policy = call["policy"]
+    assert (policy.again, policy.config.max_cycles) == (False, 7)
+    assert before + 5400 <= policy.deadline_s <= time.time() + 5400
+    assert call["resume"].endswith("restart.max_cycles=7 --run runs/tiny-run --stop-after 1h30m --no-restart")
+
+
+def test_one_run_is_for_one_job(folder: Path, launched: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    train("tiny-run.toml")
+    with (
+        RunLock(RunDirectory("runs/tiny-run")),
+        pytest.raises(UserError, match=f"runs/tiny-run is in use by process {os.getpid()}"),
+    ):
+        train("tiny-run.toml", "checkpoint.every=2")
+    assert len(launched) == 1
+    assert load("runs/tiny-run/config.toml").checkpoint.every is None, "nothing was touched"
+    train("tiny-run.toml")
+    assert len(launched) == 2
 
 
 def test_one_rank_per_gpu(folder: Path, launched: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +139,10 @@ def test_a_runs_own_configuration_stands_for_the_run(folder: Path, launched: lis
     [
         (["--processes", "3"], "global_batch_size = 4"),
         (["--processes", "0"], "--processes 0: must be at least 1"),
+        (
+            ["--stop-after", "soon"],
+            '--stop-after soon: must be a time in days, hours, minutes and seconds, like "23h30m"',
+        ),
         (["parallel.tensor=2"], "parallel.tensor = 2"),
         (["train.device=cuda"], "torch sees no GPU"),
         (["model.vocab_size=299"], "model.vocab_size = 299 is less than the 300 tokens"),

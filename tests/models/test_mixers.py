@@ -25,6 +25,7 @@ from lightscale.models.registry import MIXERS, check_mixers, mixer_class
 from lightscale.models.tpe import TPE
 from lightscale.parallel.initialization import named_parameters
 from lightscale.training.checkpoint import Checkpoints
+from lightscale.training.saving import Saver
 
 plain = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("plain.py"))))
 tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "training" / "tiny_engine.py")))
@@ -208,7 +209,7 @@ def restored(name: str, init_method: str, folder: Path) -> dict[str, Any]:
             if seed == 0:
                 engine.forward_backward([batch])
                 engine.step(tiny.LR)
-                checkpoints.save(engine, step=1, common={}, facts={})
+                Saver(checkpoints.directory, engine.mesh).save(engine, step=1, common={}, facts={})
             else:
                 drawn = plain.weights_of(engine.module)
                 checkpoints.restore(engine)

@@ -4,10 +4,13 @@ Cases that need no process group of their own share one start of two ranks, beca
 seconds per process.
 """
 
+import json
 import os
+import pickle
 import random
 import runpy
 import shutil
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,9 +24,11 @@ import torch.distributed as dist
 
 from lightscale.errors import UserError
 from lightscale.parallel.engine import Engine
-from lightscale.training import checkpoint
-from lightscale.training.checkpoint import Checkpoints, NoGoodCheckpoint, directory_name, list_steps
-from lightscale.training.manifest import read_manifest, write_manifest
+from lightscale.training import saving
+from lightscale.training.checkpoint import Checkpoints, NoGoodCheckpoint
+from lightscale.training.checkpoint_files import Retention, directory_name, list_steps
+from lightscale.training.manifest import NAME, hash_file, read_manifest, write_manifest
+from lightscale.training.saving import SaveError, Saver
 
 tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tiny_engine.py"))))
 
@@ -47,7 +52,7 @@ def record(rank: int, world_size: int, init_method: str, folder: str, layouts: l
         with tiny.engine_on(axes, rank, f"{init_method}-{axes}", mixer=mixer) as engine:
             tiny.train(engine, 0, STEPS)
             path = Path(folder) / str(axes)
-            Checkpoints(path, engine.mesh).save(engine, step=STEPS, common={"place": [3, "x"]}, facts={"tokens": 9})
+            Saver(path, engine.mesh).save(engine, step=STEPS, common={"place": [3, "x"]}, facts={"tokens": 9})
             torch.save((tiny.own_state(engine), draw()), f"{path}-{rank}")
             continuation = tiny.train(engine, STEPS, 2 * STEPS)
             if rank == 0:
@@ -149,7 +154,7 @@ class Scene:
         self.original, self.number = folder / "original", 0
         for step in (1, 2):
             tiny.train(engine, step, step + 1)
-            Checkpoints(self.original, engine.mesh).save(engine, step=step, common={}, facts={"tokens": step})
+            Saver(self.original, engine.mesh).save(engine, step=step, common={}, facts={"tokens": step})
             if step == 1:
                 self.first = tiny.own_state(engine)
         tiny.train(engine, 3, 4)
@@ -164,6 +169,9 @@ class Scene:
             change(directory)
         dist.barrier(group=self.control)
         return Checkpoints(directory, self.engine.mesh)
+
+    def saver(self, checkpoints: Checkpoints) -> Saver:
+        return Saver(checkpoints.directory, self.engine.mesh)
 
     def refusal(self, action: Callable[[], Any], kind: type[Exception] = UserError) -> str:
         """The message of the error that ``action`` must raise, without touching weights or optimizer."""
@@ -215,7 +223,9 @@ def swap(one: str, other: str, directory: Path) -> None:
 def refuse_damage(scene: Scene) -> None:
     names = sorted(path.name for path in (scene.original / directory_name(2)).iterdir())
     with_content = [name for name in names if (scene.original / directory_name(2) / name).stat().st_size]
-    assert {"MANIFEST.json", ".metadata", "common.pt", "metadata.json", "__0_0.distcp", "rank-00001.pt"} <= set(names)
+    assert {NAME, "state.json", *(f"rank-{r:05d}.{kind}" for r in (0, 1) for kind in ("safetensors", "json"))} == set(
+        names
+    )
     for name in with_content:
         size = (scene.original / directory_name(2) / name).stat().st_size
         for place in (0.0, 0.5, 1.0):
@@ -234,10 +244,10 @@ def refuse_damage(scene: Scene) -> None:
         reason = scene.is_passed_over(partial(remove, name))
         assert f"/{name}" in reason
         assert ("missing" if name == "MANIFEST.json" else "found No such file or directory") in reason
-    reason = scene.is_passed_over(partial(swap, "rank-00000.pt", "rank-00001.pt"))
+    reason = scene.is_passed_over(partial(swap, "rank-00000.json", "rank-00001.json"))
     assert "/rank-0000" in reason
-    assert ".pt: expected" in reason
-    reason = scene.is_passed_over(partial(swap, "common.pt", "__0_0.distcp"))
+    assert ".json: expected" in reason
+    reason = scene.is_passed_over(partial(swap, "state.json", "rank-00000.safetensors"))
     assert "bytes, found" in reason
 
     # A directory under another's name.
@@ -258,19 +268,19 @@ def refuse_the_unfinished(scene: Scene) -> None:
     assert restored is not None
     assert (restored.step, restored.refused) == (1, ())
     # The next save takes its place.
-    checkpoints.save(scene.engine, step=5, common={}, facts={})
+    scene.saver(checkpoints).save(scene.engine, step=5, common={}, facts={})
     assert sorted(path.name for path in checkpoints.directory.iterdir()) == [directory_name(1), directory_name(5)]
 
 
 def refuse_when_none_is_good(scene: Scene) -> None:
     def spoil(directory: Path) -> None:
-        flip("common.pt", 0.5, directory / directory_name(1))
+        flip("state.json", 0.5, directory / directory_name(1))
         (directory / directory_name(2) / "MANIFEST.json").unlink()
 
     checkpoints = scene.copy(spoil)
     message = scene.refusal(lambda: checkpoints.restore(scene.engine), NoGoodCheckpoint)
     assert len(message.splitlines()) == 3
-    assert f"{directory_name(1)}/common.pt: expected" in message
+    assert f"{directory_name(1)}/state.json: expected" in message
     assert f"{directory_name(2)}/MANIFEST.json is missing" in message
     # Even if the only one has lost its manifest, the run must not begin again.
     checkpoints = scene.copy(leave_one_without_manifest)
@@ -290,30 +300,31 @@ def refuse_another_format(scene: Scene) -> None:
     def modernise(directory: Path) -> None:
         path = directory / directory_name(2)
         manifest = read_manifest(path)
-        write_manifest(path, manifest.files, {**manifest.facts, "format": 2})
+        (path / NAME).unlink()
+        write_manifest(path, manifest.files, {**manifest.facts, "format": 3})
 
     checkpoints = scene.copy(modernise)
     # Not passed over: the older checkpoint would undo what a newer lightscale has trained.
     message = scene.refusal(lambda: checkpoints.restore(scene.engine))
-    assert f"{directory_name(2)}/MANIFEST.json has format 2, and this version of lightscale reads 1" in message
+    assert f"{directory_name(2)}/MANIFEST.json has format 3, and this version of lightscale reads 2" in message
 
 
 def keep_what_is_there(scene: Scene) -> None:
     """A directory of the step that is saved: whole of this state, whole of another, damaged."""
     checkpoints = scene.copy()
-    target = checkpoints.directory / directory_name(2)
+    saver, target = scene.saver(checkpoints), checkpoints.directory / directory_name(2)
     before = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in target.iterdir()}
-    assert checkpoints.save(scene.engine, step=2, common={}, facts={"tokens": 2}) == target
+    assert saver.save(scene.engine, step=2, common={}, facts={"tokens": 2}).path == target
     assert {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in target.iterdir()} == before
-    message = scene.refusal(lambda: checkpoints.save(scene.engine, step=2, common={}, facts={"tokens": 3}))
+    message = scene.refusal(lambda: saver.save(scene.engine, step=2, common={}, facts={"tokens": 3}), SaveError)
     assert f"{target} is a good checkpoint of another state (tokens: 2 there, 3 now)" in message
     assert {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in target.iterdir()} == before
     for name in (".bad", ".bad1"):
         dist.barrier(group=scene.control)
         if scene.rank == 0:
-            flip("common.pt", 0.5, target)
+            flip("state.json", 0.5, target)
         dist.barrier(group=scene.control)
-        checkpoints.save(scene.engine, step=2, common={}, facts={"tokens": 3})
+        saver.save(scene.engine, step=2, common={}, facts={"tokens": 3})
         assert target.with_suffix(name).is_dir()
     restored = checkpoints.restore(scene.engine)
     assert restored is not None
@@ -321,25 +332,63 @@ def keep_what_is_there(scene: Scene) -> None:
     assert list_steps(checkpoints.directory) == [1, 2]
 
 
-def prune_what_is_old(scene: Scene) -> None:
-    def many(directory: Path) -> None:
-        for step in range(3, 9):
-            (directory / directory_name(step)).mkdir()
+def save_what_was_there_at_the_call(scene: Scene) -> None:
+    """Training goes on at once and changes every weight, while the copy is still being written."""
+    checkpoints = scene.copy()
+    saver = scene.saver(checkpoints)
+    saver.reserve(scene.engine)
+    for step in (3, 4):
+        tiny.train(scene.engine, step, step + 1)
+        at_call = tiny.own_state(scene.engine)
+        held, original = threading.Event(), saving.write_tensors
 
-    checkpoints = scene.copy(many)
-    (removed, left) = checkpoints.prune(keep=3, keep_every=2), list_steps(checkpoints.directory)
-    # Rank 0 must not remove more while another rank still lists.
-    dist.barrier(group=scene.control)
-    assert (removed, left) == ([1, 3, 5], [2, 4, 6, 7, 8])
-    assert checkpoints.prune(keep=2, keep_every=None) == [2, 4, 6]
-    assert checkpoints.prune(keep=2, keep_every=None) == []
-    # Damaged ones that were put aside are not counted, and not removed.
-    checkpoints = scene.copy(many)
-    checkpoints.put_aside([checkpoints.directory / directory_name(step) for step in (7, 8)])
-    checkpoints.put_aside([])
-    assert checkpoints.prune(keep=2, keep_every=None) == [1, 2, 3, 4]
+        def wait_and_write(*args: Any, held: threading.Event = held, original: Any = original) -> Any:
+            assert held.wait(60)
+            return original(*args)
+
+        saving.write_tensors = wait_and_write
+        try:
+            saver.begin(scene.engine, step=step, common={"a": [step]}, facts={})
+            assert saver.is_writing and not saver.is_written
+            tiny.train(scene.engine, 10, 12)
+            for parameter in scene.engine.module.parameters():
+                parameter.data.fill_(7.0)
+            assert list_steps(checkpoints.directory)[-1] == step - 1, "it has no name before it is written"
+            held.set()
+            saved = saver.finish()
+        finally:
+            saving.write_tensors = original
+        assert not saver.is_writing
+        on_disk = sum(path.stat().st_size for path in saved.path.iterdir() if path.name != NAME)
+        assert (saved.step, saved.num_bytes) == (step, on_disk)
+        assert 0 < saved.stall_s < saved.write_s
+        restored = checkpoints.restore(scene.engine)
+        assert restored is not None
+        assert (restored.step, restored.common) == (step, {"a": [step], "step": step})
+        assert tiny.differing(at_call, tiny.own_state(scene.engine)) == []
+
+
+def keep_as_many_good_ones_as_asked(scene: Scene) -> None:
+    def save(saver: Saver, step: int, keep: int, keep_every: int | None = None) -> tuple[int, ...]:
+        retention = Retention(keep=keep, keep_every=keep_every)
+        return saver.save(scene.engine, step=step, common={}, facts={}, retention=retention).removed
+
+    checkpoints = scene.copy()
+    saver = scene.saver(checkpoints)
+    assert save(saver, 3, keep=4) == ()
+    assert save(saver, 4, keep=2) == (1, 2)
+    assert list_steps(checkpoints.directory) == [3, 4]
+
+    checkpoints = scene.copy()
+    saver = scene.saver(checkpoints)
+    assert [save(saver, step, keep=2, keep_every=2) for step in (3, 4, 5)] == [(1,), (), (3,)]
+    assert list_steps(checkpoints.directory) == [2, 4, 5]
+
+    # One that was damaged since does not count, and the older one stays for it.
+    checkpoints = scene.copy(lambda directory: flip("rank-00001.safetensors", 0.7, directory / directory_name(2)))
+    assert save(scene.saver(checkpoints), 3, keep=2) == ()
     names = sorted(path.name for path in checkpoints.directory.iterdir())
-    assert names == [directory_name(5), directory_name(6), f"{directory_name(7)}.bad", f"{directory_name(8)}.bad"]
+    assert names == [directory_name(1), f"{directory_name(2)}.bad", directory_name(3)]
 
 
 def report_failing_writes(scene: Scene) -> None:
@@ -348,29 +397,99 @@ def report_failing_writes(scene: Scene) -> None:
     def broken(*args: Any) -> None:
         raise OSError(5, "Input/output error", "the file")
 
-    for target, guilty in (("hash_file", 1), ("sync", 0), ("save_config", 0), ("write_manifest", 0)):
+    for target, guilty in (("write_tensors", 1), ("write_synced", 0), ("sync", 0), ("write_manifest", 0)):
         checkpoints = scene.copy()
-        original = getattr(checkpoint, target)
+        original, saver = getattr(saving, target), scene.saver(checkpoints)
         if scene.rank == guilty:
-            setattr(checkpoint, target, broken)
+            setattr(saving, target, broken)
         try:
-            message = scene.refusal(partial(checkpoints.save, scene.engine, step=3, common={}, facts={}))
+            message = scene.refusal(partial(saver.save, scene.engine, step=3, common={}, facts={}), SaveError)
         finally:
-            setattr(checkpoint, target, original)
+            setattr(saving, target, original)
         assert f"cannot write {checkpoints.directory / directory_name(3)}: " in message, target
-        assert "Input/output error" in message, target
+        assert "[Errno 5] Input/output error: 'the file'" in message, target
         assert sorted(path.name for path in checkpoints.directory.iterdir()) == [directory_name(1), directory_name(2)]
     # The next save succeeds.
-    checkpoints.save(scene.engine, step=3, common={}, facts={})
+    saver.save(scene.engine, step=3, common={}, facts={})
     restored = checkpoints.restore(scene.engine)
     assert restored is not None and restored.step == 3
     # A place that cannot be written.
     file = scene.folder / "file"
     file.touch()
-    checkpoints = Checkpoints(file, scene.engine.mesh)
-    message = scene.refusal(lambda: checkpoints.save(scene.engine, step=3, common={}, facts={}))
+    saver = Saver(file, scene.engine.mesh)
+    message = scene.refusal(lambda: saver.save(scene.engine, step=3, common={}, facts={}), SaveError)
     assert f"cannot write {file / directory_name(3)}: " in message
     assert len(message.splitlines()) == 1
+
+
+def refuse_other_versions(scene: Scene) -> None:
+    def age(directory: Path) -> None:
+        path = directory / directory_name(2)
+        manifest = read_manifest(path)
+        (path / NAME).unlink()
+        versions = {**manifest.facts["versions"], "torch": "1.0"}
+        write_manifest(path, manifest.files, {**manifest.facts, "versions": versions})
+
+    checkpoints = scene.copy(age)
+    message = scene.refusal(lambda: checkpoints.restore(scene.engine))
+    assert f"versions.torch: 1.0 there, {torch.__version__} now" in message
+    assert "--allow-change versions" in message
+    scene.refusal(lambda: checkpoints.restore(scene.engine, allow=["versions.megatron-core"]))
+    for allowed in ("versions", "versions.torch"):
+        restored = checkpoints.restore(scene.engine, allow=[allowed])
+        assert restored is not None
+        assert restored.changes == (f"versions.torch: 1.0 there, {torch.__version__} now",)
+    # Weights alone have no numbers to go on with.
+    assert checkpoints.restore(scene.engine, weights_only=True) is not None
+
+
+class Exploit:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def run_nothing_that_is_in_a_checkpoint(scene: Scene) -> None:
+    """Files of formats that can carry code, and crafted ones of our own, under a manifest that vouches for them."""
+    struck = scene.folder / "struck"
+    pickled = pickle.dumps(Exploit(struck))
+    assert pickle.loads(pickle.dumps(Exploit(scene.folder / "proof"))) is None and (scene.folder / "proof").is_dir()
+    (scene.folder / "proof").rmdir()
+    own = ("rank-00000.safetensors", "rank-00001.safetensors", "state.json", "rank-00000.json")
+    for name in (".metadata", "common.pt", "__0_0.distcp", *own):
+        crafted = {
+            "pickle": pickled,
+            "header": (1 << 60).to_bytes(8, "little") + b"{}",
+            "places": _tensors({"model.a@0": {"dtype": "F32", "shape": [4], "data_offsets": [0, 1 << 40]}}),
+            "negative": _tensors({"model.a@-4": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}),
+            "types": _tensors({"model.a@0": {"dtype": "O", "shape": [4], "data_offsets": [0, 16]}}),
+        }
+        for content in crafted.values() if name in own[:2] else [pickled]:
+
+            def plant(directory: Path, name: str = name, content: bytes = content) -> None:
+                path = directory / directory_name(2)
+                (path / name).write_bytes(content)
+                manifest = read_manifest(path)
+                (path / NAME).unlink()
+                write_manifest(path, {**manifest.files, name: hash_file(path / name)}, manifest.facts)
+
+            checkpoints = scene.copy(plant)
+            restored = checkpoints.restore(scene.engine)
+            assert restored is not None
+            # What is not ours is not opened; what is ours and makes no sense is damage.
+            assert restored.step == (1 if name in own else 2), name
+            assert not struck.exists(), name
+            if restored.refused:
+                assert f"{directory_name(2)}/{name}" in restored.refused[0]
+
+
+def _tensors(header: dict[str, Any]) -> bytes:
+    text = json.dumps({"__metadata__": {"shapes": json.dumps({"model.a": [4]})}, **header}).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(16)
 
 
 def start_from_weights(scene: Scene) -> None:
@@ -392,7 +511,7 @@ def save_after_restoring(scene: Scene) -> None:
     checkpoints.restore(scene.engine)
     tiny.train(scene.engine, 3, 5)
     saved = tiny.own_state(scene.engine)
-    checkpoints.save(scene.engine, step=4, common={}, facts={})
+    scene.saver(checkpoints).save(scene.engine, step=4, common={}, facts={})
     tiny.train(scene.engine, 5, 6)
     restored = checkpoints.restore(scene.engine)
     assert restored is not None and restored.step == 4
@@ -407,8 +526,11 @@ SCENES: list[Callable[[Scene], None]] = [
     refuse_when_none_is_good,
     refuse_another_format,
     keep_what_is_there,
-    prune_what_is_old,
+    save_what_was_there_at_the_call,
+    keep_as_many_good_ones_as_asked,
     report_failing_writes,
+    refuse_other_versions,
+    run_nothing_that_is_in_a_checkpoint,
     start_from_weights,
     save_after_restoring,
 ]

@@ -15,8 +15,9 @@ import pytest
 import torch.distributed as dist
 
 from lightscale.errors import UserError
-from lightscale.training import checkpoint
-from lightscale.training.checkpoint import Checkpoints, directory_name
+from lightscale.training.checkpoint import Checkpoints
+from lightscale.training.checkpoint_files import directory_name
+from lightscale.training.saving import Saver
 
 tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tiny_engine.py"))))
 
@@ -50,6 +51,7 @@ def fill(rank: int, world_size: int, init_method: str, folder: str) -> tuple[str
     disk, found = Path(folder), []
     with tiny.engine_on((2, 1, 1, 2), rank, init_method) as engine:
         control, checkpoints = engine.mesh.control, Checkpoints(disk / "checkpoints", engine.mesh)
+        saver = Saver(checkpoints.directory, engine.mesh)
 
         def attempt(free: int) -> tuple[str | None, float]:
             if rank == 0:
@@ -57,7 +59,7 @@ def fill(rank: int, world_size: int, init_method: str, folder: str) -> tuple[str
             dist.barrier(group=control)
             began = time.monotonic()
             try:
-                checkpoints.save(engine, step=2, common={}, facts={})
+                saver.save(engine, step=2, common={}, facts={})
             except UserError as caught:
                 left = [path.name for path in checkpoints.directory.iterdir()]
                 return str(caught) if left == [directory_name(1)] else f"left: {left}", time.monotonic() - began
@@ -65,12 +67,12 @@ def fill(rank: int, world_size: int, init_method: str, folder: str) -> tuple[str
                 dist.barrier(group=control)
             return None, time.monotonic() - began
 
-        checkpoints.save(engine, step=1, common={}, facts={})
+        saver.save(engine, step=1, common={}, facts={})
         good = tiny.own_state(engine)
         needed = sum(path.stat().st_size for path in (checkpoints.directory / directory_name(1)).iterdir())
         before, _ = attempt(16 << 20)
         assert before is not None
-        checkpoint.Checkpoints._check_space = lambda *args: None  # type: ignore[method-assign]
+        Saver._check_space = lambda *args: None  # type: ignore[method-assign]
         # Each file in turn is the one that does not fit.
         first, middle = range(0, 32 << 10, 4 << 10), range(32 << 10, needed, 128 << 10)
         for free in [*first, *middle, needed - (16 << 10), needed + (64 << 10)]:
@@ -85,8 +87,8 @@ def fill(rank: int, world_size: int, init_method: str, folder: str) -> tuple[str
 def test_a_full_disk_is_one_clear_error_on_all_ranks(run_ranks: RunRanks, small_disk: Path) -> None:
     for before, found in run_ranks(fill, 2, str(small_disk)):
         assert re.fullmatch(
-            rf"no space for a checkpoint in {small_disk}/checkpoints: it needs \d+ MB, 17 MB are free; "
-            r"free some, or keep fewer \(checkpoint\.keep\)",
+            rf"cannot write {small_disk}/checkpoints/{directory_name(2)}: no space for a checkpoint: "
+            r"it needs \d+ MB, 17 MB are free; free some, or keep fewer \(checkpoint\.keep\)",
             before,
         )
         *failed, (_, last, _) = found

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightscale.training.checkpoint import directory_name, list_steps
+from lightscale.training.checkpoint_files import directory_name, list_steps
 from lightscale.training.run_directory import RunDirectory, read_metrics
 
 STEPS = 8

@@ -1,3 +1,4 @@
+import datetime
 import math
 import os
 import pty
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from lightscale.training.goodput import measure_goodput
 from lightscale.training.metrics import MetricsLogger, ValidationLoss, device_peak_flops
 from lightscale.training.run_directory import read_metrics
 
@@ -46,6 +48,8 @@ def test_a_step_is_one_line_with_all_fields(tmp_path: Path) -> None:
         metrics.log_step(3, tokens=3000, loss=2.5, grad_norm=0.5, lr=1e-3, stall_s=0.25)
     (line,) = read_metrics(tmp_path / "metrics.jsonl")
     step_s, tokens_per_s = line.pop("step_s"), line.pop("tokens_per_s")
+    ended = datetime.datetime.fromisoformat(line.pop("time"))
+    assert abs((datetime.datetime.now(datetime.UTC) - ended).total_seconds()) < 60
     assert 0.05 <= step_s < 5
     assert tokens_per_s == pytest.approx(1000 / step_s)
     assert line == {
@@ -125,6 +129,30 @@ def test_tensorboard_shows_the_steps_after_a_rollback_only_once(tmp_path: Path) 
     assert lines == {step: (2 if step in (5, 6) else 1, loss) for step, loss in {**expected, 7: 107.0}.items()}
 
 
+def test_goodput_is_shown_and_joins_the_line_of_its_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = {"time": "2026-11-22T08:00:00+00:00", "attempt": 1, "event": "start"}
+    ended = {"time": "2026-11-22T08:01:40+00:00", "attempt": 1, "event": "finished"}
+    one = {"step": 1, "attempt": 1, "step_s": 30.0, "checkpoint_stall_s": 5.0}
+    goodput = measure_goodput([start, ended], [one, {**one, "step": 2}])
+    assert goodput is not None
+    with logger(tmp_path) as metrics:
+        log(metrics, range(1, 3), 1.0)
+        metrics.log_goodput(2, tokens=2000, goodput=goodput)
+    (_, second) = read_metrics(tmp_path / "metrics.jsonl")
+    assert (second["loss"], second["tokens"]) == (3.0, 2000)
+    assert second["goodput"]["effective_time_ratio"] == 0.6
+    assert "step 2/100  goodput 60.0%: 2 steps count" in capsys.readouterr().err
+    # An attempt that starts has no line yet, and leaves alone that of the attempt before.
+    with logger(tmp_path, attempt=2, first_step=3) as metrics:
+        metrics.log_goodput(2, tokens=2000, goodput=goodput)
+    assert read_metrics(tmp_path / "metrics.jsonl")[1] == second
+    shown = scalars(tmp_path)
+    assert shown["goodput/effective_time_ratio"] == {2: pytest.approx(0.6)}
+    assert shown["goodput/checkpoint_stall_share"] == {2: pytest.approx(0.1)}
+    assert shown["goodput/lost_steps"] == {2: 0}
+    assert "goodput/restart_s" not in shown, "there was none"
+
+
 def test_a_run_that_goes_back_is_shown_only_once(tmp_path: Path) -> None:
     with logger(tmp_path) as metrics:
         log(metrics, range(1, 8), 100.0)
@@ -154,6 +182,9 @@ def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     with logger(tmp_path, enabled=False) as metrics:
         log(metrics, range(1, 3), 1.0)
         metrics.log_validation(2, tokens=2, losses={"a": ValidationLoss(loss=1.0)})
+        goodput = measure_goodput([{"time": "2026-11-22T08:00:00+00:00", "attempt": 1, "event": "start"}], [])
+        assert goodput is not None
+        metrics.log_goodput(2, tokens=2, goodput=goodput)
         metrics.go_back(1, attempt=2)
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().err == ""

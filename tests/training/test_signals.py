@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from lightscale.training.signals import STOP_SIGNALS, StopSignal
+from lightscale.training.signals import DEADLINE_VARIABLE, STOP_SIGNALS, StopSignal
 
 
 @pytest.fixture
@@ -62,6 +62,24 @@ def test_ranks_reduce_once_a_step_and_not_after_they_agreed(stop: StopSignal) ->
     assert stop.should_stop(all_reduce_max)
     assert stop.should_stop(all_reduce_max)
     assert values == [0, signal.SIGINT]
+
+
+def test_the_deadline_stops_all_ranks_like_a_signal(capfd: pytest.CaptureFixture[str]) -> None:
+    reduced: list[int] = []
+
+    def all_reduce_max(value: int) -> int:
+        reduced.append(value)
+        return max(reduced)
+
+    early = StopSignal(announce=True, environ={DEADLINE_VARIABLE: str(time.time() + 100)})
+    assert not early.should_stop(all_reduce_max)
+    # The clock of another rank, or its machine's, may be ahead.
+    late = StopSignal(announce=False, environ={DEADLINE_VARIABLE: str(time.time())})
+    assert late.should_stop(all_reduce_max)
+    assert early.should_stop(all_reduce_max)
+    assert early.reason == late.reason == "deadline"
+    assert early.received is None
+    assert capfd.readouterr().err == "deadline: saving and leaving\n"
 
 
 def test_signals_go_back_to_their_owners() -> None:

@@ -1,8 +1,10 @@
 """Real runs by `lightscale train`: what they record, how they are stopped and resumed, and on which layouts."""
 
+import datetime
 import json
 import math
 import os
+import re
 import runpy
 import shlex
 import shutil
@@ -18,7 +20,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightscale.cli import main
 from lightscale.config_files import load
-from lightscale.training.checkpoint import list_steps
+from lightscale.training.checkpoint_files import list_steps
+from lightscale.training.heartbeat import read_heartbeats
 from lightscale.training.run_directory import RunDirectory, read_lines, read_metrics
 
 commands = runpy.run_path(str(Path(__file__).with_name("rank_commands.py")))["commands"]
@@ -102,6 +105,11 @@ def test_tensorboard_shows_the_same(whole: tuple[RunDirectory, Any]) -> None:
         for place in range(4):
             by_place = [(step, pytest.approx(one["loss_by_position"][place], rel=1e-6)) for step, one in measured]
             assert shown.pop(f"validation/{name}/loss_by_position/{place}") == by_place
+    saves = [line for line in read_lines(run.metrics) if "checkpoint_step" in line]
+    for key in ("stall_s", "write_s", "bytes_per_s"):
+        values = [(line["checkpoint_step"], pytest.approx(line[f"checkpoint_{key}"], rel=1e-6)) for line in saves]
+        assert shown.pop(f"checkpoint/{key}") == values
+    assert [line["checkpoint_step"] for line in saves] == [20, 40]
     assert shown == {}
 
 
@@ -162,7 +170,7 @@ def test_a_killed_rank_costs_only_the_steps_since_the_last_checkpoint(
 ) -> None:
     run = RunDirectory(workplace / "runs/killed")
     words = ["run.toml", "parallel.sequence=2", "--run", "runs/killed", "--processes", "2"]
-    running = start(*words)
+    running = start(*words, "--no-restart")
     running.wait_for_step(run, 24)
     running.ranks()[1].kill()
     ended = running.end()
@@ -171,10 +179,86 @@ def test_a_killed_rank_costs_only_the_steps_since_the_last_checkpoint(
     assert ended.last_line.startswith("go on from the newest checkpoint with: lightscale train ")
     status = run.read_status()
     assert status is not None and status.status == "resumable"
-    ended = start(*shlex.split(ended.last_line.partition("lightscale train ")[2])).end()
+    # The next one goes on by itself after such a failure.
+    running = start(*words)
+    running.wait_for_step(run, 30)
+    running.ranks()[0].kill()
+    ended = running.end()
     assert ended.code == 0, ended.stderr
-    assert "resuming after step 20" in ended.stderr
+    assert "rank 0 failed: killed by SIGKILL" in ended.stderr
+    assert "starting the ranks again from the checkpoint of step 20; 1 of at most 3" in ended.stderr
+    assert ended.stderr.count("resuming after step 20") == 2
+    assert [event["step"] for event in read_lines(run.events) if event["event"] == "resume"] == [20, 20]
     assert steps_of(read_metrics(run.metrics)) == steps_of(read_metrics(whole[0].metrics))
+
+
+def test_a_suspended_rank_is_started_again(
+    whole: tuple[RunDirectory, Any], workplace: Path, start: Callable[..., Any], steps_of: StepsOf
+) -> None:
+    run = RunDirectory(workplace / "runs/suspended")
+    words = ["run.toml", "parallel.sequence=2", "--run", "runs/suspended", "--processes", "2"]
+    running = start(*words, "restart.hang_timeout_s=5")
+    running.wait_for_step(run, 22)
+    running.ranks()[1].send_signal(signal.SIGSTOP)
+    stopped_at = time.time()
+    ended = running.end(timeout_s=200)
+    assert ended.code == 0, ended.stderr
+    (event,) = [event for event in read_lines(run.events) if event["event"] == "restart"]
+    assert re.match(r"rank 1: no sign of life for \d+\.\d s: rank 1 stopped by a signal at step 2\d, ", event["reason"])
+    found_at = datetime.datetime.fromisoformat(event["time"]).timestamp()
+    assert found_at - stopped_at < 60
+    assert "File " in (run.logs / "launch-0001" / "rank-0.stacks").read_text()
+    assert steps_of(read_metrics(run.metrics)) == steps_of(read_metrics(whole[0].metrics))
+
+
+def test_the_deadline_stops_and_saves(workplace: Path, train: Callable[..., Any]) -> None:
+    ended = train("run.toml", "train.steps=100000", "--run", "runs/deadline", "--stop-after", "1s")
+    assert ended.code == 75, ended.stderr
+    run = RunDirectory(workplace / "runs/deadline")
+    status = run.read_status()
+    assert status is not None
+    assert (status.status, status.reason) == ("resumable", "stopped by deadline")
+    assert list_steps(run.checkpoints)[-1] == status.step
+    assert ended.last_line.endswith("train.steps=100000 --run runs/deadline --stop-after 1s")
+
+
+@pytest.mark.parametrize(
+    ("moment", "signum", "to_rank"),
+    [
+        ("saving", signal.SIGTERM, 1),
+        pytest.param("starting", signal.SIGUSR1, 0, marks=pytest.mark.long),
+        pytest.param("starting", signal.SIGINT, 1, marks=pytest.mark.long),
+        pytest.param("validation", signal.SIGUSR1, None, marks=pytest.mark.long),
+        pytest.param("saving", signal.SIGINT, None, marks=pytest.mark.long),
+        pytest.param("validation", signal.SIGTERM, 0, marks=pytest.mark.long),
+    ],
+)
+def test_signals_at_any_moment(
+    workplace: Path, start: Callable[..., Any], moment: str, signum: signal.Signals, to_rank: int | None
+) -> None:
+    """Two of them, to one rank or to the launcher: all ranks take the same step, save and leave."""
+    run = RunDirectory(workplace / f"runs/signal-{moment}-{signum}-{to_rank}")
+    words = ["run.toml", "parallel.sequence=2", "train.steps=100000", "checkpoint.every=3", "train.validate_every=4"]
+    running = start(*words, "--run", str(run.path), "--processes", "2")
+    heartbeats = run.logs / "launch-0001" / "heartbeats"
+    deadline = time.monotonic() + 100
+    while True:
+        beats = read_heartbeats(heartbeats) if heartbeats.exists() else {}
+        if len(beats) == 2 and beats[to_rank or 0].doing == moment:
+            break
+        assert time.monotonic() < deadline and running.process.poll() is None
+        time.sleep(0.001)
+    target = running.process.pid if to_rank is None else beats[to_rank].process_id
+    for _ in range(2):
+        os.kill(target, signum)
+    ended = running.end()
+    assert ended.code == 75, ended.stderr
+    assert "Traceback" not in ended.stderr
+    status = run.read_status()
+    assert status is not None
+    assert (status.status, status.reason) == ("resumable", f"stopped by {signum.name}")
+    assert list_steps(run.checkpoints)[-1] == status.step
+    assert {beat.where for beat in read_heartbeats(heartbeats).values()} == {f"step {status.step}, leaving"}
 
 
 @pytest.mark.long

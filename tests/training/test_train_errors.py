@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightscale.cli import main
-from lightscale.training.checkpoint import list_steps
+from lightscale.training.checkpoint_files import list_steps
 from lightscale.training.manifest import read_manifest, verify_files
 from lightscale.training.run_directory import RunDirectory, read_lines, read_metrics
 

@@ -125,10 +125,10 @@ def own_state(engine: Engine) -> dict[str, Any]:
     for number, part in enumerate(engine.optimizer.chained_optimizers):
         for place, group in enumerate(part.optimizer.param_groups):
             state[f"{number} group {place}"] = {
-                # Megatron leaves the step that it read here, and goes by the one of each parameter.
+                # Those two are set before every step from the schedule and the engine's constants.
                 key: value
                 for key, value in group.items()
-                if key not in ("params", "step")
+                if key not in ("params", "lr", "weight_decay")
             }
             for order, parameter in enumerate(group["params"]):
                 state[f"{number} {place} {order}"] = parameter.detach().clone()

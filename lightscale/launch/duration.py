@@ -1,0 +1,21 @@
+"""Durations as people write them."""
+
+import re
+
+from lightscale.errors import UserError
+
+_UNITS_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+_DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+
+
+def parse_duration(name: str, text: str) -> int:
+    """Seconds in `text`, like "90s", "30m", "23h30m" or "1d"; raises UserError that calls it `name`."""
+    match = _DURATION.fullmatch(text)
+    seconds = (
+        sum(int(count or 0) * unit for count, unit in zip(match.groups(), _UNITS_S.values(), strict=True))
+        if match
+        else 0
+    )
+    if not seconds:
+        raise UserError(f'{name} {text}: must be a time in days, hours, minutes and seconds, like "23h30m" or "90s"')
+    return seconds

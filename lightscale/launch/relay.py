@@ -1,0 +1,66 @@
+"""Stop signals to the launcher go on to the ranks."""
+
+import contextlib
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import psutil
+
+from lightscale.training.signals import STOP_SIGNALS
+
+_POLL_S = 0.1
+
+
+class StopRelay:
+    """Passes the first stop signal of this process on to each rank, once.
+
+    A rank is in a session of its own: neither Ctrl-C nor a closed terminal (SIGHUP) reaches it directly.
+    SIGHUP counts as SIGTERM, unless nohup made it ignored. The third Ctrl-C kills the ranks.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._interrupts = 0
+        self._previous: dict[signal.Signals, Any] = {}
+        self._told: set[int] = set()
+        self._done = threading.Event()
+        # A handler alone would miss the ranks that start after the signal came.
+        self._thread = threading.Thread(target=self._relay, name="stop-relay", daemon=True)
+
+    def __enter__(self) -> Self:
+        for signum in (*STOP_SIGNALS, signal.SIGHUP):
+            if signum is not signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
+                self._previous[signum] = signal.signal(signum, self._handle)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+        while self._previous:
+            signal.signal(*self._previous.popitem())
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = signal.SIGTERM if signum == signal.SIGHUP else signal.Signals(signum)
+        elif signum == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts == 1:
+                os.write(2, b"already stopping; Ctrl-C once more ends the run without saving\n")
+
+    def _relay(self) -> None:
+        while not self._done.wait(_POLL_S):
+            if self.received is None:
+                continue
+            for rank in psutil.Process().children():
+                with contextlib.suppress(ProcessLookupError):
+                    if self._interrupts > 1:
+                        os.killpg(rank.pid, signal.SIGKILL)
+                    elif rank.pid not in self._told:
+                        self._told.add(rank.pid)
+                        os.kill(rank.pid, self.received)

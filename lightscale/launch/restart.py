@@ -1,0 +1,182 @@
+"""Keep a run going: start its ranks, and start them again after every failure, for as long as it makes progress.
+
+Whether a machine broke or the program is wrong cannot be told from one failure. So any failure of a rank (a crash, a
+kill, a hang) is answered by a new start from the newest whole checkpoint, with a new agent and a new rendezvous; but
+after `restart.max_cycles` starts in a row without a new checkpoint the run is given up. A person's mistake is not tried
+again, and a stop signal or the deadline ends it all.
+
+Exit codes of `lightscale train`, for people and job scripts:
+
+    0   finished    all steps are done
+    75  resumable   stopped by a signal or the deadline, and saved: start the same command again
+    1   resumable   a rank failed and --no-restart was given: the same, as long as the run makes progress
+    70  stopped     given up: the ranks failed time after time without a new checkpoint
+    74  stopped     there are checkpoints, but none that is whole
+    78  stopped     a person's mistake, or something else that a person must look at
+
+The second word is the status in status.json.
+"""
+
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightscale.config import RestartConfig
+from lightscale.errors import UserError
+from lightscale.launch.failures import RankFailure
+from lightscale.launch.rank import EXIT_CRASHED
+from lightscale.launch.relay import StopRelay
+from lightscale.launch.torchrun import Launch, launch_ranks
+from lightscale.training.run_directory import RunDirectory, Status
+from lightscale.training.signals import DEADLINE, STOP_SIGNALS
+
+EXIT_CODES: dict[Status, int] = {"finished": 0, "resumable": 75, "stopped": UserError.EXIT_CODE}
+EXIT_GIVEN_UP = 70
+
+# Nobody but a person sends the last one, to the launcher or to a rank.
+_STOPPING = (*STOP_SIGNALS, signal.SIGQUIT)
+_LOG_TAIL_LINES = 30
+
+
+class RankMistake(UserError):
+    """A UserError that a rank met."""
+
+    def __init__(self, failure: RankFailure) -> None:
+        super().__init__(failure.summary)
+        assert failure.exit_code is not None
+        self.EXIT_CODE = failure.exit_code
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartPolicy:
+    """When ranks count as hanging, when they are started again, and when they stop for good."""
+
+    config: RestartConfig
+    again: bool = True
+    """Whether to start the ranks again after a failure."""
+    deadline_s: float | None = None
+    """When the run is to be saved and left, in seconds since the epoch."""
+
+
+def run_ranks(run: RunDirectory, command: Sequence[str], *, processes: int, resume: str, policy: RestartPolicy) -> int:
+    """Run `command` as `processes` ranks, again and again if need be; returns the exit code described above.
+
+    `resume` is the command line that goes on with the run, for the last message. Raises UserError for a
+    mistake of the user that a rank found.
+    """
+    newest, fruitless = run.newest_checkpoint(), 0
+    with StopRelay() as relay:
+        while True:
+            # What it says is about an earlier start.
+            run.status.unlink(missing_ok=True)
+            launch = launch_ranks(
+                command,
+                processes=processes,
+                logs=run.new_log_directory(),
+                hang_timeout_s=policy.config.hang_timeout_s,
+                deadline_s=policy.deadline_s,
+            )
+            failure = launch.failure or _missing_status(run)
+            if failure is not None and failure.exit_code is None:
+                stop = _stop_reason(relay.received, failure, policy.deadline_s)
+                if stop is not None:
+                    _leave_unsaved(run, failure, stop, launch)
+                    failure = None
+            if failure is None:
+                return _say_end(run, resume)
+            _record(run, failure, launch)
+            if failure.exit_code is not None:
+                _write_status(run, "stopped", _reason(failure))
+                raise RankMistake(failure)
+            _print_failure(failure, launch.logs)
+            if not policy.again:
+                _write_status(run, "resumable", _reason(failure))
+                print(f"go on from the newest checkpoint with: {resume}", file=sys.stderr)
+                return EXIT_CRASHED
+            reached = run.newest_checkpoint()
+            fruitless = 0 if reached > newest else fruitless + 1
+            newest = max(newest, reached)
+            if fruitless >= policy.config.max_cycles:
+                return _give_up(run, failure, fruitless)
+            run.event("restart", reason=_reason(failure), checkpoint=reached, fruitless_starts=fruitless)
+            _say_restart(reached, fruitless, policy.config.max_cycles)
+
+
+def _missing_status(run: RunDirectory) -> RankFailure | None:
+    """Ranks that all leave with exit code 0 say in status.json why."""
+    if run.read_status() is not None:
+        return None
+    return RankFailure(rank=0, summary="all ranks ended without writing status.json", time_s=time.time())
+
+
+def _stop_reason(received: signal.Signals | None, failure: RankFailure, deadline_s: float | None) -> str | None:
+    """Why not to start the ranks again after `failure`; None: nobody asked to stop."""
+    # A rank may have been signalled itself, before it could tell the others.
+    stop = received or (failure.killer if failure.killer in _STOPPING else None)
+    if stop is None and deadline_s is not None and time.time() >= deadline_s:
+        return DEADLINE
+    return stop.name if stop is not None else None
+
+
+def _leave_unsaved(run: RunDirectory, failure: RankFailure, stop: str, launch: Launch) -> None:
+    """The ranks were to stop, but at least one was lost on the way."""
+    if failure.traceback is not None:
+        _print_failure(failure, launch.logs)
+    if run.read_status() is None:
+        _write_status(run, "resumable", f"{stop}, and rank {failure.rank} did not save: {failure.summary}")
+
+
+def _say_end(run: RunDirectory, resume: str) -> int:
+    status = run.read_status()
+    assert status is not None
+    print(f"{status.status} at step {status.step}, {status.tokens:,} tokens: {status.reason}", file=sys.stderr)
+    if status.status == "resumable":
+        print(f"go on with: {resume}", file=sys.stderr)
+    return EXIT_CODES[status.status]
+
+
+def _give_up(run: RunDirectory, failure: RankFailure, starts: int) -> int:
+    reason = f"given up after {starts} starts in a row without a new checkpoint; the last: {_reason(failure)}"
+    _write_status(run, "stopped", reason)
+    run.event("given_up", reason=reason)
+    print(reason, file=sys.stderr)
+    return EXIT_GIVEN_UP
+
+
+def _say_restart(checkpoint: int, fruitless: int, max_cycles: int) -> None:
+    place = f"from the checkpoint of step {checkpoint}" if checkpoint else "from the beginning"
+    count = f"; {fruitless} of at most {max_cycles} starts in a row brought no new checkpoint" if fruitless else ""
+    print(f"starting the ranks again {place}{count}", file=sys.stderr)
+
+
+def _record(run: RunDirectory, failure: RankFailure, launch: Launch) -> None:
+    """An event with what each rank was doing when the failure was met."""
+    doing = {
+        str(rank): {"step": beat.step, "doing": beat.doing, "silent_s": round(time.monotonic() - beat.time_s, 1)}
+        for rank, beat in launch.beats.items()
+    }
+    step, _ = run.progress()
+    run.event("failed", rank=failure.rank, reason=failure.summary, step=step, logs=str(launch.logs), ranks=doing)
+
+
+def _write_status(run: RunDirectory, status: Status, reason: str) -> None:
+    step, tokens = run.progress()
+    run.write_status(status, reason=reason, step=step, tokens=tokens)
+
+
+def _reason(failure: RankFailure) -> str:
+    return f"rank {failure.rank}: {failure.summary}"
+
+
+def _print_failure(failure: RankFailure, logs: Path) -> None:
+    if failure.traceback is not None:
+        print(failure.traceback, file=sys.stderr, end="")
+    elif failure.rank != 0:
+        # Rank 0's output was shown as it came.
+        text = (logs / f"rank-{failure.rank}.err").read_text(encoding="utf-8", errors="replace")
+        for line in text.splitlines()[-_LOG_TAIL_LINES:]:
+            print(line, file=sys.stderr)
+    print(f"rank {failure.rank} failed: {failure.summary} (output of all ranks: {logs})", file=sys.stderr)

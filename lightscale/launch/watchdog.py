@@ -1,0 +1,153 @@
+"""Finds ranks that hang, says where, and ends them all; whoever started them does the rest.
+
+Nothing here needs a rank to cooperate: its signs of life are read from a file, and stacks are written by Python's
+fault handler from within a signal handler, which works while a thread holds the interpreter. Only a process that was
+stopped cannot write its own; it is named instead.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from lightscale.launch.rank import STACKS_SIGNAL, stacks_file
+from lightscale.training.heartbeat import Beat, read_heartbeats, start_allowance_s
+
+_POLL_S = 0.2
+# A longer pause is the watchdog's own, as when the whole job was suspended: ranks may be silent meanwhile.
+_LONGEST_POLL_S = 1.0
+_STACKS_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang:
+    """Ranks that were silent for too long."""
+
+    ranks: tuple[int, ...]
+    """Those that the others probably wait for."""
+    reason: str
+    time_s: float
+    """When it was found, in seconds since the epoch."""
+
+
+class Watchdog:
+    """Watches the ranks, children of this process, whose heartbeats are in the file `heartbeats`.
+
+    A context manager. After a rank has been silent for longer than it may, `hang` says so, every rank has left the
+    stacks of its threads beside that file, and all of them have been killed.
+    """
+
+    def __init__(self, heartbeats: Path, *, num_ranks: int, hang_timeout_s: float) -> None:
+        self.hang: Hang | None = None
+        self._path = heartbeats
+        self._num_ranks = num_ranks
+        self._start_allowance_s = start_allowance_s(hang_timeout_s)
+        self._silent_s = [0.0] * num_ranks
+        self._last: dict[int, Beat] = {}
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+        for rank in range(self._num_ranks):
+            path = stacks_file(self._path, rank)
+            if path.exists() and not path.stat().st_size:
+                path.unlink()
+
+    def _watch(self) -> None:
+        before_s = time.monotonic()
+        while not self._done.wait(_POLL_S):
+            now_s = time.monotonic()
+            late = self._late_ranks(min(now_s - before_s, _LONGEST_POLL_S))
+            before_s = now_s
+            processes = _rank_processes()
+            if late and processes:
+                self.hang = self._describe(late, processes)
+                self._dump_stacks(processes)
+                for process in processes:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                return
+
+    def _late_ranks(self, passed_s: float) -> list[int]:
+        """The ranks that have been silent for too long, `passed_s` after the last look."""
+        beats, late = read_heartbeats(self._path), []
+        for rank in range(self._num_ranks):
+            beat = beats.get(rank)
+            changed = beat != self._last.get(rank)
+            self._silent_s[rank] = 0.0 if changed else self._silent_s[rank] + passed_s
+            allowed_s = self._start_allowance_s if beat is None else beat.allowed_s
+            if self._silent_s[rank] > allowed_s and (beat is None or _is_alive(beat.process_id)):
+                late.append(rank)
+        self._last = beats
+        return late
+
+    def _describe(self, late: Sequence[int], processes: Sequence[psutil.Process]) -> Hang:
+        beats = {rank: beat for rank, beat in self._last.items() if _is_alive(beat.process_id)}
+        stopped = {process.pid for process in processes if _status(process) == psutil.STATUS_STOPPED}
+        silent_s = max(self._silent_s[rank] for rank in late)
+        ranks = [rank for rank, beat in beats.items() if beat.process_id in stopped]
+        if ranks:
+            doing = f"stopped by a signal at {beats[ranks[0]].where}"
+        elif mute := [rank for rank in late if rank not in beats]:
+            ranks, doing = mute, "starting Python"
+        else:
+            oldest = min(beats.values(), key=lambda beat: beat.time_s)
+            # Those who do the same wait for one another, and which of them is to blame the times do not tell.
+            ranks = [rank for rank, beat in beats.items() if beat.where == oldest.where]
+            doing = oldest.where
+        reason = f"no sign of life for {silent_s:.1f} s: {_names(ranks)} {doing}"
+        return Hang(ranks=tuple(ranks), reason=reason, time_s=time.time())
+
+    def _dump_stacks(self, processes: Sequence[psutil.Process]) -> None:
+        """Have each rank write its stacks, and wait for those that can."""
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, STACKS_SIGNAL)
+        running = sum(_status(process) != psutil.STATUS_STOPPED for process in processes)
+        deadline = time.monotonic() + _STACKS_S
+        while time.monotonic() < deadline:
+            sizes = [stacks_file(self._path, rank) for rank in range(self._num_ranks)]
+            if sum(path.exists() and path.stat().st_size > 0 for path in sizes) >= running:
+                break
+            time.sleep(0.05)
+        # What has begun to be written gets a moment to be whole.
+        time.sleep(0.2)
+
+
+def _rank_processes() -> list[psutil.Process]:
+    return [process for process in psutil.Process().children() if _is_alive(process.pid)]
+
+
+def _is_alive(process_id: int) -> bool:
+    try:
+        return psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _status(process: psutil.Process) -> str:
+    try:
+        return str(process.status())
+    except psutil.NoSuchProcess:
+        return psutil.STATUS_DEAD
+
+
+def _names(ranks: Sequence[int]) -> str:
+    """rank 1; ranks 0, 2"""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"

@@ -1,0 +1,108 @@
+"""Boxes of whole tensors: how a rank says which part of the model and of the optimizer it holds.
+
+Every layout cuts the same whole tensors into other boxes: tensor ranks along a dim, pipeline ranks by layer, and the
+distributed optimizer into stretches of the flattened parameters. A checkpoint is the boxes of the ranks that wrote
+it, and another layout reads the intersections with its own.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """The elements offset … offset + sizes - 1 along each dim of the whole tensor ``key`` of ``shape``."""
+
+    key: str
+    shape: Shape
+    offset: Shape
+    sizes: Shape
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A box and its elements; ``data`` has the box's sizes and is what the rank itself computes with."""
+
+    box: Box
+    data: Tensor
+
+
+def stretch_boxes(sizes: Shape, first: int, last: int) -> Iterator[tuple[Shape, Shape]]:
+    """(offset, sizes) of boxes that together are the elements first … last - 1 of a flattened tensor of ``sizes``.
+
+    In order, and few: at most 2 d - 1 of them for d dims (the ends of the first and last row, and whole rows between).
+    """
+    if first >= last:
+        return
+    if not sizes:
+        yield (), ()
+        return
+    row = math.prod(sizes[1:])
+    whole_first, whole_last = -(-first // row), last // row
+    if whole_first > whole_last:
+        yield from _in_row(sizes, whole_last, first, last)
+        return
+    if first < whole_first * row:
+        yield from _in_row(sizes, whole_first - 1, first, whole_first * row)
+    if whole_first < whole_last:
+        yield (whole_first, *(0 for _ in sizes[1:])), (whole_last - whole_first, *sizes[1:])
+    if whole_last * row < last:
+        yield from _in_row(sizes, whole_last, whole_last * row, last)
+
+
+def _in_row(sizes: Shape, row: int, first: int, last: int) -> Iterator[tuple[Shape, Shape]]:
+    start = row * math.prod(sizes[1:])
+    for offset, inner in stretch_boxes(sizes[1:], first - start, last - start):
+        yield (row, *offset), (1, *inner)
+
+
+def copy_overlap(source: Piece, target: Piece) -> int:
+    """Copy what both hold of the same tensor to ``target``, in its number format; the number of elements copied."""
+    at_source, at_target = [], []
+    for source_start, source_size, start, size in zip(
+        source.box.offset, source.box.sizes, target.box.offset, target.box.sizes, strict=True
+    ):
+        first, last = max(source_start, start), min(source_start + source_size, start + size)
+        if first >= last:
+            return 0
+        at_source.append(slice(first - source_start, last - source_start))
+        at_target.append(slice(first - start, last - start))
+    place = target.data[tuple(at_target)]
+    place.copy_(source.data[tuple(at_source)])
+    return place.numel()
+
+
+def fault_of_cover(boxes: Iterable[Box]) -> str | None:
+    """Why ``boxes`` do not hold every element of every tensor exactly once; None where they do."""
+    by_key: dict[str, list[Box]] = {}
+    for box in boxes:
+        by_key.setdefault(box.key, []).append(box)
+    for key, parts in by_key.items():
+        shapes = {box.shape for box in parts}
+        if len(shapes) > 1:
+            return f"{key} has several shapes: {', '.join(map(str, sorted(shapes)))}"
+        found, whole = sum(box.numel for box in parts), math.prod(parts[0].shape)
+        if found != whole:
+            return f"{key} of {parts[0].shape} has {whole} elements, and {found} are held"
+        # As many elements as the tensor has, none twice: then all.
+        ordered = sorted(parts, key=lambda box: box.offset)
+        for number, box in enumerate(ordered):
+            for other in ordered[number + 1 :]:
+                if other.offset and other.offset[0] >= box.offset[0] + box.sizes[0]:
+                    break
+                if all(
+                    a < b + size_b and b < a + size_a
+                    for a, size_a, b, size_b in zip(box.offset, box.sizes, other.offset, other.sizes, strict=True)
+                ):
+                    return f"{key} is held twice at {other.offset}"
+    return None

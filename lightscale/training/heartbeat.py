@@ -1,0 +1,168 @@
+"""Signs of life of the ranks, in a small file that the launcher's watchdog reads without asking them.
+
+A rank says what it begins to do, and how long it may be silent from then on. It writes to mapped memory: that needs
+no other process and no other thread, and what it wrote last is there also when it holds the interpreter for ever, is
+stopped, or is dead. The file has two places for each rank, written in turn, so that one of them is always whole.
+
+How long a rank may be silent, for `restart.hang_timeout_s` = H:
+
+- within a step, the longer of H and 5 times the slowest (99th percentile) of the last steps;
+- in validation, saving and leaving, the longer of 10 H and 5 times the longest of that kind so far;
+- when starting, and in the first steps, whose kernels are compiled, the longer of 10 H and two minutes.
+"""
+
+import math
+import mmap
+import os
+import struct
+import time
+import zlib
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+# The file, for the ranks of a launch; without it there is nobody to watch them.
+HEARTBEATS_VARIABLE = "LIGHTSCALE_HEARTBEATS"
+
+_LONG = {"starting", "validation", "saving", "leaving"}
+_LONGER = 10.0
+_LEAST_START_S = 120.0
+_SLOWER = 5.0
+_STEPS_REMEMBERED = 100
+
+# Time, allowed time, step, process id, activity; a checksum comes before.
+_FIELDS = struct.Struct("<ddqq28s")
+_CHECKSUM = struct.Struct("<I")
+_PLACE_BYTES = _CHECKSUM.size + _FIELDS.size
+_RANK_BYTES = 2 * _PLACE_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """What a rank last said."""
+
+    rank: int
+    time_s: float
+    """When, by the machine's monotonic clock."""
+    allowed_s: float
+    """How long it may be silent from then on."""
+    step: int
+    process_id: int
+    doing: str
+
+    @property
+    def where(self) -> str:
+        """step 7, reading data"""
+        return f"step {self.step}, {self.doing}"
+
+
+class Heartbeat:
+    """This rank's signs of life; without effect where nobody watches."""
+
+    def __init__(self, hang_timeout_s: float, environ: Mapping[str, str] = os.environ) -> None:
+        self._hang_timeout_s = hang_timeout_s
+        self._now: Beat | None = None
+        self._longest_s: dict[str, float] = {}
+        self._steps_s: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
+        self._step_s = 0.0
+        self._is_first_step = True
+        self._writes = 0
+        self._file: mmap.mmap | None = None
+        path = environ.get(HEARTBEATS_VARIABLE)
+        if path:
+            self._rank = int(environ["RANK"])
+            with Path(path).open("r+b") as file:
+                self._file = mmap.mmap(file.fileno(), 0)
+
+    def beat(self, doing: str, *, step: int) -> None:
+        """From now on this rank is `doing` that (at most 28 bytes), as part of `step`."""
+        if self._file is None:
+            return
+        now_s = time.monotonic()
+        if self._now is not None:
+            self._learn(self._now, now_s, step)
+        self._now = Beat(
+            rank=self._rank,
+            time_s=now_s,
+            allowed_s=self._allowed_s(doing),
+            step=step,
+            process_id=os.getpid(),
+            doing=doing,
+        )
+        start = self._rank * _RANK_BYTES + self._writes % 2 * _PLACE_BYTES
+        self._file[start : start + _PLACE_BYTES] = _pack(self._now)
+        self._writes += 1
+
+    def expect_other_steps(self) -> None:
+        """The step that begins now is not like those before it, as after a change of the sequence length."""
+        self._steps_s.clear()
+        self._is_first_step = True
+        self._step_s = 0.0
+        self._now = None
+
+    def _learn(self, before: Beat, now_s: float, step: int) -> None:
+        elapsed_s = now_s - before.time_s
+        if before.doing in _LONG:
+            self._longest_s[before.doing] = max(elapsed_s, self._longest_s.get(before.doing, 0.0))
+        else:
+            self._step_s += elapsed_s
+        if step != before.step and self._step_s:
+            # The first one compiles kernels: later ones must not be measured by it.
+            if not self._is_first_step:
+                self._steps_s.append(self._step_s)
+            self._is_first_step = False
+            self._step_s = 0.0
+
+    def _allowed_s(self, doing: str) -> float:
+        if doing in _LONG - {"starting"}:
+            return max(_LONGER * self._hang_timeout_s, _SLOWER * self._longest_s.get(doing, 0.0))
+        if doing == "starting" or not self._steps_s:
+            return start_allowance_s(self._hang_timeout_s)
+        slowest_s = sorted(self._steps_s)[math.ceil(0.99 * len(self._steps_s)) - 1]
+        return max(self._hang_timeout_s, _SLOWER * slowest_s)
+
+
+def start_allowance_s(hang_timeout_s: float) -> float:
+    """How long a rank may take to start."""
+    return max(_LONGER * hang_timeout_s, _LEAST_START_S)
+
+
+def create_heartbeats(path: Path, num_ranks: int) -> None:
+    """Make the file for the ranks of one launch."""
+    path.write_bytes(bytes(num_ranks * _RANK_BYTES))
+
+
+def read_heartbeats(path: Path) -> dict[int, Beat]:
+    """What each rank last said, by rank; those that have not said anything yet are missing."""
+    data = path.read_bytes()
+    beats = {}
+    for rank in range(len(data) // _RANK_BYTES):
+        places = (data[rank * _RANK_BYTES + i * _PLACE_BYTES :][:_PLACE_BYTES] for i in range(2))
+        whole = [beat for beat in (_unpack(rank, place) for place in places) if beat is not None]
+        if whole:
+            beats[rank] = max(whole, key=lambda beat: beat.time_s)
+    return beats
+
+
+def _pack(beat: Beat) -> bytes:
+    doing = beat.doing.encode()
+    assert len(doing) <= 28, beat.doing
+    fields = _FIELDS.pack(beat.time_s, beat.allowed_s, beat.step, beat.process_id, doing)
+    return _CHECKSUM.pack(zlib.crc32(fields)) + fields
+
+
+def _unpack(rank: int, place: bytes) -> Beat | None:
+    """None: nothing was written there, or it is being written."""
+    fields = place[_CHECKSUM.size :]
+    if zlib.crc32(fields) != _CHECKSUM.unpack_from(place)[0] or not any(fields):
+        return None
+    time_s, allowed_s, step, process_id, doing = _FIELDS.unpack(fields)
+    return Beat(
+        rank=rank,
+        time_s=time_s,
+        allowed_s=allowed_s,
+        step=step,
+        process_id=process_id,
+        doing=doing.rstrip(b"\0").decode(),
+    )

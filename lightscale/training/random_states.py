@@ -1,0 +1,41 @@
+"""The generators of a process as plain values, which JSON keeps exactly."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def random_states() -> dict[str, Any]:
+    """Every generator of this process: Python's, NumPy's global one (libraries draw from it), PyTorch's, the GPU's."""
+    version, keys, gauss = random.getstate()
+    numpy_state: Any = np.random.get_state()
+    name, vector, position, has_gauss, cached = numpy_state
+    states: dict[str, Any] = {
+        "torch": _hex(torch.get_rng_state()),
+        "python": [version, list(keys), gauss],
+        "numpy": [str(name), vector.tolist(), int(position), int(has_gauss), float(cached)],
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = _hex(torch.cuda.get_rng_state())
+    return states
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Go on as the process that gave ``states``."""
+    torch.set_rng_state(_tensor(states["torch"]))
+    version, keys, gauss = states["python"]
+    random.setstate((version, tuple(keys), gauss))
+    name, vector, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((name, np.array(vector, dtype=np.uint32), position, has_gauss, cached))
+    if torch.cuda.is_available() and "cuda" in states:
+        torch.cuda.set_rng_state(_tensor(states["cuda"]))
+
+
+def _hex(state: torch.Tensor) -> str:
+    return bytes(state.tolist()).hex()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)

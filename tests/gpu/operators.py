@@ -1,0 +1,299 @@
+"""Every operator with random inputs, and its results beside exact ones; loaded by path.
+
+Nothing here knows of a GPU: `test_comparing.py` runs it on CPUs at small sizes, so that it works when there is one.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightscale.kernels.cross_entropy import linear_cross_entropy
+from lightscale.kernels.gla import gla
+from lightscale.kernels.glu import glu
+from lightscale.kernels.lightnet import LightNetState, StateCotangent, lightnet_attention
+from lightscale.kernels.norm import norm
+from lightscale.kernels.tpe import tpe_scan
+from lightscale.models.positions import lrpe_angles, lrpe_phases
+
+# RMSE of the difference to fp64 by RMSE; half of bf16's is the rounding of the results themselves.
+LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 5e-3}
+# Not rounded results, but differences of rounded ones.
+DIFFERENCES = {"dz": 4.0}
+# Inputs without a gradient.
+FIXED = ("cos", "sin", "labels")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Of q, k (rows, tokens, heads, K) and v; what has no heads has K channels."""
+
+    rows: int
+    tokens: int
+    heads: int = 1
+    K: int
+    V: int = 0
+
+
+class Draw:
+    """Random tensors of a dtype on a device, each from its own seed."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: str) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self._seed = 0
+
+    def __call__(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+        self._seed += 1
+        generator = torch.Generator(self.device).manual_seed(self._seed)
+        return torch.randn(sizes, dtype=dtype or self.dtype, device=self.device, generator=generator)
+
+    def wide(self, *sizes: int) -> Tensor:
+        """fp32 whatever the dtype: states and parameters."""
+        return self(*sizes, dtype=torch.float32)
+
+    def qkv(self) -> dict[str, Tensor]:
+        x = self.shape
+        return {name: self(x.rows, x.tokens, x.heads, width) for name, width in (("q", x.K), ("k", x.K), ("v", x.V))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    draw: Callable[[Draw], dict[str, Tensor]]
+    """Inputs by name, but for states."""
+    form: Callable[..., dict[str, Tensor]]
+    """(backend, cu_seqlens, **inputs) -> outputs by name."""
+    state: Callable[[Draw], dict[str, Tensor]] = lambda draw: {}
+    """The state that enters, as inputs."""
+    by_token: tuple[str, ...]
+    """Inputs and outputs whose dim 1 are tokens."""
+
+
+def _gla_draw(draw: Draw) -> dict[str, Tensor]:
+    inputs = draw.qkv()
+    log_decay = F.logsigmoid(draw.wide(*inputs["q"].shape) + 1)
+    return inputs | {"k": (-torch.expm1(log_decay)).to(draw.dtype), "log_decay": log_decay}
+
+
+def _gla(backend: str, cu_seqlens: Tensor | None, state: Tensor | None = None, **inputs: Tensor) -> dict[str, Tensor]:
+    options: dict[str, Any] = {"backend": backend, "cu_seqlens": cu_seqlens, "initial_state": state}
+    o, final = gla(**inputs, **options, output_final_state=True)
+    assert final is not None
+    return {"o": o, "final": final}
+
+
+def _lightnet(
+    backend: str,
+    cu_seqlens: Tensor | None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    z: Tensor | None = None,
+    S: Tensor | None = None,
+    **inputs: Tensor,
+) -> dict[str, Tensor]:
+    state = None if z is None or S is None else LightNetState(z, S)
+    phases = None if cos is None or sin is None else (cos, sin)
+    options: dict[str, Any] = {"backend": backend, "cu_seqlens": cu_seqlens, "initial_state": state, "phases": phases}
+    o, final = lightnet_attention(**inputs, **options, output_final_state=True)
+    assert final is not None
+    return {"o": o, "final_z": final.z, "final_S": final.S}
+
+
+def _phases(draw: Draw) -> dict[str, Tensor]:
+    """Those of a model's first heads, shared by rows, from the second million of tokens on."""
+    x = draw.shape
+    positions = 2**20 + torch.arange(x.tokens, device=draw.device)
+    # The angles decide, not their number: heads share them, as strides of 0 are welcome.
+    angles = lrpe_angles(1, x.K).float().to(draw.device)
+    shared = lrpe_phases(positions[None], angles)
+    shape = (x.rows, x.tokens, x.heads, x.K)
+    return {name: phase.expand(shape) for name, phase in zip(("cos", "sin"), shared, strict=True)}
+
+
+def _lightnet_state(draw: Draw, halves: int) -> dict[str, Tensor]:
+    x = draw.shape
+    return {"z": draw.wide(x.rows, x.heads, x.K), "S": draw.wide(x.rows, x.heads, halves * x.K, x.V)}
+
+
+def _tpe_draw(draw: Draw) -> dict[str, Tensor]:
+    """K channels, V modes with time scales from 1 to 4096 tokens."""
+    x = draw.shape
+    log_decay = -torch.logspace(0, -12, x.V, base=2, device=draw.device)
+    return {"x": draw(x.rows, x.tokens, x.K), "log_decay": log_decay, "gamma": draw.wide(x.K, x.V)}
+
+
+def _tpe(backend: str, cu_seqlens: Tensor | None, state: Tensor | None = None, **inputs: Tensor) -> dict[str, Tensor]:
+    options: dict[str, Any] = {"backend": backend, "cu_seqlens": cu_seqlens, "initial_state": state}
+    y, final = tpe_scan(**inputs, **options, output_final_state=True)
+    assert final is not None
+    return {"y": y, "final": final}
+
+
+def _norm_draw(draw: Draw) -> dict[str, Tensor]:
+    x = draw.shape
+    sizes = (x.rows, x.tokens, x.K)
+    return {"x": draw(*sizes), "gate": draw(*sizes), "weight": draw(x.K)}
+
+
+def _gated_norm(backend: str, cu_seqlens: None, x: Tensor, gate: Tensor, weight: Tensor) -> dict[str, Tensor]:
+    return {"y": norm(x, weight, gate=gate, gate_activation="sigmoid", backend=backend)}
+
+
+def _glu(activation: str) -> Operator:
+    return Operator(
+        draw=lambda draw: {"x": draw(draw.shape.rows, draw.shape.tokens, 2 * draw.shape.K)},
+        form=lambda backend, cu_seqlens, x: {"out": glu(x, activation, backend=backend)},
+        by_token=("x", "out"),
+    )
+
+
+def _cross_entropy_draw(draw: Draw) -> dict[str, Tensor]:
+    """K channels, V ids of which three are padding; weights as a model has them at first."""
+    x = draw.shape
+    labels = torch.arange(x.rows * x.tokens, device=draw.device).view(x.rows, x.tokens) * 7919 % (x.V - 3)
+    return {"hidden": draw(x.rows, x.tokens, x.K), "weight": 0.02 * draw(x.V, x.K), "labels": labels}
+
+
+def _cross_entropy(backend: str, cu_seqlens: None, hidden: Tensor, weight: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    return {"loss": linear_cross_entropy(hidden, weight, labels, num_ids=weight.size(0) - 3, backend=backend)}
+
+
+def _state(draw: Draw) -> dict[str, Tensor]:
+    x = draw.shape
+    return {"state": draw.wide(x.rows, x.heads, x.K, x.V)}
+
+
+MIXERS = {
+    "gla": Operator(draw=_gla_draw, form=_gla, state=_state, by_token=("q", "k", "v", "log_decay", "o")),
+    "lightnet": Operator(
+        draw=Draw.qkv, form=_lightnet, state=lambda draw: _lightnet_state(draw, 1), by_token=("q", "k", "v", "o")
+    ),
+    "lightnet with LRPE": Operator(
+        draw=lambda draw: draw.qkv() | _phases(draw),
+        form=_lightnet,
+        state=lambda draw: _lightnet_state(draw, 2),
+        by_token=("q", "k", "v", "cos", "sin", "o"),
+    ),
+}
+OPERATORS = MIXERS | {
+    "tpe": Operator(
+        draw=_tpe_draw,
+        form=_tpe,
+        state=lambda draw: {"state": draw.wide(draw.shape.rows, draw.shape.K, draw.shape.V)},
+        by_token=("x", "y"),
+    ),
+    "norm": Operator(
+        draw=lambda draw: {"x": draw(draw.shape.rows, draw.shape.tokens, draw.shape.K)},
+        form=lambda backend, cu_seqlens, x: {"y": norm(x, backend=backend)},
+        by_token=("x", "y"),
+    ),
+    "gated norm": Operator(draw=_norm_draw, form=_gated_norm, by_token=("x", "gate", "y")),
+    "glu": _glu("none"),
+    "glu silu": _glu("silu"),
+    "glu sigmoid": _glu("sigmoid"),
+    "cross entropy": Operator(draw=_cross_entropy_draw, form=_cross_entropy, by_token=("hidden", "labels", "loss")),
+}
+
+
+def draw(name: str, shape: Shape, dtype: torch.dtype, device: str, *, with_state: bool) -> dict[str, Tensor]:
+    """Inputs of an operator."""
+    source, operator = Draw(shape, dtype, device), OPERATORS[name]
+    return operator.draw(source) | (operator.state(source) if with_state else {})
+
+
+def results(
+    name: str,
+    inputs: dict[str, Tensor],
+    backend: str,
+    cu_seqlens: Tensor | None = None,
+    *,
+    exact: bool = False,
+    last: int | None = None,
+) -> dict[str, Tensor]:
+    """Outputs and every gradient; all in fp64 where ``exact``.
+
+    Cotangents are random numbers that bf16 holds, of the ``last`` tokens only where that is given.
+    """
+    leaves = {}
+    for key, x in inputs.items():
+        x = x.detach().double() if exact and x.is_floating_point() else x.detach()
+        leaves[key] = x if key in FIXED else x.requires_grad_()
+    outputs = OPERATORS[name].form(backend, cu_seqlens, **leaves)
+    learned = {key: x for key, x in leaves.items() if x.requires_grad}
+    cotangents = []
+    for number, (key, y) in enumerate(outputs.items()):
+        counted = y[:, -last:] if last and key in OPERATORS[name].by_token else y
+        generator = torch.Generator(y.device).manual_seed(100 + number)
+        drawn = torch.randn(counted.shape, dtype=torch.bfloat16, device=y.device, generator=generator).to(y.dtype)
+        cotangents.append(drawn if counted is y else torch.zeros_like(y))
+        if counted is not y:
+            cotangents[-1][:, -counted.size(1) :] = drawn
+    gradients = torch.autograd.grad(list(outputs.values()), list(learned.values()), cotangents)
+    found = {key: y.detach() for key, y in outputs.items()}
+    return found | {f"d{key}": x for key, x in zip(learned, gradients, strict=True)}
+
+
+def last_tokens(name: str, tensors: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Inputs or results of the row's last tokens; what has no tokens stays as it is."""
+    by_token = {*OPERATORS[name].by_token, *(f"d{key}" for key in OPERATORS[name].by_token)}
+    return {key: x[:, -count:] if key in by_token else x for key, x in tensors.items()}
+
+
+def pieces(
+    name: str, forms: Any, inputs: dict[str, Tensor], cu_seqlens: Tensor, *, exact: bool = False
+) -> dict[str, Tensor]:
+    """What a sequence rank computes by ``forms``: its own state, its outputs, and the gradients both ways."""
+    x = {key: y.double() if exact else y for key, y in inputs.items()}
+    generator = torch.Generator(cu_seqlens.device).manual_seed(7)
+
+    def cotangent(like: Tensor) -> Tensor:
+        drawn = torch.randn(like.shape, dtype=torch.bfloat16, device=like.device, generator=generator)
+        return drawn.to(like.dtype)
+
+    if name == "tpe":
+        of_state, of_row = (x["x"], x["log_decay"]), (x["x"], x["log_decay"], x["gamma"])
+        dy, dend = cotangent(x["x"]), cotangent(x["state"])
+        state, own = x["state"], forms.state_bwd(dy, *of_row[1:], cu_seqlens)
+    elif name == "gla":
+        of_state, of_row = (x["k"], x["v"], x["log_decay"]), (x["q"], x["k"], x["v"], x["log_decay"])
+        dy, dend = cotangent(x["v"]), cotangent(x["state"])
+        state, own = x["state"], forms.state_bwd(x["q"], dy, x["log_decay"], cu_seqlens)
+    else:
+        of_row = (x["q"], x["k"], x["v"], (x["cos"], x["sin"]) if "cos" in x else None)
+        of_state, state = of_row[1:], LightNetState(x["z"], x["S"])
+        dy, dend = cotangent(x["v"]), StateCotangent(cotangent(x["S"]), cotangent(x["z"]))
+        own = forms.state_bwd(*of_row, dy, state, cu_seqlens)
+    groups = {
+        "local": forms.state_fwd(*of_state, cu_seqlens)[0],
+        "out": forms.out_fwd(*of_row, state, cu_seqlens),
+        "own": own,
+        "gradient": forms.grad_bwd(*of_row, dy, state, dend, cu_seqlens),
+    }
+    return {key: y for group, found in groups.items() for key, y in _flat(group, found)}
+
+
+def _flat(name: str, found: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of nested tuples."""
+    if isinstance(found, Tensor):
+        yield name, found
+    elif found is not None:
+        for number, part in enumerate(found):
+            yield from _flat(f"{name} {number}", part)
+
+
+def errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """RMSE of the difference by RMSE of what is expected."""
+    assert found.keys() == expected.keys()
+    ratios = {}
+    for key, right in expected.items():
+        assert found[key].shape == right.shape, key
+        difference = (found[key].double() - right.double()).norm()
+        ratios[key] = float(difference / (right.double().norm() or 1.0))
+    return ratios
+
+
+def wrong(ratios: dict[str, float], dtype: torch.dtype) -> dict[str, float]:
+    """Those above the limit of the dtype, or not a number."""
+    return {key: e for key, e in ratios.items() if not e < LIMITS[dtype] * DIFFERENCES.get(key, 1.0)}

@@ -1,0 +1,88 @@
+"""What the tests on GPUs compare with, on a CPU at small sizes: it finds faults, and only those that are there."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightscale.kernels import gla, lightnet, tpe
+from lightscale.kernels.gla import chunked as gla_chunked
+from lightscale.kernels.lightnet import chunked as lightnet_chunked
+from lightscale.kernels.tpe import chunked as tpe_chunked
+
+operators = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("operators.py"))))
+FULL = torch.float32
+
+
+def shape(name: str, tokens: int = 20) -> object:
+    return operators.Shape(rows=2, tokens=tokens, heads=2, K=8, V=37 if name == "cross entropy" else 4)
+
+
+@pytest.mark.parametrize("name", operators.OPERATORS)
+def test_the_chunked_form_agrees_and_a_wrong_one_does_not(name: str) -> None:
+    inputs = operators.draw(name, shape(name), FULL, "cpu", with_state=True)
+    cut = torch.tensor([0, 3, 20, 33, 40])
+    expected = operators.results(name, inputs, "reference", cut, exact=True)
+    assert all(x.dtype == torch.float64 for x in expected.values())
+    ratios = operators.errors(operators.results(name, inputs, "chunked", cut), expected)
+    assert not operators.wrong(ratios, FULL), ratios
+    learned = next(key for key in inputs if key not in operators.FIXED)
+    assert f"d{learned}" in ratios
+    # Half precision is allowed more, but what is off by a hundredth is wrong in any.
+    off = operators.errors({key: x * 1.01 for key, x in expected.items()}, expected)
+    assert operators.wrong(off, torch.bfloat16).keys() == off.keys() - operators.DIFFERENCES.keys()
+    nothing = operators.errors({key: x * float("nan") for key, x in expected.items()}, expected)
+    assert operators.wrong(nothing, torch.bfloat16).keys() == nothing.keys()
+
+
+@pytest.mark.parametrize("name", operators.OPERATORS)
+def test_the_last_document_by_itself(name: str) -> None:
+    """As for tensors of more than 2^31 elements: nothing before the last document changes it."""
+    inputs = operators.draw(name, shape(name, tokens=30), FULL, "cpu", with_state=False)
+    inputs = {key: x[:1] if key in operators.OPERATORS[name].by_token else x for key, x in inputs.items()}
+    found = operators.results(name, inputs, "chunked", torch.tensor([0, 18, 30]), last=12)
+    alone = operators.results(name, operators.last_tokens(name, inputs, 12), "reference", exact=True, last=12)
+    ratios = operators.errors(operators.last_tokens(name, found, 12), alone)
+    assert not operators.wrong(ratios, FULL), ratios
+
+
+@pytest.mark.parametrize("name", [*operators.MIXERS, "tpe"])
+def test_pieces(name: str) -> None:
+    inputs = operators.draw(name, shape(name), FULL, "cpu", with_state=True)
+    module, chunked = {"gla": (gla, gla_chunked), "tpe": (tpe, tpe_chunked)}.get(name, (lightnet, lightnet_chunked))
+    cut = torch.tensor([0, 15, 20, 40])
+    ratios = operators.errors(
+        operators.pieces(name, module, inputs, cut), operators.pieces(name, chunked, inputs, cut, exact=True)
+    )
+    assert len(ratios) >= 6
+    assert not operators.wrong(ratios, FULL), ratios
+
+
+def test_outcomes_and_errors_are_kept(tmp_path: Path, root: Path) -> None:
+    """By the folder's conftest.py, a line for each test."""
+    (tmp_path / "conftest.py").write_text((root / "tests" / "gpu" / "conftest.py").read_text())
+    (tmp_path / "test_made_up.py").write_text(
+        "import pytest\n"
+        "def test_good(record_property): record_property('errors', {'o': 0.5})\n"
+        "def test_bad(): assert 0\n"
+        "def test_left_out(): pytest.skip('no memory')\n"
+    )
+    results = tmp_path / "results.jsonl"
+    command = [sys.executable, "-m", "pytest", "-q", str(tmp_path), "--rootdir", str(tmp_path)]
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    subprocess.run(
+        [*command, "--results", str(results)], capture_output=True, timeout=100, check=False, env=environment
+    )
+    found = {line["test"].split("::")[1]: line for line in map(json.loads, results.read_text().splitlines())}
+    assert {name: line["outcome"] for name, line in found.items()} == {
+        "test_good": "passed",
+        "test_bad": "failed",
+        "test_left_out": "skipped",
+    }
+    assert found["test_good"]["errors"] == {"o": 0.5}

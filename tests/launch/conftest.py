@@ -1,0 +1,129 @@
+"""Launchers under way, whose ranks are those of `ranks.py`."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("ranks.py")
+# A machine that others use too is slow at times.
+TIMEOUT_S = 120.0
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a launcher ended."""
+
+    run: Path
+    code: int
+    output: str
+
+    @property
+    def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = json.loads((self.run / "status.json").read_text())
+        return status
+
+    def events(self, *names: str) -> list[dict[str, Any]]:
+        """Those called `names`, or all."""
+        events = map(json.loads, (self.run / "events.jsonl").read_text().splitlines())
+        return [event for event in events if not names or event["event"] in names]
+
+
+class Launcher:
+    """A running launcher; its output goes to a file, so that nobody has to read it meanwhile."""
+
+    def __init__(self, run: Path, behaviour: str, policy: dict[str, Any], **options: Any) -> None:
+        self.run = run
+        self.processes: int = policy.get("processes", 2)
+        run.mkdir()
+        self._log = run.parent / f"{run.name}.log"
+        # A session of its own: as in a terminal, its ranks are not in its process group.
+        with self._log.open("w") as log:
+            arguments = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL, **options}
+            command = [sys.executable, str(PROGRAM), "launch", str(run), behaviour, json.dumps(policy)]
+            self.process = subprocess.Popen(command, start_new_session=True, env=ENVIRONMENT, **arguments)
+
+    def wait(self) -> Ended:
+        code = self.process.wait(timeout=TIMEOUT_S)
+        return Ended(run=self.run, code=code, output=self._log.read_text())
+
+    def working(self) -> list[int]:
+        """Wait until all ranks train, and return their process ids."""
+        await_(lambda: all(self._steps(rank) >= 3 for rank in range(self.processes)))
+        return [int((self.run / f"pid-{rank}").read_text()) for rank in range(self.processes)]
+
+    def signals(self, rank: int) -> list[str]:
+        path = self.run / f"signals-{rank}"
+        return path.read_text().split() if path.exists() else []
+
+    def kill(self) -> None:
+        for path in self.run.glob("pid-*"):
+            with contextlib.suppress(ValueError, ProcessLookupError):
+                os.kill(int(path.read_text()), signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+
+    def _steps(self, rank: int) -> int:
+        """In the newest launch."""
+        newest = sorted(self.run.glob("logs/*"))[-1:]
+        return sum((path / f"rank-{rank}.out").read_text().count("step") for path in newest if _has(path, rank))
+
+
+def _has(logs: Path, rank: int) -> bool:
+    return (logs / f"rank-{rank}.out").exists()
+
+
+def await_(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
+    """`start(behaviour, policy)`: a launcher whose processes are gone after the test."""
+    launchers: list[Launcher] = []
+
+    def start(behaviour: str, policy: dict[str, Any] | None = None, **options: Any) -> Launcher:
+        launchers.append(Launcher(tmp_path / f"run-{len(launchers)}", behaviour, policy or {}, **options))
+        return launchers[-1]
+
+    yield start
+    for launcher in launchers:
+        launcher.kill()
+
+
+@pytest.fixture(scope="session")
+def wait_until() -> Callable[[Callable[[], bool]], None]:
+    """Wait until a condition holds, but not for ever."""
+    return await_
+
+
+@pytest.fixture(scope="session")
+def launch_each() -> Callable[..., dict[str, Ended]]:
+    """`launch_each(folder, behaviours)`: what becomes of ranks that end by themselves, one launch after the other."""
+
+    def launch_each(folder: Path, behaviours: dict[str, dict[str, Any]]) -> dict[str, Ended]:
+        command = [sys.executable, str(PROGRAM), "launch_each", str(folder), json.dumps(behaviours)]
+        subprocess.run(command, env=ENVIRONMENT, stdin=subprocess.DEVNULL, timeout=2 * TIMEOUT_S, check=True)
+        return {
+            behaviour: Ended(
+                run=folder / behaviour,
+                code=int((folder / f"{behaviour}.code").read_text()),
+                output=(folder / f"{behaviour}.log").read_text(),
+            )
+            for behaviour in behaviours
+        }
+
+    return launch_each

@@ -1,0 +1,57 @@
+"""The benchmark of checkpoints, on a small state: its ratios are those of its turns, and it saves what it says."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from rich.console import Console
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[ModuleType]:
+    """The processes that it starts find it on the path too."""
+    tools = str(Path(__file__).resolve().parents[2] / "tools")
+    sys.path.insert(0, tools)
+    try:
+        yield importlib.import_module("bench_checkpoint")
+    finally:
+        sys.path.remove(tools)
+
+
+def test_the_figures_are_those_of_the_turns(bench: ModuleType, tmp_path: Path) -> None:
+    figures = bench.run(bench.Settings(state_bytes=2_000_000, repeats=3, folder=tmp_path))
+    assert all(0.5 * 2_000_000 < size < 2 * 2_000_000 for size in figures["state_bytes"])
+    samples = figures["samples_s"]
+    for name in ("copy_s", "stall_s", "synchronous_s", "write_s"):
+        assert len(samples[name]) == 3
+        assert figures[name] == sorted(samples[name])[1] > 0
+    ratios = sorted(a / b for a, b in zip(samples["stall_s"], samples["synchronous_s"], strict=True))
+    assert figures["stall_to_synchronous"] == pytest.approx(ratios[1])
+    assert figures["reached"] == (figures["stall_to_synchronous"] <= 0.3 and figures["stall_to_copy"] <= 2.0)
+    assert list(tmp_path.iterdir()) == []
+    console = Console(width=100, file=(tmp_path / "table").open("w"))
+    console.print(bench.table(figures))
+    console.file.close()
+    assert "stall to synchronous" in (tmp_path / "table").read_text()
+
+
+def test_a_wrong_checkpoint_is_an_error(bench: ModuleType, tmp_path: Path) -> None:
+    """Started ranks are other processes, so the check is tried in this one."""
+    from lightscale.training.build import build_engine
+    from lightscale.training.saving import Saver
+
+    settings = bench.Settings(ranks=1, state_bytes=200_000)
+    config = bench.RunConfig(
+        model=bench._model(settings),
+        data=bench.DataConfig(store=Path("store"), sequence_length=64),
+        optimizer=bench.OptimizerConfig(lr=1e-3),
+        train=bench.TrainConfig(steps=1, global_batch_size=1),
+    )
+    with bench.start_mesh(device="cpu", init_method=f"file://{tmp_path}/rendezvous") as mesh:
+        engine = build_engine(config, mesh, vocab_size=config.model.vocab_size, trainable=True)
+        Saver(tmp_path / "checkpoints", mesh).save(engine, step=1, common={}, facts={})
+        with pytest.raises(RuntimeError, match="has not what was there when it was begun"):
+            bench._check(engine, mesh, tmp_path / "checkpoints", 1)

@@ -1,0 +1,134 @@
+"""``make gpu-check``: its parts run whatever failed before, it keeps what they found, and its exit code says it all."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD = {"test": "a::good", "outcome": "passed", "seconds": 1.0, "errors": {"o": 0.001}}
+BAD = GOOD | {"test": "a::bad", "outcome": "failed"}
+LEFT_OUT = GOOD | {"test": "a::left_out", "outcome": "skipped"}
+
+
+@pytest.fixture(scope="module")
+def tool() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(ROOT / "tools"))
+    import gpu_check
+
+    yield gpu_check
+    sys.path.remove(str(ROOT / "tools"))
+
+
+def pytest_part(tool: ModuleType, code: int, *lines: dict[str, Any]) -> Any:
+    """Like pytest: writes these lines, and exits with ``code``."""
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    script = f"import sys; open(sys.argv[1], 'w').write({text!r}); sys.exit({code})"
+    return tool.Part(command=(sys.executable, "-c", script, tool.RESULTS))
+
+
+def benchmark_part(tool: ModuleType, name: str, code: int = 0, **figures: Any) -> Any:
+    """Like bench.py: saves these figures."""
+    path = tool.saved_as(Path("/tmp"), name, tool.machine()).name
+    found = {"verdict": {"missed": []}, "complete": True} | figures
+    script = f"import sys; open(sys.argv[1] + '/{path}', 'w').write({json.dumps(found)!r}); sys.exit({code})"
+    return tool.Part(command=(sys.executable, "-c", script, tool.FOLDER), benchmark=name)
+
+
+def check(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, **parts: Any) -> tuple[int, dict[str, Any]]:
+    """The exit code and what was saved, of a check of these parts on a machine with a GPU."""
+    monkeypatch.setattr(tool, "PARTS", parts)
+    monkeypatch.setattr(tool, "check_device", lambda: None)
+    code = tool.main(["--save", str(folder), "--limit-s", "30"])
+    (saved,) = folder.glob("gpu-check_cpu_*.json")
+    assert not list(folder.glob("*.jsonl"))
+    return code, json.loads(saved.read_text())["parts"]
+
+
+def test_everything_well(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    parts = {"operators": pytest_part(tool, 0, GOOD, LEFT_OUT), "train": benchmark_part(tool, "train")}
+    code, found = check(tool, monkeypatch, tmp_path, **parts)
+    assert code == 0
+    assert found["operators"]["tests"] == [GOOD, LEFT_OUT]
+    assert found["train"]["missed"] == []
+    assert (tmp_path / found["train"]["saved"]).exists()
+
+
+def test_later_parts_run_after_a_failure(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    parts = {
+        "operators": pytest_part(tool, 1, GOOD, BAD),
+        "kernels": tool.Part(command=(sys.executable, "-c", "raise SystemExit(3)"), benchmark="kernels"),
+        "learn": benchmark_part(tool, "learn"),
+    }
+    code, found = check(tool, monkeypatch, tmp_path, **parts)
+    assert code == 1
+    assert {name: part["exit_code"] for name, part in found.items()} == {"operators": 1, "kernels": 3, "learn": 0}
+    assert found["kernels"]["missed"] == ["nothing was saved"]
+    assert [tool.failed(part) for part in found.values()] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda tool: pytest_part(tool, 0, LEFT_OUT),
+        lambda tool: pytest_part(tool, 0),
+        lambda tool: benchmark_part(tool, "train", verdict={"missed": ["MFU at 8192: 0.490, target 0.5"]}),
+        lambda tool: benchmark_part(tool, "train", complete=False),
+    ],
+    ids=["all left out", "no tests", "target missed", "cut off"],
+)
+def test_what_has_shown_nothing_or_missed_its_target_fails(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: Any
+) -> None:
+    code, found = check(tool, monkeypatch, tmp_path, only=part(tool))
+    assert code == 1
+    assert found["only"]["exit_code"] == 0
+
+
+def test_a_file_of_an_earlier_run_does_not_count(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    earlier = tool.saved_as(tmp_path, "learn", tool.machine())
+    earlier.write_text(json.dumps({"verdict": {"missed": []}, "complete": True}))
+    time.sleep(0.05)
+    idle = tool.Part(command=(sys.executable, "-c", ""), benchmark="learn")
+    code, found = check(tool, monkeypatch, tmp_path, learn=idle)
+    assert (code, found["learn"]["missed"]) == (1, ["nothing was saved"])
+
+
+def test_a_part_that_hangs_ends_with_its_limit(tool: ModuleType, tmp_path: Path) -> None:
+    part = tool.Part(command=(sys.executable, "-c", "import time; time.sleep(60)"))
+    found = tool.run_part(part, tmp_path / "results", tmp_path, limit_s=0.5)
+    assert found["exit_code"] == tool.TIMED_OUT
+    assert found["seconds"] < 30
+
+
+def test_without_a_gpu_it_says_what_is_missing(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert tool.main(["--save", str(tmp_path)]) == 78
+    assert f"torch {torch.__version__} is built without CUDA" in capsys.readouterr().err
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert tool.main(["--save", str(tmp_path)]) == 78
+    assert "finds none; `nvidia-smi` should list one" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tool, "find_spec", lambda name: None)
+    assert tool.main(["--save", str(tmp_path)]) == 78
+    assert "the package triton, which is not installed" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_parts_are_commands_that_exist(tool: ModuleType) -> None:
+    """Correctness first; every benchmark is one of bench.py, every path is there."""
+    assert list(tool.PARTS) == ["operators", "models", "kernels", "learn", "train"]
+    benchmarks: SimpleNamespace = sys.modules["bench"]  # type: ignore[assignment]
+    for part in tool.PARTS.values():
+        assert part.benchmark is None or part.benchmark in benchmarks.BENCHMARKS
+        assert all((ROOT / word).exists() for word in part.command if word.startswith(("tests/", "tools/")))

@@ -1,0 +1,196 @@
+"""Everything that a run is comes back from a checkpoint: nothing that training changes is left out, bit by bit."""
+
+import itertools
+import os
+import re
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from lightscale.config import RunConfig
+from lightscale.config_files import load
+from lightscale.data_pipeline.samples import run_loader, step_content
+from lightscale.parallel.mesh import Mesh, start_mesh
+from lightscale.training.checkpoint_files import directory_name, list_steps
+from lightscale.training.run_directory import RunDirectory, read_metrics
+from lightscale.training.signals import StopSignal
+from lightscale.training.train import Trainer
+
+RunRanks = Callable[..., list[Any]]
+
+# What differs between a trainer and a restored one, and why nothing is lost by that.
+OF_THIS_PROCESS = {
+    r"stop\b": "a stop is for one process",
+    r"saver\._copies\b": "the memory that the last save was copied to",
+    r"saver\.known_good\b": "what this process has verified; others verify again",
+    r"failed_saves\b": "failures of this process's disk",
+    r"loader\._buffers\b": "memory that every batch is read into anew",
+    r"store\..*\._last_values\b": "the block of document ends that was read last",
+}
+PLAIN = (int, float, complex, str, bytes, bool, type(None), Enum, Path, torch.dtype, torch.device)
+
+
+class StopAfter(StopSignal):
+    """Stops when asked for the ``steps``-th time."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(announce=False)
+        self.steps = steps
+
+    def should_stop(self, all_reduce_max: Callable[[int], int]) -> bool:
+        self.steps -= 1
+        return self.steps <= 0
+
+    @property
+    def reason(self) -> str:
+        return "the test"
+
+
+def leaves(value: Any, path: str = "", seen: dict[int, str] | None = None) -> Iterator[tuple[str, Any]]:
+    """(path, value) of everything that can be told of what is reachable from ``value`` through lightscale's objects."""
+    seen = {} if seen is None else seen
+    if isinstance(value, PLAIN):
+        yield path, value
+    elif isinstance(value, torch.Tensor):
+        yield path, value.detach().clone()
+    elif isinstance(value, np.ndarray | np.generic):
+        yield path, torch.from_numpy(np.array(value, ndmin=1).view(np.uint8).copy())
+    elif id(value) in seen:
+        yield path, f"the same as {seen[id(value)]}"
+    else:
+        seen[id(value)] = path
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                yield from leaves(item, f"{path}[{key!r}]", seen)
+        elif isinstance(value, list | tuple | deque | set | frozenset):
+            items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+            for number, item in enumerate(items):
+                yield from leaves(item, f"{path}[{number}]", seen)
+        elif isinstance(value, torch.nn.Module):
+            for name, tensor in value.state_dict().items():
+                yield from leaves(tensor, f"{path}.{name}", seen)
+        elif isinstance(value, TransformerConfig):
+            return
+        elif type(value).__module__.startswith("megatron.core.optimizer"):
+            chained = hasattr(value, "chained_optimizers")
+            parts = value.chained_optimizers if chained else list(value.optimizer.state.values())
+            yield from leaves(parts, path, seen)
+        elif type(value).__module__.startswith("lightscale"):
+            for name, item in getattr(value, "__dict__", {}).items():
+                yield from leaves(item, f"{path}.{name}".removeprefix("."), seen)
+
+
+def differing(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+    """Paths of what is not the same in both."""
+
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            return torch.equal(a, b)
+        return type(a) is type(b) and bool(a == b)
+
+    common = first.keys() & second.keys()
+    return sorted((first.keys() ^ second.keys()) | {path for path in common if not same(first[path], second[path])})
+
+
+def unexplained(paths: list[str]) -> list[str]:
+    """Those that are not of ``OF_THIS_PROCESS`` or inside one that is."""
+    return [path for path in paths if not any(re.match(own, path) for own in OF_THIS_PROCESS)]
+
+
+def trainer_of(config: RunConfig, run: RunDirectory, mesh: Mesh, steps: int) -> Trainer:
+    run.create_or_open(config)
+    return Trainer(config, run, mesh, StopAfter(steps))
+
+
+def compare(rank: int, world_size: int, init_method: str, folder: str) -> dict[str, Any]:
+    """Paths that differ between a trainer after its steps, a fresh one, and a restored one."""
+    os.chdir(folder)
+    config = load(Path("run.toml"), ["train.validate_every=2", "data.curriculum=[]"])
+    run = RunDirectory(Path(folder) / "runs" / "state")
+    with start_mesh(device="cpu", rank=rank, world_size=world_size, init_method=init_method) as mesh:
+        trainer = trainer_of(config, run, mesh, 3)
+        fresh = dict(leaves(trainer))
+        assert trainer.run() == "resumable"
+        trained = dict(leaves(trainer))
+        restored = dict(leaves(trainer_of(config, run, mesh, 3)))
+        # What the test is for: a counter that somebody adds and nobody saves.
+        trainer.loader.forgotten = 7  # type: ignore[attr-defined]
+        forgotten = dict(leaves(trainer))
+    return {
+        "changed": differing(fresh, trained),
+        "lost": unexplained(differing(trained, restored)),
+        "forgotten": unexplained(differing(forgotten, restored)),
+    }
+
+
+def test_no_state_is_left_out_of_checkpoints(run_ranks: RunRanks, workplace: Path) -> None:
+    (found,) = run_ranks(compare, 1, str(workplace))
+    # The walk sees what training changes.
+    for part in ("step", "loader.tokens", "exp_avg", "linear_fc1.weight"):
+        assert any(part in path for path in found["changed"]), part
+    assert found["lost"] == []
+    assert found["forgotten"] == ["loader.forgotten"]
+
+
+def run_to_the_end(rank: int, world_size: int, init_method: str, folder: str, words: list[list[str]]) -> None:
+    """One run for each list: the directory and what it overrides."""
+    os.chdir(folder)
+    for number, (name, *overrides) in enumerate(words):
+        config, run = load(Path("run.toml"), overrides), RunDirectory(Path(folder) / "runs" / name)
+        with start_mesh(device="cpu", rank=rank, world_size=world_size, init_method=f"{init_method}-{number}") as mesh:
+            trainer_of(config, run, mesh, 10**9).run()
+
+
+def at_step(run: RunDirectory, step: int) -> RunDirectory:
+    """A copy of ``run`` as it would be, had it been killed after the checkpoint of ``step``."""
+    copy = RunDirectory(run.path.with_name(f"{run.path.name}-from-{step}"))
+    shutil.copytree(run.path, copy.path, ignore=shutil.ignore_patterns("step-*", "metrics.jsonl", "tensorboard"))
+    shutil.copytree(run.checkpoints / directory_name(step), copy.checkpoints / directory_name(step))
+    copy.status.unlink()
+    return copy
+
+
+def end_of_first_epoch(run: RunDirectory) -> int:
+    """The last step before the first that has a sample of the second epoch."""
+    _, loader = run_loader(run.path)
+    epochs = (max(sample.epoch for sample in step_content(loader, step).samples) for step in itertools.count(1))
+    return next(step for step, epoch in enumerate(epochs) if epoch > 0)
+
+
+@pytest.mark.timeout(300)
+def test_a_hundred_steps_after_resuming_are_bitwise_the_same(
+    run_ranks: RunRanks, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From step 1, from the end of an epoch, and right after a validation."""
+    monkeypatch.chdir(workplace)  # where the store is
+    overrides = [
+        "train.global_batch_size=16",
+        "train.micro_batch_size=16",
+        "train.steps=130",
+        "train.validate_every=25",
+    ]
+    overrides += ["checkpoint.every=1", "checkpoint.keep_every=1", "checkpoint.asynchronous=false"]
+    run = RunDirectory(workplace / "runs" / "hundred")
+    run_ranks(run_to_the_end, 1, str(workplace), [["hundred", *overrides]], timeout_s=200)
+    reference = {line["step"]: line for line in read_metrics(run.metrics)}
+    assert list_steps(run.checkpoints) == list(range(1, 131))
+    assert 2 <= end_of_first_epoch(run) <= 30
+    steps = [1, end_of_first_epoch(run), 25]
+    copies = [at_step(run, step) for step in steps]
+    run_ranks(run_to_the_end, 1, str(workplace), [[copy.path.name, *overrides] for copy in copies], timeout_s=250)
+    for step, copy in zip(steps, copies, strict=True):
+        lines = read_metrics(copy.metrics)
+        assert [line["step"] for line in lines] == list(range(step + 1, 131))
+        assert len(lines) >= 100
+        for line in lines:
+            expected = reference[line["step"]]
+            for key in ("loss", "grad_norm", "lr", "tokens", "validation"):
+                assert line.get(key) == expected.get(key), f"{key} of step {line['step']} after resuming at {step}"

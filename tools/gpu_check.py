@@ -1,0 +1,180 @@
+#!/usr/bin/env python
+"""What only a GPU can show: ``make gpu-check``.
+
+Correctness on the device against fp64 comes first, then the speed of the kernels, a short training run, and whole steps
+over growing lengths. A part that fails does not keep the later ones from running. What was measured is saved as it is
+found, so that a check that is cut off keeps what it has; the exit code is 0 only if every part ran, every test passed
+and no target was missed.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench import machine, saved_as
+from bench_plot import check_matplotlib
+from rich.console import Console
+from rich.table import Table
+
+from lightscale.errors import UserError
+from lightscale.training.run_directory import write_atomically
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = "{results}"
+"""In a command: where tests write what they found."""
+FOLDER = "{folder}"
+"""In a command: where benchmarks are saved."""
+TIMED_OUT = 124
+
+console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One command of the check."""
+
+    command: tuple[str, ...]
+    benchmark: str | None = None
+    """The benchmark of ``bench.py`` that it saves."""
+
+
+def _benchmark(name: str, *arguments: str) -> Part:
+    return Part(command=(sys.executable, "tools/bench.py", name, "--save", FOLDER, *arguments), benchmark=name)
+
+
+def _tests(*arguments: str) -> Part:
+    # -P: the folders of the current directory are no packages.
+    return Part(command=(sys.executable, "-P", "-m", "pytest", "-m", "gpu", "-rfE", "--results", RESULTS, *arguments))
+
+
+PARTS = {
+    # Most of the time goes to compiling kernels, side by side; the largest tensors are in one process, one by one.
+    "operators": _tests("tests/gpu", "--ignore", "tests/gpu/test_on_gpu.py", "-n", "4", "--dist", "loadgroup"),
+    "models": _tests("tests/gpu/test_on_gpu.py"),
+    "kernels": _benchmark("kernels"),
+    "learn": _benchmark("learn"),
+    "train": _benchmark("train"),
+}
+
+
+def check_device() -> None:
+    """Refuse where nothing of this could run.
+
+    Raises:
+        UserError: it names what is missing.
+    """
+    needs = "gpu-check needs a GPU"
+    if torch.version.cuda is None:
+        raise UserError(f"{needs} and a torch that can use it: torch {torch.__version__} is built without CUDA")
+    if not torch.cuda.is_available():
+        raise UserError(f"{needs}: torch {torch.__version__} finds none; `nvidia-smi` should list one")
+    if find_spec("triton") is None:
+        raise UserError(f"{needs} and the package triton, which is not installed")
+    check_matplotlib()
+    if find_spec("fla") is None:
+        console.print("fla-core is not installed: no kernels of its stand beside ours (`pip install fla-core`)")
+
+
+def run_part(part: Part, results: Path, folder: Path, limit_s: float) -> dict[str, Any]:
+    """Run a command to its end or its limit, and collect what it saved."""
+    values = {RESULTS: str(results), FOLDER: str(folder)}
+    command = [values.get(word, word) for word in part.command]
+    began, started = time.monotonic(), time.time()
+    # A session of its own, so that what it has started ends with it.
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=sys.stderr)
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        code = TIMED_OUT
+        console.print(f"[red]ended after its limit of {limit_s:g} s[/red]")
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    found: dict[str, Any] = {"exit_code": code, "seconds": time.monotonic() - began}
+    if part.benchmark is None:
+        return found | {"tests": read_results(results)}
+    saved = saved_as(folder, part.benchmark, machine())
+    # A file of an earlier run of today says nothing about this one.
+    if not saved.exists() or saved.stat().st_mtime < started:
+        return found | {"saved": None, "missed": ["nothing was saved"]}
+    figures = json.loads(saved.read_text(encoding="utf-8"))
+    missed = figures["verdict"]["missed"] + ([] if figures["complete"] else ["it was cut off"])
+    return found | {"saved": saved.name, "missed": missed}
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """What the tests wrote, one line each (``tests/gpu/conftest.py``)."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def failed(found: dict[str, Any]) -> bool:
+    """Whether a part did not do what it should; tests that all skip have shown nothing."""
+    nothing_passed = "tests" in found and not any(test["outcome"] == "passed" for test in found["tests"])
+    return bool(found["exit_code"] or found.get("missed") or nothing_passed)
+
+
+def run(parts: dict[str, Part], folder: Path, limit_s: float) -> dict[str, dict[str, Any]]:
+    """All parts, one after the other; the file of the whole check grows with each."""
+    host = machine()
+    path = saved_as(folder, "gpu-check", host)
+    found: dict[str, dict[str, Any]] = {}
+    for number, (name, part) in enumerate(parts.items(), start=1):
+        console.rule(f"[bold]{name}[/bold], {number} of {len(parts)}")
+        results = path.with_name(f"{path.stem}_{name}.jsonl")
+        results.unlink(missing_ok=True)
+        found[name] = run_part(part, results, folder, limit_s)
+        write_atomically(path, json.dumps({"machine": host, "parts": found}, indent=1) + "\n")
+        results.unlink(missing_ok=True)
+    console.print(f"written to {path}")
+    return found
+
+
+def summary(found: dict[str, dict[str, Any]]) -> Table:
+    """One line for each part, and what is wrong below it."""
+    table = Table("part", "", "seconds", "what")
+    for name, part in found.items():
+        if "tests" in part:
+            outcomes = [test["outcome"] for test in part["tests"]]
+            what = [f"{outcomes.count(outcome)} {outcome}" for outcome in ("passed", "failed", "skipped")]
+            what += [test["test"] for test in part["tests"] if test["outcome"] == "failed"]
+        else:
+            what = [f"saved {part['saved']}" if part["saved"] else "", *part["missed"]]
+        if part["exit_code"]:
+            what.append(f"exit code {part['exit_code']}")
+        mark = "[red]failed[/red]" if failed(part) else "ok"
+        table.add_row(name, mark, f"{part['seconds']:.0f}", "\n".join(filter(None, what)))
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0, 1 if anything failed or missed its target, 78 without a GPU."""
+    parser = argparse.ArgumentParser(prog="gpu_check.py", description="Checks that need a GPU, and their figures.")
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS), help="parts (default: all)")
+    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks", metavar="FOLDER", help="(default benchmarks)")
+    parser.add_argument("--limit-s", type=float, default=1800.0, help="of each part (default 1800)")
+    args = parser.parse_args(arguments)
+    try:
+        check_device()
+        found = run({name: PARTS[name] for name in PARTS if name in args.only}, args.save.resolve(), args.limit_s)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return UserError.EXIT_CODE
+    console.print(summary(found))
+    return int(any(failed(part) for part in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
