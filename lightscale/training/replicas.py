@@ -31,7 +31,8 @@ from torch import Tensor
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.initialization import named_parameters
 
-_INTEGERS = {2: torch.int16, 4: torch.int32}
+# Bytes of a word. Sums of long words are many times faster on CPUs, where shorter ones are converted first.
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Odd, so that nothing is lost modulo 2^64 however often a number is folded.
 _FOLD = 0x9E3779B97F4A7C1
 
@@ -214,5 +215,7 @@ def _faults_of_copies(reports: Sequence[Report]) -> Iterator[Fault]:
 
 
 def _checksums(rows: Tensor) -> Tensor:
-    """(rows,) sums of the words in each row of a (rows, n) tensor."""
-    return rows.view(_INTEGERS[rows.element_size()]).sum(dim=1, dtype=torch.int64)
+    """(rows,) sums of the words in each row of a (rows, n) tensor; words of 8 bytes where they fit."""
+    num_bytes = rows.size(1) * rows.element_size()
+    word = _INTEGERS[rows.element_size() if num_bytes % 8 else 8]
+    return rows.view(word).sum(dim=1, dtype=torch.int64)

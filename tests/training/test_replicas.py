@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightscale.parallel.engine import Engine
-from lightscale.training.replicas import ReplicaCheck, Report, SilentCorruption, find_faults
+from lightscale.training.replicas import ReplicaCheck, Report, SilentCorruption, _checksums, find_faults
 
 tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tiny_engine.py"))))
 
@@ -75,6 +75,21 @@ def test_whose_copies_are_wrong() -> None:
     assert blamed(3, 4, 3, 5, 3) == [((1, 3), False)]
     assert blamed(3, 4) == [((0, 1), True)]
     assert blamed(3, 4, 4, 3) == [((0, 1, 2, 3), True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_every_bit_counts(dtype: torch.dtype, n: int) -> None:
+    rows = torch.randn(3, n).to(dtype)
+    before = _checksums(rows)
+    assert torch.equal(_checksums(rows[1:2]), before[1:2]), "as a row by itself"
+    words = rows.view(torch.int16)
+    for place in range(words.size(1)):
+        for bit in range(16):
+            words[2, place] ^= -(1 << 15) if bit == 15 else 1 << bit
+            changed = _checksums(rows) != before
+            assert changed.tolist() == [False, False, True], (place, bit)
+            words[2, place] ^= -(1 << 15) if bit == 15 else 1 << bit
 
 
 # ----- on ranks ------------------------------------------------------------------------------------------------------
@@ -145,7 +160,7 @@ def test_one_rank_alone_notices_its_own_memory(run_ranks: RunRanks) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("mixer", ["tnl", "hgrn2", "lightnet", "cosformer2", "llama"])
 def test_no_false_alarm_on_four_ranks(run_ranks: RunRanks, mixer: str) -> None:
-    layouts: list[Axes] = [(4, 2, 2, 1), (4, 2, 1, 1), (4, 1, 2, 1, 2), (4, 1, 2, 2)]
+    layouts: list[Axes] = [(4, 2, 2, 1), (4, 2, 1, 1), (4, 1, 2, 1), (4, 1, 2, 2, 2)]
     cases = [{"flip": None}, {"flip": (3, 0, 6)}]
     for found in run_ranks(flips, 4, [(axes, cases) for axes in layouts], {"mixer": mixer}, timeout_s=300):
         assert found[::2] == [{}] * 4
