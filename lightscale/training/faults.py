@@ -1,0 +1,167 @@
+"""Faults on demand, to try recovery out: a process kills, stops or hinders itself where it enters a named phase.
+
+`reach(POINT)` stands at the beginning of each phase and does nothing, unless the environment variable
+LIGHTSCALE_FAULT holds one of
+
+    ACTION@POINT[#N] [rank=R]   when this process (if it is rank R) reaches POINT for the Nth time (default: the first)
+    @FOLDER                     these words stand in the file FOLDER/rank-R of this rank, which may come and go while
+                                the process runs; counting begins anew with each file. It is removed just before its
+                                fault happens, which thus happens once, however often ranks are started again.
+
+with the actions
+
+    kill, kill=SECONDS          SIGKILL to itself, at once or so long after
+    stop                        SIGSTOP to itself
+    raise=ENOSPC, raise=EIO     that OSError
+    slow=SECONDS                a pause, now and each later time (its file stays)
+"""
+
+import errno
+import os
+import re
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from lightscale.errors import UserError
+
+VARIABLE = "LIGHTSCALE_FAULT"
+
+SAVE_POINTS = (
+    "save:begin",
+    "save:open",
+    "save:write",
+    "save:sync",
+    "save:manifest",
+    "save:rename",
+    "save:retention",
+)
+LOAD_POINTS = ("load:verify", "load:read")
+STEP_POINTS = ("step:begin", "step:optimizer")
+POINTS = (*SAVE_POINTS, *LOAD_POINTS, *STEP_POINTS)
+
+_WORDS = re.compile(
+    r"(?P<action>kill|stop|raise|slow)(=(?P<value>[A-Z]+|\d+(\.\d+)?))?"
+    r"@(?P<point>[a-z]+:[a-z]+)(#(?P<count>[1-9]\d*))?( +rank=(?P<rank>\d+))?"
+)
+_ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What happens, and when. `str` gives the words that `parse` reads."""
+
+    action: str
+    """kill, stop, raise or slow."""
+    value: str | None = None
+    """Name of the error to raise; seconds of a pause or until the kill."""
+    point: str
+    count: int = 1
+    """Which time of reaching `point`, from 1."""
+    rank: int | None = None
+    """None: any rank."""
+
+    @classmethod
+    def parse(cls, words: str, origin: str) -> Self:
+        """The fault that `words` describe; `origin` says in a UserError where they come from."""
+        match = _WORDS.fullmatch(words.strip())
+        if match is None or match["point"] not in POINTS or not _fits(match["action"], match["value"]):
+            raise UserError(
+                f'{origin} = "{words.strip()}": must be ACTION@POINT[#N] [rank=R] with ACTION of kill, kill=SECONDS, '
+                f"stop, raise=ENOSPC, raise=EIO, slow=SECONDS and POINT of {', '.join(POINTS)}; or @FOLDER"
+            )
+        rank = None if match["rank"] is None else int(match["rank"])
+        count = int(match["count"] or 1)
+        return cls(action=match["action"], value=match["value"], point=match["point"], count=count, rank=rank)
+
+    def __str__(self) -> str:
+        value = "" if self.value is None else f"={self.value}"
+        rank = "" if self.rank is None else f" rank={self.rank}"
+        return f"{self.action}{value}@{self.point}#{self.count}{rank}"
+
+    def happen(self) -> None:
+        """Do it to this process."""
+        if self.action == "raise":
+            assert self.value is not None
+            code = _ERRORS[self.value]
+            raise OSError(code, f"{os.strerror(code)} (asked for by {VARIABLE})", self.point)
+        if self.action == "slow":
+            time.sleep(float(self.value or 0))
+        elif self.action == "kill" and self.value is not None:
+            threading.Timer(float(self.value), os.kill, (os.getpid(), signal.SIGKILL)).start()
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if self.action == "kill" else signal.SIGSTOP)
+
+
+def reach(point: str) -> None:
+    """Say that this process enters the phase `point`, one of `POINTS`."""
+    setting = os.environ.get(VARIABLE)
+    if setting:
+        assert point in POINTS, point
+        _armed.reach(point, setting)
+
+
+def fault_file(folder: Path, rank: int) -> Path:
+    """Where the fault of `rank` stands when LIGHTSCALE_FAULT is @`folder`."""
+    return folder / f"rank-{rank}"
+
+
+class _Armed:
+    """The fault that is set, and how often its point was reached since."""
+
+    def __init__(self) -> None:
+        # A save may run beside the training.
+        self._lock = threading.Lock()
+        self._words = ""
+        self._fault: Fault | None = None
+        self._reached = 0
+
+    def reach(self, point: str, setting: str) -> None:
+        rank = int(os.environ.get("RANK", "0"))
+        file = fault_file(Path(setting[1:]), rank) if setting.startswith("@") else None
+        with self._lock:
+            self._read(setting, file)
+            fault = self._fault
+            if fault is None or fault.point != point or fault.rank not in (None, rank) or not self._is_due(fault):
+                return
+            if file is not None and fault.action != "slow":
+                # The same words may come again before the next reach.
+                self._words, self._fault = "", None
+                if not _claim(file):
+                    return
+        fault.happen()
+
+    def _read(self, setting: str, file: Path | None) -> None:
+        try:
+            words = setting if file is None else file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            words = ""
+        if words != self._words:
+            self._fault = Fault.parse(words, VARIABLE if file is None else str(file)) if words else None
+            self._words, self._reached = words, 0
+
+    def _is_due(self, fault: Fault) -> bool:
+        self._reached += 1
+        return self._reached >= fault.count if fault.action == "slow" else self._reached == fault.count
+
+
+_armed = _Armed()
+
+
+def _claim(file: Path) -> bool:
+    """Remove `file`; False: it was withdrawn meanwhile."""
+    try:
+        file.unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _fits(action: str, value: str | None) -> bool:
+    if action == "raise":
+        return value in _ERRORS
+    is_number = value is not None and not value.isalpha()
+    return {"kill": value is None or is_number, "stop": value is None, "slow": is_number}[action]
