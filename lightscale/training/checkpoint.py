@@ -42,6 +42,7 @@ from lightscale import __version__
 from lightscale.errors import UserError
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.mesh import Mesh
+from lightscale.training.faults import reach
 from lightscale.training.manifest import (
     NAME,
     DamagedCheckpoint,
@@ -124,6 +125,7 @@ class Checkpoints:
         state: dict[str, Any] = {**engine.sharded_state(loading=False), "common": {**common, "step": step}}
         sharded, small = save_preprocess(state)
         try:
+            self._agree(lambda: reach("save:begin"))
             self._on_rank_0(lambda: self._make_room(draft))
             self._check_space(sharded)
             self._write(sharded, small, draft)
@@ -178,6 +180,7 @@ class Checkpoints:
         that was killed, and leaves the other ranks waiting when rank 0 alone cannot write. Here an error of any rank
         is raised on all.
         """
+        self._agree(lambda: reach("save:open"))
         self._on_rank_0(lambda: _save_file(small, draft / "common.pt"))
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
         torch_checkpoint.save(
@@ -196,6 +199,7 @@ class Checkpoints:
         if rank == 0:
             own += [path for path in draft.iterdir() if not path.name.startswith(("__", "rank-"))]
         for path in own:
+            reach("save:sync")
             sync(path)
         return {path.name: hash_file(path) for path in own}
 
@@ -210,8 +214,10 @@ class Checkpoints:
             "torch": torch.__version__,
             "megatron-core": packages.version("megatron-core"),
         }
+        reach("save:manifest")
         write_manifest(draft, files, {"step": step, **facts, "layout": self.mesh.axes, "versions": versions})
         sync(draft)
+        reach("save:rename")
         draft.rename(final)
         sync(self.directory)
 
@@ -237,6 +243,7 @@ class Checkpoints:
                 path = self.directory / directory_name(step)
                 doomed = path.with_suffix(".tmp")
                 path.rename(doomed)
+                reach("save:retention")
                 shutil.rmtree(doomed)
             return old
 
@@ -277,6 +284,7 @@ class Checkpoints:
         """Each rank reads its share of the files; all agree."""
 
         def own_share() -> Manifest:
+            reach("load:verify")
             manifest = read_manifest(path)
             if manifest.facts["step"] != step:
                 raise DamagedCheckpoint(f"{path / NAME}: expected step {step}, found {manifest.facts['step']}")
@@ -286,6 +294,7 @@ class Checkpoints:
         return self._agree(own_share)[0]
 
     def _read(self, engine: Engine, path: Path, manifest: Manifest, weights_only: bool) -> dict[str, Any]:
+        reach("load:read")
         state = engine.sharded_state(loading=True, with_optimizer=not weights_only)
         self._check_same_model(state["model"], path)
         loaded = dist_checkpointing.load(state, str(path))
@@ -339,6 +348,7 @@ class _TensorWriter(torch_checkpoint.FileSystemWriter):
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
+            reach("save:write")
             return super().write_data(plan, planner)
         except RuntimeError as error:
             cause: BaseException | None = error

@@ -26,6 +26,7 @@ from lightscale.parallel.fused import describe_fused_kernels
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.training.build import build_engine, weight_dtype
 from lightscale.training.checkpoint import Checkpoints, Restored
+from lightscale.training.faults import reach
 from lightscale.training.metrics import MetricsLogger, ValidationLoss, device_peak_flops
 from lightscale.training.profile import StepProfiler
 from lightscale.training.run_directory import RunDirectory, Status
@@ -120,12 +121,14 @@ class Trainer:
 
     def _train_step(self, ahead: Prefetcher, metrics: MetricsLogger) -> None:
         step, total = self.step + 1, self.config.total_steps
+        reach("step:begin")
         stage = self.loader.stage_after(self.loader.tokens)
         batches = self._to_device(ahead.next_step())
         sums = self.engine.forward_backward(batches)
         lr = learning_rate(self.config.optimizer, step, total)
         # The loss is the same number on every rank, so that all stop or none; weights are still those of the last step.
         _require_finite("loss", sums.mean, step)
+        reach("step:optimizer")
         grad_norm = self.engine.step(lr)
         _require_finite("gradient norm", grad_norm, step)
         self.step = step
