@@ -31,6 +31,9 @@ COMMANDS: dict[str, Command] = {
     "config": Command(module="lightscale.config_command", help="print a run's resolved configuration"),
     "data": Command(module="lightscale.data_pipeline.command", help="prepare and inspect token stores"),
     "train": Command(module="lightscale.launch.train_command", help="train a model, or go on with a run"),
+    "chaos": Command(
+        module="lightscale.launch.chaos.command", help="try out whether a run survives kills, damage and bad disks"
+    ),
     "plan": Command(module="lightscale.evaluation.plan_command", help="parameters, FLOPs and memory of a run"),
     "generate": Command(module="lightscale.evaluation.generate_command", help="continue a text with a model"),
 }
