@@ -84,6 +84,8 @@ class Runner:
         self._every, self._disk_bytes, self._patience_s, self._report = every, disk_bytes, patience_s, report
         # The newest attempt and line of metrics before the newest fault had its effect.
         self._old_attempt = self._old_lines = 0
+        # The attempt that the newest fault came into.
+        self._blamed_attempt = 0
         self._failures_in_row = 0
         self._last_change = time.monotonic()
 
@@ -219,18 +221,20 @@ class Runner:
         # A save at the same time may leave less than there was.
         with contextlib.suppress(OSError):
             ballast.write_bytes(bytes(max(0, surplus)))
-        self._happened(fault)
         first = self._steps_seen()
         try:
             # Two saves; or the first one ends the run, which is then started again with an empty disk.
             self._wait(lambda: self._steps_seen() > first + 2 * self._every or self.training.has_ended)
         finally:
             ballast.unlink(missing_ok=True)
+        # Only what is done with space again counts as recovery.
+        self._happened(fault)
 
     def _happened(self, fault: Fault) -> None:
         self.trial.injected.append(Injected(fault=fault))
         self.training.steps.update()
         self._old_lines = self.training.steps.num_lines
+        self._blamed_attempt = self.training.run.attempt
         self._last_change = time.monotonic()
 
     def _settle(self) -> None:
@@ -279,7 +283,7 @@ class Runner:
                 injected.recovered = True
             raise RunEnded
         to_blame = [one for one in self.trial.injected if not one.recovered]
-        if not to_blame:
+        if not to_blame and self.training.run.attempt > self._blamed_attempt:
             self.trial.failures.append(f"the command ended with {self.training.exit_code}, though nothing had happened")
         self._failures_in_row += 1
         if self._failures_in_row > _MAX_FAILURES + len(to_blame):
