@@ -1,7 +1,8 @@
 """Stands in for `lightscale train`, without torch: `fake_training.py BEHAVIOUR RUN` starts two ranks of itself.
 
 A step takes 5 ms, the loss is a function of the step, and every 5 steps there is a checkpoint of two files. BEHAVIOUR
-says what is wrong with it: "good", or one of the mistakes that the chaos harness must find.
+is "good", "restarts" (the launcher starts its ranks again itself), "watches" (and ends them when one is stopped), or
+one of the mistakes that the chaos harness must find.
 """
 
 import json
@@ -26,6 +27,12 @@ def launch(behaviour: str, path: str) -> int:
     run.path.mkdir(parents=True, exist_ok=True)
     if behaviour == "gives up" and run.attempt:
         return 70
+    while (code := run_ranks(behaviour, path)) != 0 and behaviour == "restarts":
+        pass
+    return code
+
+
+def run_ranks(behaviour: str, path: str) -> int:
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, behaviour, path], env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"}
@@ -45,12 +52,17 @@ def launch(behaviour: str, path: str) -> int:
     return max(rank.returncode for rank in ranks)
 
 
-def train(behaviour: str, path: str) -> int:
+def rank(behaviour: str, path: str) -> int:
+    launcher, run = os.getppid(), RunDirectory(path)
     if behaviour != "orphans":
-        die_with_parent(os.getppid())
-    run = RunDirectory(path)
-    if os.environ["RANK"] != "0":
-        return follow(run)
+        die_with_parent(launcher)
+    code = train(run, behaviour) if os.environ["RANK"] == "0" else follow(run)
+    if os.getppid() != launcher:
+        time.sleep(60)
+    return code
+
+
+def train(run: RunDirectory, behaviour: str) -> int:
     run.begin_attempt(world_size=2)
     step = 0 if behaviour == "forgets" else restore(run, behaviour)
     resumed = step > 0
@@ -127,5 +139,5 @@ def restore(run: RunDirectory, behaviour: str) -> int:
 
 
 if __name__ == "__main__":
-    entry = train if "RANK" in os.environ else launch
+    entry = rank if "RANK" in os.environ else launch
     sys.exit(entry(sys.argv[1], str(Path(sys.argv[2]))))

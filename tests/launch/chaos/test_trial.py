@@ -24,9 +24,8 @@ RunTrial = Callable[..., tuple[Trial, Verdict]]
 
 
 @pytest.fixture
-def run_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunTrial:
+def run_trial(tmp_path: Path) -> RunTrial:
     """Run the stand-in with a BEHAVIOUR under the faults of a queue."""
-    monkeypatch.setattr("lightscale.launch.chaos.trial.ORPHAN_S", 1.0)
 
     def run_trial(
         behaviour: str, queue: deque[Fault], name: str = "run", patience_s: float = 20
@@ -42,6 +41,10 @@ def run_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunTrial:
     return run_trial
 
 
+def _kills_launcher(fault: Fault) -> bool:
+    return isinstance(fault, Kill) and fault.launcher
+
+
 def left_behind(tmp_path: Path) -> list[psutil.Process]:
     return [
         process
@@ -50,13 +53,17 @@ def left_behind(tmp_path: Path) -> list[psutil.Process]:
     ]
 
 
-def test_faults_are_survived_and_counted(run_trial: RunTrial, tmp_path: Path) -> None:
-    amounts = Amounts(kills=8, damages=2, stops=0, disk_faults=3, full_disks=0)
+@pytest.mark.parametrize("behaviour", ["good", "restarts"])
+def test_faults_are_survived_and_counted(run_trial: RunTrial, tmp_path: Path, behaviour: str) -> None:
+    amounts = Amounts(kills=7, damages=1, stops=0, disk_faults=2, full_disks=0)
     faults = schedule(amounts, processes=2, seed=1)
     queue, injected, rounds = deque(faults), [], 0
     while queue:
-        trial, verdict = run_trial("good", queue, f"run-{rounds}")
+        trial, verdict = run_trial(behaviour, queue, f"run-{rounds}")
         assert trial.finished
+        if behaviour == "restarts":
+            launchers = [isinstance(one.fault, Damage) or _kills_launcher(one.fault) for one in trial.injected]
+            assert trial.starts == 1 + sum(launchers)
         assert (trial.failures, trial.orphans, trial.unreached) == ([], [], [])
         assert (verdict.mismatches, verdict.wrong_resumes, verdict.undetected) == ((), (), ())
         assert verdict.compared >= 60
@@ -100,7 +107,10 @@ def test_a_run_that_gives_up_is_found(run_trial: RunTrial) -> None:
     assert trial.failures == ["the command ended 5 times without a step, last with 70"]
 
 
-def test_ranks_that_outlive_their_launcher_are_found(run_trial: RunTrial, tmp_path: Path) -> None:
+def test_ranks_that_outlive_their_launcher_are_found(
+    run_trial: RunTrial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightscale.launch.chaos.trial.ORPHAN_S", 1.0)
     trial, _ = run_trial("orphans", deque([Kill(victims=(), launcher=True, delay_s=0.1)]))
     assert len(trial.orphans) == 2
     assert left_behind(tmp_path) == []
