@@ -173,7 +173,7 @@ def _count(generator: random.Random, point: str) -> int:
     if point in LOAD_POINTS:
         return 1
     if point in ("save:write", "save:sync"):
-        return generator.choice([1, 2, 3, 5, 8, 13])
+        return generator.choice([1, 2, 3, 4, 6])
     return generator.randint(1, 9 if point in STEP_POINTS else 3)
 
 

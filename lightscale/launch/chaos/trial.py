@@ -130,7 +130,8 @@ class Runner:
         else:
             self._wait_for_first_step()
         self._pause(kill.delay_s)
-        if self.training.has_ended:
+        there = kill.launcher or set(kill.victims) & set(self.training.ranks())
+        if self.training.has_ended or not there:
             return self._kill_at_an_instant(kill)
         return self._strike(kill)
 
