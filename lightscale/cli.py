@@ -35,6 +35,9 @@ COMMANDS: dict[str, Command] = {
         module="lightscale.training.checkpoint_command", help="list, verify, show, compare and remove checkpoints"
     ),
     "runs": Command(module="lightscale.training.runs_command", help="the runs in a folder, and their goodput"),
+    "chaos": Command(
+        module="lightscale.launch.chaos.command", help="try out whether a run survives kills, damage and bad disks"
+    ),
     "plan": Command(
         module="lightscale.evaluation.plan_command", help="parameters, FLOPs, memory, speed and goodput of a run"
     ),

@@ -197,19 +197,18 @@ class Saver:
     def _write(self, snapshot: _Snapshot, retention: Retention | None) -> Saved:
         """In the thread: everything of a save but the copy."""
         began = time.perf_counter()
-        reach("save:begin")
         final = self.directory / directory_name(snapshot.step)
         draft = final.with_suffix(".tmp")
-        num_bytes = self._bytes_if_saved(final, snapshot)
-        if num_bytes is None:
-            try:
-                self._ranks.on_first(lambda: self._make_room(draft))
-                self._check_space(snapshot)
-                own = self._ranks.on_all(lambda: self._write_own(draft, snapshot))
-                num_bytes = self._ranks.on_first(lambda: self._commit(draft, final, own, snapshot))
-            except (OSError, UserError) as error:
-                self._ranks.on_first(lambda: shutil.rmtree(draft, ignore_errors=True))
-                raise SaveError(f"cannot write {final}: {error}") from error
+        try:
+            self._ranks.on_all(lambda: reach("save:begin"))
+            num_bytes = self._bytes_if_saved(final, snapshot)
+            if num_bytes is None:
+                num_bytes = self._write_new(draft, final, snapshot)
+        except SaveError:
+            raise
+        except (OSError, UserError) as error:
+            self._ranks.on_first(lambda: shutil.rmtree(draft, ignore_errors=True))
+            raise SaveError(f"cannot write {final}: {error}") from error
         self.known_good.add(snapshot.step)
         write_s = time.perf_counter() - began
         removed, problem = self._retain(retention) if retention else ((), None)
@@ -223,6 +222,13 @@ class Saver:
             removed=removed,
             problem=problem,
         )
+
+    def _write_new(self, draft: Path, final: Path, snapshot: _Snapshot) -> int:
+        """Every rank's files, then the name; the bytes of all of them."""
+        self._ranks.on_first(lambda: self._make_room(draft))
+        self._check_space(snapshot)
+        own = self._ranks.on_all(lambda: self._write_own(draft, snapshot))
+        return self._ranks.on_first(lambda: self._commit(draft, final, own, snapshot))
 
     def _bytes_if_saved(self, final: Path, snapshot: _Snapshot) -> int | None:
         """The size of ``final`` if it is there and whole; a damaged one is put aside."""

@@ -1,0 +1,244 @@
+"""``lightscale chaos``: try out on this machine whether a run survives kills, damaged files and bad disks."""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from lightscale import __version__
+from lightscale.errors import UserError
+from lightscale.launch.chaos.campaign import Campaign, Result
+from lightscale.launch.chaos.schedule import Amounts, Kill
+from lightscale.launch.chaos.verify import shown
+
+EXIT_FAILED = 1
+
+# Frequent saves, every step recorded, hangs noticed soon; overrides of the command line come later and win.
+OVERRIDES = (
+    "checkpoint.every=5",
+    "checkpoint.keep=3",
+    "metrics.log_every=1",
+    "metrics.tensorboard=false",
+    "restart.hang_timeout_s=20",
+)
+_AMOUNTS = {
+    "kills": (200, "SIGKILLs of ranks and launcher, half of them during saves"),
+    "flips": (300, "bit flips in a copy of a checkpoint; with any, each of its files is also damaged in other ways"),
+    "damages": (12, "times that the newest checkpoint is damaged between two attempts"),
+    "stops": (2, "ranks that are stopped (SIGSTOP), to be noticed by the launcher"),
+    "disk-faults": (6, "saves that meet ENOSPC, EIO or a slow disk"),
+    "full-disks": (3, "times that the disk of the checkpoints fills up, on a small file system that root may mount"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``lightscale chaos``."""
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="TOML file of a run of some minutes")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help=f"values that replace the file's and those of the command ({' '.join(OVERRIDES)})",
+    )
+    for name, (default, text) in _AMOUNTS.items():
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default: {default})")
+    parser.add_argument("--processes", type=int, default=2, metavar="N", help="ranks (default: 2)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the faults (default: 0)")
+    parser.add_argument(
+        "--run",
+        type=Path,
+        metavar="DIR",
+        help="where the runs go; an undisturbed run of the same configuration is used again, the others are removed "
+        "(default: runs/NAME-chaos of CONFIG)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train undisturbed, then under faults, and compare; 0 if nothing was lost, 1 otherwise."""
+    for name in [*_AMOUNTS, "processes"]:
+        number, least = getattr(args, name.replace("-", "_")), int(name == "processes")
+        if number < least:
+            raise UserError(f"--{name} {number}: must be at least {least}")
+    directory = args.run or Path("runs") / f"{args.config.stem}-chaos"
+    amounts = Amounts(
+        kills=args.kills,
+        damages=args.damages,
+        stops=args.stops,
+        disk_faults=args.disk_faults,
+        full_disks=args.full_disks,
+    )
+    total = args.kills + args.damages + args.stops + args.disk_faults + args.full_disks
+    with _sigterm_as_ctrl_c(), _progress(total) as report:
+        campaign = Campaign(
+            args.config,
+            [*OVERRIDES, *args.overrides],
+            directory,
+            processes=args.processes,
+            seed=args.seed,
+            report=report,
+        )
+        result = campaign.run(amounts, flips=args.flips)
+    record = {"command": _command_line(args, directory), **summary(result), **_circumstances()}
+    (directory / "chaos.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if args.json:
+        print(json.dumps(record))
+    else:
+        _show(record)
+    return 0 if record["passed"] else EXIT_FAILED
+
+
+def summary(result: Result) -> dict[str, Any]:
+    """The result in numbers, with every finding in words."""
+    injected = [one for trial in result.trials for one in trial.injected]
+    kinds = Counter(one.fault.kind for one in injected)
+    recovered = Counter(one.fault.kind for one in injected if one.recovered)
+    kills = [one.fault for one in injected if isinstance(one.fault, Kill)]
+    given_up = [trial for trial in result.trials if not trial.finished]
+    findings = {
+        "mismatches": [text for verdict in result.verdicts for text in verdict.mismatches],
+        "undetected": result.detection.undetected + [text for one in result.verdicts for text in one.undetected],
+        "wrong_resumes": [text for verdict in result.verdicts for text in verdict.wrong_resumes],
+        "failures": [text for trial in result.trials for text in trial.failures],
+        "orphans": [text for trial in result.trials for text in trial.orphans],
+    }
+    # A run that does not go on counts, whether or not a fault is to blame.
+    unrecoverable = max(len(injected) - recovered.total(), len(given_up))
+    seconds = sum(trial.seconds for trial in result.trials)
+    return {
+        "passed": not unrecoverable and not any(findings.values()),
+        "faults": len(injected),
+        "recovered": recovered.total(),
+        "unrecoverable": unrecoverable,
+        "kills": len(kills),
+        "kills_during_saves": sum(kill.during_save for kill in kills),
+        "flips": result.detection.flips,
+        "other_damage": result.detection.others,
+        "runs": len(result.trials),
+        "steps_compared": sum(verdict.compared for verdict in result.verdicts),
+        **{name: len(texts) for name, texts in findings.items()},
+        "lost_steps": sum(verdict.lost_steps for verdict in result.verdicts),
+        "max_lost_steps": max((verdict.max_lost_steps for verdict in result.verdicts), default=0),
+        "goodput": _goodput(result),
+        "seconds": round(seconds, 1),
+        "seconds_per_fault": round(seconds / len(injected), 2) if injected else None,
+        "kinds": {kind: {"faults": number, "recovered": recovered[kind]} for kind, number in sorted(kinds.items())},
+        "findings": {name: shown(texts) for name, texts in findings.items() if texts},
+        "unreached": sorted({point for trial in result.trials for point in trial.unreached}),
+        "left_out": result.left_out,
+    }
+
+
+def _goodput(result: Result) -> float | None:
+    """Time of the undisturbed run over that of the runs under faults."""
+    under_faults = sum(result.finished_s)
+    return round(result.reference_s * len(result.finished_s) / under_faults, 4) if under_faults else None
+
+
+def _show(record: dict[str, Any]) -> None:
+    console = Console(highlight=False, markup=False)
+    table = Table("fault", box=box.SIMPLE)
+    for heading in ("times", "recovered"):
+        table.add_column(heading, justify="right")
+    for kind, numbers in record["kinds"].items():
+        table.add_row(kind, f"{numbers['faults']}", f"{numbers['recovered']}")
+    console.print(table)
+    console.print(_totals(record))
+    for name, texts in record["findings"].items():
+        for text in texts:
+            console.print(f"{name.replace('_', ' ')}: {text}")
+    if record["unreached"]:
+        console.print(f"never reached, killed at another instant: {', '.join(record['unreached'])}")
+    for text in record["left_out"]:
+        console.print(f"left out: {text}")
+    console.print("passed" if record["passed"] else "FAILED")
+
+
+def _totals(record: dict[str, Any]) -> Table:
+    table = Table("", "", box=box.SIMPLE, show_header=False)
+    goodput = "—" if record["goodput"] is None else f"{record['goodput']:.1%}"
+    per_fault = "—" if record["seconds_per_fault"] is None else f"{record['seconds_per_fault']} s a fault"
+    for name, value in (
+        ("faults", f"{record['faults']}"),
+        ("recovered", f"{record['recovered']}"),
+        ("unrecoverable", f"{record['unrecoverable']}"),
+        ("kills", f"{record['kills']}, {record['kills_during_saves']} of them during saves"),
+        ("steps compared", f"{record['steps_compared']:,} in {record['runs']} runs"),
+        ("mismatches", f"{record['mismatches']}"),
+        ("damaged copies", f"{record['flips']} bit flips, {record['other_damage']} others"),
+        ("undetected", f"{record['undetected']}"),
+        ("wrong resumes", f"{record['wrong_resumes']}"),
+        ("lost steps", f"{record['lost_steps']:,}, at most {record['max_lost_steps']} at once"),
+        ("orphans", f"{record['orphans']}"),
+        ("goodput", goodput),
+        ("time", f"{record['seconds']:,.0f} s, {per_fault}"),
+    ):
+        table.add_row(name, value)
+    return table
+
+
+def _command_line(args: argparse.Namespace, directory: Path) -> str:
+    amounts = [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in [*_AMOUNTS, "processes", "seed"]]
+    return shlex.join(["lightscale", "chaos", str(args.config), *args.overrides, *amounts, f"--run={directory}"])
+
+
+def _circumstances() -> dict[str, Any]:
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {"lightscale": __version__, "torch": importlib.metadata.version("torch")},
+    }
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """A job script's SIGTERM must leave no process behind either."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str, Result], None]]:
+    """A bar on stderr, or a line for each fault where that is no terminal."""
+    console, began = Console(stderr=True), time.monotonic()
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        refresh_per_second=2,
+    )
+    task = bar.add_task("", total=total)
+
+    def report(text: str, result: Result) -> None:
+        done = sum(len(trial.injected) for trial in result.trials)
+        if console.is_terminal:
+            bar.update(task, completed=done, description=text)
+        else:
+            print(f"{time.monotonic() - began:7.1f} s  {done}/{total}  {text}", file=sys.stderr, flush=True)
+
+    if not console.is_terminal:
+        yield report
+        return
+    with bar:
+        yield report

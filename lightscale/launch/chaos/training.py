@@ -1,0 +1,177 @@
+"""``lightscale train`` as a process that is watched from outside, killed, and started again."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lightscale.training import faults
+from lightscale.training.run_directory import RunDirectory, read_lines
+
+# Longer than a kernel needs to end a process that holds much memory.
+ORPHAN_S = 30.0
+_POLL_S = 0.01
+
+
+class Training:
+    """`command`, which trains in the directory `run`; its output goes to the file `log`.
+
+    Ranks find their faults in `faults_folder`.
+    """
+
+    def __init__(self, command: Sequence[str], run: RunDirectory, *, faults_folder: Path, log: Path) -> None:
+        self.run = run
+        self.faults_folder = faults_folder
+        self.log = log
+        self.steps = Tail(run.metrics)
+        self.starts = 0
+        """How often the command was started."""
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the command; it must not be running."""
+        assert self.has_ended
+        self.faults_folder.mkdir(parents=True, exist_ok=True)
+        outer = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        environment = {name: value for name, value in os.environ.items() if name not in outer}
+        environment[faults.VARIABLE] = f"@{self.faults_folder.absolute()}"
+        with self.log.open("ab") as log:
+            # A session of its own: Ctrl-C is for this process, which then ends that one.
+            self._process = subprocess.Popen(
+                self._command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.starts += 1
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the command is not running."""
+        return self._process is None or self._process.poll() is not None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the command ended because all steps are done."""
+        return self._process is not None and self._process.poll() == 0
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of the last start; None: it is running, or there was none."""
+        return None if self._process is None else self._process.poll()
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The processes of the ranks, by rank."""
+        found: dict[int, psutil.Process] = {}
+        for process in self._descendants():
+            with contextlib.suppress(psutil.Error):
+                rank = process.environ().get("RANK")
+                # Parents come first: processes that a rank started are not the rank.
+                if rank is not None and process.status() != psutil.STATUS_ZOMBIE:
+                    found.setdefault(int(rank), process)
+        return found
+
+    def kill(self, ranks: Iterable[psutil.Process], *, launcher: bool) -> None:
+        """SIGKILL to `ranks` and, before them, to the launcher."""
+        if launcher and self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        for rank in ranks:
+            send(rank, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Leave no process behind."""
+        processes = self._descendants()
+        self.kill(processes, launcher=True)
+        psutil.wait_procs(processes, timeout=ORPHAN_S)
+
+    def arm(self, rank: int, fault: faults.Fault) -> None:
+        """Give `rank` its fault, at once or as soon as it is started."""
+        file = faults.fault_file(self.faults_folder, rank)
+        draft = file.with_suffix(".draft")
+        draft.write_text(str(fault), encoding="utf-8")
+        draft.replace(file)
+
+    def is_armed(self, rank: int) -> bool:
+        """Whether the fault of `rank` is still to come."""
+        return faults.fault_file(self.faults_folder, rank).exists()
+
+    def disarm(self) -> None:
+        """Withdraw all faults."""
+        for file in self.faults_folder.glob("rank-*"):
+            file.unlink(missing_ok=True)
+
+    def events(self) -> list[dict[str, Any]]:
+        """The lines of events.jsonl."""
+        return read_lines(self.run.events)
+
+    def _descendants(self) -> list[psutil.Process]:
+        """All processes below the launcher, parents first."""
+        if self._process is None or self._process.poll() is not None:
+            return []
+        try:
+            return psutil.Process(self._process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+
+class Tail:
+    """The lines of a metrics.jsonl as they come; only the newest is kept."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._bytes = 0
+        self.attempt = 0
+        """Of the newest line."""
+        self.step = 0
+        """Of the newest line."""
+        self.num_lines = 0
+
+    def update(self) -> None:
+        """Take in what was written since."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._bytes)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._bytes += len(whole)
+        lines = whole.splitlines()
+        self.num_lines += len(lines)
+        if lines:
+            newest = json.loads(lines[-1])
+            self.attempt, self.step = newest["attempt"], newest["step"]
+
+
+def send(process: psutil.Process, signum: signal.Signals) -> None:
+    """Send a signal to a process that may have ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(signum)
+
+
+def wait_until_gone(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Wait for processes to end, at most `timeout_s`; returns those that have not."""
+    deadline = time.monotonic() + timeout_s
+    left = list(processes)
+    while left := [process for process in left if _is_alive(process)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_S)
+    return left
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,143 @@
+"""Stands in for `lightscale train`, without torch: `fake_training.py BEHAVIOUR RUN` starts two ranks of itself.
+
+A step takes 5 ms, the loss is a function of the step, and every 5 steps there is a checkpoint of two files. BEHAVIOUR
+is "good", "restarts" (the launcher starts its ranks again itself), "watches" (and ends them when one is stopped), or
+one of the mistakes that the chaos harness must find.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from lightscale.training.faults import reach
+from lightscale.training.manifest import DamagedCheckpoint, hash_file, read_manifest, verify_files, write_manifest
+from lightscale.training.run_directory import LineWriter, RunDirectory
+from lightscale.training.signals import die_with_parent
+
+STEPS, EVERY, KEEP, STEP_S = 60, 5, 3, 0.005
+
+
+def launch(behaviour: str, path: str) -> int:
+    run = RunDirectory(path)
+    run.path.mkdir(parents=True, exist_ok=True)
+    if behaviour == "gives up" and run.attempt:
+        return 70
+    while (code := run_ranks(behaviour, path)) != 0 and behaviour == "restarts":
+        pass
+    return code
+
+
+def run_ranks(behaviour: str, path: str) -> int:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, behaviour, path], env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"}
+        )
+        for rank in range(2)
+    ]
+    while any(rank.poll() is None for rank in ranks):
+        stopped = any(
+            rank.poll() is None and psutil.Process(rank.pid).status() == psutil.STATUS_STOPPED for rank in ranks
+        )
+        if any(rank.poll() for rank in ranks) or (stopped and behaviour == "watches"):
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+            return 1
+        time.sleep(0.01)
+    return max(rank.returncode for rank in ranks)
+
+
+def rank(behaviour: str, path: str) -> int:
+    launcher, run = os.getppid(), RunDirectory(path)
+    if behaviour != "orphans":
+        die_with_parent(launcher)
+    code = train(run, behaviour) if os.environ["RANK"] == "0" else follow(run)
+    if os.getppid() != launcher:
+        time.sleep(60)
+    return code
+
+
+def train(run: RunDirectory, behaviour: str) -> int:
+    run.begin_attempt(world_size=2)
+    step = 0 if behaviour == "forgets" else restore(run, behaviour)
+    resumed = step > 0
+    with LineWriter(run.metrics) as metrics:
+        while step < STEPS:
+            step += 1
+            reach("step:begin")
+            time.sleep(STEP_S)
+            reach("step:optimizer")
+            loss = 10 / step + (1e-15 * step if resumed and behaviour == "drifts" else 0)
+            metrics.write({"step": step, "attempt": run.attempt, "tokens": 8 * step, "loss": loss, "grad_norm": 1.0})
+            if step % EVERY == 0:
+                save(run, step)
+    run.write_status("finished", reason="", step=step, tokens=8 * step)
+    return 0
+
+
+def follow(run: RunDirectory) -> int:
+    """The other rank: goes through the phases that every rank has."""
+    while run.read_status() is None:
+        for point in ("load:verify", "load:read", "step:begin", "step:optimizer", "save:begin", "save:open"):
+            reach(point)
+        for point in ("save:write", "save:sync"):
+            reach(point)
+        time.sleep(STEP_S)
+    return 0
+
+
+def save(run: RunDirectory, step: int) -> None:
+    reach("save:begin")
+    final = run.checkpoints / f"step-{step:08d}"
+    if final.exists():
+        return
+    draft = final.with_suffix(".tmp")
+    draft.mkdir(parents=True, exist_ok=True)
+    files = [draft / f"rank-{rank}" for rank in range(2)]
+    for rank, file in enumerate(files):
+        reach("save:open")
+        reach("save:write")
+        file.write_text(json.dumps({"rank": rank, "step": step}))
+        reach("save:sync")
+    reach("save:manifest")
+    write_manifest(draft, {file.name: hash_file(file) for file in files}, {"step": step})
+    reach("save:rename")
+    draft.rename(final)
+    removed = []
+    for old in sorted(path for path in run.checkpoints.glob("step-*") if not path.suffix)[:-KEEP]:
+        doomed = old.rename(old.with_suffix(".old"))
+        reach("save:retention")
+        for file in doomed.iterdir():
+            file.unlink()
+        doomed.rmdir()
+        removed.append(int(old.name.removeprefix("step-")))
+    run.event("checkpoint", step=step, removed=removed)
+
+
+def restore(run: RunDirectory, behaviour: str) -> int:
+    refused = []
+    reach("load:verify")
+    for path in sorted((path for path in run.checkpoints.glob("step-*") if not path.suffix), reverse=True):
+        try:
+            manifest = read_manifest(path)
+            if behaviour != "trusts":
+                verify_files(path, manifest, manifest.files)
+        except DamagedCheckpoint as error:
+            refused.append(str(error))
+            path.rename(path.with_suffix(f".bad{time.monotonic_ns()}"))
+            continue
+        reach("load:read")
+        step = int(path.name.removeprefix("step-"))
+        run.event("resume", step=step, refused=refused)
+        return step
+    return 0
+
+
+if __name__ == "__main__":
+    entry = rank if "RANK" in os.environ else launch
+    sys.exit(entry(sys.argv[1], str(Path(sys.argv[2]))))

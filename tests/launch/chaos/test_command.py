@@ -1,0 +1,188 @@
+"""`lightscale chaos` on real runs: what it prints, what it leaves, and that it can be interrupted."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from lightscale.cli import main
+from lightscale.data_pipeline.store import StoreWriter
+from lightscale.errors import UserError
+from lightscale.launch.chaos import command
+from lightscale.launch.chaos.campaign import Result
+from lightscale.launch.chaos.damage import DamageCheck
+from lightscale.launch.chaos.schedule import Kill
+from lightscale.launch.chaos.trial import Injected, Trial
+from lightscale.launch.chaos.verify import Verdict
+from lightscale.training.run_directory import RunDirectory, read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent.parent.parent
+
+CONFIG = f"""
+extends = ["{ROOT}/configs/arch/tnl.toml", "{ROOT}/configs/size/tiny.toml"]
+
+[model]
+vocab_size = 64
+num_layers = 2
+width = 32
+
+[data]
+store = "store"
+sequence_length = 32
+
+[data.validation.held]
+source = "held"
+sequences = 2
+
+[optimizer]
+lr = 1e-3
+schedule = "cosine"
+warmup_steps = 5
+
+[train]
+steps = 60
+global_batch_size = 4
+micro_batch_size = 1
+validate_every = 20
+"""
+
+
+class Numbers:
+    """A tokenizer of nothing but numbers."""
+
+    name, eot_id, vocab_size, sha256 = "numbers", 0, 64, "0" * 64
+
+    def encode(self, text: str) -> Any:
+        raise NotImplementedError
+
+    def decode(self, ids: Any) -> str:
+        raise NotImplementedError
+
+    def save(self, directory: Path) -> None:
+        (directory / "tokenizer.json").write_text("{}")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with chaos.toml and its store."""
+    generator = np.random.default_rng(0)
+    (tmp_path / "chaos.toml").write_text(CONFIG, encoding="utf-8")
+    with StoreWriter(tmp_path / "store", Numbers()) as writer:
+        for name, tokens in (("text", 20_000), ("held", 500)):
+            writer.source(name).append(generator.integers(1, 64, tokens, dtype=np.uint32), num_bytes=tokens)
+        writer.finish({})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def chaos(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    code = main(["chaos", "chaos.toml", "parallel.sequence=2", "--json", *words])
+    output = capsys.readouterr()
+    record: dict[str, Any] = json.loads(output.out)
+    assert code == 0, record
+    assert record["passed"]
+    for name in ("mismatches", "undetected", "unrecoverable", "wrong_resumes", "failures", "orphans"):
+        assert record[name] == 0, record
+    assert record["recovered"] == record["faults"]
+    assert json.loads(Path("runs/chaos-chaos/chaos.json").read_text()) == record
+    assert 0 < record["goodput"] < 1
+    assert record["steps_compared"] >= 60 * record["runs"]
+    return record
+
+
+@pytest.mark.timeout(600)
+def test_a_real_run_under_faults(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--kills", "4", "--damages", "1", "--disk-faults", "0", "--stops", "0", "--full-disks", "0"]
+    record = chaos(capsys, *words)
+    assert (record["kills"], record["kills_during_saves"], record["flips"]) == (4, 2, 300)
+    assert record["faults"] == 5
+    assert len(read_metrics(RunDirectory("runs/chaos-chaos/reference").metrics)) == 60
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("processes", [2, 4])
+def test_every_fault_on_a_real_run(folder: Path, capsys: pytest.CaptureFixture[str], processes: int) -> None:
+    words = ["--kills", "10", "--stops", "0", "--damages", "6", "--disk-faults", "3", "--full-disks", "1"]
+    record = chaos(capsys, "train.steps=100", "--processes", str(processes), *words)
+    assert record["kills"] == 10
+    assert record["kills_during_saves"] >= 5
+    # Its disk can only be mounted by root, where mounting is allowed.
+    assert record["faults"] == 20 - any(text.startswith("full disk") for text in record["left_out"])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_campaign_leaves_no_process(folder: Path, signum: signal.Signals) -> None:
+    words = [sys.executable, "-m", "lightscale", "chaos", "chaos.toml", "--processes", "2"]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while len(below := psutil.Process(process.pid).children(recursive=True)) < 3:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signum)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert stderr.endswith("interrupted\n")
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in below)
+    # What was begun is not taken for an undisturbed run.
+    assert not RunDirectory("runs/chaos-chaos/reference").read_status()
+
+
+VERDICT = Verdict(compared=70, mismatches=(), wrong_resumes=(), undetected=(), lost_steps=10, max_lost_steps=7)
+
+
+def result(**changes: Any) -> Result:
+    kill = Kill(victims=(0,), launcher=False, point="save:write")
+    trial = Trial(injected=[Injected(fault=kill, recovered=True)], finished=True, seconds=20.0)
+    return Result(reference_s=6.0, trials=[trial], verdicts=[VERDICT], finished_s=[12.0], **changes)
+
+
+def test_the_summary() -> None:
+    record = command.summary(result(detection=DamageCheck(flips=300, others=20)))
+    assert record["passed"]
+    assert (record["faults"], record["recovered"], record["unrecoverable"]) == (1, 1, 0)
+    assert (record["kills"], record["kills_during_saves"], record["seconds_per_fault"]) == (1, 1, 20.0)
+    assert (record["goodput"], record["lost_steps"], record["max_lost_steps"]) == (0.5, 10, 7)
+    assert record["kinds"] == {"kill at save:write": {"faults": 1, "recovered": 1}}
+    assert command.summary(Result())["goodput"] is None
+
+
+@pytest.mark.parametrize("what", ["mismatches", "wrong_resumes", "undetected", "failures", "orphans", "lost", "over"])
+def test_whatever_is_wrong_fails_the_campaign(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = result()
+    trial = bad.trials[0]
+    if what in ("failures", "orphans"):
+        getattr(trial, what).append("something is wrong")
+    elif what == "lost":
+        trial.injected[0].recovered = trial.finished = False
+    elif what == "over":
+        trial.finished = False
+    else:
+        values = {**VERDICT.__dict__, what: ("something is wrong",)}
+        bad.verdicts[0] = Verdict(**values)
+    record = command.summary(bad)
+    assert not record["passed"]
+    assert record["unrecoverable"] == int(what in ("lost", "over"))
+    command._show(record)
+    shown = capsys.readouterr().out
+    assert shown.endswith("FAILED\n")
+    assert ("something is wrong" in shown) == (what not in ("lost", "over"))
+
+
+@pytest.mark.parametrize("word", ["--kills=-1", "--processes=0", "--full-disks=-2"])
+def test_amounts_are_checked(folder: Path, capsys: pytest.CaptureFixture[str], word: str) -> None:
+    assert main(["chaos", "chaos.toml", word]) == UserError.EXIT_CODE
+    assert f"{word.replace('=', ' ')}: must be at least" in capsys.readouterr().err
+    assert not Path("runs").exists()
