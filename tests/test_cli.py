@@ -41,7 +41,7 @@ def test_help_lists_every_command_and_imports_none(tmp_path: Path) -> None:
     result = run_python("-c", code, cwd=tmp_path)
     assert result.stdout.rstrip().endswith("[]")
     for name, command in COMMANDS.items():
-        assert f"{name} " in result.stdout
+        assert f"\n    {name}" in result.stdout
         assert command.help in result.stdout
 
 

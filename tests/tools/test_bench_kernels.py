@@ -281,3 +281,20 @@ def test_the_picture_shows_every_way_its_target_and_its_floor(tools: SimpleNames
     # Of several rows, apart from the curve: softmax attention depends on the length, not on the tokens.
     assert curves["the same, more rows than 1"] in ([[131072, 1.0]], [[131072, 9.0]], [[131072, 2.0]])
     assert [label.get_text() for label in axes.get_xticklabels()] == ["8K", "128K"]
+
+
+def test_what_is_cut_off_keeps_what_it_has(
+    tools: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def cut_off(*_: Any, **__: Any) -> Iterator[dict[str, Any]]:
+        figures = figures_of(tools) | {"verdict": {"missed": [], "not_compared_with_fla": []}}
+        yield figures | {"lines": figures["lines"][:1]}
+        yield figures | {"lines": figures["lines"][:2]}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tools.kernels, "run", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        tools.bench.main(["kernels", "--save", str(tmp_path)])
+    (saved,) = tmp_path.iterdir()
+    figures = json.loads(saved.read_text())
+    assert (len(figures["lines"]), figures["complete"]) == (2, False)
