@@ -129,7 +129,12 @@ class Trainer:
         self.state: dict[str, Stateful] = {"data": self.loader, "guard": self.guard}
         self.replicas = ReplicaCheck(self.engine, every=config.guard.compare_replicas_every)
         self.checkpoints, self.saver = Checkpoints(run.checkpoints, mesh), Saver(run.checkpoints, mesh)
-        self.interval = SaveInterval(mtbf_s=3600 * config.checkpoint.mtbf_hours, now_s=time.monotonic())
+        saves = [event for event in read_lines(run.events) if event["event"] == "checkpoint"]
+        self.interval = SaveInterval(
+            mtbf_s=3600 * config.checkpoint.mtbf_hours,
+            now_s=time.monotonic(),
+            stalls_s=[event["stall_s"] for event in saves],
+        )
         self.failed_saves = 0
         self.step = self._resume()
         self.saver.reserve(self.engine)
@@ -367,8 +372,8 @@ class Trainer:
         every = self.config.checkpoint.every
         if every is not None:
             return self.step % every == 0
-        # By the clock of one rank.
-        return bool(self._largest(self.is_main and self.interval.due(time.monotonic())))
+        # By the clock of one rank; while a save is being written none is due.
+        return not self.saver.is_writing and bool(self._largest(self.is_main and self.interval.due(time.monotonic())))
 
     def _save(self, metrics: MetricsLogger, *, leaving: bool) -> None:
         """Begin a checkpoint of this step; ``leaving``: and end it, for it is the last one."""
@@ -393,13 +398,17 @@ class Trainer:
             about={"config": digest(self.config), "attempt": self.directory.attempt},
             retention=None if self.guard.skips_in_a_row else retention,
         )
-        self.interval.saved(time.monotonic(), stall_s)
         if leaving or not checkpoint.asynchronous:
-            self._finish_save(metrics, leaving=leaving)
+            stall_s = self._finish_save(metrics, leaving=leaving)
+        self.interval.saved(time.monotonic(), stall_s)
 
-    def _finish_save(self, metrics: MetricsLogger, *, leaving: bool = False) -> None:
-        """Record how the save in flight ended; a failure does not stop the training until it comes too often."""
+    def _finish_save(self, metrics: MetricsLogger, *, leaving: bool = False) -> float:
+        """Record how the save in flight ended; a failure does not stop the training until it comes too often.
+
+        Returns the seconds that training has waited for the save, from its copy to now.
+        """
         self.heartbeat.beat("saving", step=self.step)
+        began = time.perf_counter()
         try:
             saved = self.saver.finish()
         except SaveError as error:
@@ -408,14 +417,16 @@ class Trainer:
             if leaving or self.failed_saves >= self.config.checkpoint.max_failures:
                 raise
             self._say(f"{error}; training goes on")
-            return
+            return time.perf_counter() - began
         self.failed_saves = 0
-        costs: dict[str, Any] = {"stall_s": saved.stall_s, "write_s": saved.write_s, "num_bytes": saved.num_bytes}
+        stall_s = saved.stall_s + time.perf_counter() - began
+        costs: dict[str, Any] = {"stall_s": stall_s, "write_s": saved.write_s, "num_bytes": saved.num_bytes}
         metrics.log_save(self.step, tokens=self.loader.tokens, saved_step=saved.step, **costs)
         where = {"step": saved.step, "tokens": saved.facts["tokens"], "checkpoint": saved.path.name}
         self._event("checkpoint", **where, removed=saved.removed, **costs)
         if saved.problem is not None:
             self._say(saved.problem)
+        return stall_s
 
     def _log_goodput(self, metrics: MetricsLogger) -> None:
         """How much of the time since the run's first start has counted; all its records are read."""

@@ -110,6 +110,8 @@ def test_tensorboard_shows_the_same(whole: tuple[RunDirectory, Any]) -> None:
         values = [(line["checkpoint_step"], pytest.approx(line[f"checkpoint_{key}"], rel=1e-6)) for line in saves]
         assert shown.pop(f"checkpoint/{key}") == values
     assert [line["checkpoint_step"] for line in saves] == [20, 40]
+    for tag in [tag for tag in shown if tag.startswith("goodput/")]:
+        assert [step for step, _ in shown.pop(tag)] == [40], "once, at the end"
     assert shown == {}
 
 
