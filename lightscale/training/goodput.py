@@ -140,7 +140,7 @@ def measure_goodput(events: Iterable[Record], lines: Iterable[Record]) -> Goodpu
         steps=sum(one.num_steps - one.skipped for one in history.kept),
         lost_steps=history.lost_steps,
         skipped_steps=sum(one.skipped for one in history.kept),
-        restarts=len(attempts) - 1,
+        restarts=sum(not attempt.is_rollback for attempt in attempts) - 1,
         saves=kinds["checkpoint"],
         failed_saves=kinds["checkpoint_failed"],
         skipped_saves=kinds["checkpoint_skipped"],
@@ -191,7 +191,7 @@ class _History:
 
 @dataclass
 class _Attempt:
-    """One start of the ranks, and what was recorded of it."""
+    """One start of the ranks, or what they did after going back to a checkpoint, and what was recorded of it."""
 
     events: list[Record] = field(default_factory=list)
     lines: list[Record] = field(default_factory=list)
@@ -203,6 +203,11 @@ class _Attempt:
     @cached_property
     def began(self) -> float | None:
         return next((record_time_s(event) for event in self.events if event["event"] == "start"), None)
+
+    @property
+    def is_rollback(self) -> bool:
+        """The ranks of the attempt before went back, and did not stop."""
+        return self.began is None and any(event["event"] == "rollback" for event in self.events)
 
     @cached_property
     def worked(self) -> float | None:
@@ -298,11 +303,11 @@ def _pauses(attempts: Sequence[_Attempt]) -> tuple[float, list[float]]:
     stopped: float | None = None
     previous: _Attempt | None = None
     for attempt in attempts:
-        if previous is not None and not attempt.is_restart:
+        if previous is not None and not attempt.is_restart and not attempt.is_rollback:
             gap_s = _gap_s(previous.ended, attempt.began)
             waiting_s += gap_s
             waited_s += gap_s
-        if stopped is not None and attempt.first_step_began is not None:
+        if stopped is not None and attempt.first_step_began is not None and not attempt.is_rollback:
             restart_times_s.append(max(0.0, attempt.first_step_began - stopped - waited_s))
         if attempt.lines:
             stopped, waited_s = attempt.worked, 0.0
