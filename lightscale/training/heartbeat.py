@@ -25,7 +25,7 @@ from pathlib import Path
 # The file, for the ranks of a launch; without it there is nobody to watch them.
 HEARTBEATS_VARIABLE = "LIGHTSCALE_HEARTBEATS"
 
-_LONG = {"starting", "validation", "saving", "leaving"}
+_LONG = {"starting", "validation", "saving", "going back", "leaving"}
 _LONGER = 10.0
 _LEAST_START_S = 120.0
 _SLOWER = 5.0

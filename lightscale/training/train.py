@@ -242,12 +242,15 @@ class Trainer:
         A crash after any of the three parts leaves what leads to the same run: with the newer checkpoints alone gone
         the same steps are left out again; with the jump recorded, every start finds the checkpoint and jumps.
         """
+        self.heartbeat.beat("going back", step=self.step)
         last, first = self.step, self.step - self.guard.skips_in_a_row + 1
         steps: list[int] = self.ranks.on_first(lambda: list_steps(self.checkpoints.directory))
         target = max((step for step in steps if step < first), default=0)
         self._check_rollbacks(first, target)
         later = [self.checkpoints.directory / directory_name(step) for step in steps if step >= first]
         self.checkpoints.put_aside(later)
+        # Others will take their names.
+        self.saver.known_good -= {step for step in steps if step >= first}
 
         at_tokens = target * self.loader.tokens_per_step
         skip_tokens = self.loader.tokens - at_tokens
