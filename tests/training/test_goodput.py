@@ -158,21 +158,6 @@ def test_a_rollback_to_the_beginning() -> None:
     assert (found.steps, found.lost_steps, found.wall_s) == (0, 6, 13)
 
 
-def test_a_rollback_is_no_restart() -> None:
-    """It has a number of its own, and steps that were left out before it are made."""
-    events = [event(0, 1, "start"), *(event(6 + 2 * step, 1, "step_skipped", step=step) for step in (4, 5))]
-    events += [event(17, 2, "rollback", step=2), event(18, 2, "resume", step=2)]
-    lines = [*steps(5, 1, range(1, 6)), *steps(20, 2, range(3, 6))]
-    found = measure(events, lines)
-    assert (found.steps, found.lost_steps, found.skipped_steps) == (5, 3, 0)
-    assert (found.restarts, found.restart_times_s, found.waiting_s, found.wall_s) == (0, (), 0, 26)
-    # A process that stops then, and another one.
-    events += [event(30, 2, "failed"), event(40, 3, "start"), event(41, 3, "resume", step=4)]
-    found = measure(events, [*lines, *steps(45, 3, range(5, 7))])
-    assert (found.steps, found.lost_steps) == (6, 4)
-    assert (found.restarts, found.restart_times_s, found.waiting_s) == (1, (9.0,), 10)
-
-
 def test_skipped_steps_do_not_count() -> None:
     events = [*BEFORE, event(10, 1, "step_skipped", step=4)]
     found = measure(events, LINES)
