@@ -13,6 +13,8 @@ from lightscale.training.heartbeat import Beat
 
 # Ranks notice a dead peer at once; what dies later was ended by the agent.
 _CAUSE_S = 10
+# What is said by then was said before the failure was noticed.
+_LATE_S = 1.0
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
@@ -82,8 +84,11 @@ def located(failure: RankFailure, beats: Mapping[int, Beat]) -> RankFailure:
     if own is None or failure.exit_code is not None:
         return failure
     words = [own.where]
-    last = min(beats.values(), key=lambda beat: beat.time_s)
-    if _TIMED_OUT.search(failure.summary) and last.where != own.where:
-        silent_s = time.monotonic() - (time.time() - failure.time_s) - last.time_s
-        words.append(f"rank {last.rank} had been silent for {silent_s:.0f} s, at {last.where}")
+    if _TIMED_OUT.search(failure.summary):
+        failed_s = time.monotonic() - (time.time() - failure.time_s)
+        first, last = (choose(beats.values(), key=lambda beat: beat.time_s) for choose in (min, max))
+        if last.time_s > failed_s + _LATE_S:
+            words.append(f"rank {last.rank} came {last.time_s - failed_s:.0f} s later")
+        elif first.where != own.where:
+            words.append(f"rank {first.rank} had been silent for {failed_s - first.time_s:.0f} s, at {first.where}")
     return replace(failure, summary=f"{failure.summary} ({'; '.join(words)})")

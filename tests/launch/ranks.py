@@ -43,7 +43,7 @@ def launch(path: str, behaviour: str, policy: str = "{}") -> int:
     processes = fields.pop("processes")
     own = {name: fields.pop(name) for name in ("again", "deadline_s")}
     config = RestartConfig(**fields)
-    command = [sys.executable, __file__, "rank", path, behaviour, str(config.hang_timeout_s)]
+    command = [sys.executable, str(Path(__file__).resolve()), "rank", path, behaviour, str(config.hang_timeout_s)]
     try:
         code: int = restart.run_ranks(
             RunDirectory(path),

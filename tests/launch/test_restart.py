@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from lightscale.launch.failures import RankFailure, located
+from lightscale.training.heartbeat import Beat
+
 # Several starts of several processes, on a machine that may be busy.
 pytestmark = pytest.mark.timeout(600)
 
@@ -84,9 +87,22 @@ def test_an_exchange_that_times_out_names_who_did_not_come(endings: dict[str, En
     assert ended.code == 0, ended.output
     (event,) = ended.events("restart")
     assert event["reason"].startswith("rank 0: RuntimeError: ")
-    assert re.search(
-        r"\(step 5, agreeing; rank 1 had been silent for 1\d s, at step 5, reading data\)$", event["reason"]
-    )
+    assert re.search(r"\(step 5, agreeing; rank 1 came \d+ s later\)$", event["reason"]), event["reason"]
+
+
+def test_an_exchange_that_times_out_names_who_was_silent() -> None:
+    now_s = time.monotonic()
+
+    def beat(rank: int, silent_s: float, step: int, doing: str) -> Beat:
+        return Beat(rank=rank, time_s=now_s - silent_s, allowed_s=60.0, step=step, process_id=1, doing=doing)
+
+    timeout = RankFailure(rank=0, summary="RuntimeError: Timed out", traceback="…", time_s=time.time())
+    beats = {0: beat(0, 11, 8, "optimizer"), 1: beat(1, 12, 7, "reading data"), 2: beat(2, 11.5, 8, "optimizer")}
+    silent = "RuntimeError: Timed out (step 8, optimizer; rank 1 had been silent for 12 s, at step 7, reading data)"
+    assert located(timeout, beats).summary == silent
+    del beats[1]
+    assert located(timeout, beats).summary == "RuntimeError: Timed out (step 8, optimizer)"
+    assert located(timeout, {}) == timeout
 
 
 def test_a_signal_while_ranks_are_started_again_ends_it(
