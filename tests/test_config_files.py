@@ -27,7 +27,10 @@ def refusal(path: Path, *overrides: str) -> str:
     [
         ("model.widht=64", "unknown key model.widht; did you mean model.width?"),
         ("modle.width=64", "unknown key modle; did you mean model?"),
-        ("zebra.width=64", "the sections are model, data, parallel, optimizer, train, checkpoint, guard, restart, metrics"),
+        (
+            "zebra.width=64",
+            "the sections are model, data, parallel, optimizer, train, checkpoint, guard, restart, metrics",
+        ),
         ("optimizer.steps=1", "unknown key optimizer.steps; did you mean train.steps?"),
         ("train.warmup=1", "unknown key train.warmup; did you mean optimizer.warmup_steps?"),
         ("train.lr=1", "unknown key train.lr; did you mean optimizer.lr?"),

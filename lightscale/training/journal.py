@@ -1,0 +1,28 @@
+"""What a run tells while it goes on, by the voice of one rank: events that are kept, and lines for the log."""
+
+import sys
+from typing import Any
+
+from lightscale.training.run_directory import RunDirectory
+
+
+class Journal:
+    """Of the run in ``directory``. Every rank has one; only one is ``enabled``, the others do nothing."""
+
+    def __init__(self, directory: RunDirectory, *, enabled: bool) -> None:
+        self._directory, self._enabled = directory, enabled
+
+    def event(self, event: str, **fields: Any) -> None:
+        """Append to events.jsonl; it is on disk when this returns."""
+        if self._enabled:
+            self._directory.event(event, **fields)
+
+    def begin_attempt(self, *beginning: Any, **fields: Any) -> None:
+        """Count another attempt at the run; see ``RunDirectory.begin_attempt``."""
+        if self._enabled:
+            self._directory.begin_attempt(*beginning, **fields)
+
+    def say(self, text: str) -> None:
+        """A line on stderr."""
+        if self._enabled:
+            print(text, file=sys.stderr, flush=True)
