@@ -28,8 +28,8 @@ from lightscale.launch.chaos.trial import Runner, Trial
 from lightscale.launch.chaos.verify import Verdict, judge
 from lightscale.training.run_directory import RunDirectory, read_lines
 
-# A step and a save take far less; a launcher may wait as long as it likes for what hangs, beside.
-_PATIENCE_S = 180.0
+# A start, a step and a save take far less. What hangs is noticed after a time that differs from phase to phase.
+_PATIENCE_S, _PATIENCE_HANG_TIMEOUTS = 180.0, 12
 # Room for the checkpoints that are kept, one that is written, and what a save asks for beyond them.
 _DISK_CHECKPOINTS, _DISK_SPARE_BYTES, _LARGEST_DISK_BYTES = 6, 32 << 20, 2 << 30
 
@@ -134,7 +134,7 @@ class Campaign:
             queue,
             every=self.config.checkpoint.every or 1,
             disk_bytes=disk_bytes,
-            patience_s=_PATIENCE_S + self.config.restart.hang_timeout_s,
+            patience_s=_PATIENCE_S + _PATIENCE_HANG_TIMEOUTS * self.config.restart.hang_timeout_s,
             report=report,
         )
         trial = runner.run()

@@ -35,7 +35,7 @@ OVERRIDES = (
     "checkpoint.keep=3",
     "metrics.log_every=1",
     "metrics.tensorboard=false",
-    "restart.hang_timeout_s=20",
+    "restart.hang_timeout_s=10",
 )
 _AMOUNTS = {
     "kills": (200, "SIGKILLs of ranks and launcher, half of them during saves"),

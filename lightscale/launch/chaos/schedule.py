@@ -67,7 +67,7 @@ class Stop:
 
     rank: int
     delay_s: float
-    """Time after the attempt's first step."""
+    """Time after the attempt's first saves."""
     kind: str = "rank stopped (SIGSTOP)"
 
 

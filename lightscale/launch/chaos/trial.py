@@ -186,6 +186,9 @@ class Runner:
 
     def _stop(self, fault: Stop) -> None:
         self._wait_for_first_step()
+        # The first steps may take long, and launchers are patient with them.
+        first = self._steps_seen()
+        self._wait(lambda: self._steps_seen() > first + 2 * self._every)
         self._pause(fault.delay_s)
         ranks = self.training.ranks()
         if fault.rank not in ranks:
@@ -193,9 +196,11 @@ class Runner:
         send(ranks[fault.rank], signal.SIGSTOP)
         self._happened(fault)
         if left := wait_until_gone(ranks.values(), self._patience_s):
+            self.trial.failures.append(
+                f"nobody noticed for {self._patience_s:.0f} s that rank {fault.rank} was stopped; all were killed then"
+            )
             self.training.kill(left, launcher=True)
             wait_until_gone(left, ORPHAN_S)
-            raise GivenUp(f"nobody noticed for {self._patience_s:.0f} s that rank {fault.rank} was stopped")
         return self._settle()
 
     def _disk_fault(self, fault: DiskFault) -> None:

@@ -63,7 +63,8 @@ def test_faults_are_survived_and_counted(run_trial: RunTrial, tmp_path: Path, be
         assert trial.finished
         if behaviour == "restarts":
             launchers = [isinstance(one.fault, Damage) or _kills_launcher(one.fault) for one in trial.injected]
-            assert trial.starts == 1 + sum(launchers)
+            # Damage that came too late is done again.
+            assert 1 + sum(launchers) <= trial.starts <= 2 + sum(launchers), launchers
         assert (trial.failures, trial.orphans, trial.unreached) == ([], [], [])
         assert (verdict.mismatches, verdict.wrong_resumes, verdict.undetected) == ((), (), ())
         assert verdict.compared >= 60
@@ -125,6 +126,6 @@ def test_a_stopped_rank(run_trial: RunTrial, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_stopped_rank_that_nobody_notices(run_trial: RunTrial, tmp_path: Path) -> None:
     trial, _ = run_trial("good", deque([Stop(rank=1, delay_s=0.05)]))
-    assert not trial.finished
-    assert trial.failures == ["nobody noticed for 20 s that rank 1 was stopped"]
+    assert trial.finished
+    assert trial.failures == ["nobody noticed for 20 s that rank 1 was stopped; all were killed then"]
     assert left_behind(tmp_path) == []
