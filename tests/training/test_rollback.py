@@ -25,7 +25,8 @@ from lightscale.config_files import load
 from lightscale.data_pipeline.prefetch import Prefetcher
 from lightscale.data_pipeline.samples import SKIP_EVENT, run_loader, step_content
 from lightscale.parallel.engine import Engine
-from lightscale.training.checkpoint import Checkpoints, list_steps
+from lightscale.training.checkpoint import Checkpoints
+from lightscale.training.checkpoint_files import list_steps
 from lightscale.training.replicas import SilentCorruption
 from lightscale.training.run_directory import RunDirectory, read_lines, read_metrics
 

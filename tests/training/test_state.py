@@ -30,12 +30,12 @@ RunRanks = Callable[..., list[Any]]
 # What differs between a trainer and a restored one, and why nothing is lost by that.
 OF_THIS_PROCESS = {
     r"stop\b": "a stop is for one process",
-    r"saver\._copies\b": "the memory that the last save was copied to",
-    r"saver\.known_good\b": "what this process has verified; others verify again",
-    r"interval\b": "the clock since this process's last save",
-    r"heartbeat\b": "how long this process's steps take",
+    r"keeper\.saver\._copies\b": "the memory that the last save was copied to",
+    r"keeper\.saver\.known_good\b": "what this process has verified; others verify again",
+    r"keeper\._interval\b": "the clock since this process's last save",
+    r"(keeper\._)?heartbeat\b": "how long this process's steps take",
     r"stage\b": "the stage of the last step, asked for anew",
-    r"failed_saves\b": "failures of this process's disk",
+    r"keeper\._failures\b": "failures of this process's disk",
     r".*\._buffers\b": "memory that every batch is read into anew",
     r".*\._last_values\b": "the block of document ends that was read last",
 }
@@ -138,7 +138,9 @@ def test_no_state_is_left_out_of_checkpoints(run_ranks: RunRanks, workplace: Pat
     for part in ("step", "loader.tokens", "exp_avg", "linear_fc1.weight"):
         assert any(part in path for path in found["changed"]), part
     assert found["lost"] == []
-    assert found["forgotten"] == ["loader.forgotten", "state['data'].forgotten"]
+    assert found["forgotten"] == [
+        f"{place}.forgotten" for place in ("loader", "recovery._loader", "recovery._state['data']", "state['data']")
+    ]
 
 
 def run_to_the_end(rank: int, world_size: int, init_method: str, folder: str, words: list[list[str]]) -> None:
