@@ -1,0 +1,98 @@
+"""What differs from the run that is resumed is refused by name, and accepted by name."""
+
+import runpy
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightscale.cli import main
+from lightscale.config_files import load
+from lightscale.errors import UserError
+from lightscale.training.checkpoint_files import directory_name
+from lightscale.training.manifest import NAME, read_manifest, write_manifest
+from lightscale.training.run_directory import RunDirectory, read_lines
+
+commands = runpy.run_path(str(Path(__file__).with_name("rank_commands.py")))["commands"]
+
+pytestmark = pytest.mark.timeout(400)
+
+RunRanks = Callable[..., list[Any]]
+
+
+def at_20(run: RunDirectory, path: Path) -> RunDirectory:
+    """A copy of ``run`` as it was after the checkpoint of step 20."""
+    shutil.copytree(run.path, path)
+    copy = RunDirectory(path)
+    copy.status.unlink()
+    shutil.rmtree(copy.checkpoints / directory_name(40))
+    return copy
+
+
+def age(run: RunDirectory) -> None:
+    """Have the checkpoint written by another torch."""
+    path = run.checkpoints / directory_name(20)
+    manifest = read_manifest(path)
+    (path / NAME).unlink()
+    versions = {**manifest.facts["versions"], "torch": "1.0"}
+    write_manifest(path, manifest.files, {**manifest.facts, "versions": versions})
+
+
+def test_changes_that_ranks_notice(whole: tuple[RunDirectory, Any], workplace: Path, run_ranks: RunRanks) -> None:
+    other, aged = (at_20(whole[0], workplace / "runs" / name) for name in ("other-data", "aged"))
+    age(aged)
+    layout = ["parallel.sequence=1", "train.steps=40", "train.validate_every=0"]
+    of_data = ["train", "run.toml", *layout, "data.store=other", "--run", str(other.path)]
+    of_versions = ["train", "run.toml", *layout, "--run", str(aged.path)]
+    lines = [
+        of_data,
+        [*of_data, "--allow-change", "versions"],
+        [*of_data, "--allow-change", "data"],
+        of_versions,
+        [*of_versions, "--allow-change=versions.torch"],
+    ]
+    results = run_ranks(commands, 1, str(workplace), lines, timeout_s=200)[0]
+    assert [code for code, _ in results] == [78, 78, 0, 78, 0], results
+    assert "the data is not what this run was trained on" in results[0][1]
+    (changed,) = [event for event in read_lines(other.events) if event["event"] == "data_changed"]
+    assert changed["step"] == 20
+    assert "store" in changed["changes"]
+    assert "versions.torch: 1.0 there, " in results[3][1]
+    assert "--allow-change versions" in results[3][1]
+    (changed,) = [event for event in read_lines(aged.events) if event["event"] == "versions_changed"]
+    assert changed["changes"][0].startswith("versions.torch: 1.0 there, ")
+    for run in (other, aged):
+        status = run.read_status()
+        assert status is not None and (status.status, status.step) == ("finished", 40)
+
+
+def test_changes_of_the_configuration(workplace: Path, tmp_path: Path) -> None:
+    def config(*overrides: str) -> Any:
+        return load(workplace / "run.toml", overrides)
+
+    run = RunDirectory(tmp_path / "run")
+    run.create_or_open(config())
+    changed = config("optimizer.lr=2e-3", "optimizer.eps=1e-6", "train.seed=5")
+    with pytest.raises(UserError, match=r"--allow-change optimizer\.eps"):
+        run.changes(changed)
+    with pytest.raises(UserError, match=r"train\.seed: 0 there, 5 now\nGo back") as refusal:
+        run.changes(changed, {"optimizer"})
+    assert "optimizer" not in str(refusal.value)
+    with pytest.raises(UserError, match=r"optimizer\.eps: 1e-08 there, 1e-06 now\nGo back"):
+        run.changes(changed, {"optimizer.lr", "train"})
+    assert not run.create_or_open(changed, {"optimizer", "train.seed"})
+    assert load(run.config) == changed
+    (event,) = read_lines(run.events)
+    assert set(event["changes"]) == {"optimizer.lr", "optimizer.eps", "train.seed"}
+
+
+@pytest.mark.parametrize("key", ["zebra", "optimizer.zebra", "version", ""])
+def test_names_that_mean_nothing(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    monkeypatch.chdir(workplace)
+    assert main(["train", "run.toml", "--run", "runs/never", f"--allow-change={key}", "--json"]) == 78
+    assert f"--allow-change {key}: neither a key or section of the configuration" in capsys.readouterr().err
+    assert not (workplace / "runs/never").exists()
