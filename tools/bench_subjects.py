@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 
+from lightscale.kernels.common.angles import Angles, features, phases_of
 from lightscale.kernels.gla import gla, gla_reference
 from lightscale.kernels.lightnet import lightnet_attention, lightnet_attention_reference
 from lightscale.kernels.lightning import lightning_attention, lightning_attention_reference
-from lightscale.models.positions import lrpe, lrpe_angles, lrpe_phases
+from lightscale.models.positions import lrpe_angles
 
 FORWARD, BOTH = PASSES = ("forward", "forward + backward")
 OURS, FLA, RECURRENCE, SOFTMAX = "lightscale", "fla-core", "recurrence", "softmax attention"
@@ -83,6 +84,7 @@ def subjects(setting: Setting, *, with_fla: bool) -> list[Subject]:
     widths = (setting.width, 2 * setting.width)
     return [
         *(_constant_decay(setting, key_width, with_fla=with_fla) for key_width in widths),
+        _constant_decay_with_lrpe(setting, with_fla=with_fla),
         _channel_decay(setting, with_fla=with_fla),
         *(_lightnet(setting, with_lrpe=with_lrpe, with_fla=with_fla) for with_lrpe in (False, True)),
         _softmax(setting),
@@ -111,9 +113,8 @@ def _scaled(target: dict[str, float], factor: float) -> dict[str, float]:
 
 
 def _constant_decay(setting: Setting, key_width: int, *, with_fla: bool) -> Subject:
-    """A fixed decay per head, TNL's; keys of twice the width are what LRPE makes."""
-    heads, width = setting.num_heads, setting.width
-    log_decay = -(2.0 ** (-8 * torch.arange(1, heads + 1, device=setting.device) / heads))
+    """A fixed decay per head, TNL's; keys of twice the width are LRPE's features, written to memory before."""
+    width, log_decay = setting.width, _log_decay(setting)
     simple_gla = fla_kernel("simple_gla", "chunk_simple_gla")
 
     def inputs(rows: int, tokens: int) -> tuple[Tensor, ...]:
@@ -133,6 +134,46 @@ def _constant_decay(setting: Setting, key_width: int, *, with_fla: bool) -> Subj
         costs=lightning_costs(key_width, width) if on_gpu else {},
         target_ns=CONSTANT_DECAY_NS if key_width == width else {},
     )
+
+
+def _constant_decay_with_lrpe(setting: Setting, *, with_fla: bool) -> Subject:
+    """LRPE applied where queries and keys are read; fla-core's kernel is given features, made before."""
+    width, log_decay, theta = setting.width, _log_decay(setting), _theta(setting)
+    simple_gla = fla_kernel("simple_gla", "chunk_simple_gla")
+
+    def inputs(rows: int, tokens: int) -> tuple[Tensor, ...]:
+        positions = torch.arange(tokens, device=setting.device).repeat(rows, 1)
+        return *(setting.leaf(rows, tokens, width, seed) for seed in range(3)), positions
+
+    def beside(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+        assert simple_gla is not None
+        phases = phases_of(Angles(theta, positions), q.dtype)
+        o: Tensor = simple_gla(features(q, phases), features(k, phases), v, g_gamma=log_decay, scale=1.0)[0]
+        return o
+
+    return Subject(
+        name="constant decay with LRPE",
+        inputs=inputs,
+        ways=_beside(
+            lambda q, k, v, positions: lightning_attention(q, k, v, log_decay, angles=Angles(theta, positions))[0],
+            lambda q, k, v, positions: lightning_attention_reference(
+                q, k, v, log_decay, angles=Angles(theta, positions)
+            )[0],
+            simple_gla and beside,
+            with_fla=with_fla,
+        ),
+        costs=lightning_lrpe_costs(width, width) if setting.device.type == "cuda" else {},
+    )
+
+
+def _log_decay(setting: Setting) -> Tensor:
+    heads = setting.num_heads
+    return -(2.0 ** (-8 * torch.arange(1, heads + 1, device=setting.device) / heads))
+
+
+def _theta(setting: Setting) -> Tensor:
+    """The angles that a model begins with."""
+    return lrpe_angles(setting.num_heads, setting.width).float().to(setting.device)
 
 
 def _channel_decay(setting: Setting, *, with_fla: bool) -> Subject:
@@ -167,8 +208,7 @@ def _lightnet(setting: Setting, *, with_lrpe: bool, with_fla: bool) -> Subject:
         if not with_lrpe:
             return leaves
         positions = torch.arange(tokens, device=setting.device).expand(rows, tokens)
-        angles = lrpe_angles(setting.num_heads, setting.width).float().to(setting.device)
-        return *leaves, *lrpe_phases(positions, angles)
+        return *leaves, *phases_of(Angles(_theta(setting), positions), torch.float32)
 
     width = setting.width
     return Subject(
@@ -201,7 +241,8 @@ def _fla_lightnet() -> Form | None:
     def path(q: Tensor, k: Tensor, v: Tensor, *phases: Tensor) -> Tensor:
         weights, log_decay, _ = additive_gate(k)
         if pair := _pair(phases):
-            q, weights = lrpe(q, pair), lrpe(weights, pair)
+            pair = (pair[0].to(q.dtype), pair[1].to(q.dtype))
+            q, weights = features(q, pair), features(weights, pair)
             log_decay = torch.cat([log_decay, log_decay], -1)
         o: Tensor = chunk_gla(q, weights, v, log_decay, scale=1.0)[0]
         return o
@@ -236,6 +277,20 @@ def lightning_costs(K: int, V: int, *, chunk: int = 128, block: int = 64) -> dic
 
     forward = scan + products(K, V)
     backward = scan + products(V, K) + scan + products(V, K) + products(K, V)
+    return {FORWARD: forward, BOTH: forward + backward}
+
+
+def lightning_lrpe_costs(K: int, V: int, *, chunk: int = 128, block: int = 64) -> dict[str, Cost]:
+    """What lightning/README.md counts with angles: features are made where they are used, 128 columns at a time."""
+    R = 2 * K
+    key, value, state, dtheta = 2 * K, 2 * V, 2 * R * V / chunk, 8 * K / block
+    partners = (chunk + block) / 2
+    through = 2 * R * V
+    scan = Cost(bytes=key + value + state, flops=through)
+    values = Cost(bytes=2 * key + 2 * value + state, flops=2 * partners * (R + V) + through)  # o, dv
+    keys = Cost(bytes=3 * key + 2 * value + state + dtheta, flops=2 * partners * (2 * V + 2 * R) + through)  # dq, dk
+    forward = scan + values
+    backward = scan + keys + scan + keys + values
     return {FORWARD: forward, BOTH: forward + backward}
 
 

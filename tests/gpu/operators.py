@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightscale.kernels.common.angles import Angles, phases_of
 from lightscale.kernels.cross_entropy import linear_cross_entropy
 from lightscale.kernels.gla import gla
 from lightscale.kernels.glu import glu
 from lightscale.kernels.lightnet import LightNetState, StateCotangent, lightnet_attention
 from lightscale.kernels.norm import norm
 from lightscale.kernels.tpe import tpe_scan
-from lightscale.models.positions import lrpe_angles, lrpe_phases
+from lightscale.models.positions import lrpe_angles
 
 # RMSE of the difference to fp64 by RMSE; half of bf16's is the rounding of the results themselves.
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 5e-3}
@@ -107,7 +108,7 @@ def _phases(draw: Draw) -> dict[str, Tensor]:
     positions = 2**20 + torch.arange(x.tokens, device=draw.device)
     # The angles decide, not their number: heads share them, as strides of 0 are welcome.
     angles = lrpe_angles(1, x.K).float().to(draw.device)
-    shared = lrpe_phases(positions[None], angles)
+    shared = phases_of(Angles(angles, positions[None]), torch.float32)
     shape = (x.rows, x.tokens, x.heads, x.K)
     return {name: phase.expand(shape) for name, phase in zip(("cos", "sin"), shared, strict=True)}
 
