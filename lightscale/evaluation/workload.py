@@ -27,8 +27,8 @@ def activation_values(model: ModelConfig, layer: int, recompute: Recompute = "no
     mixer = mixer_class(model.layers[layer])
     weights = mixer.parameter_shapes(model, layer)
     projected = sum(shape[0] for name, shape in weights.items() if name.endswith(".weight") and "out_proj" not in name)
-    # Learnable angles: rotated queries and keys of twice the width; angles, cosines and sines.
-    rotated = 7 * d if "lrpe.theta" in weights else 0
+    # Learnable angles: lightning attention applies them as it reads; LightNet is given angles, cosines and sines.
+    rotated = 3 * d if "lrpe.theta" in weights and mixer.operator == "lightnet" else 0
     # Outputs, and those behind norm and gate, which softmax attention has not.
     outputs = d if mixer.operator == "SDPA" else 2 * d
     # Gate and up, and their product.

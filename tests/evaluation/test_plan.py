@@ -120,7 +120,7 @@ def test_plan_of_a_tiny_run_by_hand() -> None:
     memory = planned.memory
     assert (memory.weights_bytes, memory.gradients_bytes) == (4 * weights, 4 * weights)
     assert memory.optimizer_bytes == 8 * weights // 2
-    per_token = 4 * (4 * d + (4 * d + t) + 2 * d + 2 * d + 3 * g) + 7 * d
+    per_token = 4 * (4 * d + (4 * d + t) + 2 * d + 2 * d + 3 * g)
     assert memory.activations_bytes == 64 * per_token * 4
     assert memory.logits_bytes == 64 * v * 4 + v * d * 4
     assert memory.total_bytes == 4 * weights * 3 + memory.activations_bytes + memory.logits_bytes
@@ -159,7 +159,7 @@ def test_the_first_pipeline_stage_runs_ahead() -> None:
     stages = [rank_memory(run, layout, stage) for stage in range(4)]
     one = stages[3].activations_bytes
     assert [stage.activations_bytes for stage in stages[1:]] == [3 * one, 2 * one, one]
-    assert stages[0].activations_bytes == 4 * (one + 7 * 64 * 512 * 2)  # angles on the first layer
+    assert stages[0].activations_bytes == 4 * one
     assert [stage.logits_bytes > 0 for stage in stages] == [False, False, False, True]
     embedding = 64 * 64
     assert stages[0].parameters == stages[1].parameters + embedding + 64

@@ -128,8 +128,9 @@ def test_other_texts_are_no_manifest(directory: Path, text: str) -> None:
 
 
 def test_another_format_is_no_damage(directory: Path) -> None:
-    write_manifest(directory, {}, {**FACTS, "format": 2})
-    with pytest.raises(UserError, match="has format 2, and this version of lightscale reads 1") as caught:
+    (directory / NAME).unlink()
+    write_manifest(directory, {}, {**FACTS, "format": 3})
+    with pytest.raises(UserError, match="has format 3, and this version of lightscale reads 2") as caught:
         read_manifest(directory)
     assert not isinstance(caught.value, DamagedCheckpoint)
 

@@ -10,7 +10,7 @@ import runpy
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,7 +38,12 @@ pytestmark = pytest.mark.timeout(400)
 RunRanks = Callable[..., list[Any]]
 StepsOf = Callable[[list[dict[str, Any]]], dict[int, tuple[Any, ...]]]
 STEP_TOKENS = 256
-WORDS = ("train.validate_every=0", "checkpoint.keep_every=none", "optimizer.schedule=constant")
+WORDS = (
+    "train.validate_every=0",
+    "checkpoint.asynchronous=false",
+    "checkpoint.keep_every=none",
+    "optimizer.schedule=constant",
+)
 
 
 class Crash(RuntimeError):
@@ -61,10 +66,10 @@ class Plan:
     """The last rank's weights change before this step."""
 
 
-def starts(rank: int, world_size: int, init_method: str, folder: str, plans: list[Plan]) -> list[Any]:
+def starts(rank: int, world_size: int, init_method: str, folder: str, plans: list[dict[str, Any]]) -> list[Any]:
     """How each start ended, (exit code, stderr) or the crash's name, and the tokens of its steps."""
     found = []
-    for number, plan in enumerate(plans):
+    for number, plan in enumerate(Plan(**fields) for fields in plans):
         trained: dict[int, Tensor] = {}
         end: Any
         with disturbed(plan, rank, world_size, trained):
@@ -176,7 +181,7 @@ def back(workplace: Path, run_ranks: RunRanks) -> list[Any]:
     plans = [Plan("back-0", BACK, BAD), Plan("back-1", BACK, BAD)]
     for number, crash in enumerate(("put_aside", SKIP_EVENT, "rollback"), start=2):
         plans += [Plan(f"back-{number}", BACK, BAD, crash=crash), Plan(f"back-{number}", BACK, BAD)]
-    (found,) = run_ranks(starts, 1, str(workplace), plans)
+    (found,) = run_ranks(starts, 1, str(workplace), [asdict(plan) for plan in plans])
     return list(found)
 
 
@@ -246,7 +251,7 @@ def test_afterwards_it_is_the_run_from_that_checkpoint_with_the_jump(
     for step in (15, 16):
         shutil.rmtree(run.checkpoints / f"step-{step:08d}")
     run.event(SKIP_EVENT, attempt=0, at_tokens=9 * STEP_TOKENS, skip_tokens=4 * STEP_TOKENS)
-    (((code, text), _),) = run_ranks(starts, 1, str(workplace), [Plan("fresh", BACK)])[0]
+    (((code, text), _),) = run_ranks(starts, 1, str(workplace), [asdict(Plan("fresh", BACK))])[0]
     assert code == 0, text
     assert "resuming after step 9" in text
     expected = steps_of(read_metrics(workplace / "back-0" / "metrics.jsonl"))
@@ -288,7 +293,7 @@ def test_going_back_to_the_beginning(back: list[Any], workplace: Path, run_ranks
     for name, words in ((names[1], START), (names[3], tuned)):
         new_run(workplace, name, words, at_tokens=0, skip_tokens=5 * STEP_TOKENS)
     plans = [Plan(names[0], START, bad), Plan(names[1], START), Plan(names[2], tuned, bad), Plan(names[3], tuned)]
-    for (code, text), _ in run_ranks(starts, 1, str(workplace), plans)[0]:
+    for (code, text), _ in run_ranks(starts, 1, str(workplace), [asdict(plan) for plan in plans])[0]:
         assert code == 0, text
     found = [steps_of(read_metrics(workplace / name / "metrics.jsonl")) for name in names]
     assert found[0] == found[1] != found[2] == found[3]
@@ -300,7 +305,7 @@ def test_other_weights_are_no_beginning(back: list[Any], workplace: Path, run_ra
     words = (*START, "train.init_from=back-0@9")
     run = new_run(workplace, "other-weights", words, at_tokens=0, skip_tokens=STEP_TOKENS)
     run.event("init_from", attempt=0, checkpoint="back-0/checkpoints/step-00000009", manifest="another")
-    (((code, text), _),) = run_ranks(starts, 1, str(workplace), [Plan("other-weights", words)])[0]
+    (((code, text), _),) = run_ranks(starts, 1, str(workplace), [asdict(Plan("other-weights", words))])[0]
     assert code == 78
     assert "is another checkpoint than the one that other-weights began with" in text
 
@@ -314,7 +319,7 @@ def test_a_run_that_goes_back_too_often_is_stopped(workplace: Path, run_ranks: R
         Plan("endless", words, bad),
         Plan("endless", (*words, "guard.max_rollbacks=3"), bad),
     ]
-    (crashed, _), *ends = run_ranks(starts, 1, str(workplace), plans)[0]
+    (crashed, _), *ends = run_ranks(starts, 1, str(workplace), [asdict(plan) for plan in plans])[0]
     run = RunDirectory(workplace / "endless")
     assert crashed == "rollback"
     for ((code, text), _), rollbacks in zip(ends, (2, 3), strict=True):
@@ -338,7 +343,7 @@ def test_a_resumed_run_judges_as_the_uninterrupted_one(workplace: Path, run_rank
     bad = {5: "nan", 12: "loss", 13: "gradient"}
     resumed_plans = [Plan("judged-resumed", GUARDED, bad, crash=crash) for crash in (8, 13, None)]
     plans = [Plan("judged", GUARDED, bad), *resumed_plans]
-    ends = [end for end, _ in run_ranks(starts, 1, str(workplace), plans)[0]]
+    ends = [end for end, _ in run_ranks(starts, 1, str(workplace), [asdict(plan) for plan in plans])[0]]
     assert [ends[1], ends[2]] == ["before step 8", "before step 13"]
     assert ends[0][0] == ends[3][0] == 0, ends
     whole, resumed = RunDirectory(workplace / "judged"), RunDirectory(workplace / "judged-resumed")
@@ -365,7 +370,7 @@ def test_nan_on_one_rank_and_a_changed_bit(workplace: Path, run_ranks: RunRanks,
             Plan(names[2], words, {4: "nan"}, flip=7),
             Plan(names[2], words, {4: "nan"}),
         ]
-        both = run_ranks(starts, 2, str(workplace), plans)
+        both = run_ranks(starts, 2, str(workplace), [asdict(plan) for plan in plans])
         assert [end for end, _ in both[0]][2:3] == [end for end, _ in both[1]][2:3]
         ends = [end for end, _ in both[0]]
         assert [end[0] for end in (ends[0], ends[1], ends[3])] == [0, 0, 0], ends

@@ -37,6 +37,7 @@ OF_THIS_PROCESS = {
     r"stage\b": "the stage of the last step, asked for anew",
     r"keeper\._failures\b": "failures of this process's disk",
     r".*\._buffers\b": "memory that every batch is read into anew",
+    r".*\._upcoming\b": "samples and documents found ahead, and found again",
     r".*\._last_values\b": "the block of document ends that was read last",
 }
 PLAIN = (int, float, complex, str, bytes, bool, type(None), Enum, Path, torch.dtype, torch.device)

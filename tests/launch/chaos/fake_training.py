@@ -19,7 +19,7 @@ from lightscale.training.manifest import DamagedCheckpoint, hash_file, read_mani
 from lightscale.training.run_directory import LineWriter, RunDirectory
 from lightscale.training.signals import die_with_parent
 
-STEPS, EVERY, KEEP, STEP_S = 60, 5, 3, 0.005
+STEPS, EVERY, KEEP, STEP_S = 60, 5, 3, 0.02
 
 
 def launch(behaviour: str, path: str) -> int:
