@@ -104,7 +104,8 @@ def test_results_are_those_of_the_runs(folder: Path, found: dict[str, Any]) -> N
         assert result["training_losses"] == losses
         assert result["training_loss"] == pytest.approx(sum(losses) / STEPS)
         assert result["tokens_per_s"] == statistics.median(line["tokens_per_s"] for line in steps)
-        assert result["validation_loss"] == lines[-1]["validation"]["stdlib"]["loss"] > found["must_be_below"]
+        last = [line["validation"]["stdlib"]["loss"] for line in lines if "validation" in line][-1]
+        assert result["validation_loss"] == last > found["must_be_below"]
     # By hand from the size: tiny, with a gate of the head width 16 and LRPE angles of one layer.
     blocks = 4 * (4 * 64**2 + 3 * 64 * 128)
     by_hand = {"tnl": blocks + 4 * 2 * 64 * 16 + 64, "llama": blocks + 9 * 64}
