@@ -6,7 +6,7 @@ PYTEST := $(BIN)/pytest --durations=10
 # Test files at a time. Not of those that start ranks: more ranks than cores only wait for each other.
 JOBS ?= 2
 
-.PHONY: install check test test-long gpu-check quickstart golden clean
+.PHONY: install check test test-long test-soak gpu-check quickstart golden clean
 
 install: $(STAMP)
 
@@ -33,6 +33,10 @@ test: check
 # The rest: tests marked `long`. Exit code 5 says that there is none.
 test-long: install
 	$(PYTEST) -m long || test $$? -eq 5
+
+# The full counts of restarts and faults: about an hour.
+test-soak: install
+	$(PYTEST) -m soak
 
 # What only a GPU can show: correctness on the device, then speed, kept in benchmarks; `PARTS=kernels` for one part.
 gpu-check: install

@@ -132,7 +132,7 @@ def test_the_deadline_is_a_reason_to_stop_but_none_to_start_again(start: Callabl
     assert ended.status["reason"] == "deadline"
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("processes", [2, 3, 4])
 def test_twenty_starts_of_twenty(start: Callable[..., Launcher], processes: int) -> None:

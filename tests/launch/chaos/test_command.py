@@ -109,7 +109,7 @@ def test_a_real_run_under_faults(folder: Path, capsys: pytest.CaptureFixture[str
     assert len(read_metrics(RunDirectory("runs/chaos-chaos/reference").metrics)) == 60
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("processes", [2, 4])
 def test_every_fault_on_a_real_run(folder: Path, capsys: pytest.CaptureFixture[str], processes: int) -> None:
