@@ -84,7 +84,7 @@ def test_compute_of_a_step_by_hand() -> None:
     scans = sum(4 * (2 * 128 * (k + 16) + 4 * k * 16) for k in (32, 16, 16, 16))
     assert step.work.operators_s == pytest.approx(3 * 3 * n * scans / 1e11)
     # Two passes over the kept bf16 numbers forward, four backward; 6 bytes a logit.
-    kept = 4 * (4 * d + (4 * d + t) + 2 * d + 2 * d + 3 * g) + 7 * d
+    kept = 4 * (4 * d + (4 * d + t) + 2 * d + 2 * d + 3 * g)
     assert step.work.elementwise_s == pytest.approx(3 * n * (6 * kept * 2 + 6 * v) / 5e11)
     assert step.exposed_s == 0
     weights = v * d + 4 * (4 * d * d + 2 * d * t + 3 * d * g) + d
@@ -288,10 +288,10 @@ def test_recomputation_saves_memory_by_hand() -> None:
     for recompute in ("none", "selective", "full"):
         run = config("tnl-tiny", *TINY, f"train.recompute={recompute}")
         kept[recompute] = fullest_rank(run, layout(1, 1, 1, 1, length=n)).activations_bytes
-    first, block = 7 * d, 12 * d + t + 3 * g
-    assert kept["none"] == 2 * n * (4 * block + first)
-    assert kept["selective"] == 2 * n * (4 * (block - 3 * g) + first + 3 * g)
-    assert kept["full"] == 2 * n * (4 * d + block + first - d)
+    block = 12 * d + t + 3 * g
+    assert kept["none"] == 2 * n * 4 * block
+    assert kept["selective"] == 2 * n * (4 * (block - 3 * g) + 3 * g)
+    assert kept["full"] == 2 * n * (4 * d + block - d)
 
 
 # What others have measured.
