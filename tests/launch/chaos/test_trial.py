@@ -20,6 +20,9 @@ REFERENCE = [
 ]
 EVERYTHING = Kill(victims=(0, 1), launcher=True, delay_s=0.1)
 
+# Processes that start and stop, on a machine that may be busy.
+pytestmark = pytest.mark.timeout(400)
+
 RunTrial = Callable[..., tuple[Trial, Verdict]]
 
 
@@ -117,6 +120,7 @@ def test_ranks_that_outlive_their_launcher_are_found(
     assert left_behind(tmp_path) == []
 
 
+@pytest.mark.soak
 def test_a_stopped_rank(run_trial: RunTrial, tmp_path: Path) -> None:
     trial, verdict = run_trial("watches", deque([Stop(rank=1, delay_s=0.05)]))
     assert trial.finished and trial.failures == [] and verdict.mismatches == ()
