@@ -139,9 +139,11 @@ def _cases() -> Iterator[KernelCase]:
         for role in ROLES:
             yield _attend(bf16, 128, 128, role, plain=plain, angles=True, usual=not plain and role in ("o", "dk"))
     for dtype, K in ((bf16, 64), (torch.float16, 128), (torch.float32, 128)):
-        yield _scan(dtype, K, K, reverse=False, angles=True, usual=False)
+        # fp32 is for checks; on Triton 3.6 its states spill two registers.
+        allowed = {"usual": False, "may_spill": dtype == torch.float32}
+        yield _scan(dtype, K, K, reverse=False, angles=True, **allowed)
         for role in ("o", "dk"):
-            yield _attend(dtype, K, K, role, angles=True, usual=False, may_spill=dtype == torch.float32)
+            yield _attend(dtype, K, K, role, angles=True, **allowed)
     yield _fold()
     yield recurrent_case("lightning", bf16, 256, 128, by_channel=False)
 
