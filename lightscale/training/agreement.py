@@ -13,8 +13,9 @@ _T = TypeVar("_T")
 class Agreement:
     """Actions over the ranks of a gloo ``group``, which only one thread may use.
 
-    An ``OSError`` or ``UserError`` of any rank is raised on all, so that none goes on alone; anything else ends the
-    rank, and with it the run.
+    An error of any rank is raised on all, so that none waits for one that has left: an ``OSError`` or ``UserError`` as it
+    is, anything else, which can only be a fault of the program or the machine, as it is on its rank and as a
+    ``RuntimeError`` with the rank and the message on the others.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -25,12 +26,17 @@ class Agreement:
     def on_all(self, action: Callable[[], _T]) -> list[_T]:
         """Run ``action`` on every rank and return all results, by rank."""
         result: tuple[_T | None, Exception | None]
+        fault: Exception | None = None
         try:
             result = (action(), None)
         except (OSError, UserError) as error:
             result = (None, error)
+        except Exception as error:  # noqa: BLE001 - raised below, once the others know
+            result, fault = (None, RuntimeError(f"rank {self.rank}: {type(error).__name__}: {error}")), error
         every: list[Any] = [None] * self.size
         dist.all_gather_object(every, result, group=self._group)
+        if fault is not None:
+            raise fault
         for _, failure in every:
             if failure is not None:
                 raise failure
