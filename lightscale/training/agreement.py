@@ -13,9 +13,9 @@ _T = TypeVar("_T")
 class Agreement:
     """Actions over the ranks of a gloo ``group``, which only one thread may use.
 
-    An error of any rank is raised on all, so that none waits for one that has left: an ``OSError`` or ``UserError`` as it
-    is, anything else, which can only be a fault of the program or the machine, as it is on its rank and as a
-    ``RuntimeError`` with the rank and the message on the others.
+    An error of any rank is raised on all, so that none waits for one that has left: an ``OSError`` or ``UserError`` as
+    it is; anything else, a fault of the program or the machine, as it is on its rank, and as a ``RuntimeError`` with
+    the rank and the message on the others.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
