@@ -12,12 +12,48 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+
+from lightscale.data_pipeline.store import StoreWriter
 
 PROGRAM = Path(__file__).with_name("ranks.py")
 # A machine that others use too is slow at times.
 TIMEOUT_S = 120.0
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+
+
+class Words:
+    """A tokenizer with as many words as one asks for; no text passes through it."""
+
+    name = "words"
+    eot_id = 0
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.sha256 = f"{vocab_size:064x}"
+
+    def encode(self, text: str) -> Any:
+        raise AssertionError(text)
+
+    def decode(self, ids: Any) -> str:
+        raise AssertionError(ids)
+
+    def save(self, directory: Path) -> None:
+        (directory / "tokenizer.json").write_text("{}")
+
+
+@pytest.fixture
+def write_store() -> Callable[..., None]:
+    """``write_store(path, vocab_size, source=tokens, …)``: a token store with one document in each source."""
+
+    def write_store(path: Path, vocab_size: int, **sources: np.ndarray) -> None:
+        with StoreWriter(path, Words(vocab_size)) as writer:
+            for name, tokens in sources.items():
+                writer.source(name).append(tokens.astype(np.uint32), num_bytes=tokens.size)
+            writer.finish({})
+
+    return write_store
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,47 +14,21 @@ import pytest
 import torch
 
 from lightscale.config_files import load
-from lightscale.data_pipeline.store import StoreWriter
 from lightscale.errors import UserError
 from lightscale.launch import train_command
 from lightscale.launch.lock import RunLock
 from lightscale.launch.restart import RestartPolicy
 from lightscale.training.run_directory import RunDirectory, read_lines
 
-
-class Words:
-    """A tokenizer with as many words as one asks for."""
-
-    name = "words"
-    eot_id = 0
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        self.sha256 = f"{vocab_size:064x}"
-
-    def encode(self, text: str) -> Any:
-        raise NotImplementedError
-
-    def decode(self, ids: Any) -> str:
-        raise NotImplementedError
-
-    def save(self, directory: Path) -> None:
-        (directory / "tokenizer.json").write_text("{}")
-
-
-def make_store(path: Path, vocab_size: int = 300) -> None:
-    with StoreWriter(path, Words(vocab_size)) as writer:
-        for name in ("text", "held"):
-            source = writer.source(name)
-            source.append(np.arange(1, 200, dtype=np.uint32), num_bytes=400)
-        writer.finish({})
+WriteStore = Callable[..., None]
+SOURCES = {name: np.arange(1, 200) for name in ("text", "held")}
 
 
 @pytest.fixture
-def folder(tmp_path: Path, tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, tiny_run: Path, monkeypatch: pytest.MonkeyPatch, write_store: WriteStore) -> Path:
     """The current directory, with tiny-run.toml and its store; outside of any job, and without GPUs."""
     assert tiny_run.parent == tmp_path
-    make_store(tmp_path / "store")
+    write_store(tmp_path / "store", 300, **SOURCES)
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -156,9 +130,9 @@ def test_a_runs_own_configuration_stands_for_the_run(folder: Path, launched: lis
     ],
 )
 def test_mistakes_are_found_before_anything_is_written(
-    folder: Path, launched: list[dict[str, Any]], words: list[str], message: str
+    folder: Path, launched: list[dict[str, Any]], write_store: WriteStore, words: list[str], message: str
 ) -> None:
-    make_store(folder / "other", vocab_size=200)
+    write_store(folder / "other", 200, **SOURCES)
     with pytest.raises(UserError) as caught:
         train("tiny-run.toml", *words)
     assert message in str(caught.value)

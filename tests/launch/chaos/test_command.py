@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import psutil
 import pytest
 
 from lightscale.cli import main
-from lightscale.data_pipeline.store import StoreWriter
 from lightscale.errors import UserError
 from lightscale.launch.chaos import command
 from lightscale.launch.chaos.campaign import Result
@@ -54,30 +54,13 @@ validate_every = 20
 """
 
 
-class Numbers:
-    """A tokenizer of nothing but numbers."""
-
-    name, eot_id, vocab_size, sha256 = "numbers", 0, 64, "0" * 64
-
-    def encode(self, text: str) -> Any:
-        raise NotImplementedError
-
-    def decode(self, ids: Any) -> str:
-        raise NotImplementedError
-
-    def save(self, directory: Path) -> None:
-        (directory / "tokenizer.json").write_text("{}")
-
-
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_store: Callable[..., None]) -> Path:
     """The current directory, with chaos.toml and its store."""
     generator = np.random.default_rng(0)
     (tmp_path / "chaos.toml").write_text(CONFIG, encoding="utf-8")
-    with StoreWriter(tmp_path / "store", Numbers()) as writer:
-        for name, tokens in (("text", 20_000), ("held", 500)):
-            writer.source(name).append(generator.integers(1, 64, tokens, dtype=np.uint32), num_bytes=tokens)
-        writer.finish({})
+    text, held = (generator.integers(1, 64, size) for size in (20_000, 500))
+    write_store(tmp_path / "store", 64, text=text, held=held)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
