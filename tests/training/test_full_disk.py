@@ -1,17 +1,14 @@
 """A disk that fills up before or during a save: one clear error on every rank, and earlier checkpoints as they were."""
 
-import os
 import re
 import runpy
 import shutil
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 
 from lightscale.errors import UserError
@@ -22,21 +19,6 @@ from lightscale.training.saving import Saver
 tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tiny_engine.py"))))
 
 RunRanks = Callable[..., list[Any]]
-DISK_BYTES = 24 << 20
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """An empty file system of a few megabytes."""
-    directory = tmp_path / "disk"
-    directory.mkdir()
-    mount = shutil.which("mount")
-    command = [mount or "mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(directory)]
-    allowed = mount is not None and os.geteuid() == 0
-    if not allowed or subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("a small file system can only be mounted by root, where mounting is allowed")
-    yield directory
-    subprocess.run(["umount", str(directory)], check=True)
 
 
 def leave_free(disk: Path, num_bytes: int) -> None:
