@@ -4,14 +4,16 @@ import faulthandler
 import json
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO, cast
 
 from lightscale.errors import UserError
+from lightscale.training.full_disk import Log
 from lightscale.training.heartbeat import HEARTBEATS_VARIABLE
 from lightscale.training.signals import STOP_SIGNALS, die_with_parent
 
@@ -31,6 +33,8 @@ def run_rank(work: Callable[[], int]) -> int:
     Until `work` takes over the stop signals, they end the process. The end of the launcher ends it always.
     """
     faulthandler.enable()
+    # Their logs may be on the disk that the run fills.
+    sys.stdout, sys.stderr = (cast(TextIO, Log(stream)) for stream in (sys.stdout, sys.stderr))
     for signum in STOP_SIGNALS:
         signal.signal(signum, _end)
     launcher = os.environ.get(LAUNCHER_VARIABLE)

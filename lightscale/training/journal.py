@@ -3,6 +3,7 @@
 import sys
 from typing import Any
 
+from lightscale.training.full_disk import Held
 from lightscale.training.run_directory import RunDirectory
 
 
@@ -11,11 +12,18 @@ class Journal:
 
     def __init__(self, directory: RunDirectory, *, enabled: bool) -> None:
         self._directory, self._enabled = directory, enabled
+        self._held = Held(directory.append_event)
 
     def event(self, event: str, **fields: Any) -> None:
         """Append to events.jsonl; it is on disk when this returns."""
         if self._enabled:
+            self._held.flush()
             self._directory.event(event, **fields)
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Append to events.jsonl, as soon as there is space on its disk: training does not depend on it."""
+        if self._enabled:
+            self._held.add(self._directory.event_record(event, **fields))
 
     def begin_attempt(self, *beginning: Any, **fields: Any) -> None:
         """Count another attempt at the run; see ``RunDirectory.begin_attempt``."""

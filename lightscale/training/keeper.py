@@ -78,7 +78,7 @@ class Keeper:
             if not leaving:
                 # The disk is slower than saves are due.
                 metrics.count_skipped_save(step)
-                self._journal.event("checkpoint_skipped", step=step, reason="the one before is being written")
+                self._journal.note("checkpoint_skipped", step=step, reason="the one before is being written")
                 return
             self.finish(step, metrics, tokens)
         self._heartbeat.beat("saving", step=step)
@@ -100,7 +100,7 @@ class Keeper:
             saved = self.saver.finish()
         except SaveError as error:
             self._failures += 1
-            self._journal.event("checkpoint_failed", step=step, reason=str(error), in_a_row=self._failures)
+            self._journal.note("checkpoint_failed", step=step, reason=str(error), in_a_row=self._failures)
             if leaving or self._failures >= self._config.max_failures:
                 raise
             self._journal.say(f"{error}; training goes on")
@@ -110,7 +110,7 @@ class Keeper:
         costs: dict[str, Any] = {"stall_s": stall_s, "write_s": saved.write_s, "num_bytes": saved.num_bytes}
         metrics.log_save(step, tokens=tokens, saved_step=saved.step, **costs)
         where = {"step": saved.step, "tokens": saved.facts["tokens"], "checkpoint": saved.path.name}
-        self._journal.event("checkpoint", **where, removed=saved.removed, **costs)
+        self._journal.note("checkpoint", **where, removed=saved.removed, **costs)
         if saved.problem is not None:
             self._journal.say(saved.problem)
         return stall_s

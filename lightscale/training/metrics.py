@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from torch.utils.tensorboard import SummaryWriter
 
+from lightscale.training.full_disk import Held, is_full
 from lightscale.training.goodput import Goodput
 from lightscale.training.run_directory import LineWriter, timestamp
 
@@ -83,7 +84,8 @@ class MetricsLogger:
         if not enabled:
             return
         self._lines = LineWriter(path)
-        self._tensorboard = None if tensorboard is None else _summary_writer(str(tensorboard), first_step)
+        self._held = Held(self._lines.write)
+        self._tensorboard = None if tensorboard is None else _Scalars(tensorboard, first_step)
         self._pace = _Pace(total_steps)
         self._progress = _progress(total_steps, first_step - 1)
 
@@ -102,8 +104,7 @@ class MetricsLogger:
         self._attempt = attempt
         self._pace = _Pace(self._total_steps)
         if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = _summary_writer(self._tensorboard.log_dir, step + 1)
+            self._tensorboard.go_back(step)
 
     def log_step(
         self,
@@ -197,10 +198,11 @@ class MetricsLogger:
         if not self._enabled:
             return
         self._progress.close()
-        self._lines.sync()
-        self._lines.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
+        with contextlib.closing(self._lines):
+            self._held.flush()
+            self._lines.sync()
 
     def __enter__(self) -> Self:
         return self
@@ -208,10 +210,12 @@ class MetricsLogger:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # What ends the training says more than that its last lines could not be written either.
+        with contextlib.nullcontext() if error is None else contextlib.suppress(OSError):
+            self.close()
 
     def _write(self, step: int, tokens: int, fields: Mapping[str, object]) -> None:
-        self._lines.write({"step": step, "attempt": self._attempt, "time": timestamp(), "tokens": tokens, **fields})
+        self._held.add({"step": step, "attempt": self._attempt, "time": timestamp(), "tokens": tokens, **fields})
 
     def _mfu(self, tokens_per_s: float) -> float | None:
         if self._flops_per_token is None or self._peak_flops is None:
@@ -219,11 +223,10 @@ class MetricsLogger:
         return tokens_per_s * self._flops_per_token / self._peak_flops
 
     def _scalars(self, group: str, values: Mapping[str, float | int | None], step: int) -> None:
-        if self._tensorboard is None:
-            return
-        for name, value in values.items():
-            if value is not None and math.isfinite(value):
-                self._tensorboard.add_scalar(f"{group}/{name}", value, step)
+        # While lines are held back, there is no space for these either.
+        if self._tensorboard is not None and self._held.is_empty:
+            finite = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+            self._tensorboard.add({f"{group}/{name}": value for name, value in finite.items()}, step)
 
 
 def device_peak_flops(device_name: str) -> float | None:
@@ -315,9 +318,42 @@ def _terminal() -> TextIO | None:
     return sys.stderr if sys.stderr.isatty() else None
 
 
-def _summary_writer(directory: str, first_step: int) -> SummaryWriter:
-    """For `first_step` on: what earlier writers have of it and of later steps is hidden."""
-    return SummaryWriter(directory, purge_step=first_step, flush_secs=_TENSORBOARD_FLUSH_S)
+class _Scalars:
+    """The scalars for TensorBoard, in `directory`. What a full disk does not take is in metrics.jsonl alone."""
+
+    def __init__(self, directory: Path, first_step: int) -> None:
+        self._directory = directory
+        self._writer: SummaryWriter | None = None
+        self._open(first_step)
+
+    def add(self, values: Mapping[str, float | int], step: int) -> None:
+        try:
+            if self._writer is None:
+                self._open(step)
+            assert self._writer is not None
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+        except OSError as error:
+            # Its thread has ended with this.
+            self._writer = None
+            if not is_full(error):
+                raise
+
+    def go_back(self, step: int) -> None:
+        self.close()
+        self._open(step + 1)
+
+    def close(self) -> None:
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        except OSError as error:
+            if not is_full(error):
+                raise
+
+    def _open(self, first_step: int) -> None:
+        """For `first_step` on: what earlier writers have of it and of later steps is hidden."""
+        self._writer = SummaryWriter(str(self._directory), purge_step=first_step, flush_secs=_TENSORBOARD_FLUSH_S)
 
 
 def _duration(seconds: float | None) -> str:

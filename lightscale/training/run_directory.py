@@ -141,9 +141,17 @@ class RunDirectory:
 
     def event(self, event: str, *, attempt: int | None = None, **fields: Any) -> None:
         """Append to events.jsonl; it is on disk when this returns. `attempt`: None is the current one."""
+        self.append_event(self.event_record(event, attempt=attempt, **fields))
+
+    def event_record(self, event: str, *, attempt: int | None = None, **fields: Any) -> dict[str, Any]:
+        """What `event` appends, of this moment."""
         number = self.attempt if attempt is None else attempt
+        return {"time": timestamp(), "attempt": number, "event": event, **fields}
+
+    def append_event(self, record: dict[str, Any]) -> None:
+        """Append an `event_record`; it is on disk when this returns."""
         with LineWriter(self.events) as writer:
-            writer.write({"time": timestamp(), "attempt": number, "event": event, **fields})
+            writer.write(record)
             writer.sync()
 
     def write_status(self, status: Status, *, reason: str, step: int, tokens: int) -> RunStatus:
@@ -227,6 +235,7 @@ class LineWriter:
     """Appends JSON objects to `path`, one a line. Opening it drops a last line that a kill cut short."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -235,10 +244,15 @@ class LineWriter:
             os.truncate(self._file, end)
 
     def write(self, value: dict[str, Any]) -> None:
-        """Append `value`; NaN and infinities, which JSON does not have, become null."""
+        """Append `value`, all of it or nothing; NaN and infinities, which JSON does not have, become null."""
         data = memoryview((_json(_finite(value)) + "\n").encode())
-        while data:
-            data = data[os.write(self._file, data) :]
+        before = os.fstat(self._file).st_size
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            os.ftruncate(self._file, before)
+            raise _of(error, self._path) from None
 
     def sync(self) -> None:
         """Wait until everything written is on disk."""
@@ -290,12 +304,21 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def write_atomically(path: Path, text: str) -> None:
     """Replace `path` by `text`: a reader finds the old or the new file, also after a power failure."""
     draft = path.with_name(f"{path.name}.tmp")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise _of(error, path) from None
     _sync_directory(path.parent)
+
+
+def _of(error: OSError, path: Path) -> OSError:
+    """`error` with the name of the file, which the system does not tell for writes."""
+    return OSError(error.errno, error.strerror, str(path))
 
 
 def _sync_directory(path: Path) -> None:

@@ -203,7 +203,7 @@ class Trainer:
         if skipped is not None:
             self.journal.say(f"step {step} is left out: {skipped}")
             in_a_row = self.guard.skips_in_a_row
-            self.journal.event("step_skipped", step=step, reason=skipped, in_a_row=in_a_row)
+            self.journal.note("step_skipped", step=step, reason=skipped, in_a_row=in_a_row)
 
     def _compare_replicas(self, step: int) -> None:
         try:
@@ -265,7 +265,7 @@ class Trainer:
     def _leave(self, status: Status, reason: str) -> Status:
         self.heartbeat.beat("leaving", step=self.step)
         if self.is_main:
-            self.directory.event(status, step=self.step, reason=reason)
+            self.journal.event(status, step=self.step, reason=reason)
             self.directory.write_status(status, reason=reason, step=self.step, tokens=self.loader.tokens)
         dist.barrier(group=self.mesh.control)
         return status

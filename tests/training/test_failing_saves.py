@@ -1,5 +1,6 @@
 """Saves that fail or are slow while a run goes on: full disks, errors of the device, a disk that cannot keep up."""
 
+import contextlib
 import os
 import runpy
 import shutil
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.timeout(300)
 RunRanks = Callable[..., list[Any]]
 StepsOf = Callable[[list[dict[str, Any]]], dict[int, tuple[Any, ...]]]
 
-WORDS = ("run.toml", "parallel.sequence=2", "train.steps=16", "train.validate_every=0", "checkpoint.every=3")
+WORDS = ("run.toml", "parallel.sequence=2", "train.steps=40", "train.validate_every=0", "checkpoint.every=8")
 
 
 @contextmanager
@@ -93,16 +94,16 @@ def test_errors_of_the_disk_cost_a_checkpoint_and_nothing_else(
         run = RunDirectory(workplace / f"faults-{number}")
         assert [found[number][0] for found in results] == [0, 0], results[0][number][1]
         (event,) = events(run, "checkpoint_failed")
-        assert event["step"] == 7, "at the end of the next step"
+        assert event["step"] == 17, "at the end of the next step"
         name = "EIO" if "EIO" in fault else "ENOSPC"
         number_and_words = {"EIO": "[Errno 5] Input/output error", "ENOSPC": "[Errno 28] No space left on device"}[name]
-        assert event["reason"].startswith(f"cannot write {run.path.name}/checkpoints/step-00000006: ")
+        assert event["reason"].startswith(f"cannot write {run.path.name}/checkpoints/step-00000016: ")
         assert number_and_words in event["reason"]
         assert event["in_a_row"] == 1
         assert f"{event['reason']}; training goes on\n" in results[0][number][1]
         saved = [event["step"] for event in events(run, "checkpoint")]
-        assert saved == [3, 9, 12, 15, 16], "the next save succeeds"
-        assert sorted(path.name for path in run.checkpoints.iterdir())[-1] == "step-00000016"
+        assert saved == [8, 24, 32, 40], "the next save succeeds"
+        assert sorted(path.name for path in run.checkpoints.iterdir())[-1] == "step-00000040"
         assert not list(run.checkpoints.glob("*.tmp"))
         assert steps_of(read_metrics(run.metrics)) == steps_of(read_metrics(undisturbed.metrics))
 
@@ -115,20 +116,64 @@ def test_a_full_disk_in_a_run(
     os.chdir(workplace)
     assert run.create_or_open(load(Path(WORDS[0]), WORDS[1:]))
     run.checkpoints.symlink_to(small_disk)
-    results = run_ranks(with_a_full_disk, 2, str(workplace), str(small_disk), 5)
+    results = run_ranks(with_a_full_disk, 2, str(workplace), str(small_disk), 10)
     (code, text), (again, text_again) = results[0]
     assert code == 78, text
     failed = events(run, "checkpoint_failed")
-    assert [(event["step"], event["in_a_row"]) for event in failed] == [(7, 1), (10, 2), (13, 3)]
+    assert [(event["step"], event["in_a_row"]) for event in failed] == [(17, 1), (25, 2), (33, 3)]
     for event in failed:
         assert "no space for a checkpoint: it needs" in event["reason"], event
     assert text.splitlines()[-1].startswith(
-        "error: cannot write full/checkpoints/step-00000012: no space for a checkpoint"
+        "error: cannot write full/checkpoints/step-00000032: no space for a checkpoint"
     )
     assert again == 0, text_again
-    assert "resuming after step 3 from" in text_again
-    assert list_steps(run.checkpoints)[-1] == 16
+    assert "resuming after step 8 from" in text_again
+    assert list_steps(run.checkpoints)[-1] == 40
     assert steps_of(read_metrics(run.metrics)) == steps_of(read_metrics(undisturbed.metrics))
+
+
+def with_a_full_disk_for_a_while(
+    rank: int, world_size: int, init_method: str, folder: str, disk: str
+) -> list[tuple[int, str]]:
+    """The run of which everything is on a disk that is full from the end of step 10 to that of step 30."""
+    ballast = Path(disk) / "ballast"
+
+    def fill(step: int) -> None:
+        if step == 10 and rank == 0:
+            with contextlib.suppress(OSError), ballast.open("wb") as file:
+                while True:
+                    file.write(bytes(1 << 12))
+                    file.flush()
+        elif step == 30 and rank == 0:
+            ballast.unlink()
+
+    with collected_at_the_next_step(fill):
+        words = [["train", *WORDS, "--run", f"{disk}/run"]]
+        found: list[tuple[int, str]] = commands(rank, world_size, init_method, folder, words)
+    return found
+
+
+def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(
+    workplace: Path, run_ranks: RunRanks, undisturbed: RunDirectory, steps_of: StepsOf, small_disk: Path
+) -> None:
+    """Metrics and events are there afterwards too, in order."""
+    results = run_ranks(with_a_full_disk_for_a_while, 2, str(workplace), str(small_disk))
+    ((code, text),) = results[0]
+    assert code == 0, text
+    run = RunDirectory(small_disk / "run")
+    assert f"[Errno 28] No space left on device: '{run.metrics}'; training goes on, records are held back" in text
+    assert steps_of(read_metrics(run.metrics)) == steps_of(read_metrics(undisturbed.metrics))
+    assert [line["step"] for line in read_lines(run.metrics) if "loss" in line] == list(range(1, 41))
+    saves = [(event["event"], event["step"]) for event in events(run, "checkpoint", "checkpoint_failed")]
+    assert saves == [
+        ("checkpoint", 8),
+        ("checkpoint_failed", 17),
+        ("checkpoint_failed", 25),
+        ("checkpoint", 32),
+        ("checkpoint", 40),
+    ]
+    shown = EventAccumulator(str(run.tensorboard)).Reload().Scalars("train/loss")
+    assert {point.step for point in shown} >= {*range(1, 11), *range(32, 41)}, "TensorBoard has what came after it"
 
 
 def test_a_disk_that_cannot_keep_up(workplace: Path, run_ranks: RunRanks, steps_of: StepsOf) -> None:
