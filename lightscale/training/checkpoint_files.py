@@ -90,6 +90,8 @@ def remove(directory: Path, steps: Sequence[int]) -> None:
         path = directory / directory_name(step)
         doomed = path.with_suffix(".tmp")
         path.rename(doomed)
+        # Otherwise a power failure may bring the name back, and not the files.
+        sync(directory)
         reach("save:retention")
         shutil.rmtree(doomed)
 

@@ -247,7 +247,9 @@ class Saver:
 
     def _make_room(self, draft: Path) -> None:
         """Drop what interrupted saves and removals left."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+        if not self.directory.exists():
+            self.directory.mkdir(parents=True)
+            sync(self.directory.parent)
         for dead in self.directory.glob("step-*.tmp"):
             shutil.rmtree(dead, ignore_errors=True)
         draft.mkdir()

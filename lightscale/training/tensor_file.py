@@ -100,14 +100,15 @@ class TensorFile:
         return [entry.box for entry in self._entries]
 
     def pieces(self) -> Iterator[Piece]:
-        """The boxes with their elements, mapped from the file: changing them does not change it."""
-        if not self._entries:
-            return
-        mapped = np.memmap(self._path, dtype=np.uint8, mode="c")
+        """The boxes with their elements, mapped from the file: changing them does not change it.
+
+        One at a time, so that what was read takes no memory while the next is read.
+        """
         for entry in self._entries:
             if entry.box.numel:
-                flat = torch.frombuffer(mapped, dtype=entry.dtype, count=entry.box.numel, offset=entry.first_byte)
-                yield Piece(box=entry.box, data=flat.view(entry.box.sizes))
+                num_bytes = entry.box.numel * entry.dtype.itemsize
+                mapped = np.memmap(self._path, dtype=np.uint8, mode="c", offset=entry.first_byte, shape=(num_bytes,))
+                yield Piece(box=entry.box, data=torch.frombuffer(mapped, dtype=entry.dtype).view(entry.box.sizes))
 
 
 def _read_header(path: Path) -> list[_Entry]:
