@@ -1,6 +1,5 @@
 """Failures of ranks: what each left behind, and which of them the others follow from."""
 
-import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -9,13 +8,13 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from lightscale.launch.rank import TIMED_OUT
 from lightscale.training.heartbeat import Beat
 
 # Ranks notice a dead peer at once; what dies later was ended by the agent.
 _CAUSE_S = 10
 # What is said by then was said before the failure was noticed.
 _LATE_S = 1.0
-_TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +83,7 @@ def located(failure: RankFailure, beats: Mapping[int, Beat]) -> RankFailure:
     if own is None or failure.exit_code is not None:
         return failure
     words = [own.where]
-    if _TIMED_OUT.search(failure.summary):
+    if TIMED_OUT.search(failure.summary):
         failed_s = time.monotonic() - (time.time() - failure.time_s)
         first, last = (choose(beats.values(), key=lambda beat: beat.time_s) for choose in (min, max))
         if last.time_s > failed_s + _LATE_S:

@@ -1,8 +1,10 @@
 """What the process of a rank does around its work: it ends with its launcher, and leaves its errors to it."""
 
+import contextlib
 import faulthandler
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -12,9 +14,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, cast
 
+import psutil
+
 from lightscale.errors import UserError
 from lightscale.training.full_disk import Log
-from lightscale.training.heartbeat import HEARTBEATS_VARIABLE
+from lightscale.training.heartbeat import HEARTBEATS_VARIABLE, read_heartbeats
 from lightscale.training.signals import STOP_SIGNALS, die_with_parent
 
 EXIT_CRASHED = 1
@@ -23,6 +27,10 @@ EXIT_CRASHED = 1
 LAUNCHER_VARIABLE = "LIGHTSCALE_LAUNCHER"
 # Where torchrun's agent looks for the error of a rank.
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+# What torch and gloo say of an exchange that some rank did not come to.
+TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
+# So many peers are named in a message.
+_MOST_PEERS = 8
 # On this one a rank writes the stacks of its threads, whatever it is doing.
 STACKS_SIGNAL = signal.SIGUSR2
 
@@ -45,6 +53,8 @@ def run_rank(work: Callable[[], int]) -> int:
         return work()
     except Exception as error:
         summary = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        if TIMED_OUT.search(summary):
+            summary += _what_peers_do()
         exit_code = error.EXIT_CODE if isinstance(error, UserError) else None
         if not _record(summary, py_callstack=traceback.format_exc(), exit_code=exit_code) or launcher is None:
             raise
@@ -54,6 +64,29 @@ def run_rank(work: Callable[[], int]) -> int:
 def stacks_file(heartbeats: Path, rank: int) -> Path:
     """Where `rank` of the launch with the file `heartbeats` writes its stacks."""
     return heartbeats.with_name(f"rank-{rank}.stacks")
+
+
+def _what_peers_do() -> str:
+    """What is to be said of the other ranks of this launcher, one of which did not come to an exchange.
+
+    Those that can leave their stacks: when this rank has ended, the others are ended too.
+    """
+    heartbeats, own = os.environ.get(HEARTBEATS_VARIABLE), int(os.environ.get("RANK", "0"))
+    if not heartbeats:
+        return ""
+    peers = {beat.rank: beat for beat in read_heartbeats(Path(heartbeats)).values() if beat.rank != own}
+    words = []
+    for rank, beat in peers.items():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(beat.process_id)
+            if process.ppid() != os.getppid():
+                continue
+            if process.status() == psutil.STATUS_STOPPED:
+                words.append(f"rank {rank} is stopped by a signal, at {beat.where}")
+            elif process.status() != psutil.STATUS_ZOMBIE:
+                process.send_signal(STACKS_SIGNAL)
+                words.append(f"rank {rank} is at {beat.where}, {stacks_file(Path(heartbeats), rank).name}")
+    return "".join(f"; {one}" for one in words[:_MOST_PEERS])
 
 
 def _leave_stacks_on_request() -> None:

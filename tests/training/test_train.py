@@ -213,6 +213,26 @@ def test_a_suspended_rank_is_started_again(
     assert steps_of(read_metrics(run.metrics)) == steps_of(read_metrics(whole[0].metrics))
 
 
+@pytest.mark.long
+def test_an_exchange_that_times_out_is_named_and_the_run_goes_on(
+    whole: tuple[RunDirectory, Any], workplace: Path, start: Callable[..., Any], steps_of: StepsOf
+) -> None:
+    """A rank is stopped, and the other notices before the launcher's watchdog would."""
+    run = RunDirectory(workplace / "runs/timed-out")
+    words = ["run.toml", "parallel.sequence=2", "--run", "runs/timed-out", "--processes", "2"]
+    running = start(*words, "restart.hang_timeout_s=600", "restart.collective_timeout_s=10")
+    running.wait_for_step(run, 22)
+    running.ranks()[1].send_signal(signal.SIGSTOP)
+    ended = running.end(timeout_s=300)
+    assert ended.code == 0, ended.stderr
+    (event,) = [event for event in read_lines(run.events) if event["event"] == "restart"]
+    where = r"step 2\d, [a-z ]+"
+    assert re.search(
+        rf"^rank 0: RuntimeError: .*; rank 1 is stopped by a signal, at {where} \({where}", event["reason"]
+    )
+    assert steps_of(read_metrics(run.metrics)) == steps_of(read_metrics(whole[0].metrics))
+
+
 def test_the_deadline_stops_and_saves(workplace: Path, train: Callable[..., Any]) -> None:
     ended = train("run.toml", "train.steps=100000", "--run", "runs/deadline", "--stop-after", "1s")
     assert ended.code == 75, ended.stderr
