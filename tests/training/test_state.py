@@ -1,6 +1,7 @@
 """Everything that a run is comes back from a checkpoint: nothing that training changes is left out, bit by bit."""
 
 import itertools
+import math
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,12 +22,15 @@ from lightscale.config_files import load
 from lightscale.data_pipeline.samples import run_loader, step_content
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.training.checkpoint_files import directory_name, list_steps
+from lightscale.training.guard import Guard
 from lightscale.training.heartbeat import Heartbeat
+from lightscale.training.keeper import Keeper
 from lightscale.training.run_directory import RunDirectory, read_metrics
 from lightscale.training.signals import StopSignal
 from lightscale.training.train import Trainer
 
 RunRanks = Callable[..., list[Any]]
+VALIDATED, SKIPPED = 25, 20
 
 # What differs between a trainer and a restored one, and why nothing is lost by that.
 OF_THIS_PROCESS = {
@@ -144,13 +149,25 @@ def test_no_state_is_left_out_of_checkpoints(run_ranks: RunRanks, workplace: Pat
     ]
 
 
-def run_to_the_end(rank: int, world_size: int, init_method: str, folder: str, words: list[list[str]]) -> None:
-    """One run for each list: the directory and what it overrides."""
+def run_to_the_end(
+    rank: int, world_size: int, init_method: str, folder: str, overrides: list[str], names: list[str], saved: list[int]
+) -> None:
+    """The runs of these names, with checkpoints of the steps ``saved``; the loss of one step is not a number."""
     os.chdir(folder)
-    for number, (name, *overrides) in enumerate(words):
-        config, run = load(Path("run.toml"), overrides), RunDirectory(Path(folder) / "runs" / name)
+    config, judge = load(Path("run.toml"), overrides), Guard.judge
+    for number, name in enumerate(names):
+        run = RunDirectory(Path(folder) / "runs" / name)
         with start_mesh(device="cpu", rank=rank, world_size=world_size, init_method=f"{init_method}-{number}") as mesh:
-            trainer_of(config, run, mesh, 10**9).run()
+            trainer = trainer_of(config, run, mesh, 10**9)
+
+            def judge_one_as_bad(self: Guard, loss: float, norm: float, trainer: Trainer = trainer) -> str | None:
+                return judge(self, math.nan if trainer.step + 1 == SKIPPED else loss, norm)
+
+            with (
+                mock.patch.object(Guard, "judge", judge_one_as_bad),
+                mock.patch.object(Keeper, "is_due", lambda self, step: step in saved),
+            ):
+                trainer.run()
 
 
 def at_step(run: RunDirectory, step: int) -> RunDirectory:
@@ -173,7 +190,7 @@ def end_of_first_epoch(run: RunDirectory) -> int:
 def test_a_hundred_steps_after_resuming_are_bitwise_the_same(
     run_ranks: RunRanks, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From step 1, from the end of an epoch, and right after a validation."""
+    """From step 1, from the end of an epoch, and right after a validation and a step that was left out."""
     monkeypatch.chdir(workplace)  # where the store is
     overrides = [
         "train.global_batch_size=16",
@@ -182,19 +199,22 @@ def test_a_hundred_steps_after_resuming_are_bitwise_the_same(
         "train.validate_every=25",
     ]
     overrides += ["checkpoint.every=1", "checkpoint.keep_every=1", "checkpoint.asynchronous=false"]
+    epoch = RunDirectory(workplace / "runs" / "epoch")
+    assert epoch.create_or_open(load(Path("run.toml"), overrides))
+    steps = [1, end_of_first_epoch(epoch), SKIPPED, VALIDATED]
+    assert 2 <= steps[1] <= 30
     run = RunDirectory(workplace / "runs" / "hundred")
-    run_ranks(run_to_the_end, 1, str(workplace), [["hundred", *overrides]], timeout_s=200)
+    run_ranks(run_to_the_end, 1, str(workplace), overrides, ["hundred"], steps, timeout_s=200)
     reference = {line["step"]: line for line in read_metrics(run.metrics)}
-    assert list_steps(run.checkpoints) == list(range(1, 131))
-    assert 2 <= end_of_first_epoch(run) <= 30
-    steps = [1, end_of_first_epoch(run), 25]
+    assert list_steps(run.checkpoints) == sorted({*steps, 130})
+    assert [step for step, line in reference.items() if "skipped" in line] == [SKIPPED]
     copies = [at_step(run, step) for step in steps]
-    run_ranks(run_to_the_end, 1, str(workplace), [[copy.path.name, *overrides] for copy in copies], timeout_s=250)
+    run_ranks(run_to_the_end, 1, str(workplace), overrides, [copy.path.name for copy in copies], [], timeout_s=250)
     for step, copy in zip(steps, copies, strict=True):
         lines = read_metrics(copy.metrics)
         assert [line["step"] for line in lines] == list(range(step + 1, 131))
         assert len(lines) >= 100
         for line in lines:
             expected = reference[line["step"]]
-            for key in ("loss", "grad_norm", "lr", "tokens", "validation"):
+            for key in ("loss", "grad_norm", "lr", "tokens", "validation", "skipped"):
                 assert line.get(key) == expected.get(key), f"{key} of step {line['step']} after resuming at {step}"
