@@ -35,6 +35,9 @@ COMMANDS: dict[str, Command] = {
         module="lightscale.training.checkpoint_command", help="list, verify, show, compare and remove checkpoints"
     ),
     "runs": Command(module="lightscale.training.runs_command", help="the runs in a folder, and their goodput"),
+    "doctor": Command(
+        module="lightscale.launch.doctor", help="whether machines and ranks can train, and what is wrong"
+    ),
     "chaos": Command(
         module="lightscale.launch.chaos.command", help="try out whether a run survives kills, damage and bad disks"
     ),

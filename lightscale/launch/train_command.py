@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     returns 0.
     """
     deadline_s = None if args.stop_after is None else time.time() + parse_duration("--stop-after", args.stop_after)
-    directory = RunDirectory(args.run or _default_directory(args.config))
+    directory = RunDirectory(args.run or default_directory(args.config))
     environment = RankEnvironment.read(os.environ)
     if environment is None:
         return _launch(args, directory, deadline_s)
@@ -150,8 +150,8 @@ def _held(directory: RunDirectory, config: RunConfig, allow: frozenset[str]) -> 
         yield
 
 
-def _default_directory(config: Path) -> Path:
-    """runs/NAME for NAME.toml; a run's own config.toml stands for that run."""
+def default_directory(config: Path) -> Path:
+    """Where the run of a configuration is: runs/NAME for NAME.toml; a run's own config.toml stands for that run."""
     if config.name == "config.toml" and (config.parent / "events.jsonl").exists():
         return config.parent
     return Path("runs") / config.stem

@@ -22,6 +22,7 @@ from lightscale.models.operators import describe_operators
 from lightscale.models.registry import check_mixers
 from lightscale.parallel.fused import describe_fused_kernels
 from lightscale.parallel.mesh import Mesh, start_mesh
+from lightscale.training.agreement import Agreement
 from lightscale.training.build import build_engine, weight_dtype
 from lightscale.training.faults import reach
 from lightscale.training.goodput import run_goodput
@@ -30,6 +31,7 @@ from lightscale.training.heartbeat import Heartbeat
 from lightscale.training.journal import Journal
 from lightscale.training.keeper import Keeper
 from lightscale.training.metrics import MetricsLogger, ValidationLoss, device_peak_flops
+from lightscale.training.preflight import check_before_training
 from lightscale.training.profile import StepProfiler
 from lightscale.training.recovery import Recovery, Stateful
 from lightscale.training.replicas import ReplicaCheck, SilentCorruption
@@ -93,6 +95,7 @@ class Trainer:
         self.stage: Stage | None = None
         self.journal = Journal(run, enabled=self.is_main)
         self.journal.begin_attempt(world_size=mesh.world_size, device=_device_name(mesh.device))
+        self._check_machines()
 
         self.layout = Layout(
             data_rank=mesh.data_rank,
@@ -121,6 +124,13 @@ class Trainer:
         self.replicas.begin(self.step)
         self.keeper.saver.reserve(self.engine)
         self._describe()
+
+    def _check_machines(self) -> None:
+        """Refuse to begin where it cannot go well, and say what may not."""
+        ranks, local_rank = Agreement(self.mesh.control), self.mesh.device.index or 0
+        for line in check_before_training(self.config, self.directory, ranks, local_rank):
+            self.journal.say(f"warning: {line}")
+            self.journal.event("preflight_warning", reason=line)
 
     def run(self) -> Status:
         """From the current step to the last."""
