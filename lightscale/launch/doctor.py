@@ -82,7 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="TOML file of a run that is to fit (default: that of DIR)",
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
-    parser.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: runs/NAME of CONFIG, or here)")
+    parser.add_argument(
+        "--run", "--run-dir", type=Path, metavar="DIR", help="run directory (default: runs/NAME of CONFIG, or here)"
+    )
     parser.add_argument("--full", action="store_true", help="measure a matrix product on this machine alone, too")
     parser.add_argument(
         "--exclude",

@@ -5,7 +5,9 @@ each start, save and stop, and a status when the loop ends.
 """
 
 import os
-from collections.abc import Collection, Sequence
+import socket
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -40,11 +42,17 @@ from lightscale.training.schedule import learning_rate
 from lightscale.training.signals import StopSignal
 
 
-def train(config: RunConfig, run: RunDirectory, allow: Collection[str] = ()) -> Status:
+def train(
+    config: RunConfig,
+    run: RunDirectory,
+    allow: Collection[str] = (),
+    hold: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Status:
     """Train until the last step or a stop signal; resume from the newest whole checkpoint of ``run``.
 
     Called on every rank, with torchrun's variables in the environment and ``run`` already created. ``allow`` names the
-    changes that a resumed run may have: ``data``, and those of ``Checkpoints.restore``.
+    changes that a resumed run may have: ``data``, and those of ``Checkpoints.restore``. ``hold`` takes the run for
+    this job, on rank 0, as soon as the ranks have met: so a refusal reaches all of them.
 
     Returns:
         ``finished`` or ``resumable``, as written to status.json. Errors are raised; what is UserError among them
@@ -69,8 +77,18 @@ def train(config: RunConfig, run: RunDirectory, allow: Collection[str] = ()) -> 
             ranks_per_node=parallel.ranks_per_node or int(place["LOCAL_WORLD_SIZE"]),
             virtual_stages=parallel.virtual_stages,
         ) as mesh,
+        ExitStack() as held,
     ):
-        return Trainer(config, run, mesh, stop, heartbeat, allow).run()
+
+        def take() -> None:
+            held.enter_context(hold())
+
+        try:
+            Agreement(mesh.control).on_first(take)
+            return Trainer(config, run, mesh, stop, heartbeat, allow).run()
+        except Exception as error:
+            error.add_note(f"rank {mesh.rank} on {socket.gethostname()}, at {heartbeat.where}")
+            raise
 
 
 class Trainer:
