@@ -81,9 +81,6 @@ def log_directory(runs: Sequence[Path]) -> Iterator[Path]:
         return
     for path in runs:
         _check(path)
-    if len(runs) == 1:
-        yield RunDirectory(runs[0]).tensorboard
-        return
     with tempfile.TemporaryDirectory(prefix="lightscale-monitor-") as name:
         for label, path in zip(_labels(runs), runs, strict=True):
             link = Path(name) / label
