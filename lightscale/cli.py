@@ -35,6 +35,12 @@ COMMANDS: dict[str, Command] = {
         module="lightscale.training.checkpoint_command", help="list, verify, show, compare and remove checkpoints"
     ),
     "runs": Command(module="lightscale.training.runs_command", help="the runs in a folder, and their goodput"),
+    "doctor": Command(
+        module="lightscale.launch.doctor", help="whether machines and ranks can train, and what is wrong"
+    ),
+    "monitor": Command(
+        module="lightscale.training.monitor_command", help="curves of runs in the browser, by TensorBoard"
+    ),
     "chaos": Command(
         module="lightscale.launch.chaos.command", help="try out whether a run survives kills, damage and bad disks"
     ),
@@ -56,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _dispatch(arguments)
         sys.stdout.flush()
     except UserError as error:
-        print("error:", textwrap.indent(str(error), " " * len("error: ")).lstrip(), file=sys.stderr)
+        message = textwrap.indent(str(error), " " * len("error: ")).lstrip()
+        # At once: ranks that share a terminal say it at one time.
+        sys.stderr.write(f"error: {message}\n")
         return error.EXIT_CODE
     except BrokenPipeError:
         # The reader of our output is gone (`lightscale … | head`). Python would complain once more when it

@@ -52,13 +52,24 @@ def run_rank(work: Callable[[], int]) -> int:
     try:
         return work()
     except Exception as error:
-        summary = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        if TIMED_OUT.search(summary):
-            summary += _what_peers_do()
         exit_code = error.EXIT_CODE if isinstance(error, UserError) else None
-        if not _record(summary, py_callstack=traceback.format_exc(), exit_code=exit_code) or launcher is None:
+        # Our own launcher knows from the heartbeats where each rank was, torchrun only what it is told.
+        message = summary(error) if launcher is not None else summary_and_place(error)
+        if TIMED_OUT.search(message):
+            message += _what_peers_do()
+        if not _record(message, py_callstack=traceback.format_exc(), exit_code=exit_code) or launcher is None:
             raise
         return EXIT_CRASHED if exit_code is None else exit_code
+
+
+def summary(error: Exception) -> str:
+    """What a person is told of an error."""
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+
+
+def summary_and_place(error: Exception) -> str:
+    """The same, with what was noted of where it happened."""
+    return " ".join([summary(error), *(f"({note})" for note in getattr(error, "__notes__", []))])
 
 
 def stacks_file(heartbeats: Path, rank: int) -> Path:

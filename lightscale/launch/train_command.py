@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib
 import json
 import os
@@ -21,10 +22,11 @@ from lightscale.errors import UserError
 from lightscale.launch.duration import parse_duration
 from lightscale.launch.environment import RankEnvironment
 from lightscale.launch.lock import RunLock
-from lightscale.launch.rank import LAUNCHER_VARIABLE, run_rank
+from lightscale.launch.network import choose_interface
+from lightscale.launch.rank import LAUNCHER_VARIABLE, run_rank, summary_and_place
 from lightscale.launch.restart import EXIT_CODES, RestartPolicy, run_ranks
 from lightscale.models.registry import check_mixers
-from lightscale.training.run_directory import RunDirectory
+from lightscale.training.run_directory import RunDirectory, Status
 from lightscale.training.signals import DEADLINE_VARIABLE
 
 
@@ -34,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
     parser.add_argument(
         "--run",
+        "--run-dir",  # torchrun takes the first for one of its own, abbreviated
         type=Path,
         metavar="DIR",
         help="run directory; one that exists is resumed (default: runs/NAME of CONFIG)",
@@ -67,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     returns 0.
     """
     deadline_s = None if args.stop_after is None else time.time() + parse_duration("--stop-after", args.stop_after)
-    directory = RunDirectory(args.run or _default_directory(args.config))
+    directory = RunDirectory(args.run or default_directory(args.config))
     environment = RankEnvironment.read(os.environ)
     if environment is None:
         return _launch(args, directory, deadline_s)
@@ -109,11 +112,12 @@ def _train(config: RunConfig, directory: RunDirectory, environment: RankEnvironm
     is_main = environment.rank == 0
     if _is_finished(directory, config, allow) if is_main else directory.is_finished(config):
         return 0
-    # Otherwise the launcher holds it.
-    hold = is_main and LAUNCHER_VARIABLE not in os.environ
-    with _held(directory, config, allow) if hold else contextlib.nullcontext():
-        # Imported here, because the launcher, in the same module, needs neither the models nor the engine.
-        importlib.import_module("lightscale.training.train").train(config, directory, allow)
+    choose_interface(environment)
+    # Where a launcher started the ranks, it holds the run, and says how it ended.
+    alone = LAUNCHER_VARIABLE not in os.environ
+    hold = functools.partial(_held_by_rank, directory, config, allow) if alone else contextlib.nullcontext
+    # Imported here, because the launcher, in the same module, needs neither the models nor the engine.
+    importlib.import_module("lightscale.training.train").train(config, directory, allow, hold)
     assert not is_main or directory.read_status() is not None, "training ended without a status"
     return 0
 
@@ -150,8 +154,21 @@ def _held(directory: RunDirectory, config: RunConfig, allow: frozenset[str]) -> 
         yield
 
 
-def _default_directory(config: Path) -> Path:
-    """runs/NAME for NAME.toml; a run's own config.toml stands for that run."""
+@contextlib.contextmanager
+def _held_by_rank(directory: RunDirectory, config: RunConfig, allow: frozenset[str]) -> Iterator[None]:
+    """The same for a job that somebody else's launcher started: its errors become the run's status."""
+    with _held(directory, config, allow):
+        try:
+            yield
+        except Exception as error:
+            step, tokens = directory.progress()
+            status: Status = "stopped" if isinstance(error, UserError) else "resumable"
+            directory.write_status(status, reason=f"rank 0: {summary_and_place(error)}", step=step, tokens=tokens)
+            raise
+
+
+def default_directory(config: Path) -> Path:
+    """Where the run of a configuration is: runs/NAME for NAME.toml; a run's own config.toml stands for that run."""
     if config.name == "config.toml" and (config.parent / "events.jsonl").exists():
         return config.parent
     return Path("runs") / config.stem

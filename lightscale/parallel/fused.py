@@ -1,7 +1,7 @@
 """Optional fused kernels, found at run time: NVIDIA apex and Transformer Engine."""
 
 import importlib.metadata
-import importlib.util
+from importlib.machinery import ModuleSpec, PathFinder
 
 
 def describe_fused_kernels() -> str:
@@ -12,23 +12,37 @@ def describe_fused_kernels() -> str:
         if _has(module)
     ]
     text = f"fused kernels: {' and '.join(found) or 'none, neither NVIDIA apex nor Transformer Engine is installed'}"
-    if "apex" not in found and _distribution("apex"):
-        text += (
-            f"; the installed package apex {_distribution('apex')} is another project than NVIDIA's and is not used: "
-            "uninstall it, and build NVIDIA's from its source"
-        )
-    return text
+    wrong = wrong_apex()
+    return text if wrong is None else f"{text}; {wrong} is another project than NVIDIA's and is not used: {APEX_REMEDY}"
+
+
+APEX_REMEDY = "uninstall it, and build NVIDIA's from its source"
+
+
+def wrong_apex() -> str | None:
+    """The package ``apex`` that is installed and is not NVIDIA's, like PyPI's; None: there is no such."""
+    if _has("apex.optimizers"):
+        return None
+    try:
+        return f"the installed package apex {importlib.metadata.version('apex')}"
+    except importlib.metadata.PackageNotFoundError:
+        spec = _find("apex")
+        # Without an origin it is no package, only a folder of that name on the path.
+        return f"the package in {spec.origin}" if spec is not None and spec.origin is not None else None
 
 
 def _has(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, AttributeError, ValueError):
-        return False
+    return _find(module) is not None
 
 
-def _distribution(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _find(module: str) -> ModuleSpec | None:
+    """Where ``module`` would come from; nothing is imported, because another project's package may do anything."""
+    path: list[str] | None = None
+    spec = None
+    parts = module.split(".")
+    for length in range(1, len(parts) + 1):
+        spec = PathFinder.find_spec(".".join(parts[:length]), path)
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations or [])
+    return spec

@@ -62,6 +62,8 @@ class Heartbeat:
 
     def __init__(self, hang_timeout_s: float, environ: Mapping[str, str] = os.environ) -> None:
         self._hang_timeout_s = hang_timeout_s
+        self.where = "the beginning"
+        """The step and activity that was said last."""
         self._now: Beat | None = None
         self._longest_s: dict[str, float] = {}
         self._steps_s: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
@@ -77,6 +79,7 @@ class Heartbeat:
 
     def beat(self, doing: str, *, step: int) -> None:
         """From now on this rank is `doing` that (at most 28 bytes), as part of `step`."""
+        self.where = f"step {step}, {doing}"
         if self._file is None:
             return
         now_s = time.monotonic()

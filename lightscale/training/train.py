@@ -5,7 +5,9 @@ each start, save and stop, and a status when the loop ends.
 """
 
 import os
-from collections.abc import Collection, Sequence
+import socket
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from lightscale.models.operators import describe_operators
 from lightscale.models.registry import check_mixers
 from lightscale.parallel.fused import describe_fused_kernels
 from lightscale.parallel.mesh import Mesh, start_mesh
+from lightscale.training.agreement import Agreement
 from lightscale.training.build import build_engine, weight_dtype
 from lightscale.training.faults import reach
 from lightscale.training.goodput import run_goodput
@@ -30,6 +33,7 @@ from lightscale.training.heartbeat import Heartbeat
 from lightscale.training.journal import Journal
 from lightscale.training.keeper import Keeper
 from lightscale.training.metrics import MetricsLogger, ValidationLoss, device_peak_flops
+from lightscale.training.preflight import check_before_training
 from lightscale.training.profile import StepProfiler
 from lightscale.training.recovery import Recovery, Stateful
 from lightscale.training.replicas import ReplicaCheck, SilentCorruption
@@ -38,11 +42,17 @@ from lightscale.training.schedule import learning_rate
 from lightscale.training.signals import StopSignal
 
 
-def train(config: RunConfig, run: RunDirectory, allow: Collection[str] = ()) -> Status:
+def train(
+    config: RunConfig,
+    run: RunDirectory,
+    allow: Collection[str] = (),
+    hold: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Status:
     """Train until the last step or a stop signal; resume from the newest whole checkpoint of ``run``.
 
     Called on every rank, with torchrun's variables in the environment and ``run`` already created. ``allow`` names the
-    changes that a resumed run may have: ``data``, and those of ``Checkpoints.restore``.
+    changes that a resumed run may have: ``data``, and those of ``Checkpoints.restore``. ``hold`` takes the run for
+    this job, on rank 0, as soon as the ranks have met: so a refusal reaches all of them.
 
     Returns:
         ``finished`` or ``resumable``, as written to status.json. Errors are raised; what is UserError among them
@@ -67,8 +77,18 @@ def train(config: RunConfig, run: RunDirectory, allow: Collection[str] = ()) -> 
             ranks_per_node=parallel.ranks_per_node or int(place["LOCAL_WORLD_SIZE"]),
             virtual_stages=parallel.virtual_stages,
         ) as mesh,
+        ExitStack() as held,
     ):
-        return Trainer(config, run, mesh, stop, heartbeat, allow).run()
+
+        def take() -> None:
+            held.enter_context(hold())
+
+        try:
+            Agreement(mesh.control).on_first(take)
+            return Trainer(config, run, mesh, stop, heartbeat, allow).run()
+        except Exception as error:
+            error.add_note(f"rank {mesh.rank} on {socket.gethostname()}, at {heartbeat.where}")
+            raise
 
 
 class Trainer:
@@ -93,6 +113,7 @@ class Trainer:
         self.stage: Stage | None = None
         self.journal = Journal(run, enabled=self.is_main)
         self.journal.begin_attempt(world_size=mesh.world_size, device=_device_name(mesh.device))
+        self._check_machines()
 
         self.layout = Layout(
             data_rank=mesh.data_rank,
@@ -121,6 +142,13 @@ class Trainer:
         self.replicas.begin(self.step)
         self.keeper.saver.reserve(self.engine)
         self._describe()
+
+    def _check_machines(self) -> None:
+        """Refuse to begin where it cannot go well, and say what may not."""
+        ranks, local_rank = Agreement(self.mesh.control), self.mesh.device.index or 0
+        for line in check_before_training(self.config, self.directory, ranks, local_rank):
+            self.journal.say(f"warning: {line}")
+            self.journal.event("preflight_warning", reason=line)
 
     def run(self) -> Status:
         """From the current step to the last."""

@@ -1,0 +1,94 @@
+"""What would keep a run from working is found before it begins, on all ranks; the rest is warned of and recorded."""
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightscale.errors import UserError
+from lightscale.training.agreement import Agreement
+from lightscale.training.preflight import check_before_training, check_clocks, check_shared
+from lightscale.training.run_directory import RunDirectory, read_lines
+
+pytestmark = pytest.mark.timeout(400)
+
+RunRanks = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """`disk(megabytes)`: a file system of that size."""
+    directory = tmp_path / "disk"
+
+    def mount(megabytes: int) -> Path:
+        directory.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(directory)]
+        if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+            pytest.skip("a small file system can only be mounted by root, where mounting is allowed")
+        return directory
+
+    yield mount
+    if directory.is_mount():
+        subprocess.run(["umount", str(directory)], check=True)
+
+
+def look(rank: int, world_size: int, init_method: str, config: Any, place: str) -> list[Any]:
+    """What rank 1's clock and directory are found to be, by each rank; then the whole check, and how long it took."""
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
+    group = dist.group.WORLD
+    assert group is not None
+    ranks = Agreement(group)
+    late = check_clocks(ranks, (lambda: time.time() - 30) if rank == 1 else time.time)
+    equal = check_shared(ranks, Path(place) / "runs" / "new")
+    began = time.perf_counter()
+    warned: Any
+    try:
+        warned = check_before_training(config, RunDirectory(place), ranks, 0)
+    except UserError as error:
+        warned = str(error)
+    return [late, equal, warned, time.perf_counter() - began]
+
+
+def test_ranks_agree_on_what_they_find(
+    run_ranks: RunRanks, tmp_path: Path, tiny_config: Callable[..., Any], disk: Callable[[int], Path]
+) -> None:
+    place = disk(10)
+    results = run_ranks(look, 3, tiny_config(), str(place))
+    assert [result[:3] for result in results[1:]] == [results[0][:3]] * 2
+    (late,), (equal,), refused, seconds = results[0]
+    assert (late.result, late.ranks, late.blames_host) == ("warning", (1,), True)
+    assert late.found.endswith("s behind others")
+    assert (equal.result, equal.found) == ("ok", f"all ranks see the same {place}")
+    # 12 bytes for each parameter, and 16 MiB to spare; three at once, when two are kept.
+    assert refused.startswith(f"disk: 10 MB free in {place}; a checkpoint is 19 MB (204,864 parameters)")
+    assert refused.endswith("(right: 58 MB free, for 3 more)")
+    print(f"the whole check: {seconds:.3f} s")
+    assert list(place.iterdir()) == [], "nothing is left"
+
+
+@pytest.mark.long
+def test_a_run_that_cannot_be_saved_does_not_begin(train: Callable[..., Any], disk: Callable[[int], Path]) -> None:
+    path = disk(12) / "run"
+    ended = train("run.toml", "parallel.sequence=2", "--run", str(path), "--processes", "2")
+    assert ended.code == 78, ended.stderr
+    assert "disk: " in ended.stderr and "MB free, for 3 more" in ended.stderr
+    run = RunDirectory(path)
+    status = run.read_status()
+    assert status is not None and status.status == "stopped"
+    assert read_lines(run.metrics) == []
+    assert run.newest_checkpoint() == 0
+
+
+@pytest.mark.long
+def test_what_may_go_wrong_later_is_said_and_recorded(train: Callable[..., Any], disk: Callable[[int], Path]) -> None:
+    path = disk(30) / "run"
+    ended = train("run.toml", "train.steps=10", "train.validate_every=0", "--run", str(path))
+    assert ended.code == 0, ended.stderr
+    (event,) = [event for event in read_lines(RunDirectory(path).events) if event["event"] == "preflight_warning"]
+    assert event["reason"].startswith("disk: ")
+    assert f"warning: {event['reason']}" in ended.stderr
