@@ -107,8 +107,6 @@ def _triton(
     cu_seqlens: Tensor | None,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
-    if log_decay is not None and log_decay.dim() == 3:
-        return _gated(q, k, v, log_decay, initial_state, cu_seqlens, backend="triton")
     forms = triton_forms("lightning")
     o, state = forms.triton_lightning_attention(q, k, v, log_decay, angles, initial_state, cu_seqlens)
     return o, state

@@ -11,12 +11,16 @@ document starts before the chunk.
 
 ``turns`` (H, K) int64 and ``positions`` (B, T) int64, both or neither, are the angles of LRPE: queries and keys are
 then spread where they are loaded, [x cos, x sin], and states have two halves of K rows. F is 2K then, else K.
+
+Decays are one per head, ``log_decay`` (H,), or one per head and token, ``sums`` (B, H, 2, T) of ``triton_decays.py``, or
+there are none.
 """
 
 import triton
 import triton.language as tl
 
 from lightscale.kernels.common.triton_kernels import exists, last_start, own_starts, scan_place, wave
+from lightscale.kernels.lightning.triton_decays import crossing, decay_between, load_sum, load_sums
 
 
 @triton.jit
@@ -38,12 +42,14 @@ def scan_states(
     turns,
     positions,
     log_decay,  # (H,) fp32, or None
+    sums,  # (B, H, 2, T) fp32, or None
     starts,  # (B, T), or None
     entering,  # (B, H, S, F, V) fp32: what enters each span, or None for zero
     leaving,  # (B, H, S, F, V) fp32: what leaves each span, or None
+    span_through,  # (B, H, S) fp32: the decay through each span by ``sums``, or None
     chunk_states,  # (B, H, N, F, V): what enters each chunk, or None
     other_states,  # (B, H, N, F, V): the states of the forward scan, or None
-    decay_parts,  # (B, H, S, F tiles, V tiles) fp32: through other_states' part of dlog_decay
+    decay_parts,  # (B, H, S, F tiles, V tiles) fp32: through other_states' part of dlog_decay; by ``sums`` N, not S
     T,
     H,
     num_chunks,
@@ -88,6 +94,9 @@ def scan_states(
     rate = 0.0
     if log_decay is not None:
         rate = tl.load(log_decay + head)
+    if sums is not None:
+        head_sums = sums + (row * H + head) * 2 * T
+    passed = 1.0
 
     state = tl.zeros([BLOCK_K, BLOCK_V], dtype=tl.float32)
     if entering is not None:
@@ -110,11 +119,22 @@ def scan_states(
         last = last_start(starts, row * T, begin, length)
         if log_decay is not None:
             state *= _power(rate, length)
+        if sums is not None:
+            end_high, end_low = load_sum(head_sums, T, begin + length - 1)
+            share = tl.exp(end_high + end_low)
+            state *= share
+            passed *= share
         if starts is not None:
             state = tl.where(last < 0, state, 0.0)
         if other_states is not None:
             other = tl.load(other_states + of_chunk + within, mask=in_tile, other=0.0).to(tl.float32)
-            decay_part += tl.sum(tl.sum(state * other, 1), 0) * length.to(tl.float32)
+            product = tl.sum(tl.sum(state * other, 1), 0)
+            if sums is None:
+                decay_part += product * length.to(tl.float32)
+            else:
+                # Selected: the other state may have overflowed in another document.
+                part = ((row * H + head) * num_chunks + chunk) * F_TILES * V_TILES + tile_f * V_TILES + tile_v
+                tl.store(decay_parts + part, tl.where(last < 0, product, 0.0))
 
         for block in tl.static_range(CHUNK // BLOCK):
             i = block * BLOCK + tl.arange(0, BLOCK)
@@ -137,11 +157,20 @@ def scan_states(
                 if REVERSE:
                     steps = i + 1
                 y_tile = (y_tile.to(tl.float32) * _power(rate, steps)[:, None]).to(y_tile.dtype)
+            if sums is not None:
+                high, low = load_sums(head_sums, T, t, i < length)
+                if REVERSE:
+                    weights = decay_between(high, low, 0.0, 0.0)
+                else:
+                    weights = decay_between(end_high, end_low, high, low)
+                y_tile = (y_tile.to(tl.float32) * weights[:, None]).to(y_tile.dtype)
             state = tl.dot(x_tile, y_tile, state, input_precision=PRECISION)
 
     if leaving is not None:
         tl.store(leaving + of_span + within, state, mask=in_tile)
-    if other_states is not None:
+    if span_through is not None and tile_f + tile_v == 0:
+        tl.store(span_through + (row * H + head) * num_spans + span, passed)
+    if other_states is not None and sums is None:
         part = ((row * H + head) * num_spans + span) * F_TILES * V_TILES + tile_f * V_TILES + tile_v
         tl.store(decay_parts + part, decay_part)
 
@@ -151,6 +180,7 @@ def fold_spans(
     local,  # (B, H, S, F V) fp32: what leaves each span when nothing enters it
     initial,  # (B, H, F V) fp32, or None for zero
     log_decay,  # (H,) fp32, or None
+    span_through,  # (B, H, S) fp32: the decay through each span by decays of tokens, or None
     starts,  # (B, T), or None
     entering,  # (B, H, S, F V) fp32: what enters each span, or None
     final,  # (B, H, F V) fp32: what leaves the last
@@ -186,6 +216,8 @@ def fold_spans(
             tl.store(entering + at, state, mask=inside)
         if log_decay is not None:
             state *= _power(rate, end - begin)
+        if span_through is not None:
+            state *= tl.load(span_through + row_head * num_spans + span)
         if starts is not None:
             state = tl.where(tl.load(starts + row * T + end - 1) < begin, state, 0.0)
         state += tl.load(local + at, mask=inside, other=0.0)
@@ -311,10 +343,11 @@ def attend(
     positions,
     states,  # (B, H, N, X, Z), or (B, H, N, Z, X) when TRANSPOSED; what is spread has two halves here
     log_decay,  # (H,) fp32, or None
+    sums,  # (B, H, 2, T) fp32, or None
     starts,  # (B, T), or None
     out,  # (B, T, H, Z), contiguous
     own,  # (B, T, H, Z): what `out` is the gradient of, or None
-    decay_parts,  # (B, blocks, H, Z tiles) fp32: these tokens' part of dlog_decay, or None
+    decay_parts,  # (B, blocks, H, Z tiles) fp32: these tokens' part of dlog_decay, or None; by ``sums`` (…, C) of a chunk
     angle_parts,  # (B, blocks, H, F) fp32: these tokens' part of dtheta, or None
     T,
     H,
@@ -383,6 +416,9 @@ def attend(
     rate = 0.0
     if log_decay is not None:
         rate = tl.load(log_decay + head)
+    if sums is not None:
+        chunk_sums = sums + (row * H + head) * 2 * T + begin
+        own_high, own_low = load_sums(chunk_sums, T, i, i < length)
 
     # The state that enters the chunk; in reverse, the cotangent of the one that leaves it.
     x_first = tl.load(x_rows + cols_x[None, :], mask=inside & exists(cols_x, X, BLOCK_X)[None, :], other=0.0)
@@ -398,6 +434,12 @@ def attend(
         steps = length - 1 - i
     if log_decay is not None:
         acc *= _power(rate, steps)[:, None]
+    if sums is not None:
+        if REVERSE:
+            end_high, end_low = load_sum(chunk_sums, T, length - 1)
+            acc *= decay_between(end_high, end_low, own_high, own_low)[:, None]
+        else:
+            acc *= decay_between(own_high, own_low, 0.0, 0.0)[:, None]
     if starts is not None:
         kept = own_start < 0
         if REVERSE:
@@ -410,7 +452,9 @@ def attend(
     if decay_parts is not None:
         if Z_HALVES == 2:
             own_tile = spread(own_tile, places[:, None], turns_z, half_z[None, :])
-        decay_part = tl.sum(own_tile.to(tl.float32) * acc, 1) * steps.to(tl.float32)
+        decay_part = tl.sum(own_tile.to(tl.float32) * acc, 1)
+        if sums is None:
+            decay_part *= steps.to(tl.float32)
 
     # The tokens of the chunk.
     lowest, highest = 0, first + 1
@@ -439,6 +483,12 @@ def attend(
                 pairs = pairs & (own_start[:, None] <= j[None, :])
         if log_decay is not None:
             scores *= _power(rate, distance)
+        if sums is not None:
+            high, low = load_sums(chunk_sums, T, j, has_partner)
+            if REVERSE:
+                scores *= decay_between(high[None, :], low[None, :], own_high[:, None], own_low[:, None])
+            else:
+                scores *= decay_between(own_high[:, None], own_low[:, None], high[None, :], low[None, :])
         scores = tl.where(pairs, scores, 0.0)
         z_rows = z_chunk + j.to(tl.int64)[:, None] * stride_zt + cols_z[None, :]
         z_tile = tl.load(z_rows, mask=has_partner[:, None] & has_z[None, :], other=0.0)
@@ -453,7 +503,17 @@ def attend(
                 turns_column = tl.load(head_turns + cols_z, mask=has_z, other=0)[:, None]
                 z_tile = spread(z_tile, partner_places[None, :], turns_column, half_z[:, None])
             products = tl.dot(own_tile, z_tile, input_precision=PRECISION)
-            decay_part += tl.sum(tl.where(pairs, scores * products * distance.to(tl.float32), 0.0), 1)
+            if sums is None:
+                decay_part += tl.sum(tl.where(pairs, scores * products * distance.to(tl.float32), 0.0), 1)
+            else:
+                products = tl.where(pairs, scores * products, 0.0)
+                part = crossing(products, decay_part, i, j, own_start, states.dtype.element_ty, PRECISION)
+                tl.store(decay_parts + program * CHUNK + j, part, mask=has_partner)
+                decay_part += tl.sum(products, 1)
+        if decay_parts is not None and REVERSE and sums is not None:
+            # What these keys wrote to the state that leaves has gone across the tokens behind them.
+            part = tl.sum(tl.where(i[:, None] < j[None, :], decay_part[:, None], 0.0), 0)
+            tl.store(decay_parts + program * CHUNK + j, part, mask=has_partner)
 
     if angle_parts is not None:
         # The derivative of half h is half h - 1.
@@ -467,5 +527,5 @@ def attend(
     channels = tile_z * CHANNELS + tl.arange(0, CHANNELS)
     at = ((row * T + begin + i[:, None]) * H + head) * Z + channels[None, :]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside & exists(channels, Z, CHANNELS)[None, :])
-    if decay_parts is not None:
+    if decay_parts is not None and sums is None:
         tl.store(decay_parts + program, tl.sum(tl.where(i < length, decay_part, 0.0), 0))
