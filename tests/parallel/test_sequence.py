@@ -39,7 +39,9 @@ from lightscale.training.profile import StepProfiler
 RunRanks = Callable[..., list[Any]]
 B, T, H, K, V = 2, 24, 3, 4, 5
 DOUBLE = torch.float64
-KINDS = ("undecayed", "decay", "learned decay", "angles", "gated", "tpe", "lightnet", "lightnet with phases")
+KINDS = (
+    "undecayed", "decay", "learned decay", "token decay", "angles", "gated", "tpe", "lightnet", "lightnet with phases",
+)  # fmt: skip
 Tensors = dict[str, Tensor | None]
 
 
@@ -57,6 +59,10 @@ def inputs_of(kind: str, seed: int = 0, tokens: int = T) -> Tensors:
             return {"k": k, "v": v, "log_decay": None, "theta": None, "positions": None, "q": q}
         case "decay" | "learned decay":
             return {"k": k, "v": v, "log_decay": decay, "theta": None, "positions": None, "q": q}
+        case "token decay":
+            # Some tokens forget all, some nothing.
+            decay = -torch.exp(3 * normal(B, tokens, H))
+            return {"k": k, "v": v, "log_decay": decay, "theta": None, "positions": None, "q": q}
         case "angles":
             positions = torch.arange(tokens).repeat(B, 1)
             return {"k": k, "v": v, "log_decay": decay, "theta": normal(H, K), "positions": positions, "q": q}
@@ -72,7 +78,7 @@ def inputs_of(kind: str, seed: int = 0, tokens: int = T) -> Tensors:
 
 
 SCANS: dict[str, type[Scan]] = {"tpe": TPEScan, "gated": GatedScan, "lightnet": LightNetScan}
-LEARNED = {"learned decay": {"log_decay"}, "tpe": {"log_decay", "gamma"}}
+LEARNED = {"learned decay": {"log_decay"}, "token decay": {"log_decay"}, "tpe": {"log_decay", "gamma"}}
 FIXED = {"cos", "sin", "log_decay", "positions"}
 
 
@@ -259,7 +265,7 @@ def on_ranks(rank: int, world_size: int, init_method: str, exchanges: list[str])
                     found["errors"][case] = run_case(kind, mesh, edges, starts)
             for kind in KINDS:
                 found["payloads"][name, kind] = [payloads(kind, mesh, tokens) for tokens in (T, 2 * T)]
-                if world_size > 2 and kind in ("decay", "gated", "tpe", "lightnet"):
+                if world_size > 2 and kind in ("decay", "token decay", "gated", "tpe", "lightnet"):
                     found["undisturbed"][name, kind] = undisturbed(kind, mesh)
     return found
 

@@ -147,8 +147,10 @@ def _decays() -> Iterator[KernelCase]:
             **integers("T", "H", "num_chunks", "num_blocks"),
         },
         constants={
-            **{"QUERY_TILES": 2, "KEY_TILES": 2, "STATE_TILES": 4},
-            **{"BLOCK": tiling.block, "CHUNK": tiling.chunk},
+            **dict.fromkeys(("QUERY_TILES", "KEY_TILES"), 2),
+            "STATE_TILES": 4,
+            "BLOCK": tiling.block,
+            "CHUNK": tiling.chunk,
         },
         **options,
     )

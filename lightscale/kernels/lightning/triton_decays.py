@@ -1,9 +1,9 @@
 """The Triton functions and kernels of decays per head and token, in lightning attention.
 
-From one token to a later one the decay is the exponential of a sum of log decays, which is a difference of sums from the
-chunk's start. Strong decays make these sums large, and a difference of large fp32 numbers is off by more than 1e-5
-where it is small itself: so each is kept in two fp32 parts, ``sums`` (B, H, 2, T), made once per call. Names of shapes
-are those of ``triton_kernels.py``.
+From one token to a later one the decay is the exponential of a sum of log decays: a difference of sums from the
+chunk's start. Strong decays make these large, and a difference of large fp32 numbers is off by more than 1e-5 where it
+is small itself. So each sum has two fp32 parts, ``sums`` (B, H, 2, T), made once per call. Names of shapes are those of
+``triton_kernels.py``.
 """
 
 import triton

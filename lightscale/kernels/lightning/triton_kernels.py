@@ -12,8 +12,8 @@ document starts before the chunk.
 ``turns`` (H, K) int64 and ``positions`` (B, T) int64, both or neither, are the angles of LRPE: queries and keys are
 then spread where they are loaded, [x cos, x sin], and states have two halves of K rows. F is 2K then, else K.
 
-Decays are one per head, ``log_decay`` (H,), or one per head and token, ``sums`` (B, H, 2, T) of ``triton_decays.py``, or
-there are none.
+Decays are one per head, ``log_decay`` (H,), or one per head and token, ``sums`` (B, H, 2, T) of ``triton_decays.py``;
+or there are none.
 """
 
 import triton
@@ -49,7 +49,7 @@ def scan_states(
     span_through,  # (B, H, S) fp32: the decay through each span by ``sums``, or None
     chunk_states,  # (B, H, N, F, V): what enters each chunk, or None
     other_states,  # (B, H, N, F, V): the states of the forward scan, or None
-    decay_parts,  # (B, H, S, F tiles, V tiles) fp32: through other_states' part of dlog_decay; by ``sums`` N, not S
+    decay_parts,  # (B, H, S, F tiles, V tiles) fp32: part of dlog_decay by what goes through; with ``sums`` N, not S
     T,
     H,
     num_chunks,
@@ -347,7 +347,7 @@ def attend(
     starts,  # (B, T), or None
     out,  # (B, T, H, Z), contiguous
     own,  # (B, T, H, Z): what `out` is the gradient of, or None
-    decay_parts,  # (B, blocks, H, Z tiles) fp32: these tokens' part of dlog_decay, or None; by ``sums`` (…, C) of a chunk
+    decay_parts,  # (B, blocks, H, Z tiles) fp32: part of dlog_decay by these tokens, or None; with ``sums`` (…, C)
     angle_parts,  # (B, blocks, H, F) fp32: these tokens' part of dtheta, or None
     T,
     H,

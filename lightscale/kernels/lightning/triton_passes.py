@@ -112,7 +112,7 @@ class Scanned(NamedTuple):
     final: Tensor
     """(B, H, F, V) fp32: what leaves the rows; in reverse, the cotangent of what enters them."""
     decay_parts: Tensor | None
-    """(B, H, S, F tiles, V tiles) fp32: the decay's gradient of the states that go through chunks; by tokens N, not S."""
+    """(B, H, S, F tiles, V tiles) fp32, N instead of S for decays of tokens: their gradient by what goes through."""
 
 
 def scan(
@@ -228,7 +228,7 @@ class Products(NamedTuple):
     out: Tensor
     """Like z."""
     decay_parts: Tensor | None
-    """(B, blocks, H, tiles) fp32, by tokens (B, blocks, H, tiles, C): the decay's gradient of pairs of tokens."""
+    """(B, blocks, H, tiles) fp32, (B, blocks, H, tiles, C) for decays of tokens: their gradient by each block."""
     dtheta: Tensor | None
     """(H, K) fp64."""
 
