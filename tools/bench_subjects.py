@@ -85,6 +85,7 @@ def subjects(setting: Setting, *, with_fla: bool) -> list[Subject]:
     return [
         *(_constant_decay(setting, key_width, with_fla=with_fla) for key_width in widths),
         _constant_decay_with_lrpe(setting, with_fla=with_fla),
+        _token_decay(setting, with_fla=with_fla),
         _channel_decay(setting, with_fla=with_fla),
         *(_lightnet(setting, with_lrpe=with_lrpe, with_fla=with_fla) for with_lrpe in (False, True)),
         _softmax(setting),
@@ -174,6 +175,28 @@ def _log_decay(setting: Setting) -> Tensor:
 def _theta(setting: Setting) -> Tensor:
     """The angles that a model begins with."""
     return lrpe_angles(setting.num_heads, setting.width).float().to(setting.device)
+
+
+def _token_decay(setting: Setting, *, with_fla: bool) -> Subject:
+    """A learned decay per head and token, as in Mamba-2."""
+    simple_gla = fla_kernel("simple_gla", "chunk_simple_gla")
+
+    def inputs(rows: int, tokens: int) -> tuple[Tensor, ...]:
+        q, k, v = (setting.leaf(rows, tokens, setting.width, seed) for seed in range(3))
+        log_decay = logsigmoid(setting.leaf(rows, tokens, 1, 3).detach().float()[..., 0] + 3)
+        return q, k, v, log_decay.requires_grad_()
+
+    return Subject(
+        name="decay per token",
+        inputs=inputs,
+        ways=_beside(
+            lambda *x: lightning_attention(*x)[0],
+            lambda *x: lightning_attention_reference(*x)[0],
+            simple_gla and (lambda q, k, v, log_decay: simple_gla(q, k, v, g=log_decay, scale=1.0)[0]),
+            with_fla=with_fla,
+        ),
+        costs=lightning_token_costs(setting.width, setting.width) if setting.device.type == "cuda" else {},
+    )
 
 
 def _channel_decay(setting: Setting, *, with_fla: bool) -> Subject:
@@ -278,6 +301,18 @@ def lightning_costs(K: int, V: int, *, chunk: int = 128, block: int = 64) -> dic
     forward = scan + products(K, V)
     backward = scan + products(V, K) + scan + products(V, K) + products(K, V)
     return {FORWARD: forward, BOTH: forward + backward}
+
+
+def lightning_token_costs(K: int, V: int, *, chunk: int = 128, block: int = 64) -> dict[str, Cost]:
+    """What lightning/README.md counts with a decay per head and token: its sums, and its gradient."""
+    usual, sums, tiles = lightning_costs(K, V, chunk=chunk, block=block), 8, -(-K // 64)
+    made = Cost(bytes=4 + sums, flops=0)
+    parts = 2 * 4 * tiles * chunk / block  # written, and read by the gather
+    # q or k and the other states again; pairs of q and k, and those that cross each token.
+    pairs = 2 * (chunk + block) / 2 * (K + 64 * tiles)
+    learned = Cost(bytes=2 * 2 * K + 2 * K * V / chunk + 2 * parts + 4, flops=pairs)
+    forward = usual[FORWARD] + made + Cost(bytes=2 * sums, flops=0)
+    return {FORWARD: forward, BOTH: usual[BOTH] + made + made + Cost(bytes=7 * sums, flops=0) + learned}
 
 
 def lightning_lrpe_costs(K: int, V: int, *, chunk: int = 128, block: int = 64) -> dict[str, Cost]:

@@ -16,6 +16,7 @@ from lightscale.kernels.cross_entropy import linear_cross_entropy
 from lightscale.kernels.gla import gla
 from lightscale.kernels.glu import glu
 from lightscale.kernels.lightnet import LightNetState, StateCotangent, lightnet_attention
+from lightscale.kernels.lightning import lightning_attention
 from lightscale.kernels.norm import norm
 from lightscale.kernels.tpe import tpe_scan
 from lightscale.models.positions import lrpe_angles
@@ -81,6 +82,21 @@ def _gla_draw(draw: Draw) -> dict[str, Tensor]:
 def _gla(backend: str, cu_seqlens: Tensor | None, state: Tensor | None = None, **inputs: Tensor) -> dict[str, Tensor]:
     options: dict[str, Any] = {"backend": backend, "cu_seqlens": cu_seqlens, "initial_state": state}
     o, final = gla(**inputs, **options, output_final_state=True)
+    assert final is not None
+    return {"o": o, "final": final}
+
+
+def _token_decay_draw(draw: Draw) -> dict[str, Tensor]:
+    """Decays from near 1 to far below it."""
+    inputs = draw.qkv()
+    return inputs | {"log_decay": F.logsigmoid(4 * draw.wide(*inputs["q"].shape[:3]) + 4)}
+
+
+def _token_decay(
+    backend: str, cu_seqlens: Tensor | None, state: Tensor | None = None, **inputs: Tensor
+) -> dict[str, Tensor]:
+    options: dict[str, Any] = {"backend": backend, "cu_seqlens": cu_seqlens, "initial_state": state}
+    o, final = lightning_attention(**inputs, **options, output_final_state=True)
     assert final is not None
     return {"o": o, "final": final}
 
@@ -167,6 +183,9 @@ def _state(draw: Draw) -> dict[str, Tensor]:
 
 
 MIXERS = {
+    "lightning by token": Operator(
+        draw=_token_decay_draw, form=_token_decay, state=_state, by_token=("q", "k", "v", "log_decay", "o")
+    ),
     "gla": Operator(draw=_gla_draw, form=_gla, state=_state, by_token=("q", "k", "v", "log_decay", "o")),
     "lightnet": Operator(
         draw=Draw.qkv, form=_lightnet, state=lambda draw: _lightnet_state(draw, 1), by_token=("q", "k", "v", "o")
@@ -247,6 +266,7 @@ def pieces(
 ) -> dict[str, Tensor]:
     """What a sequence rank computes by ``forms``: its own state, its outputs, and the gradients both ways."""
     x = {key: y.double() if exact else y for key, y in inputs.items()}
+    learned = {"with_decay": True} if name.startswith("lightning") else {}
     generator = torch.Generator(cu_seqlens.device).manual_seed(7)
 
     def cotangent(like: Tensor) -> Tensor:
@@ -257,7 +277,7 @@ def pieces(
         of_state, of_row = (x["x"], x["log_decay"]), (x["x"], x["log_decay"], x["gamma"])
         dy, dend = cotangent(x["x"]), cotangent(x["state"])
         state, own = x["state"], forms.state_bwd(dy, *of_row[1:], cu_seqlens)
-    elif name == "gla":
+    elif name in ("gla", "lightning by token"):
         of_state, of_row = (x["k"], x["v"], x["log_decay"]), (x["q"], x["k"], x["v"], x["log_decay"])
         dy, dend = cotangent(x["v"]), cotangent(x["state"])
         state, own = x["state"], forms.state_bwd(x["q"], dy, x["log_decay"], cu_seqlens)
@@ -270,7 +290,7 @@ def pieces(
         "local": forms.state_fwd(*of_state, cu_seqlens)[0],
         "out": forms.out_fwd(*of_row, state, cu_seqlens),
         "own": own,
-        "gradient": forms.grad_bwd(*of_row, dy, state, dend, cu_seqlens),
+        "gradient": forms.grad_bwd(*of_row, dy, state, dend, cu_seqlens, **learned),
     }
     return {key: y for group, found in groups.items() for key, y in _flat(group, found)}
 

@@ -1,4 +1,4 @@
-"""Lightning attention's Triton kernels with a decay per head and token, interpreted in fp32, against the fp64 recurrence.
+"""Lightning attention's Triton kernels with a decay per head and token, in fp32, against the fp64 recurrence.
 
 Strong and weak decays stand side by side: sums from a chunk's start are large then, and what counts are their small
 differences.
