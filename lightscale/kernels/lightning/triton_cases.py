@@ -10,7 +10,8 @@ from lightscale.kernels.common.triton_compile import KernelCase
 from lightscale.kernels.common.triton_launch import NUM_WARPS
 from lightscale.kernels.common.triton_recurrent import recurrent_case
 from lightscale.kernels.lightning.triton_decays import gather_decays, sum_decays
-from lightscale.kernels.lightning.triton_kernels import attend, fold_spans, scan_states
+from lightscale.kernels.lightning.triton_kernels import attend
+from lightscale.kernels.lightning.triton_states import fold_spans, scan_states
 from lightscale.kernels.lightning.triton_tiling import (
     DECAY_HEADS,
     FOLD_ELEMENTS,

@@ -1,4 +1,4 @@
-"""The Triton functions and kernels of decays per head and token, in lightning attention.
+"""Decays in the Triton kernels of lightning attention: powers of a head's, and those per head and token.
 
 From one token to a later one the decay is the exponential of a sum of log decays: a difference of sums from the
 chunk's start. Strong decays make these large, and a difference of large fp32 numbers is off by more than 1e-5 where it
@@ -8,6 +8,12 @@ is small itself. So each sum has two fp32 parts, ``sums`` (B, H, 2, T), made onc
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def power(log_decay, steps):
+    """λ^steps; 1 for no steps also when log λ is -inf."""
+    return tl.exp(tl.where(steps > 0, steps.to(tl.float32) * log_decay, 0.0))
 
 
 @triton.jit(do_not_specialize=["T", "num_chunks"])

@@ -13,7 +13,8 @@ from torch import Tensor
 from lightscale.kernels.common.angles import Angles, turns_of
 from lightscale.kernels.common.triton_launch import LAUNCH, Spans, dense_last, document_starts, on_device_of
 from lightscale.kernels.lightning.triton_decays import gather_decays, sum_decays
-from lightscale.kernels.lightning.triton_kernels import attend, fold_spans, scan_states
+from lightscale.kernels.lightning.triton_kernels import attend
+from lightscale.kernels.lightning.triton_states import fold_spans, scan_states
 from lightscale.kernels.lightning.triton_tiling import (
     DECAY_HEADS,
     FOLD_ELEMENTS,
