@@ -26,6 +26,7 @@ import bench_plot
 import bench_prepare
 import bench_sequence
 import bench_train
+import bench_tune
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -304,8 +305,17 @@ def mixers_table(mixers: dict[str, dict[str, Any]], lengths: list[int]) -> Table
 
 def run_kernels(args: argparse.Namespace) -> Iterator[Report]:
     """The Triton kernels on a GPU; elsewhere their chunked forms, at sizes for a CPU."""
-    for figures in bench_kernels.run(args.shapes, args.repeats, with_tuning=args.tune):
-        yield Report(settings={"repeats": args.repeats}, figures=figures, table=bench_kernels.table(figures))
+    if args.tune:
+        bench_tune.check_device()
+    bench = bench_kernels.Bench.here(args.repeats)
+    settings = {"repeats": args.repeats}
+    figures: dict[str, Any] = {}
+    for figures in bench_kernels.run(bench, args.shapes):
+        yield Report(settings=settings, figures=figures, table=bench_kernels.table(figures))
+    for tuned in bench_tune.tune(bench) if args.tune else ():
+        table = bench_kernels.table(figures)
+        table.caption = "\n".join([str(table.caption), *bench_tune.said(tuned)])
+        yield Report(settings=settings, figures=figures | {"tiles": tuned}, table=table)
 
 
 def run_train(args: argparse.Namespace) -> Iterator[Report]:
