@@ -224,23 +224,26 @@ def _channel_decay(setting: Setting, *, with_fla: bool) -> Subject:
 
 
 def _lightnet(setting: Setting, *, with_lrpe: bool, with_fla: bool) -> Subject:
-    """LightNet's additive decay; with LRPE its angles are those of a model."""
+    """LightNet's additive decay; with LRPE its angles are those of a model, which fla-core's path is given as features."""
 
     def inputs(rows: int, tokens: int) -> tuple[Tensor, ...]:
         leaves = tuple(setting.leaf(rows, tokens, setting.width, seed) for seed in range(3))
         if not with_lrpe:
             return leaves
-        positions = torch.arange(tokens, device=setting.device).expand(rows, tokens)
-        return *leaves, *phases_of(Angles(_theta(setting), positions), torch.float32)
+        positions = torch.arange(tokens, device=setting.device).repeat(rows, 1)
+        return *leaves, positions
+
+    def angles(*positions: Tensor) -> Angles | None:
+        return Angles(_theta(setting), *positions) if positions else None
 
     width = setting.width
     return Subject(
         name="LightNet with LRPE" if with_lrpe else "LightNet",
         inputs=inputs,
         ways=_beside(
-            lambda q, k, v, *phases: lightnet_attention(q, k, v, phases=_pair(phases))[0],
-            lambda q, k, v, *phases: lightnet_attention_reference(q, k, v, phases=_pair(phases))[0],
-            _fla_lightnet(),
+            lambda q, k, v, *positions: lightnet_attention(q, k, v, angles=angles(*positions))[0],
+            lambda q, k, v, *positions: lightnet_attention_reference(q, k, v, angles=angles(*positions))[0],
+            _fla_lightnet(angles),
             with_fla=with_fla,
         ),
         costs=lightnet_costs(width, width, with_lrpe=with_lrpe) if setting.device.type == "cuda" else {},
@@ -248,24 +251,17 @@ def _lightnet(setting: Setting, *, with_lrpe: bool, with_fla: bool) -> Subject:
     )
 
 
-def _pair(phases: tuple[Tensor, ...]) -> tuple[Tensor, Tensor] | None:
-    if not phases:
-        return None
-    cos, sin = phases
-    return cos, sin
-
-
-def _fla_lightnet() -> Form | None:
+def _fla_lightnet(angles: Callable[..., Angles | None]) -> Form | None:
     """fla-core's path: weights and decays of a kernel of its own, then its GLA. LRPE doubles what GLA is given."""
     additive_gate, chunk_gla = fla_kernel("gsa.gate", "fused_additive_gate"), fla_kernel("gla", "chunk_gla")
     if additive_gate is None or chunk_gla is None:
         return None
 
-    def path(q: Tensor, k: Tensor, v: Tensor, *phases: Tensor) -> Tensor:
+    def path(q: Tensor, k: Tensor, v: Tensor, *positions: Tensor) -> Tensor:
         weights, log_decay, _ = additive_gate(k)
-        if pair := _pair(phases):
-            pair = (pair[0].to(q.dtype), pair[1].to(q.dtype))
-            q, weights = features(q, pair), features(weights, pair)
+        if (given := angles(*positions)) is not None:
+            phases = phases_of(given, q.dtype)
+            q, weights = features(q, phases), features(weights, phases)
             log_decay = torch.cat([log_decay, log_decay], -1)
         o: Tensor = chunk_gla(q, weights, v, log_decay, scale=1.0)[0]
         return o
