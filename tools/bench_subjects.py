@@ -224,7 +224,7 @@ def _channel_decay(setting: Setting, *, with_fla: bool) -> Subject:
 
 
 def _lightnet(setting: Setting, *, with_lrpe: bool, with_fla: bool) -> Subject:
-    """LightNet's additive decay; with LRPE its angles are those of a model, which fla-core's path is given as features."""
+    """LightNet's additive decay; with LRPE its angles are those of a model, and fla-core's path is given features."""
 
     def inputs(rows: int, tokens: int) -> tuple[Tensor, ...]:
         leaves = tuple(setting.leaf(rows, tokens, setting.width, seed) for seed in range(3))

@@ -335,6 +335,14 @@ def test_half_precision_is_converted_where_it_should_be(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("small_tiles")
+def test_angles_are_exact_at_a_million_tokens() -> None:
+    """A product of fp32 numbers would be off by 0.03 rad there."""
+    inputs = draw(1, 20, 12, 12)
+    inputs["positions"] += 1_000_003
+    compare(inputs)
+
+
+@pytest.mark.usefixtures("small_tiles")
 def test_strided_inputs() -> None:
     """Heads first in memory, a slice of a wider projection, every second value, angles that heads and rows share."""
     inputs = draw(2, 20, 16, 16, heads=2)
