@@ -339,14 +339,14 @@ def gla_costs(K: int, V: int, *, chunk: int = 64) -> dict[str, Cost]:
 
 
 def lightnet_costs(K: int, V: int, *, with_lrpe: bool, chunk: int = 128) -> dict[str, Cost]:
-    """What lightnet/README.md counts, in half precision with fp32 z and phases."""
+    """What lightnet/README.md counts, in half precision with fp32 z; angles are applied where they are used."""
     R = 2 * K if with_lrpe else K
-    key, value, z, phases, state = 2 * K, 2 * V, 4 * K, 8 * K * with_lrpe, 2 * R * V / chunk
-    states = key + value + phases + state
+    key, value, z, state = 2 * K, 2 * V, 4 * K, 2 * R * V / chunk
+    states = key + value + state
     weigh = key + z
-    outputs = 2 * key + 2 * value + z + phases + state  # also of dq and, with the roles changed, dv
-    cotangents = 2 * key + value + z + phases + state
-    dk = 4 * key + 2 * value + z + phases + state
+    outputs = 2 * key + 2 * value + z + state  # also of dq and, with the roles changed, dv
+    cotangents = 2 * key + value + z + state
+    dk = 4 * key + 2 * value + z + state
     forward = Cost(bytes=states + weigh + outputs, flops=2 * chunk * (R + V) + 4 * R * V)
     backward = Cost(
         bytes=states + weigh + outputs + cotangents + dk + outputs,

@@ -58,8 +58,7 @@ SEARCHES = {
         subjects=("LightNet", "LightNet with LRPE"),
         changes=(
             {"product_stages": 2},
-            {"scan_stages": 2},
-            {"value_width": 32},
+            {"value_width": 64},
             {"partners": 16},
             {"block": 32},
             {"state_value": 32},
