@@ -83,7 +83,7 @@ class _Row:
         if self.angles is None:
             return None
         cos, sin = phases_of(Angles(self.angles.theta, span.cut.of(self.angles.positions)), self.dtype)
-        return cos.transpose(2, 3), sin.transpose(2, 3)
+        return cos.transpose(2, 3).contiguous(), sin.transpose(2, 3).contiguous()
 
     def scan_states(self, span: Span, keys: Tensor, v: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
         """The states (B, G, H, R, V) that enter the chunks, in units of their references, and the one that leaves."""
