@@ -26,6 +26,7 @@ import bench_plot
 import bench_prepare
 import bench_sequence
 import bench_train
+import bench_tune
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -34,7 +35,7 @@ from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 
 from lightscale.errors import UserError
 from lightscale.kernels.gla import gla, gla_reference
-from lightscale.kernels.lightnet import lightnet_attention, lightnet_attention_reference
+from lightscale.kernels.lightnet import Angles, lightnet_attention, lightnet_attention_reference
 from lightscale.kernels.lightning import (
     DEFAULT_CHUNK_SIZE,
     lightning_attention,
@@ -172,11 +173,10 @@ class Inputs:
         k = -torch.expm1(log_decay)
         return q, k.requires_grad_(), v, log_decay.requires_grad_()
 
-    def phases(self, num_tokens: int) -> tuple[Tensor, ...]:
-        """q, k, v and LRPE's cos and sin."""
-        angles = torch.logspace(0, -4, self.num_heads * self.width).view(self.num_heads, self.width)
-        phases = torch.arange(num_tokens)[None, :, None, None] * angles
-        return *self.plain(num_tokens), phases.cos(), phases.sin()
+    def angles(self, num_tokens: int) -> tuple[Tensor, ...]:
+        """q, k, v, and theta and positions of LRPE."""
+        theta = torch.logspace(0, -4, self.num_heads * self.width).view(self.num_heads, self.width)
+        return *self.plain(num_tokens), theta, torch.arange(num_tokens)[None]
 
     def stream(self, num_tokens: int) -> tuple[Tensor, ...]:
         """x, decays with time scales from 1 to 4096 tokens, and γ."""
@@ -210,9 +210,9 @@ def operators(num_heads: int, width: int) -> dict[str, Operator]:
             naive=lambda *x: gla_reference(*x)[0],
         ),
         "lightnet": Operator(
-            inputs=inputs.phases,
-            fast=lambda q, k, v, *phases: lightnet_attention(q, k, v, phases=phases, backend="chunked")[0],
-            naive=lambda q, k, v, *phases: lightnet_attention_reference(q, k, v, phases=phases)[0],
+            inputs=inputs.angles,
+            fast=lambda q, k, v, *angles: lightnet_attention(q, k, v, angles=Angles(*angles), backend="chunked")[0],
+            naive=lambda q, k, v, *angles: lightnet_attention_reference(q, k, v, angles=Angles(*angles))[0],
         ),
         "tpe": Operator(
             inputs=inputs.stream,
@@ -304,8 +304,17 @@ def mixers_table(mixers: dict[str, dict[str, Any]], lengths: list[int]) -> Table
 
 def run_kernels(args: argparse.Namespace) -> Iterator[Report]:
     """The Triton kernels on a GPU; elsewhere their chunked forms, at sizes for a CPU."""
-    for figures in bench_kernels.run(args.shapes, args.repeats, with_tuning=args.tune):
-        yield Report(settings={"repeats": args.repeats}, figures=figures, table=bench_kernels.table(figures))
+    if args.tune:
+        bench_tune.check_device()
+    bench = bench_kernels.Bench.here(args.repeats)
+    settings = {"repeats": args.repeats}
+    figures: dict[str, Any] = {}
+    for figures in bench_kernels.run(bench, args.shapes):
+        yield Report(settings=settings, figures=figures, table=bench_kernels.table(figures))
+    for tuned in bench_tune.tune(bench) if args.tune else ():
+        table = bench_kernels.table(figures)
+        table.caption = "\n".join([str(table.caption), *bench_tune.said(tuned)])
+        yield Report(settings=settings, figures=figures | {"tiles": tuned}, table=table)
 
 
 def run_train(args: argparse.Namespace) -> Iterator[Report]:

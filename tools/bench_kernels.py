@@ -10,8 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from importlib import import_module
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -21,7 +20,6 @@ from bench_subjects import BOTH, FLA, FORWARD, OURS, PASSES, Setting, Subject, s
 from rich.table import Table
 from torch import Tensor
 
-from lightscale.errors import UserError
 from lightscale.kernels.lightning import backend_of
 
 # (rows, tokens of a row): from 8K to 1M tokens.
@@ -147,8 +145,10 @@ class Bench:
     repeats: int
 
     @classmethod
-    def of(cls, setting: Setting, repeats: int) -> "Bench":
-        """With the rates of its device, measured now."""
+    def here(cls, repeats: int) -> "Bench":
+        """On the GPU, or without one on the CPU; with its rates, measured now."""
+        on_gpu = torch.cuda.is_available()
+        setting = Setting(device=torch.device("cuda" if on_gpu else "cpu"), **(GPU_SETTING if on_gpu else CPU_SETTING))
         timer = Timer(setting.device)
         return cls(setting=setting, timer=timer, rates=timer.rates(setting, repeats), repeats=repeats)
 
@@ -242,22 +242,10 @@ def _place(line: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(line[name] for name in ("operator", "way", "passes", "rows", "tokens"))
 
 
-def run(shapes: Sequence[tuple[int, int]] | None, repeats: int, *, with_tuning: bool) -> Iterator[dict[str, Any]]:
-    """The figures so far, after every line.
-
-    Raises:
-        UserError: tiles are to be tried without a GPU.
-    """
-    on_gpu = torch.cuda.is_available()
-    if with_tuning and not on_gpu:
-        raise UserError("--tune times tiles of Triton kernels, which needs a GPU: torch.cuda.is_available() is false")
-    device = torch.device("cuda" if on_gpu else "cpu")
-    bench = Bench.of(Setting(device=device, **(GPU_SETTING if on_gpu else CPU_SETTING)), repeats)
-    figures: dict[str, Any] = {}
-    for figures in sweep(bench, shapes or (SHAPES if on_gpu else CPU_SHAPES), with_fla=on_gpu):
-        yield figures
-    if with_tuning:
-        yield from tune(bench, figures)
+def run(bench: Bench, shapes: Sequence[tuple[int, int]] | None) -> Iterator[dict[str, Any]]:
+    """The figures so far, after every line."""
+    on_gpu = bench.setting.device.type == "cuda"
+    yield from sweep(bench, shapes or (SHAPES if on_gpu else CPU_SHAPES), with_fla=on_gpu)
 
 
 def sweep(bench: Bench, shapes: Sequence[tuple[int, int]], *, with_fla: bool) -> Iterator[dict[str, Any]]:
@@ -315,34 +303,6 @@ def said(one: Line | Failure) -> str:
     return f"{what}: {one.ms:.3f} ms, {one.ns_per_token_head:.2f} ns per token-head{floor}"
 
 
-def tilings() -> Iterator[tuple[str, Any]]:
-    """Other tiles for bf16, none of which spills: for ``--tune`` on a GPU that nobody has tuned for."""
-    usual = import_module("lightscale.kernels.lightning.triton_tiling")._HALF
-    yield "as shipped", usual
-    for changes in (
-        {"attend_stages": 2},
-        {"width": 128},
-        {"chunk": 256},
-        {"scan_stages": 3},
-        {"state_value": 128},
-        {"state_value": 128, "scan_stages": 3},
-    ):
-        yield ", ".join(f"{name} {value}" for name, value in changes.items()), replace(usual, **changes)
-
-
-def tune(bench: Bench, figures: dict[str, Any], tokens: int = 65536) -> Iterator[dict[str, Any]]:
-    """``figures`` with ns per token-head of the constant decay by tiling and pass."""
-    module = import_module("lightscale.kernels.lightning.triton_tiling")
-    subject = subjects(bench.setting, with_fla=True)[0]
-    found: dict[str, dict[str, float | str]] = {}
-    for name, tiling in list(tilings()):
-        module._HALF = tiling
-        lines = bench.measure(subject, OURS, (1, tokens), compiled=False)
-        found[name] = {x.passes: x.reason if isinstance(x, Failure) else x.ns_per_token_head for x in lines}
-        yield figures | {"tilings_ns": found}
-    module._HALF = next(tilings())[1]
-
-
 def table(figures: dict[str, Any]) -> Table:
     """The lines for people."""
     title = (
@@ -378,8 +338,6 @@ def _caption(figures: dict[str, Any]) -> str:
         parts = ["nothing missed"]
     if verdict["not_compared_with_fla"] and figures["backend"] == "triton":
         parts.append(f"no line of fla-core beside {len(verdict['not_compared_with_fla'])} lines")
-    for name, pairs in figures.get("tilings_ns", {}).items():
-        parts.append(f"tiling {name}: {pairs}")
     return "\n".join(parts)
 
 

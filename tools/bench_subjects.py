@@ -85,6 +85,7 @@ def subjects(setting: Setting, *, with_fla: bool) -> list[Subject]:
     return [
         *(_constant_decay(setting, key_width, with_fla=with_fla) for key_width in widths),
         _constant_decay_with_lrpe(setting, with_fla=with_fla),
+        _token_decay(setting, with_fla=with_fla),
         _channel_decay(setting, with_fla=with_fla),
         *(_lightnet(setting, with_lrpe=with_lrpe, with_fla=with_fla) for with_lrpe in (False, True)),
         _softmax(setting),
@@ -176,6 +177,28 @@ def _theta(setting: Setting) -> Tensor:
     return lrpe_angles(setting.num_heads, setting.width).float().to(setting.device)
 
 
+def _token_decay(setting: Setting, *, with_fla: bool) -> Subject:
+    """A learned decay per head and token, as in Mamba-2."""
+    simple_gla = fla_kernel("simple_gla", "chunk_simple_gla")
+
+    def inputs(rows: int, tokens: int) -> tuple[Tensor, ...]:
+        q, k, v = (setting.leaf(rows, tokens, setting.width, seed) for seed in range(3))
+        log_decay = logsigmoid(setting.leaf(rows, tokens, 1, 3).detach().float()[..., 0] + 3)
+        return q, k, v, log_decay.requires_grad_()
+
+    return Subject(
+        name="decay per token",
+        inputs=inputs,
+        ways=_beside(
+            lambda *x: lightning_attention(*x)[0],
+            lambda *x: lightning_attention_reference(*x)[0],
+            simple_gla and (lambda q, k, v, log_decay: simple_gla(q, k, v, g=log_decay, scale=1.0)[0]),
+            with_fla=with_fla,
+        ),
+        costs=lightning_token_costs(setting.width, setting.width) if setting.device.type == "cuda" else {},
+    )
+
+
 def _channel_decay(setting: Setting, *, with_fla: bool) -> Subject:
     """HGRN2's decay f per token and channel, and k = 1 - f."""
     chunk_gla = fla_kernel("gla", "chunk_gla")
@@ -201,23 +224,26 @@ def _channel_decay(setting: Setting, *, with_fla: bool) -> Subject:
 
 
 def _lightnet(setting: Setting, *, with_lrpe: bool, with_fla: bool) -> Subject:
-    """LightNet's additive decay; with LRPE its angles are those of a model."""
+    """LightNet's additive decay; with LRPE its angles are those of a model, and fla-core's path is given features."""
 
     def inputs(rows: int, tokens: int) -> tuple[Tensor, ...]:
         leaves = tuple(setting.leaf(rows, tokens, setting.width, seed) for seed in range(3))
         if not with_lrpe:
             return leaves
-        positions = torch.arange(tokens, device=setting.device).expand(rows, tokens)
-        return *leaves, *phases_of(Angles(_theta(setting), positions), torch.float32)
+        positions = torch.arange(tokens, device=setting.device).repeat(rows, 1)
+        return *leaves, positions
+
+    def angles(*positions: Tensor) -> Angles | None:
+        return Angles(_theta(setting), *positions) if positions else None
 
     width = setting.width
     return Subject(
         name="LightNet with LRPE" if with_lrpe else "LightNet",
         inputs=inputs,
         ways=_beside(
-            lambda q, k, v, *phases: lightnet_attention(q, k, v, phases=_pair(phases))[0],
-            lambda q, k, v, *phases: lightnet_attention_reference(q, k, v, phases=_pair(phases))[0],
-            _fla_lightnet(),
+            lambda q, k, v, *positions: lightnet_attention(q, k, v, angles=angles(*positions))[0],
+            lambda q, k, v, *positions: lightnet_attention_reference(q, k, v, angles=angles(*positions))[0],
+            _fla_lightnet(angles),
             with_fla=with_fla,
         ),
         costs=lightnet_costs(width, width, with_lrpe=with_lrpe) if setting.device.type == "cuda" else {},
@@ -225,24 +251,17 @@ def _lightnet(setting: Setting, *, with_lrpe: bool, with_fla: bool) -> Subject:
     )
 
 
-def _pair(phases: tuple[Tensor, ...]) -> tuple[Tensor, Tensor] | None:
-    if not phases:
-        return None
-    cos, sin = phases
-    return cos, sin
-
-
-def _fla_lightnet() -> Form | None:
+def _fla_lightnet(angles: Callable[..., Angles | None]) -> Form | None:
     """fla-core's path: weights and decays of a kernel of its own, then its GLA. LRPE doubles what GLA is given."""
     additive_gate, chunk_gla = fla_kernel("gsa.gate", "fused_additive_gate"), fla_kernel("gla", "chunk_gla")
     if additive_gate is None or chunk_gla is None:
         return None
 
-    def path(q: Tensor, k: Tensor, v: Tensor, *phases: Tensor) -> Tensor:
+    def path(q: Tensor, k: Tensor, v: Tensor, *positions: Tensor) -> Tensor:
         weights, log_decay, _ = additive_gate(k)
-        if pair := _pair(phases):
-            pair = (pair[0].to(q.dtype), pair[1].to(q.dtype))
-            q, weights = features(q, pair), features(weights, pair)
+        if (given := angles(*positions)) is not None:
+            phases = phases_of(given, q.dtype)
+            q, weights = features(q, phases), features(weights, phases)
             log_decay = torch.cat([log_decay, log_decay], -1)
         o: Tensor = chunk_gla(q, weights, v, log_decay, scale=1.0)[0]
         return o
@@ -280,6 +299,18 @@ def lightning_costs(K: int, V: int, *, chunk: int = 128, block: int = 64) -> dic
     return {FORWARD: forward, BOTH: forward + backward}
 
 
+def lightning_token_costs(K: int, V: int, *, chunk: int = 128, block: int = 64) -> dict[str, Cost]:
+    """What lightning/README.md counts with a decay per head and token: its sums, and its gradient."""
+    usual, sums, tiles = lightning_costs(K, V, chunk=chunk, block=block), 8, -(-K // 64)
+    made = Cost(bytes=4 + sums, flops=0)
+    parts = 2 * 4 * tiles * chunk / block  # written, and read by the gather
+    # q or k and the other states again; pairs of q and k, and those that cross each token.
+    pairs = 2 * (chunk + block) / 2 * (K + 64 * tiles)
+    learned = Cost(bytes=2 * 2 * K + 2 * K * V / chunk + 2 * parts + 4, flops=pairs)
+    forward = usual[FORWARD] + made + Cost(bytes=2 * sums, flops=0)
+    return {FORWARD: forward, BOTH: usual[BOTH] + made + made + Cost(bytes=7 * sums, flops=0) + learned}
+
+
 def lightning_lrpe_costs(K: int, V: int, *, chunk: int = 128, block: int = 64) -> dict[str, Cost]:
     """What lightning/README.md counts with angles: features are made where they are used, 128 columns at a time."""
     R = 2 * K
@@ -308,14 +339,14 @@ def gla_costs(K: int, V: int, *, chunk: int = 64) -> dict[str, Cost]:
 
 
 def lightnet_costs(K: int, V: int, *, with_lrpe: bool, chunk: int = 128) -> dict[str, Cost]:
-    """What lightnet/README.md counts, in half precision with fp32 z and phases."""
+    """What lightnet/README.md counts, in half precision with fp32 z; angles are applied where they are used."""
     R = 2 * K if with_lrpe else K
-    key, value, z, phases, state = 2 * K, 2 * V, 4 * K, 8 * K * with_lrpe, 2 * R * V / chunk
-    states = key + value + phases + state
+    key, value, z, state = 2 * K, 2 * V, 4 * K, 2 * R * V / chunk
+    states = key + value + state
     weigh = key + z
-    outputs = 2 * key + 2 * value + z + phases + state  # also of dq and, with the roles changed, dv
-    cotangents = 2 * key + value + z + phases + state
-    dk = 4 * key + 2 * value + z + phases + state
+    outputs = 2 * key + 2 * value + z + state  # also of dq and, with the roles changed, dv
+    cotangents = 2 * key + value + z + state
+    dk = 4 * key + 2 * value + z + state
     forward = Cost(bytes=states + weigh + outputs, flops=2 * chunk * (R + V) + 4 * R * V)
     backward = Cost(
         bytes=states + weigh + outputs + cotangents + dk + outputs,

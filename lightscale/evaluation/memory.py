@@ -61,7 +61,7 @@ def assumptions(config: RunConfig, *, searched: bool = False) -> list[str]:
 
 _KEPT: dict[Recompute, str] = {
     "none": "activations without recomputation, under 1F1B: inputs and outputs of a block's norms; a mixer's "
-    "projections, gates, activated queries and keys, LightNet's phases, its output, and that behind norm and gate; a "
+    "projections, gates, activated queries and keys, its output, and that behind norm and gate; a "
     "GLU's two halves and their product",
     "selective": "activations with selective recomputation: the same, those of the GLU left out but for one block",
     "full": "activations with full recomputation: each block's input, and one block without recomputation",

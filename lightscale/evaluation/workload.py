@@ -27,12 +27,10 @@ def activation_values(model: ModelConfig, layer: int, recompute: Recompute = "no
     mixer = mixer_class(model.layers[layer])
     weights = mixer.parameter_shapes(model, layer)
     projected = sum(shape[0] for name, shape in weights.items() if name.endswith(".weight") and "out_proj" not in name)
-    # Learnable angles: lightning attention applies them as it reads; LightNet is given angles, cosines and sines.
-    rotated = 3 * d if "lrpe.theta" in weights and mixer.operator == "lightnet" else 0
     # Outputs, and those behind norm and gate, which softmax attention has not.
     outputs = d if mixer.operator == "SDPA" else 2 * d
     # Gate and up, and their product.
-    return 4 * d + projected + 2 * d + rotated + outputs + (0 if recompute == "selective" else 3 * g)
+    return 4 * d + projected + 2 * d + outputs + (0 if recompute == "selective" else 3 * g)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,13 +8,15 @@ after the embedding.
 """
 
 import math
+from typing import Any
 
+import torch
 import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from lightscale.config import ModelConfig
-from lightscale.kernels.common.angles import Angles, phases_of
-from lightscale.kernels.lightnet import LightNetState, lightnet_attention, recurrent_step, state_dtype
+from lightscale.kernels.lightnet import Angles, LightNetState, lightnet_attention, recurrent_step, state_dtype
 from lightscale.models.context import Finish, SequenceContext
 from lightscale.models.mixer import GatedMixer, chunked_flops, incoming_state, projection_flops
 from lightscale.models.positions import lrpe_angles
@@ -30,6 +32,15 @@ class LightNet(GatedMixer):
     operator = "lightnet"
 
     shared = frozenset({"tpe"})
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, model: ModelConfig, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(config, layer_number, model, *args, **kwargs)
+        # Kept in fp32 in half-precision models: it is multiplied by positions.
+        wide = torch.promote_types(config.params_dtype, torch.float32)
+        theta = lrpe_angles(model.num_heads, model.head_width)[self.heads]
+        self.register_buffer("theta", theta.to(self.kv_proj.weight.device, wide), persistent=False)
 
     @staticmethod
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
@@ -47,26 +58,19 @@ class LightNet(GatedMixer):
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
         k, v = self._heads(self.kv_proj, x, 2)
-        finish = self._begin(k, v, self._phases(k, context), context)
+        finish = self._begin(k, v, Angles(self.theta, context.positions), context)
         (q,) = self._heads(self.q_proj, x)
         gate = self._gate(x)
         return self._gated_output(finish(F.silu(q)), gate)
 
-    def _phases(self, k: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
-        angles = lrpe_angles(self.model.num_heads, self.model.head_width)[self.heads]
-        wide = k.float() if k.dtype.itemsize < 4 else k
-        return phases_of(Angles(angles.to(wide), context.positions), wide.dtype)
-
-    def _begin(self, k: Tensor, v: Tensor, phases: tuple[Tensor, Tensor], context: SequenceContext) -> Finish:
+    def _begin(self, k: Tensor, v: Tensor, angles: Angles, context: SequenceContext) -> Finish:
         if context.exchange is not None:
-            return context.begin(LightNetScan, k, v, *phases, layer=self.state_name)
-        return lambda q: self._attend(q, k, v, phases, context)
+            return context.begin(LightNetScan, k, v, *angles, layer=self.state_name)
+        return lambda q: self._attend(q, k, v, angles, context)
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, phases: tuple[Tensor, Tensor], context: SequenceContext
-    ) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, context: SequenceContext) -> Tensor:
         if context.states is None:
-            o, _ = lightnet_attention(q, k, v, phases=phases, cu_seqlens=context.cu_seqlens)
+            o, _ = lightnet_attention(q, k, v, angles=angles, cu_seqlens=context.cu_seqlens)
             return o
         b, _, h, key_width = k.shape
         shapes = {"z": (b, h, key_width), "S": (b, h, 2 * key_width, v.size(3))}
@@ -74,15 +78,15 @@ class LightNet(GatedMixer):
         state = incoming_state(context, self.state_name, shapes, state_dtype(q.dtype), empty={"z": -math.inf})
         before = None if state is None else LightNetState(**state)
         if before is not None and q.size(1) == 1:
-            cos, sin = phases
-            o, after = recurrent_step(q[:, 0], k[:, 0], v[:, 0], before, (cos[:, 0], sin[:, 0]))
+            here = Angles(angles.theta, angles.positions[:, 0])
+            o, after = recurrent_step(q[:, 0], k[:, 0], v[:, 0], before, here)
             context.states[self.state_name] = after._asdict()
             return o[:, None]
         o, final = lightnet_attention(
             q,
             k,
             v,
-            phases=phases,
+            angles=angles,
             initial_state=before,
             output_final_state=True,
             cu_seqlens=context.cu_seqlens,

@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightscale.kernels.common.angles import Angles, phases_of
+from lightscale.kernels.common.angles import angles_of
 from lightscale.kernels.cross_entropy import linear_cross_entropy
 from lightscale.kernels.gla import gla
 from lightscale.kernels.glu import glu
 from lightscale.kernels.lightnet import LightNetState, StateCotangent, lightnet_attention
+from lightscale.kernels.lightning import lightning_attention
 from lightscale.kernels.norm import norm
 from lightscale.kernels.tpe import tpe_scan
 from lightscale.models.positions import lrpe_angles
@@ -25,7 +26,7 @@ LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 5e-3}
 # Not rounded results, but differences of rounded ones.
 DIFFERENCES = {"dz": 4.0}
 # Inputs without a gradient.
-FIXED = ("cos", "sin", "labels")
+FIXED = ("theta", "positions", "labels")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,32 +86,46 @@ def _gla(backend: str, cu_seqlens: Tensor | None, state: Tensor | None = None, *
     return {"o": o, "final": final}
 
 
+def _token_decay_draw(draw: Draw) -> dict[str, Tensor]:
+    """Decays from near 1 to far below it."""
+    inputs = draw.qkv()
+    return inputs | {"log_decay": F.logsigmoid(4 * draw.wide(*inputs["q"].shape[:3]) + 4)}
+
+
+def _token_decay(
+    backend: str, cu_seqlens: Tensor | None, state: Tensor | None = None, **inputs: Tensor
+) -> dict[str, Tensor]:
+    options: dict[str, Any] = {"backend": backend, "cu_seqlens": cu_seqlens, "initial_state": state}
+    o, final = lightning_attention(**inputs, **options, output_final_state=True)
+    assert final is not None
+    return {"o": o, "final": final}
+
+
 def _lightnet(
     backend: str,
     cu_seqlens: Tensor | None,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
+    theta: Tensor | None = None,
+    positions: Tensor | None = None,
     z: Tensor | None = None,
     S: Tensor | None = None,
     **inputs: Tensor,
 ) -> dict[str, Tensor]:
     state = None if z is None or S is None else LightNetState(z, S)
-    phases = None if cos is None or sin is None else (cos, sin)
-    options: dict[str, Any] = {"backend": backend, "cu_seqlens": cu_seqlens, "initial_state": state, "phases": phases}
+    angles = angles_of(theta, positions)
+    options: dict[str, Any] = {"backend": backend, "cu_seqlens": cu_seqlens, "initial_state": state, "angles": angles}
     o, final = lightnet_attention(**inputs, **options, output_final_state=True)
     assert final is not None
     return {"o": o, "final_z": final.z, "final_S": final.S}
 
 
-def _phases(draw: Draw) -> dict[str, Tensor]:
-    """Those of a model's first heads, shared by rows, from the second million of tokens on."""
+def _angles(draw: Draw) -> dict[str, Tensor]:
+    """Those of a model, from the second million of tokens on."""
     x = draw.shape
     positions = 2**20 + torch.arange(x.tokens, device=draw.device)
-    # The angles decide, not their number: heads share them, as strides of 0 are welcome.
-    angles = lrpe_angles(1, x.K).float().to(draw.device)
-    shared = phases_of(Angles(angles, positions[None]), torch.float32)
-    shape = (x.rows, x.tokens, x.heads, x.K)
-    return {name: phase.expand(shape) for name, phase in zip(("cos", "sin"), shared, strict=True)}
+    return {
+        "theta": lrpe_angles(x.heads, x.K).float().to(draw.device),
+        "positions": positions.repeat(x.rows, 1),
+    }
 
 
 def _lightnet_state(draw: Draw, halves: int) -> dict[str, Tensor]:
@@ -167,15 +182,18 @@ def _state(draw: Draw) -> dict[str, Tensor]:
 
 
 MIXERS = {
+    "lightning by token": Operator(
+        draw=_token_decay_draw, form=_token_decay, state=_state, by_token=("q", "k", "v", "log_decay", "o")
+    ),
     "gla": Operator(draw=_gla_draw, form=_gla, state=_state, by_token=("q", "k", "v", "log_decay", "o")),
     "lightnet": Operator(
         draw=Draw.qkv, form=_lightnet, state=lambda draw: _lightnet_state(draw, 1), by_token=("q", "k", "v", "o")
     ),
     "lightnet with LRPE": Operator(
-        draw=lambda draw: draw.qkv() | _phases(draw),
+        draw=lambda draw: draw.qkv() | _angles(draw),
         form=_lightnet,
         state=lambda draw: _lightnet_state(draw, 2),
-        by_token=("q", "k", "v", "cos", "sin", "o"),
+        by_token=("q", "k", "v", "positions", "o"),
     ),
 }
 OPERATORS = MIXERS | {
@@ -246,7 +264,8 @@ def pieces(
     name: str, forms: Any, inputs: dict[str, Tensor], cu_seqlens: Tensor, *, exact: bool = False
 ) -> dict[str, Tensor]:
     """What a sequence rank computes by ``forms``: its own state, its outputs, and the gradients both ways."""
-    x = {key: y.double() if exact else y for key, y in inputs.items()}
+    x = {key: y.double() if exact and y.is_floating_point() else y for key, y in inputs.items()}
+    learned = {"with_decay": True} if name.startswith("lightning") else {}
     generator = torch.Generator(cu_seqlens.device).manual_seed(7)
 
     def cotangent(like: Tensor) -> Tensor:
@@ -257,12 +276,12 @@ def pieces(
         of_state, of_row = (x["x"], x["log_decay"]), (x["x"], x["log_decay"], x["gamma"])
         dy, dend = cotangent(x["x"]), cotangent(x["state"])
         state, own = x["state"], forms.state_bwd(dy, *of_row[1:], cu_seqlens)
-    elif name == "gla":
+    elif name in ("gla", "lightning by token"):
         of_state, of_row = (x["k"], x["v"], x["log_decay"]), (x["q"], x["k"], x["v"], x["log_decay"])
         dy, dend = cotangent(x["v"]), cotangent(x["state"])
         state, own = x["state"], forms.state_bwd(x["q"], dy, x["log_decay"], cu_seqlens)
     else:
-        of_row = (x["q"], x["k"], x["v"], (x["cos"], x["sin"]) if "cos" in x else None)
+        of_row = (x["q"], x["k"], x["v"], angles_of(x.get("theta"), x.get("positions")))
         of_state, state = of_row[1:], LightNetState(x["z"], x["S"])
         dy, dend = cotangent(x["v"]), StateCotangent(cotangent(x["S"]), cotangent(x["z"]))
         own = forms.state_bwd(*of_row, dy, state, cu_seqlens)
@@ -270,7 +289,7 @@ def pieces(
         "local": forms.state_fwd(*of_state, cu_seqlens)[0],
         "out": forms.out_fwd(*of_row, state, cu_seqlens),
         "own": own,
-        "gradient": forms.grad_bwd(*of_row, dy, state, dend, cu_seqlens),
+        "gradient": forms.grad_bwd(*of_row, dy, state, dend, cu_seqlens, **learned),
     }
     return {key: y for group, found in groups.items() for key, y in _flat(group, found)}
 

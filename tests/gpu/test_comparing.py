@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightscale.kernels import gla, lightnet, tpe
+from lightscale.kernels import gla, lightnet, lightning, tpe
 from lightscale.kernels.gla import chunked as gla_chunked
 from lightscale.kernels.lightnet import chunked as lightnet_chunked
+from lightscale.kernels.lightning import token_decays
 from lightscale.kernels.tpe import chunked as tpe_chunked
 
 operators = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("operators.py"))))
@@ -55,7 +56,9 @@ def test_the_last_document_by_itself(name: str) -> None:
 @pytest.mark.parametrize("name", [*operators.MIXERS, "tpe"])
 def test_pieces(name: str) -> None:
     inputs = operators.draw(name, shape(name), FULL, "cpu", with_state=True)
-    module, chunked = {"gla": (gla, gla_chunked), "tpe": (tpe, tpe_chunked)}.get(name, (lightnet, lightnet_chunked))
+    module, chunked = {
+        "gla": (gla, gla_chunked), "tpe": (tpe, tpe_chunked), "lightning by token": (lightning, token_decays),
+    }.get(name, (lightnet, lightnet_chunked))  # fmt: skip
     cut = torch.tensor([0, 15, 20, 40])
     ratios = operators.errors(
         operators.pieces(name, module, inputs, cut), operators.pieces(name, chunked, inputs, cut, exact=True)

@@ -1,7 +1,7 @@
 """Every operator's Triton kernels on the device against fp64, outputs and gradients: `make gpu-check`.
 
 Widths are those of the shipped sizes and odd ones; lengths go to a million tokens, tensors beyond 2^31 elements.
-Lightning attention has a module of its own.
+Lightning attention with decays of heads has a module of its own.
 """
 
 import runpy
@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightscale.kernels import cross_entropy, gla, glu, lightnet, norm, tpe
+from lightscale.kernels import cross_entropy, gla, glu, lightnet, lightning, norm, tpe
 from lightscale.kernels.gla import chunked as gla_chunked
 from lightscale.kernels.lightnet import chunked as lightnet_chunked
+from lightscale.kernels.lightning import token_decays
 from lightscale.kernels.tpe import chunked as tpe_chunked
 
 pytestmark = [
@@ -26,8 +27,14 @@ pytestmark = [
 ]
 operators = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("operators.py"))))
 Shape, LIMITS = operators.Shape, operators.LIMITS
-MODULES = {"gla": gla, "lightnet": lightnet, "tpe": tpe, "norm": norm, "glu": glu, "cross entropy": cross_entropy}
-PIECES = {"gla": (gla, gla_chunked), "lightnet": (lightnet, lightnet_chunked), "tpe": (tpe, tpe_chunked)}
+MODULES = {
+    "gla": gla, "lightnet": lightnet, "lightning": lightning, "tpe": tpe, "norm": norm, "glu": glu,
+    "cross entropy": cross_entropy,
+}  # fmt: skip
+PIECES = {
+    "gla": (gla, gla_chunked), "lightnet": (lightnet, lightnet_chunked), "lightning": (lightning, token_decays),
+    "tpe": (tpe, tpe_chunked),
+}  # fmt: skip
 HALF, FULL = torch.bfloat16, torch.float32
 
 # Each shape compiles kernels anew, so not every width is tried in every dtype.

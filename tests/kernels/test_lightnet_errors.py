@@ -7,11 +7,15 @@ import torch
 from torch import Tensor
 
 from lightscale.errors import UserError
-from lightscale.kernels.lightnet import LightNetState, lightnet_attention, lightnet_noncausal
+from lightscale.kernels.lightnet import Angles, LightNetState, lightnet_attention, lightnet_noncausal
 
 
 def one(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.ones(shape, dtype=dtype)
+
+
+def angles(theta: Tensor, positions: Tensor | None = None) -> Angles:
+    return Angles(theta, torch.arange(10).repeat(2, 1) if positions is None else positions)
 
 
 INPUTS = [
@@ -21,13 +25,10 @@ INPUTS = [
     ({"v": one(2, 10, 3, 8, dtype=torch.float64)}, r"one dtype, got torch.float32"),
     (dict.fromkeys("qkv", one(2, 10, 3, 8, dtype=torch.int64)), r"must be fp16, bf16, fp32 or fp64"),
     ({"k": one(2, 10, 3, 8).to("meta")}, r"k is on meta, but q is on cpu"),
-    ({"phases": (one(2, 10, 3, 8),)}, r"phases must be the pair \(cos, sin\), got 1"),
-    ({"phases": (one(2, 10, 3, 8), one(2, 10, 8))}, r"sin must be \(B, T, H, K\) = \(2, 10, 3, 8\), got \(2, 10, 8\)"),
-    ({"phases": (one(2, 10, 3, 8).half(), one(2, 10, 3, 8))}, r"cos must be torch.float32 for inputs of torch.float32"),
-    (
-        {"phases": (one(2, 10, 3, 8).requires_grad_(), one(2, 10, 3, 8))},
-        r"cos requires a gradient, .* angles are fixed",
-    ),
+    ({"angles": angles(one(3, 9))}, r"angles.theta must be \(H, K\) = \(3, 8\) in fp32 or fp64, got shape \(3, 9\)"),
+    ({"angles": angles(one(3, 8).half())}, r"angles.theta must be .* got shape \(3, 8\), torch.float16"),
+    ({"angles": angles(one(3, 8), one(2, 10))}, r"angles.positions must be \(B, T\) = \(2, 10\) in int64"),
+    ({"angles": angles(one(3, 8).requires_grad_())}, r"theta requires a gradient, .* angles are fixed"),
     ({"cu_seqlens": torch.tensor([[0, 10, 20]])}, r"cu_seqlens must be a non-empty 1-D int32 or int64"),
     ({"cu_seqlens": torch.tensor([0, 10, 19])}, r"end with B·T = 2·10 = 20, got 0 and 19"),
     ({"cu_seqlens": torch.tensor([0, 7, 20])}, r"every row start, .* lacks 10"),
@@ -48,7 +49,7 @@ def state(z: Tensor, S: Tensor) -> dict[str, Any]:
             r"S must be \(B, H, K, V\) = \(2, 3, 8, 8\), got shape \(2, 3, 16, 8\)",
         ),
         (
-            {"phases": (one(2, 10, 3, 8),) * 2} | state(one(2, 3, 8), one(2, 3, 8, 8)),
+            {"angles": angles(one(3, 8))} | state(one(2, 3, 8), one(2, 3, 8, 8)),
             r"S must be \(B, H, 2K, V\) = \(2, 3, 16, 8\), got shape \(2, 3, 8, 8\)",
         ),
         (state(one(2, 3, 8).bfloat16(), one(2, 3, 8, 8)), r"initial_state's z must be torch.float32"),

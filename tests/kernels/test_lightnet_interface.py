@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightscale.kernels.common.angles import features, phases_of
 from lightscale.kernels.lightnet import (
+    Angles,
     LightNetState,
     StateCotangent,
     carried_cotangent,
@@ -39,8 +41,8 @@ def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def inputs(
     rows: int, tokens: int, key_width: int, value_width: int, *, heads: int = 2, dtype: torch.dtype = torch.float64
-) -> tuple[Leaves, tuple[Tensor, Tensor]]:
-    """q, k, v in ``dtype``, the state's z and S and the phases in the dtype of states."""
+) -> tuple[Leaves, Angles]:
+    """q, k, v in ``dtype``, the state's z and S and the angles in the dtype of states."""
     wide = WIDE.get(dtype, dtype)
     leaves = {
         "q": draw(rows, tokens, heads, key_width, seed=1, dtype=dtype),
@@ -49,18 +51,16 @@ def inputs(
         "z": draw(rows, heads, key_width, seed=4, dtype=wide),
         "S": draw(rows, heads, 2 * key_width, value_width, seed=5, dtype=wide),
     }
-    angles = 6 * draw(rows, tokens, heads, key_width, seed=6, dtype=wide)
-    return leaves, (angles.cos(), angles.sin())
+    theta = 2 * draw(heads, key_width, seed=6, dtype=wide)
+    return leaves, Angles(theta, (torch.arange(tokens) + 10).repeat(rows, 1))
 
 
-def run(
-    leaves: Leaves, phases: tuple[Tensor, Tensor], *, rounded_as: Leaves | None = None, **options: Any
-) -> dict[str, Tensor]:
+def run(leaves: Leaves, angles: Angles, *, rounded_as: Leaves | None = None, **options: Any) -> dict[str, Tensor]:
     """Outputs, final state and every gradient for fixed cotangents, rounded as the results of another run."""
     x = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
     state = LightNetState(x["z"], x["S"])
     qkv = (x["q"], x["k"], x["v"])
-    o, final = lightnet_attention(*qkv, phases=phases, initial_state=state, output_final_state=True, **options)
+    o, final = lightnet_attention(*qkv, angles=angles, initial_state=state, output_final_state=True, **options)
     assert final is not None
     results = {"o": o, "z": final.z, "S": final.S}
     cotangents = [
@@ -77,39 +77,39 @@ def run(
 @pytest.mark.parametrize("starts", [[0, 500, 1000], [0, 64, 333, 500, 501, 600, 1000]], ids=["whole", "documents"])
 def test_lower_precision(dtype: torch.dtype, tolerance: float, starts: list[int]) -> None:
     """Outputs and gradients have the inputs' dtype, states and their gradients are fp32."""
-    leaves, phases = inputs(2, 500, 16, 24, dtype=dtype)
+    leaves, angles = inputs(2, 500, 16, 24, dtype=dtype)
     cu_seqlens = torch.tensor(starts)
-    results = run(leaves, phases, cu_seqlens=cu_seqlens)
+    results = run(leaves, angles, cu_seqlens=cu_seqlens)
     assert {results[n].dtype for n in ("o", "dq", "dk", "dv")} == {dtype}
     assert {results[n].dtype for n in ("z", "S", "dz", "dS")} == {torch.float32}
     wide = {n: x.double() for n, x in leaves.items()}
     options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "backend": "reference", "rounded_as": results}
-    expected = run(wide, (phases[0].double(), phases[1].double()), **options)
+    expected = run(wide, Angles(angles.theta.double(), angles.positions), **options)
     errors = {n: error(results[n], expected[n]) for n in expected}
     assert max(errors.values()) < tolerance, errors
 
 
 def test_reference_backend_takes_half_precision() -> None:
-    leaves, phases = inputs(2, 70, 8, 12, dtype=torch.bfloat16)
+    leaves, angles = inputs(2, 70, 8, 12, dtype=torch.bfloat16)
     cu_seqlens = torch.tensor([0, 10, 70, 134, 140])
-    actual = run(leaves, phases, cu_seqlens=cu_seqlens, backend="reference")
-    expected = run(leaves, phases, cu_seqlens=cu_seqlens, backend="chunked")
+    actual = run(leaves, angles, cu_seqlens=cu_seqlens, backend="reference")
+    expected = run(leaves, angles, cu_seqlens=cu_seqlens, backend="chunked")
     assert {n: x.dtype for n, x in actual.items()} == {n: x.dtype for n, x in expected.items()}
     assert max(error(actual[n], expected[n]) for n in expected) < 5e-3
-    automatic = run(leaves, phases, cu_seqlens=cu_seqlens)
+    automatic = run(leaves, angles, cu_seqlens=cu_seqlens)
     assert all(torch.equal(x, expected[n]) for n, x in automatic.items())
 
 
 @pytest.mark.parametrize("starts", [[0, 6], [0, 2, 4, 6]], ids=["whole", "documents"])
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 def test_finite_differences(starts: list[int], scale: float) -> None:
-    leaves, phases = inputs(1, 6, 2, 3)
+    leaves, angles = inputs(1, 6, 2, 3)
     leaves["k"] = scale * leaves["k"]
 
     def operator(*x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         o, state = lightnet_attention(
             *x[:3],
-            phases=phases,
+            angles=angles,
             initial_state=LightNetState(*x[3:]),
             output_final_state=True,
             cu_seqlens=torch.tensor(starts),
@@ -124,7 +124,7 @@ def test_finite_differences(starts: list[int], scale: float) -> None:
 @pytest.mark.parametrize("used", ["o", "z", "S"])
 def test_one_result_is_enough_for_the_backward(used: str) -> None:
     """A loss of the outputs, of the final z or of the final S alone, with cotangents that autograd expands."""
-    leaves, phases = inputs(2, 70, 8, 6)
+    leaves, angles = inputs(2, 70, 8, 6)
     gradients = []
     for backend in ("chunked", "reference"):
         x = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
@@ -132,7 +132,7 @@ def test_one_result_is_enough_for_the_backward(used: str) -> None:
             x["q"],
             x["k"],
             x["v"],
-            phases=phases,
+            angles=angles,
             initial_state=LightNetState(x["z"], x["S"]),
             output_final_state=True,
             backend=backend,
@@ -148,10 +148,10 @@ def test_one_result_is_enough_for_the_backward(used: str) -> None:
 
 @pytest.mark.parametrize(("rows", "heads"), [(1, 1), (2, 3)])
 def test_strided_inputs_are_read_and_left_alone(rows: int, heads: int) -> None:
-    """Slices of one projection, head-major tensors, and phases that heads share by a stride of 0."""
-    leaves, (cos, sin) = inputs(rows, 50, 8, 8, heads=heads)
-    shared = (cos[:, :, :1].expand(-1, -1, heads, -1), sin[:, :, :1].expand(-1, -1, heads, -1))
-    expected = run(leaves, (shared[0].contiguous(), shared[1].contiguous()))
+    """Slices of one projection, head-major tensors, and angles that heads and rows share by strides of 0."""
+    leaves, (theta, positions) = inputs(rows, 50, 8, 8, heads=heads)
+    shared = Angles(theta[:1].expand(heads, -1), positions[:1].expand(rows, -1))
+    expected = run(leaves, Angles(shared.theta.contiguous(), shared.positions.contiguous()))
     packed = torch.cat([leaves[n] for n in "qkv"], dim=-1)
     copy = packed.clone()
     sliced = leaves | dict(zip("qkv", packed.split(8, dim=-1), strict=True))
@@ -179,19 +179,20 @@ def test_z_does_not_drift() -> None:
 
 
 def test_step_by_step_equals_recurrence() -> None:
-    leaves, (cos, sin) = inputs(2, 70, 8, 12)
+    leaves, angles = inputs(2, 70, 8, 12)
     leaves["k"] = 10 * leaves["k"]
     x = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
     state = LightNetState(x["z"], x["S"])
     outputs = []
     for t in range(70):
-        o, state = recurrent_step(x["q"][:, t], x["k"][:, t], x["v"][:, t], state, (cos[:, t], sin[:, t]))
+        here = Angles(angles.theta, angles.positions[:, t])
+        o, state = recurrent_step(x["q"][:, t], x["k"][:, t], x["v"][:, t], state, here)
         outputs.append(o)
     results = {"o": torch.stack(outputs, 1), "z": state.z, "S": state.S}
     cotangents = [draw(*y.shape, seed=i + 10) for i, y in enumerate(results.values())]
     gradients = torch.autograd.grad(list(results.values()), list(x.values()), cotangents)
     actual = results | {f"d{n}": g for n, g in zip(x, gradients, strict=True)}
-    expected = run(leaves, (cos, sin), backend="reference")
+    expected = run(leaves, angles, backend="reference")
     assert max(error(actual[n].detach(), expected[n]) for n in expected) < 1e-10
 
 
@@ -205,21 +206,21 @@ def test_steps_begin_with_nothing_and_keep_their_dtypes() -> None:
 
 
 def test_autocast_does_not_touch_the_states() -> None:
-    leaves, phases = inputs(1, 100, 16, 16, dtype=torch.float32)
-    expected, local = run(leaves, phases), state_fwd(leaves["k"], leaves["v"], phases)[0]
-    average = lightnet_noncausal(leaves["q"], leaves["k"], leaves["v"], phases=phases)
+    leaves, angles = inputs(1, 100, 16, 16, dtype=torch.float32)
+    expected, local = run(leaves, angles), state_fwd(leaves["k"], leaves["v"], angles)[0]
+    average = lightnet_noncausal(leaves["q"], leaves["k"], leaves["v"], angles=angles)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        actual = run(leaves, phases)
+        actual = run(leaves, angles)
         assert all(torch.equal(actual[n], expected[n]) for n in expected)
-        assert torch.equal(state_fwd(leaves["k"], leaves["v"], phases)[0].S, local.S)
-        assert torch.equal(lightnet_noncausal(leaves["q"], leaves["k"], leaves["v"], phases=phases), average)
+        assert torch.equal(state_fwd(leaves["k"], leaves["v"], angles)[0].S, local.S)
+        assert torch.equal(lightnet_noncausal(leaves["q"], leaves["k"], leaves["v"], angles=angles), average)
         q, k, v = (leaves[n][:, 0] for n in "qkv")
         _, state = recurrent_step(q, k, v, LightNetState(leaves["z"], leaves["S"][:, :, :16]))
         assert state.S.dtype == torch.float32
 
 
 def test_only_the_inputs_and_the_final_state_are_saved_for_backward() -> None:
-    leaves, phases = inputs(1, 300, 8, 8)
+    leaves, angles = inputs(1, 300, 8, 8)
     q, k, v = (leaves[n].requires_grad_() for n in "qkv")
     saved: list[int] = []
 
@@ -228,9 +229,9 @@ def test_only_the_inputs_and_the_final_state_are_saved_for_backward() -> None:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        _, state = lightnet_attention(q, k, v, phases=phases)
+        _, state = lightnet_attention(q, k, v, angles=angles)
     assert state is None  # nobody asked for it
-    assert sum(saved) == 5 * q.numel() + leaves["z"].numel() + leaves["S"].numel()
+    assert sum(saved) == 3 * q.numel() + 2 * 8 + 300 + leaves["z"].numel() + leaves["S"].numel()
 
 
 def random_state(seed: int, *, holes: bool = False) -> LightNetState:
@@ -298,10 +299,11 @@ def test_plain_and_carried_cotangents_are_inverse() -> None:
 
 
 def test_noncausal_equals_a_softmax_per_document() -> None:
-    leaves, (cos, sin) = inputs(2, 50, 6, 8)
+    leaves, angles = inputs(2, 50, 6, 8)
+    cos, sin = phases_of(angles, torch.float64)
     starts = [0, 20, 21, 50, 100]
     x = [leaves[n].detach().requires_grad_() for n in "qkv"]
-    o = lightnet_noncausal(*x, phases=(cos, sin), cu_seqlens=torch.tensor(starts))
+    o = lightnet_noncausal(*x, angles=angles, cu_seqlens=torch.tensor(starts))
     pieces = []
     flat = [y.flatten(0, 1) for y in (*x, cos, sin)]
     for begin, end in pairwise(starts):
@@ -319,13 +321,13 @@ def test_noncausal_equals_a_softmax_per_document() -> None:
 
 
 def test_noncausal_reads_the_final_state_of_the_causal_form() -> None:
-    leaves, phases = inputs(2, 130, 6, 8, dtype=torch.float32)
+    leaves, angles = inputs(2, 130, 6, 8, dtype=torch.float32)
     q, k, v = leaves["q"], 80 * leaves["k"].sign(), leaves["v"]
-    _, state = lightnet_attention(q, k, v, phases=phases, output_final_state=True)
+    _, state = lightnet_attention(q, k, v, angles=angles, output_final_state=True)
     assert state is not None
-    queries = torch.cat([q * phases[0], q * phases[1]], dim=-1)
+    queries = features(q, phases_of(angles, torch.float32))
     expected = torch.einsum("bthr,bhrv->bthv", queries, state.S)
-    assert error(lightnet_noncausal(q, k, v, phases=phases), expected) < 1e-5
+    assert error(lightnet_noncausal(q, k, v, angles=angles), expected) < 1e-5
 
 
 def test_noncausal_of_padding_is_zero() -> None:

@@ -20,8 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 from lightscale.errors import UserError
 from lightscale.kernels import lightnet
+from lightscale.kernels.common.angles import angles_of
 from lightscale.kernels.common.backends import set_default_backend
 from lightscale.kernels.lightnet import (
+    Angles,
     LightNetState,
     StateCotangent,
     chunked,
@@ -86,7 +88,7 @@ def draw(
     *,
     heads: int = 1,
     scale: float = 1.0,
-    phases: bool = True,
+    angles: bool = True,
     state: bool = True,
 ) -> Tensors:
     """Inputs and cotangents of one call, fp64; keys ~ N(0, scale²)."""
@@ -96,8 +98,7 @@ def draw(
         # Rounded, so that fp32 and fp64 compute the same.
         return torch.randn(shape, generator=generator).double()
 
-    angles = 6 * normal(rows, tokens, heads, K)
-    R = 2 * K if phases else K
+    R = 2 * K if angles else K
     inputs = {
         "q": normal(rows, tokens, heads, K),
         "k": scale * normal(rows, tokens, heads, K),
@@ -106,25 +107,32 @@ def draw(
         "dz": normal(rows, heads, K),
         "dS": normal(rows, heads, R, V),
     }
-    if phases:
-        inputs |= {"cos": angles.cos().float().double(), "sin": angles.sin().float().double()}
+    if angles:
+        # In a document's middle, as rows are.
+        inputs |= {"theta": 2 * normal(heads, K), "positions": (torch.arange(tokens) + 1000).repeat(rows, 1)}
     if state:
         inputs |= {"z": 2 * normal(rows, heads, K), "S": normal(rows, heads, R, V)}
     return inputs
 
 
+def cast(inputs: Tensors, dtype: torch.dtype) -> Tensors:
+    """Copies without a gradient; positions stay what they are."""
+    return {name: x if name == "positions" else x.detach().to(dtype) for name, x in inputs.items()}
+
+
+def angles_in(x: Tensors) -> Angles | None:
+    return angles_of(x.get("theta"), x.get("positions"))
+
+
 def run(inputs: Tensors, cu_seqlens: Tensor | None, backend: str) -> Tensors:
     """Outputs, final state and all gradients; fp32 by Triton, fp64 by the reference."""
-    x = {
-        name: tensor.detach().to(torch.float32 if backend == "triton" else torch.float64)
-        for name, tensor in inputs.items()
-    }
+    x = cast(inputs, torch.float32 if backend == "triton" else torch.float64)
     leaves = {name: x[name].requires_grad_() for name in LEAVES if name in x}
     o, state = lightnet_attention(
         x["q"],
         x["k"],
         x["v"],
-        phases=(x["cos"], x["sin"]) if "cos" in x else None,
+        angles=angles_in(x),
         initial_state=LightNetState(x["z"], x["S"]) if "z" in x else None,
         cu_seqlens=cu_seqlens,
         output_final_state=True,
@@ -142,11 +150,11 @@ def compare(inputs: Tensors, cu_seqlens: Tensor | None = None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "phases", "state"),
+    ("tokens", "angles", "state"),
     [(0, True, True), (1, False, True), (15, True, False), (63, False, False), (65, True, True), (150, False, True)],
 )
-def test_any_length(tokens: int, phases: bool, state: bool) -> None:
-    compare(draw(1, tokens, 16, 24, phases=phases, state=state))
+def test_any_length(tokens: int, angles: bool, state: bool) -> None:
+    compare(draw(1, tokens, 16, 24, angles=angles, state=state))
 
 
 @pytest.mark.parametrize("widths", [(60, 24), (80, 16), (16, 100)], ids=lambda w: f"{w[0]}x{w[1]}")
@@ -170,13 +178,13 @@ def test_documents(starts: list[list[int]], span: int, chunks_per_span: Callable
     """Chunks have 32 tokens here, and a span one chunk."""
     if span:
         chunks_per_span(span)
-    compare(draw(1, 70, 12, 16, phases=not span), boundaries(starts, 70))
+    compare(draw(1, 70, 12, 16, angles=not span), boundaries(starts, 70))
 
 
 @pytest.mark.usefixtures("small_tiles")
 def test_rows_and_heads() -> None:
     """Documents differ from row to row."""
-    compare(draw(2, 40, 8, 12, heads=2, phases=False), boundaries([[20], [32, 33]], 40))
+    compare(draw(2, 40, 8, 12, heads=2, angles=False), boundaries([[20], [32, 33]], 40))
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -221,7 +229,7 @@ SELDOM = ("N(0, 30²)", "from -80 to 80 at a chunk's last token", "from 80 to -8
 )
 def test_extreme_keys(change: Callable[[Tensor], Tensor], level: float, starts: list[list[int]] | None) -> None:
     """Two chunks, the second one with a state of this level or of the keys of the first."""
-    inputs = draw(1, 44, 12, 12, phases=starts is None)
+    inputs = draw(1, 44, 12, 12, angles=starts is None)
     inputs["k"], inputs["z"] = change(inputs["k"]).float().double(), inputs["z"] + level
     cu_seqlens = None if starts is None else boundaries(starts, 44)
     actual, expected = run(inputs, cu_seqlens, "triton"), run(inputs, cu_seqlens, "reference")
@@ -300,13 +308,13 @@ def test_half_precision_is_converted_where_it_should_be(monkeypatch: pytest.Monk
     inputs = {
         name: x.half().double() if name in ("q", "k", "v", "do") else x for name, x in draw(1, 50, 16, 16).items()
     }
-    x = {name: t.half() if name in ("q", "k", "v", "do") else t.float() for name, t in inputs.items()}
+    x = cast(inputs, torch.float32) | {name: inputs[name].half() for name in ("q", "k", "v", "do")}
     leaves = [x[name].requires_grad_() for name in LEAVES]
     o, state = lightnet_attention(
         x["q"],
         x["k"],
         x["v"],
-        phases=(x["cos"], x["sin"]),
+        angles=angles_in(x),
         initial_state=LightNetState(x["z"], x["S"]),
         output_final_state=True,
         backend="triton",
@@ -327,22 +335,29 @@ def test_half_precision_is_converted_where_it_should_be(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("small_tiles")
+def test_angles_are_exact_at_a_million_tokens() -> None:
+    """A product of fp32 numbers would be off by 0.03 rad there."""
+    inputs = draw(1, 20, 12, 12)
+    inputs["positions"] += 1_000_003
+    compare(inputs)
+
+
+@pytest.mark.usefixtures("small_tiles")
 def test_strided_inputs() -> None:
-    """Heads first in memory, a slice of a wider projection, every second value, phases that heads share."""
+    """Heads first in memory, a slice of a wider projection, every second value, angles that heads and rows share."""
     inputs = draw(2, 20, 16, 16, heads=2)
-    for name in ("cos", "sin"):
-        inputs[name] = inputs[name][:, :, :1].expand(-1, -1, 2, -1)
-    q, k, v, cos, sin = (inputs[name].float() for name in ("q", "k", "v", "cos", "sin"))
+    inputs["theta"] = inputs["theta"][:1].expand(2, -1)
+    q, k, v, theta = (inputs[name].float() for name in ("q", "k", "v", "theta"))
     strided = [
         q.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_(),
         torch.cat([k, torch.full_like(k, torch.nan)], -1)[..., :16].requires_grad_(),
         v.repeat_interleave(2, -1)[..., ::2].requires_grad_(),
     ]
-    phases = (cos[:, :, :1].contiguous().expand(-1, -1, 2, -1), sin[:, :, :1].contiguous().expand(-1, -1, 2, -1))
-    o, _ = lightnet_attention(*strided, phases=phases, backend="triton")
+    angles = Angles(theta[:1].expand(2, -1), inputs["positions"][:1].expand(2, -1))
+    o, _ = lightnet_attention(*strided, angles=angles, backend="triton")
     do = torch.ones(1).expand_as(o)
     gradients = torch.autograd.grad(o, strided, do)
-    plain = {name: inputs[name] for name in ("q", "k", "v", "cos", "sin")}
+    plain = {name: inputs[name] for name in ("q", "k", "v", "theta", "positions")}
     plain |= {"do": torch.ones_like(inputs["do"]), "dz": 0 * inputs["dz"], "dS": 0 * inputs["dS"]}
     expected = run(plain, None, "reference")
     for name, x in zip(("o", "dq", "dk", "dv"), (o.detach(), *gradients), strict=True):
@@ -364,21 +379,21 @@ def test_z_does_not_drift(span: int, chunks_per_span: Callable[[int], None]) -> 
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(
-    ("phases", "starts"),
+    ("angles", "starts"),
     [
         pytest.param(True, [[20], []], id="lrpe, documents"),
         pytest.param(False, None, id="plain, whole", marks=pytest.mark.long),
     ],
 )
-def test_pieces(phases: bool, starts: list[list[int]] | None) -> None:
+def test_pieces(angles: bool, starts: list[list[int]] | None) -> None:
     """What sequence parallelism calls, against the chunked form in fp64; with and without a state and a cotangent."""
-    inputs = draw(2, 36, 12, 16, phases=phases)
+    inputs = draw(2, 36, 12, 16, angles=angles)
     cu_seqlens = None if starts is None else boundaries(starts, 36)
 
     def pieces(module: Any, dtype: torch.dtype) -> list[Tensor]:
-        x = {name: tensor.to(dtype) for name, tensor in inputs.items()}
+        x = cast(inputs, dtype)
         q, k, v, do = (x[name] for name in ("q", "k", "v", "do"))
-        angles = (x["cos"], x["sin"]) if phases else None
+        angles = angles_in(x)
         state, cotangent = LightNetState(x["z"], x["S"]), StateCotangent(x["dS"], x["dz"])
         local, through = module.state_fwd(k, v, angles, cu_seqlens)
         o, end = module.out_fwd(q, k, v, angles, state, cu_seqlens)
@@ -399,26 +414,26 @@ def test_pieces(phases: bool, starts: list[list[int]] | None) -> None:
 
 def test_pieces_of_an_empty_row() -> None:
     k = torch.ones(2, 0, 3, 4)
-    local, through = triton.state_fwd(k, k, (k, k), torch.tensor([0]))
+    local, through = triton.state_fwd(k, k, Angles(torch.ones(3, 4), torch.ones(2, 0).long()), torch.tensor([0]))
     assert (local.z == -torch.inf).all() and local.S.shape == (2, 3, 8, 4) and not local.S.any()
     assert torch.equal(through, torch.ones(2))
     own = triton.state_bwd(k, k, k, None, k, None)
     assert not own.U.any() and not own.R.any() and own.U.shape == (2, 3, 4, 4)
 
 
-@pytest.mark.parametrize("phases", [True, False], ids=["lrpe", "plain"])
-def test_recurrent_step(phases: bool) -> None:
-    inputs = draw(2, 1, 24, 40, heads=2, phases=phases)
+@pytest.mark.parametrize("angles", [True, False], ids=["lrpe", "plain"])
+def test_recurrent_step(angles: bool) -> None:
+    inputs = draw(2, 1, 24, 40, heads=2, angles=angles)
     inputs["z"][0, 0], inputs["z"][1, 1, :3] = -torch.inf, 90.0
     inputs["S"][0, 0] = torch.nan  # what is empty may hold anything
     inputs["k"][0, 0, 0, 5] = -torch.inf
     inputs["k"][1, 0, 0] += 90
 
     def step(module: Any, dtype: torch.dtype) -> list[Tensor]:
-        x = {name: tensor.to(dtype) for name, tensor in inputs.items()}
+        x = cast(inputs, dtype)
         q, k, v = (x[name][:, 0] for name in ("q", "k", "v"))
-        angles = (x["cos"][:, 0], x["sin"][:, 0]) if phases else None
-        o, after = module.recurrent_step(q, k, v, LightNetState(x["z"], x["S"]), angles)
+        here = Angles(x["theta"], x["positions"][:, 0]) if angles else None
+        o, after = module.recurrent_step(q, k, v, LightNetState(x["z"], x["S"]), here)
         return [o, *after]
 
     for found, right in zip(step(triton, torch.float32), step(chunked, torch.float64), strict=True):
@@ -426,8 +441,7 @@ def test_recurrent_step(phases: bool) -> None:
 
 
 def small_call() -> tuple[list[Tensor], Callable[..., Tensor]]:
-    inputs = {name: x.float() for name, x in draw(1, 20, 16, 16).items()}
-    phases = (inputs["cos"], inputs["sin"])
+    inputs = cast(draw(1, 20, 16, 16), torch.float32)
     leaves = [inputs[name].requires_grad_() for name in LEAVES]
 
     def call(q: Tensor, k: Tensor, v: Tensor, z: Tensor, S: Tensor) -> Tensor:
@@ -435,7 +449,7 @@ def small_call() -> tuple[list[Tensor], Callable[..., Tensor]]:
             q,
             k,
             v.sigmoid(),
-            phases=phases,
+            angles=angles_in(inputs),
             initial_state=LightNetState(z, S),
             output_final_state=True,
             backend="triton",
@@ -468,20 +482,20 @@ def test_torch_compile_gives_the_same() -> None:
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(
-    "phases", [True, pytest.param(False, marks=pytest.mark.long)], ids=["with all", "with nothing optional"]
+    "angles", [True, pytest.param(False, marks=pytest.mark.long)], ids=["with all", "with nothing optional"]
 )
-def test_registration(phases: bool) -> None:
+def test_registration(angles: bool) -> None:
     """Torch's own checks: what is declared of shapes, dtypes, aliases and gradients is true."""
-    inputs = {name: x.float() for name, x in draw(1, 5, 16, 16, phases=phases, state=phases).items()}
+    inputs = cast(draw(1, 5, 16, 16, angles=angles, state=angles), torch.float32)
     q, k, v, do = (inputs[name] for name in ("q", "k", "v", "do"))
-    cos, sin, z, S = (inputs.get(name) for name in ("cos", "sin", "z", "S"))
+    theta, positions, z, S = (inputs.get(name) for name in ("theta", "positions", "z", "S"))
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(triton._state_fwd, (k, v, cos, sin, None), test_utils=tests)
-    torch.library.opcheck(triton._state_bwd, (q, k, v, cos, sin, do, z, S, None), test_utils=tests)
-    cotangent = (inputs["dS"], inputs["dz"]) if phases else (None, None)
-    torch.library.opcheck(triton._gradients, (q, k, v, cos, sin, do, z, S, *cotangent, None), test_utils=tests)
+    torch.library.opcheck(triton._state_fwd, (k, v, theta, positions, None), test_utils=tests)
+    torch.library.opcheck(triton._state_bwd, (q, k, v, theta, positions, do, z, S, None), test_utils=tests)
+    cotangent = (inputs["dS"], inputs["dz"]) if angles else (None, None)
+    torch.library.opcheck(triton._gradients, (q, k, v, theta, positions, do, z, S, *cotangent, None), test_utils=tests)
     leaves = [None if x is None else x.requires_grad_() for x in (q, k, v, z, S)]
-    torch.library.opcheck(triton._out_fwd, (*leaves[:3], cos, sin, *leaves[3:], None))
+    torch.library.opcheck(triton._out_fwd, (*leaves[:3], theta, positions, *leaves[3:], None))
 
 
 @pytest.fixture
@@ -502,23 +516,23 @@ def test_choice_of_the_backend(default_backend: Callable[[str], None]) -> None:
 
 @pytest.mark.usefixtures("small_tiles")
 def test_pieces_follow_the_setting(default_backend: Callable[[str], None]) -> None:
-    inputs = {name: x.float() for name, x in draw(1, 20, 16, 16).items()}
+    inputs = cast(draw(1, 20, 16, 16), torch.float32)
     q, k, v, do = (inputs[name] for name in ("q", "k", "v", "do"))
-    phases, state = (inputs["cos"], inputs["sin"]), LightNetState(inputs["z"], inputs["S"])
+    angles, state = Angles(inputs["theta"], inputs["positions"]), LightNetState(inputs["z"], inputs["S"])
     cotangent = StateCotangent(inputs["dS"], inputs["dz"])
-    angles = (phases[0][:, 0], phases[1][:, 0])
+    here = Angles(angles.theta, angles.positions[:, 0])
 
     def flat(module: Any) -> list[Tensor]:
-        local, through = module.state_fwd(k, v, phases, None)
-        o, end = module.out_fwd(q, k, v, phases, state, None)
-        one, after = module.recurrent_step(q[:, 0], k[:, 0], v[:, 0], state, angles)
+        local, through = module.state_fwd(k, v, angles, None)
+        o, end = module.out_fwd(q, k, v, angles, state, None)
+        one, after = module.recurrent_step(q[:, 0], k[:, 0], v[:, 0], state, here)
         return [
             *local,
             through,
             o,
             *end,
-            *module.state_bwd(q, k, v, phases, do, state, None),
-            *module.grad_bwd(q, k, v, phases, do, state, cotangent, None),
+            *module.state_bwd(q, k, v, angles, do, state, None),
+            *module.grad_bwd(q, k, v, angles, do, state, cotangent, None),
             one,
             *after,
         ]
@@ -527,13 +541,13 @@ def test_pieces_follow_the_setting(default_backend: Callable[[str], None]) -> No
         default_backend(name)
         assert all(torch.equal(x, y) for x, y in zip(flat(lightnet), flat(module), strict=True))
     # A gradient through one step needs the form that autograd knows.
-    o, _ = lightnet.recurrent_step(q[:, 0].requires_grad_(), k[:, 0], v[:, 0], state, angles)
+    o, _ = lightnet.recurrent_step(q[:, 0].requires_grad_(), k[:, 0], v[:, 0], state, here)
     assert o.requires_grad
 
 
 @pytest.mark.usefixtures("small_tiles")
 def test_only_the_inputs_and_the_final_state_are_saved_for_backward() -> None:
-    inputs = {name: x.float() for name, x in draw(1, 40, 16, 16).items()}
+    inputs = cast(draw(1, 40, 16, 16), torch.float32)
     q, k, v = (inputs[name].requires_grad_() for name in ("q", "k", "v"))
     saved: list[int] = []
 
@@ -542,5 +556,5 @@ def test_only_the_inputs_and_the_final_state_are_saved_for_backward() -> None:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        lightnet_attention(q, k, v, phases=(inputs["cos"], inputs["sin"]), backend="triton")
-    assert sum(saved) == 5 * q.numel() + inputs["z"].numel() + inputs["S"].numel()
+        lightnet_attention(q, k, v, angles=angles_in(inputs), backend="triton")
+    assert sum(saved) == 3 * q.numel() + 16 + 40 + inputs["z"].numel() + inputs["S"].numel()

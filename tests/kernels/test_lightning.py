@@ -231,6 +231,8 @@ def restrict(case: Case, begin: int, end: int) -> tuple[Case, Tensor]:
         cu_seqlens = boundaries(inside, end - begin)
         fresh = torch.tensor([0 < begin < end and r * tokens + begin in known for r in range(rows)])
     part = {n: getattr(case, n)[:, begin:end] for n in ("q", "k", "v", "do")}
+    if case.log_decay is not None and case.log_decay.dim() == 3:
+        part["log_decay"] = case.log_decay[:, begin:end]
     angles = None if case.angles is None else case.angles.of(slice(begin, end))
     return replace(case, **part, angles=angles, cu_seqlens=cu_seqlens), fresh[:, None, None, None]
 
@@ -266,7 +268,9 @@ def run_over_ranks(case: Case, cuts: list[int]) -> Results:
     results["dk"] = torch.cat([g.k for g in gradients], 1)
     results["dv"] = torch.cat([g.v for g in gradients], 1)
     if case.log_decay is not None:
-        results["dlog_decay"] = torch.stack([g.log_decay for g in gradients if g.log_decay is not None]).sum(0)
+        of_ranks = [g.log_decay for g in gradients if g.log_decay is not None]
+        by_token = case.log_decay.dim() == 3
+        results["dlog_decay"] = torch.cat(of_ranks, 1) if by_token else torch.stack(of_ranks).sum(0)
     if case.angles is not None:
         results["dtheta"] = torch.stack([g.theta for g in gradients if g.theta is not None]).sum(0)
     if case.initial_state is not None:
@@ -323,13 +327,22 @@ def test_one_token_at_a_time_with_angles() -> None:
     assert error(state, expected["state"]) < 1e-14
 
 
+def decays_of_tokens() -> Tensor:
+    """Some tokens of 2 rows of 200 forget nearly all, some nothing."""
+    return -torch.exp(3 * torch.randn(2, 200, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("cuts", [CUTS["uneven"], CUTS["empty ranks"]], ids=["uneven", "empty ranks"])
+@pytest.mark.parametrize("starts", [None, [[64], [63, 130]]], ids=["whole", "documents"])
+def test_pieces_with_decays_of_tokens_compose_over_ranks(cuts: list[int], starts: list[list[int]] | None) -> None:
+    case = replace(make_case(2, 200, (12, 8), starts=starts), log_decay=decays_of_tokens())
+    assert_close(run_over_ranks(case, cuts), run(case, "oracle"), 1e-10)
+
+
 @pytest.mark.parametrize("starts", [None, [[64], [63, 130]]], ids=["whole", "documents"])
 def test_decays_of_tokens(starts: list[list[int]] | None) -> None:
-    """Some tokens forget nearly all, some nothing."""
-    case = make_case(2, 200, (12, 8), starts=starts)
-    generator = torch.Generator().manual_seed(1)
-    by_token = -torch.exp(3 * torch.randn(2, 200, 2, generator=generator, dtype=torch.float64))
-    case = replace(case, log_decay=by_token)
+    by_token = decays_of_tokens()
+    case = replace(make_case(2, 200, (12, 8), starts=starts), log_decay=by_token)
     expected = run(case, "oracle")
     assert_close(run(case), expected, 1e-10)
     assert expected["dlog_decay"].shape == (2, 200, 2)

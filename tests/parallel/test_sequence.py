@@ -39,7 +39,9 @@ from lightscale.training.profile import StepProfiler
 RunRanks = Callable[..., list[Any]]
 B, T, H, K, V = 2, 24, 3, 4, 5
 DOUBLE = torch.float64
-KINDS = ("undecayed", "decay", "learned decay", "angles", "gated", "tpe", "lightnet", "lightnet with phases")
+KINDS = (
+    "undecayed", "decay", "learned decay", "token decay", "angles", "gated", "tpe", "lightnet", "lightnet with angles",
+)  # fmt: skip
 Tensors = dict[str, Tensor | None]
 
 
@@ -57,6 +59,10 @@ def inputs_of(kind: str, seed: int = 0, tokens: int = T) -> Tensors:
             return {"k": k, "v": v, "log_decay": None, "theta": None, "positions": None, "q": q}
         case "decay" | "learned decay":
             return {"k": k, "v": v, "log_decay": decay, "theta": None, "positions": None, "q": q}
+        case "token decay":
+            # Some tokens forget all, some nothing.
+            decay = -torch.exp(3 * normal(B, tokens, H))
+            return {"k": k, "v": v, "log_decay": decay, "theta": None, "positions": None, "q": q}
         case "angles":
             positions = torch.arange(tokens).repeat(B, 1)
             return {"k": k, "v": v, "log_decay": decay, "theta": normal(H, K), "positions": positions, "q": q}
@@ -66,14 +72,19 @@ def inputs_of(kind: str, seed: int = 0, tokens: int = T) -> Tensors:
         case "tpe":
             return {"x": normal(B, tokens, H * K), "log_decay": decay, "gamma": normal(H * K, 3)}
         case _:
-            angles = normal(B, tokens, H, K) if "phases" in kind else torch.zeros(B, tokens, H, K, dtype=DOUBLE)
+            angles = {"theta": normal(H, K), "positions": torch.arange(tokens).repeat(B, 1)}
             # Weights of e^40 beside e^-40.
-            return {"k": 20 * k, "v": v, "cos": angles.cos(), "sin": angles.sin(), "q": q}
+            return {"k": 20 * k, "v": v, **(angles if "angles" in kind else dict.fromkeys(angles)), "q": q}
 
 
 SCANS: dict[str, type[Scan]] = {"tpe": TPEScan, "gated": GatedScan, "lightnet": LightNetScan}
-LEARNED = {"learned decay": {"log_decay"}, "tpe": {"log_decay", "gamma"}}
-FIXED = {"cos", "sin", "log_decay", "positions"}
+LEARNED = {
+    "learned decay": {"log_decay"},
+    "token decay": {"log_decay"},
+    "angles": {"theta"},
+    "tpe": {"log_decay", "gamma"},
+}
+FIXED = {"log_decay", "theta", "positions"}
 
 
 def differentiable(kind: str, name: str) -> bool:
@@ -90,8 +101,8 @@ def reference(kind: str, x: Tensors, cu_seqlens: Tensor | None) -> Tensor:
     if kind == "gated":
         return gla_reference(x["q"], x["k"], x["v"], x["log_decay"], cu_seqlens=cu_seqlens)[0]
     if kind.startswith("lightnet"):
-        phases = (x["cos"], x["sin"])
-        return lightnet_attention_reference(x["q"], x["k"], x["v"], phases=phases, cu_seqlens=cu_seqlens)[0]
+        angles = angles_of(x["theta"], x["positions"])
+        return lightnet_attention_reference(x["q"], x["k"], x["v"], angles=angles, cu_seqlens=cu_seqlens)[0]
     angles = angles_of(x["theta"], x["positions"])
     return lightning_attention_reference(x["q"], x["k"], x["v"], x["log_decay"], angles=angles, cu_seqlens=cu_seqlens)[
         0
@@ -259,7 +270,7 @@ def on_ranks(rank: int, world_size: int, init_method: str, exchanges: list[str])
                     found["errors"][case] = run_case(kind, mesh, edges, starts)
             for kind in KINDS:
                 found["payloads"][name, kind] = [payloads(kind, mesh, tokens) for tokens in (T, 2 * T)]
-                if world_size > 2 and kind in ("decay", "gated", "tpe", "lightnet"):
+                if world_size > 2 and kind in ("decay", "token decay", "gated", "tpe", "lightnet"):
                     found["undisturbed"][name, kind] = undisturbed(kind, mesh)
     return found
 
@@ -271,7 +282,7 @@ def sizes(kind: str) -> tuple[list[list[int]], list[list[int]], list[list[int]]]
     if kind == "gated":
         return [[B, H, K, V], [B, H, K]], [[B, H, K, V]], [[B, H, K, V]]
     if kind.startswith("lightnet"):
-        state = [[B, H, K], [B, H, 2 * K, V]]
+        state = [[B, H, K], [B, H, 2 * K if "angles" in kind else K, V]]
         return [*state, [B, 1]], state, state
     state = [B, H, 2 * K if kind == "angles" else K, V]
     return [state, [B, H]], [state], [state]

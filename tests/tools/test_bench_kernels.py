@@ -16,8 +16,8 @@ from lightscale.kernels.lightning import lightning_attention_reference
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATORS = [
-    "constant decay", "constant decay 64 x 32", "constant decay with LRPE", "decay per channel", "LightNet",
-    "LightNet with LRPE", "softmax attention",
+    "constant decay", "constant decay 64 x 32", "constant decay with LRPE", "decay per token", "decay per channel",
+    "LightNet", "LightNet with LRPE", "softmax attention",
 ]  # fmt: skip
 
 
@@ -92,11 +92,19 @@ def test_counts_of_the_operators(tools: SimpleNamespace) -> None:
     inside = 2 * 96 * 128 * 2 + 2 * 96 * 128
     assert costs["forward"].flops == inside + 2 * 2 * 128 * 128
     assert costs["forward + backward"].flops == 4 * inside + 7 * 2 * 128 * 128
+    by_token = tools.subjects.lightning_token_costs(128, 128)
+    # log decays → two parts of their sums, which each of two passes reads.
+    assert by_token["forward"].bytes == costs["forward"].bytes + 4 + 8 + 2 * 8
+    # q and k and the states again, 2 x 2 parts of 4 bytes for each of dq and dk, written and read, dlog_decay.
+    backward = 4 + 8 + 5 * 8 + 2 * 256 + 256 + 2 * 2 * 16 + 4
+    assert by_token["forward + backward"].bytes == costs["forward + backward"].bytes + 4 + 8 + 2 * 8 + backward
+    assert by_token["forward"].flops == costs["forward"].flops
+    assert by_token["forward + backward"].flops == costs["forward + backward"].flops + 2 * 96 * (128 + 128)
     costs = tools.subjects.gla_costs(128, 128)
     assert (costs["forward"].bytes, costs["forward + backward"].bytes) == (4104, 4104 + 8712)
     assert round(costs["forward"].flops / 1000) == 639
     assert round((costs["forward + backward"].flops - costs["forward"].flops) / 1000) == 1360
-    for with_lrpe, expected in ((False, (3328, 12288)), (True, (5888, 21248))):
+    for with_lrpe, expected in ((False, (3328, 12288)), (True, (3840, 14080))):
         costs = tools.subjects.lightnet_costs(128, 128, with_lrpe=with_lrpe)
         assert (costs["forward"].bytes, costs["forward + backward"].bytes) == expected
 
@@ -127,8 +135,9 @@ def fla(monkeypatch: pytest.MonkeyPatch, tools: SimpleNamespace) -> None:
     def chunk_simple_gla(
         q: Tensor, k: Tensor, v: Tensor, g: Any = None, g_gamma: Any = None, scale: float | None = None
     ) -> Any:
-        assert g is None
-        return lightning_attention_reference(q * (q.size(-1) ** -0.5 if scale is None else scale), k, v, g_gamma)
+        assert g is None or g_gamma is None
+        decay = g_gamma if g is None else g
+        return lightning_attention_reference(q * (q.size(-1) ** -0.5 if scale is None else scale), k, v, decay)
 
     def chunk_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None) -> Any:
         return gla_reference(q * (q.size(-1) ** -0.5 if scale is None else scale), k, v, g)
@@ -159,7 +168,7 @@ def test_without_fla_core_its_lines_are_missing_and_the_verdict_says_so(
     monkeypatch.setattr(tools.subjects, "find_spec", lambda name: None)
     figures = swept(tools)
     assert {x["way"] for x in figures["lines"]} == {"lightscale", "flash"}
-    assert len(figures["verdict"]["not_compared_with_fla"]) == 12
+    assert len(figures["verdict"]["not_compared_with_fla"]) == 14
     assert figures["verdict"]["missed"] == []
 
 

@@ -86,7 +86,7 @@ def _attend(dtype: torch.dtype, K: int, V: int, *, reverse: bool, **options: Any
         arguments={**arguments, **integers("T", "H", "num_chunks"), **strides("z")},
         constants={**absent, **attend_constants(dtype, K, V), "REVERSE": reverse},
         num_warps=NUM_WARPS,
-        num_stages=1,
+        num_stages=tiling_of(dtype).attend_stages,
         **options,
     )
 
@@ -106,7 +106,7 @@ def _gradients(dtype: torch.dtype, K: int, V: int, *, plain: bool = False, **opt
         arguments={**arguments, **integers("T", "H", "num_chunks"), **strides("q", "k", "v", "g", "o")},
         constants={**absent, **gradient_constants(dtype, K, V)},
         num_warps=NUM_WARPS,
-        num_stages=1,
+        num_stages=tiling_of(dtype).gradient_stages,
         **options,
     )
 

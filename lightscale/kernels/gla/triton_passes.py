@@ -253,7 +253,7 @@ def outputs(
                 **constants,
                 REVERSE=reverse,
                 **LAUNCH,
-                num_stages=1,
+                num_stages=rows.tiling.attend_stages,
             )
     return out
 
@@ -297,6 +297,6 @@ def key_gradients(
                 *do.stride()[:3],
                 **constants,
                 **LAUNCH,
-                num_stages=1,
+                num_stages=rows.tiling.gradient_stages,
             )
     return dq, dk, dlog_decay

@@ -33,6 +33,10 @@ class Tiling:
     """Most value channels that it contracts at once."""
     scan_stages: int
     """Chunks in flight."""
+    attend_stages: int
+    """Tiles of key channels in flight in ``attend``."""
+    gradient_stages: int
+    """Tiles of value channels in flight in ``gradients``."""
     stored: torch.dtype
     """The dtype in which dots read the states of chunks. Not fp16, whose range a sum of many tokens may leave."""
 
@@ -47,6 +51,8 @@ _HALF = Tiling(
     gradient=32,
     gradient_value=64,
     scan_stages=2,
+    attend_stages=1,
+    gradient_stages=1,
     stored=torch.bfloat16,
 )
 _FULL = Tiling(
@@ -59,6 +65,8 @@ _FULL = Tiling(
     gradient=32,
     gradient_value=32,
     scan_stages=1,
+    attend_stages=1,
+    gradient_stages=1,
     stored=torch.float32,
 )
 

@@ -11,11 +11,12 @@ from typing import Protocol
 from torch import Tensor
 
 from lightscale.errors import UserError
+from lightscale.kernels.common.angles import Angles, check_angles, parts_of
 from lightscale.kernels.common.backends import AUTO, choose_backend, preload_triton, triton_forms
 from lightscale.kernels.common.checks import check_device, check_inputs
 from lightscale.kernels.common.documents import check_cu_seqlens
 from lightscale.kernels.common.states import state_dtype
-from lightscale.kernels.lightnet.chunked import DEFAULT_CHUNK_SIZE, ChunkedLightNetAttention, Phases
+from lightscale.kernels.lightnet.chunked import DEFAULT_CHUNK_SIZE, ChunkedLightNetAttention
 from lightscale.kernels.lightnet.noncausal import noncausal
 from lightscale.kernels.lightnet.pieces import grad_bwd, out_fwd, recurrent_step, state_bwd, state_fwd
 from lightscale.kernels.lightnet.reference import lightnet_attention_reference
@@ -31,8 +32,8 @@ from lightscale.kernels.lightnet.state import (
 
 __all__ = [
     "BACKENDS",
+    "Angles",
     "LightNetState",
-    "Phases",
     "StateCotangent",
     "backend_of",
     "carried_cotangent",
@@ -60,7 +61,7 @@ class _Backend(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        phases: Phases | None,
+        angles: Angles | None,
         initial_state: LightNetState | None,
         cu_seqlens: Tensor | None,
         chunk_size: int,
@@ -71,14 +72,13 @@ def _chunked(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    phases: Phases | None,
+    angles: Angles | None,
     initial_state: LightNetState | None,
     cu_seqlens: Tensor | None,
     chunk_size: int,
 ) -> tuple[Tensor, LightNetState]:
-    cos, sin = phases or (None, None)
     z, S = initial_state or (None, None)
-    o, z, S = ChunkedLightNetAttention.apply(q, k, v, cos, sin, z, S, cu_seqlens, chunk_size)
+    o, z, S = ChunkedLightNetAttention.apply(q, k, v, *parts_of(angles), z, S, cu_seqlens, chunk_size)
     return o, LightNetState(z, S)
 
 
@@ -86,18 +86,20 @@ def _reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    phases: Phases | None,
+    angles: Angles | None,
     initial_state: LightNetState | None,
     cu_seqlens: Tensor | None,
     chunk_size: int,
 ) -> tuple[Tensor, LightNetState]:
     """The recurrence in the dtype of the states, which is wider than that of half-precision inputs."""
     dtype = state_dtype(q.dtype)
+    if angles is not None:
+        angles = Angles(angles.theta.to(dtype), angles.positions)
     o, state = lightnet_attention_reference(
         q.to(dtype),
         k.to(dtype),
         v.to(dtype),
-        phases=phases,
+        angles=angles,
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
     )
@@ -108,13 +110,13 @@ def _triton(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    phases: Phases | None,
+    angles: Angles | None,
     initial_state: LightNetState | None,
     cu_seqlens: Tensor | None,
     chunk_size: int,
 ) -> tuple[Tensor, LightNetState]:
     forms = triton_forms("lightnet")
-    o, state = forms.triton_lightnet_attention(q, k, v, phases, initial_state, cu_seqlens)
+    o, state = forms.triton_lightnet_attention(q, k, v, angles, initial_state, cu_seqlens)
     return o, state
 
 
@@ -135,7 +137,7 @@ def lightnet_attention(
     k: Tensor,
     v: Tensor,
     *,
-    phases: Phases | None = None,
+    angles: Angles | None = None,
     initial_state: LightNetState | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -149,9 +151,9 @@ def lightnet_attention(
         k: log-keys (B, T, H, K), of q's dtype, of any size: no exponential of theirs exceeds 1. A key of -inf
             writes nothing, which makes padding of it.
         v: values (B, T, H, V), of q's dtype; V need not equal K.
-        phases: cos and sin (B, T, H, K) of LRPE, fp32 (fp64 for fp64 inputs), strides of 0 welcome; queries and
-            normalised keys become [x cos, x sin], and the state has 2K rows. LightNet's angles are fixed:
-            phases that require a gradient are refused.
+        angles: theta (H, K) and positions (B, T) of LRPE, by which queries and normalised keys become [x cos, x sin] as
+            they are read, never in memory, and the state has 2K rows. LightNet's angles are fixed: a theta that
+            requires a gradient is refused. None for none.
         initial_state: z (B, H, K) and S (B, H, R, V) that enter each row, R = K or 2K, fp32 (fp64 for fp64
             inputs); empty when None. Only the first document of a row reads it.
         output_final_state: also return the state after each row's last token.
@@ -169,18 +171,18 @@ def lightnet_attention(
             values of cu_seqlens are checked on a CPU only, where reading them costs nothing.
     """
     check_inputs(q, k, v)
-    _check_phases(phases, q)
-    _check_state(initial_state, q, v, halves=1 if phases is None else 2)
+    _check_angles(angles, q)
+    _check_state(initial_state, q, v, halves=1 if angles is None else 2)
     _check_documents(cu_seqlens, q)
     if chunk_size < 1:
         raise UserError(f"chunk_size must be at least 1 token, got {chunk_size}")
     compute = BACKENDS[backend_of(q, backend)]
-    o, state = compute(q, k, v, phases, initial_state, cu_seqlens, chunk_size)
+    o, state = compute(q, k, v, angles, initial_state, cu_seqlens, chunk_size)
     return o, state if output_final_state else None
 
 
 def lightnet_noncausal(
-    q: Tensor, k: Tensor, v: Tensor, *, phases: Phases | None = None, cu_seqlens: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, *, angles: Angles | None = None, cu_seqlens: Tensor | None = None
 ) -> Tensor:
     """Additive decay over whole documents: every token reads S = Σ_i φ(softmax_i(k)_i) v_iᵀ, made in one scan.
 
@@ -188,22 +190,15 @@ def lightnet_noncausal(
     is one document. Autograd differentiates it.
     """
     check_inputs(q, k, v)
-    _check_phases(phases, q)
+    _check_angles(angles, q)
     _check_documents(cu_seqlens, q)
-    return noncausal(q, k, v, phases, cu_seqlens)
+    return noncausal(q, k, v, angles, cu_seqlens)
 
 
-def _check_phases(phases: Phases | None, q: Tensor) -> None:
-    if phases is None:
-        return
-    if len(phases) != 2:
-        raise UserError(f"phases must be the pair (cos, sin), got {len(phases)} tensors")
-    for name, x in zip(("cos", "sin"), phases, strict=True):
-        if x.shape != q.shape:
-            raise UserError(f"the phases' {name} must be (B, T, H, K) = {tuple(q.shape)}, got {tuple(x.shape)}")
-        _check_wide(f"the phases' {name}", x, q)
-        if x.requires_grad:
-            raise UserError(f"the phases' {name} requires a gradient, but LightNet's angles are fixed: detach it")
+def _check_angles(angles: Angles | None, q: Tensor) -> None:
+    check_angles(angles, q)
+    if angles is not None and angles.theta.requires_grad:
+        raise UserError("angles.theta requires a gradient, but LightNet's angles are fixed: detach it")
 
 
 def _check_state(state: LightNetState | None, q: Tensor, v: Tensor, *, halves: int) -> None:

@@ -2,14 +2,15 @@
 
 Sequence parallelism computes a row's own gradients while the cotangents travel, and adds this when they have arrived.
 (Outputs cannot be begun so: the queries are scaled channel by channel by what entered.) Names of shapes: B rows,
-T tokens, H heads, K key width, V value width, R rows of the state: K, or 2K with phases.
+T tokens, H heads, K key width, V value width, R rows of the state: K, or 2K with angles.
 """
 
 import torch
 from torch import Tensor
 
+from lightscale.kernels.common.angles import Angles, phases_of
 from lightscale.kernels.common.fragments import last_fragment, masked
-from lightscale.kernels.lightnet.chunked import Phases, rotate, rotate_back
+from lightscale.kernels.lightnet.chunked import rotate, rotate_back
 from lightscale.kernels.lightnet.state import StateCotangent
 
 
@@ -17,7 +18,7 @@ from lightscale.kernels.lightnet.state import StateCotangent
 def write_bwd(
     k: Tensor,
     v: Tensor,
-    phases: Phases | None,
+    angles: Angles | None,
     z_end: Tensor,
     cotangent: StateCotangent,
     cu_seqlens: Tensor | None = None,
@@ -27,13 +28,14 @@ def write_bwd(
     Args:
         k: log-keys (B, T, H, K).
         v: values (B, T, H, V).
-        phases: cos and sin (B, T, H, K), or None.
+        angles: those of the keys, or None.
         z_end: (B, H, K), z of the state that leaves the row, what entered included.
         cotangent: (U, R) of that state in the form that is carried; only the row's last fragment writes to it.
         cu_seqlens: (N+1,) or None.
     """
     with torch.autocast(k.device.type, enabled=False):
         dtype = cotangent.U.dtype
+        phases = None if angles is None else phases_of(angles, dtype)
         kept = last_fragment(cu_seqlens, num_rows=k.shape[0], num_tokens=k.shape[1])
         # Where nothing was ever written z_end is -inf; no token of the last fragment is then kept or counts.
         reference = z_end.masked_fill(z_end == -torch.inf, 0.0)[:, None]

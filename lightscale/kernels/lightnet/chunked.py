@@ -1,7 +1,7 @@
 """Additive decay in chunks with a hand-written backward, in the pieces that sequence parallelism needs.
 
 The mathematics, with the derivation of the backward, is in README.md here. Names of shapes: B rows, T tokens,
-H heads, K key width, V value width, R rows of the state: K, or 2K with phases. Inside, everything is fp32, or
+H heads, K key width, V value width, R rows of the state: K, or 2K with angles. Inside, everything is fp32, or
 fp64 for fp64 inputs; outputs and gradients have the dtype of their inputs.
 """
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightscale.kernels.common.angles import Angles, Phases, angles_of, phases_of
 from lightscale.kernels.common.documents import fragment_numbers
 from lightscale.kernels.common.states import state_dtype
 from lightscale.kernels.lightnet.state import (
@@ -27,9 +28,6 @@ from lightscale.kernels.lightnet.state import (
 from lightscale.kernels.lightnet.telescope import Span, spans
 
 DEFAULT_CHUNK_SIZE = 64
-
-# cos and sin of LRPE, (B, T, H, K) each, fp32 (fp64 for fp64 inputs).
-Phases = tuple[Tensor, Tensor]
 
 
 def rotate(x: Tensor, phases: Phases | None) -> Tensor:
@@ -51,7 +49,7 @@ class _Row:
 
     k: Tensor
     v: Tensor
-    phases: Phases | None
+    angles: Angles | None
     fragments: Tensor | None
     chunk_size: int
 
@@ -61,7 +59,7 @@ class _Row:
 
     @property
     def state_rows(self) -> int:
-        return self.k.shape[3] * (1 if self.phases is None else 2)
+        return self.k.shape[3] * (1 if self.angles is None else 2)
 
     def entering(self, state: LightNetState | None) -> LightNetState:
         """The state that enters, zero where it is empty, whatever stood there."""
@@ -81,7 +79,11 @@ class _Row:
         return span.cut.load(x, self.dtype)
 
     def load_phases(self, span: Span) -> Phases | None:
-        return None if self.phases is None else (self.load(span, self.phases[0]), self.load(span, self.phases[1]))
+        """cos and sin (B, G, H, L, K) each."""
+        if self.angles is None:
+            return None
+        cos, sin = phases_of(Angles(self.angles.theta, span.cut.of(self.angles.positions)), self.dtype)
+        return cos.transpose(2, 3).contiguous(), sin.transpose(2, 3).contiguous()
 
     def scan_states(self, span: Span, keys: Tensor, v: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
         """The states (B, G, H, R, V) that enter the chunks, in units of their references, and the one that leaves."""
@@ -89,18 +91,18 @@ class _Row:
         return states, span.scan_(states, S)
 
 
-def _row(k: Tensor, v: Tensor, phases: Phases | None, cu_seqlens: Tensor | None, chunk_size: int) -> _Row:
+def _row(k: Tensor, v: Tensor, angles: Angles | None, cu_seqlens: Tensor | None, chunk_size: int) -> _Row:
     fragments = None
     if cu_seqlens is not None:
         fragments = fragment_numbers(cu_seqlens, num_rows=k.shape[0], num_tokens=k.shape[1])
-    return _Row(k=k, v=v, phases=phases, fragments=fragments, chunk_size=chunk_size)
+    return _Row(k=k, v=v, angles=angles, fragments=fragments, chunk_size=chunk_size)
 
 
 @torch.no_grad()
 def state_fwd(
     k: Tensor,
     v: Tensor,
-    phases: Phases | None = None,
+    angles: Angles | None = None,
     cu_seqlens: Tensor | None = None,
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
@@ -110,7 +112,7 @@ def state_fwd(
     Args:
         k: log-keys (B, T, H, K); T may be 0.
         v: values (B, T, H, V).
-        phases: cos and sin (B, T, H, K), or None.
+        angles: theta (H, K) and positions (B, T), or None.
         cu_seqlens: (N+1,) or None. Whether the row's first token begins a document is the caller's business:
             it then takes ``through`` as 0.
         chunk_size: tokens of a chunk.
@@ -120,7 +122,7 @@ def state_fwd(
         or 0 where a document begins inside the row.
     """
     with torch.autocast(k.device.type, enabled=False):
-        row = _row(k, v, phases, cu_seqlens, chunk_size)
+        row = _row(k, v, angles, cu_seqlens, chunk_size)
         z, S = row.entering(None)
         for span in row.walk(z):
             _, S = row.scan_states(span, rotate(span.writes, row.load_phases(span)), row.load(span, v), S)
@@ -136,7 +138,7 @@ def out_fwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    phases: Phases | None,
+    angles: Angles | None,
     state_in: LightNetState | None,
     cu_seqlens: Tensor | None = None,
     *,
@@ -148,13 +150,13 @@ def out_fwd(
         q: queries (B, T, H, K); T may be 0.
         k: log-keys (B, T, H, K).
         v: values (B, T, H, V).
-        phases: cos and sin (B, T, H, K), or None.
+        angles: theta (H, K) and positions (B, T), or None.
         state_in: z (B, H, K) and S (B, H, R, V), empty when None; only the row's first fragment reads it.
         cu_seqlens: (N+1,) or None.
         chunk_size: tokens of a chunk.
     """
     with torch.autocast(q.device.type, enabled=False):
-        row = _row(k, v, phases, cu_seqlens, chunk_size)
+        row = _row(k, v, angles, cu_seqlens, chunk_size)
         z, S = row.entering(state_in)
         o = v.new_empty(v.shape)
         for span in row.walk(z):
@@ -216,7 +218,7 @@ def state_bwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    phases: Phases | None,
+    angles: Angles | None,
     do: Tensor,
     state_in: LightNetState | None,
     cu_seqlens: Tensor | None = None,
@@ -233,7 +235,7 @@ def state_bwd(
         do: cotangents of the outputs (B, T, H, V).
     """
     with torch.autocast(q.device.type, enabled=False):
-        row = _row(k, v, phases, cu_seqlens, chunk_size)
+        row = _row(k, v, angles, cu_seqlens, chunk_size)
         entering = row.entering(state_in)
         carried = StateCotangent(torch.zeros_like(entering.S), torch.zeros_like(entering.z))
         for span, states in reversed(_states_by_span(row, entering)):
@@ -257,7 +259,7 @@ def row_gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    phases: Phases | None,
+    angles: Angles | None,
     do: Tensor,
     state_in: LightNetState | None,
     cotangent: StateCotangent | None,
@@ -267,7 +269,7 @@ def row_gradients(
 ) -> RowGradients:
     """Every gradient of a row, its incoming state's included; the arguments are those of ``grad_bwd``."""
     with torch.autocast(q.device.type, enabled=False):
-        row = _row(k, v, phases, cu_seqlens, chunk_size)
+        row = _row(k, v, angles, cu_seqlens, chunk_size)
         entering = row.entering(state_in)
         carried = cotangent or StateCotangent(torch.zeros_like(entering.S), torch.zeros_like(entering.z))
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
@@ -295,7 +297,7 @@ def grad_bwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    phases: Phases | None,
+    angles: Angles | None,
     do: Tensor,
     state_in: LightNetState | None,
     cotangent: StateCotangent | None,
@@ -303,32 +305,33 @@ def grad_bwd(
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of a row's q, k and v, in their dtypes. The phases are fixed and get none.
+    """The gradients of a row's q, k and v, in their dtypes. The angles are fixed and get none.
 
     Args:
         q: queries (B, T, H, K); T may be 0.
         k: log-keys (B, T, H, K).
         v: values (B, T, H, V).
-        phases: cos and sin (B, T, H, K), or None.
+        angles: theta (H, K) and positions (B, T), or None.
         do: cotangents of the outputs (B, T, H, V).
         state_in: the state that entered the row; empty when None.
         cotangent: (dS, ρ) of the state that left it, in the form that is carried; zero when None.
         cu_seqlens: (N+1,) or None.
         chunk_size: tokens of a chunk.
     """
-    gradients = row_gradients(q, k, v, phases, do, state_in, cotangent, cu_seqlens, chunk_size=chunk_size)
+    gradients = row_gradients(q, k, v, angles, do, state_in, cotangent, cu_seqlens, chunk_size=chunk_size)
     return gradients.q, gradients.k, gradients.v
 
 
 def recurrent_step(
-    q: Tensor, k: Tensor, v: Tensor, state: LightNetState, phases: Phases | None = None
+    q: Tensor, k: Tensor, v: Tensor, state: LightNetState, angles: Angles | None = None
 ) -> tuple[Tensor, LightNetState]:
-    """One token: q, k (B, H, K), v (B, H, V), phases (B, H, K) each → o (B, H, V) and the next state.
+    """One token: q, k (B, H, K), v (B, H, V), angles with positions (B,) → o (B, H, V) and the next state.
 
     The state is read and written once, whatever the position. Autograd differentiates it like any other code.
     """
     dtype = state_dtype(q.dtype)
     with torch.autocast(q.device.type, enabled=False):
+        phases = None if angles is None else phases_of(angles, dtype)
         q_wide, k_wide, v_wide = q.to(dtype), k.to(dtype), v.to(dtype)
         # By itself a token's weight is 1 in every channel.
         token = LightNetState(k_wide, rotate(torch.ones_like(k_wide), phases).unsqueeze(-1) * v_wide.unsqueeze(-2))
@@ -346,18 +349,17 @@ class ChunkedLightNetAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cos: Tensor | None,
-        sin: Tensor | None,
+        theta: Tensor | None,
+        positions: Tensor | None,
         z: Tensor | None,
         S: Tensor | None,
         cu_seqlens: Tensor | None,
         chunk_size: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(o, final z, final S) of the arguments of ``out_fwd``."""
-        phases = None if cos is None or sin is None else (cos, sin)
         state_in = None if z is None or S is None else LightNetState(z, S)
-        o, end = out_fwd(q, k, v, phases, state_in, cu_seqlens, chunk_size=chunk_size)
-        ctx.save_for_backward(q, k, v, cos, sin, z, S, cu_seqlens, end.z, end.S)
+        o, end = out_fwd(q, k, v, angles_of(theta, positions), state_in, cu_seqlens, chunk_size=chunk_size)
+        ctx.save_for_backward(q, k, v, theta, positions, z, S, cu_seqlens, end.z, end.S)
         ctx.chunk_size = chunk_size
         ctx.set_materialize_grads(False)
         return o, end.z, end.S
@@ -366,14 +368,14 @@ class ChunkedLightNetAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dz: Tensor | None, dS: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients of ``forward``'s arguments; the cotangent of a result that is not used is None."""
-        q, k, v, cos, sin, z, S, cu_seqlens, z_end, S_end = ctx.saved_tensors
+        q, k, v, theta, positions, z, S, cu_seqlens, z_end, S_end = ctx.saved_tensors
         end = LightNetState(z_end, S_end)
         state_in = None if z is None else LightNetState(z, S)
         gradients = row_gradients(
             q,
             k,
             v,
-            None if cos is None else (cos, sin),
+            angles_of(theta, positions),
             torch.zeros_like(v) if do is None else do,
             state_in,
             carried_cotangent(

@@ -3,14 +3,16 @@
 import torch
 from torch import Tensor
 
+from lightscale.kernels.common.angles import Angles, phases_of
 from lightscale.kernels.common.states import state_dtype
-from lightscale.kernels.lightnet.chunked import Phases, rotate
+from lightscale.kernels.lightnet.chunked import rotate
 
 
-def noncausal(q: Tensor, k: Tensor, v: Tensor, phases: Phases | None, cu_seqlens: Tensor | None) -> Tensor:
+def noncausal(q: Tensor, k: Tensor, v: Tensor, angles: Angles | None, cu_seqlens: Tensor | None) -> Tensor:
     """o_t = Sᵀ φ(q_t) with S = Σ_i φ(softmax_i(k)_i) v_iᵀ per document; shapes as ``lightnet_noncausal``."""
     dtype = state_dtype(q.dtype)
-    tensors = [q, k, v, *(phases or ())]
+    phases = () if angles is None else phases_of(angles, dtype)
+    tensors = [q, k, v, *phases]
     with torch.autocast(q.device.type, enabled=False):
         tensors = [x.to(dtype) for x in tensors]
         if cu_seqlens is None:

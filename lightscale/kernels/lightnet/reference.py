@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from lightscale.kernels.common.angles import Angles
 from lightscale.kernels.lightnet.state import LightNetState
 
 
@@ -11,7 +12,7 @@ def lightnet_attention_reference(
     k: Tensor,
     v: Tensor,
     *,
-    phases: tuple[Tensor, Tensor] | None = None,
+    angles: Angles | None = None,
     initial_state: LightNetState | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, LightNetState]:
@@ -24,7 +25,7 @@ def lightnet_attention_reference(
         q: queries (B, T, H, K).
         k: log-keys (B, T, H, K); -inf writes nothing.
         v: values (B, T, H, V).
-        phases: cos and sin (B, T, H, K) of φ(x) = [x cos, x sin]; None for φ(x) = x.
+        angles: theta (H, K) and positions (B, T) of φ(x) = [x cos pθ, x sin pθ]; None for φ(x) = x.
         initial_state: z (B, H, K) and S (B, H, R, V), empty when None. Only the first document of each row
             reads it.
         cu_seqlens: (N+1,) document boundaries over the flattened B·T tokens, every row start included.
@@ -33,13 +34,16 @@ def lightnet_attention_reference(
         The outputs (B, T, H, V) and each row's last state.
     """
     num_rows, num_tokens, num_heads, key_width = q.shape
-    state_rows = key_width if phases is None else 2 * key_width
+    state_rows = key_width if angles is None else 2 * key_width
     z, S = initial_state or (
         k.new_full((num_rows, num_heads, key_width), -torch.inf),
         v.new_zeros(num_rows, num_heads, state_rows, v.shape[3]),
     )
     document_starts = set() if cu_seqlens is None else set(cu_seqlens.tolist())
-    cos, sin = (None, None) if phases is None else phases
+    cos = sin = None
+    if angles is not None:
+        angle = angles.positions[:, :, None, None] * angles.theta
+        cos, sin = angle.cos(), angle.sin()
 
     outputs = []
     # unbind, because the backward of x[:, t] writes a whole zero tensor for every token.

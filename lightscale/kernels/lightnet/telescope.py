@@ -47,13 +47,17 @@ class Cut:
         chunks = self._chunks(x)
         return torch.empty(chunks.shape, dtype=dtype, device=x.device).copy_(chunks)
 
+    def of(self, x: Tensor) -> Tensor:
+        """A view (B, G, L, …) of these tokens of x (B, T, …)."""
+        tokens = x.narrow(1, self.start, self.num_chunks * self.chunk_tokens)
+        return tokens.unflatten(1, (self.num_chunks, self.chunk_tokens))
+
     def store(self, out: Tensor, x: Tensor) -> None:
         """Write x (B, G, H, L, width) to these tokens of out (B, T, H, width)."""
         self._chunks(out).copy_(x)
 
     def _chunks(self, x: Tensor) -> Tensor:
-        tokens = x.narrow(1, self.start, self.num_chunks * self.chunk_tokens)
-        return tokens.unflatten(1, (self.num_chunks, self.chunk_tokens)).transpose(2, 3)
+        return self.of(x).transpose(2, 3)
 
     def parts(self) -> list["Cut"]:
         """The chunks one by one; of a single chunk, its two halves."""

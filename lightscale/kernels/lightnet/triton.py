@@ -11,8 +11,8 @@ import torch
 import triton
 from torch import Tensor
 
+from lightscale.kernels.common.angles import Angles, angles_of, parts_of, phases_of
 from lightscale.kernels.common.triton_launch import on_device_of
-from lightscale.kernels.lightnet.chunked import Phases
 from lightscale.kernels.lightnet.state import LightNetState, StateCotangent, carried_cotangent, plain_cotangent
 from lightscale.kernels.lightnet.triton_cases import COMPILE_CASES
 from lightscale.kernels.lightnet.triton_kernels import recurrent
@@ -36,10 +36,10 @@ def _state(z: Tensor | None, S: Tensor | None) -> LightNetState | None:
 
 @torch.library.custom_op("lightscale::lightnet_state_fwd", mutates_args=())
 def _state_fwd(
-    k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, cu_seqlens: Tensor | None
+    k: Tensor, v: Tensor, theta: Tensor | None, positions: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """z, S and through."""
-    row = Row.of(k, v, cos, sin, cu_seqlens)
+    row = Row.of(k, v, angles_of(theta, positions), cu_seqlens)
     _, state = scan(row, None, with_chunks=False)
     through = torch.ones(k.size(0), dtype=torch.float32, device=k.device)
     if row.starts is not None and k.size(1):
@@ -49,14 +49,14 @@ def _state_fwd(
 
 @_state_fwd.register_fake
 def _(
-    k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, cu_seqlens: Tensor | None
+    k: Tensor, v: Tensor, theta: Tensor | None, positions: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return *_fake_state(k, v, cos), k.new_empty(k.size(0), dtype=torch.float32)
+    return *_fake_state(k, v, theta), k.new_empty(k.size(0), dtype=torch.float32)
 
 
-def _fake_state(k: Tensor, v: Tensor, cos: Tensor | None) -> tuple[Tensor, Tensor]:
+def _fake_state(k: Tensor, v: Tensor, theta: Tensor | None) -> tuple[Tensor, Tensor]:
     num_rows, _, num_heads, key_width = k.shape
-    state_rows = key_width if cos is None else 2 * key_width
+    state_rows = key_width if theta is None else 2 * key_width
     z = k.new_empty(num_rows, num_heads, key_width, dtype=torch.float32)
     return z, k.new_empty(num_rows, num_heads, state_rows, v.size(3), dtype=torch.float32)
 
@@ -66,14 +66,14 @@ def _out_fwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
+    theta: Tensor | None,
+    positions: Tensor | None,
     z: Tensor | None,
     S: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o, and z and S of the state that leaves."""
-    row = Row.of(k, v, cos, sin, cu_seqlens)
+    row = Row.of(k, v, angles_of(theta, positions), cu_seqlens)
     chunks, end = scan(row, _state(z, S))
     assert chunks is not None
     return attend(row, q, chunks, weights_of(row, chunks)), end.z, end.S
@@ -84,13 +84,13 @@ def _(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
+    theta: Tensor | None,
+    positions: Tensor | None,
     z: Tensor | None,
     S: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return v.new_empty(v.shape), *_fake_state(k, v, cos)
+    return v.new_empty(v.shape), *_fake_state(k, v, theta)
 
 
 @torch.library.custom_op("lightscale::lightnet_state_bwd", mutates_args=())
@@ -98,15 +98,15 @@ def _state_bwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
+    theta: Tensor | None,
+    positions: Tensor | None,
     do: Tensor,
     z: Tensor | None,
     S: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """U and R of the state that enters, by the row's own outputs."""
-    backward = Backward.of(Row.of(k, v, cos, sin, cu_seqlens), q, do, _state(z, S))
+    backward = Backward.of(Row.of(k, v, angles_of(theta, positions), cu_seqlens), q, do, _state(z, S))
     _, own = backward.scan(backward.query_gradients(), None, with_chunks=False)
     return own.U, own.R
 
@@ -116,14 +116,14 @@ def _(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
+    theta: Tensor | None,
+    positions: Tensor | None,
     do: Tensor,
     z: Tensor | None,
     S: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    R, U = _fake_state(k, v, cos)
+    R, U = _fake_state(k, v, theta)
     return U, R
 
 
@@ -132,8 +132,8 @@ def _gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
+    theta: Tensor | None,
+    positions: Tensor | None,
     do: Tensor,
     z: Tensor | None,
     S: Tensor | None,
@@ -142,7 +142,7 @@ def _gradients(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, and U and R of the state that enters."""
-    backward = Backward.of(Row.of(k, v, cos, sin, cu_seqlens), q, do, _state(z, S))
+    backward = Backward.of(Row.of(k, v, angles_of(theta, positions), cu_seqlens), q, do, _state(z, S))
     dq = backward.query_gradients()
     by_chunk, start = backward.scan(dq, None if U is None or R is None else StateCotangent(U, R))
     assert by_chunk is not None
@@ -154,8 +154,8 @@ def _(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
+    theta: Tensor | None,
+    positions: Tensor | None,
     do: Tensor,
     z: Tensor | None,
     S: Tensor | None,
@@ -163,7 +163,7 @@ def _(
     R: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    R_in, U_in = _fake_state(k, v, cos)
+    R_in, U_in = _fake_state(k, v, theta)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), U_in, R_in
 
 
@@ -172,9 +172,9 @@ def _save(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Ten
 
 
 def _backward(ctx: Any, do: Tensor, dz: Tensor, dS: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, cos, sin, z, S, cu_seqlens, z_end, S_end = ctx.saved_tensors
+    q, k, v, theta, positions, z, S, cu_seqlens, z_end, S_end = ctx.saved_tensors
     cotangent = carried_cotangent(LightNetState(z_end, S_end), dz, dS)
-    dq, dk, dv, U, R = _gradients(q, k, v, cos, sin, do, z, S, *cotangent, cu_seqlens)
+    dq, dk, dv, U, R = _gradients(q, k, v, theta, positions, do, z, S, *cotangent, cu_seqlens)
     dz_in, dS_in = None, None
     if z is not None:
         dz_in, dS_in = plain_cotangent(LightNetState(z, S), StateCotangent(U, R))
@@ -188,20 +188,20 @@ def triton_lightnet_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    phases: Phases | None,
+    angles: Angles | None,
     initial_state: LightNetState | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, LightNetState]:
     """The operator: (o, final state), differentiable; the inputs and the final state are saved."""
-    o, z, S = _out_fwd(q, k, v, *(phases or (None, None)), *(initial_state or (None, None)), cu_seqlens)
+    o, z, S = _out_fwd(q, k, v, *parts_of(angles), *(initial_state or (None, None)), cu_seqlens)
     return o, LightNetState(z, S)
 
 
 def state_fwd(
-    k: Tensor, v: Tensor, phases: Phases | None = None, cu_seqlens: Tensor | None = None
+    k: Tensor, v: Tensor, angles: Angles | None = None, cu_seqlens: Tensor | None = None
 ) -> tuple[LightNetState, Tensor]:
     """(z_loc, S_loc) and ``through``, see ``chunked.state_fwd``."""
-    z, S, through = _state_fwd(k, v, *(phases or (None, None)), cu_seqlens)
+    z, S, through = _state_fwd(k, v, *parts_of(angles), cu_seqlens)
     return LightNetState(z, S), through
 
 
@@ -209,25 +209,25 @@ def out_fwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    phases: Phases | None,
+    angles: Angles | None,
     state_in: LightNetState | None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, LightNetState]:
     """The outputs and the state that leaves, see ``chunked.out_fwd``."""
-    return triton_lightnet_attention(q, k, v, phases, state_in, cu_seqlens)
+    return triton_lightnet_attention(q, k, v, angles, state_in, cu_seqlens)
 
 
 def state_bwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    phases: Phases | None,
+    angles: Angles | None,
     do: Tensor,
     state_in: LightNetState | None,
     cu_seqlens: Tensor | None = None,
 ) -> StateCotangent:
     """The cotangent (U, R) of the incoming state, see ``chunked.state_bwd``."""
-    U, R = _state_bwd(q, k, v, *(phases or (None, None)), do, *(state_in or (None, None)), cu_seqlens)
+    U, R = _state_bwd(q, k, v, *parts_of(angles), do, *(state_in or (None, None)), cu_seqlens)
     return StateCotangent(U, R)
 
 
@@ -235,7 +235,7 @@ def grad_bwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    phases: Phases | None,
+    angles: Angles | None,
     do: Tensor,
     state_in: LightNetState | None,
     cotangent: StateCotangent | None,
@@ -243,14 +243,15 @@ def grad_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a row's inputs, see ``chunked.grad_bwd``."""
     state, carried = state_in or (None, None), cotangent or (None, None)
-    dq, dk, dv, _, _ = _gradients(q, k, v, *(phases or (None, None)), do, *state, *carried, cu_seqlens)
+    dq, dk, dv, _, _ = _gradients(q, k, v, *parts_of(angles), do, *state, *carried, cu_seqlens)
     return dq, dk, dv
 
 
 def recurrent_step(
-    q: Tensor, k: Tensor, v: Tensor, state: LightNetState, phases: Phases | None = None
+    q: Tensor, k: Tensor, v: Tensor, state: LightNetState, angles: Angles | None = None
 ) -> tuple[Tensor, LightNetState]:
     """One token, see ``chunked.recurrent_step``, in one launch; it has no gradient."""
+    phases = None if angles is None else phases_of(angles, state.z.dtype)
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     after = LightNetState(*(x.new_empty(x.shape) for x in state))
     constants = recurrent_constants(q.size(2), v.size(2))

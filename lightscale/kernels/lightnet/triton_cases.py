@@ -46,31 +46,31 @@ def _strides(letters: str) -> dict[str, str]:
     return {f"stride_{letter}{dim}": "i32:16" for letter in letters for dim in "bth"}
 
 
-def _phases(given: bool) -> tuple[dict[str, str], dict[str, None]]:
-    """Arguments and constants of cos and sin."""
-    return (_pointers("fp32", "cos", "sin"), {}) if given else ({}, {"cos": None, "sin": None})
+def _angles(given: bool) -> tuple[dict[str, str], dict[str, None]]:
+    """Arguments and constants of the angles."""
+    return (_pointers("i64", "turns", "positions"), {}) if given else ({}, {"turns": None, "positions": None})
 
 
-def _name(what: str, K: int, V: int, dtype: torch.dtype, phases: bool) -> str:
-    return " ".join(["lightnet", what, f"{K}x{V}", _NAMES[dtype], *["phases"] * phases])
+def _name(what: str, K: int, V: int, dtype: torch.dtype, angles: bool) -> str:
+    return " ".join(["lightnet", what, f"{K}x{V}", _NAMES[dtype], *["angles"] * angles])
 
 
-def _scan(dtype: torch.dtype, K: int, V: int, *, reverse: bool, phases: bool, usual: bool) -> KernelCase:
+def _scan(dtype: torch.dtype, K: int, V: int, *, reverse: bool, angles: bool, usual: bool) -> KernelCase:
     """With documents, a state that enters, and the states of chunks."""
-    arguments, constants = _phases(phases)
+    arguments, constants = _angles(angles)
     stored = _NAMES[tiling_of(dtype).compute]
     if reverse:
-        kernel, what, letters = scan_cotangents, "dstates", "qdp"
+        kernel, what, letters = scan_cotangents, "dstates", "qd"
         pointers = _pointers(_NAMES[dtype], "q", "do", "dq") | _pointers(stored, "chunk_U")
         pointers |= _pointers("fp32", "edges", "depths", "enter_U", "enter_R", "leave_U", "leave_R", "chunk_R")
     else:
-        kernel, what, letters = scan_states, "states", "kvp"
+        kernel, what, letters = scan_states, "states", "kv"
         pointers = _pointers(_NAMES[dtype], "k", "v") | _pointers(stored, "states")
         pointers |= _pointers("fp32", "enter_tops", "enter_states", "leave_tops", "leave_states", "tops", "logs")
         constants = {**constants, "enter_logs": None, "leave_logs": None}
     integers = _integers("T", "H", "num_chunks", "num_spans", "span_chunks")
     return KernelCase(
-        name=_name(what, K, V, dtype, phases),
+        name=_name(what, K, V, dtype, angles),
         kernel=kernel,
         arguments={**pointers, **arguments, "starts": "*i32", **integers, **_strides(letters)},
         constants={**constants, **scan_constants(dtype, K, V)},
@@ -81,9 +81,9 @@ def _scan(dtype: torch.dtype, K: int, V: int, *, reverse: bool, phases: bool, us
     )
 
 
-def _product(role: str, dtype: torch.dtype, K: int, V: int, *, phases: bool, usual: bool) -> KernelCase:
+def _product(role: str, dtype: torch.dtype, K: int, V: int, *, angles: bool, usual: bool) -> KernelCase:
     kernel, names, letters = _PRODUCTS[role]
-    arguments, constants = _phases(phases)
+    arguments, constants = _angles(angles)
     arguments |= _pointers(_NAMES[dtype], *names) | _pointers("fp32", "edges", "depths") | {"starts": "*i32"}
     stored = _NAMES[tiling_of(dtype).compute]
     if role in ("o", "dq"):
@@ -94,9 +94,9 @@ def _product(role: str, dtype: torch.dtype, K: int, V: int, *, phases: bool, usu
         arguments |= _pointers("fp32", "chunk_R")
     integers = _integers("T", "H", "num_chunks", "num_blocks")
     return KernelCase(
-        name=_name(role, K, V, dtype, phases),
+        name=_name(role, K, V, dtype, angles),
         kernel=kernel,
-        arguments={**arguments, **integers, **_strides(letters + "p")},
+        arguments={**arguments, **integers, **_strides(letters)},
         constants={**constants, **product_constants(dtype, K, V, of_keys=role in ("dq", "dk"))},
         num_warps=NUM_WARPS,
         num_stages=tiling_of(dtype).product_stages,
@@ -162,22 +162,22 @@ def _recurrent(dtype: torch.dtype, K: int, V: int) -> KernelCase:
 
 
 def _cases() -> Iterator[KernelCase]:
-    """Each width in bf16 with documents, with and without phases, then other dtypes at the usual width."""
+    """Each width in bf16 with documents, with and without angles, then other dtypes at the usual width."""
     bf16 = torch.bfloat16
     for K, V in WIDTHS:
         wide = K == 128
         yield _weigh(bf16, K, usual=wide)
-        for phases in (True, False):
+        for angles in (True, False):
             for reverse in (False, True):
-                yield _scan(bf16, K, V, reverse=reverse, phases=phases, usual=wide and phases)
+                yield _scan(bf16, K, V, reverse=reverse, angles=angles, usual=wide and angles)
             for role in _PRODUCTS:
-                yield _product(role, bf16, K, V, phases=phases, usual=wide and phases)
+                yield _product(role, bf16, K, V, angles=angles, usual=wide and angles)
     for dtype in (torch.float16, torch.float32):
         yield _weigh(dtype, 128, usual=False)
         for reverse in (False, True):
-            yield _scan(dtype, 128, 128, reverse=reverse, phases=True, usual=False)
+            yield _scan(dtype, 128, 128, reverse=reverse, angles=True, usual=False)
         for role in _PRODUCTS:
-            yield _product(role, dtype, 128, 128, phases=True, usual=False)
+            yield _product(role, dtype, 128, 128, angles=True, usual=False)
     yield from _folds()
     yield _recurrent(bf16, 128, 128)
 

@@ -9,6 +9,7 @@ Names of shapes and arguments are those of ``triton_kernels.py``.
 import triton
 import triton.language as tl
 
+from lightscale.kernels.common.triton_kernels import wave
 from lightscale.kernels.lightnet.triton_kernels import EMPTY, exists, finite, share_of
 
 
@@ -17,8 +18,8 @@ def scan_cotangents(
     q,  # (B, T, H, K)
     do,  # (B, T, H, V)
     dq,  # (B, T, H, K), contiguous
-    cos,
-    sin,
+    turns,
+    positions,
     starts,
     edges,
     depths,
@@ -39,9 +40,6 @@ def scan_cotangents(
     stride_db,
     stride_dt,
     stride_dh,
-    stride_pb,
-    stride_pt,
-    stride_ph,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -57,7 +55,7 @@ def scan_cotangents(
     """
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    R: tl.constexpr = K if cos is None else 2 * K
+    R: tl.constexpr = K if turns is None else 2 * K
     program = tl.program_id(0).to(tl.int64)
     tile_v = program % V_TILES
     tile_k = program // V_TILES % K_TILES
@@ -79,7 +77,7 @@ def scan_cotangents(
     if enter_U is not None:
         loss = tl.load(enter_R + of_span * K + cols_k, mask=has_k, other=0.0)
         first = tl.load(enter_U + of_span * R * V + within, mask=in_tile, other=0.0)
-        if cos is not None:
+        if turns is not None:
             second = tl.load(enter_U + of_span * R * V + K * V + within, mask=in_tile, other=0.0)
 
     first_chunk = span * span_chunks
@@ -91,12 +89,11 @@ def scan_cotangents(
         of_chunk = row_head * num_chunks + chunk
         q_chunk = q + row * stride_qb + head * stride_qh + begin * stride_qt
         do_chunk = do + row * stride_db + head * stride_dh + begin * stride_dt
-        phase_chunk = row * stride_pb + head * stride_ph + begin * stride_pt
         head_chunk = ((row * T + begin) * H + head) * K
         if chunk_U is not None:
             at_chunk = chunk_U + of_chunk * R * V + within
             tl.store(at_chunk, first.to(chunk_U.dtype.element_ty), mask=in_tile)
-            if cos is not None:
+            if turns is not None:
                 tl.store(at_chunk + K * V, second.to(chunk_U.dtype.element_ty), mask=in_tile)
             if tile_v == 0:
                 tl.store(chunk_R + of_chunk * K + cols_k, loss, mask=has_k)
@@ -127,18 +124,19 @@ def scan_cotangents(
                 loss += tl.sum(query * tl.load(dq + of_head, mask=in_columns, other=0.0).to(tl.float32), 1)
             do_rows = do_chunk + i.to(tl.int64)[:, None] * stride_dt + cols_v[None, :]
             do_tile = tl.load(do_rows, mask=kept[:, None] & has_v[None, :], other=0.0).to(COMPUTE)
-            if cos is None:
+            if turns is None:
                 first = tl.dot(query.to(COMPUTE), do_tile, first, input_precision=PRECISION)
             else:
-                of_phase = phase_chunk + i.to(tl.int64)[None, :] * stride_pt + cols_k[:, None]
-                x = tl.load(cos + of_phase, mask=in_columns, other=0.0)
+                places = tl.load(positions + row * T + begin + i, mask=kept, other=0)[None, :]
+                turns_k = tl.load(turns + head * K + cols_k, mask=has_k, other=0)[:, None]
+                x = wave(places, turns_k, 0)
                 first = tl.dot((query * x).to(COMPUTE), do_tile, first, input_precision=PRECISION)
-                y = tl.load(sin + of_phase, mask=in_columns, other=0.0)
+                y = wave(places, turns_k, 1)
                 second = tl.dot((query * y).to(COMPUTE), do_tile, second, input_precision=PRECISION)
 
     if leave_U is not None:
         tl.store(leave_U + of_span * R * V + within, first, mask=in_tile)
-        if cos is not None:
+        if turns is not None:
             tl.store(leave_U + of_span * R * V + K * V + within, second, mask=in_tile)
         if tile_v == 0:
             tl.store(leave_R + of_span * K + cols_k, loss, mask=has_k)

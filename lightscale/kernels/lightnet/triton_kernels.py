@@ -5,13 +5,14 @@ have the tokens of a chunk.
 
 A row is cut into chunks of CHUNK tokens, and these into blocks of BLOCK; a span is some whole chunks that one program
 goes through in turn. Names of shapes: B rows, T tokens, H heads, N chunks, S spans, K key width, V value width, R rows
-of a state: K, or 2K with phases, whose halves share z. All exponents are differences of keys and z inside a chunk, in
+of a state: K, or 2K with angles, whose halves share z. All exponents are differences of keys and z inside a chunk, in
 fp32. README.md here has the mathematics, the tiling and the counts.
 
 ``starts`` (B, T) int32 is the place in the row at which the token's document begins, -1 for the row's first one.
 ``edges`` (B, H, N, 3, K) fp32 has, for each chunk and channel, its base (the largest key, or what entered), and z of
 the states that enter and leave it, less the base; ``depths`` (B, T, H, K) fp32 is z of each token, less the base.
-``cos`` and ``sin`` (B, T, H, K), with one layout, are None without phases.
+``turns`` (H, K) int64 and ``positions`` (B, T) int64, both or neither, are the angles of LRPE: its cos and sin are made
+where they are multiplied (``wave``).
 """
 
 import triton

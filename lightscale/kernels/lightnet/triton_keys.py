@@ -9,6 +9,7 @@ References and rounds are those of ``triton_queries.py``, one for each tile of q
 import triton
 import triton.language as tl
 
+from lightscale.kernels.common.triton_kernels import wave
 from lightscale.kernels.lightnet.triton_kernels import EMPTY, RISE, exists, origin_of, reads, share_of
 
 
@@ -19,8 +20,8 @@ def key_gradients(
     v,  # (B, T, H, V)
     do,  # (B, T, H, V)
     dq,  # (B, T, H, K), contiguous
-    cos,
-    sin,
+    turns,
+    positions,
     chunk_U,  # (B, H, N, R, V): the cotangent of the state that leaves each chunk
     chunk_R,  # (B, H, N, K) fp32
     starts,
@@ -43,9 +44,6 @@ def key_gradients(
     stride_db,
     stride_dt,
     stride_dh,
-    stride_pb,
-    stride_pt,
-    stride_ph,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -59,7 +57,7 @@ def key_gradients(
     """dk = e^(k - z') (φᵀ(v Uᵀ) - R) + Σ over the chunk's queries, for a block of keys and some columns of K."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    R: tl.constexpr = K if cos is None else 2 * K
+    R: tl.constexpr = K if turns is None else 2 * K
     program = tl.program_id(0).to(tl.int64)
     tile_k = program % K_TILES
     head = program // K_TILES % H
@@ -79,8 +77,9 @@ def key_gradients(
     k_rows = k + row * stride_kb + head * stride_kh + (begin + i)[:, None] * stride_kt + cols[None, :]
     v_rows = v + row * stride_vb + head * stride_vh + (begin + i)[:, None] * stride_vt
     do_chunk = do + row * stride_db + head * stride_dh + begin * stride_dt
-    phase_chunk = row * stride_pb + head * stride_ph + begin * stride_pt
-    at_phase = phase_chunk + i.to(tl.int64)[:, None] * stride_pt + cols[None, :]
+    if turns is not None:
+        own_places = tl.load(positions + row * T + begin + i, mask=i < length, other=0)[:, None]
+        own_turns = tl.load(turns + head * K + cols, mask=has_k, other=0)[None, :]
     of_head = ((row * T + begin) * H + head) * K + cols[None, :]
     own = of_head + i.to(tl.int64)[:, None] * H * K
 
@@ -93,12 +92,12 @@ def key_gradients(
         of_state = chunk_U + of_chunk * R * V + cols[None, :] * V + cols_v[:, None]
         state = tl.load(of_state, mask=has_k[None, :] & has_v[:, None], other=0.0)
         grad_x = tl.dot(values, state, grad_x, input_precision=PRECISION)
-        if cos is not None:
+        if turns is not None:
             state = tl.load(of_state + K * V, mask=has_k[None, :] & has_v[:, None], other=0.0)
             grad_y = tl.dot(values, state, grad_y, input_precision=PRECISION)
-    if cos is not None:
-        grad_x *= tl.load(cos + at_phase, mask=in_rows, other=0.0)
-        grad_x += grad_y * tl.load(sin + at_phase, mask=in_rows, other=0.0)
+    if turns is not None:
+        grad_x *= wave(own_places, own_turns, 0)
+        grad_x += grad_y * wave(own_places, own_turns, 1)
     grad_x -= tl.load(chunk_R + of_chunk * K + cols, mask=has_k, other=0.0)[None, :]
     base = tl.load(edges + of_chunk * 3 * K + cols, mask=has_k, other=0.0)
     leave = tl.load(edges + (of_chunk * 3 + 2) * K + cols, mask=has_k, other=0.0)
@@ -139,16 +138,16 @@ def key_gradients(
             losses = query * tl.load(dq + at_partner, mask=in_partner, other=0.0).to(tl.float32)
             # Finite, so that another document's are dropped by a factor of 0 whatever they are.
             losses = tl.minimum(tl.maximum(losses, -1e37), 1e37)
-            if cos is None:
+            if turns is None:
                 grad_x = tl.dot(dscores, query.to(COMPUTE), input_precision=PRECISION)
             else:
-                of_phase = phase_chunk + j.to(tl.int64)[:, None] * stride_pt + cols[None, :]
-                x = tl.load(cos + of_phase, mask=in_partner, other=0.0)
+                places = tl.load(positions + row * T + begin + j, mask=j < length, other=0)[:, None]
+                x = wave(places, own_turns, 0)
                 grad_x = tl.dot(dscores, (query * x).to(COMPUTE), input_precision=PRECISION)
-                grad_x *= tl.load(cos + at_phase, mask=in_rows, other=0.0)
-                y = tl.load(sin + of_phase, mask=in_partner, other=0.0)
+                grad_x *= wave(own_places, own_turns, 0)
+                y = wave(places, own_turns, 1)
                 grad_y = tl.dot(dscores, (query * y).to(COMPUTE), input_precision=PRECISION)
-                grad_x += grad_y * tl.load(sin + at_phase, mask=in_rows, other=0.0)
+                grad_x += grad_y * wave(own_places, own_turns, 1)
             grad_x -= tl.dot(pairs.to(COMPUTE), losses.to(COMPUTE), input_precision=PRECISION)
             own_keys = tl.load(k_rows, mask=in_rows, other=EMPTY).to(tl.float32) - base[None, :]
             acc += grad_x * tl.exp(tl.minimum(own_keys - origin, 0.0))
@@ -160,8 +159,8 @@ def value_gradients(
     q,  # (B, T, H, K)
     k,  # (B, T, H, K)
     do,  # (B, T, H, V)
-    cos,
-    sin,
+    turns,
+    positions,
     chunk_U,  # (B, H, N, R, V): the cotangent of the state that leaves each chunk
     starts,
     edges,
@@ -180,9 +179,6 @@ def value_gradients(
     stride_db,
     stride_dt,
     stride_dh,
-    stride_pb,
-    stride_pt,
-    stride_ph,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -196,7 +192,7 @@ def value_gradients(
     """dv = φ(e^(k - z')) U + Σ over the chunk's queries, for a block of keys and some columns of V."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    R: tl.constexpr = K if cos is None else 2 * K
+    R: tl.constexpr = K if turns is None else 2 * K
     program = tl.program_id(0).to(tl.int64)
     tile_v = program % V_TILES
     head = program // V_TILES % H
@@ -214,7 +210,6 @@ def value_gradients(
     q_chunk = q + row * stride_qb + head * stride_qh + begin * stride_qt
     k_rows = k + row * stride_kb + head * stride_kh + (begin + i)[:, None] * stride_kt
     do_chunk = do + row * stride_db + head * stride_dh + begin * stride_dt
-    phase_chunk = row * stride_pb + head * stride_ph + begin * stride_pt
     depth_chunk = depths + ((row * T + begin) * H + head) * K
 
     acc = tl.zeros([BLOCK, BLOCK_V], dtype=tl.float32)
@@ -228,13 +223,14 @@ def value_gradients(
         writes = share_of(keys, leave[None, :])
         of_state = chunk_U + of_chunk * R * V + cols[:, None] * V + cols_v[None, :]
         state = tl.load(of_state, mask=has_k[:, None] & has_v, other=0.0)
-        if cos is None:
+        if turns is None:
             acc = tl.dot(writes.to(COMPUTE), state, acc, input_precision=PRECISION)
         else:
-            at_phase = phase_chunk + i.to(tl.int64)[:, None] * stride_pt + cols[None, :]
-            x = tl.load(cos + at_phase, mask=in_rows, other=0.0)
+            own_places = tl.load(positions + row * T + begin + i, mask=i < length, other=0)[:, None]
+            own_turns = tl.load(turns + head * K + cols, mask=has_k, other=0)[None, :]
+            x = wave(own_places, own_turns, 0)
             acc = tl.dot((writes * x).to(COMPUTE), state, acc, input_precision=PRECISION)
-            y = tl.load(sin + at_phase, mask=in_rows, other=0.0)
+            y = wave(own_places, own_turns, 1)
             state = tl.load(of_state + K * V, mask=has_k[:, None] & has_v, other=0.0)
             acc = tl.dot((writes * y).to(COMPUTE), state, acc, input_precision=PRECISION)
     if starts is not None:
@@ -267,16 +263,18 @@ def value_gradients(
                 more = tl.max(reference, 0) > EMPTY
                 keys = tl.load(k_rows + cols[None, :], mask=in_rows, other=EMPTY).to(tl.float32)
                 writes = tl.exp(tl.minimum(keys - base[None, :] - origin[None, :], 0.0))
-                if cos is None:
+                if turns is None:
                     scores = tl.dot(writes.to(COMPUTE), query.to(COMPUTE), scores, input_precision=PRECISION)
                 else:
-                    of_key = phase_chunk + i.to(tl.int64)[:, None] * stride_pt + cols[None, :]
-                    of_query = phase_chunk + j.to(tl.int64)[None, :] * stride_pt + cols[:, None]
-                    write = (writes * tl.load(cos + of_key, mask=in_rows, other=0.0)).to(COMPUTE)
-                    read = (query * tl.load(cos + of_query, mask=in_columns, other=0.0)).to(COMPUTE)
+                    key_places = tl.load(positions + row * T + begin + i, mask=i < length, other=0)[:, None]
+                    key_turns = tl.load(turns + head * K + cols, mask=has_k, other=0)[None, :]
+                    query_places = tl.load(positions + row * T + begin + j, mask=j < length, other=0)[None, :]
+                    query_turns = tl.load(turns + head * K + cols, mask=has_k, other=0)[:, None]
+                    write = (writes * wave(key_places, key_turns, 0)).to(COMPUTE)
+                    read = (query * wave(query_places, query_turns, 0)).to(COMPUTE)
                     scores = tl.dot(write, read, scores, input_precision=PRECISION)
-                    write = (writes * tl.load(sin + of_key, mask=in_rows, other=0.0)).to(COMPUTE)
-                    read = (query * tl.load(sin + of_query, mask=in_columns, other=0.0)).to(COMPUTE)
+                    write = (writes * wave(key_places, key_turns, 1)).to(COMPUTE)
+                    read = (query * wave(query_places, query_turns, 1)).to(COMPUTE)
                     scores = tl.dot(write, read, scores, input_precision=PRECISION)
         scores = tl.where(pairs, scores, 0.0)
         do_rows = do_chunk + j.to(tl.int64)[:, None] * stride_dt + cols_v[None, :]

@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from lightscale.kernels.common.angles import Angles, turns_of
 from lightscale.kernels.common.triton_launch import dense_last, document_starts, num_multiprocessors, on_device_of
 from lightscale.kernels.lightnet.state import LightNetState, StateCotangent
 from lightscale.kernels.lightnet.triton_cotangents import fold_cotangents, scan_cotangents
@@ -30,30 +31,22 @@ _LEAST_SPAN_CHUNKS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What all passes of one call share: keys, values, phases, documents, and how they are tiled."""
+    """What all passes of one call share: keys, values, angles, documents, and how they are tiled."""
 
     k: Tensor
     v: Tensor
-    phases: tuple[Tensor, Tensor] | tuple[None, None]
-    phase_strides: tuple[int, ...]
+    angles: tuple[Tensor, Tensor] | tuple[None, None]
+    """Turns (H, K) and positions (B, T), int64."""
     starts: Tensor | None
     tiling: Tiling
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, cu_seqlens: Tensor | None) -> "Row":
-        """Those of k (B, T, H, K), v (B, T, H, V), cos and sin (B, T, H, K)."""
-        phases: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
-        strides: tuple[int, ...] = (0, 0, 0)
-        if cos is not None and sin is not None:
-            cos, sin = dense_last(cos), dense_last(sin)
-            if cos.stride() != sin.stride():
-                cos, sin = cos.contiguous(), sin.contiguous()
-            phases, strides = (cos, sin), cos.stride()[:3]
+    def of(cls, k: Tensor, v: Tensor, angles: Angles | None, cu_seqlens: Tensor | None) -> "Row":
+        """Those of k (B, T, H, K) and v (B, T, H, V)."""
         return cls(
             k=dense_last(k),
             v=dense_last(v),
-            phases=phases,
-            phase_strides=strides,
+            angles=(None, None) if angles is None else (turns_of(angles.theta), angles.positions.contiguous()),
             starts=document_starts(cu_seqlens, num_rows=k.size(0), num_tokens=k.size(1)),
             tiling=tiling_of(k.dtype),
         )
@@ -66,7 +59,7 @@ class Row:
     @property
     def state_rows(self) -> int:
         """R."""
-        return self.k.size(3) * (1 if self.phases[0] is None else 2)
+        return self.k.size(3) * (1 if self.angles[0] is None else 2)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -190,7 +183,7 @@ def _scan_states(
     scan_states[(spans.num_programs * spans.num_spans,)](
         row.k,
         row.v,
-        *row.phases,
+        *row.angles,
         row.starts,
         *entering,
         *leaving,
@@ -200,7 +193,6 @@ def _scan_states(
         spans.span_chunks,
         *row.k.stride()[:3],
         *row.v.stride()[:3],
-        *row.phase_strides,
         **scan_constants(row.k.dtype, *row.widths),
         **LAUNCH,
         num_stages=row.tiling.scan_stages,
@@ -252,7 +244,7 @@ def attend(row: Row, q: Tensor, chunks: ChunkStates, weights: Weights) -> Tensor
     """The outputs (B, T, H, V)."""
     q, o = dense_last(q), torch.empty(row.v.shape, dtype=row.v.dtype, device=row.v.device)
     strides = (*q.stride()[:3], *row.k.stride()[:3], *row.v.stride()[:3])
-    inputs = (q, row.k, row.v, *row.phases, chunks.S)
+    inputs = (q, row.k, row.v, *row.angles, chunks.S)
     _products(outputs, row, inputs, weights, o, strides, of_keys=False)
     return o
 
@@ -285,7 +277,6 @@ def _products(
                 num_chunks,
                 num_blocks,
                 *strides,
-                *row.phase_strides,
                 **constants,
                 **LAUNCH,
                 num_stages=row.tiling.product_stages,
@@ -314,7 +305,7 @@ class Backward:
         row = self.row
         dq = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
         strides = (*row.k.stride()[:3], *row.v.stride()[:3], *self.do.stride()[:3])
-        inputs = (row.k, row.v, self.do, *row.phases, self.chunks.S)
+        inputs = (row.k, row.v, self.do, *row.angles, self.chunks.S)
         _products(query_gradients, row, inputs, self.weights, dq, strides, of_keys=True)
         return dq
 
@@ -371,7 +362,7 @@ class Backward:
             self.q,
             self.do,
             dq,
-            *row.phases,
+            *row.angles,
             row.starts,
             self.weights.edges,
             self.weights.depths,
@@ -383,7 +374,6 @@ class Backward:
             spans.span_chunks,
             *self.q.stride()[:3],
             *self.do.stride()[:3],
-            *row.phase_strides,
             **scan_constants(row.k.dtype, *row.widths),
             **LAUNCH,
             num_stages=row.tiling.scan_stages,
@@ -394,7 +384,7 @@ class Backward:
         row = self.row
         dk = torch.empty(row.k.shape, dtype=row.k.dtype, device=row.k.device)
         strides = (*self.q.stride()[:3], *row.k.stride()[:3], *row.v.stride()[:3], *self.do.stride()[:3])
-        inputs = (self.q, row.k, row.v, self.do, dq, *row.phases, *by_chunk)
+        inputs = (self.q, row.k, row.v, self.do, dq, *row.angles, *by_chunk)
         _products(key_gradients, row, inputs, self.weights, dk, strides, of_keys=True)
         return dk
 
@@ -403,6 +393,6 @@ class Backward:
         row = self.row
         dv = torch.empty(row.v.shape, dtype=row.v.dtype, device=row.v.device)
         strides = (*self.q.stride()[:3], *row.k.stride()[:3], *self.do.stride()[:3])
-        inputs = (self.q, row.k, self.do, *row.phases, by_chunk.U)
+        inputs = (self.q, row.k, self.do, *row.angles, by_chunk.U)
         _products(value_gradients, row, inputs, self.weights, dv, strides, of_keys=False)
         return dv

@@ -12,6 +12,7 @@ shapes, ``starts``, ``edges`` and ``depths`` are those of ``triton_kernels.py``.
 import triton
 import triton.language as tl
 
+from lightscale.kernels.common.triton_kernels import wave
 from lightscale.kernels.lightnet.triton_kernels import EMPTY, RISE, exists, origin_of, reads, share_of
 
 
@@ -20,8 +21,8 @@ def outputs(
     q,  # (B, T, H, K)
     k,  # (B, T, H, K)
     v,  # (B, T, H, V)
-    cos,
-    sin,
+    turns,
+    positions,
     states,  # (B, H, N, R, V): what enters each chunk
     starts,
     edges,
@@ -40,9 +41,6 @@ def outputs(
     stride_vb,
     stride_vt,
     stride_vh,
-    stride_pb,
-    stride_pt,
-    stride_ph,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -56,7 +54,7 @@ def outputs(
     """o = φ(q e^(z_in - z)) S + Σ over the chunk's tokens, for a block of queries and some columns of V."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    R: tl.constexpr = K if cos is None else 2 * K
+    R: tl.constexpr = K if turns is None else 2 * K
     program = tl.program_id(0).to(tl.int64)
     tile_v = program % V_TILES
     head = program // V_TILES % H
@@ -75,7 +73,6 @@ def outputs(
     q_rows = q + row * stride_qb + head * stride_qh + (begin + i)[:, None] * stride_qt
     k_chunk = k + row * stride_kb + head * stride_kh + begin * stride_kt
     v_chunk = v + row * stride_vb + head * stride_vh + begin * stride_vt
-    phase_chunk = row * stride_pb + head * stride_ph + begin * stride_pt
     depth_rows = depths + ((row * T + begin + i) * H + head)[:, None] * K
     own_start = tl.full([BLOCK], -1, tl.int32)
     if starts is not None:
@@ -92,13 +89,14 @@ def outputs(
         query *= share_of(enter[None, :], depth)
         of_state = states + of_chunk * R * V + cols[:, None] * V + cols_v[None, :]
         state = tl.load(of_state, mask=has_k[:, None] & has_v, other=0.0)
-        if cos is None:
+        if turns is None:
             acc = tl.dot(query.to(COMPUTE), state, acc, input_precision=PRECISION)
         else:
-            at_phase = phase_chunk + i.to(tl.int64)[:, None] * stride_pt + cols[None, :]
-            x = tl.load(cos + at_phase, mask=in_rows, other=0.0)
+            own_places = tl.load(positions + row * T + begin + i, mask=i < length, other=0)[:, None]
+            own_turns = tl.load(turns + head * K + cols, mask=has_k, other=0)[None, :]
+            x = wave(own_places, own_turns, 0)
             acc = tl.dot((query * x).to(COMPUTE), state, acc, input_precision=PRECISION)
-            y = tl.load(sin + at_phase, mask=in_rows, other=0.0)
+            y = wave(own_places, own_turns, 1)
             state = tl.load(of_state + K * V, mask=has_k[:, None] & has_v, other=0.0)
             acc = tl.dot((query * y).to(COMPUTE), state, acc, input_precision=PRECISION)
     if starts is not None:
@@ -125,16 +123,18 @@ def outputs(
                 more = tl.max(reference, 0) > EMPTY
                 keys = tl.load(k_columns, mask=in_columns, other=EMPTY).to(tl.float32)
                 writes = tl.exp(tl.minimum(keys - base[:, None] - origin[:, None], 0.0))
-                if cos is None:
+                if turns is None:
                     scores = tl.dot(query.to(COMPUTE), writes.to(COMPUTE), scores, input_precision=PRECISION)
                 else:
-                    of_query = phase_chunk + i.to(tl.int64)[:, None] * stride_pt + cols[None, :]
-                    of_key = phase_chunk + j.to(tl.int64)[None, :] * stride_pt + cols[:, None]
-                    read = (query * tl.load(cos + of_query, mask=in_rows, other=0.0)).to(COMPUTE)
-                    write = (writes * tl.load(cos + of_key, mask=in_columns, other=0.0)).to(COMPUTE)
+                    query_places = tl.load(positions + row * T + begin + i, mask=i < length, other=0)[:, None]
+                    query_turns = tl.load(turns + head * K + cols, mask=has_k, other=0)[None, :]
+                    key_places = tl.load(positions + row * T + begin + j, mask=j < length, other=0)[None, :]
+                    key_turns = tl.load(turns + head * K + cols, mask=has_k, other=0)[:, None]
+                    read = (query * wave(query_places, query_turns, 0)).to(COMPUTE)
+                    write = (writes * wave(key_places, key_turns, 0)).to(COMPUTE)
                     scores = tl.dot(read, write, scores, input_precision=PRECISION)
-                    read = (query * tl.load(sin + of_query, mask=in_rows, other=0.0)).to(COMPUTE)
-                    write = (writes * tl.load(sin + of_key, mask=in_columns, other=0.0)).to(COMPUTE)
+                    read = (query * wave(query_places, query_turns, 1)).to(COMPUTE)
+                    write = (writes * wave(key_places, key_turns, 1)).to(COMPUTE)
                     scores = tl.dot(read, write, scores, input_precision=PRECISION)
         pairs = (i[:, None] >= j[None, :]) & (own_start[:, None] <= j[None, :])
         scores = tl.where(pairs, scores, 0.0)
@@ -151,8 +151,8 @@ def query_gradients(
     k,  # (B, T, H, K)
     v,  # (B, T, H, V)
     do,  # (B, T, H, V)
-    cos,
-    sin,
+    turns,
+    positions,
     states,  # (B, H, N, R, V): what enters each chunk
     starts,
     edges,
@@ -171,9 +171,6 @@ def query_gradients(
     stride_db,
     stride_dt,
     stride_dh,
-    stride_pb,
-    stride_pt,
-    stride_ph,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -187,7 +184,7 @@ def query_gradients(
     """dq = e^(z_in - z) φᵀ(do Sᵀ) + Σ over the chunk's tokens, for a block of queries and some columns of K."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    R: tl.constexpr = K if cos is None else 2 * K
+    R: tl.constexpr = K if turns is None else 2 * K
     program = tl.program_id(0).to(tl.int64)
     tile_k = program % K_TILES
     head = program // K_TILES % H
@@ -206,8 +203,9 @@ def query_gradients(
     k_chunk = k + row * stride_kb + head * stride_kh + begin * stride_kt
     v_chunk = v + row * stride_vb + head * stride_vh + begin * stride_vt
     do_rows = do + row * stride_db + head * stride_dh + (begin + i)[:, None] * stride_dt
-    phase_chunk = row * stride_pb + head * stride_ph + begin * stride_pt
-    at_phase = phase_chunk + i.to(tl.int64)[:, None] * stride_pt + cols[None, :]
+    if turns is not None:
+        own_places = tl.load(positions + row * T + begin + i, mask=i < length, other=0)[:, None]
+        own_turns = tl.load(turns + head * K + cols, mask=has_k, other=0)[None, :]
     own = ((row * T + begin + i) * H + head)[:, None] * K + cols[None, :]
     own_start = tl.full([BLOCK], -1, tl.int32)
     if starts is not None:
@@ -222,12 +220,12 @@ def query_gradients(
         of_state = states + of_chunk * R * V + cols[None, :] * V + cols_v[:, None]
         state = tl.load(of_state, mask=has_k[None, :] & has_v[:, None], other=0.0)
         grad_x = tl.dot(do_tile, state, grad_x, input_precision=PRECISION)
-        if cos is not None:
+        if turns is not None:
             state = tl.load(of_state + K * V, mask=has_k[None, :] & has_v[:, None], other=0.0)
             grad_y = tl.dot(do_tile, state, grad_y, input_precision=PRECISION)
-    if cos is not None:
-        grad_x *= tl.load(cos + at_phase, mask=in_rows, other=0.0)
-        grad_x += grad_y * tl.load(sin + at_phase, mask=in_rows, other=0.0)
+    if turns is not None:
+        grad_x *= wave(own_places, own_turns, 0)
+        grad_x += grad_y * wave(own_places, own_turns, 1)
     enter = tl.load(edges + (of_chunk * 3 + 1) * K + cols, mask=has_k, other=EMPTY)
     depth = tl.load(depths + own, mask=in_rows, other=0.0)
     # What nothing entered may hold anything.
@@ -258,17 +256,17 @@ def query_gradients(
             k_rows = k_chunk + j.to(tl.int64)[:, None] * stride_kt + cols[None, :]
             keys = tl.load(k_rows, mask=in_partner, other=EMPTY).to(tl.float32)
             writes = tl.exp(tl.minimum(keys - base[None, :] - origin, 0.0))
-            if cos is None:
+            if turns is None:
                 grad_x = tl.dot(dscores, writes.to(COMPUTE), grad_x, input_precision=PRECISION)
             else:
-                of_phase = phase_chunk + j.to(tl.int64)[:, None] * stride_pt + cols[None, :]
-                x = tl.load(cos + of_phase, mask=in_partner, other=0.0)
+                places = tl.load(positions + row * T + begin + j, mask=j < length, other=0)[:, None]
+                x = wave(places, own_turns, 0)
                 grad_x = tl.dot(dscores, (writes * x).to(COMPUTE), grad_x, input_precision=PRECISION)
-                y = tl.load(sin + of_phase, mask=in_partner, other=0.0)
+                y = wave(places, own_turns, 1)
                 grad_y = tl.dot(dscores, (writes * y).to(COMPUTE), grad_y, input_precision=PRECISION)
-        if cos is not None:
-            grad_x *= tl.load(cos + at_phase, mask=in_rows, other=0.0)
-            grad_x += grad_y * tl.load(sin + at_phase, mask=in_rows, other=0.0)
+        if turns is not None:
+            grad_x *= wave(own_places, own_turns, 0)
+            grad_x += grad_y * wave(own_places, own_turns, 1)
         depth = tl.load(depths + own, mask=in_rows, other=EMPTY)
         held = reads(depth, origin)
         acc += tl.where(held > 0.0, grad_x * held, 0.0)

@@ -9,6 +9,7 @@ Names of shapes and arguments are those of ``triton_kernels.py``.
 import triton
 import triton.language as tl
 
+from lightscale.kernels.common.triton_kernels import wave
 from lightscale.kernels.lightnet.triton_kernels import EMPTY, LEAST, RISE, exists, finite, origin_of, share_of
 
 
@@ -16,8 +17,8 @@ from lightscale.kernels.lightnet.triton_kernels import EMPTY, LEAST, RISE, exist
 def scan_states(
     k,  # (B, T, H, K)
     v,  # (B, T, H, V)
-    cos,
-    sin,
+    turns,
+    positions,
     starts,
     enter_tops,  # (B, H, S, K) fp32: a reference of the state that enters each span, -inf for empty; or None
     enter_logs,  # (B, H, S, K) fp32: its z less that; None for 0
@@ -39,9 +40,6 @@ def scan_states(
     stride_vb,
     stride_vt,
     stride_vh,
-    stride_pb,
-    stride_pt,
-    stride_ph,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -54,7 +52,7 @@ def scan_states(
     """Go through a span's chunks with a tile of Σ e^(k - top) φ vᵀ, and with Σ e^(k - top) per channel."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    R: tl.constexpr = K if cos is None else 2 * K
+    R: tl.constexpr = K if turns is None else 2 * K
     program = tl.program_id(0).to(tl.int64)
     tile_v = program % V_TILES
     tile_k = program // V_TILES % K_TILES
@@ -71,7 +69,6 @@ def scan_states(
     within = cols_k[:, None] * V + cols_v[None, :]
     k_head = k + row * stride_kb + head * stride_kh
     v_head = v + row * stride_vb + head * stride_vh
-    phase_head = row * stride_pb + head * stride_ph
 
     top = tl.full([BLOCK_K], EMPTY, tl.float32)
     mass = tl.zeros([BLOCK_K], dtype=tl.float32)
@@ -88,7 +85,7 @@ def scan_states(
     if enter_states is not None:
         written = in_tile & (top > EMPTY)[:, None]
         first = tl.load(enter_states + of_span * R * V + within, mask=written, other=0.0) * mass[:, None]
-        if cos is not None:
+        if turns is not None:
             second = tl.load(enter_states + of_span * R * V + K * V + within, mask=written, other=0.0)
             second *= mass[:, None]
 
@@ -102,7 +99,7 @@ def scan_states(
             inverse = tl.where(mass > 0.0, 1.0 / tl.maximum(mass, 1e-30), 0.0)[:, None]
             of_chunk = states + (row_head * num_chunks + chunk) * R * V + within
             tl.store(of_chunk, (first * inverse).to(states.dtype.element_ty), mask=in_tile)
-            if cos is not None:
+            if turns is not None:
                 tl.store(of_chunk + K * V, (second * inverse).to(states.dtype.element_ty), mask=in_tile)
             if tile_v == 0:
                 of_top = (row_head * (num_chunks + 1) + chunk) * K + cols_k
@@ -139,13 +136,14 @@ def scan_states(
             added += tl.sum(writes, 1)
             v_rows = v_head + t[:, None] * stride_vt + cols_v[None, :]
             values = tl.load(v_rows, mask=kept[:, None] & has_v[None, :], other=0.0).to(COMPUTE)
-            if cos is None:
+            if turns is None:
                 first = tl.dot(writes.to(COMPUTE), values, first, input_precision=PRECISION)
             else:
-                of_phase = phase_head + t[None, :] * stride_pt + cols_k[:, None]
-                x = tl.load(cos + of_phase, mask=kept[None, :] & has_k[:, None], other=0.0)
+                places = tl.load(positions + row * T + t, mask=kept, other=0)[None, :]
+                turns_k = tl.load(turns + head * K + cols_k, mask=has_k, other=0)[:, None]
+                x = wave(places, turns_k, 0)
                 first = tl.dot((writes * x).to(COMPUTE), values, first, input_precision=PRECISION)
-                y = tl.load(sin + of_phase, mask=kept[None, :] & has_k[:, None], other=0.0)
+                y = wave(places, turns_k, 1)
                 second = tl.dot((writes * y).to(COMPUTE), values, second, input_precision=PRECISION)
         mass *= share
         added -= lost * share
@@ -157,7 +155,7 @@ def scan_states(
     if leave_states is not None:
         inverse = tl.where(mass > 0.0, 1.0 / tl.maximum(mass, 1e-30), 0.0)[:, None]
         tl.store(leave_states + of_span * R * V + within, first * inverse, mask=in_tile)
-        if cos is not None:
+        if turns is not None:
             tl.store(leave_states + of_span * R * V + K * V + within, second * inverse, mask=in_tile)
         if tile_v == 0:
             if leave_logs is None:

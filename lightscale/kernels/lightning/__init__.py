@@ -16,10 +16,12 @@ from lightscale.kernels.common.backends import AUTO, choose_backend, preload_tri
 from lightscale.kernels.common.checks import check_device, check_inputs, check_state
 from lightscale.kernels.common.documents import check_cu_seqlens
 from lightscale.kernels.common.states import state_dtype
-from lightscale.kernels.gla import gla
+from lightscale.kernels.gla.chunked import DEFAULT_CHUNK_SIZE as GLA_CHUNK_SIZE
+from lightscale.kernels.gla.chunked import ChunkedGLA
 from lightscale.kernels.lightning.chunked import DEFAULT_CHUNK_SIZE, ChunkedLightningAttention
 from lightscale.kernels.lightning.pieces import grad_bwd, out_fwd, recurrent_step, state_bwd, state_fwd
 from lightscale.kernels.lightning.reference import lightning_attention_reference
+from lightscale.kernels.lightning.token_decays import by_channel
 
 __all__ = [
     "BACKENDS",
@@ -64,7 +66,8 @@ def _chunked(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     if log_decay is not None and log_decay.dim() == 3:
-        return _gated(q, k, v, log_decay, initial_state, cu_seqlens, backend="chunked")
+        o, state = ChunkedGLA.apply(q, k, v, by_channel(log_decay, k), initial_state, cu_seqlens, GLA_CHUNK_SIZE)
+        return o, state
     o, state = ChunkedLightningAttention.apply(
         q, k, v, log_decay, *parts_of(angles), initial_state, cu_seqlens, chunk_size
     )
@@ -107,36 +110,8 @@ def _triton(
     cu_seqlens: Tensor | None,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
-    if log_decay is not None and log_decay.dim() == 3:
-        return _gated(q, k, v, log_decay, initial_state, cu_seqlens, backend="triton")
     forms = triton_forms("lightning")
     o, state = forms.triton_lightning_attention(q, k, v, log_decay, angles, initial_state, cu_seqlens)
-    return o, state
-
-
-def _gated(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    """A decay per head and token (B, T, H) is one per token and channel that all channels of a head share."""
-    by_channel = log_decay[..., None].expand(q.shape)
-    o, state = gla(
-        q,
-        k,
-        v,
-        by_channel,
-        initial_state=initial_state,
-        output_final_state=True,
-        cu_seqlens=cu_seqlens,
-        backend=backend,
-    )
-    assert state is not None, "asked for with output_final_state"
     return o, state
 
 
@@ -172,7 +147,7 @@ def lightning_attention(
         k: keys (B, T, H, K), of q's dtype.
         v: values (B, T, H, V), of q's dtype; V need not equal K.
         log_decay: log λ per head (H,), or per head and token (B, T, H), fp32 or fp64, at most 0; None for no decay.
-            Those of tokens are computed by ``gla``, as decays that the channels of a head share.
+            The chunked form of ``gla`` computes those of tokens on CPUs, as decays that the channels of a head share.
         angles: theta (H, K) and positions (B, T) of LRPE, by which q and k become [q cos, q sin] and [k cos, k sin]
             as they are read, never in memory; K is 2K in the states then. Not beside decays of tokens. None for none.
         initial_state: the state (B, H, K, V) that enters each row, fp32 (fp64 for fp64 inputs); zero when

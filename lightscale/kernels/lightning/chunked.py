@@ -147,7 +147,7 @@ class Gradients(NamedTuple):
     k: Tensor
     v: Tensor
     log_decay: Tensor | None
-    """(H,), None unless asked for; ranks add up."""
+    """None unless asked for: (H,), of which ranks add up theirs; or (B, T, H) by ``token_decays``."""
     theta: Tensor | None
     """(H, K) fp64, None unless asked for; ranks add up."""
 

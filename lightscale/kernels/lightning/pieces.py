@@ -1,7 +1,8 @@
 """The pieces of decay attention, each computed by the form that fits its tensors' device and dtype.
 
 Sequence parallelism and generation call these. They have the arguments and results of those in ``chunked.py``, which
-documents them; ``common/backends.py`` has the choice and the setting that overrides it.
+documents them, and log_decay may be per head and token, (B, T, H), where there are no angles; ``common/backends.py``
+has the choice and the setting that overrides it.
 """
 
 from typing import Any
@@ -11,15 +12,17 @@ from torch import Tensor
 
 from lightscale.kernels.common.angles import Angles, features, phases_of
 from lightscale.kernels.common.backends import AUTO, choose_backend, triton_forms
-from lightscale.kernels.lightning import chunked
+from lightscale.kernels.lightning import chunked, token_decays
 from lightscale.kernels.lightning.chunked import Gradients
 
 _FORMS = ("triton", "chunked")
 
 
-def _forms(x: Tensor) -> Any:
+def _forms(x: Tensor, log_decay: Tensor | None) -> Any:
     name = choose_backend(AUTO, x, _FORMS, operator="sequence-parallel lightning_attention")
-    return triton_forms("lightning") if name == "triton" else chunked
+    if name == "triton":
+        return triton_forms("lightning")
+    return token_decays if log_decay is not None and log_decay.dim() == 3 else chunked
 
 
 def state_fwd(
@@ -31,7 +34,7 @@ def state_fwd(
     angles: Angles | None = None,
 ) -> tuple[Tensor, Tensor]:
     """S_loc (B, H, F, V) and D (B, H) of a row, by which S_out = D ⊙ S_in + S_loc."""
-    local, through = _forms(k).state_fwd(k, v, log_decay, cu_seqlens, angles=angles)
+    local, through = _forms(k, log_decay).state_fwd(k, v, log_decay, cu_seqlens, angles=angles)
     return local, through
 
 
@@ -46,7 +49,7 @@ def out_fwd(
     angles: Angles | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The outputs (B, T, H, V) of a row that S_in (B, H, F, V) enters, and the state that leaves it."""
-    o, state = _forms(q).out_fwd(q, k, v, log_decay, S_in, cu_seqlens, angles=angles)
+    o, state = _forms(q, log_decay).out_fwd(q, k, v, log_decay, S_in, cu_seqlens, angles=angles)
     return o, state
 
 
@@ -59,7 +62,7 @@ def state_bwd(
     angles: Angles | None = None,
 ) -> Tensor:
     """The cotangent (B, H, F, V) of a row's incoming state that comes from the row's own outputs."""
-    own: Tensor = _forms(q).state_bwd(q, do, log_decay, cu_seqlens, angles=angles)
+    own: Tensor = _forms(q, log_decay).state_bwd(q, do, log_decay, cu_seqlens, angles=angles)
     return own
 
 
@@ -77,8 +80,8 @@ def grad_bwd(
     with_decay: bool = False,
     with_theta: bool = False,
 ) -> Gradients:
-    """dq, dk, dv of these rows, and as asked for dlog_decay (H,) and dtheta (H, K)."""
-    gradients: Gradients = _forms(q).grad_bwd(
+    """dq, dk, dv of these rows, and as asked for dlog_decay, of log_decay's shape, and dtheta (H, K)."""
+    gradients: Gradients = _forms(q, log_decay).grad_bwd(
         q,
         k,
         v,

@@ -14,7 +14,7 @@ from lightscale.kernels.common.angles import Angles, angles_of, parts_of
 from lightscale.kernels.common.triton_recurrent import recurrent_step as one_token
 from lightscale.kernels.lightning.chunked import Gradients
 from lightscale.kernels.lightning.triton_cases import COMPILE_CASES
-from lightscale.kernels.lightning.triton_passes import Rows, products, scan
+from lightscale.kernels.lightning.triton_passes import Rows, decay_gradient, products, scan
 
 __all__ = [
     "COMPILE_CASES",
@@ -38,10 +38,12 @@ def _state_fwd(
 ) -> tuple[Tensor, Tensor]:
     rows = Rows.of(k, log_decay, cu_seqlens, angles_of(theta, positions))
     local = scan(rows, k, v, None, reverse=False, with_chunks=False).final
-    through = local.new_ones(rows.num_heads)
+    through = local.new_ones(rows.num_rows, rows.num_heads)
     if rows.rate is not None and rows.num_tokens:
-        through = (rows.rate.double() * rows.num_tokens).exp().float()
-    through = through.repeat(rows.num_rows, 1)
+        through = (rows.rate.double() * rows.num_tokens).exp().float().repeat(rows.num_rows, 1)
+    elif rows.sums is not None and log_decay is not None:
+        # In fp64, because a sum over a million tokens drifts in fp32.
+        through = log_decay.sum(1, dtype=torch.float64).exp().float()
     if rows.starts is not None and rows.num_tokens:
         through.masked_fill_(rows.starts[:, -1:] >= 0, 0.0)
     return local, through
@@ -134,7 +136,7 @@ def _gradients(
     with_decay: bool,
     with_theta: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dlog_decay (H,) fp32 and dtheta (H, K) fp64 (empty unless asked for), dS_in."""
+    """dq, dk, dv, dlog_decay, fp32, and dtheta (H, K), fp64 (empty unless asked for), dS_in."""
     rows = Rows.of(q, log_decay, cu_seqlens, angles_of(theta, positions))
     learned = {"with_decay": with_decay, "with_theta": with_theta}
     states = scan(rows, k, v, S_in, reverse=False).chunks
@@ -145,8 +147,8 @@ def _gradients(
     dk = products(rows, v, do, q, dstates, reverse=True, transposed=True, own=k, **learned)
     dv = products(rows, k, q, do, dstates, reverse=True, transposed=False).out
     dlog_decay, dtheta = dS_in.new_empty(0), dS_in.new_empty(0, dtype=torch.float64)
-    if dq.dlog_decay is not None and dk.dlog_decay is not None and of_states is not None:
-        dlog_decay = dq.dlog_decay + dk.dlog_decay + of_states
+    if dq.decay_parts is not None and dk.decay_parts is not None and of_states is not None:
+        dlog_decay = decay_gradient(rows, dq.decay_parts, dk.decay_parts, of_states)
     if dq.dtheta is not None and dk.dtheta is not None:
         dtheta = dq.dtheta + dk.dtheta
     return dq.out, dk.out, dv, dlog_decay, dtheta, dS_in
@@ -167,7 +169,8 @@ def _(
     with_decay: bool,
     with_theta: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dlog_decay = q.new_empty(q.size(2) if with_decay else 0, dtype=torch.float32)
+    shape = q.shape[2:3] if log_decay is None else log_decay.shape
+    dlog_decay = q.new_empty(shape if with_decay else (0,), dtype=torch.float32)
     dtheta = q.new_empty(q.shape[2:] if with_theta else (0,), dtype=torch.float64)
     dS_in = _fake_state(k, v, theta)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dlog_decay, dtheta, dS_in

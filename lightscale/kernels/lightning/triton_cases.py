@@ -9,8 +9,11 @@ from lightscale.kernels.common.triton_cases import NAMES, case_name, integers, p
 from lightscale.kernels.common.triton_compile import KernelCase
 from lightscale.kernels.common.triton_launch import NUM_WARPS
 from lightscale.kernels.common.triton_recurrent import recurrent_case
-from lightscale.kernels.lightning.triton_kernels import attend, fold_spans, scan_states
+from lightscale.kernels.lightning.triton_decays import gather_decays, sum_decays
+from lightscale.kernels.lightning.triton_kernels import attend
+from lightscale.kernels.lightning.triton_states import fold_spans, scan_states
 from lightscale.kernels.lightning.triton_tiling import (
+    DECAY_HEADS,
     FOLD_ELEMENTS,
     attend_constants,
     scan_constants,
@@ -30,16 +33,20 @@ def _scan(
     plain: bool = False,
     learned: bool = False,
     angles: bool = False,
+    tokens: bool = False,
     **options: Any,
 ) -> KernelCase:
-    """``plain``: without decay and documents; ``learned``: with the gradients of decay and angles."""
+    """``plain``: without decay and documents; ``learned``: with the gradients of decay and angles; ``tokens``: with a
+    decay per head and token."""
     stored = NAMES[tiling_of(dtype).stored]
     arguments, absent = pointers(
         {
             **dict.fromkeys(("x", "y"), NAMES[dtype]),
             **dict.fromkeys(("turns", "positions"), "i64" if angles else None),
             **dict.fromkeys(("entering", "leaving"), "fp32"),
-            "log_decay": None if plain else "fp32",
+            "span_through": "fp32" if tokens else None,
+            "log_decay": None if plain or tokens else "fp32",
+            "sums": "fp32" if tokens else None,
             "starts": None if plain else "i32",
             "chunk_states": stored,
             "other_states": stored if learned else None,
@@ -47,7 +54,7 @@ def _scan(
         }
     )
     counts = integers("T", "H", "num_chunks", "num_spans", "span_chunks")
-    variants = ["plain"] * plain + ["learned"] * learned + ["angles"] * angles
+    variants = ["plain"] * plain + ["tokens"] * tokens + ["learned"] * learned + ["angles"] * angles
     return KernelCase(
         name=case_name("lightning", "dstates" if reverse else "states", K, V, dtype, *variants),
         kernel=scan_states,
@@ -68,6 +75,7 @@ def _attend(
     plain: bool = False,
     learned: bool = False,
     angles: bool = False,
+    tokens: bool = False,
     **options: Any,
 ) -> KernelCase:
     transposed = role in ("dq", "dk")
@@ -76,7 +84,8 @@ def _attend(
             **dict.fromkeys(("x", "y", "z", "out"), NAMES[dtype]),
             **dict.fromkeys(("turns", "positions"), "i64" if angles else None),
             "states": NAMES[tiling_of(dtype).stored],
-            "log_decay": None if plain else "fp32",
+            "log_decay": None if plain or tokens else "fp32",
+            "sums": "fp32" if tokens else None,
             "starts": None if plain else "i32",
             "own": NAMES[dtype] if learned or (angles and transposed) else None,
             "decay_parts": "fp32" if learned else None,
@@ -86,7 +95,7 @@ def _attend(
     counts = integers("T", "H", "num_chunks", "num_blocks")
     X, Z = (V, K) if transposed else (K, V)
     constants = attend_constants(dtype, X, Z, angles=angles, reverse=role in ("dk", "dv"), transposed=transposed)
-    variants = ["plain"] * plain + ["learned"] * learned + ["angles"] * angles
+    variants = ["plain"] * plain + ["tokens"] * tokens + ["learned"] * learned + ["angles"] * angles
     return KernelCase(
         name=case_name("lightning", role, K, V, dtype, *variants),
         kernel=attend,
@@ -99,16 +108,52 @@ def _attend(
 
 
 def _fold() -> KernelCase:
-    arguments, _ = pointers(
-        {**dict.fromkeys(("local", "initial", "log_decay", "entering", "final"), "fp32"), "starts": "i32"}
+    arguments, absent = pointers(
+        {
+            **dict.fromkeys(("local", "initial", "log_decay", "entering", "final"), "fp32"),
+            "span_through": None,
+            "starts": "i32",
+        }
     )
     return KernelCase(
         name="lightning fold",
         kernel=fold_spans,
         arguments={**arguments, **integers("T", "H", "num_spans", "span_tokens"), "num_elements": "i32:16"},
-        constants={"ELEMENTS": FOLD_ELEMENTS, "REVERSE": False},
+        constants={**absent, "ELEMENTS": FOLD_ELEMENTS, "REVERSE": False},
         num_warps=NUM_WARPS,
         tensor_cores=False,
+    )
+
+
+def _decays() -> Iterator[KernelCase]:
+    """The sums of log decays of tokens, and the gather of their gradient."""
+    tiling = tiling_of(torch.bfloat16)
+    options: dict[str, Any] = {"num_warps": NUM_WARPS, "tensor_cores": False, "usual": False}
+    yield KernelCase(
+        name="lightning sums of decays",
+        kernel=sum_decays,
+        arguments={
+            **pointers({"log_decay": "fp32", "sums": "fp32"})[0],
+            **integers("T", "H", "num_chunks"),
+            **dict.fromkeys(("stride_b", "stride_t"), "i32:16"),
+        },
+        constants={"stride_h": 1, "HEADS": DECAY_HEADS, "CHUNK": tiling.chunk},
+        **options,
+    )
+    yield KernelCase(
+        name="lightning gather of decays",
+        kernel=gather_decays,
+        arguments={
+            **pointers(dict.fromkeys(("by_queries", "by_keys", "by_states", "dlog_decay"), "fp32"))[0],
+            **integers("T", "H", "num_chunks", "num_blocks"),
+        },
+        constants={
+            **dict.fromkeys(("QUERY_TILES", "KEY_TILES"), 2),
+            "STATE_TILES": 4,
+            "BLOCK": tiling.block,
+            "CHUNK": tiling.chunk,
+        },
+        **options,
     )
 
 
@@ -144,6 +189,20 @@ def _cases() -> Iterator[KernelCase]:
         yield _scan(dtype, K, K, reverse=False, angles=True, **allowed)
         for role in ("o", "dk"):
             yield _attend(dtype, K, K, role, angles=True, **allowed)
+    for K, V in WIDTHS:
+        for reverse in (False, True):
+            yield _scan(bf16, K, V, reverse=reverse, tokens=True, learned=reverse, usual=K == V == 128 and reverse)
+        for role in ROLES:
+            learned = role in ("dq", "dk")
+            yield _attend(bf16, K, V, role, tokens=True, learned=learned, usual=K == V == 128 and learned)
+    for role in ("dq", "dk"):
+        yield _attend(bf16, 128, 128, role, tokens=True, usual=False)
+    for dtype in (torch.float16, torch.float32):
+        allowed = {"usual": False, "may_spill": dtype == torch.float32}
+        yield _scan(dtype, 128, 128, reverse=True, tokens=True, learned=True, **allowed)
+        for role in ("o", "dq", "dk"):
+            yield _attend(dtype, 128, 128, role, tokens=True, learned=role != "o", **allowed)
+    yield from _decays()
     yield _fold()
     yield recurrent_case("lightning", bf16, 256, 128, by_channel=False)
 

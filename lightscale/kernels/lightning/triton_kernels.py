@@ -1,9 +1,9 @@
-"""The Triton kernels of decay attention: states at chunk starts, their prefix over spans, and outputs.
+"""The Triton kernel of decay attention's outputs and gradients, which computes every block of tokens by itself.
 
 A row is cut into chunks of CHUNK tokens, and these into blocks of BLOCK; a span is some whole chunks that one program
-goes through in turn. Names of shapes: B rows, T tokens, H heads, N chunks, S spans. x and y are what is multiplied
-per pair of tokens, y and z what a state is made of. All arithmetic is fp32; half-precision operands go to the tensor
-cores as they are. README.md here has the mathematics, the tiling and the counts.
+of ``triton_states.py`` goes through in turn. Names of shapes: B rows, T tokens, H heads, N chunks, S spans. x and y are
+what is multiplied per pair of tokens, y and z what a state is made of. All arithmetic is fp32; half-precision operands
+go to the tensor cores as they are. README.md here has the mathematics, the tiling and the counts.
 
 ``starts`` (B, T) int32 is the place in the row at which the token's document begins, -1 for the row's first one, so
 that a key j is of query i's document when j >= starts[i], and a query reads the state that enters a chunk when its
@@ -11,185 +11,22 @@ document starts before the chunk.
 
 ``turns`` (H, K) int64 and ``positions`` (B, T) int64, both or neither, are the angles of LRPE: queries and keys are
 then spread where they are loaded, [x cos, x sin], and states have two halves of K rows. F is 2K then, else K.
+
+Decays are one per head, ``log_decay`` (H,), or one per head and token, ``sums`` (B, H, 2, T) of ``triton_decays.py``;
+or there are none.
 """
 
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton_kernels import exists, last_start, own_starts, scan_place, wave
-
-
-@triton.jit
-def _power(log_decay, steps):
-    """λ^steps; 1 for no steps also when log λ is -inf."""
-    return tl.exp(tl.where(steps > 0, steps.to(tl.float32) * log_decay, 0.0))
+from lightscale.kernels.common.triton_kernels import exists, last_start, own_starts, wave
+from lightscale.kernels.lightning.triton_decays import crossing, decay_between, load_sum, load_sums, power
 
 
 @triton.jit
 def spread(x_tile, places, turns, half):
     """Half of the features of a tile of x, by its tokens' ``places`` and its channels' ``turns``, shaped to fit it."""
     return (x_tile.to(tl.float32) * wave(places, turns, half)).to(x_tile.dtype)
-
-
-@triton.jit(do_not_specialize=["T", "num_chunks", "num_spans", "span_chunks"])
-def scan_states(
-    x,  # (B, T, H, K): keys; queries in reverse
-    y,  # (B, T, H, V): values; cotangents of the outputs in reverse
-    turns,
-    positions,
-    log_decay,  # (H,) fp32, or None
-    starts,  # (B, T), or None
-    entering,  # (B, H, S, F, V) fp32: what enters each span, or None for zero
-    leaving,  # (B, H, S, F, V) fp32: what leaves each span, or None
-    chunk_states,  # (B, H, N, F, V): what enters each chunk, or None
-    other_states,  # (B, H, N, F, V): the states of the forward scan, or None
-    decay_parts,  # (B, H, S, F tiles, V tiles) fp32: through other_states' part of dlog_decay
-    T,
-    H,
-    num_chunks,
-    num_spans,
-    span_chunks,
-    stride_xb,
-    stride_xt,
-    stride_xh,
-    stride_yb,
-    stride_yt,
-    stride_yh,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    REVERSE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Go through a span's chunks with a tile of the state: S <- λ^L S + Σ weight x yᵀ.
-
-    In reverse the state is the cotangent of the state that leaves a chunk, and "enters" means from behind.
-    """
-    V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    F: tl.constexpr = K if turns is None else 2 * K
-    F_TILES: tl.constexpr = F // K * K_TILES
-    row, head, span, tile_f, tile_v = scan_place(H, num_spans, F_TILES, V_TILES)
-
-    half = tile_f // K_TILES
-    cols_k = tile_f % K_TILES * BLOCK_K + tl.arange(0, BLOCK_K)
-    cols_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
-    has_k, has_v = exists(cols_k, K, BLOCK_K), exists(cols_v, V, BLOCK_V)
-    in_tile = has_k[:, None] & has_v[None, :]
-    within = (half * K + cols_k)[:, None] * V + cols_v[None, :]
-    of_span = ((row * H + head) * num_spans + span) * F * V
-    x_head = x + row * stride_xb + head * stride_xh
-    y_head = y + row * stride_yb + head * stride_yh
-    if turns is not None:
-        turns_k = tl.load(turns + head * K + cols_k, mask=has_k, other=0)[:, None]
-    rate = 0.0
-    if log_decay is not None:
-        rate = tl.load(log_decay + head)
-
-    state = tl.zeros([BLOCK_K, BLOCK_V], dtype=tl.float32)
-    if entering is not None:
-        state = tl.load(entering + of_span + within, mask=in_tile, other=0.0)
-    decay_part = 0.0
-    first_chunk = span * span_chunks
-    span_end = tl.minimum(first_chunk + span_chunks, num_chunks)
-    for step in range(span_end - first_chunk):
-        chunk = first_chunk + step
-        if REVERSE:
-            chunk = span_end - 1 - step
-        begin = chunk * CHUNK
-        length = tl.minimum(CHUNK, T - begin).to(tl.int32)
-        of_chunk = ((row * H + head) * num_chunks + chunk) * F * V
-        if chunk_states is not None:
-            rounded = state.to(chunk_states.dtype.element_ty)
-            tl.store(chunk_states + of_chunk + within, rounded, mask=in_tile)
-
-        # What goes through the whole chunk. Places in the chunk are counted from its begin.
-        last = last_start(starts, row * T, begin, length)
-        if log_decay is not None:
-            state *= _power(rate, length)
-        if starts is not None:
-            state = tl.where(last < 0, state, 0.0)
-        if other_states is not None:
-            other = tl.load(other_states + of_chunk + within, mask=in_tile, other=0.0).to(tl.float32)
-            decay_part += tl.sum(tl.sum(state * other, 1), 0) * length.to(tl.float32)
-
-        for block in tl.static_range(CHUNK // BLOCK):
-            i = block * BLOCK + tl.arange(0, BLOCK)
-            t = begin + i
-            kept = i < length
-            if starts is not None:
-                if REVERSE:
-                    kept = kept & (own_starts(starts, row * T, begin, i, length) < 0)
-                else:
-                    kept = kept & (i >= last)
-            x_columns = x_head + t[None, :] * stride_xt + cols_k[:, None]
-            x_tile = tl.load(x_columns, mask=kept[None, :] & has_k[:, None], other=0.0)
-            if turns is not None:
-                places = tl.load(positions + row * T + t, mask=kept, other=0)[None, :]
-                x_tile = spread(x_tile, places, turns_k, half.to(tl.int32))
-            y_rows = y_head + t[:, None] * stride_yt + cols_v[None, :]
-            y_tile = tl.load(y_rows, mask=kept[:, None] & has_v[None, :], other=0.0)
-            if log_decay is not None:
-                steps = length - 1 - i
-                if REVERSE:
-                    steps = i + 1
-                y_tile = (y_tile.to(tl.float32) * _power(rate, steps)[:, None]).to(y_tile.dtype)
-            state = tl.dot(x_tile, y_tile, state, input_precision=PRECISION)
-
-    if leaving is not None:
-        tl.store(leaving + of_span + within, state, mask=in_tile)
-    if other_states is not None:
-        part = ((row * H + head) * num_spans + span) * F_TILES * V_TILES + tile_f * V_TILES + tile_v
-        tl.store(decay_parts + part, decay_part)
-
-
-@triton.jit(do_not_specialize=["T", "num_spans", "span_tokens"])
-def fold_spans(
-    local,  # (B, H, S, F V) fp32: what leaves each span when nothing enters it
-    initial,  # (B, H, F V) fp32, or None for zero
-    log_decay,  # (H,) fp32, or None
-    starts,  # (B, T), or None
-    entering,  # (B, H, S, F V) fp32: what enters each span, or None
-    final,  # (B, H, F V) fp32: what leaves the last
-    T,
-    H,
-    num_spans,
-    span_tokens,
-    num_elements,  # F V
-    ELEMENTS: tl.constexpr,
-    REVERSE: tl.constexpr,
-):
-    """The states between spans, one after the other; a program has some elements of a head's state."""
-    num_tiles = tl.cdiv(num_elements, ELEMENTS)
-    program = tl.program_id(0).to(tl.int64)
-    row_head = program // num_tiles
-    row, head = row_head // H, row_head % H
-    i = program % num_tiles * ELEMENTS + tl.arange(0, ELEMENTS)
-    inside = i < num_elements
-    rate = 0.0
-    if log_decay is not None:
-        rate = tl.load(log_decay + head)
-    state = tl.zeros([ELEMENTS], dtype=tl.float32)
-    if initial is not None:
-        state = tl.load(initial + row_head * num_elements + i, mask=inside, other=0.0)
-    for step in range(num_spans):
-        span = step
-        if REVERSE:
-            span = num_spans - 1 - step
-        begin = span * span_tokens
-        end = tl.minimum(begin + span_tokens, T)
-        at = (row_head * num_spans + span) * num_elements + i
-        if entering is not None:
-            tl.store(entering + at, state, mask=inside)
-        if log_decay is not None:
-            state *= _power(rate, end - begin)
-        if starts is not None:
-            state = tl.where(tl.load(starts + row * T + end - 1) < begin, state, 0.0)
-        state += tl.load(local + at, mask=inside, other=0.0)
-    tl.store(final + row_head * num_elements + i, state, mask=inside)
 
 
 @triton.jit
@@ -311,10 +148,11 @@ def attend(
     positions,
     states,  # (B, H, N, X, Z), or (B, H, N, Z, X) when TRANSPOSED; what is spread has two halves here
     log_decay,  # (H,) fp32, or None
+    sums,  # (B, H, 2, T) fp32, or None
     starts,  # (B, T), or None
     out,  # (B, T, H, Z), contiguous
     own,  # (B, T, H, Z): what `out` is the gradient of, or None
-    decay_parts,  # (B, blocks, H, Z tiles) fp32: these tokens' part of dlog_decay, or None
+    decay_parts,  # (B, blocks, H, Z tiles) fp32: part of dlog_decay by these tokens, or None; with ``sums`` (…, C)
     angle_parts,  # (B, blocks, H, F) fp32: these tokens' part of dtheta, or None
     T,
     H,
@@ -383,6 +221,9 @@ def attend(
     rate = 0.0
     if log_decay is not None:
         rate = tl.load(log_decay + head)
+    if sums is not None:
+        chunk_sums = sums + (row * H + head) * 2 * T + begin
+        own_high, own_low = load_sums(chunk_sums, T, i, i < length)
 
     # The state that enters the chunk; in reverse, the cotangent of the one that leaves it.
     x_first = tl.load(x_rows + cols_x[None, :], mask=inside & exists(cols_x, X, BLOCK_X)[None, :], other=0.0)
@@ -397,7 +238,13 @@ def attend(
     if REVERSE:
         steps = length - 1 - i
     if log_decay is not None:
-        acc *= _power(rate, steps)[:, None]
+        acc *= power(rate, steps)[:, None]
+    if sums is not None:
+        if REVERSE:
+            end_high, end_low = load_sum(chunk_sums, T, length - 1)
+            acc *= decay_between(end_high, end_low, own_high, own_low)[:, None]
+        else:
+            acc *= decay_between(own_high, own_low, 0.0, 0.0)[:, None]
     if starts is not None:
         kept = own_start < 0
         if REVERSE:
@@ -410,7 +257,9 @@ def attend(
     if decay_parts is not None:
         if Z_HALVES == 2:
             own_tile = spread(own_tile, places[:, None], turns_z, half_z[None, :])
-        decay_part = tl.sum(own_tile.to(tl.float32) * acc, 1) * steps.to(tl.float32)
+        decay_part = tl.sum(own_tile.to(tl.float32) * acc, 1)
+        if sums is None:
+            decay_part *= steps.to(tl.float32)
 
     # The tokens of the chunk.
     lowest, highest = 0, first + 1
@@ -438,7 +287,13 @@ def attend(
             else:
                 pairs = pairs & (own_start[:, None] <= j[None, :])
         if log_decay is not None:
-            scores *= _power(rate, distance)
+            scores *= power(rate, distance)
+        if sums is not None:
+            high, low = load_sums(chunk_sums, T, j, has_partner)
+            if REVERSE:
+                scores *= decay_between(high[None, :], low[None, :], own_high[:, None], own_low[:, None])
+            else:
+                scores *= decay_between(own_high[:, None], own_low[:, None], high[None, :], low[None, :])
         scores = tl.where(pairs, scores, 0.0)
         z_rows = z_chunk + j.to(tl.int64)[:, None] * stride_zt + cols_z[None, :]
         z_tile = tl.load(z_rows, mask=has_partner[:, None] & has_z[None, :], other=0.0)
@@ -453,7 +308,17 @@ def attend(
                 turns_column = tl.load(head_turns + cols_z, mask=has_z, other=0)[:, None]
                 z_tile = spread(z_tile, partner_places[None, :], turns_column, half_z[:, None])
             products = tl.dot(own_tile, z_tile, input_precision=PRECISION)
-            decay_part += tl.sum(tl.where(pairs, scores * products * distance.to(tl.float32), 0.0), 1)
+            if sums is None:
+                decay_part += tl.sum(tl.where(pairs, scores * products * distance.to(tl.float32), 0.0), 1)
+            else:
+                products = tl.where(pairs, scores * products, 0.0)
+                part = crossing(products, decay_part, i, j, own_start, states.dtype.element_ty, PRECISION)
+                tl.store(decay_parts + program * CHUNK + j, part, mask=has_partner)
+                decay_part += tl.sum(products, 1)
+        if decay_parts is not None and REVERSE and sums is not None:
+            # What these keys wrote to the state that leaves has gone across the tokens behind them.
+            part = tl.sum(tl.where(i[:, None] < j[None, :], decay_part[:, None], 0.0), 0)
+            tl.store(decay_parts + program * CHUNK + j, part, mask=has_partner)
 
     if angle_parts is not None:
         # The derivative of half h is half h - 1.
@@ -467,5 +332,5 @@ def attend(
     channels = tile_z * CHANNELS + tl.arange(0, CHANNELS)
     at = ((row * T + begin + i[:, None]) * H + head) * Z + channels[None, :]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside & exists(channels, Z, CHANNELS)[None, :])
-    if decay_parts is not None:
+    if decay_parts is not None and sums is None:
         tl.store(decay_parts + program, tl.sum(tl.where(i < length, decay_part, 0.0), 0))

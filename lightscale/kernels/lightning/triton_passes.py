@@ -12,8 +12,11 @@ from torch import Tensor
 
 from lightscale.kernels.common.angles import Angles, turns_of
 from lightscale.kernels.common.triton_launch import LAUNCH, Spans, dense_last, document_starts, on_device_of
-from lightscale.kernels.lightning.triton_kernels import attend, fold_spans, scan_states
+from lightscale.kernels.lightning.triton_decays import gather_decays, sum_decays
+from lightscale.kernels.lightning.triton_kernels import attend
+from lightscale.kernels.lightning.triton_states import fold_spans, scan_states
 from lightscale.kernels.lightning.triton_tiling import (
+    DECAY_HEADS,
     FOLD_ELEMENTS,
     Tiling,
     attend_constants,
@@ -30,6 +33,9 @@ class Rows:
     num_tokens: int
     num_heads: int
     rate: Tensor | None
+    """(H,) fp32: log decays of heads."""
+    sums: Tensor | None
+    """(B, H, 2, T) fp32: those of heads and tokens, summed up from the start of each chunk."""
     turns: Tensor | None
     positions: Tensor | None
     starts: Tensor | None
@@ -40,11 +46,17 @@ class Rows:
     def of(cls, x: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None, angles: Angles | None) -> "Rows":
         """Those of x (B, T, H, width)."""
         num_rows, num_tokens, num_heads = x.shape[:3]
+        rate = sums = None
+        if log_decay is not None and log_decay.dim() == 1:
+            rate = log_decay.detach().float().contiguous()
+        elif log_decay is not None:
+            sums = _summed(log_decay.detach().float(), tiling_of(x.dtype).chunk)
         return cls(
             num_rows=num_rows,
             num_tokens=num_tokens,
             num_heads=num_heads,
-            rate=None if log_decay is None else log_decay.detach().float().contiguous(),
+            rate=rate,
+            sums=sums,
             turns=None if angles is None else turns_of(angles.theta),
             positions=None if angles is None else angles.positions.contiguous(),
             starts=document_starts(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens),
@@ -72,6 +84,27 @@ class Rows:
         return torch.empty(self.num_rows, self.num_heads, *inner, dtype=dtype, device=self.device)
 
 
+def _summed(log_decay: Tensor, chunk: int) -> Tensor:
+    """The sums of log decays (B, T, H) of any strides."""
+    num_rows, num_tokens, num_heads = log_decay.shape
+    sums = torch.empty(num_rows, num_heads, 2, num_tokens, dtype=torch.float32, device=log_decay.device)
+    if sums.numel():
+        num_chunks = triton.cdiv(num_tokens, chunk)
+        with on_device_of(sums):
+            sum_decays[(num_rows * num_chunks * triton.cdiv(num_heads, DECAY_HEADS),)](
+                log_decay,
+                sums,
+                num_tokens,
+                num_heads,
+                num_chunks,
+                *log_decay.stride(),
+                HEADS=DECAY_HEADS,
+                CHUNK=chunk,
+                **LAUNCH,
+            )
+    return sums
+
+
 class Scanned(NamedTuple):
     """What a scan of the states gives."""
 
@@ -79,8 +112,8 @@ class Scanned(NamedTuple):
     """(B, H, N, F, V): what enters each chunk; in reverse, the cotangent of what leaves it."""
     final: Tensor
     """(B, H, F, V) fp32: what leaves the rows; in reverse, the cotangent of what enters them."""
-    dlog_decay: Tensor | None
-    """(H,) fp32: the part of the decay's gradient of the states that go through chunks."""
+    decay_parts: Tensor | None
+    """(B, H, S, F tiles, V tiles) fp32, N instead of S for decays of tokens: their gradient by what goes through."""
 
 
 def scan(
@@ -103,18 +136,27 @@ def scan(
     tiles = rows.halves * triton.cdiv(x.size(3), constants["BLOCK_K"]), triton.cdiv(y.size(3), constants["BLOCK_V"])
     num_programs = rows.num_rows * rows.num_heads * tiles[0] * tiles[1]
     spans = Spans.of(num_programs, rows.num_chunks, rows.device)
-    parts = None if other is None else rows.empty(spans.num_spans, *tiles)
+    of_tokens = rows.sums is not None
+    parts = None if other is None else rows.empty(rows.num_chunks if of_tokens else spans.num_spans, *tiles)
 
-    def launch(entering: Tensor | None, leaving: Tensor | None, chunks: Tensor | None, *decay: Tensor | None) -> None:
+    def launch(
+        entering: Tensor | None,
+        leaving: Tensor | None,
+        span_through: Tensor | None,
+        chunks: Tensor | None,
+        *decay: Tensor | None,
+    ) -> None:
         scan_states[(spans.num_programs * spans.num_spans,)](
             x,
             y,
             rows.turns,
             rows.positions,
             rows.rate,
+            rows.sums,
             rows.starts,
             entering,
             leaving,
+            span_through,
             chunks,
             *decay,
             rows.num_tokens,
@@ -137,20 +179,22 @@ def scan(
         if not final.numel():
             pass
         elif spans.num_spans == 1:
-            launch(entering, final, chunks, other, parts)
+            launch(entering, final, None, chunks, other, parts)
         else:
             local = rows.empty(spans.num_spans, *widths)
-            launch(None, local, None, None, None)
+            through = rows.empty(spans.num_spans) if of_tokens else None
+            launch(None, local, through, None, None, None)
             between = torch.empty_like(local) if with_chunks else None
-            _fold(rows, local, entering, between, final, span_chunks=spans.span_chunks, reverse=reverse)
+            _fold(rows, local, through, entering, between, final, span_chunks=spans.span_chunks, reverse=reverse)
             if with_chunks:
-                launch(between, None, chunks, other, parts)
-    return Scanned(chunks, final, None if parts is None else parts.sum((0, 2, 3, 4)))
+                launch(between, None, None, chunks, other, parts)
+    return Scanned(chunks, final, parts)
 
 
 def _fold(
     rows: Rows,
     local: Tensor,
+    span_through: Tensor | None,
     initial: Tensor | None,
     between: Tensor | None,
     final: Tensor,
@@ -164,6 +208,7 @@ def _fold(
         local,
         initial,
         rows.rate,
+        span_through,
         rows.starts,
         between,
         final,
@@ -183,8 +228,8 @@ class Products(NamedTuple):
 
     out: Tensor
     """Like z."""
-    dlog_decay: Tensor | None
-    """(H,) fp32."""
+    decay_parts: Tensor | None
+    """(B, blocks, H, tiles) fp32, (B, blocks, H, tiles, C) for decays of tokens: their gradient by each block."""
     dtheta: Tensor | None
     """(H, K) fp64."""
 
@@ -212,7 +257,10 @@ def products(
     tiles = triton.cdiv(z.size(3) * (rows.halves if transposed else 1), constants["BLOCK_Z"])
     out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     shape = (rows.num_rows, rows.num_blocks, rows.num_heads, tiles)
-    decay_parts = torch.empty(shape, dtype=torch.float32, device=z.device) if with_decay else None
+    decay_parts = None
+    if with_decay:
+        of_each = () if rows.sums is None else (rows.tiling.chunk,)
+        decay_parts = torch.empty(*shape, *of_each, dtype=torch.float32, device=z.device)
     angle_parts = None
     if with_theta:
         angle_parts = torch.empty(*shape[:3], 2, z.size(3), dtype=torch.float32, device=z.device)
@@ -226,6 +274,7 @@ def products(
                 rows.positions,
                 states,
                 rows.rate,
+                rows.sums,
                 rows.starts,
                 out,
                 own,
@@ -243,6 +292,32 @@ def products(
                 **LAUNCH,
                 num_stages=rows.tiling.attend_stages,
             )
-    dlog_decay = None if decay_parts is None else decay_parts.sum((0, 1, 3))
     dtheta = None if angle_parts is None else angle_parts.sum((0, 1, 3), dtype=torch.float64)
-    return Products(out, dlog_decay, dtheta)
+    return Products(out, decay_parts, dtheta)
+
+
+def decay_gradient(rows: Rows, by_queries: Tensor, by_keys: Tensor, by_states: Tensor) -> Tensor:
+    """dlog_decay (H,) or (B, T, H), fp32, from the parts that ``products`` of dq and of dk, and ``scan`` left."""
+    if rows.sums is None:
+        return by_queries.sum((0, 1, 3)) + by_keys.sum((0, 1, 3)) + by_states.sum((0, 2, 3, 4))
+    shape = (rows.num_rows, rows.num_tokens, rows.num_heads)
+    dlog_decay = torch.empty(shape, dtype=torch.float32, device=rows.device)
+    if dlog_decay.numel():
+        with on_device_of(dlog_decay):
+            gather_decays[(rows.num_rows * rows.num_heads * rows.num_chunks,)](
+                by_queries,
+                by_keys,
+                by_states,
+                dlog_decay,
+                rows.num_tokens,
+                rows.num_heads,
+                rows.num_chunks,
+                rows.num_blocks,
+                QUERY_TILES=by_queries.size(3),
+                KEY_TILES=by_keys.size(3),
+                STATE_TILES=by_states.size(3) * by_states.size(4),
+                BLOCK=rows.tiling.block,
+                CHUNK=rows.tiling.chunk,
+                **LAUNCH,
+            )
+    return dlog_decay

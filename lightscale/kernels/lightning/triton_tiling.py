@@ -10,6 +10,9 @@ from lightscale.kernels.common.triton_launch import dot_precision, power_of_two
 FOLD_ELEMENTS = 1024
 """Elements of a state in a program of ``fold_spans``."""
 
+DECAY_HEADS = 16
+"""Heads in a program of ``sum_decays``, whose log decays lie side by side."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:

@@ -91,8 +91,8 @@ class DiagonalScan(Scan):
 
 @dataclass(frozen=True, kw_only=True)
 class LightningScan(DiagonalScan):
-    """Lightning attention. Written: k (B, T, H, K), v (B, T, H, V), log_decay (H,) or None, and the angles of LRPE or
-    two None: theta (H, K), positions (B, T) in the whole document. Reads: q (B, T, H, K).
+    """Lightning attention. Written: k (B, T, H, K), v (B, T, H, V), log_decay (H,), (B, T, H) or None, and the angles
+    of LRPE or two None: theta (H, K), positions (B, T) in the whole document, not beside decays (B, T, H). Reads: q.
     """
 
     def summarize(self, written: Inputs) -> Tensors:
@@ -215,7 +215,8 @@ class TPEScan(DiagonalScan):
 
 @dataclass(frozen=True, kw_only=True)
 class LightNetScan(Scan):
-    """Additive decay. Written: k (B, T, H, K), v (B, T, H, V), cos, sin (B, T, H, K), which are fixed. Reads: q.
+    """Additive decay. Written: k (B, T, H, K), v (B, T, H, V), and the angles of LRPE, which are fixed, or two None:
+    theta (H, K), positions (B, T) in the whole document. Reads: q.
 
     One exchange forward: z and S travel together. Outputs cannot be begun before it ends, because z of all tokens
     before scales each channel of the queries.
@@ -224,8 +225,8 @@ class LightNetScan(Scan):
     algebra: ClassVar[Algebra] = LOG_SUM_EXP
 
     def summarize(self, written: Inputs) -> Tensors:
-        k, v, cos, sin = written
-        state, through = lightnet.state_fwd(k, v, (cos, sin), self.cu_seqlens)
+        k, v, *angles = written
+        state, through = lightnet.state_fwd(k, v, angles_of(*angles), self.cu_seqlens)
         return state.z, state.S, self.where_continues(through)[:, None]
 
     def entering(self, state: Tensors) -> Tensors:
@@ -233,27 +234,29 @@ class LightNetScan(Scan):
         return self.where_continues(z, -torch.inf), self.where_continues(S)
 
     def outputs(self, inputs: Inputs, early: Tensor | None, state: Tensors) -> Tensor:
-        k, v, cos, sin, q = inputs
-        return lightnet.out_fwd(q, k, v, (cos, sin), LightNetState(*state), self.cu_seqlens)[0]
+        k, v, *angles, q = inputs
+        return lightnet.out_fwd(q, k, v, angles_of(*angles), LightNetState(*state), self.cu_seqlens)[0]
 
     def remember(self, summary: Tensors, state: Tensors) -> Tensors:
         return (self.algebra.apply(summary, state)[0],)
 
     def reads(self, inputs: Inputs, do: Tensor, state: Tensors) -> Tensors:
-        k, v, cos, sin, q = inputs
-        own = lightnet.state_bwd(q, k, v, (cos, sin), do, LightNetState(*state), self.cu_seqlens)
+        k, v, *angles, q = inputs
+        own = lightnet.state_bwd(q, k, v, angles_of(*angles), do, LightNetState(*state), self.cu_seqlens)
         return self.where_continues(own.U), self.where_continues(own.R)
 
     def own_gradients(self, inputs: Inputs, do: Tensor, state: Tensors) -> list[Tensor | None]:
-        k, v, cos, sin, q = inputs
-        dq, dk, dv = lightnet.grad_bwd(q, k, v, (cos, sin), do, LightNetState(*state), None, self.cu_seqlens)
+        k, v, *angles, q = inputs
+        dq, dk, dv = lightnet.grad_bwd(q, k, v, angles_of(*angles), do, LightNetState(*state), None, self.cu_seqlens)
         return [dk, dv, None, None, dq]
 
     def leaving_gradients(
         self, inputs: Inputs, state: Tensors, remembered: Tensors, cotangent: Tensors
     ) -> Sequence[Tensor | None]:
-        k, v, cos, sin, _ = inputs
-        return lightnet_carry.write_bwd(k, v, (cos, sin), remembered[0], StateCotangent(*cotangent), self.cu_seqlens)
+        k, v, *angles, _ = inputs
+        return lightnet_carry.write_bwd(
+            k, v, angles_of(*angles), remembered[0], StateCotangent(*cotangent), self.cu_seqlens
+        )
 
 
 def _learned(x: Tensor | None) -> bool:
