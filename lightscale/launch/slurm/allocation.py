@@ -49,7 +49,7 @@ class Allocation:
     fits: Callable[[int], bool]
     """Whether the run can be split over so many nodes."""
 
-    translation: Mapping[signal.Signals, signal.Signals] = MappingProxyType(
+    translation = MappingProxyType(
         {
             signal.SIGTERM: signal.SIGUSR1,
             signal.SIGINT: signal.SIGUSR1,
