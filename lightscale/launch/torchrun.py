@@ -144,8 +144,9 @@ def conclude(reports: Sequence[NodeReport], logs: Path) -> Launch:
     # Where ranks wait for one that hangs on another node, they are found too, but were silent only after it.
     hangs = [report.hang for report in reports if report.hang is not None]
     if hangs:
-        # Those without a record were killed for it; a rank that failed before that is why others waited.
-        failures = [failure for failure in failures if failure.is_recorded]
+        # Those without a record were killed for it, which ranks of other nodes met; one that failed before is the cause.
+        found_s = min(hang.time_s for hang in hangs)
+        failures = [failure for failure in failures if failure.is_recorded and failure.time_s < found_s]
     first = first_failure(failures)
     if first is not None:
         first = located(first, beats)

@@ -43,7 +43,7 @@ class Words:
         (directory / "tokenizer.json").write_text("{}")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def write_store() -> Callable[..., None]:
     """``write_store(path, vocab_size, source=tokens, …)``: a token store with one document in each source."""
 

@@ -1,6 +1,7 @@
 """``lightscale logs``: what a run prints."""
 
 import argparse
+import math
 import sys
 import time
 from pathlib import Path
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 def follow(directory: RunDirectory, rank: int | None) -> int:
     """Print what the run says as it comes, over restarts and from job to job, until none is left to speak."""
     shown: dict[Path, int] = {}
-    asked_s = time.monotonic()
+    asked_s = -math.inf
     while True:
         spoke = False
         for file in _newest(directory, rank):
