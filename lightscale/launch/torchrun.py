@@ -144,7 +144,7 @@ def conclude(reports: Sequence[NodeReport], logs: Path) -> Launch:
     # Where ranks wait for one that hangs on another node, they are found too, but were silent only after it.
     hangs = [report.hang for report in reports if report.hang is not None]
     if hangs:
-        # Those without a record were killed for it, which ranks of other nodes met; one that failed before is the cause.
+        # Those without a record were killed for it, and others lost them; a rank that failed before is the cause.
         found_s = min(hang.time_s for hang in hangs)
         failures = [failure for failure in failures if failure.is_recorded and failure.time_s < found_s]
     first = first_failure(failures)

@@ -88,12 +88,12 @@ def _option(name: str, value: object) -> str:
 
 
 def _exports(settings: LaunchSettings) -> Iterator[str]:
-    values = dict(_ENVIRONMENT)
+    values: dict[str, str | int] = dict(_ENVIRONMENT)
     if settings.cpus_per_node is not None:
         values["OMP_NUM_THREADS"] = str(max(1, settings.cpus_per_node // ranks(settings)))
     values |= settings.environment
     for name, value in values.items():
-        escaped = re.sub(r'(["\\$`}])', r"\\\1", value)
+        escaped = re.sub(r'(["\\$`}])', r"\\\1", str(value))
         yield f'export {name}="${{{name}:-{escaped}}}"'
     if "OMP_NUM_THREADS" not in values:
         yield "# OMP_NUM_THREADS, where it is not set: the cores of a node over its ranks."

@@ -43,7 +43,7 @@ class LaunchSettings(Section):
     """Seconds before the time limit at which the run saves and leaves: more than a step and a save."""
     setup: list[str] = Field(default=[])
     """Lines of the script before the run, like "module load cuda"."""
-    environment: dict[str, str] = Field(default={})
+    environment: dict[str, str | int] = Field(default={})
     """Variables of the ranks, like NCCL_SOCKET_IFNAME."""
     options: list[str] = Field(default=[])
     """More options of sbatch, like "--constraint=h100"."""

@@ -265,8 +265,8 @@ class Run:
         return jobs
 
     def slow(self, step: int) -> None:
-        """From the `step`th step of a start on, until `speed_up`, each takes half a second."""
-        fault_file(self._faults, 0).write_text(f"slow=0.5@step:begin#{step}")
+        """From the `step`th step of a start on, until `speed_up`, each takes five seconds."""
+        fault_file(self._faults, 0).write_text(f"slow=5@step:begin#{step}")
 
     def speed_up(self) -> None:
         fault_file(self._faults, 0).unlink()
