@@ -251,13 +251,11 @@ def _words(tokenizer: TokenizerIdentity) -> str:
 
 
 def _command_line(args: argparse.Namespace, directory: RunDirectory) -> str:
+    if args.slurm:
+        return f"lightscale submit {shlex.join([str(directory.config)])} --nodes … --time …"
     words = ["lightscale", "train", str(args.config), *args.overrides, "--run", str(directory.path)]
     if args.processes is not None:
         words += ["--processes", str(args.processes)]
-    if args.slurm:
-        words.append("--slurm")
-    if args.min_nodes is not None:
-        words += ["--min-nodes", str(args.min_nodes)]
     if args.stop_after is not None:
         words += ["--stop-after", args.stop_after]
     if args.no_restart:

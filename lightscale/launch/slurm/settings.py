@@ -98,6 +98,17 @@ def _explain(key: str, kind: str, values: Mapping[str, Any], origins: Mapping[st
     return f"{where}: launch.{key} = {toml_value(values[key])}: must be {field_words(field)}"
 
 
+def _seconds(time: str) -> int:
+    """What SLURM takes a time limit for."""
+    days, dash, clock = time.rpartition("-")
+    parts = list(map(int, clock.split(":")))
+    if dash:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+    else:
+        hours, minutes, seconds = [[0, *parts, 0], [0, *parts], parts][len(parts) - 1]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
 def _check(settings: LaunchSettings, origins: Mapping[str, str]) -> None:
     if settings.time is None:
         raise UserError("how long may the job take? --time HOURS:MINUTES:SECONDS, or launch.time in a file")
@@ -105,6 +116,11 @@ def _check(settings: LaunchSettings, origins: Mapping[str, str]) -> None:
         raise UserError(
             f'{origins["time"]}: launch.time = "{settings.time}": must be a time as SLURM writes it, '
             'like "24:00:00" or "2-12"'
+        )
+    if settings.signal_s >= _seconds(settings.time):
+        raise UserError(
+            f"launch.signal_s = {settings.signal_s}: leaves nothing of a job of {settings.time}; "
+            "it must be less than launch.time"
         )
     if settings.min_nodes is not None and settings.min_nodes > settings.nodes:
         raise UserError(f"launch.min_nodes = {settings.min_nodes}: must be at most launch.nodes = {settings.nodes}")

@@ -46,8 +46,8 @@ def test_the_time_limit_saves_and_the_job_goes_on_when_it_is_queued_again(new_ru
     assert_in_use(run, job)
     # Less than the ten minutes are left.
     run.cluster.client("scontrol", "update", f"JobId={job}", "TimeLimit=8")
-    run.wait_for_event("start")
     wait_stopped(run, "SIGUSR1")
+    run.cluster.client("scontrol", "update", f"JobId={job}", "TimeLimit=60")
     run.speed_up()
     run.wait_finished()
     assert run.trajectory() == undisturbed(SPLIT).trajectory()
@@ -71,7 +71,7 @@ def assert_in_use(run: Run, job: int) -> None:
 
 
 def wait_stopped(run: Run, reason: str) -> None:
-    run.await_(lambda: f": {reason}\n" in run.output() and "resumable at step" in run.output())
+    run.await_(lambda: f"stopped by {reason}\n" in run.output() and "resumable at step" in run.output())
 
 
 def test_a_preempted_job_saves_within_the_grace_time_and_comes_back(new_run: NewRun, undisturbed: NewRun) -> None:
@@ -117,7 +117,7 @@ def test_a_cancelled_job_saves_and_is_not_queued_again(new_run: NewRun, undistur
     assert cancelled.stdout == f"job {job} saves and leaves\n", cancelled.stderr
     run.await_(lambda: not run.cluster.client("squeue", "--noheader").strip())
     status = run.directory.read_status()
-    assert (status.status, status.reason) == ("resumable", "SIGUSR1")
+    assert (status.status, status.reason) == ("resumable", "stopped by SIGUSR1")
     run.speed_up()
     run.submit()
     run.wait_finished()

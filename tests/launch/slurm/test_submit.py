@@ -114,6 +114,12 @@ def test_settings_of_the_site_the_run_and_the_command_line(folder: Path, capsys:
         (["--time", "10h"], 'command line: launch.time = "10h": must be a time as SLURM writes it'),
         ([*TIME, "--nodes", "0"], "command line: launch.nodes = 0: must be a whole number >= 1"),
         ([*TIME, "--nodes", "3"], "train.global_batch_size = 4"),
+        (["--time", "5"], "launch.signal_s = 300: leaves nothing of a job of 5"),
+        (["--time", "4:59"], "leaves nothing"),
+        (["--time", "0:05:00"], "leaves nothing"),
+        (["--time", "0-0:05"], "leaves nothing"),
+        (["--time", "5:01", "--nodes", "3"], "train.global_batch_size = 4"),
+        (["--time", "1-0", "--nodes", "3"], "train.global_batch_size = 4"),
         ([*TIME, "launch.partitoin=gpu"], 'override "launch.partitoin=gpu": unknown key launch.partitoin; there are'),
         ([*TIME, "launch.min_nodes=2"], "launch.min_nodes = 2: must be at most launch.nodes = 1"),
         ([*TIME, "launch.options=['qos']"], 'launch.options has "qos": must be options of sbatch'),
@@ -206,5 +212,5 @@ def test_the_nodes_of_a_job(
     run.await_(lambda: [node.name for node in client.nodes_of(job) if node.is_up] == ["n1"])
     cluster.client("scancel", str(job))
     run.await_(lambda: live_jobs([job]) == {})
-    settings = load_settings(run.folder / "run.toml", [], {"time": "1", "nodes": 2})
+    settings = load_settings(run.folder / "run.toml", [], {"time": "10", "nodes": 2})
     assert (settings.nodes, settings.partition) == (2, None)
