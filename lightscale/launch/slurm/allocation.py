@@ -91,6 +91,8 @@ class Allocation:
             num_nodes=len(nodes),
         )
         environment = {name: value for name, value in os.environ.items() if name not in _OF_THE_BATCH}
+        # As for the ranks: folders of the current directory are no packages.
+        environment["PYTHONSAFEPATH"] = "1"
         # A session of its own: the relay tells it by that from other children.
         code = subprocess.run(_srun(nodes, order), env=environment, start_new_session=True, check=False).returncode
         return self._conclude(nodes, order, logs, code)

@@ -1,5 +1,6 @@
 """The batch script and its settings, and what is refused before SLURM has anything to do."""
 
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from lightscale.cli import main
 from lightscale.config_files import load
+from lightscale.launch.lock import RunLock
 from lightscale.launch.slurm import client
 from lightscale.launch.slurm.settings import load_settings
 from lightscale.training.jobs import live_jobs, record_job, recorded_jobs
@@ -180,16 +182,29 @@ def test_logs_of_a_run_without_jobs_are_those_of_its_newest_launch(
             assert capsys.readouterr().out == shown
 
 
-def test_slurm_refuses_a_script_before_the_run_is_made(new_run: Callable[..., Run]) -> None:
-    run = new_run()
+def test_what_slurm_or_the_run_refuses(
+    cluster: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(name, cluster.environment[name])
     for words, message in (
         (["--partition", "gpu"], 'partition "gpu": the cluster has no such one; there are high, low, main'),
-        (["launch.options=['--mem=99T']"], "sbatch: "),
+        (["launch.options=['--mem=99T']"], "error: sbatch: "),
     ):
-        done = run.command("submit", "run.toml", "--run", str(run.directory.path), *TIME, *words)
-        assert done.returncode == 78
-        assert message in done.stderr
-        assert not run.directory.path.exists()
+        assert main(["submit", "tiny-run.toml", *TIME, *words]) == 78
+        assert message in capsys.readouterr().err
+        assert not (folder / "runs").exists()
+    run = RunDirectory("runs/tiny-run")
+    run.create(load("tiny-run.toml"))
+    assert main(["submit", "tiny-run.toml", *TIME, "optimizer.lr=0.5"]) == 78
+    error = capsys.readouterr().err
+    assert "optimizer.lr: 0.001 there, 0.5 now" in error
+    assert "--allow-change optimizer.lr" in error
+    with RunLock(run):
+        assert main(["submit", "tiny-run.toml", *TIME]) == 78
+    assert f"is in use by process {os.getpid()}" in capsys.readouterr().err
+    assert recorded_jobs(run) == []
+    assert cluster.client("squeue", "--noheader") == ""
 
 
 def test_the_nodes_of_a_job(
