@@ -42,6 +42,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _end(job: Job, *, now: bool) -> None:
+    if job.state == "COMPLETING":
+        print(f"job {job.number} is ending")
+        return
     if now:
         ask("scancel", str(job.number))
         print(f"job {job.number} cancelled")

@@ -62,8 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="resume although this differs from the run's, see `lightscale train --help`",
     )
     parser.epilog = (
-        "The cluster's settings come from [launch] in ~/.config/lightscale/launch.toml, then in CONFIG: "
-        f"{', '.join(LaunchSettings.model_fields)}."
+        "The cluster's settings come from [launch] in ~/.config/lightscale/launch.toml, then in CONFIG. "
+        + "; ".join(f"{name}: {field.description}".rstrip(".") for name, field in LaunchSettings.model_fields.items())
+        + "."
     )
 
 
