@@ -109,15 +109,18 @@ def write_report(logs: Path, node: int, report: NodeReport) -> None:
             for beat in report.beats.values()
         ],
     }
-    write_atomically(_report_file(logs, node), json.dumps(record))
+    write_atomically(logs / f"node-{node}.json", json.dumps(record))
 
 
-def read_report(logs: Path, node: int) -> NodeReport | None:
-    """What the agent of `node` left; None: it ended without a word."""
-    try:
-        record: dict[str, Any] = json.loads(_report_file(logs, node).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
+def read_reports(logs: Path) -> dict[int, NodeReport]:
+    """What the agents left so far, by node; one that is missing at the end has ended without a word."""
+    # By the list of the directory: on network file systems a name that was asked for too early stays missing for a while.
+    files = {int(path.stem.partition("-")[2]): path for path in logs.glob("node-*.json")}
+    return {node: _read_report(files[node]) for node in sorted(files)}
+
+
+def _read_report(path: Path) -> NodeReport:
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     offset_s = time.monotonic() - time.time()
     beats = [Beat(**{**beat, "time_s": beat["time_s"] + offset_s}) for beat in record["beats"]]
     hang = record["hang"]
@@ -129,10 +132,6 @@ def read_report(logs: Path, node: int) -> NodeReport | None:
         hang=Hang(**{**hang, "ranks": tuple(hang["ranks"])}) if hang else None,
         beats={beat.rank: beat for beat in beats},
     )
-
-
-def _report_file(logs: Path, node: int) -> Path:
-    return logs / f"node-{node}.json"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lightscale.launch.agent import NODE_VARIABLE, Order, read_report, write_report
+from lightscale.launch.agent import NODE_VARIABLE, Order, read_reports, write_report
 from lightscale.launch.environment import job_port
 from lightscale.launch.failures import RankFailure
 from lightscale.launch.torchrun import Launch, NodeReport, conclude
@@ -49,9 +49,9 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., tuple[Launch, list[int]]]]:
         for node in range(2):
             agents.append(subprocess.Popen(command, env={**os.environ, NODE_VARIABLE: str(node)}))
         codes = [agent.wait(timeout=TIMEOUT_S) for agent in agents[-2:]]
-        reports = [report for node in range(2) if (report := read_report(logs, node)) is not None]
-        assert len(reports) == 2
-        return conclude(reports, logs), codes
+        reports = read_reports(logs)
+        assert list(reports) == [0, 1]
+        return conclude(list(reports.values()), logs), codes
 
     yield launch
     for agent in agents:
@@ -103,13 +103,12 @@ def test_a_report_comes_back_as_it_was(tmp_path: Path) -> None:
         NodeReport(failures=[], hang=None, beats={}),
     ):
         write_report(tmp_path, 1, report)
-        back = read_report(tmp_path, 1)
-        assert back is not None
+        (back,) = read_reports(tmp_path).values()
         assert (back.failures, back.hang) == (report.failures, report.hang)
         for rank, before in report.beats.items():
             # By way of the other clock.
             assert abs(back.beats[rank].time_s - before.time_s) < 1.0
-    assert read_report(tmp_path, 0) is None
+    assert list(read_reports(tmp_path)) == [1]
 
 
 def test_of_nodes_that_hang_the_first_to_be_silent_is_the_cause(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ over them, or leaves to be queued again.
 srun takes SIGUSR1 to all agents, but ends the step at once on SIGTERM and SIGINT: so every stop signal becomes SIGUSR1.
 """
 
+import contextlib
+import math
 import os
 import re
 import signal
@@ -23,7 +25,7 @@ from types import MappingProxyType
 from typing import Self
 
 from lightscale.errors import UserError
-from lightscale.launch.agent import Order, read_report
+from lightscale.launch.agent import Order, read_reports
 from lightscale.launch.environment import job_port
 from lightscale.launch.failures import RankFailure
 from lightscale.launch.restart import NodesLost
@@ -33,6 +35,9 @@ from lightscale.launch.torchrun import Launch, conclude
 # Of a shell that reports the death of a child by a signal.
 _SIGNALLED = 128
 _PATIENCE_S, _PAUSE_S = 300.0, 10.0
+_POLL_S = 1.0
+# A failed agent waits for the others for some seconds, then SLURM gives them its KillWait of usually 30.
+_END_S, _ABORT_S = 60.0, 10.0
 # How srun would otherwise cut the step: by what the batch script was given.
 _OF_THE_BATCH = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NO_KILL")
 
@@ -94,8 +99,8 @@ class Allocation:
         # As for the ranks: folders of the current directory are no packages.
         environment["PYTHONSAFEPATH"] = "1"
         # A session of its own: the relay tells it by that from other children.
-        code = subprocess.run(_srun(nodes, order), env=environment, start_new_session=True, check=False).returncode
-        return self._conclude(nodes, order, logs, code)
+        step = subprocess.Popen(_srun(nodes, order), env=environment, start_new_session=True)
+        return self._conclude(nodes, order, logs, _wait(step, logs, len(nodes)))
 
     def _usable(self) -> list[Node]:
         up = self._up()
@@ -120,9 +125,9 @@ class Allocation:
                 time.sleep(_PAUSE_S)
 
     def _conclude(self, nodes: Sequence[Node], order: Order, logs: Path, code: int) -> Launch:
-        reports = [read_report(logs, number) for number in range(len(nodes))]
-        launch = conclude([report for report in reports if report is not None], logs)
-        silent = [number for number, report in enumerate(reports) if report is None]
+        reports = read_reports(logs)
+        launch = conclude(list(reports.values()), logs)
+        silent = [number for number in range(len(nodes)) if number not in reports]
         if not silent or code == 0:
             return launch
         left = {node.name for node in self._up()}
@@ -157,6 +162,29 @@ def _srun(nodes: Sequence[Node], order: Order) -> list[str]:
         "lightscale.launch.agent",
         order.text(),
     ]
+
+
+def _wait(step: subprocess.Popen[bytes], logs: Path, num_nodes: int) -> int:
+    """Wait for srun; returns its exit code. It would wait for ever for a node whose slurmstepd died: it is ended here."""
+    last_s = math.inf
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return step.wait(_POLL_S)
+        if last_s == math.inf and _is_over(logs, num_nodes):
+            last_s = time.monotonic() + _END_S
+        if time.monotonic() > last_s:
+            # Has SLURM kill what is left of the step.
+            step.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return step.wait(_ABORT_S)
+            os.killpg(step.pid, signal.SIGKILL)
+            return step.wait()
+
+
+def _is_over(logs: Path, num_nodes: int) -> bool:
+    """Whether all agents have ended, or one of them by a failure, because of which SLURM ends the others."""
+    reports = read_reports(logs)
+    return len(reports) == num_nodes or any(report.failures for report in reports.values())
 
 
 def _unreported(node: str, rank: int, is_lost: bool, code: int) -> RankFailure:
