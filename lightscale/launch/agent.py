@@ -114,7 +114,7 @@ def write_report(logs: Path, node: int, report: NodeReport) -> None:
 
 def read_reports(logs: Path) -> dict[int, NodeReport]:
     """What the agents left so far, by node; one that is missing at the end has ended without a word."""
-    # By the list of the directory: on network file systems a name that was asked for too early stays missing for a while.
+    # By the list of the directory: on network file systems a name that was asked for too early stays missing.
     files = {int(path.stem.partition("-")[2]): path for path in logs.glob("node-*.json")}
     return {node: _read_report(files[node]) for node in sorted(files)}
 

@@ -165,7 +165,7 @@ def _srun(nodes: Sequence[Node], order: Order) -> list[str]:
 
 
 def _wait(step: subprocess.Popen[bytes], logs: Path, num_nodes: int) -> int:
-    """Wait for srun; returns its exit code. It would wait for ever for a node whose slurmstepd died: it is ended here."""
+    """Wait for srun; returns its exit code. It would wait for ever for a node whose slurmstepd died, and is ended."""
     last_s = math.inf
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
