@@ -8,6 +8,7 @@
 import contextlib
 import itertools
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -321,9 +322,10 @@ def workplace(tmp_path_factory: pytest.TempPathFactory, write_store: Callable[..
 def new_run(cluster: Cluster, workplace: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Run]]:
     """``new_run("section.key=value", …)``: a run of this test; afterwards no job is left and no node hurt."""
     numbers = itertools.count()
+    name = re.sub(r"\W+", "-", request.node.name).strip("-")
 
     def new_run(*words: str) -> Run:
-        return Run(cluster, workplace, f"runs/{request.node.originalname}-{next(numbers)}", words)
+        return Run(cluster, workplace, f"runs/{name}-{next(numbers)}", words)
 
     yield new_run
     cluster.client("scancel", "--user=root", "--signal=KILL", "--full", check=False)
