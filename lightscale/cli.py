@@ -31,6 +31,11 @@ COMMANDS: dict[str, Command] = {
     "config": Command(module="lightscale.config_command", help="print a run's resolved configuration"),
     "data": Command(module="lightscale.data_pipeline.command", help="prepare and inspect token stores"),
     "train": Command(module="lightscale.launch.train_command", help="train a model, or go on with a run"),
+    "submit": Command(
+        module="lightscale.launch.slurm.submit_command", help="start a run, or go on with it, as jobs of SLURM"
+    ),
+    "cancel": Command(module="lightscale.launch.slurm.cancel_command", help="end the SLURM jobs of a run"),
+    "logs": Command(module="lightscale.launch.slurm.logs_command", help="what a run prints"),
     "checkpoint": Command(
         module="lightscale.training.checkpoint_command", help="list, verify, show, compare and remove checkpoints"
     ),

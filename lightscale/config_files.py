@@ -23,6 +23,9 @@ Key = tuple[str, ...]
 # Two ways to say one thing: a file or command line that sets one drops what earlier files say of the other.
 _ALTERNATIVES: tuple[tuple[Key, Key], ...] = ((("train", "steps"), ("train", "tokens")),)
 
+# The table for `lightscale submit`, which see.
+_LAUNCH = "launch"
+
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration in the file `path` with `overrides`, each `section.key=value`.
@@ -32,13 +35,24 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     path = Path(path)
     merged = _Merged()
     for origin, table in _read(path, ()):
-        merged.merge(table, origin)
+        # What a cluster needs is no part of a run.
+        merged.merge({name: value for name, value in table.items() if name != _LAUNCH}, origin)
     merged.override(overrides)
     try:
         return RunConfig.model_validate(merged.table)
     except ValidationError as error:
         lines = [_explain(dict(item), merged, path) for item in error.errors(include_url=False)]
         raise UserError("\n".join(dict.fromkeys(lines))) from None
+
+
+def launch_tables(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file, its table [launch]) of the files that `path` extends, then of `path`, where they have one."""
+    for origin, table in _read(Path(path), ()):
+        launch = table.get(_LAUNCH)
+        if launch is not None:
+            if not isinstance(launch, dict):
+                raise UserError(f"{origin}: launch = {toml_value(launch)}: must be a table, [launch]")
+            yield origin, launch
 
 
 def to_toml(config: RunConfig) -> str:

@@ -140,6 +140,7 @@ def test_wheel_holds_the_whole_package_and_nothing_else(tmp_path: Path) -> None:
     sources = {path.relative_to(copy).as_posix() for path in (copy / "lightscale").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == sources
     assert "lightscale/kernels/lightning/__init__.py" in sources
+    assert "lightscale/launch/slurm/job.sh" in names, "the template of a batch script is no module"
     version = PROJECT["project"]["version"]
     assert {name.partition("/")[0] for name in names} == {"lightscale", f"lightscale-{version}.dist-info"}
 

@@ -108,7 +108,7 @@ class RankEnvironment:
                 f"{world_size} tasks with this one on node {node}"
             )
         host = _first_host(environ.get("SLURM_STEP_NODELIST", ""))
-        port = _FIRST_PORT + (number("SLURM_JOB_ID") + number("SLURM_STEP_ID")) % _NUM_PORTS
+        port = job_port(number("SLURM_JOB_ID"), number("SLURM_STEP_ID"))
         return cls(
             launcher="SLURM",
             rank=number("SLURM_PROCID"),
@@ -149,6 +149,11 @@ class RankEnvironment:
             master_address=address,
             master_port=number("MASTER_PORT") if "MASTER_PORT" in environ else port,
         )
+
+
+def job_port(job: int, number: int) -> int:
+    """A port that every process of SLURM's `job` knows, for its step or start `number`."""
+    return _FIRST_PORT + (job + number) % _NUM_PORTS
 
 
 def _reader(launcher: str, environ: Mapping[str, str]) -> Callable[[str], int]:

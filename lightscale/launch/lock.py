@@ -37,6 +37,14 @@ _STALE_S = 60.0
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
+class InUse(UserError):
+    """Another job holds the run."""
+
+    def __init__(self, message: str, job: str | None) -> None:
+        super().__init__(message)
+        self.job = job
+
+
 @dataclass(frozen=True, kw_only=True)
 class Holder:
     """Who holds a run."""
@@ -163,9 +171,11 @@ class RunLock:
         return holder
 
     def _refuse(self, path: Path, more: str = "") -> NoReturn:
-        raise UserError(
-            f"{self._run.path} is in use by {_read(path) or 'another job'}{more}; "
-            "wait for it or stop it, or start another run with --run"
+        holder = _read(path)
+        raise InUse(
+            f"{self._run.path} is in use by {holder or 'another job'}{more}; "
+            "wait for it or stop it, or start another run with --run",
+            job=holder.job if holder else None,
         )
 
     def _numbers(self) -> list[int]:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Mapping
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -17,12 +18,14 @@ _POLL_S = 0.1
 class StopRelay:
     """Passes the first stop signal of this process on to each rank, once.
 
-    A rank is in a session of its own: neither Ctrl-C nor a closed terminal (SIGHUP) reaches it directly.
-    SIGHUP counts as SIGTERM, unless nohup made it ignored. The third Ctrl-C kills the ranks.
+    A rank is in a session of its own: neither Ctrl-C nor a closed terminal (SIGHUP) reaches it directly; and no other
+    child of this process is. SIGHUP counts as SIGTERM, unless nohup made it ignored. The third Ctrl-C kills the ranks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, translation: Mapping[signal.Signals, signal.Signals] | None = None) -> None:
+        """`translation`: what is sent instead, to children that are no ranks themselves but start some."""
         self.received: signal.Signals | None = None
+        self._translation = translation or {}
         self._interrupts = 0
         self._previous: dict[signal.Signals, Any] = {}
         self._told: set[int] = set()
@@ -59,8 +62,13 @@ class StopRelay:
                 continue
             for rank in psutil.Process().children():
                 with contextlib.suppress(ProcessLookupError):
+                    if os.getsid(rank.pid) != rank.pid:
+                        continue
                     if self._interrupts > 1:
-                        os.killpg(rank.pid, signal.SIGKILL)
+                        os.killpg(rank.pid, self._translated(signal.SIGKILL))
                     elif rank.pid not in self._told:
                         self._told.add(rank.pid)
-                        os.kill(rank.pid, self.received)
+                        os.kill(rank.pid, self._translated(self.received))
+
+    def _translated(self, signum: signal.Signals) -> signal.Signals:
+        return self._translation.get(signum, signum)

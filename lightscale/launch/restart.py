@@ -20,16 +20,17 @@ The second word is the status in status.json.
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from lightscale.config import RestartConfig
 from lightscale.errors import UserError
 from lightscale.launch.failures import RankFailure
 from lightscale.launch.rank import EXIT_CRASHED
 from lightscale.launch.relay import StopRelay
-from lightscale.launch.torchrun import Launch, launch_ranks
+from lightscale.launch.torchrun import Launch
 from lightscale.training.run_directory import RunDirectory, Status
 from lightscale.training.signals import DEADLINE, STOP_SIGNALS
 
@@ -39,6 +40,26 @@ EXIT_GIVEN_UP = 70
 # Nobody but a person sends the last one, to the launcher or to a rank.
 _STOPPING = (*STOP_SIGNALS, signal.SIGQUIT)
 _LOG_TAIL_LINES = 30
+
+
+class Place(Protocol):
+    """Where ranks run, and how they are started there."""
+
+    @property
+    def translation(self) -> Mapping[signal.Signals, signal.Signals]:
+        """The stop signals that its processes take for others."""
+
+    def launch_ranks(
+        self, command: Sequence[str], *, processes: int, logs: Path, hang_timeout_s: float, deadline_s: float | None
+    ) -> Launch:
+        """Run `command` as ranks, `processes` on each node, until they end; see `torchrun.run_node`.
+
+        Raises NodesLost where that is not possible any more.
+        """
+
+
+class NodesLost(Exception):
+    """The nodes that are left do not suffice: the run goes on when the job has others."""
 
 
 class RankMistake(UserError):
@@ -61,24 +82,30 @@ class RestartPolicy:
     """When the run is to be saved and left, in seconds since the epoch."""
 
 
-def run_ranks(run: RunDirectory, command: Sequence[str], *, processes: int, resume: str, policy: RestartPolicy) -> int:
-    """Run `command` as `processes` ranks, again and again if need be; returns the exit code described above.
+def run_ranks(
+    run: RunDirectory, command: Sequence[str], *, processes: int, resume: str, policy: RestartPolicy, place: Place
+) -> int:
+    """Run `command` as ranks, `processes` on each node of `place`, again and again if need be.
 
-    `resume` is the command line that goes on with the run, for the last message. Raises UserError for a
-    mistake of the user that a rank found.
+    Returns the exit code described above. `resume` is the command line that goes on with the run, for the last message.
+    Raises UserError for a mistake of the user that a rank found.
     """
     newest, fruitless = run.newest_checkpoint(), 0
-    with StopRelay() as relay:
+    with StopRelay(place.translation) as relay:
         while True:
             # What it says is about an earlier start.
             run.status.unlink(missing_ok=True)
-            launch = launch_ranks(
-                command,
-                processes=processes,
-                logs=run.new_log_directory(),
-                hang_timeout_s=policy.config.hang_timeout_s,
-                deadline_s=policy.deadline_s,
-            )
+            try:
+                launch = place.launch_ranks(
+                    command,
+                    processes=processes,
+                    logs=run.new_log_directory(),
+                    hang_timeout_s=policy.config.hang_timeout_s,
+                    deadline_s=policy.deadline_s,
+                )
+            except NodesLost as error:
+                _write_status(run, "resumable", str(error))
+                return _say_end(run, resume)
             failure = launch.failure or _missing_status(run)
             if failure is not None and failure.exit_code is None:
                 stop = _stop_reason(relay.received, failure, policy.deadline_s)

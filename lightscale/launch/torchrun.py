@@ -1,6 +1,7 @@
-"""Start the ranks of a run on this machine by torch's elastic launcher, once, and find out how they ended.
+"""Start the ranks of one node by torch's elastic launcher, once, and find out how they ended.
 
-The elastic agent runs in this process. Three of its habits are changed, by its own settings:
+The elastic agent runs in this process: for a run on one machine that is the launcher, for one on several nodes the
+program of `launch/agent.py`. Three of its habits are changed, by its own settings:
 
 - Stop signals. torchrun answers a signal by signalling every process of every rank and ending them after 30
   s, and forwards a second signal too. Here the first stop signal goes once to each rank, to none of their
@@ -8,7 +9,9 @@ The elastic agent runs in this process. Three of its habits are changed, by its 
   timeout, which torch has only from 2.12 on; TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set for the cases where
   torch itself ends the ranks.
 - Rendezvous. The ranks get a store of their own (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1): the shared one
-  keeps the addresses of dead ranks, and restarts fail.
+  keeps the addresses of dead ranks, and restarts fail. The agents of several nodes meet at an address and in
+  an order that are given (static rendezvous), so that ranks are where they were before; each start has
+  agents, and a store, of its own.
 - Output. All ranks write to files under the run's logs/; rank 0's is shown. After a failure the traceback
   of the rank that failed first is printed, not those of the ranks that only lost their peer.
 
@@ -19,12 +22,15 @@ give `--signals-to-handle SIGTERM,SIGINT,SIGUSR1`.
 import contextlib
 import logging
 import os
+import signal
 import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -32,13 +38,15 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lightscale.launch.failures import RankFailure, first_failure, located, read_failure
 from lightscale.launch.rank import ERROR_FILE_VARIABLE, LAUNCHER_VARIABLE
-from lightscale.launch.watchdog import Watchdog
+from lightscale.launch.watchdog import Hang, Watchdog
 from lightscale.training.heartbeat import HEARTBEATS_VARIABLE, Beat, create_heartbeats, read_heartbeats
 from lightscale.training.metrics import TERMINAL_VARIABLE
 from lightscale.training.signals import DEADLINE_VARIABLE
 
 # Longer than the save of a large model. torch before 2.12 does not read it and takes 30.
 _SHUTDOWN_TIMEOUT_S = 600
+# For the agents of all nodes to come.
+_RENDEZVOUS_TIMEOUT_S = 300
 _POLL_S = 0.1
 
 
@@ -53,24 +61,71 @@ class Launch:
     """What each rank last said that it was doing."""
 
 
-def launch_ranks(
-    command: Sequence[str], *, processes: int, logs: Path, hang_timeout_s: float, deadline_s: float | None
-) -> Launch:
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where the agents of several nodes meet, and the place of this one."""
+
+    address: str
+    """Of the first node."""
+    port: int
+    node: int
+    """From 0; its ranks come before those of the next."""
+    num_nodes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeReport:
+    """How the ranks of one node ended."""
+
+    failures: Sequence[RankFailure]
+    hang: Hang | None
+    beats: Mapping[int, Beat]
+
+
+class ThisMachine:
+    """The one place of a run that is started without a cluster: the ranks are children of this process."""
+
+    translation: Mapping[signal.Signals, signal.Signals] = MappingProxyType({})
+
+    def launch_ranks(
+        self, command: Sequence[str], *, processes: int, logs: Path, hang_timeout_s: float, deadline_s: float | None
+    ) -> Launch:
+        """See `run_node`."""
+        report = run_node(command, processes=processes, logs=logs, hang_timeout_s=hang_timeout_s, deadline_s=deadline_s)
+        return conclude([report], logs)
+
+
+def run_node(
+    command: Sequence[str],
+    *,
+    processes: int,
+    logs: Path,
+    hang_timeout_s: float,
+    deadline_s: float | None,
+    rendezvous: Rendezvous | None = None,
+) -> NodeReport:
     """Run `command` as `processes` ranks until they end; what they write goes to the new directory `logs`.
 
     Ranks that hang are ended. `deadline_s`: when they are to stop by themselves, in seconds since the epoch.
+    `rendezvous`: None where no other nodes take part.
     """
-    heartbeats = logs / "heartbeats"
-    create_heartbeats(heartbeats, processes)
+    name, node, num_nodes = "", 0, 1
+    if rendezvous is not None:
+        node, num_nodes = rendezvous.node, rendezvous.num_nodes
+        # Each node has its own: mapped memory is not shared between machines, whatever the file system, nor are clocks.
+        name = f"-{node}"
+    heartbeats = logs / f"heartbeats{name}"
+    create_heartbeats(heartbeats, processes * num_nodes)
     variables = {**_rank_variables(processes), HEARTBEATS_VARIABLE: str(heartbeats.absolute())}
     if deadline_s is not None:
         variables[DEADLINE_VARIABLE] = str(deadline_s)
+    ranks = range(node * processes, (node + 1) * processes)
     with (
         _changed_environment(variables),
-        _agent_log(logs / "launcher.log"),
-        Watchdog(heartbeats, num_ranks=processes, hang_timeout_s=hang_timeout_s) as watchdog,
+        _agent_log(logs / f"launcher{name}.log"),
+        Watchdog(heartbeats, ranks=ranks, hang_timeout_s=hang_timeout_s) as watchdog,
     ):
-        failures = _launch(command, processes, logs)
+        failures = _launch(command, processes, logs, rendezvous)
     for failure in failures:
         # The ranks leave their traceback to the launcher, which shows only the first.
         if failure.traceback is not None:
@@ -79,44 +134,64 @@ def launch_ranks(
     if sys.stderr.isatty():
         # A rank that was killed while it drew its line has not given the cursor back.
         print("\x1b[?25h", end="\n" if failures else "", file=sys.stderr)
-    beats, hang = read_heartbeats(heartbeats), watchdog.hang
-    if hang is not None:
-        # Those without a record were killed for it; a rank that failed before that is why others waited.
-        failures = [failure for failure in failures if failure.is_recorded]
+    return NodeReport(failures=failures, hang=watchdog.hang, beats=read_heartbeats(heartbeats))
+
+
+def conclude(reports: Sequence[NodeReport], logs: Path) -> Launch:
+    """What the reports of all nodes say together."""
+    failures = [failure for report in reports for failure in report.failures]
+    beats = {rank: beat for report in reports for rank, beat in report.beats.items()}
+    # Where ranks wait for one that hangs on another node, they are found too, but were silent only after it.
+    hangs = [report.hang for report in reports if report.hang is not None]
+    if hangs:
+        # Those without a record were killed for it, and others lost them; a rank that failed before is the cause.
+        found_s = min(hang.time_s for hang in hangs)
+        failures = [failure for failure in failures if failure.is_recorded and failure.time_s < found_s]
     first = first_failure(failures)
     if first is not None:
         first = located(first, beats)
-    elif hang is not None:
+    elif hangs:
+        hang = min(hangs, key=lambda hang: hang.since_s)
         summary = f"{hang.reason}; the stacks of all ranks are in {logs}/rank-*.stacks"
         first = RankFailure(rank=hang.ranks[0], summary=summary, time_s=hang.time_s)
     return Launch(logs=logs, failure=first, beats=beats)
 
 
-def _launch(command: Sequence[str], processes: int, logs: Path) -> list[RankFailure]:
+def _launch(command: Sequence[str], processes: int, logs: Path, rendezvous: Rendezvous | None) -> list[RankFailure]:
+    place: dict[str, Any]
+    if rendezvous is None:
+        # The name of this machine may not resolve, or resolve to an address behind a VPN.
+        place = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
+        num_nodes, run_id = 1, uuid.uuid4().hex
+    else:
+        place = {
+            "rdzv_backend": "static",
+            "rdzv_endpoint": f"{rendezvous.address}:{rendezvous.port}",
+            "rdzv_configs": {"rank": rendezvous.node, "timeout": _RENDEZVOUS_TIMEOUT_S},
+        }
+        num_nodes, run_id = rendezvous.num_nodes, str(logs)
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
+        min_nodes=num_nodes,
+        max_nodes=num_nodes,
         nproc_per_node=processes,
-        run_id=uuid.uuid4().hex,
+        run_id=run_id,
         # The prefix of the lines shown; an empty role makes an empty one.
         role="",
         log_line_prefix_template="${role_name}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        # The name of this machine may not resolve, or resolve to an address behind a VPN.
-        local_addr="localhost",
         max_restarts=0,
         monitor_interval=_POLL_S,
         logs_specs=_RankLogs(logs),
         # Not the stop signals: those are the relay's.
         signals_to_handle="SIGQUIT",
+        **place,
     )
     try:
         elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
         return [read_failure(rank, failure) for rank, failure in error.failures.items()]
     except SignalException as error:
-        killed = RankFailure(rank=0, summary=str(error), time_s=time.time(), killer=error.sigval)
+        first = 0 if rendezvous is None else rendezvous.node * processes
+        killed = RankFailure(rank=first, summary=str(error), time_s=time.time(), killer=error.sigval)
         return [killed]
     return []
 

@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -21,13 +21,18 @@ from lightscale.data_pipeline.store import TokenizerIdentity, TokenStore
 from lightscale.errors import UserError
 from lightscale.launch.duration import parse_duration
 from lightscale.launch.environment import RankEnvironment
-from lightscale.launch.lock import RunLock
+from lightscale.launch.lock import InUse, RunLock
 from lightscale.launch.network import choose_interface
 from lightscale.launch.rank import LAUNCHER_VARIABLE, run_rank, summary_and_place
-from lightscale.launch.restart import EXIT_CODES, RestartPolicy, run_ranks
+from lightscale.launch.restart import EXIT_CODES, Place, RestartPolicy, run_ranks
+from lightscale.launch.slurm.allocation import Allocation
+from lightscale.launch.torchrun import ThisMachine
 from lightscale.models.registry import check_mixers
 from lightscale.training.run_directory import RunDirectory, Status
 from lightscale.training.signals import DEADLINE_VARIABLE
+
+# A lock that nobody renews counts as given up after a minute.
+_PATIENCE_S, _PAUSE_S = 150.0, 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +47,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run directory; one that exists is resumed (default: runs/NAME of CONFIG)",
     )
     parser.add_argument(
-        "--processes", type=int, metavar="N", help="ranks on this machine (default: one per GPU, or one)"
+        "--processes",
+        type=int,
+        metavar="N",
+        help="ranks on this machine, or on each node (default: one per GPU, or one)",
+    )
+    parser.add_argument(
+        "--slurm",
+        action="store_true",
+        help="start the ranks on all nodes of the SLURM job that this runs in, by srun; what `lightscale submit` does",
+    )
+    parser.add_argument(
+        "--min-nodes",
+        type=int,
+        metavar="N",
+        help="with --slurm: after nodes failed, go on with the others if they are as many (default: half of them), "
+        "else leave to be queued again",
     )
     parser.add_argument(
         "--stop-after",
@@ -76,18 +96,17 @@ def run(args: argparse.Namespace) -> int:
         return _launch(args, directory, deadline_s)
     if deadline_s is not None:
         os.environ[DEADLINE_VARIABLE] = str(deadline_s)
-    place = environment
-    return run_rank(lambda: _train(load(args.config, args.overrides), directory, place, _allowed(args)))
+    place, allow = environment, allowed_changes(args.allow_change)
+    return run_rank(lambda: _train(load(args.config, args.overrides), directory, place, allow))
 
 
 def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float | None) -> int:
     """Check everything that can be checked without ranks, then start them."""
-    config, allow = load(args.config, args.overrides), _allowed(args)
+    config, allow = load(args.config, args.overrides), allowed_changes(args.allow_change)
     processes = _num_processes(config, args.processes)
-    check_layout(config, processes)
-    check_mixers(config.model, config.parallel)
-    _check_store(config)
-    if _is_finished(directory, config, allow):
+    place, num_nodes = _place(args, config, processes)
+    check_run(config, processes * num_nodes)
+    if is_finished(directory, config, allow):
         print(f"{directory.path} is finished: all {config.total_steps} steps are done", file=sys.stderr)
         code = EXIT_CODES["finished"]
     else:
@@ -96,8 +115,8 @@ def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float
         command += [f"--allow-change={key}" for key in sorted(allow)]
         policy = RestartPolicy(config=config.restart, again=not args.no_restart, deadline_s=deadline_s)
         resume = _command_line(args, directory)
-        with _held(directory, config, allow):
-            code = run_ranks(directory, command, processes=processes, resume=resume, policy=policy)
+        with _held(directory, config, allow, patience_s=_PATIENCE_S if args.slurm else 0.0):
+            code = run_ranks(directory, command, processes=processes, resume=resume, policy=policy, place=place)
     if args.json:
         status = directory.read_status()
         record = dataclasses.asdict(status) if status else {}
@@ -105,12 +124,37 @@ def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float
     return code
 
 
+def _place(args: argparse.Namespace, config: RunConfig, processes: int) -> tuple[Place, int]:
+    """Where the ranks run, and its number of nodes."""
+    if not args.slurm:
+        if args.min_nodes is not None:
+            raise UserError(f"--min-nodes {args.min_nodes} is for runs on the nodes of a SLURM job: with --slurm")
+        return ThisMachine(), 1
+
+    def fits(num_nodes: int) -> bool:
+        try:
+            check_layout(config, processes * num_nodes)
+        except UserError:
+            return False
+        return True
+
+    allocation = Allocation.read(os.environ, args.min_nodes, fits)
+    return allocation, allocation.num_nodes
+
+
+def check_run(config: RunConfig, num_ranks: int) -> None:
+    """Refuse a configuration that cannot run on so many ranks, or whose data is not there."""
+    check_layout(config, num_ranks)
+    check_mixers(config.model, config.parallel)
+    _check_store(config)
+
+
 def _train(config: RunConfig, directory: RunDirectory, environment: RankEnvironment, allow: frozenset[str]) -> int:
     """The work of one rank."""
     os.environ.update(environment.variables())
     check_layout(config, environment.world_size)
     is_main = environment.rank == 0
-    if _is_finished(directory, config, allow) if is_main else directory.is_finished(config):
+    if is_finished(directory, config, allow) if is_main else directory.is_finished(config):
         return 0
     choose_interface(environment)
     # Where a launcher started the ranks, it holds the run, and says how it ended.
@@ -122,9 +166,9 @@ def _train(config: RunConfig, directory: RunDirectory, environment: RankEnvironm
     return 0
 
 
-def _allowed(args: argparse.Namespace) -> frozenset[str]:
+def allowed_changes(keys: Sequence[str]) -> frozenset[str]:
     """What ``--allow-change`` names."""
-    for key in args.allow_change:
+    for key in keys:
         section, _, rest = key.partition(".")
         fields = getattr(RunConfig.model_fields.get(section), "annotation", None)
         known = section == "versions" or (
@@ -135,10 +179,10 @@ def _allowed(args: argparse.Namespace) -> frozenset[str]:
                 f"--allow-change {key}: neither a key or section of the configuration, like optimizer.lr or data, "
                 "nor versions or versions.PACKAGE"
             )
-    return frozenset(args.allow_change)
+    return frozenset(keys)
 
 
-def _is_finished(directory: RunDirectory, config: RunConfig, allow: frozenset[str]) -> bool:
+def is_finished(directory: RunDirectory, config: RunConfig, allow: frozenset[str]) -> bool:
     """Whether nothing is left to do; refuses a run of another configuration. Nothing of an existing run is touched."""
     if directory.create(config):
         return False
@@ -147,9 +191,19 @@ def _is_finished(directory: RunDirectory, config: RunConfig, allow: frozenset[st
 
 
 @contextlib.contextmanager
-def _held(directory: RunDirectory, config: RunConfig, allow: frozenset[str]) -> Iterator[None]:
-    """Have the run for this job alone, with `config` stored in it."""
-    with RunLock(directory):
+def _held(directory: RunDirectory, config: RunConfig, allow: frozenset[str], patience_s: float = 0.0) -> Iterator[None]:
+    """Have the run for this job alone, with `config` in it; wait `patience_s` for an earlier start of the job."""
+    with contextlib.ExitStack() as stack:
+        deadline_s = time.monotonic() + patience_s
+        while True:
+            try:
+                stack.enter_context(RunLock(directory))
+                break
+            except InUse as error:
+                # A job that was queued again is the only one of its number: its first node had failed, with the lock.
+                if error.job != os.environ.get("SLURM_JOB_ID") or time.monotonic() > deadline_s:
+                    raise
+            time.sleep(_PAUSE_S)
         directory.create_or_open(config, allow)
         yield
 
@@ -214,6 +268,8 @@ def _words(tokenizer: TokenizerIdentity) -> str:
 
 
 def _command_line(args: argparse.Namespace, directory: RunDirectory) -> str:
+    if args.slurm:
+        return f"lightscale submit {shlex.join([str(directory.config)])} --nodes … --time …"
     words = ["lightscale", "train", str(args.config), *args.overrides, "--run", str(directory.path)]
     if args.processes is not None:
         words += ["--processes", str(args.processes)]

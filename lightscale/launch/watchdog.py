@@ -34,23 +34,25 @@ class Hang:
     ranks: tuple[int, ...]
     """Those that the others probably wait for."""
     reason: str
+    since_s: float
+    """When they last gave a sign of life, in seconds since the epoch."""
     time_s: float
-    """When it was found, in seconds since the epoch."""
+    """When it was found, likewise."""
 
 
 class Watchdog:
-    """Watches the ranks, children of this process, whose heartbeats are in the file `heartbeats`.
+    """Watches `ranks`, children of this process, whose heartbeats are in the file `heartbeats`.
 
     A context manager. After a rank has been silent for longer than it may, `hang` says so, every rank has left the
     stacks of its threads beside that file, and all of them have been killed.
     """
 
-    def __init__(self, heartbeats: Path, *, num_ranks: int, hang_timeout_s: float) -> None:
+    def __init__(self, heartbeats: Path, *, ranks: range, hang_timeout_s: float) -> None:
         self.hang: Hang | None = None
         self._path = heartbeats
-        self._num_ranks = num_ranks
+        self._ranks = ranks
         self._start_allowance_s = start_allowance_s(hang_timeout_s)
-        self._silent_s = [0.0] * num_ranks
+        self._silent_s = dict.fromkeys(ranks, 0.0)
         self._last: dict[int, Beat] = {}
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -64,7 +66,7 @@ class Watchdog:
     ) -> None:
         self._done.set()
         self._thread.join()
-        for rank in range(self._num_ranks):
+        for rank in self._ranks:
             path = stacks_file(self._path, rank)
             if path.exists() and not path.stat().st_size:
                 path.unlink()
@@ -87,7 +89,7 @@ class Watchdog:
     def _late_ranks(self, passed_s: float) -> list[int]:
         """The ranks that have been silent for too long, `passed_s` after the last look."""
         beats, late = read_heartbeats(self._path), []
-        for rank in range(self._num_ranks):
+        for rank in self._ranks:
             beat = beats.get(rank)
             changed = beat != self._last.get(rank)
             self._silent_s[rank] = 0.0 if changed else self._silent_s[rank] + passed_s
@@ -113,7 +115,9 @@ class Watchdog:
             doing = f" at {oldest.where}"
         others = f", like {_names(ranks[1:])}" if len(ranks) > 1 else ""
         reason = f"no sign of life for {silent_s:.1f} s{doing}{others}"
-        return Hang(ranks=tuple(ranks), reason=reason, time_s=time.time())
+        now_s = time.time()
+        since_s = now_s - max(self._silent_s[rank] for rank in ranks)
+        return Hang(ranks=tuple(ranks), reason=reason, since_s=since_s, time_s=now_s)
 
     def _dump_stacks(self, processes: Sequence[psutil.Process]) -> None:
         """Have each rank write its stacks, and wait for those that can."""
@@ -123,7 +127,7 @@ class Watchdog:
         running = sum(_status(process) != psutil.STATUS_STOPPED for process in processes)
         deadline = time.monotonic() + _STACKS_S
         while time.monotonic() < deadline:
-            sizes = [stacks_file(self._path, rank) for rank in range(self._num_ranks)]
+            sizes = [stacks_file(self._path, rank) for rank in self._ranks]
             if sum(path.exists() and path.stat().st_size > 0 for path in sizes) >= running:
                 break
             time.sleep(0.05)

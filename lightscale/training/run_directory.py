@@ -79,6 +79,7 @@ class RunDirectory:
         self.config = self.path / "config.toml"
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
+        self.jobs = self.path / "jobs.jsonl"
         self.status = self.path / "status.json"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"

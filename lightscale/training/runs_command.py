@@ -20,6 +20,7 @@ from rich.table import Table
 from lightscale.config_files import load
 from lightscale.errors import UserError
 from lightscale.training.goodput import Goodput, duration, measure_goodput, record_time_s
+from lightscale.training.jobs import live_jobs, recorded_jobs
 from lightscale.training.run_directory import RunDirectory, read_lines
 
 State = Literal["running", "finished", "resumable", "stopped", "dead", "new", "damaged"]
@@ -47,6 +48,8 @@ class RunSummary:
     state: State
     note: str = ""
     """Why it ended, or what is damaged."""
+    job: str | None = None
+    """Its SLURM job that runs or waits: number and SLURM's state."""
     step: int = 0
     total_steps: int | None = None
     tokens: int = 0
@@ -82,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the runs, the one that last did something first."""
     now = time.time()
     folders = [args.directory] if _is_run(args.directory) else _find_runs(args.directory)
-    summaries = sorted((summarize(RunDirectory(path), now) for path in folders), key=lambda one: -one.active)
+    summaries = sorted(_with_jobs(summarize(RunDirectory(path), now) for path in folders), key=lambda one: -one.active)
     if args.json:
         print(json.dumps([one.record() for one in summaries], indent=2))
         return 0
@@ -106,6 +109,28 @@ def summarize(directory: RunDirectory, now: float) -> RunSummary:
         return _summarize(directory, now, active)
     except (ValueError, OSError) as error:
         return RunSummary(run=name, state="damaged", note=" ".join(str(error).split()), active=active)
+
+
+def is_running(directory: RunDirectory) -> bool:
+    """Whether a process holds the run now."""
+    return _is_held(directory, time.time(), otherwise=False)
+
+
+def _with_jobs(summaries: Iterable[RunSummary]) -> list[RunSummary]:
+    """The same with their jobs; SLURM is asked once for all."""
+    summaries = list(summaries)
+    numbers = {one.run: _job_numbers(RunDirectory(one.run)) for one in summaries}
+    live = live_jobs(number for own in numbers.values() for number in own)
+    jobs = {run: next((str(live[number]) for number in own if number in live), None) for run, own in numbers.items()}
+    return [dataclasses.replace(one, job=jobs[one.run]) for one in summaries]
+
+
+def _job_numbers(directory: RunDirectory) -> list[int]:
+    try:
+        return recorded_jobs(directory)
+    except (UserError, KeyError):
+        # Damaged: the table is about the run.
+        return []
 
 
 def _summarize(directory: RunDirectory, now: float, active: float) -> RunSummary:
@@ -189,7 +214,7 @@ def _find_runs(folder: Path) -> list[Path]:
 
 def _runs_table(summaries: Iterable[RunSummary]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("run", "state"):
+    for heading in ("run", "state", "job"):
         table.add_column(heading, no_wrap=True)
     for heading in ("step", "loss", "tokens/s", "goodput", "lost steps", "restarts", "last event", "ago"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -204,6 +229,7 @@ def _cells(one: RunSummary) -> list[str]:
     return [
         one.run,
         one.state,
+        one.job or "—",
         "—" if one.total_steps is None else f"{one.step:,}/{one.total_steps:,}",
         "—" if one.loss is None else f"{one.loss:.4f}",
         "—" if one.tokens_per_s is None else f"{one.tokens_per_s:,.0f}",

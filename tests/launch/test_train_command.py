@@ -1,9 +1,12 @@
 import argparse
+import contextlib
+import dataclasses
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +20,10 @@ from lightscale.config_files import load
 from lightscale.errors import UserError
 from lightscale.launch import train_command
 from lightscale.launch.lock import RunLock
-from lightscale.launch.restart import RestartPolicy
+from lightscale.launch.restart import NodesLost, RestartPolicy
+from lightscale.launch.slurm import allocation
+from lightscale.launch.slurm.client import Node
+from lightscale.launch.torchrun import ThisMachine
 from lightscale.training.run_directory import RunDirectory, read_lines
 
 WriteStore = Callable[..., None]
@@ -89,6 +95,53 @@ def test_one_run_is_for_one_job(folder: Path, launched: list[dict[str, Any]], mo
     assert load("runs/tiny-run/config.toml").checkpoint.every is None, "nothing was touched"
     train("tiny-run.toml")
     assert len(launched) == 2
+
+
+def test_a_job_that_was_queued_again_waits_for_what_is_left_of_itself(
+    folder: Path, launched: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train("tiny-run.toml")
+    monkeypatch.setattr(train_command, "_place", lambda *_: (ThisMachine(), 1))
+    monkeypatch.setattr(train_command, "_PAUSE_S", 0.05)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    with contextlib.ExitStack() as held:
+        held.enter_context(RunLock(RunDirectory("runs/tiny-run")))
+        given_up = threading.Timer(0.5, held.close)
+        given_up.start()
+        assert train("tiny-run.toml", "--slurm") == 75
+        given_up.join()
+    assert len(launched) == 2
+    with RunLock(RunDirectory("runs/tiny-run")):
+        monkeypatch.setenv("SLURM_JOB_ID", "18")
+        with pytest.raises(UserError, match="of job 17, since"):
+            train("tiny-run.toml", "--slurm")
+
+
+def test_the_nodes_of_a_job_are_shared_out_as_the_batch_allows(
+    folder: Path, launched: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(allocation, "require", lambda *_: None)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "4")
+    train("tiny-run.toml", "--slurm")
+    place = launched[0]["place"]
+    assert (place.job, place.num_nodes, place.least_nodes) == (17, 4, 2)
+    up = [Node(name=f"n{number}", address=f"10.0.0.{number}", is_up=number != 3) for number in range(1, 5)]
+    monkeypatch.setattr(allocation, "nodes_of", lambda job: up)
+    # A batch of 4 is not for 3.
+    assert [node.name for node in place._usable()] == ["n1", "n2"]
+    up[0] = dataclasses.replace(up[0], is_up=False)
+    up[1] = dataclasses.replace(up[1], is_up=False)
+    with pytest.raises(NodesLost, match="1 of the 4 nodes of job 17 are left"):
+        place._usable()
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
+    with pytest.raises(UserError, match="global_batch_size = 4"):
+        train("tiny-run.toml", "--slurm", "--run", "runs/other")
+    with pytest.raises(UserError, match="--min-nodes 4: must be at least 1 and at most the 3 nodes"):
+        train("tiny-run.toml", "--slurm", "--min-nodes", "4")
+    monkeypatch.delenv("SLURM_JOB_NUM_NODES")
+    with pytest.raises(UserError, match="--slurm: this is no SLURM job"):
+        train("tiny-run.toml", "--slurm")
 
 
 def test_one_rank_per_gpu(folder: Path, launched: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:

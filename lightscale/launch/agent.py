@@ -1,0 +1,138 @@
+"""The program of one node: starts its ranks, watches them, and leaves a record of how they ended.
+
+    launcher ── srun ──▶ agent of node 0 ──▶ ranks 0, 1, …
+                    └──▶ agent of node 1 ──▶ the next ranks, …
+
+An agent is given stop signals by the launcher, or by SLURM itself (preemption), and passes them on. It ends with the
+process that started it, and its ranks end with it.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from lightscale.launch.failures import RankFailure
+from lightscale.launch.relay import StopRelay
+from lightscale.launch.torchrun import NodeReport, Rendezvous, run_node
+from lightscale.launch.watchdog import Hang
+from lightscale.training.heartbeat import Beat
+from lightscale.training.run_directory import write_atomically
+from lightscale.training.signals import die_with_parent
+
+NODE_VARIABLE = "SLURM_NODEID"
+
+# After a failure, for the other nodes to say what they met, before SLURM ends them because of this one.
+_OTHERS_S = 10.0
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What all agents of a launch are told: their one argument, as JSON."""
+
+    command: list[str]
+    processes: int
+    """Ranks on each node."""
+    logs: str
+    hang_timeout_s: float
+    deadline_s: float | None
+    address: str
+    """Of the first node."""
+    port: int
+    num_nodes: int
+
+    def text(self) -> str:
+        """As JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """The inverse."""
+        return cls(**json.loads(text))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit code 0: all ranks of this node left with 0."""
+    die_with_parent(os.getppid())
+    order, node = Order.read(arguments[0]), int(os.environ[NODE_VARIABLE])
+    logs = Path(order.logs)
+    with StopRelay():
+        report = _run(order, node, logs)
+        write_report(logs, node, report)
+        if not report.failures:
+            return 0
+        deadline_s = time.monotonic() + _OTHERS_S
+        while time.monotonic() < deadline_s and len(list(logs.glob("node-*.json"))) < order.num_nodes:
+            time.sleep(_POLL_S)
+        return 1
+
+
+def _run(order: Order, node: int, logs: Path) -> NodeReport:
+    place = Rendezvous(address=order.address, port=order.port, node=node, num_nodes=order.num_nodes)
+    try:
+        return run_node(
+            order.command,
+            processes=order.processes,
+            logs=logs,
+            hang_timeout_s=order.hang_timeout_s,
+            deadline_s=order.deadline_s,
+            rendezvous=place,
+        )
+    except (RuntimeError, OSError) as error:
+        # The agents did not come together, or the file system failed.
+        failure = RankFailure(
+            rank=node * order.processes,
+            summary=f"its agent on {os.uname().nodename}: {type(error).__name__}: {error}",
+            traceback=traceback.format_exc(),
+            time_s=time.time(),
+            is_recorded=True,
+        )
+        return NodeReport(failures=[failure], hang=None, beats={})
+
+
+def write_report(logs: Path, node: int, report: NodeReport) -> None:
+    """Leave `report` for the launcher. Times are by the clock of the world: each machine has its own monotonic one."""
+    offset_s = time.time() - time.monotonic()
+    record = {
+        "failures": [dataclasses.asdict(failure) for failure in report.failures],
+        "hang": None if report.hang is None else dataclasses.asdict(report.hang),
+        "beats": [
+            dataclasses.asdict(dataclasses.replace(beat, time_s=beat.time_s + offset_s))
+            for beat in report.beats.values()
+        ],
+    }
+    write_atomically(logs / f"node-{node}.json", json.dumps(record))
+
+
+def read_reports(logs: Path) -> dict[int, NodeReport]:
+    """What the agents left so far, by node; one that is missing at the end has ended without a word."""
+    # By the list of the directory: on network file systems a name that was asked for too early stays missing.
+    files = {int(path.stem.partition("-")[2]): path for path in logs.glob("node-*.json")}
+    return {node: _read_report(files[node]) for node in sorted(files)}
+
+
+def _read_report(path: Path) -> NodeReport:
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    offset_s = time.monotonic() - time.time()
+    beats = [Beat(**{**beat, "time_s": beat["time_s"] + offset_s}) for beat in record["beats"]]
+    hang = record["hang"]
+    return NodeReport(
+        failures=[
+            RankFailure(**{**one, "killer": signal.Signals(one["killer"]) if one["killer"] else None})
+            for one in record["failures"]
+        ],
+        hang=Hang(**{**hang, "ranks": tuple(hang["ranks"])}) if hang else None,
+        beats={beat.rank: beat for beat in beats},
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Runs as jobs of a SLURM cluster: the batch script, the nodes of a job, and the commands around both."""

@@ -1,0 +1,200 @@
+"""The nodes of the SLURM job that this process runs in, as the place of a run's ranks.
+
+    batch script ──▶ launcher (`train --slurm`, on the first node) ── srun ──▶ an agent on every node ──▶ ranks
+
+The launcher stays what it is on one machine: it has the run's lock, starts the ranks again after a failure, and says
+by its exit code how it ended. Each start is a step of its own, on the nodes that the job has then: one that failed is
+taken out of the job by SLURM (`sbatch --no-kill`), and the run goes on with the others as far as its batch can be split
+over them, or leaves to be queued again.
+
+srun takes SIGUSR1 to all agents, but ends the step at once on SIGTERM and SIGINT: so every stop signal becomes SIGUSR1.
+"""
+
+import contextlib
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Self
+
+from lightscale.errors import UserError
+from lightscale.launch.agent import Order, read_reports
+from lightscale.launch.environment import job_port
+from lightscale.launch.failures import RankFailure
+from lightscale.launch.restart import NodesLost
+from lightscale.launch.slurm.client import Node, nodes_of, require
+from lightscale.launch.torchrun import Launch, conclude
+
+# Of a shell that reports the death of a child by a signal.
+_SIGNALLED = 128
+_PATIENCE_S, _PAUSE_S = 300.0, 10.0
+_POLL_S = 1.0
+# A failed agent waits for the others for some seconds, then SLURM gives them its KillWait of usually 30.
+_END_S, _ABORT_S = 60.0, 10.0
+# How srun would otherwise cut the step: by what the batch script was given.
+_OF_THE_BATCH = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NO_KILL")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """The nodes of a job."""
+
+    job: int
+    num_nodes: int
+    """When it started."""
+    least_nodes: int
+    """With fewer the run leaves, to be queued again."""
+    fits: Callable[[int], bool]
+    """Whether the run can be split over so many nodes."""
+
+    translation = MappingProxyType(
+        {
+            signal.SIGTERM: signal.SIGUSR1,
+            signal.SIGINT: signal.SIGUSR1,
+            # On this one srun kills the step, which nobody does who is killed itself.
+            signal.SIGKILL: signal.SIGTERM,
+        }
+    )
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str], least_nodes: int | None, fits: Callable[[int], bool]) -> Self:
+        """The job that `environ` is of. `least_nodes`: None for half of what it has."""
+        require("srun", "squeue", "sinfo", "scontrol")
+        numbers = [environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES")]
+        if not all(re.fullmatch(r"[1-9][0-9]*", number) for number in numbers):
+            raise UserError(
+                "--slurm: this is no SLURM job (SLURM_JOB_ID and SLURM_JOB_NUM_NODES are not set to numbers); "
+                "`lightscale submit` makes one"
+            )
+        job, num_nodes = map(int, numbers)
+        least = max(1, num_nodes // 2) if least_nodes is None else least_nodes
+        if not 1 <= least <= num_nodes:
+            raise UserError(f"--min-nodes {least}: must be at least 1 and at most the {num_nodes} nodes of the job")
+        return cls(job=job, num_nodes=num_nodes, least_nodes=least, fits=fits)
+
+    def launch_ranks(
+        self, command: Sequence[str], *, processes: int, logs: Path, hang_timeout_s: float, deadline_s: float | None
+    ) -> Launch:
+        """Start an agent on each node that is up, as many as the run can use, and wait for all."""
+        nodes = self._usable()
+        order = Order(
+            command=list(command),
+            processes=processes,
+            logs=str(logs.absolute()),
+            hang_timeout_s=hang_timeout_s,
+            deadline_s=deadline_s,
+            address=os.environ.get("MASTER_ADDR") or nodes[0].address,
+            # Another one for each start: what is left of the last may still have the old one.
+            port=job_port(self.job, int(logs.name.rpartition("-")[2])),
+            num_nodes=len(nodes),
+        )
+        environment = {name: value for name, value in os.environ.items() if name not in _OF_THE_BATCH}
+        # As for the ranks: folders of the current directory are no packages.
+        environment["PYTHONSAFEPATH"] = "1"
+        # A session of its own: the relay tells it by that from other children.
+        step = subprocess.Popen(_srun(nodes, order), env=environment, start_new_session=True)
+        return self._conclude(nodes, order, logs, _wait(step, logs, len(nodes)))
+
+    def _usable(self) -> list[Node]:
+        up = self._up()
+        count = next((count for count in range(len(up), self.least_nodes - 1, -1) if self.fits(count)), 0)
+        if not count:
+            raise NodesLost(
+                f"{len(up)} of the {self.num_nodes} nodes of job {self.job} are left, on which the run "
+                f"cannot go on (at least {self.least_nodes}, and its layout must fit): it needs to be queued again"
+            )
+        return up[:count]
+
+    def _up(self) -> list[Node]:
+        """The nodes that can be used; waits for a controller that is being started again."""
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                return [node for node in nodes_of(self.job) if node.is_up]
+            except UserError as error:
+                if time.monotonic() > deadline_s:
+                    raise
+                print(f"{error}; trying again", file=sys.stderr, flush=True)
+                time.sleep(_PAUSE_S)
+
+    def _conclude(self, nodes: Sequence[Node], order: Order, logs: Path, code: int) -> Launch:
+        reports = read_reports(logs)
+        launch = conclude(list(reports.values()), logs)
+        silent = [number for number in range(len(nodes)) if number not in reports]
+        if not silent or code == 0:
+            return launch
+        left = {node.name for node in self._up()}
+        lost = [number for number in silent if nodes[number].name not in left]
+        if launch.failure is None or lost:
+            first = (lost or silent)[0]
+            return replace(launch, failure=_unreported(nodes[first].name, first * order.processes, bool(lost), code))
+        names = ", ".join(nodes[number].name for number in silent)
+        return replace(
+            launch, failure=replace(launch.failure, summary=f"{launch.failure.summary}; not a word from {names}")
+        )
+
+
+def _srun(nodes: Sequence[Node], order: Order) -> list[str]:
+    return [
+        "srun",
+        f"--nodes={len(nodes)}",
+        f"--ntasks={len(nodes)}",
+        f"--nodelist={','.join(node.name for node in nodes)}",
+        "--job-name=ranks",
+        # The step has all that the job has on its nodes, also while the end of the step before is being dealt with.
+        "--overlap",
+        "--cpu-bind=none",
+        "--export=ALL",
+        "--input=none",
+        "--unbuffered",
+        # Agents that only wait for one that failed are ended; who is done waits for the others.
+        "--kill-on-bad-exit=1",
+        "--wait=0",
+        sys.executable,
+        "-m",
+        "lightscale.launch.agent",
+        order.text(),
+    ]
+
+
+def _wait(step: subprocess.Popen[bytes], logs: Path, num_nodes: int) -> int:
+    """Wait for srun; returns its exit code. It would wait for ever for a node whose slurmstepd died, and is ended."""
+    last_s = math.inf
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return step.wait(_POLL_S)
+        if last_s == math.inf and _is_over(logs, num_nodes):
+            last_s = time.monotonic() + _END_S
+        if time.monotonic() > last_s:
+            # Has SLURM kill what is left of the step.
+            step.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return step.wait(_ABORT_S)
+            os.killpg(step.pid, signal.SIGKILL)
+            return step.wait()
+
+
+def _is_over(logs: Path, num_nodes: int) -> bool:
+    """Whether all agents have ended, or one of them by a failure, because of which SLURM ends the others."""
+    reports = read_reports(logs)
+    return len(reports) == num_nodes or any(report.failures for report in reports.values())
+
+
+def _unreported(node: str, rank: int, is_lost: bool, code: int) -> RankFailure:
+    """The failure of a node of which no agent says anything."""
+    number = code - _SIGNALLED if code > _SIGNALLED else -code
+    killer = signal.Signals(number) if number in {signum.value for signum in signal.Signals} else None
+    what = "failed" if is_lost else "ended without a word"
+    return RankFailure(
+        rank=rank,
+        summary=f"node {node} {what} (srun: {'exit code ' + str(code) if killer is None else killer.name})",
+        time_s=time.time(),
+        killer=None if is_lost else killer,
+    )

@@ -1,0 +1,34 @@
+#!/bin/bash
+# One job of the run {{run}}: `lightscale submit` made this script; logs, records and checkpoints are in that directory.
+{{options}}
+
+{{setup}}
+# For the ranks. What is exported where `lightscale submit` is called comes first; [launch.environment] sets the rest.
+export PYTHONSAFEPATH=1
+{{environment}}
+
+# On the first node: the launcher. It starts one agent on every node by srun, and the ranks again after failures.
+{{command}} &
+launcher=$!
+
+# SLURM signals this shell, {{signal_s}} s before the time limit and when the job is cancelled; the launcher saves and leaves.
+trap 'signalled=yes; kill -USR1 "$launcher"' USR1
+trap 'signalled=yes; kill -TERM "$launcher"' TERM
+while :; do
+  signalled=no
+  wait "$launcher"
+  code=$?
+  # A signal ends the wait, not the launcher.
+  [ "$signalled" = yes ] || break
+done
+trap - USR1 TERM
+
+case $code in
+  75) # saved in time: there is more to do
+    {{again}}
+    ;;
+  0 | 70 | 74 | 78) # finished, or a person must look
+    {{command_name}} cancel {{run}} --waiting
+    ;;
+esac
+exit "$code"

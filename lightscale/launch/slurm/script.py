@@ -1,0 +1,99 @@
+"""The batch script of a run's jobs, made from `job.sh` beside this file."""
+
+import re
+import shlex
+import sys
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from lightscale.errors import UserError
+from lightscale.launch.slurm.settings import LaunchSettings
+from lightscale.training.run_directory import RunDirectory
+
+_TEMPLATE = Path(__file__).with_name("job.sh")
+_PLAIN = re.compile(r"[\w@%+=:,./\[\]*-]+")
+
+_ENVIRONMENT = {
+    "NCCL_DEBUG": "WARN",
+    # A rank whose exchange failed ends, in place of waiting for ever.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    # The store that torchrun shares between its starts keeps the addresses of dead ranks.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
+
+
+def render(settings: LaunchSettings, run: RunDirectory, *, is_chain: bool, allow: Collection[str]) -> str:
+    """The script of a job for `run`. `is_chain`: what is left to do is for the next job, not for this one again."""
+    path = run.path.absolute()
+    command_name = shlex.join([sys.executable, "-m", "lightscale"])
+    words = ["train", str(path / run.config.name), "--run", str(path), "--slurm", "--processes", str(ranks(settings))]
+    if settings.min_nodes is not None:
+        words += ["--min-nodes", str(settings.min_nodes)]
+    words += [f"--allow-change={key}" for key in sorted(allow)]
+    again = "# the next job of the chain does it" if is_chain else 'scontrol requeue "$SLURM_JOB_ID" && sleep 60'
+    values = {
+        "run": shlex.quote(str(path)),
+        "options": "\n".join(f"#SBATCH {option}" for option in _options(settings, run)),
+        "setup": "".join(f"{line}\n" for line in settings.setup),
+        "environment": "\n".join(_exports(settings)),
+        "command": f"{command_name} {shlex.join(words)}",
+        "command_name": command_name,
+        "signal_s": str(settings.signal_s),
+        "again": again,
+    }
+    text = _TEMPLATE.read_text(encoding="utf-8")
+    text = re.sub(r"{{(\w+)}}", lambda match: values[match[1]], text)
+    return re.sub(r"\n{3,}", "\n\n", text)
+
+
+def ranks(settings: LaunchSettings) -> int:
+    """On each node."""
+    return settings.processes or settings.gpus_per_node or 1
+
+
+def _options(settings: LaunchSettings, run: RunDirectory) -> Iterator[str]:
+    path = run.path.absolute()
+    yield _option("job-name", path.name)
+    yield _option("nodes", settings.nodes)
+    yield _option("ntasks-per-node", 1)
+    yield _option("time", settings.time)
+    optional = {
+        "partition": settings.partition,
+        "account": settings.account,
+        "gpus-per-node": settings.gpus_per_node,
+        "cpus-per-task": settings.cpus_per_node,
+    }
+    for name, value in optional.items():
+        if value is not None:
+            yield _option(name, value)
+    yield _option("chdir", Path.cwd())
+    yield _option("output", f"{str(run.logs.absolute()).replace('%', '%%')}/slurm-%j.out")
+    yield "--open-mode=append"
+    yield f"--signal=B:USR1@{settings.signal_s}"
+    # SLURM queues the job again after preemption, or when its first node failed; another one it only takes out.
+    yield "--requeue"
+    yield "--no-kill"
+    yield from settings.options
+
+
+def _option(name: str, value: object) -> str:
+    text = str(value)
+    if not _PLAIN.fullmatch(text):
+        if re.search(r'["\\\n]', text):
+            raise UserError(
+                f"--{name} {text}: cannot be given to sbatch; quotes, backslashes and new lines are in the way"
+            )
+        text = f'"{text}"'
+    return f"--{name}={text}"
+
+
+def _exports(settings: LaunchSettings) -> Iterator[str]:
+    values: dict[str, str | int] = dict(_ENVIRONMENT)
+    if settings.cpus_per_node is not None:
+        values["OMP_NUM_THREADS"] = str(max(1, settings.cpus_per_node // ranks(settings)))
+    values |= settings.environment
+    for name, value in values.items():
+        escaped = re.sub(r'(["\\$`}])', r"\\\1", str(value))
+        yield f'export {name}="${{{name}:-{escaped}}}"'
+    if "OMP_NUM_THREADS" not in values:
+        yield "# OMP_NUM_THREADS, where it is not set: the cores of a node over its ranks."

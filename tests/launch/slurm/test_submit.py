@@ -1,0 +1,231 @@
+"""The batch script and its settings, and what is refused before SLURM has anything to do."""
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightscale.cli import main
+from lightscale.config_files import load
+from lightscale.launch.lock import RunLock
+from lightscale.launch.slurm import client
+from lightscale.launch.slurm.settings import load_settings
+from lightscale.training.jobs import live_jobs, record_job, recorded_jobs
+from lightscale.training.run_directory import RunDirectory
+
+Run = Any  # conftest.py
+
+TIME = ["--time", "24:00:00"]
+SITE = """
+[launch]
+partition = "gpu"
+time = "12:00:00"
+gpus_per_node = 2
+setup = ["module load cuda"]
+
+[launch.environment]
+NCCL_SOCKET_IFNAME = "ib0"
+NCCL_DEBUG = 'a "quoted" $word'
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_run: Path, monkeypatch: pytest.MonkeyPatch, write_store: Callable[..., None]) -> Path:
+    """The current directory, with tiny-run.toml and its store; settings of a site would be in site/lightscale."""
+    write_store(tmp_path / "store", 300, text=np.arange(1, 200))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "site"))
+    (tmp_path / "site/lightscale").mkdir(parents=True)
+    return tmp_path
+
+
+def script(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["submit", "tiny-run.toml", *words, "--dry-run"]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_dry_run_shows_the_script_and_touches_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = script(capsys, "--nodes", "2", *TIME, "--partition", "long", "--account", "us")
+    lines = text.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
+    assert options == [
+        "--job-name=tiny-run",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--time=24:00:00",
+        "--partition=long",
+        "--account=us",
+        f"--chdir={folder}",
+        f"--output={folder}/runs/tiny-run/logs/slurm-%j.out",
+        "--open-mode=append",
+        "--signal=B:USR1@300",
+        "--requeue",
+        "--no-kill",
+    ]
+    assert "{{" not in text
+    assert 'scontrol requeue "$SLURM_JOB_ID"' in text
+    assert f"train {folder}/runs/tiny-run/config.toml --run {folder}/runs/tiny-run --slurm --processes 1 &" in text
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=60)
+    assert not (folder / "runs").exists()
+    assert "scontrol requeue" not in script(capsys, *TIME, "--chain", "3"), "the next job of the chain goes on"
+
+
+def test_settings_of_the_site_the_run_and_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "site/lightscale/launch.toml").write_text(SITE)
+    before = load("tiny-run.toml")
+    with (folder / "tiny-run.toml").open("a") as file:
+        file.write('\n[launch]\ntime = "6:00:00"\n[launch.environment]\nNCCL_SOCKET_IFNAME = "eth0"\n')
+    assert load("tiny-run.toml") == before, "it is no part of the run"
+    text = script(capsys, "launch.options=['--qos=high']", "launch.cpus_per_node=8", "--partition", "debug")
+    for line in (
+        "#SBATCH --time=6:00:00",
+        "#SBATCH --partition=debug",
+        "#SBATCH --gpus-per-node=2",
+        "#SBATCH --cpus-per-task=8",
+        "#SBATCH --qos=high",
+        "module load cuda",
+        'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"',
+        'export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-eth0}"',
+    ):
+        assert line in text.splitlines()
+    assert "--processes 2 &" in text, "one for each GPU"
+    exports = "\n".join(line for line in text.splitlines() if line.startswith("export "))
+    shown = 'echo "$NCCL_DEBUG;$NCCL_SOCKET_IFNAME"'
+    done = subprocess.run(
+        ["bash", "-c", f"{exports}\n{shown}"],
+        env={"NCCL_SOCKET_IFNAME": "mine"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout == 'a "quoted" $word;mine\n'
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "how long may the job take? --time HOURS:MINUTES:SECONDS"),
+        (["--time", "10h"], 'command line: launch.time = "10h": must be a time as SLURM writes it'),
+        ([*TIME, "--nodes", "0"], "command line: launch.nodes = 0: must be a whole number >= 1"),
+        ([*TIME, "--nodes", "3"], "train.global_batch_size = 4"),
+        (["--time", "5"], "launch.signal_s = 300: leaves nothing of a job of 5"),
+        (["--time", "4:59"], "leaves nothing"),
+        (["--time", "0:05:00"], "leaves nothing"),
+        (["--time", "0-0:05"], "leaves nothing"),
+        (["--time", "5:01", "--nodes", "3"], "train.global_batch_size = 4"),
+        (["--time", "1-0", "--nodes", "3"], "train.global_batch_size = 4"),
+        ([*TIME, "launch.partitoin=gpu"], 'override "launch.partitoin=gpu": unknown key launch.partitoin; there are'),
+        ([*TIME, "launch.min_nodes=2"], "launch.min_nodes = 2: must be at most launch.nodes = 1"),
+        ([*TIME, "launch.options=['qos']"], 'launch.options has "qos": must be options of sbatch'),
+        ([*TIME, "launch.environment.A-B=1"], "launch.environment.A-B: is no name of a variable"),
+        ([*TIME, "--run", 'a"b'], "cannot be given to sbatch"),
+        ([*TIME, "--chain", "0"], "--chain 0: must be at least 1"),
+        ([*TIME, "data.store=nowhere"], "nowhere"),
+        ([*TIME, "--allow-change", "model.depth"], "--allow-change model.depth"),
+        ([*TIME], "there is no SLURM here: sbatch is not in the PATH"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_written(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setenv("PATH", str(folder))
+    assert main(["submit", "tiny-run.toml", *words]) == 78
+    assert message in capsys.readouterr().err
+    assert not (folder / "runs").exists()
+
+
+def test_commands_for_jobs_where_there_is_no_slurm(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDirectory("runs/tiny-run")
+    run.create(load("tiny-run.toml"))
+    monkeypatch.setenv("PATH", str(folder))
+    record_job(run, 17)
+    record_job(run, 18)
+    assert recorded_jobs(run) == [17, 18]
+    assert live_jobs([17, 18]) == {}
+    for words, message in (
+        (["cancel", "runs/tiny-run"], "there is no SLURM here: scancel"),
+        (["cancel", "runs/other"], "runs/other is no run directory"),
+        (["logs", "runs/tiny-run", "--rank", "3"], "has no output of rank 3 yet"),
+        (["train", "tiny-run.toml", "--slurm"], "there is no SLURM here: srun"),
+        (["train", "tiny-run.toml", "--min-nodes", "2"], "--min-nodes 2 is for runs on the nodes of a SLURM job"),
+    ):
+        assert main(words) == 78
+        assert message in capsys.readouterr().err
+
+
+def test_logs_of_a_run_without_jobs_are_those_of_its_newest_launch(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDirectory("runs/tiny-run")
+    run.create(load("tiny-run.toml"))
+    for text in ("first", "second"):
+        logs = run.new_log_directory()
+        for rank in range(2):
+            (logs / f"rank-{rank}.out").write_text(f"{text} of rank {rank}\n")
+    for words, shown in (([], "second of rank 0\n"), (["--rank", "1"], "second of rank 1\n")):
+        for more in ([], ["--follow"]):
+            assert main(["logs", "runs/tiny-run", *words, *more]) == 0
+            assert capsys.readouterr().out == shown
+
+
+def test_what_slurm_or_the_run_refuses(
+    cluster: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(name, cluster.environment[name])
+    for words, message in (
+        (["--partition", "gpu"], 'partition "gpu": the cluster has no such one; there are high, low, main'),
+        (["launch.options=['--mem=99T']"], "error: sbatch: "),
+    ):
+        assert main(["submit", "tiny-run.toml", *TIME, *words]) == 78
+        assert message in capsys.readouterr().err
+        assert not (folder / "runs").exists()
+    run = RunDirectory("runs/tiny-run")
+    run.create(load("tiny-run.toml"))
+    assert main(["submit", "tiny-run.toml", *TIME, "optimizer.lr=0.5"]) == 78
+    error = capsys.readouterr().err
+    assert "optimizer.lr: 0.001 there, 0.5 now" in error
+    assert "--allow-change optimizer.lr" in error
+    with RunLock(run):
+        assert main(["submit", "tiny-run.toml", *TIME]) == 78
+    assert f"is in use by process {os.getpid()}" in capsys.readouterr().err
+    assert recorded_jobs(run) == []
+    assert cluster.client("squeue", "--noheader") == ""
+
+
+def test_the_nodes_of_a_job(
+    cluster: Any, new_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = new_run()
+    for name in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(name, cluster.environment[name])
+    wrap = "--wrap=trap 'exit 0' TERM; sleep 600 & wait"
+    job = int(cluster.client("sbatch", "--parsable", "--nodes=2", "--no-kill", "--output=/dev/null", wrap))
+    run.await_(lambda: len(client.nodes_of(job)) == 2)
+    assert [(node.name, node.address, node.is_up) for node in client.nodes_of(job)] == [
+        ("n1", "localhost", True),
+        ("n2", "localhost", True),
+    ]
+    # What a user set up for himself does not matter.
+    monkeypatch.setenv("SQUEUE_FORMAT", "%i")
+    assert str(live_jobs([job])[job]) == f"{job} RUNNING"
+    cluster.client("scontrol", "update", "nodename=n2", "state=down", "reason=test")
+    run.await_(lambda: [node.name for node in client.nodes_of(job) if node.is_up] == ["n1"])
+    cluster.client("scancel", str(job))
+    run.await_(lambda: live_jobs([job]) == {})
+    settings = load_settings(run.folder / "run.toml", [], {"time": "10", "nodes": 2})
+    assert (settings.nodes, settings.partition) == (2, None)
