@@ -73,8 +73,8 @@ def _options(settings: LaunchSettings, run: RunDirectory, is_chain: bool) -> Ite
     # SLURM queues the job again after preemption, and when a node failed.
     yield "--requeue"
     if is_chain:
-        # A failed node is only taken out of the job, which goes on with the others. Should it be the first, the job ends
-        # for good, and the next one is there.
+        # Then it is only taken out of the job, which goes on with the others. If it was the first, the job ends, and the
+        # next one goes on.
         yield "--no-kill"
     yield from settings.options
 
