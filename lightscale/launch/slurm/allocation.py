@@ -4,8 +4,8 @@
 
 The launcher stays what it is on one machine: it has the run's lock, starts the ranks again after a failure, and says
 by its exit code how it ended. Each start is a step of its own, on the nodes that the job has then: one that failed is
-taken out of the job by SLURM (`sbatch --no-kill`), and the run goes on with the others as far as its batch can be split
-over them, or leaves to be queued again.
+taken out of the job by SLURM (where it has `sbatch --no-kill`), and the run goes on with the others as far as its batch
+can be split over them, or leaves for a job with other nodes.
 
 srun takes SIGUSR1 to all agents, but ends the step at once on SIGTERM and SIGINT: so every stop signal becomes SIGUSR1.
 """

@@ -33,7 +33,7 @@ def render(settings: LaunchSettings, run: RunDirectory, *, is_chain: bool, allow
     again = "# the next job of the chain does it" if is_chain else 'scontrol requeue "$SLURM_JOB_ID" && sleep 60'
     values = {
         "run": shlex.quote(str(path)),
-        "options": "\n".join(f"#SBATCH {option}" for option in _options(settings, run)),
+        "options": "\n".join(f"#SBATCH {option}" for option in _options(settings, run, is_chain)),
         "setup": "".join(f"{line}\n" for line in settings.setup),
         "environment": "\n".join(_exports(settings)),
         "command": f"{command_name} {shlex.join(words)}",
@@ -51,7 +51,7 @@ def ranks(settings: LaunchSettings) -> int:
     return settings.processes or settings.gpus_per_node or 1
 
 
-def _options(settings: LaunchSettings, run: RunDirectory) -> Iterator[str]:
+def _options(settings: LaunchSettings, run: RunDirectory, is_chain: bool) -> Iterator[str]:
     path = run.path.absolute()
     yield _option("job-name", path.name)
     yield _option("nodes", settings.nodes)
@@ -70,9 +70,12 @@ def _options(settings: LaunchSettings, run: RunDirectory) -> Iterator[str]:
     yield _option("output", f"{str(run.logs.absolute()).replace('%', '%%')}/slurm-%j.out")
     yield "--open-mode=append"
     yield f"--signal=B:USR1@{settings.signal_s}"
-    # SLURM queues the job again after preemption, or when its first node failed; another one it only takes out.
+    # SLURM queues the job again after preemption, and when a node failed.
     yield "--requeue"
-    yield "--no-kill"
+    if is_chain:
+        # Then it is only taken out of the job, which goes on with the others. If it was the first, the job ends, and the
+        # next one goes on.
+        yield "--no-kill"
     yield from settings.options
 
 

@@ -38,7 +38,7 @@ class LaunchSettings(Section):
     processes: int | None = Field(default=None, ge=1)
     """Ranks on each node; none: one for each GPU, or one."""
     min_nodes: int | None = Field(default=None, ge=1)
-    """After nodes failed, the run goes on with the others if they are as many; none: half of them."""
+    """After nodes of a chain's job failed, the run goes on with the others if they are as many; none: half of them."""
     signal_s: int = Field(default=300, ge=1)
     """Seconds before the time limit at which the run saves and leaves: more than a step and a save."""
     setup: list[str] = Field(default=[])

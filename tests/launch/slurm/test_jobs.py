@@ -168,53 +168,47 @@ def processes_of(run: Run, **variables: str) -> list[psutil.Process]:
     return found
 
 
-def test_a_failed_node_is_replaced_where_the_layout_needs_it(new_run: NewRun, undisturbed: NewRun) -> None:
+@pytest.mark.parametrize("node", ["n1", "n2"])
+def test_a_failed_node_is_replaced(new_run: NewRun, undisturbed: NewRun, node: str) -> None:
+    """n1 is that of the batch script."""
     run = new_run(SPLIT)
     run.slow(STEP)
     (job,) = run.submit()
     run.wait_for_step(STEP)
-    run.cluster.client("scontrol", "update", "nodename=n2", "state=down", "reason=test")
-    run.await_(lambda: "it needs to be queued again" in run.output())
+    run.cluster.client("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
     run.speed_up()
     # It may have come back by itself.
-    run.cluster.try_client("scontrol", "update", "nodename=n2", "state=resume")
+    run.cluster.try_client("scontrol", "update", f"nodename={node}", "state=resume")
     run.wait_finished()
     assert run.trajectory() == undisturbed(SPLIT).trajectory()
-    (failed,) = run.events("failed")
-    assert (failed["rank"], failed["reason"].partition(" (")[0]) == (1, "node n2 failed")
-    assert f"1 of the 2 nodes of job {job} are left" in run.output()
+    assert [event["world_size"] for event in run.events("start")] == [2, 2]
+    assert [path.name for path in run.directory.logs.glob("slurm-*")] == [f"slurm-{job}.out"]
 
 
-def test_a_run_goes_on_with_the_nodes_that_are_left(new_run: NewRun, undisturbed: NewRun) -> None:
-    run = new_run()
+@pytest.mark.parametrize("words", [(), (SPLIT,)])
+def test_a_chain_goes_on_with_the_nodes_that_are_left_or_the_next_job(
+    new_run: NewRun, undisturbed: NewRun, words: tuple[str, ...]
+) -> None:
+    run = new_run(*words)
     run.slow(STEP)
-    run.submit()
+    jobs = run.submit("--chain", "2")
     run.wait_for_step(STEP)
     run.cluster.client("scontrol", "update", "nodename=n2", "state=down", "reason=test")
     restart = run.wait_for_event("restart")
     run.speed_up()
+    run.cluster.try_client("scontrol", "update", "nodename=n2", "state=resume")
     run.wait_finished()
     assert restart["reason"].startswith("rank 1: node n2 failed")
+    losses, expected = run.trajectory(), undisturbed(*words).trajectory()
+    if words:
+        assert losses == expected
+        assert f"1 of the 2 nodes of job {jobs[0]} are left" in run.output()
+        return
     assert [event["world_size"] for event in run.events("start")] == [2, 1]
-    losses, expected = run.trajectory(), undisturbed().trajectory()
     assert {step: losses[step] for step in range(1, 11)} == {step: expected[step] for step in range(1, 11)}
     for step in range(11, 41):
         # Another sum over the same sequences.
         assert losses[step][1] == pytest.approx(expected[step][1], rel=1e-5)
-
-
-def test_the_node_of_the_batch_script_fails(new_run: NewRun, undisturbed: NewRun) -> None:
-    run = new_run(SPLIT)
-    run.slow(STEP)
-    (job,) = run.submit()
-    run.wait_for_step(STEP)
-    run.cluster.client("scontrol", "update", "nodename=n1", "state=down", "reason=test")
-    run.await_(lambda: f"{job} PENDING" in run.cluster.client("squeue", "--noheader", "--format=%A %T"))
-    run.speed_up()
-    # It may have come back by itself.
-    run.cluster.try_client("scontrol", "update", "nodename=n1", "state=resume")
-    run.wait_finished()
-    assert run.trajectory() == undisturbed(SPLIT).trajectory()
 
 
 def test_ranks_by_srun_alone(new_run: NewRun, undisturbed: NewRun) -> None:

@@ -67,14 +67,15 @@ def test_a_dry_run_shows_the_script_and_touches_nothing(
         "--open-mode=append",
         "--signal=B:USR1@300",
         "--requeue",
-        "--no-kill",
     ]
     assert "{{" not in text
     assert 'scontrol requeue "$SLURM_JOB_ID"' in text
     assert f"train {folder}/runs/tiny-run/config.toml --run {folder}/runs/tiny-run --slurm --processes 1 &" in text
     subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=60)
     assert not (folder / "runs").exists()
-    assert "scontrol requeue" not in script(capsys, *TIME, "--chain", "3"), "the next job of the chain goes on"
+    chain = script(capsys, *TIME, "--chain", "3")
+    assert "scontrol requeue" not in chain, "the next job of the chain goes on"
+    assert "#SBATCH --no-kill" in chain.splitlines()
 
 
 def test_settings_of_the_site_the_run_and_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
