@@ -73,8 +73,8 @@ def _options(settings: LaunchSettings, run: RunDirectory, is_chain: bool) -> Ite
     # SLURM queues the job again after preemption, and when a node failed.
     yield "--requeue"
     if is_chain:
-        # Then it is only taken out of the job, which goes on with the others. If it was the first, the job ends, and the
-        # next one goes on.
+        # Then it is only taken out of the job, which goes on with the others. If it was the first, the job ends, and
+        # the next one goes on.
         yield "--no-kill"
     yield from settings.options
 

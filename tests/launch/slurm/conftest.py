@@ -136,11 +136,22 @@ class Cluster:
                     process.kill()
             daemon.kill()
             daemon.wait()
-        # Steps detach themselves from the daemon that started them.
+        # Steps detach themselves from the daemon that started them, and may be starting something just now.
+        while remains := self._processes():
+            for process in remains:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(remains, timeout=DAEMONS_S)
+
+    def _processes(self) -> list[psutil.Process]:
+        """What is there of this cluster, its jobs too, beside the clients of the tests."""
+        found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if process.environ().get("SLURM_CONF") == self.environment["SLURM_CONF"]:
-                    process.kill()
+                is_ours = process.environ().get("SLURM_CONF") == self.environment["SLURM_CONF"]
+                if is_ours and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
 
     def recover(self) -> None:
         """Wait until both nodes are idle again, whatever a test did to them."""
