@@ -157,10 +157,15 @@ class Checkpoints:
         by_key: dict[str, list[Piece]] = {}
         for piece in wanted:
             by_key.setdefault(piece.box.key, []).append(piece)
-        for file in contents.tensors:
-            for stored in file.pieces():
-                for piece in by_key.get(stored.box.key, ()):
-                    copy_overlap(stored, piece)
+
+        def copy() -> None:
+            for file in contents.tensors:
+                for stored in file.pieces():
+                    for piece in by_key.get(stored.box.key, ()):
+                        copy_overlap(stored, piece)
+
+        # A rank that cannot read is not waited for; and nobody goes on, and removes files, while others read.
+        self._ranks.on_all(copy)
         common = dict(contents.state)
         counters = common.pop("optimizer")
         engine.finish_loading(None if weights_only else counters)

@@ -104,11 +104,12 @@ class TensorFile:
 
         One at a time, so that what was read takes no memory while the next is read.
         """
-        for entry in self._entries:
-            if entry.box.numel:
-                num_bytes = entry.box.numel * entry.dtype.itemsize
-                mapped = np.memmap(self._path, dtype=np.uint8, mode="c", offset=entry.first_byte, shape=(num_bytes,))
-                yield Piece(box=entry.box, data=torch.frombuffer(mapped, dtype=entry.dtype).view(entry.box.sizes))
+        with self._path.open("rb") as file:
+            for entry in self._entries:
+                if entry.box.numel:
+                    shape = (entry.box.numel * entry.dtype.itemsize,)
+                    mapped = np.memmap(file, dtype=np.uint8, mode="c", offset=entry.first_byte, shape=shape)
+                    yield Piece(box=entry.box, data=torch.frombuffer(mapped, dtype=entry.dtype).view(entry.box.sizes))
 
 
 def _read_header(path: Path) -> list[_Entry]:

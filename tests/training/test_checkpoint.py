@@ -137,6 +137,13 @@ def test_any_layout_of_four_ranks_resumes_any_other(run_ranks: RunRanks, tmp_pat
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
+def test_one_two_three_four_and_eight_ranks_resume_one_another(run_ranks: RunRanks, tmp_path: Path) -> None:
+    layouts = {1: [ONE], 2: [TWO[1]], 3: [(3, 1, 1, 3)], 4: [(4, 1, 2, 2)], 8: [(8, 2, 2, 2)]}
+    check_all_pairs(run_ranks, str(tmp_path), layouts)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("mixer", ["hgrn2", "lightnet", "cosformer2", "llama"])
 def test_any_layout_resumes_any_other_for_every_architecture(run_ranks: RunRanks, tmp_path: Path, mixer: str) -> None:
     check_all_pairs(run_ranks, str(tmp_path), {1: [ONE], 2: TWO[-1:], 4: FOUR}, mixer)
