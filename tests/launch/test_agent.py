@@ -74,6 +74,7 @@ def test_ranks_of_two_nodes_finish_together(launch: Callable[..., tuple[Launch, 
     assert {"RANK=1", "WORLD_SIZE=2", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1", "PYTHONSAFEPATH=1"} <= set(environment)
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_on_another_node_is_the_cause(launch: Callable[..., tuple[Launch, list[int]]]) -> None:
     ended, codes = launch("killed@1")
     assert codes == [1, 1]

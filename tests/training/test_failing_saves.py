@@ -176,6 +176,7 @@ def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(
     assert {point.step for point in shown} >= {*range(1, 11), *range(32, 41)}, "TensorBoard has what came after it"
 
 
+@pytest.mark.long
 def test_a_disk_that_cannot_keep_up(workplace: Path, run_ranks: RunRanks, steps_of: StepsOf) -> None:
     """Every write takes longer by far: saves are skipped and counted, and steps do not wait for them."""
     run = RunDirectory(workplace / "slow")

@@ -186,6 +186,7 @@ def end_of_first_epoch(run: RunDirectory) -> int:
     return next(step for step, epoch in enumerate(epochs) if epoch > 0)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_hundred_steps_after_resuming_are_bitwise_the_same(
     run_ranks: RunRanks, workplace: Path, monkeypatch: pytest.MonkeyPatch
