@@ -18,9 +18,9 @@ from lightscale.training.run_directory import RunDirectory, read_lines
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 
-STEPS = 8_000
-MTBF_S = 40.0
-EVERY = 100
+STEPS = 2_500
+MTBF_S = 60.0
+EVERY = 50
 CONFIG = f"""
 extends = ["{ROOT}/configs/arch/tnl.toml", "{ROOT}/configs/size/tiny.toml"]
 
