@@ -7,6 +7,15 @@ import numpy as np
 import torch
 
 
+def seed_generators(seed: int, rank: int) -> None:
+    """Give ``rank`` streams of its own, the same whenever a run with ``seed`` begins, or resumes on another layout."""
+    own = random.Random(f"{seed} {rank}")
+    random.seed(own.getrandbits(64))
+    np.random.seed(own.getrandbits(32))
+    # The GPU's too.
+    torch.manual_seed(own.getrandbits(63))
+
+
 def random_states() -> dict[str, Any]:
     """Every generator of this process: Python's, NumPy's global one (libraries draw from it), PyTorch's, the GPU's."""
     version, keys, gauss = random.getstate()

@@ -35,6 +35,7 @@ from lightscale.training.keeper import Keeper
 from lightscale.training.metrics import MetricsLogger, ValidationLoss, device_peak_flops
 from lightscale.training.preflight import check_before_training
 from lightscale.training.profile import StepProfiler
+from lightscale.training.random_states import seed_generators
 from lightscale.training.recovery import Recovery, Stateful
 from lightscale.training.replicas import ReplicaCheck, SilentCorruption
 from lightscale.training.run_directory import RunDirectory, Status, digest
@@ -125,6 +126,7 @@ class Trainer:
         self.loader = TokenLoader.of(config, self.store, layout=self.layout, index_dir=run.path / INDEX_DIR)
         self.engine = build_engine(config, mesh, vocab_size=self.store.tokenizer.vocab_size, trainable=True)
         self.guard = Guard(config.guard)
+        seed_generators(config.train.seed, mesh.rank)
         self.state: dict[str, Stateful] = {"data": self.loader, "guard": self.guard}
         self.replicas = ReplicaCheck(self.engine, every=config.guard.compare_replicas_every)
         self.keeper = Keeper(config.checkpoint, run, self.journal, heartbeat, engine=self.engine, largest=self._largest)

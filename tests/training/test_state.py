@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+import random
 import re
 import shutil
 from collections import deque
@@ -25,6 +26,7 @@ from lightscale.training.checkpoint_files import directory_name, list_steps
 from lightscale.training.guard import Guard
 from lightscale.training.heartbeat import Heartbeat
 from lightscale.training.keeper import Keeper
+from lightscale.training.random_states import random_states
 from lightscale.training.run_directory import RunDirectory, read_metrics
 from lightscale.training.signals import StopSignal
 from lightscale.training.train import Trainer
@@ -127,7 +129,15 @@ def compare(rank: int, world_size: int, init_method: str, folder: str) -> dict[s
         fresh = dict(leaves(trainer))
         assert trainer.run() == "resumable"
         trained = dict(leaves(trainer))
+        generators = random_states()
         restored = dict(leaves(trainer_of(config, run, mesh, 3)))
+        assert random_states() == generators, "of a resumed process"
+        begun = []
+        for name in ("one", "other"):
+            random.seed(), np.random.seed(), torch.seed()
+            trainer_of(config, RunDirectory(Path(folder) / "runs" / name), mesh, 3)
+            begun.append(random_states())
+        assert begun[0] == begun[1], "of runs that begin"
         # What the test is for: a counter that somebody adds and nobody saves.
         trainer.loader.forgotten = 7  # type: ignore[attr-defined]
         forgotten = dict(leaves(trainer))
