@@ -19,7 +19,7 @@ from lightscale.training.run_directory import RunDirectory, read_lines
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 
 STEPS = 2_500
-MTBF_S = 60.0
+MTBF_S = 20.0
 EVERY = 50
 CONFIG = f"""
 extends = ["{ROOT}/configs/arch/tnl.toml", "{ROOT}/configs/size/tiny.toml"]
