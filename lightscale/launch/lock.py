@@ -40,7 +40,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 class InUse(UserError):
     """Another job holds the run."""
 
-    def __init__(self, message: str, job: str | None) -> None:
+    def __init__(self, message: str, job: str | None = None) -> None:
         super().__init__(message)
         self.job = job
 
@@ -151,6 +151,8 @@ class RunLock:
         except FileNotFoundError:
             self._refuse(path)
         try:
+            # Now, not below: whoever takes the run meanwhile removes the file.
+            renewed = os.fstat(file).st_mtime
             can_lock = _lock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             self._refuse(path)
@@ -164,7 +166,7 @@ class RunLock:
             if holder.is_running():
                 self._refuse(path)
             return holder
-        age_s = draft.stat().st_mtime - path.stat().st_mtime
+        age_s = draft.stat().st_mtime - renewed
         if age_s < _STALE_S:
             limit = f"after {_STALE_S:.0f} s it counts as dead"
             self._refuse(path, f"; its last sign of life came {age_s:.0f} s ago, and {limit}")

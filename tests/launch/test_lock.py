@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from lightscale.errors import UserError
+from lightscale.launch import lock
 from lightscale.launch.lock import Holder, RunLock
 from lightscale.training.run_directory import RunDirectory, read_lines
 
@@ -235,3 +236,18 @@ def test_without_flock_too_only_one_takes_over(run: RunDirectory, monkeypatch: p
     assert f"in use by process {os.getpid()}" in refusal(run)
     fast.__exit__(None, None, None)
     assert [path.name for path in (run.path / "lock").iterdir()] == ["000009"]
+
+
+def test_one_that_takes_over_while_another_looks(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_holder(run, age_s=1000, **ELSEWHERE)
+    read = lock._read
+    fast = RunLock(run)
+
+    def late(path: Path) -> Holder | None:
+        monkeypatch.setattr(lock, "_read", read)
+        holder = read(path)
+        fast.__enter__()
+        return holder
+
+    monkeypatch.setattr(lock, "_read", late)
+    assert f"in use by process {os.getpid()}" in refusal(run)
