@@ -65,10 +65,9 @@ class NodesLost(Exception):
 class RankMistake(UserError):
     """A UserError that a rank met."""
 
-    def __init__(self, failure: RankFailure) -> None:
-        super().__init__(failure.summary)
-        assert failure.exit_code is not None
-        self.EXIT_CODE = failure.exit_code
+    def __init__(self, message: str, exit_code: int = UserError.EXIT_CODE) -> None:
+        super().__init__(message)
+        self.EXIT_CODE = exit_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +116,7 @@ def run_ranks(
             _record(run, failure, launch)
             if failure.exit_code is not None:
                 _write_status(run, "stopped", _reason(failure))
-                raise RankMistake(failure)
+                raise RankMistake(failure.summary, failure.exit_code)
             _print_failure(failure, launch.logs)
             if not policy.again:
                 _write_status(run, "resumable", _reason(failure))

@@ -1,12 +1,16 @@
 """An error of one rank is one of all: none waits for a rank that has left."""
 
+import importlib
+import pickle
 import runpy
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightscale
 from lightscale.errors import UserError
+from lightscale.launch.lock import InUse
 from lightscale.training.agreement import Agreement
 
 tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tiny_engine.py"))))
@@ -40,3 +44,15 @@ def test_an_error_of_one_rank_is_raised_on_all(run_ranks: RunRanks) -> None:
     shared = ["OSError: [Errno 28] No space left on device: 'file'", "UserError: wrong"]
     assert first == [*shared, "RuntimeError: rank 1: KeyError: 'a fault'", "[0, 1]", "10"]
     assert second == [*shared, "KeyError: 'a fault'", "[0, 1]", "10"]
+
+
+def test_errors_reach_other_ranks_whole() -> None:
+    root = Path(next(iter(lightscale.__path__)))
+    for path in root.rglob("*.py"):
+        if "(UserError):" in path.read_text("utf-8"):
+            importlib.import_module(".".join(path.relative_to(root.parent).with_suffix("").parts))
+    kinds = UserError.__subclasses__()
+    assert InUse in kinds
+    for error in (InUse("held", job="7"), *(kind("wrong") for kind in kinds)):
+        copy = pickle.loads(pickle.dumps(error))
+        assert (type(copy), copy.args, vars(copy)) == (type(error), error.args, vars(error))
