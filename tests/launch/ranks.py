@@ -6,6 +6,7 @@ in the first COUNT starts only. A "checkpoint" is an empty directory. POLICY is 
 `again`, `deadline_s` and `processes` beside them.
 """
 
+import atexit
 import ctypes
 import importlib
 import json
@@ -207,6 +208,8 @@ def lose(run: RunDirectory, peer: int) -> None:
 def gloo() -> Callable[[int], int]:
     torch = importlib.import_module("torch")
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=START_TIMEOUT_S))
+    # On a busy machine gloo's threads outlive the interpreter otherwise, and the process aborts while it leaves.
+    atexit.register(torch.distributed.destroy_process_group)
     group = torch.distributed.new_group(timeout=timedelta(seconds=EXCHANGE_TIMEOUT_S))
 
     def all_reduce_max(value: int) -> int:

@@ -51,7 +51,9 @@ def look(rank: int, world_size: int, init_method: str, config: Any, place: str) 
         warned = check_before_training(config, RunDirectory(place), ranks, 0)
     except UserError as error:
         warned = str(error)
-    return [late, equal, warned, time.perf_counter() - began]
+    took_s = time.perf_counter() - began
+    dist.destroy_process_group()
+    return [late, equal, warned, took_s]
 
 
 def test_ranks_agree_on_what_they_find(
