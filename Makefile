@@ -23,6 +23,7 @@ check: install
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy -p lightscale
+	$(BIN)/mypy tools
 	$(BIN)/pytest -q tests/test_layering.py
 
 # The default suite.

@@ -339,13 +339,13 @@ def run_sequence(args: argparse.Namespace) -> Iterator[Report]:
     yield Report(settings=asdict(settings), figures=figures, table=bench_sequence.table(figures))
 
 
-def run_checkpoint(args: argparse.Namespace) -> Report:
+def run_checkpoint(args: argparse.Namespace) -> Iterator[Report]:
     """What a step waits for when the run is saved."""
     settings = bench_checkpoint.Settings(
         ranks=args.ranks, state_bytes=round(args.state_mb * 1e6), repeats=args.repeats, folder=args.folder
     )
     figures = bench_checkpoint.run(settings)
-    return Report(settings=figures.pop("settings"), figures=figures, table=bench_checkpoint.table(figures))
+    yield Report(settings=figures.pop("settings"), figures=figures, table=bench_checkpoint.table(figures))
 
 
 def data_arguments(parser: argparse.ArgumentParser) -> None:

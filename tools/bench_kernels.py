@@ -25,8 +25,8 @@ from lightscale.kernels.lightning import backend_of
 # (rows, tokens of a row): from 8K to 1M tokens.
 SHAPES = ((1, 8192), (1, 32768), (1, 131072), (16, 8192), (1, 1048576))
 CPU_SHAPES = ((1, 128), (2, 256))
-GPU_SETTING = {"dtype": torch.bfloat16, "num_heads": 16, "width": 128}
-CPU_SETTING = {"dtype": torch.float32, "num_heads": 2, "width": 32}
+GPU_SETTING: dict[str, Any] = {"dtype": torch.bfloat16, "num_heads": 16, "width": 128}
+CPU_SETTING: dict[str, Any] = {"dtype": torch.float32, "num_heads": 2, "width": 32}
 TARGET_DEVICE = "H200"
 
 NO_GPU = (

@@ -39,7 +39,7 @@ def main() -> None:
 
     def execute(name: str, pipeline: list[object], tasks: int) -> None:
         LocalPipelineExecutor(
-            pipeline=pipeline,  # type: ignore[arg-type]
+            pipeline=pipeline,
             tasks=tasks,
             workers=min(workers, tasks),
             logging_dir=str(out / "logs" / name),

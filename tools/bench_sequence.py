@@ -238,7 +238,7 @@ def _operator(settings: Settings, kind: str, mesh: Mesh) -> Callable[[Tensor, St
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in [*module.parameters(), *(bounds.parameters() if bounds else [])]:
-            parameter.draw_weights(parameter, generator)  # type: ignore[attr-defined]
+            parameter.draw_weights(parameter, generator)
 
     def apply(x: Tensor, exchange: StateExchange | None) -> Tensor:
         first = mesh.sequence_rank * x.size(0)

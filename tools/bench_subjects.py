@@ -273,8 +273,9 @@ def _softmax(setting: Setting) -> Subject:
     """PyTorch's flash attention (on CPUs what PyTorch takes there), on views with heads before tokens."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            o = scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
+            o = scaled_dot_product_attention(q, k, v, is_causal=True)
         return o.transpose(1, 2)
 
     def inputs(rows: int, tokens: int) -> tuple[Tensor, ...]:

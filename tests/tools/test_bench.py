@@ -58,3 +58,23 @@ def test_bad_arguments_are_named(root: Path, arguments: list[str], message: str)
     finished = bench(root, *arguments)
     assert finished.returncode == 2
     assert message in finished.stderr
+
+
+COMMANDS = {
+    "checkpoint": ("checkpoint", "--ranks", "1", "--state-mb", "2"),
+    "sequence": ("sequence", "--ranks", "2", "--tokens", "64", "--rows", "1", "--heads", "2", "--width", "8"),
+    "data": ("data", "--only", "loader"),
+}
+
+
+# The others' commands are run by the tests of their figures.
+@pytest.mark.parametrize(
+    "name",
+    ["checkpoint", pytest.param("sequence", marks=pytest.mark.long), pytest.param("data", marks=pytest.mark.long)],
+)
+def test_commands_end_with_their_figures(root: Path, name: str) -> None:
+    finished = bench(root, *COMMANDS[name], "--repeats", "1", "--json")
+    assert finished.returncode == 0, finished.stderr
+    figures = json.loads(finished.stdout)
+    assert figures["benchmark"] == name
+    assert figures.keys() > {"machine", "settings"}
