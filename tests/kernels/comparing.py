@@ -27,5 +27,14 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], toleran
     assert not wrong, wrong
 
 
+def with_gradients(
+    results: dict[str, Tensor], cotangents: list[Tensor], leaves: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The results, whose cotangents are given in their order, and the gradients of all leaves."""
+    found = torch.autograd.grad(list(results.values()), list(leaves.values()), cotangents, materialize_grads=True)
+    gradients = {f"d{name}": gradient for name, gradient in zip(leaves, found, strict=True)}
+    return {name: result.detach() for name, result in results.items()} | gradients
+
+
 def rms(x: Tensor) -> float:
     return x.double().square().mean().sqrt().item() if x.numel() else 0.0

@@ -1,9 +1,11 @@
 """What the tests of all operators share."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+
+from lightscale.kernels.common import triton_launch
 
 
 @pytest.fixture(autouse=True)
@@ -14,3 +16,9 @@ def poisoned_memory() -> Iterator[None]:
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def chunks_per_span(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Spans of so many chunks, as on a GPU that has multiprocessors to spare."""
+    return lambda chunks: monkeypatch.setattr(triton_launch, "span_chunks", lambda *counts: chunks)

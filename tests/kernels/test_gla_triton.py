@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightscale.errors import UserError
 from lightscale.kernels import gla as package
-from lightscale.kernels.common import triton_launch
 from lightscale.kernels.common.backends import set_default_backend
 from lightscale.kernels.gla import chunked, gla, gla_reference, triton
 from lightscale.kernels.gla import triton_passes as passes
@@ -46,12 +45,6 @@ SMALL = replace(
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiling, "_FULL", SMALL)
-
-
-@pytest.fixture
-def chunks_per_span(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """As on a GPU that has multiprocessors to spare."""
-    return lambda chunks: monkeypatch.setattr(triton_launch, "span_chunks", lambda *counts: chunks)
 
 
 def logs_of(kind: str, noise: Tensor, generator: torch.Generator) -> Tensor:
@@ -100,10 +93,7 @@ def run(inputs: Inputs, cu_seqlens: Tensor | None, backend: str) -> dict[str, Te
     leaves: dict[str, Any] = {name: cast[name].requires_grad_() for name in NAMES}
     o, state = gla(**leaves, cu_seqlens=cu_seqlens, output_final_state=True, backend=backend)
     assert state is not None
-    cotangents = [cast["do"], cast["dstate"]]
-    found = torch.autograd.grad([o, state], list(leaves.values()), cotangents, materialize_grads=True)
-    results = {"o": o.detach(), "state": state.detach()}
-    return results | {f"d{name}": g for name, g in zip(leaves, found, strict=True)}
+    return comparing.with_gradients({"o": o, "state": state}, [cast["do"], cast["dstate"]], leaves)
 
 
 def compare(inputs: Inputs, cu_seqlens: Tensor | None = None) -> None:

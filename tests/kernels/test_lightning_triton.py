@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightscale.errors import UserError
 from lightscale.kernels import lightning
-from lightscale.kernels.common import triton_launch
 from lightscale.kernels.common.angles import Angles, angles_of
 from lightscale.kernels.common.backends import set_default_backend
 from lightscale.kernels.lightning import chunked, lightning_attention, lightning_attention_reference, triton
@@ -35,12 +34,6 @@ SMALL = replace(tiling._FULL, chunk=32, block=16, contracted=16, width=16, state
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiling, "_FULL", SMALL)
-
-
-@pytest.fixture
-def chunks_per_span(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """As on a GPU that has multiprocessors to spare."""
-    return lambda chunks: monkeypatch.setattr(triton_launch, "span_chunks", lambda *counts: chunks)
 
 
 def draw(
@@ -84,10 +77,7 @@ def run(inputs: Inputs, cu_seqlens: Tensor | None, backend: str) -> dict[str, Te
         **given, angles=angles, cu_seqlens=cu_seqlens, output_final_state=True, backend=backend
     )
     assert state is not None
-    cotangents = [cast["do"], cast["dstate"]]
-    gradients = torch.autograd.grad([o, state], list(leaves.values()), cotangents, materialize_grads=True)
-    results = {"o": o.detach(), "state": state.detach()}
-    return results | {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
+    return comparing.with_gradients({"o": o, "state": state}, [cast["do"], cast["dstate"]], leaves)
 
 
 def compare(inputs: Inputs, cu_seqlens: Tensor | None = None) -> None:
