@@ -151,7 +151,7 @@ def conclude(reports: Sequence[NodeReport], logs: Path) -> Launch:
     if first is not None:
         first = located(first, beats)
     elif hangs:
-        hang = min(hangs, key=lambda hang: hang.since_s)
+        hang = min(hangs, key=lambda hang: (not hang.are_stopped, hang.since_s))
         summary = f"{hang.reason}; the stacks of all ranks are in {logs}/rank-*.stacks"
         first = RankFailure(rank=hang.ranks[0], summary=summary, time_s=hang.time_s)
     return Launch(logs=logs, failure=first, beats=beats)

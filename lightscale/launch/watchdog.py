@@ -38,6 +38,8 @@ class Hang:
     """When they last gave a sign of life, in seconds since the epoch."""
     time_s: float
     """When it was found, likewise."""
+    are_stopped: bool = False
+    """By a signal: they do not wait for anybody themselves."""
 
 
 class Watchdog:
@@ -104,7 +106,8 @@ class Watchdog:
         stopped = {process.pid for process in processes if _status(process) == psutil.STATUS_STOPPED}
         silent_s = max(self._silent_s[rank] for rank in late)
         ranks = [rank for rank, beat in beats.items() if beat.process_id in stopped]
-        if ranks:
+        are_stopped = bool(ranks)
+        if are_stopped:
             doing = f", stopped by a signal at {beats[ranks[0]].where}"
         elif mute := [rank for rank in late if rank not in beats]:
             ranks, doing = mute, ", starting Python"
@@ -115,9 +118,11 @@ class Watchdog:
             doing = f" at {oldest.where}"
         others = f", like {_names(ranks[1:])}" if len(ranks) > 1 else ""
         reason = f"no sign of life for {silent_s:.1f} s{doing}{others}"
+        # Not by this watchdog's looks, which are too far apart to tell who was silent first on another node.
+        clock_s = time.monotonic()
+        oldest_s = max(clock_s - beats[rank].time_s if rank in beats else self._silent_s[rank] for rank in ranks)
         now_s = time.time()
-        since_s = now_s - max(self._silent_s[rank] for rank in ranks)
-        return Hang(ranks=tuple(ranks), reason=reason, since_s=since_s, time_s=now_s)
+        return Hang(ranks=tuple(ranks), reason=reason, since_s=now_s - oldest_s, time_s=now_s, are_stopped=are_stopped)
 
     def _dump_stacks(self, processes: Sequence[psutil.Process]) -> None:
         """Have each rank write its stacks, and wait for those that can."""

@@ -98,7 +98,7 @@ def test_a_report_comes_back_as_it_was(tmp_path: Path) -> None:
     beat = Beat(rank=3, time_s=time.monotonic(), allowed_s=60.0, step=7, process_id=11, doing="saving")
     killed = RankFailure(rank=3, summary="killed", time_s=5.5, killer=signal.SIGKILL)
     raised = RankFailure(rank=2, summary="raised", traceback="…", time_s=4.5, is_recorded=True, exit_code=78)
-    hang = Hang(ranks=(2, 3), reason="silent", since_s=3.5, time_s=6.5)
+    hang = Hang(ranks=(2, 3), reason="silent", since_s=3.5, time_s=6.5, are_stopped=True)
     for report in (
         NodeReport(failures=[killed, raised], hang=hang, beats={3: beat}),
         NodeReport(failures=[], hang=None, beats={}),
@@ -124,6 +124,11 @@ def test_of_nodes_that_hang_the_first_to_be_silent_is_the_cause(tmp_path: Path) 
     assert failure is not None
     assert failure.rank == 3
     assert failure.summary.startswith("is stuck; the stacks of all ranks are in ")
+    # Clocks of nodes differ; what is stopped by a signal cannot have waited.
+    stopped = Hang(ranks=(5,), reason="was stopped", since_s=19.5, time_s=50.5, are_stopped=True)
+    last = conclude([*reports, NodeReport(failures=[], hang=stopped, beats={})], tmp_path).failure
+    assert last is not None
+    assert last.rank == 5
     raised = RankFailure(rank=2, summary="raised", traceback="…", time_s=18.0, is_recorded=True)
     reports.append(NodeReport(failures=[raised], hang=None, beats={}))
     assert conclude(reports, tmp_path).failure == raised
