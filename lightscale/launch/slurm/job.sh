@@ -7,6 +7,11 @@
 export PYTHONSAFEPATH=1
 {{environment}}
 
+newest_checkpoint() {
+  find {{run}}/checkpoints -maxdepth 1 -regex '.*/step-[0-9]+' 2> /dev/null | sort | tail -n 1
+}
+before=$(newest_checkpoint)
+
 # On the first node: the launcher. It starts one agent on every node by srun, and the ranks again after failures.
 {{command}} &
 launcher=$!
@@ -26,6 +31,11 @@ trap - USR1 TERM
 case $code in
   75) # saved in time: there is more to do
     {{again}}
+    ;;
+  134 | 137 | 139) # the launcher itself was killed, as where memory is short; again if there was progress
+    if [ "$(newest_checkpoint)" != "$before" ]; then
+      {{again}}
+    fi
     ;;
   0 | 70 | 74 | 78) # finished, or a person must look
     {{command_name}} cancel {{run}} --waiting

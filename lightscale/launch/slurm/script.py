@@ -30,7 +30,7 @@ def render(settings: LaunchSettings, run: RunDirectory, *, is_chain: bool, allow
     if settings.min_nodes is not None:
         words += ["--min-nodes", str(settings.min_nodes)]
     words += [f"--allow-change={key}" for key in sorted(allow)]
-    again = "# the next job of the chain does it" if is_chain else 'scontrol requeue "$SLURM_JOB_ID" && sleep 60'
+    again = ": the next job of the chain does it" if is_chain else 'scontrol requeue "$SLURM_JOB_ID" && sleep 60'
     values = {
         "run": shlex.quote(str(path)),
         "options": "\n".join(f"#SBATCH {option}" for option in _options(settings, run, is_chain)),

@@ -168,6 +168,42 @@ def processes_of(run: Run, **variables: str) -> list[psutil.Process]:
     return found
 
 
+def launcher_of(run: Run) -> psutil.Process:
+    (launcher,) = [process for process in processes_of(run, SLURM_PROCID="0") if {"train", "--slurm"} <= words(process)]
+    return launcher
+
+
+def words(process: psutil.Process) -> set[str]:
+    with contextlib.suppress(psutil.Error):
+        return set(process.cmdline())
+    return set()
+
+
+def test_a_job_whose_launcher_is_killed_comes_back_after_progress(new_run: NewRun, undisturbed: NewRun) -> None:
+    run = new_run(SPLIT)
+    # Before the first checkpoint.
+    run.slow(STEP // 3)
+    (first,) = run.submit()
+    run.wait_for_step(STEP // 3)
+    launcher_of(run).kill()
+    run.await_(lambda: not run.cluster.client("squeue", "--noheader").strip())
+    run.slow(STEP)
+    (second,) = run.submit()
+    run.wait_for_step(STEP)
+    launcher = launcher_of(run)
+    launcher.kill()
+    run.wait_for_event("resume")
+    run.speed_up()
+    run.wait_finished()
+    assert run.trajectory() == undisturbed(SPLIT).trajectory()
+    assert [event["attempt"] for event in run.events("start")] == [1, 2, 3]
+    before, after = run.events("lock_taken_over")
+    assert before["from_job"] == str(first)
+    assert (after["from_process"], after["from_job"]) == (launcher.pid, str(second))
+    states = run.cluster.client("squeue", "--noheader", "--states=all", "--format=%A %T").splitlines()
+    assert f"{first} FAILED" in states
+
+
 @pytest.mark.parametrize("node", ["n1", "n2"])
 def test_a_failed_node_is_replaced(new_run: NewRun, undisturbed: NewRun, node: str) -> None:
     """n1 is that of the batch script."""
