@@ -20,7 +20,7 @@ _POLL_S = 0.01
 _SLOW_POLL_S = 0.1
 # Saves after which a phase that was not reached does not exist in this program.
 _PATIENCE_SAVES = 8
-# Failures in a row for which no fault is to blame.
+# Ends without a step in a row, and ends in all, for which no fault is to blame.
 _MAX_FAILURES = 3
 
 
@@ -87,6 +87,7 @@ class Runner:
         # The attempt that the newest fault came into.
         self._blamed_attempt = 0
         self._failures_in_row = 0
+        self._unexplained = 0
         self._last_change = time.monotonic()
 
     def run(self) -> Trial:
@@ -291,6 +292,9 @@ class Runner:
         to_blame = [one for one in self.trial.injected if not one.recovered]
         if not to_blame and self.training.run.attempt > self._blamed_attempt:
             self.trial.failures.append(f"the command ended with {self.training.exit_code}, though nothing had happened")
+            self._unexplained += 1
+            if self._unexplained >= _MAX_FAILURES:
+                raise GivenUp(f"the command ended {self._unexplained} times though nothing had happened")
         self._failures_in_row += 1
         if self._failures_in_row > _MAX_FAILURES + len(to_blame):
             raise GivenUp(

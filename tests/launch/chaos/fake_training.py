@@ -7,6 +7,7 @@ one of the mistakes that the chaos harness must find.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -75,6 +76,8 @@ def train(run: RunDirectory, behaviour: str) -> int:
             loss = 10 / step + (1e-15 * step if resumed and behaviour == "drifts" else 0)
             metrics.write({"step": step, "attempt": run.attempt, "tokens": 8 * step, "loss": loss, "grad_norm": 1.0})
             if step % EVERY == 0:
+                if behaviour == "stumbles":
+                    return 1
                 save(run, step)
     run.write_status("finished", reason="", step=step, tokens=8 * step)
     return 0
@@ -97,7 +100,9 @@ def save(run: RunDirectory, step: int) -> None:
     if final.exists():
         return
     draft = final.with_suffix(".tmp")
-    draft.mkdir(parents=True, exist_ok=True)
+    # Left by one that was killed.
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
     files = [draft / f"rank-{rank}" for rank in range(2)]
     for rank, file in enumerate(files):
         reach("save:open")

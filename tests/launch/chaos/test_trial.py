@@ -111,6 +111,15 @@ def test_a_run_that_gives_up_is_found(run_trial: RunTrial) -> None:
     assert trial.failures == ["the command ended 5 times without a step, last with 70"]
 
 
+def test_a_run_that_fails_by_itself_is_not_started_for_ever(run_trial: RunTrial) -> None:
+    trial, _ = run_trial("stumbles", deque())
+    assert not trial.finished
+    assert trial.failures == [
+        *["the command ended with 1, though nothing had happened"] * 3,
+        "the command ended 3 times though nothing had happened",
+    ]
+
+
 def test_ranks_that_outlive_their_launcher_are_found(
     run_trial: RunTrial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
