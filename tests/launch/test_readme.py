@@ -1,0 +1,50 @@
+"""What the README shows works as it stands there."""
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightscale.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text("utf-8")
+# Those that need no run, no network and not the disk of a cluster.
+COMMANDS = [
+    shlex.split(line.partition("#")[0])[1:]
+    for line in re.findall(r"^    (lightscale (?:config|plan|submit) .*)", README, re.MULTILINE)
+]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory, write_store: Callable[..., None]) -> Path:
+    """The shipped configurations, a corpus, and the README's `[launch]` as the site's."""
+    folder = tmp_path_factory.mktemp("readme")
+    (folder / "configs").symlink_to(ROOT / "configs")
+    (folder / "data").mkdir()
+    write_store(folder / "data" / "corpus", 100_277, text=np.arange(1, 20_000))
+    found = re.search(r"^    \[launch\]\n(?:    .*\n)+", README, re.MULTILINE)
+    assert found is not None
+    (folder / "site" / "lightscale").mkdir(parents=True)
+    (folder / "site" / "lightscale" / "launch.toml").write_text(found[0])
+    return folder
+
+
+def test_the_kinds_of_commands() -> None:
+    assert {words[0] for words in COMMANDS} == {"config", "plan", "submit"}
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_commands(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    monkeypatch.chdir(workplace)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(workplace / "site"))
+    assert main([*words, *["--dry-run"] * (words[0] == "submit")]) == 0, capsys.readouterr().err
+    said = capsys.readouterr().out
+    if words[0] == "submit":
+        assert "NCCL_SOCKET_IFNAME:-ib0" in said
+    assert not (workplace / "runs").exists()
