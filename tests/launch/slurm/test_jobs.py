@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import shlex
 import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -257,3 +259,35 @@ def test_ranks_by_srun_alone(new_run: NewRun, undisturbed: NewRun) -> None:
     assert run.trajectory() == undisturbed(SPLIT).trajectory()
     (start,) = run.events("start")
     assert start["world_size"] == 2
+
+
+def test_the_doctor_by_srun(new_run: NewRun) -> None:
+    """It sees both nodes together, by the names that SLURM has for them."""
+    run = new_run(SPLIT)
+    runs = run.folder / "runs"
+    runs.mkdir(exist_ok=True)
+    environment = "--export=ALL,MASTER_ADDR=127.0.0.1,CUDA_VISIBLE_DEVICES="
+    options = "--nodes=2", "--ntasks-per-node=1", environment, f"--chdir={run.folder}"
+
+    def doctor(*before: str) -> dict[str, Any]:
+        command = [sys.executable, "-P", "-m", "lightscale", "doctor", "run.toml", SPLIT, "--json"]
+        said = run.cluster.client("srun", *options, *before, *command, check=False)
+        report: dict[str, Any] = json.loads(said)
+        report["findings"] = {finding["check"]: finding for finding in report["findings"]}
+        return report
+
+    report = doctor()
+    assert report["hosts"] == ["n1", "n2"]
+    checks = "GPUs", "versions", "apex", "all alike", "clocks", "shared directory", "disk"
+    assert {name: report["findings"][name]["result"] for name in checks} == dict.fromkeys(checks, "ok")
+    # How fast two nodes on the cores of one machine are is for other tests.
+    assert {"matrix product", "exchange of pairs", "all-reduce"} <= report["findings"].keys()
+
+    alone = f'[ "$SLURM_PROCID" = 0 ] || mount -t tmpfs none {shlex.quote(str(runs))}; exec "$@"'
+    report = doctor("unshare", "--mount", "sh", "-c", alone, "sh")
+    assert report["exit_code"] == 78
+    shared = report["findings"]["shared directory"]
+    assert shared["result"] == "failed"
+    assert shared["ranks"] == [1]
+    # One of two: whose is wrong nobody knows.
+    assert report["exclude"] == []
