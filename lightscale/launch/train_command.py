@@ -251,16 +251,21 @@ def _check_store(config: RunConfig) -> None:
             f"{tokenizer.name} in data.store = {data.store}; at least as many would do"
         )
     for name in data.sources:
-        store.source(name)
+        _check_source(f"data.sources.{name}", name, store)
     for name, validation in data.validation.items():
         other = store if validation.store is None else TokenStore(validation.store)
-        other.source(validation.source)
+        _check_source(f"data.validation.{name}.source", validation.source, other)
         if other.tokenizer.sha256 != tokenizer.sha256:
             raise UserError(
                 f"data.validation.{name}.store = {validation.store} was written with another tokenizer "
                 f"({_words(other.tokenizer)}) than data.store = {data.store} ({_words(tokenizer)}); "
                 "prepare both with the same one"
             )
+
+
+def _check_source(key: str, name: str, store: TokenStore) -> None:
+    if name not in store.sources:
+        raise UserError(f"{key}: no source {name!r} in {store.path}; it has {', '.join(store.sources)}")
 
 
 def _words(tokenizer: TokenizerIdentity) -> str:

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 
 from lightscale.cli import main
+from lightscale.config_files import load
+from lightscale.launch.train_command import check_run
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -26,11 +29,26 @@ def workplace(tmp_path_factory: pytest.TempPathFactory, write_store: Callable[..
     (folder / "configs").symlink_to(ROOT / "configs")
     (folder / "data").mkdir()
     write_store(folder / "data" / "corpus", 100_277, text=np.arange(1, 20_000))
-    found = re.search(r"^    \[launch\]\n(?:    .*\n)+", README, re.MULTILINE)
-    assert found is not None
     (folder / "site" / "lightscale").mkdir(parents=True)
-    (folder / "site" / "lightscale" / "launch.toml").write_text(found[0])
+    (folder / "site" / "lightscale" / "launch.toml").write_text(block("[launch]"))
     return folder
+
+
+def block(first_line: str) -> str:
+    """What stands indented from that line on."""
+    found = re.search(rf"^    {re.escape(first_line)}\n(?:    .*\n)+", README, re.MULTILINE)
+    assert found is not None
+    return found[0]
+
+
+def test_the_file_of_a_run(workplace: Path, monkeypatch: pytest.MonkeyPatch, write_store: Callable[..., None]) -> None:
+    monkeypatch.chdir(workplace)
+    Path("mine.toml").write_text(textwrap.dedent(block("# mine.toml")))
+    text = np.arange(1, 20_000)
+    write_store(Path("data/mine"), 100_277, **{"wiki": text, "wiki-validation": text})
+    config = load("mine.toml", ["parallel.sequence=2"])
+    check_run(config, 2)
+    assert config.data.validation["wiki"].source == "wiki-validation"
 
 
 def test_the_kinds_of_commands() -> None:

@@ -175,7 +175,7 @@ def test_a_runs_own_configuration_stands_for_the_run(folder: Path, launched: lis
         (["model.vocab_size=299"], "model.vocab_size = 299 is less than the 300 tokens"),
         (["data.store=nowhere"], "nowhere"),
         (["data.sources={poems=1.0}"], "poems"),
-        (['data.validation.books.source="books"'], "books"),
+        (['data.validation.books.source="books"'], "data.validation.books.source: no source 'books' in "),
         (
             ['data.validation.held={source="held", store="other"}'],
             "data.validation.held.store = other was written with another tokenizer",
