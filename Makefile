@@ -50,7 +50,7 @@ quickstart: install
 # Write the resolved form of every shipped run again, after a change that is meant to change them.
 golden: install
 	for config in configs/*.toml; do \
-	  $(BIN)/lightscale config $$config > tests/golden/$$(basename $$config) || exit 1; \
+	  $(BIN)/lightscale config $$config > tests/config/golden/$$(basename $$config) || exit 1; \
 	done
 
 clean:

@@ -28,29 +28,27 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
-    "config": Command(module="lightscale.config_command", help="print a run's resolved configuration"),
-    "data": Command(module="lightscale.data_pipeline.command", help="prepare and inspect token stores"),
-    "train": Command(module="lightscale.launch.train_command", help="train a model, or go on with a run"),
+    "config": Command(module="lightscale.config.command", help="print a run's resolved configuration"),
+    "data": Command(module="lightscale.data_pipeline.commands.data", help="prepare and inspect token stores"),
+    "train": Command(module="lightscale.launch.commands.train", help="train a model, or go on with a run"),
     "submit": Command(
-        module="lightscale.launch.slurm.submit_command", help="start a run, or go on with it, as jobs of SLURM"
+        module="lightscale.launch.commands.submit", help="start a run, or go on with it, as jobs of SLURM"
     ),
-    "cancel": Command(module="lightscale.launch.slurm.cancel_command", help="end the SLURM jobs of a run"),
-    "logs": Command(module="lightscale.launch.slurm.logs_command", help="what a run prints"),
+    "cancel": Command(module="lightscale.launch.commands.cancel", help="end the SLURM jobs of a run"),
+    "logs": Command(module="lightscale.launch.commands.logs", help="what a run prints"),
     "checkpoint": Command(
-        module="lightscale.training.checkpoint_command", help="list, verify, show, compare and remove checkpoints"
+        module="lightscale.training.checkpoints.command", help="list, verify, show, compare and remove checkpoints"
     ),
-    "runs": Command(module="lightscale.training.runs_command", help="the runs in a folder, and their goodput"),
+    "runs": Command(module="lightscale.runs.runs_command", help="the runs in a folder, and their goodput"),
     "doctor": Command(
-        module="lightscale.launch.doctor", help="whether machines and ranks can train, and what is wrong"
+        module="lightscale.launch.doctor.command", help="whether machines and ranks can train, and what is wrong"
     ),
-    "monitor": Command(
-        module="lightscale.training.monitor_command", help="curves of runs in the browser, by TensorBoard"
-    ),
+    "monitor": Command(module="lightscale.runs.monitor_command", help="curves of runs in the browser, by TensorBoard"),
     "chaos": Command(
         module="lightscale.launch.chaos.command", help="try out whether a run survives kills, damage and bad disks"
     ),
     "plan": Command(
-        module="lightscale.evaluation.plan_command", help="parameters, FLOPs, memory, speed and goodput of a run"
+        module="lightscale.planning.plan_command", help="parameters, FLOPs, memory, speed and goodput of a run"
     ),
     "generate": Command(module="lightscale.evaluation.generate_command", help="continue a text with a model"),
 }

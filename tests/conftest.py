@@ -2,16 +2,18 @@
 
 import importlib.util
 import os
+import shutil
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 
-from lightscale.config import RunConfig
-from lightscale.config_files import load
+from lightscale.config.files import load
+from lightscale.config.schema import RunConfig
 
 # One thread per process: tests run several ranks on two cores, and sums must not depend on the number of
 # threads. Read by torch when it is imported, and by the processes that tests start.
@@ -23,7 +25,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("lightscale")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 
 TINY_RUN = f"""
 extends = ["{ROOT}/configs/arch/tnl.toml", "{ROOT}/configs/size/tiny.toml"]
@@ -82,10 +84,24 @@ def tiny_config(tiny_run: Path) -> Callable[..., RunConfig]:
 
 @pytest.fixture(scope="session")
 def run_ranks() -> Callable[..., list[Any]]:
-    """`run_ranks(function, world_size, *args, timeout_s=120)`: see tests/run_ranks.py."""
-    spec = importlib.util.spec_from_file_location("lightscale_run_ranks", ROOT / "tests" / "run_ranks.py")
+    """`run_ranks(function, world_size, *args, timeout_s=120)`: see tests/helpers/run_ranks.py."""
+    spec = importlib.util.spec_from_file_location("lightscale_run_ranks", ROOT / "tests" / "helpers" / "run_ranks.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     function: Callable[..., list[Any]] = module.run_ranks
     return function
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """An empty file system of 64 MiB."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    mount = shutil.which("mount")
+    command = [mount or "mount", "-t", "tmpfs", "-o", f"size={64 << 20}", "tmpfs", str(directory)]
+    allowed = mount is not None and os.geteuid() == 0
+    if not allowed or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("a small file system can only be mounted by root, where mounting is allowed")
+    yield directory
+    subprocess.run(["umount", str(directory)], check=True)

@@ -13,7 +13,7 @@ import pytest
 
 from lightscale import __version__, cli
 from lightscale.cli import COMMANDS, Command, main
-from lightscale.config_files import load, to_toml
+from lightscale.config.files import load, to_toml
 from lightscale.errors import UserError
 
 
@@ -46,7 +46,7 @@ def test_help_lists_every_command_and_imports_none(tmp_path: Path) -> None:
 
 
 def test_configuration_does_not_import_torch(tmp_path: Path) -> None:
-    code = "import sys, lightscale.config_command; print('torch' in sys.modules)"
+    code = "import sys, lightscale.config.command; print('torch' in sys.modules)"
     assert run_python("-c", code, cwd=tmp_path).stdout == "False\n"
 
 

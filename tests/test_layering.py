@@ -9,14 +9,27 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 
-# From what is imported to what imports. A module's layer is that of its first name below `lightscale`.
-LAYERS = ("errors", "config", "kernels", "parallel", "models", "training", "evaluation", "launch", "cli")
-SAME_LAYER = {"config_fields": "config", "config_files": "config", "config_command": "cli", "__main__": "cli"}
-# Beside the layers: needs only these, and is used only from these on.
-DATA_PIPELINE_IMPORTS = {"errors", "config", "data_pipeline"}
-DATA_PIPELINE_USERS = {"data_pipeline", *LAYERS[LAYERS.index("training") :]}
+# Every package of lightscale, and what its modules may import besides their own package.
+BASE = {"errors", "config"}
+MODEL = {*BASE, "kernels", "parallel", "models"}
+TRAINING = {*MODEL, "data_pipeline", "runs", "training"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "config": {"errors"},
+    "kernels": {"errors"},
+    "parallel": {*BASE, "kernels"},
+    "models": MODEL,
+    "data_pipeline": BASE,
+    "runs": BASE,
+    "planning": {*MODEL, "runs"},
+    "training": TRAINING,
+    "evaluation": TRAINING,
+    "launch": TRAINING,
+    "cli": BASE,
+}
+ALIASES = {"__main__": "cli"}
 # Importer and imported of the imports that are inside a function on purpose.
 LATE = {("lightscale.parallel.mesh", "lightscale.parallel.cpu")}  # must not even be loaded where there is a GPU
 
@@ -61,36 +74,50 @@ def imports(trees: dict[str, ast.Module]) -> Iterator[Import]:
                     yield Import(importer=importer, imported=name, line=node.lineno, in_function=id(node) in late)
 
 
-def layer(module: str) -> str:
+def package(module: str) -> str:
     """'lightscale.kernels.norm' -> 'kernels'. The package itself, a version and no more, is lowest."""
-    name = [*module.split("."), LAYERS[0]][1]
-    return SAME_LAYER.get(name, name)
+    name = [*module.split("."), "errors"][1]
+    return ALIASES.get(name, name)
+
+
+def folder(module: str, packages: set[str]) -> str:
+    """The folder that holds `module`'s file: the package itself for an ``__init__.py``."""
+    return module if module in packages else module.rpartition(".")[0]
+
+
+def circle(graph: dict[str, set[str]]) -> str | None:
+    """One circle of `graph`, in words."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return " <- ".join(error.args[1])
+    return None
 
 
 def faults(root: Path) -> list[str]:
     """What breaks the rules, in words."""
     trees = modules(root)
+    packages = {name for name in trees if any(other.startswith(f"{name}.") for other in trees)}
     found = []
-    graph: dict[str, set[str]] = {name: set() for name in trees}
+    files: dict[str, set[str]] = {name: set() for name in trees}
+    folders: dict[str, set[str]] = {}
     for item in imports(trees):
         where = f"{item.importer}:{item.line} imports {item.imported}"
-        importer, imported = layer(item.importer), layer(item.imported)
-        graph[item.importer].add(item.imported)
-        if unknown := {importer, imported} - {*LAYERS, "data_pipeline"}:
-            found.append(f"{where}: no layer is known for {unknown.pop()}")
-        elif "data_pipeline" in (importer, imported):
-            if importer == "data_pipeline" and imported not in DATA_PIPELINE_IMPORTS:
-                found.append(f"{where}: data_pipeline needs only config")
-            if importer not in DATA_PIPELINE_USERS:
-                found.append(f"{where}: {importer} knows no data")
-        elif LAYERS.index(importer) < LAYERS.index(imported):
-            found.append(f"{where}: {importer} is below {imported}")
+        importer, imported = package(item.importer), package(item.imported)
+        files[item.importer].add(item.imported)
+        source, target = folder(item.importer, packages), folder(item.imported, packages)
+        if "lightscale" not in (source, target) and source != target:
+            folders.setdefault(source, set()).add(target)
+        if unknown := {importer, imported} - set(MAY_IMPORT):
+            found.append(f"{where}: MAY_IMPORT has no entry for {unknown.pop()}")
+        elif imported not in MAY_IMPORT[importer] | {importer}:
+            found.append(f"{where}: {importer} may not import {imported}")
         if item.in_function and (item.importer, item.imported) not in LATE:
             found.append(f"{where}: inside a function")
-    try:
-        graphlib.TopologicalSorter(graph).prepare()
-    except graphlib.CycleError as error:
-        found.append(f"imports in a circle: {' <- '.join(error.args[1])}")
+    if words := circle(files):
+        found.append(f"imports in a circle: {words}")
+    elif words := circle(folders):
+        found.append(f"folders that import each other: {words}")
     return found
 
 
@@ -120,29 +147,53 @@ def test_every_exception_is_still_needed() -> None:
 @pytest.mark.parametrize(
     ("path", "source", "fault"),
     [
-        ("config.py", "import lightscale.cli", "config is below cli"),
-        ("kernels/norm.py", "from lightscale.parallel import mesh", "kernels is below parallel"),
-        ("parallel/mesh.py", "from lightscale import models", "parallel is below models"),
+        ("config/schema.py", "import lightscale.cli", "config may not import cli"),
+        ("kernels/norm.py", "from lightscale.parallel import mesh", "kernels may not import parallel"),
+        ("parallel/mesh.py", "from lightscale import models", "parallel may not import models"),
+        ("planning/plan.py", "from lightscale.training import train", "planning may not import training"),
+        ("training/train.py", "from lightscale.planning import plan", "training may not import planning"),
+        ("runs/metrics.py", "from lightscale.training import train", "runs may not import training"),
         (
             "data_pipeline/loader.py",
             "from lightscale.parallel.mesh import Mesh",
-            "data_pipeline needs only config",
+            "data_pipeline may not import parallel",
         ),
-        ("models/layers.py", "from lightscale.data_pipeline import loader", "models knows no data"),
+        ("models/layers.py", "from lightscale.data_pipeline import loader", "models may not import data_pipeline"),
         ("training/train.py", "def f():\n    from lightscale.parallel import mesh", "inside a function"),
         ("models/a.py", "import lightscale.models.b", "imports in a circle"),
-        ("extras.py", "import lightscale.config", "no layer is known for extras"),
+        ("models/layers/a.py", "import lightscale.models.c", "folders that import each other"),
+        ("extras.py", "import lightscale.config", "no entry for extras"),
         ("training/ok.py", "from lightscale.data_pipeline import loader\nimport lightscale.models.b", None),
     ],
 )
 def test_a_wrong_import_is_found(tmp_path: Path, path: str, source: str, fault: str | None) -> None:
     package = tmp_path / "lightscale"
-    for name in ("cli", "config", "parallel/mesh", "models/__init__", "models/b", "data_pipeline/loader"):
+    sources = {
+        "models/b": "import lightscale.models.a\n",
+        "models/d": "import lightscale.models.layers.a\n",
+        **dict.fromkeys(
+            (
+                "cli",
+                "config/__init__",
+                "parallel/__init__",
+                "parallel/mesh",
+                "planning/plan",
+                "training/train",
+                "models/__init__",
+                "models/a",
+                "models/c",
+                "models/layers/__init__",
+                "models/layers/a",
+                "data_pipeline/loader",
+            ),
+            "",
+        ),
+    }
+    for name, text in sources.items():
         file = package / f"{name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("import lightscale.models.a\n" if name == "models/b" else "", encoding="utf-8")
+        file.write_text(text, encoding="utf-8")
     (package / path).parent.mkdir(parents=True, exist_ok=True)
-    (package / "models/a.py").write_text("", encoding="utf-8")
     (package / path).write_text(source, encoding="utf-8")
     found = faults(tmp_path)
     assert len(found) == (0 if fault is None else 1), found

@@ -15,8 +15,8 @@ import pytest
 
 import lightscale
 
-ROOT = Path(__file__).resolve().parent.parent
-LINKS = ("kernels", "parallel", "data_pipeline", "launch")
+ROOT = Path(__file__).resolve().parents[1]
+LINKS = ("configs", "kernels", "parallel", "data_pipeline", "launch")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 FIND_ORIGIN = "import importlib.util, sys; spec = importlib.util.find_spec(sys.argv[1]); print(spec and spec.origin)"

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightscale.errors import UserError
-from lightscale.training.run_directory import write_atomically
+from lightscale.runs.run_directory import write_atomically
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,12 +20,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.table import Table
 
-from lightscale.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from lightscale.config.schema import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.training.build import build_engine
-from lightscale.training.checkpoint import Checkpoints
-from lightscale.training.saving import Saver
+from lightscale.training.checkpoints.restore import Checkpoints
+from lightscale.training.checkpoints.saving import Saver
 
 # fp32 weights and the two moments of AdamW.
 _BYTES_PER_WEIGHT = 12
@@ -81,7 +81,11 @@ def _model(settings: Settings) -> ModelConfig:
     unit = _HEADS * 8 * settings.ranks
     width = max(1, round((weights / (_LAYERS * 12)) ** 0.5 / unit)) * unit
     return ModelConfig(
-        num_layers=_LAYERS, width=width, num_heads=_HEADS, glu_width=2 * width, vocab_size=8 * width // unit * unit
+        num_layers=_LAYERS,
+        hidden_size=width,
+        num_heads=_HEADS,
+        intermediate_size=2 * width,
+        vocab_size=8 * width // unit * unit,
     )
 
 

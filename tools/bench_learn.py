@@ -16,7 +16,7 @@ import torch
 from rich.table import Table
 
 from lightscale.errors import UserError
-from lightscale.training.run_directory import RunDirectory, read_metrics
+from lightscale.runs.run_directory import RunDirectory, read_metrics
 
 CONFIG = "configs/quickstart.toml"
 VOCAB_SIZE = 4096

@@ -26,10 +26,10 @@ import torch
 import zarr
 from numpy.typing import NDArray
 
-from lightscale.data_pipeline.loader import Layout, Packing, TokenLoader
-from lightscale.data_pipeline.shards import ShardLayout, shard_path, write_metadata
-from lightscale.data_pipeline.store import StoreWriter, TokenStore
-from lightscale.data_pipeline.store_format import SourceCounts, write_root, write_source_attributes
+from lightscale.data_pipeline.loading.loader import Layout, Packing, TokenLoader
+from lightscale.data_pipeline.store.format import SourceCounts, write_root, write_source_attributes
+from lightscale.data_pipeline.store.shards import ShardLayout, shard_path, write_metadata
+from lightscale.data_pipeline.store.token_store import StoreWriter, TokenStore
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer
 
 # What the loader must reach, as shares of the raw copy and multiples of zarr's own reading, by window length.

@@ -31,8 +31,8 @@ from typing import Any
 
 import tiktoken
 
-from lightscale.data_pipeline.corpus import make_corpus
-from lightscale.data_pipeline.prepare import prepare
+from lightscale.data_pipeline.preparation.corpus import make_corpus
+from lightscale.data_pipeline.preparation.prepare import prepare
 from lightscale.data_pipeline.tokenizers import load_tiktoken
 from lightscale.errors import UserError
 from lightscale.training.memory import peak_memory_bytes

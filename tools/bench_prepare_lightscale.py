@@ -12,9 +12,9 @@ if "--gigatoken" not in sys.argv:
     # As where it is not installed: tiktoken encodes. Workers import this file too, so that it holds for them.
     sys.modules["gigatoken"] = None  # type: ignore[assignment]
 
-from lightscale.data_pipeline.corpus import make_corpus
-from lightscale.data_pipeline.crew import Workers
-from lightscale.data_pipeline.prepare import Options, prepare
+from lightscale.data_pipeline.executors import Workers
+from lightscale.data_pipeline.preparation.corpus import make_corpus
+from lightscale.data_pipeline.preparation.prepare import Options, prepare
 
 
 def main() -> None:

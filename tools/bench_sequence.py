@@ -2,7 +2,7 @@
 
 ``run`` starts processes that pass states by gloo, one per sequence rank. Every mixer works on its rank's stretch of
 some rows, forward and backward, with every way to exchange states in turns. What ``StateExchange`` counts must be
-exactly what ``lightscale.evaluation.exchanges`` says, at every length; a difference is an error. Waiting is the time
+exactly what ``lightscale.planning.exchange_sizes`` says, at every length; a difference is an error. Waiting is the time
 between asking for the states and having them; the exchange runs beside the computation, on a thread. Where there are
 more processes than cores, waiting is also waiting for a core.
 """
@@ -24,17 +24,17 @@ import torch.multiprocessing as mp
 from rich.table import Table
 from torch import Tensor, nn
 
-from lightscale.config import ModelConfig
-from lightscale.evaluation.exchanges import contribution
-from lightscale.evaluation.schedules import EXCHANGES, Exchange
-from lightscale.evaluation.workload import Workload
-from lightscale.models.context import SequenceContext
-from lightscale.models.hgrn2 import LowerBounds
+from lightscale.config.schema import ModelConfig
 from lightscale.models.language_model import transformer_config
+from lightscale.models.layers.context import SequenceContext
+from lightscale.models.layers.tpe import TPE
+from lightscale.models.mixers.hgrn2 import LowerBounds
 from lightscale.models.registry import MIXERS, mixer_class
-from lightscale.models.tpe import TPE
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.parallel.sequence import Gather, Ring, StateExchange, TwoLevel
+from lightscale.planning.communication import EXCHANGES, Exchange
+from lightscale.planning.exchange_sizes import contribution
+from lightscale.planning.workload import Workload
 
 KINDS = (*MIXERS, "tpe")
 _FP32_BYTES = 4
@@ -64,9 +64,9 @@ class Settings:
         return ModelConfig(
             mixer="lightnet" if kind == "tpe" else kind,
             num_layers=_LAYERS,
-            width=self.heads * self.width,
+            hidden_size=self.heads * self.width,
             num_heads=self.heads,
-            glu_width=2 * self.heads * self.width,
+            intermediate_size=2 * self.heads * self.width,
             vocab_size=64,
         )
 

@@ -20,7 +20,7 @@ from lightscale.kernels.common.angles import Angles, features, phases_of
 from lightscale.kernels.gla import gla, gla_reference
 from lightscale.kernels.lightnet import lightnet_attention, lightnet_attention_reference
 from lightscale.kernels.lightning import lightning_attention, lightning_attention_reference
-from lightscale.models.positions import lrpe_angles
+from lightscale.models.layers.positions import lrpe_angles
 
 FORWARD, BOTH = PASSES = ("forward", "forward + backward")
 OURS, FLA, RECURRENCE, SOFTMAX = "lightscale", "fla-core", "recurrence", "softmax attention"

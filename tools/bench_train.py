@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from lightscale.config import RunConfig
-from lightscale.config_files import load
-from lightscale.data_pipeline.windows import Batch
+from lightscale.config.files import load
+from lightscale.config.schema import RunConfig
+from lightscale.data_pipeline.loading.windows import Batch
 from lightscale.errors import UserError
 from lightscale.models.flops import training_flops_per_token
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.mesh import start_mesh
+from lightscale.runs.metrics import device_peak_flops
 from lightscale.training.build import build_engine
 from lightscale.training.memory import peak_memory_bytes
-from lightscale.training.metrics import device_peak_flops
 
 LENGTHS = tuple(2**power for power in range(11, 20))  # 2K … 512K
 TOKENS_PER_STEP = 2**19

@@ -1,6 +1,6 @@
 """Tiles of the Triton kernels, tried on this GPU: ``python tools/bench.py kernels --tune``.
 
-The tiles of an operator are one table, in ``lightscale/kernels/OPERATOR/triton_tiling.py``, which its launches read.
+The tiles of an operator are one table, in ``lightscale/kernels/OPERATOR/triton/tiling.py``, which its launches read.
 Changes of it are tried one after the other, each on top of those that made it faster. What is best is printed and
 saved, to be written into the table.
 """
@@ -104,7 +104,7 @@ class Tiles:
     """The table of an operator's tiles for a dtype."""
 
     def __init__(self, operator: str, dtype: torch.dtype) -> None:
-        self._module = import_module(f"lightscale.kernels.{operator}.triton_tiling")
+        self._module = import_module(f"lightscale.kernels.{operator}.triton.tiling")
         self._name = "_FULL" if dtype == torch.float32 else "_HALF"
         self.shipped = getattr(self._module, self._name)
 

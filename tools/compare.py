@@ -25,12 +25,12 @@ from bench import machine, positive
 from rich.console import Console
 from rich.table import Table
 
-from lightscale.config import RunConfig
-from lightscale.config_files import load
-from lightscale.data_pipeline.store import TokenStore
+from lightscale.config.files import load
+from lightscale.config.schema import RunConfig
+from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.errors import UserError
 from lightscale.models.accounting import EMBEDDING, parameter_terms
-from lightscale.training.run_directory import RunDirectory, read_metrics, write_atomically
+from lightscale.runs.run_directory import RunDirectory, read_metrics, write_atomically
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 ARCHITECTURES = ("llama", "tnl", "hgrn2", "cosformer2", "lightnet")

@@ -60,22 +60,22 @@ def report(operators: Sequence[str], *, usual: bool, as_json: bool) -> int:
     # Triton decides when it is imported whether it interprets or compiles.
     import triton  # noqa: PLC0415
 
-    from lightscale.kernels.common import triton_compile  # noqa: PLC0415
+    from lightscale.kernels.common.triton import compile  # noqa: PLC0415
 
-    known = triton_compile.operators()
+    known = compile.operators()
     if unknown := set(operators) - set(known):
         print(f"error: no Triton kernels of {', '.join(sorted(unknown))}; known: {', '.join(known)}", file=sys.stderr)
         return 2
     cases = [
         (name, index)
         for name in operators or known
-        for index, case in enumerate(triton_compile.cases_of(name))
+        for index, case in enumerate(compile.cases_of(name))
         if case.usual or not usual
     ]
     start = time.perf_counter()
     # Forked workers have the kernels already, which cannot be sent; nothing has touched a GPU.
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
-        found = pool.imap(triton_compile.compile_nth, cases)
+        found = pool.imap(compile.compile_nth, cases)
         compiled = list(track(found, "compiling", len(cases), console=Console(stderr=True), disable=as_json))
     title = f"sm_90, Triton {triton.__version__}, {len(cases)} cases in {time.perf_counter() - start:.0f} s"
     if as_json:

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightscale.errors import UserError
-from lightscale.training.run_directory import write_atomically
+from lightscale.runs.run_directory import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = "{results}"

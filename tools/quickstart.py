@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from lightscale.data_pipeline.store import TokenStore
-from lightscale.training.run_directory import RunDirectory, read_metrics
+from lightscale.data_pipeline.store.token_store import TokenStore
+from lightscale.runs.run_directory import RunDirectory, read_metrics
 
 CONFIG = Path("configs/quickstart.toml")
 STORE = Path("data/stdlib")

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightscale.data_pipeline.tokenizers import Tokenizer
 from lightscale.errors import UserError
-from lightscale.models.context import MixerState
 from lightscale.models.language_model import LanguageModel
+from lightscale.models.layers.context import MixerState
 
 PREFILL_TOKENS = 1024
 """Tokens of the prompt that pass through the model at once; bounds the memory of activations and logits."""

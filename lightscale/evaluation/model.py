@@ -6,17 +6,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightscale.config import ParallelConfig, RunConfig
-from lightscale.config_files import load
+from lightscale.config.files import load
+from lightscale.config.schema import ParallelConfig, RunConfig
 from lightscale.data_pipeline.tokenizers import Tokenizer, load_tokenizer
 from lightscale.errors import UserError
 from lightscale.models.language_model import LanguageModel
 from lightscale.models.registry import check_mixers
 from lightscale.parallel.mesh import start_mesh
+from lightscale.runs.run_directory import RunDirectory
 from lightscale.training.build import build_engine
-from lightscale.training.checkpoint import Checkpoints, Restored
-from lightscale.training.checkpoint_files import list_steps
-from lightscale.training.run_directory import RunDirectory
+from lightscale.training.checkpoints.directories import list_steps
+from lightscale.training.checkpoints.restore import Checkpoints, Restored
 
 
 @dataclass(frozen=True, kw_only=True)

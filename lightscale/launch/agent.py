@@ -23,8 +23,8 @@ from lightscale.launch.failures import RankFailure
 from lightscale.launch.relay import StopRelay
 from lightscale.launch.torchrun import NodeReport, Rendezvous, run_node
 from lightscale.launch.watchdog import Hang
-from lightscale.training.heartbeat import Beat
-from lightscale.training.run_directory import write_atomically
+from lightscale.runs.run_directory import write_atomically
+from lightscale.training.health.heartbeat import Beat
 from lightscale.training.signals import die_with_parent
 
 NODE_VARIABLE = "SLURM_NODEID"

@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from lightscale.launch.rank import TIMED_OUT
-from lightscale.training.heartbeat import Beat
+from lightscale.training.health.heartbeat import Beat
 
 # Ranks notice a dead peer at once; what dies later was ended by the agent.
 _CAUSE_S = 10

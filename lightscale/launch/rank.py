@@ -17,8 +17,8 @@ from typing import Any, TextIO, cast
 import psutil
 
 from lightscale.errors import UserError
-from lightscale.training.full_disk import Log
-from lightscale.training.heartbeat import HEARTBEATS_VARIABLE, read_heartbeats
+from lightscale.runs.full_disk import Log
+from lightscale.training.health.heartbeat import HEARTBEATS_VARIABLE, read_heartbeats
 from lightscale.training.signals import STOP_SIGNALS, die_with_parent
 
 EXIT_CRASHED = 1

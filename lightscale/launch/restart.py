@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from lightscale.config import RestartConfig
+from lightscale.config.schema import RestartConfig
 from lightscale.errors import UserError
 from lightscale.launch.failures import RankFailure
 from lightscale.launch.rank import EXIT_CRASHED
 from lightscale.launch.relay import StopRelay
 from lightscale.launch.torchrun import Launch
-from lightscale.training.run_directory import RunDirectory, Status
+from lightscale.runs.run_directory import RunDirectory, Status
 from lightscale.training.signals import DEADLINE, STOP_SIGNALS
 
 EXIT_CODES: dict[Status, int] = {"finished": 0, "resumable": 75, "stopped": UserError.EXIT_CODE}

@@ -19,7 +19,7 @@ from typing import Self
 import psutil
 
 from lightscale.launch.rank import STACKS_SIGNAL, stacks_file
-from lightscale.training.heartbeat import Beat, read_heartbeats, start_allowance_s
+from lightscale.training.health.heartbeat import Beat, read_heartbeats, start_allowance_s
 
 _POLL_S = 0.2
 # A longer pause is the watchdog's own, as when the whole job was suspended: ranks may be silent meanwhile.

@@ -5,12 +5,12 @@ from collections import Counter
 from collections.abc import Callable
 from math import prod
 
-from lightscale.config import ModelConfig
-from lightscale.models.hgrn2 import LowerBounds
-from lightscale.models.mixer import Shapes
+from lightscale.config.schema import ModelConfig
+from lightscale.models.layers.states import Shapes
+from lightscale.models.layers.tpe import TPE
+from lightscale.models.mixers.hgrn2 import LowerBounds
 from lightscale.models.registry import mixer_class, shared_parts
 from lightscale.models.stages import layer_stages
-from lightscale.models.tpe import TPE
 
 EMBEDDING = "embedding"
 """The term of the embedding, which is the output layer too."""
@@ -42,7 +42,7 @@ _WHOLE_ON_TENSOR_RANKS = re.compile(r"layernorm\.|\.gate_down\.|\.tpe\.decay_log
 
 def parameter_shapes(model: ModelConfig) -> Shapes:
     """Unsplit shape of every parameter by its global name, as in `parallel.initialization.named_parameters`."""
-    d, g = model.width, model.glu_width
+    d, g = model.hidden_size, model.intermediate_size
     shapes: Shapes = {_EMBEDDING_WEIGHT: (model.vocab_size, d)}
     for part in sorted(shared_parts(model)):
         place, shapes_of = _SHARED[part]

@@ -3,15 +3,15 @@
 The quadratic formula of softmax attention never stands in for a linear mixer.
 """
 
-from lightscale.config import ModelConfig
+from lightscale.config.schema import ModelConfig
+from lightscale.models.layers.tpe import TPE
 from lightscale.models.registry import mixer_class, shared_parts
-from lightscale.models.tpe import TPE
 
 
 def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """Multiplications and additions of one forward pass, per token: projections, mixers, GLUs and logits."""
-    glu = 2 * 3 * model.width * model.glu_width
-    logits = 2 * model.width * model.vocab_size
+    glu = 2 * 3 * model.hidden_size * model.intermediate_size
+    logits = 2 * model.hidden_size * model.vocab_size
     mixers = sum(
         mixer_class(name).forward_flops_per_token(model, layer, sequence_length)
         for layer, name in enumerate(model.layers)

@@ -21,14 +21,14 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from torch import Tensor
 
-from lightscale.config import ModelConfig, Recompute
-from lightscale.models.context import MixerState, SequenceContext
-from lightscale.models.hgrn2 import LowerBounds
-from lightscale.models.layers import GatedLinearUnit, OutputLayer, RMSNorm, SRMSNorm, leave_unset, residual_sum
+from lightscale.config.schema import ModelConfig, Recompute
+from lightscale.models.layers.common import GatedLinearUnit, OutputLayer, RMSNorm, SRMSNorm, leave_unset, residual_sum
+from lightscale.models.layers.context import MixerState, SequenceContext
+from lightscale.models.layers.shared import for_all_layers
+from lightscale.models.layers.tpe import TPE
+from lightscale.models.mixers.hgrn2 import LowerBounds
 from lightscale.models.registry import mixer_class, shared_parts
-from lightscale.models.shared import for_all_layers
 from lightscale.models.stages import layer_stages, megatron_layout
-from lightscale.models.tpe import TPE
 from lightscale.parallel.initialization import normal, set_initializer
 from lightscale.parallel.mesh import Mesh
 from lightscale.parallel.sequence import Replay
@@ -59,9 +59,9 @@ def transformer_config(
     """
     return TransformerConfig(
         num_layers=model.num_layers,
-        hidden_size=model.width,
+        hidden_size=model.hidden_size,
         num_attention_heads=model.num_heads,
-        ffn_hidden_size=model.glu_width,
+        ffn_hidden_size=model.intermediate_size,
         gated_linear_unit=True,
         activation_func=_ACTIVATIONS[model.glu_activation],
         layernorm_epsilon=model.norm_eps,
@@ -118,7 +118,7 @@ class Embedding(MegatronModule):
         self.tpe = TPE(config, model, group) if with_tpe else None
         self.word_embeddings = VocabParallelEmbedding(
             model.vocab_size,
-            model.width,
+            model.hidden_size,
             init_method=leave_unset,
             # TPE scans whole sequences: tensor ranks then share the tokens out behind it.
             reduce_scatter_embeddings=config.sequence_parallel and not with_tpe,
@@ -197,7 +197,7 @@ class LanguageModel(LanguageModule):
         )
         if post_process:
             self.output_layer = OutputLayer(
-                model.width,
+                model.hidden_size,
                 model.vocab_size,
                 config=config,
                 init_method=leave_unset,

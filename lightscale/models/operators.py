@@ -2,7 +2,7 @@
 
 import torch
 
-from lightscale.config import ModelConfig
+from lightscale.config.schema import ModelConfig
 from lightscale.kernels import cross_entropy, gla, glu, lightnet, lightning, norm, tpe
 from lightscale.models.registry import mixer_class, shared_parts
 

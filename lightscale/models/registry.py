@@ -2,14 +2,14 @@
 
 import difflib
 
-from lightscale.config import ModelConfig, ParallelConfig
+from lightscale.config.schema import ModelConfig, ParallelConfig
 from lightscale.errors import UserError
-from lightscale.models.cosformer2 import CosFormer2
-from lightscale.models.hgrn2 import HGRN2
-from lightscale.models.lightnet import LightNet
-from lightscale.models.llama import LLaMA
-from lightscale.models.mixer import Mixer
-from lightscale.models.tnl import TNL
+from lightscale.models.mixers.cosformer2 import CosFormer2
+from lightscale.models.mixers.hgrn2 import HGRN2
+from lightscale.models.mixers.interface import Mixer
+from lightscale.models.mixers.lightnet import LightNet
+from lightscale.models.mixers.llama import LLaMA
+from lightscale.models.mixers.tnl import TNL
 
 MIXERS: dict[str, type[Mixer]] = {
     "tnl": TNL,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from lightscale.config import Exchange
+from lightscale.config.schema import Exchange
 from lightscale.errors import UserError
 from lightscale.parallel.sequence import Gather, Ring, StateExchange, TwoLevel
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from lightscale.config import RunConfig, TrainConfig
+from lightscale.config.schema import RunConfig, TrainConfig
 from lightscale.kernels.common.backends import set_default_backend
 from lightscale.models.language_model import language_model_chunks, transformer_config
 from lightscale.parallel.engine import AdamW, Engine

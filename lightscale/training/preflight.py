@@ -16,15 +16,15 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from lightscale.config import RunConfig
+from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
 from lightscale.models.accounting import parameter_shapes
-from lightscale.training.agreement import Agreement
-from lightscale.training.checkpoint_files import directory_name, list_steps
-from lightscale.training.findings import Finding, Result, describe, merged, size_text
-from lightscale.training.machine import Machine, host_name, judge_machine
-from lightscale.training.manifest import DamagedCheckpoint, read_manifest
-from lightscale.training.run_directory import RunDirectory
+from lightscale.parallel.agreement import Agreement
+from lightscale.runs.run_directory import RunDirectory
+from lightscale.training.checkpoints.directories import directory_name, list_steps
+from lightscale.training.checkpoints.manifest import DamagedCheckpoint, read_manifest
+from lightscale.training.health.check_result import Finding, Result, describe, merged, size_text
+from lightscale.training.health.machine import Machine, host_name, judge_machine
 
 # fp32 weights and two moments, and what small files and other writers need meanwhile.
 _BYTES_PER_PARAMETER = 12

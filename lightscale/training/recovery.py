@@ -4,21 +4,21 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
-from lightscale.config import RunConfig
-from lightscale.data_pipeline.curriculum import Skips
-from lightscale.data_pipeline.loader import TokenLoader
-from lightscale.data_pipeline.samples import SKIP_EVENT, recorded_skips
+from lightscale.config.schema import RunConfig
+from lightscale.data_pipeline.loading.curriculum import Skips
+from lightscale.data_pipeline.loading.loader import TokenLoader
+from lightscale.data_pipeline.loading.samples import SKIP_EVENT, recorded_skips
 from lightscale.errors import UserError
+from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.engine import Engine
-from lightscale.training.agreement import Agreement
+from lightscale.runs.journal import Journal
+from lightscale.runs.run_directory import RunDirectory, read_lines
 from lightscale.training.build import start_again
-from lightscale.training.checkpoint import Checkpoints, Restored
-from lightscale.training.checkpoint_files import directory_name, list_steps
-from lightscale.training.guard import Guard
-from lightscale.training.journal import Journal
-from lightscale.training.manifest import NAME as MANIFEST
-from lightscale.training.manifest import hash_file
-from lightscale.training.run_directory import RunDirectory, read_lines
+from lightscale.training.checkpoints.directories import directory_name, list_steps
+from lightscale.training.checkpoints.manifest import NAME as MANIFEST
+from lightscale.training.checkpoints.manifest import hash_file
+from lightscale.training.checkpoints.restore import Checkpoints, Restored
+from lightscale.training.health.guard import Guard
 
 
 class Stateful(Protocol):

@@ -2,7 +2,7 @@
 
 import math
 
-from lightscale.config import OptimizerConfig
+from lightscale.config.schema import OptimizerConfig
 
 
 def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:

@@ -12,33 +12,33 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 import torch
 import torch.distributed as dist
 
-from lightscale.config import RunConfig
-from lightscale.data_pipeline.curriculum import Stage
-from lightscale.data_pipeline.loader import Layout, TokenLoader, validation_batches
-from lightscale.data_pipeline.packing import INDEX_DIR
-from lightscale.data_pipeline.prefetch import Prefetcher
-from lightscale.data_pipeline.store import TokenStore
-from lightscale.data_pipeline.windows import Batch
+from lightscale.config.schema import RunConfig
+from lightscale.data_pipeline.loading.curriculum import Stage
+from lightscale.data_pipeline.loading.loader import Layout, TokenLoader, validation_batches
+from lightscale.data_pipeline.loading.packing import INDEX_DIR
+from lightscale.data_pipeline.loading.prefetch import Prefetcher
+from lightscale.data_pipeline.loading.windows import Batch
+from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.models.flops import training_flops_per_token
 from lightscale.models.operators import describe_operators
 from lightscale.models.registry import check_mixers
+from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.fused import describe_fused_kernels
 from lightscale.parallel.mesh import Mesh, start_mesh
-from lightscale.training.agreement import Agreement
+from lightscale.runs.goodput import run_goodput
+from lightscale.runs.journal import Journal
+from lightscale.runs.metrics import MetricsLogger, ValidationLoss, device_peak_flops
+from lightscale.runs.run_directory import RunDirectory, Status, digest
 from lightscale.training.build import build_engine, weight_dtype
-from lightscale.training.faults import reach
-from lightscale.training.goodput import run_goodput
-from lightscale.training.guard import Guard
-from lightscale.training.heartbeat import Heartbeat
-from lightscale.training.journal import Journal
-from lightscale.training.keeper import Keeper
-from lightscale.training.metrics import MetricsLogger, ValidationLoss, device_peak_flops
+from lightscale.training.checkpoints.random_states import seed_generators
+from lightscale.training.checkpoints.save_policy import Keeper
+from lightscale.training.health.faults import reach
+from lightscale.training.health.guard import Guard
+from lightscale.training.health.heartbeat import Heartbeat
+from lightscale.training.health.replicas import ReplicaCheck, SilentCorruption
 from lightscale.training.preflight import check_before_training
 from lightscale.training.profile import StepProfiler
-from lightscale.training.random_states import seed_generators
 from lightscale.training.recovery import Recovery, Stateful
-from lightscale.training.replicas import ReplicaCheck, SilentCorruption
-from lightscale.training.run_directory import RunDirectory, Status, digest
 from lightscale.training.schedule import learning_rate
 from lightscale.training.signals import StopSignal
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightscale.data_pipeline.store import StoreWriter, TokenStore
+from lightscale.data_pipeline.store.token_store import StoreWriter, TokenStore
 from lightscale.data_pipeline.tokenizers import (
     SentencePieceTokenizer,
     TiktokenTokenizer,

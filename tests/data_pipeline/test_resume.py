@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightscale.data_pipeline.loader import Layout, TokenLoader
-from lightscale.data_pipeline.store import StoreWriter, TokenStore
+from lightscale.data_pipeline.loading.loader import Layout, TokenLoader
+from lightscale.data_pipeline.store.token_store import StoreWriter, TokenStore
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")

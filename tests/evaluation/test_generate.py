@@ -19,23 +19,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightscale.config_files import load
-from lightscale.data_pipeline.loader import Layout, TokenLoader
-from lightscale.data_pipeline.store import StoreWriter, TokenStore
+from lightscale.config.files import load
+from lightscale.data_pipeline.loading.loader import Layout, TokenLoader
+from lightscale.data_pipeline.store.token_store import StoreWriter, TokenStore
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
 from lightscale.errors import UserError
 from lightscale.evaluation import generate_command
 from lightscale.evaluation.generate import Document, Sampling, choose, decode_stream, encode_prompt, generate
 from lightscale.evaluation.model import LoadedModel, load_model
 from lightscale.parallel.mesh import start_mesh
+from lightscale.runs.run_directory import RunDirectory
 from lightscale.training.build import build_engine
-from lightscale.training.checkpoint_files import directory_name
-from lightscale.training.run_directory import RunDirectory
-from lightscale.training.saving import Saver
+from lightscale.training.checkpoints.directories import directory_name
+from lightscale.training.checkpoints.saving import Saver
 
 RunRanks = Callable[..., list[Any]]
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 STEP = 2
 LAYOUTS: dict[str, dict[str, Any]] = {"sequence": {"sequence": 2}, "tensor": {"tensor": 2}, "pipeline": {"pipeline": 2}}
 TEXT = "the end of the text, the start of the next: 字 and 😀, e\u0301 and \u00e9. " + string.printable

@@ -19,7 +19,7 @@ from lightscale.kernels.lightnet import LightNetState, StateCotangent, lightnet_
 from lightscale.kernels.lightning import lightning_attention
 from lightscale.kernels.norm import norm
 from lightscale.kernels.tpe import tpe_scan
-from lightscale.models.positions import lrpe_angles
+from lightscale.models.layers.positions import lrpe_angles
 
 # RMSE of the difference to fp64 by RMSE; half of bf16's is the rounding of the results themselves.
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 5e-3}

@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightscale.config import ModelConfig
+from lightscale.config.schema import ModelConfig
 from lightscale.models.language_model import LanguageModel, transformer_config
 from lightscale.models.registry import MIXERS
 from lightscale.parallel.engine import AdamW, Engine
 from lightscale.parallel.initialization import draw_weights, named_parameters
 from lightscale.parallel.mesh import start_mesh
-from lightscale.training.run_directory import read_metrics
+from lightscale.runs.run_directory import read_metrics
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,7 +46,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 def loss_and_gradients(rank: int, world_size: int, init_method: str, mixer: str, on_gpu: bool) -> Any:
     """One process, one batch; fp32 on the GPU, fp64 on the CPU."""
-    model = ModelConfig(mixer=mixer, num_layers=2, width=256, num_heads=8, glu_width=384, vocab_size=512)
+    model = ModelConfig(mixer=mixer, num_layers=2, width=256, num_heads=8, intermediate_size=384, vocab_size=512)
     dtype = torch.float32 if on_gpu else torch.float64
     with start_mesh(rank=rank, world_size=world_size, init_method=init_method) as mesh:
         assert (mesh.device.type == "cuda") == on_gpu

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from lightscale.kernels.common import triton_launch
+from lightscale.kernels.common.triton import launch
 
 
 @pytest.fixture(autouse=True)
@@ -21,4 +21,4 @@ def poisoned_memory() -> Iterator[None]:
 @pytest.fixture
 def chunks_per_span(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Spans of so many chunks, as on a GPU that has multiprocessors to spare."""
-    return lambda chunks: monkeypatch.setattr(triton_launch, "span_chunks", lambda *counts: chunks)
+    return lambda chunks: monkeypatch.setattr(launch, "span_chunks", lambda *counts: chunks)

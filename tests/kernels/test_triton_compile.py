@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightscale.kernels.common.triton_compile import KernelCase, compile_case, faults, operators
+from lightscale.kernels.common.triton.compile import KernelCase, compile_case, faults, operators
 
 
 def compile_all(root: Path, *arguments: str) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightscale.data_pipeline.store import StoreWriter
+from lightscale.data_pipeline.store.token_store import StoreWriter
 
 PROGRAM = Path(__file__).with_name("ranks.py")
 # A machine that others use too is slow at times.

@@ -22,11 +22,11 @@ from typing import Any
 
 import psutil
 
-from lightscale.config import RestartConfig
+from lightscale.config.schema import RestartConfig
 from lightscale.errors import UserError
 from lightscale.launch.rank import run_rank
-from lightscale.training.heartbeat import Heartbeat
-from lightscale.training.run_directory import RunDirectory
+from lightscale.runs.run_directory import RunDirectory
+from lightscale.training.health.heartbeat import Heartbeat
 from lightscale.training.signals import StopSignal
 
 STEP_S = 0.02

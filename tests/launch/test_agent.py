@@ -17,7 +17,7 @@ from lightscale.launch.environment import job_port
 from lightscale.launch.failures import RankFailure
 from lightscale.launch.torchrun import Launch, NodeReport, conclude
 from lightscale.launch.watchdog import Hang
-from lightscale.training.heartbeat import Beat
+from lightscale.training.health.heartbeat import Beat
 
 # A machine that others use too is slow at times.
 pytestmark = pytest.mark.timeout(300)

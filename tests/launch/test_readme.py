@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from lightscale.cli import main
-from lightscale.config_files import load
-from lightscale.launch.train_command import check_run
+from lightscale.config.files import load
+from lightscale.launch.commands.train import check_run
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text("utf-8")

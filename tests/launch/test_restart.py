@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightscale.launch.failures import RankFailure, located
-from lightscale.training.heartbeat import Beat
+from lightscale.training.health.heartbeat import Beat
 
 # Several starts of several processes, on a machine that may be busy.
 pytestmark = pytest.mark.timeout(600)

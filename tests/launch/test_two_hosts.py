@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightscale.training.run_directory import RunDirectory, read_lines, read_metrics
+from lightscale.runs.run_directory import RunDirectory, read_lines, read_metrics
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

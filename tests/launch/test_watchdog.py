@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightscale.training.heartbeat import start_allowance_s
+from lightscale.training.health.heartbeat import start_allowance_s
 
 # Several starts of several processes, on a machine that may be busy.
 pytestmark = pytest.mark.timeout(600)

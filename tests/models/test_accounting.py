@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from lightscale.config import ModelConfig
-from lightscale.config_files import load
+from lightscale.config.files import load
+from lightscale.config.schema import ModelConfig
 from lightscale.models.accounting import parameter_shapes, parameter_terms, rank_parameters
 from lightscale.models.language_model import LanguageModel, transformer_config
-from lightscale.models.mixer import Mixer, Shapes
+from lightscale.models.layers.states import Shapes
+from lightscale.models.mixers.interface import Mixer
 from lightscale.models.registry import MIXERS, check_mixers
 from lightscale.parallel.initialization import named_parameters
 from lightscale.parallel.mesh import Mesh, start_mesh
@@ -23,7 +24,13 @@ AXES: dict[str, dict[str, int]] = {"tensor": {"tensor": 2}, "pipeline": {"pipeli
 
 
 def tiny(mixer: str | list[str], **fields: Any) -> ModelConfig:
-    shape: dict[str, Any] = {"num_layers": 4, "width": 64, "num_heads": 4, "glu_width": 96, "vocab_size": 128}
+    shape: dict[str, Any] = {
+        "num_layers": 4,
+        "hidden_size": 64,
+        "num_heads": 4,
+        "intermediate_size": 96,
+        "vocab_size": 128,
+    }
     return ModelConfig(mixer=mixer, **{**shape, **fields})
 
 
@@ -129,7 +136,7 @@ def test_an_unknown_kind_of_parameter_is_named_as_it_is(monkeypatch: pytest.Monk
     class Convolution(Mixer):
         @staticmethod
         def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
-            return {"out_proj.weight": (model.width, model.width), "conv.weight": (model.width, 4)}
+            return {"out_proj.weight": (model.hidden_size, model.hidden_size), "conv.weight": (model.hidden_size, 4)}
 
     monkeypatch.setitem(MIXERS, "convolution", Convolution)
     model = tiny("convolution")

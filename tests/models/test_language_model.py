@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightscale.config import ModelConfig
+from lightscale.config.schema import ModelConfig
 from lightscale.models.language_model import LanguageModel, transformer_config
 from lightscale.parallel.initialization import draw_weights, named_parameters
 from lightscale.parallel.mesh import start_mesh
 
 RunRanks = Callable[..., list[Any]]
-MODEL = ModelConfig(num_layers=3, width=32, num_heads=4, glu_width=48, vocab_size=64, init_std=0.1)
+MODEL = ModelConfig(num_layers=3, hidden_size=32, num_heads=4, intermediate_size=48, vocab_size=64, init_std=0.1)
 VOCAB_SIZE, TOKENS = 61, 70
 # Layers, width, heads, GLU width; parameters outside the embedding in millions, as the scaling-law paper prints them.
 PUBLISHED = {
@@ -126,7 +126,9 @@ def count(init_method: str) -> dict[str, tuple[int, int, int]]:
         device: Any = torch.cuda
         device.current_device = lambda: torch.device("meta")
         for size, (layers, width, heads, glu, _) in PUBLISHED.items():
-            model = ModelConfig(num_layers=layers, width=width, num_heads=heads, glu_width=glu, vocab_size=100_280)
+            model = ModelConfig(
+                num_layers=layers, hidden_size=width, num_heads=heads, intermediate_size=glu, vocab_size=100_280
+            )
             network = LanguageModel(
                 transformer_config(model, mesh, torch.float32), model, vocab_size=100_277, mesh=mesh
             )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightscale.config import ModelConfig
+from lightscale.config.schema import ModelConfig
 from lightscale.errors import UserError
 from lightscale.kernels.common.backends import set_default_backend
 from lightscale.models.operators import describe_operators
@@ -20,7 +20,7 @@ def setting() -> Iterator[None]:
 
 
 def describe(mixer: str | list[str], dtype: torch.dtype = torch.float32) -> str:
-    model = ModelConfig(mixer=mixer, num_layers=2, width=64, num_heads=4, glu_width=96, vocab_size=128)
+    model = ModelConfig(mixer=mixer, num_layers=2, hidden_size=64, num_heads=4, intermediate_size=96, vocab_size=128)
     return describe_operators(model, dtype, torch.device("cpu"))
 
 

@@ -9,11 +9,12 @@ from typing import ClassVar
 
 import pytest
 
-from lightscale.config import ModelConfig, ParallelConfig, RunConfig, check_layout
+from lightscale.config.layout import check_layout
+from lightscale.config.schema import ModelConfig, ParallelConfig, RunConfig
 from lightscale.errors import UserError
 from lightscale.models import registry
+from lightscale.models.mixers.tnl import TNL
 from lightscale.models.registry import MIXERS, check_mixers
-from lightscale.models.tnl import TNL
 
 AXES = ("tensor", "pipeline", "sequence")
 # Of the model below: 4 layers, width 64, 4 heads, GLU width 128, 512 ids; sequences of 64 tokens, 4 a step.
@@ -48,7 +49,7 @@ def test_a_layer_that_cannot_be_split_says_so(axis: str, monkeypatch: pytest.Mon
     """Wherever it stands in the model, and whatever stands beside it."""
     monkeypatch.setitem(registry.MIXERS, "whole", Whole)
     model = ModelConfig(
-        mixer=["tnl", "tnl", "whole"], num_layers=3, width=64, num_heads=4, glu_width=96, vocab_size=128
+        mixer=["tnl", "tnl", "whole"], num_layers=3, hidden_size=64, num_heads=4, intermediate_size=96, vocab_size=128
     )
     parallel = ParallelConfig(**{axis: 2})
     if axis in Whole.axes:

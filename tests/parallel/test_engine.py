@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightscale.config import ModelConfig
+from lightscale.config.schema import ModelConfig
 from lightscale.models.language_model import LanguageModel, transformer_config
 from lightscale.parallel.engine import AdamW, Engine, LossSums
 from lightscale.parallel.initialization import draw_weights
 from lightscale.parallel.mesh import Mesh, start_mesh
 
-tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parent.parent / "training" / "tiny_engine.py")))
+tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "tiny_engine.py")))
 
 RunRanks = Callable[..., list[Any]]
-MODEL = ModelConfig(num_layers=2, width=32, num_heads=4, glu_width=48, vocab_size=64, norm="rmsnorm")
+MODEL = ModelConfig(num_layers=2, hidden_size=32, num_heads=4, intermediate_size=48, vocab_size=64, norm="rmsnorm")
 VOCAB_SIZE, TOKENS, BUCKETS = 60, 22, 4
 
 

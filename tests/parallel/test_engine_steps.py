@@ -14,7 +14,7 @@ from torch import Tensor
 from lightscale.parallel.engine import Engine
 from lightscale.training.build import start_again
 
-tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parent.parent / "training" / "tiny_engine.py")))
+tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "tiny_engine.py")))
 
 Axes = tuple[int, ...]  # processes, tensor, pipeline, sequence, and virtual stages if any; data is the rest
 AXES: list[Axes] = [(2, 1, 1, 2), (2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 1, 1), (2, 1, 2, 1, 2)]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightscale.parallel.initialization import draw_weights, named_parameters, normal, set_initializer, shard
 
-tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parent.parent / "training" / "tiny_engine.py")))
+tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "tiny_engine.py")))
 
 RunRanks = Callable[..., list[Any]]
 AXES = [(4, 4, 1, 1), (4, 2, 2, 1), (4, 1, 2, 2), (4, 1, 4, 1)]  # processes, tensor, pipeline, sequence

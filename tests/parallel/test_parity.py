@@ -25,11 +25,11 @@ from typing import Any
 import pytest
 import torch
 
+from lightscale.models.layers.tpe import TPE
 from lightscale.models.registry import mixer_class
-from lightscale.models.tpe import TPE
 from lightscale.training.schedule import learning_rate
 
-parity = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("parity.py"))))
+parity = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "parity.py")))
 collectives = parity.collectives
 record, follow = parity.record, parity.follow
 

@@ -41,7 +41,7 @@ def test_the_figures_are_those_of_the_turns(bench: ModuleType, tmp_path: Path) -
 def test_a_wrong_checkpoint_is_an_error(bench: ModuleType, tmp_path: Path) -> None:
     """Started ranks are other processes, so the check is tried in this one."""
     from lightscale.training.build import build_engine
-    from lightscale.training.saving import Saver
+    from lightscale.training.checkpoints.saving import Saver
 
     settings = bench.Settings(ranks=1, state_bytes=200_000)
     config = bench.RunConfig(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightscale.config_files import load
+from lightscale.config.files import load
 from lightscale.models.flops import training_flops_per_token
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from lightscale.config_files import load
-from lightscale.data_pipeline.corpus import make_corpus
-from lightscale.data_pipeline.prepare import prepare
-from lightscale.data_pipeline.store import TokenStore
+from lightscale.config.files import load
+from lightscale.data_pipeline.preparation.corpus import make_corpus
+from lightscale.data_pipeline.preparation.prepare import prepare
+from lightscale.data_pipeline.store.token_store import TokenStore
 
 pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
 ARGUMENTS = [
     *("--architecture", "tnl", "--architecture", "llama", "--size", "tiny", "--processes", "1"),

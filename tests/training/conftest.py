@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 import time
@@ -16,9 +15,9 @@ import psutil
 import pytest
 
 from lightscale.cli import main
-from lightscale.training.run_directory import RunDirectory
+from lightscale.runs.run_directory import RunDirectory
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 RUN = f"""
 extends = ["{ROOT}/configs/arch/tnl.toml", "{ROOT}/configs/size/tiny.toml"]
@@ -171,17 +170,3 @@ def trajectory(lines: list[dict[str, Any]]) -> dict[int, tuple[Any, ...]]:
 @pytest.fixture(scope="session")
 def steps_of() -> Callable[[list[dict[str, Any]]], dict[int, tuple[Any, ...]]]:
     return trajectory
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """An empty file system of 64 MiB."""
-    directory = tmp_path / "disk"
-    directory.mkdir()
-    mount = shutil.which("mount")
-    command = [mount or "mount", "-t", "tmpfs", "-o", f"size={64 << 20}", "tmpfs", str(directory)]
-    allowed = mount is not None and os.geteuid() == 0
-    if not allowed or subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("a small file system can only be mounted by root, where mounting is allowed")
-    yield directory
-    subprocess.run(["umount", str(directory)], check=True)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from lightscale.cli import main
-from lightscale.config_files import load
+from lightscale.config.files import load
 from lightscale.errors import UserError
-from lightscale.training.checkpoint_files import directory_name
-from lightscale.training.manifest import NAME, read_manifest, write_manifest
-from lightscale.training.run_directory import RunDirectory, read_lines
+from lightscale.runs.run_directory import RunDirectory, read_lines
+from lightscale.training.checkpoints.directories import directory_name
+from lightscale.training.checkpoints.manifest import NAME, read_manifest, write_manifest
 
-commands = runpy.run_path(str(Path(__file__).with_name("rank_commands.py")))["commands"]
+commands = runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "rank_commands.py"))["commands"]
 
 pytestmark = pytest.mark.timeout(400)
 

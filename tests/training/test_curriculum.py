@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightscale.training.run_directory import RunDirectory, read_metrics
+from lightscale.runs.run_directory import RunDirectory, read_metrics
 
 pytestmark = pytest.mark.timeout(400)
 

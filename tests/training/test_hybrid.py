@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightscale.training.checkpoint_files import directory_name, list_steps
-from lightscale.training.run_directory import RunDirectory, read_metrics
+from lightscale.runs.run_directory import RunDirectory, read_metrics
+from lightscale.training.checkpoints.directories import directory_name, list_steps
 
 STEPS = 8
 WORDS = [

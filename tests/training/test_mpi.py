@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightscale.training.run_directory import RunDirectory, read_lines, read_metrics
+from lightscale.runs.run_directory import RunDirectory, read_lines, read_metrics
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 

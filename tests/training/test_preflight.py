@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from lightscale.errors import UserError
-from lightscale.training.agreement import Agreement
+from lightscale.parallel.agreement import Agreement
+from lightscale.runs.run_directory import RunDirectory, read_lines
 from lightscale.training.preflight import check_before_training, check_clocks, check_shared
-from lightscale.training.run_directory import RunDirectory, read_lines
 
 pytestmark = pytest.mark.timeout(400)
 

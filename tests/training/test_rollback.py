@@ -21,16 +21,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 
 from lightscale.cli import main
-from lightscale.config_files import load
-from lightscale.data_pipeline.prefetch import Prefetcher
-from lightscale.data_pipeline.samples import SKIP_EVENT, run_loader, step_content
+from lightscale.config.files import load
+from lightscale.data_pipeline.loading.prefetch import Prefetcher
+from lightscale.data_pipeline.loading.samples import SKIP_EVENT, run_loader, step_content
 from lightscale.parallel.engine import Engine
-from lightscale.training.checkpoint import Checkpoints
-from lightscale.training.checkpoint_files import list_steps
-from lightscale.training.replicas import SilentCorruption
-from lightscale.training.run_directory import RunDirectory, read_lines, read_metrics
+from lightscale.runs.run_directory import RunDirectory, read_lines, read_metrics
+from lightscale.training.checkpoints.directories import list_steps
+from lightscale.training.checkpoints.restore import Checkpoints
+from lightscale.training.health.replicas import SilentCorruption
 
-commands = runpy.run_path(str(Path(__file__).with_name("rank_commands.py")))["commands"]
+commands = runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "rank_commands.py"))["commands"]
 
 # Several runs, on a machine that may be busy.
 pytestmark = pytest.mark.timeout(400)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lightscale.config import OptimizerConfig
+from lightscale.config.schema import OptimizerConfig
 from lightscale.training.schedule import learning_rate
 
 

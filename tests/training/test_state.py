@@ -18,16 +18,16 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from lightscale.config import RunConfig
-from lightscale.config_files import load
-from lightscale.data_pipeline.samples import run_loader, step_content
+from lightscale.config.files import load
+from lightscale.config.schema import RunConfig
+from lightscale.data_pipeline.loading.samples import run_loader, step_content
 from lightscale.parallel.mesh import Mesh, start_mesh
-from lightscale.training.checkpoint_files import directory_name, list_steps
-from lightscale.training.guard import Guard
-from lightscale.training.heartbeat import Heartbeat
-from lightscale.training.keeper import Keeper
-from lightscale.training.random_states import random_states
-from lightscale.training.run_directory import RunDirectory, read_metrics
+from lightscale.runs.run_directory import RunDirectory, read_metrics
+from lightscale.training.checkpoints.directories import directory_name, list_steps
+from lightscale.training.checkpoints.random_states import random_states
+from lightscale.training.checkpoints.save_policy import Keeper
+from lightscale.training.health.guard import Guard
+from lightscale.training.health.heartbeat import Heartbeat
 from lightscale.training.signals import StopSignal
 from lightscale.training.train import Trainer
 

@@ -19,12 +19,12 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightscale.cli import main
-from lightscale.config_files import load
-from lightscale.training.checkpoint_files import list_steps
-from lightscale.training.heartbeat import read_heartbeats
-from lightscale.training.run_directory import RunDirectory, read_lines, read_metrics
+from lightscale.config.files import load
+from lightscale.runs.run_directory import RunDirectory, read_lines, read_metrics
+from lightscale.training.checkpoints.directories import list_steps
+from lightscale.training.health.heartbeat import read_heartbeats
 
-commands = runpy.run_path(str(Path(__file__).with_name("rank_commands.py")))["commands"]
+commands = runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "rank_commands.py"))["commands"]
 
 # Several starts of several processes, on a machine that may be busy.
 pytestmark = pytest.mark.timeout(400)
@@ -369,7 +369,7 @@ def test_beginning_from_the_weights_of_another_run(
         [*base, "train.init_from=runs/whole@40", "data.sequence_length=128", "--run", str(tuned.path)],
         [*base, "train.init_from=runs/whole@30", "--run", "runs/none"],
         [*base, "train.init_from=runs/nowhere@30", "--run", "runs/nothing"],
-        [*base, "train.init_from=runs/whole@40", "model.glu_width=64", "--run", "runs/wider"],
+        [*base, "train.init_from=runs/whole@40", "model.intermediate_size=64", "--run", "runs/wider"],
     ]
     results = run_ranks(commands, 1, str(workplace), lines)[0]
     assert [code for code, _ in results] == [0, 0, 78, 78, 78], results

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from lightscale.cli import main
-from lightscale.training.checkpoint_files import list_steps
-from lightscale.training.manifest import read_manifest, verify_files
-from lightscale.training.run_directory import RunDirectory, read_lines, read_metrics
+from lightscale.runs.run_directory import RunDirectory, read_lines, read_metrics
+from lightscale.training.checkpoints.directories import list_steps
+from lightscale.training.checkpoints.manifest import read_manifest, verify_files
 
-commands = runpy.run_path(str(Path(__file__).with_name("rank_commands.py")))["commands"]
+commands = runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "rank_commands.py"))["commands"]
 
 # Several starts of several processes, on a machine that may be busy.
 pytestmark = pytest.mark.timeout(400)

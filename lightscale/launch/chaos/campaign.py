@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightscale.config_files import difference, load
+from lightscale.config.files import difference, load
 from lightscale.errors import UserError
 from lightscale.launch.chaos.damage import DamageCheck, check_detection, checkpoint_directories
 from lightscale.launch.chaos.schedule import Amounts, Fault, full_disks, schedule
 from lightscale.launch.chaos.training import Training
 from lightscale.launch.chaos.trial import Runner, Trial
 from lightscale.launch.chaos.verify import Verdict, judge
-from lightscale.training.run_directory import RunDirectory, read_lines
+from lightscale.runs.run_directory import RunDirectory, read_lines
 
 # A start, a step and a save take far less. What hangs is noticed after a time that differs from phase to phase.
 _PATIENCE_S, _PATIENCE_HANG_TIMEOUTS = 180.0, 12

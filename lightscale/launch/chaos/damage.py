@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightscale.errors import UserError
 from lightscale.launch.chaos.schedule import DAMAGE_KINDS
-from lightscale.training.manifest import DamagedCheckpoint, Manifest, read_manifest, verify_files
+from lightscale.training.checkpoints.manifest import DamagedCheckpoint, Manifest, read_manifest, verify_files
 
 _PAGE_BYTES = 4096
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 
-from lightscale.training import faults
-from lightscale.training.run_directory import RunDirectory, read_lines
+from lightscale.runs.run_directory import RunDirectory, read_lines
+from lightscale.training.health import faults
 
 # Longer than a kernel needs to end a process that holds much memory.
 ORPHAN_S = 30.0

@@ -13,7 +13,7 @@ from lightscale.launch.chaos.damage import checkpoint_directories, damage
 from lightscale.launch.chaos.schedule import Damage, DiskFault, Fault, FullDisk, Kill, Stop
 from lightscale.launch.chaos.training import ORPHAN_S, Training, send, wait_until_gone
 from lightscale.launch.chaos.verify import DamagedStep
-from lightscale.training.faults import Fault as PointFault
+from lightscale.training.health.faults import Fault as PointFault
 
 _POLL_S = 0.01
 # Looking through all processes takes milliseconds.

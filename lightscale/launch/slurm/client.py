@@ -5,7 +5,7 @@ import subprocess
 from dataclasses import dataclass
 
 from lightscale.errors import UserError
-from lightscale.training.jobs import plain_environment
+from lightscale.runs.jobs import plain_environment
 
 _TIMEOUT_S = 120.0
 # States in which a node runs nothing any more. A "*" behind one of them: it does not answer.

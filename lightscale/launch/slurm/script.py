@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightscale.errors import UserError
 from lightscale.launch.slurm.settings import LaunchSettings
-from lightscale.training.run_directory import RunDirectory
+from lightscale.runs.run_directory import RunDirectory
 
 _TEMPLATE = Path(__file__).with_name("job.sh")
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]*-]+")

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from lightscale.config import Section
-from lightscale.config_fields import field_words, toml_value
-from lightscale.config_files import launch_tables
+from lightscale.config.fields import field_words, toml_value
+from lightscale.config.files import launch_tables
+from lightscale.config.schema import Section
 from lightscale.errors import UserError
 
 SITE_FILE = Path("lightscale") / "launch.toml"

@@ -15,9 +15,15 @@ from pathlib import Path
 
 import psutil
 
-from lightscale.training.faults import reach
-from lightscale.training.manifest import DamagedCheckpoint, hash_file, read_manifest, verify_files, write_manifest
-from lightscale.training.run_directory import LineWriter, RunDirectory
+from lightscale.runs.run_directory import LineWriter, RunDirectory
+from lightscale.training.checkpoints.manifest import (
+    DamagedCheckpoint,
+    hash_file,
+    read_manifest,
+    verify_files,
+    write_manifest,
+)
+from lightscale.training.health.faults import reach
 from lightscale.training.signals import die_with_parent
 
 STEPS, EVERY, KEEP, STEP_S = 60, 5, 3, 0.02

@@ -21,9 +21,9 @@ from lightscale.launch.chaos.damage import DamageCheck
 from lightscale.launch.chaos.schedule import Kill
 from lightscale.launch.chaos.trial import Injected, Trial
 from lightscale.launch.chaos.verify import Verdict
-from lightscale.training.run_directory import RunDirectory, read_metrics
+from lightscale.runs.run_directory import RunDirectory, read_metrics
 
-ROOT = Path(__file__).resolve().parent.parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 
 CONFIG = f"""
 extends = ["{ROOT}/configs/arch/tnl.toml", "{ROOT}/configs/size/tiny.toml"]
@@ -31,7 +31,7 @@ extends = ["{ROOT}/configs/arch/tnl.toml", "{ROOT}/configs/size/tiny.toml"]
 [model]
 vocab_size = 64
 num_layers = 2
-width = 32
+hidden_size = 32
 
 [data]
 store = "store"

@@ -8,7 +8,7 @@ import pytest
 from lightscale.launch.chaos import damage
 from lightscale.launch.chaos.damage import check_detection, checkpoint_directories, damage_file
 from lightscale.launch.chaos.schedule import DAMAGE_KINDS
-from lightscale.training.manifest import hash_file, write_manifest
+from lightscale.training.checkpoints.manifest import hash_file, write_manifest
 
 SIZES = {"rank-00000": 10_000, "rank-00001": 9_000, "small": 1, "empty": 0}
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightscale.evaluation.failures import Regime, expected_shares
 from lightscale.launch.chaos.training import Training
-from lightscale.training.checkpoint_files import directory_name
-from lightscale.training.goodput import run_goodput
-from lightscale.training.manifest import read_manifest
-from lightscale.training.run_directory import RunDirectory, read_lines
+from lightscale.planning.failures import Regime, expected_shares
+from lightscale.runs.goodput import run_goodput
+from lightscale.runs.run_directory import RunDirectory, read_lines
+from lightscale.training.checkpoints.directories import directory_name
+from lightscale.training.checkpoints.manifest import read_manifest
 
-ROOT = Path(__file__).resolve().parent.parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 
 STEPS = 2_500
 MTBF_S = 20.0
@@ -27,7 +27,7 @@ extends = ["{ROOT}/configs/arch/tnl.toml", "{ROOT}/configs/size/tiny.toml"]
 [model]
 vocab_size = 64
 num_layers = 2
-width = 32
+hidden_size = 32
 
 [data]
 store = "store"

@@ -12,7 +12,7 @@ from lightscale.launch.chaos.schedule import Amounts, Damage, Fault, Kill, Stop,
 from lightscale.launch.chaos.training import Training
 from lightscale.launch.chaos.trial import Runner, Trial
 from lightscale.launch.chaos.verify import Verdict, judge
-from lightscale.training.run_directory import RunDirectory, read_lines
+from lightscale.runs.run_directory import RunDirectory, read_lines
 
 PROGRAM = Path(__file__).with_name("fake_training.py")
 REFERENCE = [

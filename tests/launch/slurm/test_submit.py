@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from lightscale.cli import main
-from lightscale.config_files import load
-from lightscale.launch.lock import RunLock
+from lightscale.config.files import load
 from lightscale.launch.slurm import client
 from lightscale.launch.slurm.settings import load_settings
-from lightscale.training.jobs import live_jobs, record_job, recorded_jobs
-from lightscale.training.run_directory import RunDirectory
+from lightscale.runs.jobs import live_jobs, record_job, recorded_jobs
+from lightscale.runs.lock import RunLock
+from lightscale.runs.run_directory import RunDirectory
 
 Run = Any  # conftest.py
 

@@ -1,0 +1,47 @@
+"""``lightscale config``: print a run's resolved configuration, or what every field means."""
+
+import argparse
+import dataclasses
+import json
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from lightscale.config.fields import describe_fields
+from lightscale.config.files import load, to_toml
+from lightscale.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``lightscale config``."""
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file of the run")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces the file's value")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--describe", action="store_true", help="print all fields and their meaning")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the resolved configuration as TOML (or JSON), or the table of fields."""
+    if args.describe:
+        _describe(as_json=args.json)
+        return 0
+    if args.config is None:
+        raise UserError("no CONFIG given; name the run's TOML file, or --describe for a table of all fields")
+    config = load(args.config, args.overrides)
+    print(json.dumps(config.model_dump(mode="json"), indent=2) if args.json else to_toml(config).rstrip())
+    return 0
+
+
+def _describe(*, as_json: bool) -> None:
+    fields = describe_fields()
+    if as_json:
+        print(json.dumps([dataclasses.asdict(field) for field in fields], indent=2))
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("field", no_wrap=True)
+    for heading in ("type", "default", "meaning"):
+        table.add_column(heading, ratio=3 if heading == "meaning" else 1)
+    for field in fields:
+        table.add_row(field.key, field.type, field.default, field.description)
+    Console(markup=False).print(table)

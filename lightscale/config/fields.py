@@ -1,0 +1,151 @@
+"""What the configuration's fields are, in words: for `lightscale config --describe` and for errors."""
+
+import difflib
+import itertools
+import json
+import re
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from lightscale.config.schema import RunConfig
+
+SECTIONS: tuple[str, ...] = tuple(RunConfig.model_fields)
+
+# Keys that have another name now.
+_RENAMED = {
+    ("model", "width"): ("model", "hidden_size"),
+    ("model", "glu_width"): ("model", "intermediate_size"),
+}
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    Path: "a path",
+    type(None): '"none"',
+}
+_BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldDescription:
+    """One field: dotted key (NAME where the user chooses one), what it takes, default as TOML, meaning."""
+
+    key: str
+    type: str
+    default: str
+    description: str
+
+
+def describe_fields() -> list[FieldDescription]:
+    """Every field of a run's configuration, in the order of the sections."""
+    return list(_describe(RunConfig, ()))
+
+
+def _describe(section: type[BaseModel], path: tuple[str, ...]) -> Iterator[FieldDescription]:
+    for name, field in section.model_fields.items():
+        inner, named = table_type(field.annotation)
+        if inner is not None:
+            yield from _describe(inner, (*path, name, "NAME") if named else (*path, name))
+            continue
+        default = "(required)" if field.is_required() else toml_value(field.default)
+        yield FieldDescription(
+            key=key_text((*path, name)),
+            type=field_words(field),
+            default=default,
+            description=field.description or "",
+        )
+
+
+def table_type(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
+    """The type of the table that a field holds (None: no table), and whether there is one per NAME."""
+    named = get_origin(annotation) is dict
+    inner = get_args(annotation)[1] if named else annotation
+    return (inner, named) if isinstance(inner, type) and issubclass(inner, BaseModel) else (None, False)
+
+
+def field_words(field: FieldInfo) -> str:
+    """What the field takes, such as "a whole number >= 1"."""
+    return type_words(field.annotation, field.metadata)
+
+
+def type_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """What a value of the type `annotation` with pydantic's `metadata` may be."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        base, *notes = arguments
+        inner = [note.metadata if isinstance(note, FieldInfo) else [note] for note in notes]
+        return type_words(base, [*metadata, *itertools.chain(*inner)])
+    if origin in (Union, types.UnionType):
+        return " or ".join(type_words(argument) for argument in arguments)
+    if origin is Literal:
+        return " or ".join(f'"{argument}"' for argument in arguments)
+    if origin is dict:
+        return f"a table of NAME = {type_words(arguments[1])}"
+    if origin is list:
+        return f"a list of {type_words(arguments[0])}"
+    if origin is tuple:
+        return f"a list of {len(arguments)}, each {type_words(arguments[0])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "a table"
+    bounds = [
+        f"{sign} {getattr(item, name):g}"
+        for item in metadata
+        for name, sign in _BOUNDS.items()
+        if getattr(item, name, None) is not None
+    ]
+    return f"{_WORDS[annotation]} {' and '.join(bounds)}".strip()
+
+
+def nearest_key(path: tuple[str, ...]) -> str:
+    """Advice on the unknown key `path`: its new name, the nearest right one, or what there is."""
+    if path in _RENAMED:
+        return f"it is called {key_text(_RENAMED[path])} now"
+    if len(path) == 1:
+        near = difflib.get_close_matches(path[0], [*SECTIONS, "extends"], n=1)
+        return f"did you mean {near[0]}?" if near else f"the sections are {', '.join(SECTIONS)}"
+    by_name: dict[str, list[str]] = {}
+    for field in describe_fields():
+        by_name.setdefault(field.key.rpartition(".")[2], []).append(field.key)
+    table = ".".join(name if depth < 2 else "NAME" for depth, name in enumerate(path[:-1]))
+    siblings = [name for name, keys in by_name.items() if f"{table}.{name}" in keys]
+    if path[-1] in by_name:
+        return f"did you mean {by_name[path[-1]][0]}?"
+    if near := difflib.get_close_matches(path[-1], siblings, n=1):
+        return f"did you mean {key_text((*path[:-1], near[0]))}?"
+    if near := difflib.get_close_matches(path[-1], by_name, n=1):
+        return f"did you mean {by_name[near[0]][0]}?"
+    return f"[{key_text(path[:-1])}] has {', '.join(siblings)}"
+
+
+def key_text(path: Sequence[str]) -> str:
+    """The dotted key, parts quoted where TOML wants it."""
+    return ".".join(part if _BARE_KEY.fullmatch(part) else _quoted(part) for part in path)
+
+
+def toml_value(value: object) -> str:
+    """`value` as TOML writes it; None, which TOML has not, is the text "none"."""
+    if value is None:
+        return '"none"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, Mapping):
+        pairs = ", ".join(f"{key_text([name])} = {toml_value(item)}" for name, item in value.items())
+        return f"{{{pairs}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(toml_value(item) for item in value)}]"
+    return _quoted(str(value))
+
+
+def _quoted(text: str) -> str:
+    # TOML's basic strings take JSON's escapes, and want DEL escaped too.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,231 @@
+"""Reads a run's configuration from TOML files and `section.key=value` overrides; writes its resolved form.
+
+Later wins: first the files that a file `extends`, in the order given, then the file itself, then the
+overrides. Tables of files are merged key by key; an override replaces the whole value of its key. The text
+"none" unsets an optional field. Of train.steps and train.tokens, the one set last replaces the other.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from lightscale.config.fields import field_words, key_text, nearest_key, table_type, toml_value, type_words
+from lightscale.config.schema import RunConfig
+from lightscale.errors import UserError
+
+Key = tuple[str, ...]
+
+# Two ways to say one thing: a file or command line that sets one drops what earlier files say of the other.
+_ALTERNATIVES: tuple[tuple[Key, Key], ...] = ((("train", "steps"), ("train", "tokens")),)
+
+# The table for `lightscale submit`, which see.
+_LAUNCH = "launch"
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration in the file `path` with `overrides`, each `section.key=value`.
+
+    Raises UserError with one line per mistake: file or override, key, value, and what would be right.
+    """
+    path = Path(path)
+    merged = _Merged()
+    for origin, table in _read(path, ()):
+        # What a cluster needs is no part of a run.
+        merged.merge({name: value for name, value in table.items() if name != _LAUNCH}, origin)
+    merged.override(overrides)
+    try:
+        return RunConfig.model_validate(merged.table)
+    except ValidationError as error:
+        lines = [_explain(dict(item), merged, path) for item in error.errors(include_url=False)]
+        raise UserError("\n".join(dict.fromkeys(lines))) from None
+
+
+def launch_tables(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file, its table [launch]) of the files that `path` extends, then of `path`, where they have one."""
+    for origin, table in _read(Path(path), ()):
+        launch = table.get(_LAUNCH)
+        if launch is not None:
+            if not isinstance(launch, dict):
+                raise UserError(f"{origin}: launch = {toml_value(launch)}: must be a table, [launch]")
+            yield origin, launch
+
+
+def to_toml(config: RunConfig) -> str:
+    """The resolved form: every field, in the order of definition. `load` reads it back."""
+    return "\n\n".join(_blocks(config.model_dump(mode="json"), ())) + "\n"
+
+
+def difference(first: RunConfig, second: RunConfig) -> list[tuple[str, Any, Any]]:
+    """(key, value in `first`, value in `second`) for each field that differs; None where one has no such."""
+    left, right = (dict(_leaves(config.model_dump(mode="json"), ())) for config in (first, second))
+    keys = dict.fromkeys([*left, *right])
+    return [(key_text(key), left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)]
+
+
+class _Merged:
+    """The tables laid over one another so far, and where each value came from."""
+
+    def __init__(self) -> None:
+        self.table: dict[str, Any] = {}
+        self._origins: dict[Key, str] = {}
+
+    def merge(self, table: Mapping[str, Any], origin: str) -> None:
+        """Lay a file's table over what is there."""
+        values = dict(_leaves(table, ()))
+        self._drop_alternatives(values)
+        for key, value in values.items():
+            # An empty table says nothing about what earlier files put there.
+            if value != {} or not isinstance(self.value(key), dict):
+                self._set(key, value, origin)
+
+    def override(self, overrides: Sequence[str]) -> None:
+        """Set the command line's keys."""
+        parsed = [(*_parse_override(text), text) for text in overrides]
+        self._drop_alternatives({key: value for key, value, _ in parsed})
+        for key, value, text in parsed:
+            self._set(key, value, f'override "{text}"')
+
+    def value(self, key: Key) -> Any:
+        """The value at `key`, None where there is none."""
+        value: Any = self.table
+        for part in key:
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+    def origin(self, key: Key) -> str | None:
+        """The file or override that set `key`: all of it, a table around it, or something in it."""
+        prefixes = [key[:length] for length in range(len(key), 0, -1)]
+        inside = [other for other in self._origins if other[: len(key)] == key]
+        return next((self._origins[other] for other in [*prefixes, *inside] if other in self._origins), None)
+
+    def _set(self, key: Key, value: Any, origin: str) -> None:
+        table = self.table
+        for part in key[:-1]:
+            if not isinstance(table.get(part), dict):
+                table[part] = {}
+            table = table[part]
+        table[key[-1]] = value
+        self._origins[key] = origin
+
+    def _drop_alternatives(self, values: Mapping[Key, Any]) -> None:
+        for pair in _ALTERNATIVES:
+            for chosen, other in (pair, pair[::-1]):
+                if chosen in values and other not in values and isinstance(self.table.get(other[0]), dict):
+                    self.table[other[0]].pop(other[1], None)
+
+
+def _read(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file, its table) of the files that `path` extends, then of `path`. `chain`: the way to it."""
+    if path.resolve() in [earlier.resolve() for earlier in chain]:
+        raise UserError(f"{chain[0]}: extends goes in a circle: {' -> '.join(map(str, [*chain, path]))}")
+    table = _parse_file(path, f'{chain[-1]}: extends "{path}": ' if chain else "")
+    bases = table.pop("extends", [])
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise UserError(f"{path}: extends = {toml_value(bases)}: must be a path or a list of paths")
+    for base in bases:
+        yield from _read(Path(os.path.normpath(path.parent / base)), (*chain, path))
+    yield str(path), table
+
+
+def _parse_file(path: Path, context: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        names = sorted(file.name for file in path.parent.glob("*.toml"))
+        near = difflib.get_close_matches(path.name, names, n=1)
+        there = ", ".join(names) or "no TOML files"
+        advice = f"did you mean {path.parent / near[0]}?" if near else f"{path.parent} has {there}"
+        raise UserError(f"{context}there is no configuration file {path}; {advice}") from None
+    except OSError as error:
+        raise UserError(f"{context}cannot read the configuration file {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text, which TOML must be (byte {error.start})") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path}: not valid TOML: {error}") from None
+
+
+def _parse_override(text: str) -> tuple[Key, Any]:
+    """'model.hidden_size=64' -> (("model", "width"), 64). A value that is not TOML is text."""
+    name, equals, value = text.partition("=")
+    try:
+        key = [] if not equals else list(_leaves(tomllib.loads(f"{name} = 0"), ()))
+    except tomllib.TOMLDecodeError:
+        key = []
+    if len(key) != 1 or len(key[0][0]) < 2:
+        raise UserError(f'override "{text}": must be section.key=value, such as train.steps=100')
+    try:
+        parsed = tomllib.loads(f"value = {value}")
+    except tomllib.TOMLDecodeError:
+        parsed = {}
+    return key[0][0], parsed["value"] if list(parsed) == ["value"] else value
+
+
+def _explain(error: dict[str, Any], merged: _Merged, path: Path) -> str:
+    """One line for one of pydantic's errors."""
+    key, words = _locate(error["loc"])
+    origin, value = merged.origin(key) or path, merged.value(key)
+    if error["type"] == "value_error":
+        return f"{path}: {error['ctx']['error']}"
+    if error["type"] == "extra_forbidden":
+        return f"{origin}: unknown key {key_text(key)}; {nearest_key(key)}"
+    if value is None and len(key) == 1:
+        return f"{origin}: the section [{key_text(key)}] is missing; it needs {', '.join(_required(key[0]))}"
+    if value is None:
+        return f"{origin}: {key_text(key)} is missing; it must be {words}"
+    return f"{origin}: {key_text(key)} = {toml_value(value)}: must be {words}"
+
+
+def _locate(location: Sequence[int | str]) -> tuple[Key, str]:
+    """The key that pydantic's `location` lies in, and what the key takes.
+
+    Beyond the key, a location goes on with indices into lists and with the members of unions.
+    """
+    key: list[str] = []
+    section: type[BaseModel] | None = RunConfig
+    words = "a table"
+    parts = iter(map(str, location))
+    for part in parts:
+        if section is None:
+            break
+        key.append(part)
+        field = section.model_fields.get(part)
+        if field is None:
+            break
+        words = field_words(field)
+        section, _ = table_type(field.annotation)
+        if get_origin(field.annotation) is dict and (name := next(parts, None)) is not None:
+            key.append(name)
+            words = type_words(get_args(field.annotation)[1])
+    return tuple(key), words
+
+
+def _required(section: str) -> list[str]:
+    inner, _ = table_type(RunConfig.model_fields[section].annotation)
+    assert inner is not None, section
+    return [name for name, field in inner.model_fields.items() if field.is_required()]
+
+
+def _blocks(table: Mapping[str, Any], path: Key) -> Iterator[str]:
+    """`table` as TOML: a block for its own values, then those of the tables in it."""
+    inner = {name: value for name, value in table.items() if isinstance(value, dict) and value}
+    own = {name: value for name, value in table.items() if name not in inner}
+    if own:
+        lines = [f"{key_text([name])} = {toml_value(value)}" for name, value in own.items()]
+        yield "\n".join([f"[{key_text(path)}]", *lines])
+    for name, value in inner.items():
+        yield from _blocks(value, (*path, name))
+
+
+def _leaves(table: Mapping[str, Any], path: Key) -> Iterator[tuple[Key, Any]]:
+    """(key, value) of everything in `table` that is no table, and of its empty tables."""
+    for name, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, (*path, name))
+        else:
+            yield (*path, name), value

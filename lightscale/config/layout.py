@@ -1,0 +1,123 @@
+"""The layout that a configuration gives on a number of processes: pure arithmetic, no process group is touched."""
+
+from dataclasses import dataclass
+
+from lightscale.config.arithmetic import near_divisor, near_multiple
+from lightscale.config.schema import ParallelConfig, RunConfig
+from lightscale.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Ranks along each axis, and the share of the batch that each holds. Made by `check_layout`."""
+
+    tensor: int
+    pipeline: int
+    sequence: int
+    data: int
+    micro_batch_size: int
+    """Sequences that a data rank holds at once."""
+    num_microbatches: int
+    """Micro-batches that a data rank goes through per step."""
+    rank_sequence_tokens: int
+    """Tokens of each sequence that a sequence rank holds."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.tensor * self.pipeline * self.sequence * self.data
+
+
+def check_layout(config: RunConfig, world_size: int) -> Layout:
+    """The layout of `config` on `world_size` processes; pure arithmetic, no process group is touched.
+
+    Raises UserError that names both fields, their values, and a value that would work.
+    """
+    parallel = config.parallel
+    data = _data_ranks(parallel, world_size)
+    tensor = parallel.tensor
+    for name in ("num_heads", "intermediate_size", "vocab_size"):
+        _require_divisible(f"model.{name}", getattr(config.model, name), "parallel.tensor", tensor)
+    _check_stages(config)
+    length = config.data.sequence_length
+    _check_length("data.sequence_length", length, parallel)
+    for number, stage in enumerate(config.data.curriculum):
+        _check_length(f"data.curriculum[{number}].sequence_length", stage.sequence_length, parallel)
+    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
+    if batch % (micro * data):
+        raise UserError(
+            f"train.global_batch_size = {batch} is not divisible by train.micro_batch_size = {micro} times "
+            f"the {data} data ranks (parallel.data); {near_multiple(batch, micro * data)} sequences would do"
+        )
+    num_microbatches = batch // (micro * data)
+    if parallel.virtual_stages > 1 and num_microbatches % parallel.pipeline:
+        unit = micro * data * parallel.pipeline
+        raise UserError(
+            f"parallel.virtual_stages = {parallel.virtual_stages} takes micro-batches in groups of parallel.pipeline = "
+            f"{parallel.pipeline}, but train.global_batch_size = {batch} makes {num_microbatches} of them on every "
+            f"data rank; {near_multiple(batch, unit)} sequences would do"
+        )
+    return Layout(
+        tensor=tensor,
+        pipeline=parallel.pipeline,
+        sequence=parallel.sequence,
+        data=data,
+        micro_batch_size=micro,
+        num_microbatches=num_microbatches,
+        rank_sequence_tokens=length // parallel.sequence,
+    )
+
+
+def _check_length(name: str, length: int, parallel: ParallelConfig) -> None:
+    _require_divisible(name, length, "parallel.sequence", parallel.sequence)
+    if length % (parallel.sequence * parallel.tensor):
+        raise UserError(
+            f"{name} = {length} is not divisible by parallel.sequence = {parallel.sequence} times parallel.tensor = "
+            f"{parallel.tensor} (tensor ranks hold shards of the activations too); "
+            f"{near_multiple(length, parallel.sequence * parallel.tensor)} tokens would do"
+        )
+
+
+def _check_stages(config: RunConfig) -> None:
+    parallel, num_layers = config.parallel, config.model.num_layers
+    if parallel.virtual_stages > 1 and parallel.pipeline == 1:
+        raise UserError(
+            f"parallel.virtual_stages = {parallel.virtual_stages} needs parallel.pipeline of at least 2; "
+            "parallel.virtual_stages = 1 would do"
+        )
+    stages = parallel.pipeline * parallel.virtual_stages
+    if stages > num_layers:
+        raise UserError(
+            f"model.num_layers = {num_layers} is fewer than the {stages} stages of parallel.pipeline = "
+            f"{parallel.pipeline} times parallel.virtual_stages = {parallel.virtual_stages}, and every stage needs a "
+            f"layer; parallel.pipeline = {max(1, num_layers // parallel.virtual_stages)} would do"
+        )
+
+
+def _data_ranks(parallel: ParallelConfig, world_size: int) -> int:
+    """Ranks along the data axis; the product of all axes is then the world size."""
+    assert world_size >= 1, world_size
+    inner = parallel.tensor * parallel.pipeline * parallel.sequence
+    axes = ", ".join(f"parallel.{axis} = {getattr(parallel, axis)}" for axis in ("tensor", "pipeline", "sequence"))
+    if parallel.data is None:
+        if world_size % inner:
+            raise UserError(
+                f"{world_size} processes cannot be shared out to {axes} (together {inner}); "
+                f"{near_multiple(world_size, inner)} processes would do"
+            )
+        return world_size // inner
+    if inner * parallel.data != world_size:
+        rest = f", or parallel.data = {world_size // inner}" if world_size % inner == 0 else ""
+        raise UserError(
+            f"{world_size} processes are not the product of {axes}, parallel.data = {parallel.data}; "
+            f"{inner * parallel.data} processes would do{rest}"
+        )
+    return parallel.data
+
+
+def _require_divisible(name: str, size: int, axis: str, ranks: int) -> None:
+    if size % ranks:
+        raise UserError(
+            f"{name} = {size} is not divisible by {axis} = {ranks}; "
+            f"{axis} = {near_divisor(size, ranks)} or {name} = {near_multiple(size, ranks)} would do"
+        )

@@ -1,0 +1,401 @@
+"""The configuration of a run: one frozen type per section, and the layout it gives on a number of processes.
+
+`lightscale.config.files` reads it from TOML files and overrides. Everything may import this module, so it
+imports neither torch nor any part of lightscale but the errors.
+"""
+
+import math
+import re
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from lightscale.config.arithmetic import near_divisor, near_multiple
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+PositiveOrZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+# TOML has neither paths nor tuples: they are read from text and from lists, everything else as it is.
+PathText = Annotated[Path, Field(strict=False)]
+Exchange = Literal["gather", "two_level", "ring"]
+Recompute = Literal["none", "selective", "full"]
+
+_MIXER_ENTRY = re.compile(r"(?P<name>[a-z][a-z0-9_]*)(\*(?P<count>[1-9][0-9]*))?")
+_SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_RUN_AT_STEP = re.compile(r".+@[0-9]+")
+
+
+def _whole(value: object) -> object:
+    """300e9 -> 300_000_000_000, as people write token counts; anything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+TokenCount = Annotated[Count, BeforeValidator(_whole)]
+
+
+class Section(BaseModel):
+    """What all sections share: frozen, no unknown keys, no silent conversions, documented fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _unset(cls, value: Any, info: ValidationInfo) -> Any:
+        # TOML has no null: "none" unsets an optional field that an earlier file set.
+        assert info.field_name is not None
+        return None if value == "none" and cls.model_fields[info.field_name].default is None else value
+
+
+class ModelConfig(Section):
+    """[model]: the shape of the network."""
+
+    mixer: str | list[str] = "tnl"
+    """Token mixer of the layers: a name, or a pattern like ["tnl*7", "llama"], repeated up to num_layers."""
+    num_layers: Count
+    """Number of blocks."""
+    hidden_size: Count
+    """Width of the residual stream (d_model), in channels."""
+    num_heads: Count
+    """Number of heads; divides hidden_size."""
+    intermediate_size: Count
+    """Inner width of the gated linear unit, in channels."""
+    vocab_size: Count
+    """Rows of the embedding, in tokens; padding included."""
+    glu_activation: Literal["none", "silu"] = "none"
+    """Activation of the gate in the gated linear unit."""
+    norm: Literal["srmsnorm", "rmsnorm"] = "srmsnorm"
+    """Norm before each mixer and each gated linear unit, and at the end; srmsnorm has no weight."""
+    norm_eps: Positive = 1e-6
+    """Added to the mean square in the norms."""
+    init_std: Positive = 0.02
+    """Standard deviation of the initial weights; output projections take it divided by sqrt(2 num_layers)."""
+    gate_rank: Count | None = None
+    """Rank of a mixer's output gate, in channels; none: the head width."""
+
+    @cached_property
+    def head_dim(self) -> int:
+        """Channels per head."""
+        return self.hidden_size // self.num_heads
+
+    @cached_property
+    def layers(self) -> tuple[str, ...]:
+        """The mixer's name for each layer, first to last; length num_layers."""
+        period = _mixer_period(self.mixer)
+        return tuple(period * (self.num_layers // len(period)))
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"model.hidden_size = {self.hidden_size} is not divisible by model.num_heads = {self.num_heads}; "
+                f"{near_divisor(self.hidden_size, self.num_heads)} heads would do"
+            )
+        period = len(_mixer_period(self.mixer))
+        if self.num_layers % period:
+            raise ValueError(
+                f"model.num_layers = {self.num_layers} is not divisible by the {period} layers of the "
+                f"pattern model.mixer = {self.mixer}; {near_multiple(self.num_layers, period)} would do"
+            )
+        return self
+
+
+class ValidationSet(Section):
+    """[data.validation.NAME]: text on which the loss is measured, never trained on."""
+
+    source: str
+    """Name of the source in its store."""
+    store: PathText | None = None
+    """Path of the token store; none: the training store."""
+    sequences: Count = 64
+    """Number of sequences measured, the first ones of the source."""
+
+
+class CurriculumStage(Section):
+    """An entry of data.curriculum: shorter sequences at the beginning of a run."""
+
+    sequence_length: Count
+    """Length of a sequence, in tokens; divides data.sequence_length."""
+    until_tokens: TokenCount
+    """Place in the data, in tokens, where the stage ends; rounded up to whole steps, may be written like 10e9."""
+
+
+class DataConfig(Section):
+    """[data]: what is read, and in which order."""
+
+    store: PathText
+    """Path of the token store, relative to the current directory."""
+    sources: dict[str, Positive] = {}
+    """Weight of each source (only ratios count); empty: as the corpus gave them, else by tokens, but for validation."""
+    sequence_length: Count
+    """Length of a training sequence, in tokens; with a curriculum, that of its last stage."""
+    packing: Literal["concat", "whole"] = "concat"
+    """concat: windows over the stream of documents; whole: only documents longer than a sequence are cut."""
+    curriculum: list[CurriculumStage] = []
+    """Stages of shorter sequences at first, {sequence_length, until_tokens} each; steps keep their tokens."""
+    seed: CountOrZero = 0
+    """Decides the order of the samples."""
+    validation: dict[str, ValidationSet] = {}
+    """Validation sets by name."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, validation in self.validation.items():
+            if not _SET_NAME.fullmatch(name):
+                raise ValueError(
+                    f"data.validation: the name {name!r} becomes part of metric names; "
+                    "letters, digits, '_' and '-' would do"
+                )
+            if validation.source in self.sources and validation.store in (None, self.store):
+                raise ValueError(
+                    f"data.sources and data.validation.{name} both name the source {validation.source!r}; "
+                    "a validation source is never trained on"
+                )
+        for before, stage in zip([None, *self.curriculum], self.curriculum, strict=False):
+            if self.sequence_length % stage.sequence_length:
+                raise ValueError(
+                    f"data.curriculum: sequence_length = {stage.sequence_length} does not divide "
+                    f"data.sequence_length = {self.sequence_length}, so that steps could not keep their tokens; "
+                    f"{near_divisor(self.sequence_length, stage.sequence_length)} would do"
+                )
+            if before is not None and stage.until_tokens <= before.until_tokens:
+                raise ValueError(
+                    f"data.curriculum: until_tokens = {stage.until_tokens} comes after {before.until_tokens}; "
+                    "list the stages in the order of the run"
+                )
+        return self
+
+
+class ParallelConfig(Section):
+    """[parallel]: how many ranks share the work along each axis; their product is the number of processes."""
+
+    tensor: Count = 1
+    """Ranks that share every layer's heads and widths."""
+    pipeline: Count = 1
+    """Ranks that share the layers."""
+    sequence: Count = 1
+    """Ranks that share every sequence."""
+    data: Count | None = None
+    """Ranks that share the batch; none: the rest of the processes."""
+    virtual_stages: Count = 1
+    """Stretches of layers on every pipeline rank, interleaved for a smaller bubble; 1: one stretch (1F1B)."""
+    exchange: Exchange = "gather"
+    """How states pass along the sequence: gathered by all, inside nodes and then between them, from rank to rank."""
+    ranks_per_node: Count | None = None
+    """Processes that share a node, for two_level; none: as they were started."""
+
+
+class OptimizerConfig(Section):
+    """[optimizer]: AdamW and its learning rate schedule."""
+
+    lr: Positive
+    """Peak learning rate."""
+    schedule: Literal["constant", "cosine", "wsd"] = "constant"
+    """After the warm-up: constant, a cosine to the end, or wsd: constant, then linear over decay_steps."""
+    warmup_steps: CountOrZero = 0
+    """Length of the linear warm-up from 0, in steps."""
+    decay_steps: Count | None = None
+    """Length of the final decay of wsd, in steps."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Learning rate at the end of cosine and wsd, as a share of lr."""
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
+    """Decay of the two running means of Adam, per step."""
+    eps: Positive = 1e-8
+    """Added to the root of Adam's second moment."""
+    weight_decay: PositiveOrZero = 0.1
+    """Share of a weight taken off per step, times lr; not on norms, biases and decay parameters."""
+    grad_clip: PositiveOrZero = 1.0
+    """Largest global gradient norm, gradients are scaled down to it; 0: off."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.schedule == "wsd" and self.decay_steps is None:
+            raise ValueError('optimizer.schedule = "wsd" needs optimizer.decay_steps, a number of steps')
+        if self.schedule != "wsd" and self.decay_steps is not None:
+            raise ValueError(
+                f"optimizer.decay_steps = {self.decay_steps} has no effect with optimizer.schedule = "
+                f'"{self.schedule}"; leave it out or set the schedule to "wsd"'
+            )
+        return self
+
+
+class TrainConfig(Section):
+    """[train]: length of the run, batch, numbers and device."""
+
+    steps: Count | None = None
+    """Length of the run, in optimizer steps; exactly one of steps and tokens is given."""
+    tokens: TokenCount | None = None
+    """Length of the run, in tokens; rounded up to whole steps, and may be written like 300e9."""
+    global_batch_size: Count
+    """Sequences per step, over all ranks."""
+    micro_batch_size: Count = 1
+    """Sequences that a data rank holds at once; the rest of its share is accumulated."""
+    seed: CountOrZero = 0
+    """Decides the initial weights."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto: on GPUs where there are any."""
+    recompute: Recompute = "none"
+    """Activations computed again in the backward pass, to save memory: of the linear units, or of whole layers."""
+    kernels: Literal["auto", "triton", "chunked", "reference"] = "auto"
+    """What computes the operators; auto: Triton on GPUs, chunked PyTorch elsewhere. reference: token by token."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Number format of weights and activations; auto: fp32 on CPUs, bf16 with fp32 main weights on GPUs."""
+    validate_every: CountOrZero = 0
+    """Steps between validations; 0: never."""
+    init_from: str | None = None
+    """RUN@STEP: start from the weights of that checkpoint; optimizer and data start afresh."""
+    profile_steps: Annotated[tuple[Count, Count], Field(strict=False)] | None = None
+    """[first, last]: steps recorded by the profiler, counted from 1."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.steps is None) == (self.tokens is None):
+            found = "both are given" if self.steps else "neither is given"
+            raise ValueError(f"exactly one of train.steps and train.tokens sets the run's length; {found}")
+        if self.profile_steps and self.profile_steps[0] > self.profile_steps[1]:
+            first, last = self.profile_steps
+            raise ValueError(f"train.profile_steps = [{first}, {last}] runs backwards; [{last}, {first}] would do")
+        if self.init_from is not None and not _RUN_AT_STEP.fullmatch(self.init_from):
+            raise ValueError(f'train.init_from = "{self.init_from}" must be RUN@STEP, like "runs/first@1000"')
+        return self
+
+
+class CheckpointConfig(Section):
+    """[checkpoint]: how often the run is saved, and how long that is kept."""
+
+    every: Count | None = None
+    """Steps between checkpoints; none: by time, tuned to what saves cost. The last step is always saved."""
+    mtbf_hours: Positive = 24.0
+    """Expected hours between failures of the whole run, preemptions included; for the interval that is by time."""
+    keep: Annotated[int, Field(ge=2)] = 2
+    """Number of newest checkpoints that are kept."""
+    keep_every: Count | None = None
+    """Checkpoints at multiples of this many steps stay for ever; none: no such."""
+    asynchronous: bool = True
+    """Write in the background: training waits only for the copy of its state."""
+    max_failures: Count = 3
+    """Saves that fail in a row before the run is stopped."""
+
+
+class GuardConfig(Section):
+    """[guard]: steps that are left out because their numbers are bad, and going back when that does not help."""
+
+    window: Annotated[int, Field(ge=8)] = 100
+    """Steps whose medians are the usual loss and gradient norm; before there are as many, only NaN and Inf are bad."""
+    max_loss_rise: Positive | None = 1.0
+    """Nats above the median loss from which a step is left out; none: any finite loss is good."""
+    max_grad_norm_ratio: Positive | None = 20.0
+    """Multiple of the median gradient norm from which a step is left out; none: any finite norm is good."""
+    max_skips: Count = 3
+    """Steps left out in a row, after which the run goes back to a checkpoint and jumps over that data."""
+    max_rollbacks: CountOrZero = 3
+    """Times that the run goes back; at the next one it stops for a person to look."""
+    compare_replicas_every: CountOrZero = 0
+    """Steps between comparisons of weights that several ranks hold, to find silent corruption; 0: never."""
+
+
+class RestartConfig(Section):
+    """[restart]: how failures are noticed, and how often the ranks are started again."""
+
+    max_cycles: Count = 3
+    """Starts in a row that end without a new checkpoint, after which the run is given up."""
+    hang_timeout_s: Positive = 60.0
+    """Least time without any progress after which a rank counts as hanging; slow steps extend it."""
+    collective_timeout_s: Positive = 600.0
+    """Longest wait for the other ranks in one exchange."""
+
+
+class MetricsConfig(Section):
+    """[metrics]: what is recorded while training."""
+
+    log_every: Count = 1
+    """Steps between lines of metrics."""
+    tensorboard: bool = True
+    """Write TensorBoard scalars beside metrics.jsonl."""
+    position_buckets: Count = 8
+    """Equal parts of the sequence for which the validation loss is reported separately."""
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    model: ModelConfig
+    data: DataConfig
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig
+    train: TrainConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    guard: GuardConfig = GuardConfig()
+    restart: RestartConfig = RestartConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+    @cached_property
+    def tokens_per_step(self) -> int:
+        """Tokens that all ranks together train on in one step."""
+        return self.train.global_batch_size * self.data.sequence_length
+
+    @cached_property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        if self.train.steps is not None:
+            return self.train.steps
+        assert self.train.tokens is not None
+        return math.ceil(self.train.tokens / self.tokens_per_step)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        optimizer, steps = self.optimizer, self.total_steps
+        if optimizer.schedule == "cosine" and optimizer.warmup_steps >= steps:
+            raise ValueError(
+                f"optimizer.warmup_steps = {optimizer.warmup_steps} leaves nothing of the run's {steps} "
+                f"steps (train.steps or train.tokens) to the cosine; {steps // 10} would do"
+            )
+        decay_steps = optimizer.decay_steps or 0
+        if optimizer.schedule == "wsd" and optimizer.warmup_steps + decay_steps > steps:
+            raise ValueError(
+                f"optimizer.warmup_steps = {optimizer.warmup_steps} and optimizer.decay_steps = "
+                f"{decay_steps} are together longer than the run's {steps} steps (train.steps or "
+                f"train.tokens); {steps // 10} and {max(1, steps // 5)} would do"
+            )
+        if self.train.profile_steps and self.train.profile_steps[1] > steps:
+            raise ValueError(
+                f"train.profile_steps = {list(self.train.profile_steps)} lies beyond the run's {steps} steps "
+                "(train.steps or train.tokens)"
+            )
+        if self.train.validate_every and not self.data.validation:
+            raise ValueError(
+                f"train.validate_every = {self.train.validate_every} but data.validation names no set; "
+                "add [data.validation.NAME] with its source, or set train.validate_every to 0"
+            )
+        if self.metrics.position_buckets > self.data.sequence_length:
+            raise ValueError(
+                f"metrics.position_buckets = {self.metrics.position_buckets} is more than "
+                f"data.sequence_length = {self.data.sequence_length} tokens"
+            )
+        return self
+
+
+def _mixer_period(mixer: str | Iterable[str]) -> list[str]:
+    """["tnl*2", "llama"] -> ["tnl", "tnl", "llama"]."""
+    entries = [mixer] if isinstance(mixer, str) else list(mixer)
+    period: list[str] = []
+    for entry in entries:
+        match = _MIXER_ENTRY.fullmatch(entry)
+        if match is None:
+            raise ValueError(f'model.mixer: "{entry}" must be NAME or NAME*COUNT, like "tnl" or "tnl*7"')
+        period += [match["name"]] * int(match["count"] or 1)
+    if not period:
+        raise ValueError('model.mixer = [] names no mixer; "tnl" would do')
+    return period

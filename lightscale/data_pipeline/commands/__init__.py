@@ -1,0 +1,1 @@
+"""The `lightscale data` commands: what they take, what they show."""

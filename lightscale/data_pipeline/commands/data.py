@@ -1,0 +1,78 @@
+"""``lightscale data``: prepare, inspect and verify token stores, and find what a run read of them."""
+
+import argparse
+import importlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from lightscale.data_pipeline.commands import prepare, verify
+from lightscale.data_pipeline.commands.output import plain_console, print_report
+from lightscale.data_pipeline.store.token_store import TokenStore, source_identity
+from lightscale.data_pipeline.tokenizers import load_tokenizer
+
+_SAMPLE_TOKENS = 120
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``lightscale data``."""
+    commands = parser.add_subparsers(dest="data_command", metavar="COMMAND", title="commands", required=True)
+    prepare.add_parser(commands)
+    inspect = commands.add_parser("inspect", help="show what a token store holds")
+    inspect.add_argument("store", type=Path, metavar="STORE")
+    inspect.add_argument("--sample", type=int, default=1, metavar="N", help="documents to show (default: 1)")
+    inspect.add_argument("--json", action="store_true", help="print it as JSON")
+    inspect.set_defaults(run_data=_inspect)
+    verify.add_parser(commands)
+    samples = commands.add_parser("samples", help="name the documents that a step of a run was trained on")
+    samples.add_argument("run_directory", type=Path, metavar="RUN", help="the run's directory")
+    samples.add_argument("--step", type=int, required=True, metavar="N", help="the step, counted from 1")
+    samples.add_argument("--json", action="store_true", help="print one JSON object")
+    samples.set_defaults(run_data=_run_samples)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen command; 0 when it is done, ``UserError`` for a person's mistake."""
+    chosen: Callable[[argparse.Namespace], int] = args.run_data
+    return chosen(args)
+
+
+def _run_samples(args: argparse.Namespace) -> int:
+    """The only one of these commands that needs torch: the others must not wait for it."""
+    return int(importlib.import_module("lightscale.data_pipeline.commands.samples").run(args))
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    store = TokenStore(args.store)
+    report = store.report()
+    samples = list(_samples(store, args.sample))
+    if args.json:
+        sources = {
+            name: {**report["sources"][name], **source_identity(source)} for name, source in store.sources.items()
+        }
+        content = {"store": str(args.store), "fingerprint": store.fingerprint(), "samples": samples}
+        print(json.dumps({**report, **content, "sources": sources}, ensure_ascii=False))
+        return 0
+    console = plain_console()
+    console.print(f"{args.store}: fingerprint {store.fingerprint()}")
+    print_report(console, report)
+    for sample in samples:
+        console.rule(f"{sample['source']}, document {sample['document']:,}")
+        console.print(Text(sample["text"]))
+    return 0
+
+
+def _samples(store: TokenStore, num_documents: int) -> Iterator[dict[str, Any]]:
+    """The beginnings of ``num_documents`` documents, spread evenly over the store's largest source."""
+    if num_documents < 1:
+        return
+    tokenizer = load_tokenizer(store.path)
+    source = max(store.sources.values(), key=lambda source: source.num_tokens)
+    count = min(num_documents, source.num_documents)
+    for index in (number * source.num_documents // count for number in range(count)):
+        start, stop = source.document(index)
+        ids = source.read(start + 1, min(stop, start + 1 + _SAMPLE_TOKENS))
+        yield {"source": source.name, "document": index, "text": tokenizer.decode(ids)}

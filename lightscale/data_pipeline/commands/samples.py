@@ -1,0 +1,45 @@
+"""``lightscale data samples``."""
+
+import argparse
+import json
+from dataclasses import asdict
+
+from rich.table import Table
+
+from lightscale.data_pipeline.commands.output import plain_console
+from lightscale.data_pipeline.loading.samples import SampleContent, StepContent, run_loader, step_content
+from lightscale.errors import UserError
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what the step consumed; ``UserError`` for a step that the run does not have."""
+    config, loader = run_loader(args.run_directory)
+    if not 1 <= args.step <= config.total_steps:
+        raise UserError(f"--step {args.step}: {args.run_directory} has the steps 1 … {config.total_steps}")
+    content = step_content(loader, args.step)
+    if args.json:
+        print(json.dumps(asdict(content)))
+        return 0
+    console = plain_console()
+    first, last = content.first_token, content.first_token + content.num_tokens
+    console.print(
+        f"step {content.step}: tokens {first:,} to {last:,} of the run, {len(content.samples):,} sequences of "
+        f"{content.sequence_length:,} tokens"
+    )
+    console.print(_table(content))
+    return 0
+
+
+def _table(content: StepContent) -> Table:
+    table = Table("sample", "source", "epoch", "window", "document", "tokens of the document")
+    for sample in content.samples:
+        names = (f"{sample.sample}", sample.source, f"{sample.epoch}", f"{sample.window}")
+        for document, tokens in _lines(sample):
+            table.add_row(*names, document, tokens)
+            names = ("", "", "", "")
+    return table
+
+
+def _lines(sample: SampleContent) -> list[tuple[str, str]]:
+    lines = [(f"{one.document}", f"{one.start} to {one.stop}") for one in sample.documents]
+    return [*lines, ("padding", f"{sample.padding_tokens}")] if sample.padding_tokens else lines

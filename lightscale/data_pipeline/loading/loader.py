@@ -1,0 +1,376 @@
+"""From token stores to batches: which tokens a rank holds at a step, as a pure function of (seed, tokens consumed).
+
+    tokens consumed ─Skips, Curriculum─▶ stage, sample indices of the step
+    sample index ─Order─▶ source, epoch, window ─Windows─▶ pieces of documents ─pread─▶ tokens, labels, positions
+    samples of the step ─Layout, last─▶ this rank's micro-batches
+
+No part of the layout, nor the length of the run, enters the order: any number of ranks reads the same samples.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from lightscale.config.schema import CurriculumStage, RunConfig
+from lightscale.data_pipeline.loading.buffers import Buffers
+from lightscale.data_pipeline.loading.curriculum import Curriculum, Skips, Stage
+from lightscale.data_pipeline.loading.order import Location, Mixture, Order, PartOrder, SampleOrder
+from lightscale.data_pipeline.loading.packing import PACKING_VERSION, WholeWindows
+from lightscale.data_pipeline.loading.windows import (
+    Batch,
+    Begins,
+    ConcatWindows,
+    Pieces,
+    Row,
+    Windows,
+    find_begins,
+    read_batch,
+)
+from lightscale.data_pipeline.store.token_store import TokenSource, TokenStore
+from lightscale.errors import UserError
+
+Packing = Literal["concat", "whole"]
+# So many samples are found together: a hundred take about as long as one. A run that resumes waits for it.
+_SAMPLES_AT_ONCE = 256
+_MicroBatch = tuple[list[Row], Begins | None]
+"""The windows of a micro-batch and, where that is known, the documents that begin in them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """This rank's place on the two axes that share the data."""
+
+    data_rank: int = 0
+    data_size: int = 1
+    sequence_rank: int = 0
+    sequence_size: int = 1
+
+    def __post_init__(self) -> None:
+        for axis, rank, size in (
+            ("data", self.data_rank, self.data_size),
+            ("sequence", self.sequence_rank, self.sequence_size),
+        ):
+            if not 0 <= rank < size:
+                raise ValueError(f"{axis}_rank {rank} of {axis}_size {size}: ranks are 0 … size - 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """The samples of a step, over all ranks."""
+
+    stage: Stage
+    samples: range
+    """Their indices in the stage's order."""
+    locations: list[Location]
+    """Where each comes from."""
+    pieces: list[Pieces]
+    """What each holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StageOrder:
+    """How a stage's samples are found."""
+
+    stage: Stage
+    first_sample: int
+    """The index of its first sample in ``order``."""
+    order: Order
+    windows: Mapping[str, Windows]
+
+    @property
+    def stop(self) -> int:
+        """The index after that of its last sample."""
+        stage = self.stage
+        return sys.maxsize if stage.stop is None else (stage.stop - stage.start) // stage.sequence_length
+
+
+class TokenLoader:
+    """Training batches of one rank, and the place in the data that a checkpoint keeps."""
+
+    def __init__(
+        self,
+        store: TokenStore,
+        *,
+        sequence_length: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        packing: Packing = "concat",
+        curriculum: Sequence[CurriculumStage] = (),
+        sources: Mapping[str, float] | None = None,
+        seed: int = 0,
+        layout: Layout | None = None,
+        index_dir: Path | None = None,
+    ) -> None:
+        """``sources``: source to weight in any unit; none: every training source, by its tokens.
+
+        ``global_batch_size``: sequences in a step, over all ranks; ``micro_batch_size``: in one ``Batch``; both
+        for the last stage of the ``curriculum``, that of ``sequence_length``. ``index_dir``: where the indices of
+        ``packing`` = "whole" are kept. Raises ``UserError`` for sizes that do not divide and sources that are not
+        there or hold validation data.
+        """
+        self.store = store
+        self.sequence_length = sequence_length
+        self.seed = seed
+        self.packing = packing
+        self.layout = layout or Layout()
+        self.curriculum = Curriculum(
+            curriculum,
+            sequence_length=sequence_length,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+        )
+        self.tokens = 0
+        """Tokens consumed: the inputs of all samples before the next step's, padding included, over all ranks."""
+        self.skips = Skips()
+        """What a recovery left out."""
+        divisor_name = f"micro_batch_size {micro_batch_size} × {self.layout.data_size} data ranks"
+        round_size = micro_batch_size * self.layout.data_size
+        _check_divides("global_batch_size", global_batch_size, divisor_name, round_size)
+        for stage in self.curriculum.stages:
+            _sequence_slice(stage.sequence_length, self.layout)  # refused now, not when the stage begins
+        weights = dict(sources) if sources else _default_weights(store)
+        self._sources = {name: _training_source(store, name) for name in weights}
+        self.mixture = Mixture(weights)
+        self._buffers = Buffers()
+        self._upcoming: dict[tuple[int, int], _MicroBatch] = {}
+        self._stages = self._whole_stages(index_dir) if packing == "whole" else self._concat_stages()
+
+    @classmethod
+    def of(
+        cls, config: RunConfig, store: TokenStore, *, layout: Layout | None = None, index_dir: Path | None = None
+    ) -> "TokenLoader":
+        """The loader of a run."""
+        return cls(
+            store,
+            sequence_length=config.data.sequence_length,
+            global_batch_size=config.train.global_batch_size,
+            micro_batch_size=config.train.micro_batch_size,
+            packing=config.data.packing,
+            curriculum=config.data.curriculum,
+            sources=config.data.sources,
+            seed=config.data.seed,
+            layout=layout,
+            index_dir=index_dir,
+        )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step, over all ranks; the same in all stages."""
+        return self.curriculum.tokens_per_step
+
+    def next_step(self) -> list[Batch]:
+        """This rank's micro-batches of the next step; moves ``tokens`` on."""
+        batches = self.batches_after(self.tokens)
+        self.tokens += self.tokens_per_step
+        return batches
+
+    def batches_after(self, tokens: int) -> list[Batch]:
+        """This rank's micro-batches of the step that follows ``tokens`` consumed ones; changes nothing.
+
+        A step's samples are dealt to the data ranks in turn, b = the stage's ``micro_batch_size`` at a time:
+        micro-batch m of data rank r of R holds the samples (m R + r) b … (m R + r + 1) b - 1 of the step.
+        """
+        here, samples = self._samples_after(tokens)
+        b = here.stage.micro_batch_size
+        first, last = _sequence_slice(here.stage.sequence_length, self.layout)
+        padding_id = self.store.tokenizer.eot_id
+        batches = []
+        for start in range(samples.start + self.layout.data_rank * b, samples.stop, b * self.layout.data_size):
+            rows, begins = self._rows(here, start)
+            batches.append(read_batch(rows, first, last, buffers=self._buffers, padding_id=padding_id, begins=begins))
+        return batches
+
+    def step_after(self, tokens: int) -> Step:
+        """The samples of the step that follows ``tokens`` consumed ones, whatever the layout; reads no tokens."""
+        here, samples = self._samples_after(tokens)
+        locations = here.order(np.array(samples)).each(self.mixture.names)
+        length = here.stage.sequence_length
+        pieces = [here.windows[found.source].pieces(found.window, 0, length) for found in locations]
+        return Step(stage=here.stage, samples=samples, locations=locations, pieces=pieces)
+
+    def stage_after(self, tokens: int) -> Stage:
+        """The stage, and so the shape of the batches, of the step that follows ``tokens`` consumed ones."""
+        return self._samples_after(tokens)[0].stage
+
+    def skip(self, at_tokens: int, skip_tokens: int) -> None:
+        """Leave out the ``skip_tokens`` of data that would come when ``at_tokens`` are consumed, for ever.
+
+        ``UserError`` unless both are whole steps.
+        """
+        for tokens in (at_tokens, skip_tokens):
+            if tokens % self.tokens_per_step:
+                raise UserError(f"{tokens} tokens are no whole steps of {self.tokens_per_step}; only those are skipped")
+        self.skips = self.skips.adding(at_tokens, skip_tokens)
+
+    def fingerprint(self) -> dict[str, str]:
+        """What decides the tokens of every sample, by name. Neither layout nor batch size is in it."""
+        parts = {
+            "store": self.store.fingerprint(),
+            "tokenizer": self.store.tokenizer.sha256,
+            "sequence_length": str(self.sequence_length),
+            "packing": f"{self.packing} {PACKING_VERSION}" if self.packing == "whole" else self.packing,
+            "seed": str(self.seed),
+        }
+        if len(self._stages) > 1:
+            parts["curriculum"] = self.curriculum.description()
+        for name, share in zip(self.mixture.names, self.mixture.parts, strict=True):
+            parts[f"source {name}"] = self._sources[name].content_hash
+            parts[f"weight of {name}"] = f"{share}/{self.mixture.period}"
+        return parts
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the data: plain values, the same on every rank."""
+        skips = [list(record) for record in self.skips.records]
+        return {"tokens": self.tokens, "skips": skips, "fingerprint": self.fingerprint()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``, under any layout and batch size; ``UserError`` names what differs."""
+        saved, current = state["fingerprint"], self.fingerprint()
+        differing = [key for key in {**saved, **current} if saved.get(key) != current.get(key)]
+        if differing:
+            changes = "; ".join(f"{key}: {saved.get(key)} then, {current.get(key)} now" for key in differing)
+            raise UserError(f"{self.store.path}: the data is not what this run was trained on ({changes})")
+        tokens, skips = int(state["tokens"]), Skips.of(state.get("skips", []))
+        # Only with stages must steps begin where they began before: they must not reach from one into the next.
+        unit = self.tokens_per_step if len(self._stages) > 1 else self.sequence_length
+        if tokens < 0 or skips.place(tokens) % unit:
+            what = f"sequence_length {unit}" if unit == self.sequence_length else f"the {unit} tokens of a step"
+            raise UserError(f"the state's {tokens} tokens are no multiple of {what}")
+        self.tokens, self.skips = tokens, skips
+
+    def description(self) -> list[str]:
+        """A line for every source and stage: what of it is read, how often, and what is left out."""
+        lines = []
+        for name, share in zip(self.mixture.names, self.mixture.parts, strict=True):
+            what = self._stages[-1].windows[name].description()
+            lines.append(f"{name}: {share / self.mixture.period:.2%} of the samples; {what}")
+        for here in self._stages[:-1]:
+            stage = here.stage
+            lines.append(
+                f"sequences of {stage.sequence_length:,} tokens until {stage.stop:,} tokens: "
+                f"{stage.global_batch_size:,} a step, {stage.micro_batch_size:,} a micro-batch"
+            )
+        return lines
+
+    def _samples_after(self, tokens: int) -> tuple[_StageOrder, range]:
+        place = self.skips.place(tokens)
+        here = self._stages[self.curriculum.number_at(place)]
+        first = here.first_sample + (place - here.stage.start) // here.stage.sequence_length
+        return here, range(first, first + here.stage.global_batch_size)
+
+    def _rows(self, here: _StageOrder, start: int) -> _MicroBatch:
+        """This rank's micro-batch from sample ``start`` on. The next ones are found with it."""
+        key = (here.stage.start, start)
+        upcoming = self._upcoming  # several threads may ask; each replaces it whole
+        if key not in upcoming:
+            upcoming = self._upcoming = self._find_rows(here, start)
+        return upcoming[key]
+
+    def _find_rows(self, here: _StageOrder, start: int) -> dict[tuple[int, int], _MicroBatch]:
+        """(the stage's start, first sample) to the micro-batch, of some of this rank's from sample ``start`` on."""
+        b = here.stage.micro_batch_size
+        starts = range(start, here.stop, b * self.layout.data_size)[: -(-_SAMPLES_AT_ONCE // b)]
+        samples = np.array(starts)[:, None] + np.arange(b)  # (micro-batches, b)
+        locations = here.order(samples.ravel()).each(self.mixture.names)
+        rows = [(here.windows[location.source], location.window) for location in locations]
+        begins: Sequence[Begins | None] = [None] * len(starts)
+        if self.packing == "concat":
+            first, last = _sequence_slice(here.stage.sequence_length, self.layout)
+            begins = find_begins(rows, first, last).cut(b * (last - first))
+        return {
+            (here.stage.start, first_sample): (rows[number * b : (number + 1) * b], begins[number])
+            for number, first_sample in enumerate(starts)
+        }
+
+    def _concat_stages(self) -> list[_StageOrder]:
+        """All stages go through one order of long windows; the earlier ones read theirs in parts."""
+        longest = self._concat_windows(self.sequence_length)
+        order = SampleOrder(self.mixture, _counts(longest), seed=self.seed)
+        *earlier, last = self.curriculum.stages
+        stages = []
+        for stage in earlier:
+            assert stage.stop is not None
+            parts = PartOrder(
+                order,
+                first=stage.start // self.sequence_length,
+                num_windows=(stage.stop - stage.start) // self.sequence_length,
+                num_parts=stage.num_parts,
+                seed=self.seed,
+            )
+            windows = self._concat_windows(stage.sequence_length)
+            stages.append(_StageOrder(stage=stage, first_sample=0, order=parts, windows=windows))
+        first_sample = last.start // self.sequence_length
+        return [*stages, _StageOrder(stage=last, first_sample=first_sample, order=order, windows=longest)]
+
+    def _whole_stages(self, index_dir: Path | None) -> list[_StageOrder]:
+        """Each stage packs and orders the documents for itself, from the first epoch on."""
+        stages = []
+        for stage in self.curriculum.stages:
+            windows = {
+                name: WholeWindows(source, stage.sequence_length, index_dir=index_dir)
+                for name, source in self._sources.items()
+            }
+            order = SampleOrder(self.mixture, _counts(windows), seed=self.seed)
+            stages.append(_StageOrder(stage=stage, first_sample=0, order=order, windows=windows))
+        return stages
+
+    def _concat_windows(self, sequence_length: int) -> dict[str, ConcatWindows]:
+        return {name: ConcatWindows(source, sequence_length) for name, source in self._sources.items()}
+
+
+def validation_batches(
+    source: TokenSource, *, sequence_length: int, num_sequences: int, micro_batch_size: int, layout: Layout
+) -> Iterator[Batch]:
+    """The first ``num_sequences`` windows of a source (fewer where it has fewer) in order, cut over the ranks.
+
+    The windows are those of ``concat``, however training packs. Every data rank gets the same number of batches of
+    the same shape: micro-batch m of data rank r of R holds the windows (m R + r) b …, and rows beyond the last window
+    repeat the first one with ``loss_mask`` 0.
+    """
+    windows, buffers = ConcatWindows(source, sequence_length), Buffers()
+    num_windows = min(num_sequences, windows.num_windows)
+    span = _sequence_slice(sequence_length, layout)
+    for first in range(0, num_windows, micro_batch_size * layout.data_size):
+        start = first + layout.data_rank * micro_batch_size
+        numbers = range(start, start + micro_batch_size)
+        rows = [(windows, number if number < num_windows else 0) for number in numbers]
+        batch = read_batch(rows, *span, buffers=buffers)
+        counted = torch.tensor([[float(number < num_windows)] for number in numbers])
+        yield replace(batch, loss_mask=batch.loss_mask * counted)
+
+
+def _counts(windows: Mapping[str, Windows]) -> dict[str, int]:
+    return {name: one.num_windows for name, one in windows.items()}
+
+
+def _sequence_slice(sequence_length: int, layout: Layout) -> tuple[int, int]:
+    """First and last + 1 input of a window on this sequence rank."""
+    _check_divides("sequence_length", sequence_length, "the number of sequence ranks", layout.sequence_size)
+    size = sequence_length // layout.sequence_size
+    return layout.sequence_rank * size, (layout.sequence_rank + 1) * size
+
+
+def _check_divides(name: str, value: int, divisor_name: str, divisor: int) -> None:
+    if value < 1 or divisor < 1 or value % divisor:
+        raise UserError(f"{name} {value} cannot be divided by {divisor_name} ({divisor})")
+
+
+def _default_weights(store: TokenStore) -> dict[str, float]:
+    """Of the training sources: as the corpus file gave them, else by their tokens."""
+    training = [source for source in store.sources.values() if source.split == "train"]
+    if not training:
+        raise UserError(f"{store.path}: all its sources ({', '.join(store.sources)}) hold validation data")
+    given = store.weights or {}
+    return {source.name: given.get(source.name, float(source.num_tokens)) for source in training}
+
+
+def _training_source(store: TokenStore, name: str) -> TokenSource:
+    source = store.source(name)
+    if source.split != "train":
+        raise UserError(f"{store.path}: source {name} holds validation data, which is never trained on")
+    return source

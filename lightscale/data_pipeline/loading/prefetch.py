@@ -1,0 +1,66 @@
+"""Reads the next steps in a thread while the model works on the present one."""
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Self
+
+from lightscale.data_pipeline.loading.curriculum import Skips
+from lightscale.data_pipeline.loading.loader import TokenLoader
+from lightscale.data_pipeline.loading.windows import Batch
+
+DEFAULT_DEPTH = 2
+
+_Place = tuple[int, Skips]
+
+
+class Prefetcher:
+    """The steps of ``loader``, read up to ``depth`` steps ahead. A context manager: leaving it ends the thread.
+
+    The loader's ``tokens`` count only what ``next_step`` gave out, so that its state is that of the steps that were
+    trained on. Where it stands elsewhere than before, because a state was loaded or data skipped, what was read
+    ahead is dropped. An error in the thread is raised by the ``next_step`` that would have met it, with the
+    thread's traceback.
+    """
+
+    def __init__(self, loader: TokenLoader, *, depth: int = DEFAULT_DEPTH) -> None:
+        """``depth`` ≥ 1: as many steps of this rank are held in memory at most, beside the present one."""
+        if depth < 1:
+            raise ValueError(f"depth {depth}: at least one step is read ahead")
+        self._loader = loader
+        self._depth = depth
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
+        self._ahead: deque[tuple[_Place, Future[list[Batch]]]] = deque()
+
+    def next_step(self) -> list[Batch]:
+        """This rank's micro-batches of the next step; moves the loader's ``tokens`` on."""
+        loader = self._loader
+        if self._ahead and self._ahead[0][0] != (loader.tokens, loader.skips):
+            self._drop()
+        if not self._ahead:
+            self._read(loader.tokens)
+        _, batches = self._ahead.popleft()
+        found = batches.result()
+        loader.tokens += loader.tokens_per_step
+        while len(self._ahead) < self._depth:
+            self._read(loader.tokens + len(self._ahead) * loader.tokens_per_step)
+        return found
+
+    def close(self) -> None:
+        """End the thread when it has read the step that it is at."""
+        self._reader.shutdown(wait=True, cancel_futures=True)
+        self._ahead.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self, tokens: int) -> None:
+        batches = self._reader.submit(self._loader.batches_after, tokens)
+        self._ahead.append(((tokens, self._loader.skips), batches))
+
+    def _drop(self) -> None:
+        for _, batches in self._ahead:
+            batches.cancel()
+        self._ahead.clear()

@@ -1,0 +1,137 @@
+"""What a step of a run was trained on: every document and token range, computed from what the run recorded.
+
+Nothing is logged while training: the order of the samples is a pure function of the run's configuration, its store,
+and the data that recoveries left out (the events ``data_skipped`` of its events.jsonl).
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightscale.config.files import load
+from lightscale.config.schema import RunConfig
+from lightscale.data_pipeline.loading.loader import Step, TokenLoader
+from lightscale.data_pipeline.loading.packing import INDEX_DIR
+from lightscale.data_pipeline.loading.windows import PADDING
+from lightscale.data_pipeline.store.token_store import TokenStore
+from lightscale.errors import UserError
+
+SKIP_EVENT = "data_skipped"
+"""The event of a run's events.jsonl with ``at_tokens`` and ``skip_tokens`` of a jump; see ``Skips``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentRange:
+    """A stretch of a document."""
+
+    document: int
+    """Index in its source."""
+    start: int
+    stop: int
+    """The tokens start … stop - 1 of the document were inputs; token 0 is the end-of-text token before it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleContent:
+    """What one sequence holds."""
+
+    sample: int
+    """Index in the order of its stage."""
+    source: str
+    epoch: int
+    """How often the source was read through before."""
+    window: int
+    documents: tuple[DocumentRange, ...]
+    padding_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepContent:
+    """What one step consumed."""
+
+    step: int
+    first_token: int
+    """Tokens consumed before it."""
+    num_tokens: int
+    sequence_length: int
+    samples: tuple[SampleContent, ...]
+
+
+def run_loader(run: Path) -> tuple[RunConfig, TokenLoader]:
+    """The configuration of the run in the directory ``run``, and its loader with the jumps recorded there.
+
+    ``UserError`` where it is no run, or its store is another one than its checkpoints were trained on.
+    """
+    path = run / "config.toml"
+    if not path.is_file():
+        raise UserError(f"{run}: no run directory, it has no config.toml")
+    config = load(path)
+    store = TokenStore(config.data.store)
+    for trained_on in _stores(run):
+        if trained_on != store.fingerprint():
+            raise UserError(
+                f"{store.path}: not the store that {run} was trained on (fingerprint {store.fingerprint()}, its "
+                f"checkpoints have {trained_on}); set data.store in {path} to where that one is"
+            )
+    loader = TokenLoader.of(config, store, index_dir=run / INDEX_DIR)
+    for at_tokens, skip_tokens in recorded_skips(run):
+        loader.skip(at_tokens, skip_tokens)
+    return config, loader
+
+
+def step_content(loader: TokenLoader, step: int) -> StepContent:
+    """What step number ``step``, from 1, of a run consumes."""
+    if step < 1:
+        raise UserError(f"step {step}: steps are counted from 1")
+    first_token = (step - 1) * loader.tokens_per_step
+    return StepContent(
+        step=step,
+        first_token=first_token,
+        num_tokens=loader.tokens_per_step,
+        sequence_length=loader.stage_after(first_token).sequence_length,
+        samples=tuple(_contents(loader, loader.step_after(first_token))),
+    )
+
+
+def recorded_skips(run: Path) -> list[tuple[int, int]]:
+    """(at_tokens, skip_tokens) of the jumps that the run recorded; a line that a kill cut short is none."""
+    path = run / "events.jsonl"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    events = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
+    return [(event["at_tokens"], event["skip_tokens"]) for event in events if event["event"] == SKIP_EVENT]
+
+
+def _contents(loader: TokenLoader, step: Step) -> Iterator[SampleContent]:
+    length = step.stage.sequence_length
+    for sample, location, pieces in zip(step.samples, step.locations, step.pieces, strict=True):
+        source = loader.store.source(location.source)
+        documents = []
+        padding_tokens = 0
+        ends = [*pieces.slots[1:].tolist(), length]
+        for start, slot, end in zip(pieces.starts.tolist(), pieces.slots.tolist(), ends, strict=True):
+            if start == PADDING:
+                padding_tokens = end - slot
+                continue
+            document = source.document_at(start)
+            begin = start - source.document(document)[0]
+            documents.append(DocumentRange(document=document, start=begin, stop=begin + end - slot))
+        yield SampleContent(
+            sample=sample,
+            source=location.source,
+            epoch=location.epoch,
+            window=location.window,
+            documents=tuple(documents),
+            padding_tokens=padding_tokens,
+        )
+
+
+def _stores(run: Path) -> Iterator[str]:
+    """The fingerprints of the stores that the run's checkpoints name."""
+    for manifest in sorted((run / "checkpoints").glob("step-*/MANIFEST.json")):
+        try:
+            facts = json.loads(manifest.read_bytes())
+        except ValueError:
+            continue  # damaged: what verifies checkpoints will say so
+        if isinstance(facts, dict) and "store" in facts:
+            yield str(facts["store"])

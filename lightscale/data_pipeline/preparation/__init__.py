@@ -1,0 +1,1 @@
+"""From the files of a corpus to a token store."""

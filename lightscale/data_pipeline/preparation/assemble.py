@@ -1,0 +1,266 @@
+"""From units to shards: what stays of every unit, in order, cut into shard files that are written on their own.
+
+kept/NNNNNN.json                  counts of a unit by split, the duplicates left out of it, lengths
+shards/SOURCE.ARRAY/NNNNNN.json   hash of a finished shard; of tokens also NNNNNN.npy, how often each id is in it
+"""
+
+import functools
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightscale.data_pipeline.executors import Advance
+from lightscale.data_pipeline.preparation.counts import MAX_EXAMPLES, Dropped, Stage, excerpt, length_histogram
+from lightscale.data_pipeline.preparation.deduplication import UnitDuplicates
+from lightscale.data_pipeline.preparation.plan import UNIT_SHIFT, UnitSummary
+from lightscale.data_pipeline.preparation.units import Context, UnitFiles
+from lightscale.data_pipeline.store.format import (
+    VALIDATION_SUFFIX,
+    SourceCounts,
+    Split,
+    array_layouts,
+    write_source_attributes,
+)
+from lightscale.data_pipeline.store.shards import ShardFileWriter, shard_path, write_metadata
+from lightscale.data_pipeline.whole_files import whole_file, write_array, write_json
+
+SPLITS: tuple[Split, ...] = ("train", "validation")
+_GROUP_TOKENS = 2**21
+_EXAMPLE_TOKENS = 100
+
+
+def count_kept(context: Context, unit: UnitSummary, advance: Advance) -> None:
+    """The task that counts what stays of a unit."""
+    target = context.work.entry("kept", unit.number, ".json")
+    if not target.exists():
+        files = unit_files(context, unit)
+        duplicates = UnitDuplicates(context.work, unit)
+        records, kept = files.records, duplicates.kept_mask(len(files.records))
+        stage = Stage(documents=int(kept.sum()), bytes=int(records["bytes"][kept].sum(dtype=np.int64)))
+        for reason, numbers in duplicates.numbers.items():
+            if len(numbers):
+                stage.dropped[reason] = _dropped(context, files, numbers, duplicates.kept_ids[reason])
+        splits = {split: _counts(records[kept & _of_split(records, split)]) for split in SPLITS}
+        write_json(target, {"deduplicate": stage.as_json(), "splits": splits})
+    advance(unit.num_bytes)
+
+
+def unit_files(context: Context, unit: UnitSummary) -> UnitFiles:
+    """The files of a finished unit."""
+    return UnitFiles(directory=context.work.entry("units", unit.number))
+
+
+def _of_split(records: NDArray[np.void], split: Split) -> NDArray[np.bool_]:
+    mask: NDArray[np.bool_] = records["validation"] == (split == "validation")
+    return mask
+
+
+def _counts(records: NDArray[np.void]) -> dict[str, Any]:
+    return {
+        "documents": len(records),
+        "tokens": int(records["tokens"].sum(dtype=np.int64)) + len(records),
+        "bytes": int(records["bytes"].sum(dtype=np.int64)),
+        "lengths": length_histogram(records["tokens"] + 1).tolist(),
+    }
+
+
+def _dropped(context: Context, files: UnitFiles, numbers: NDArray[np.int64], kept_ids: NDArray[np.uint64]) -> Dropped:
+    """The count of some duplicates with the first as examples."""
+    few = numbers[:MAX_EXAMPLES].tolist()
+    starts = np.cumsum(files.records["tokens"], dtype=np.int64) - files.records["tokens"]
+    tokens = files.tokens()
+    examples = []
+    for number, name, kept_id in zip(few, files.names(few), kept_ids.tolist(), strict=False):
+        stop = starts[number] + min(int(files.records["tokens"][number]), _EXAMPLE_TOKENS)
+        text = context.tokenizer.decode(tokens[starts[number] : stop])
+        examples.append({"id": name, "text": excerpt(text), "like": _name(context, kept_id)})
+    num_bytes = int(files.records["bytes"][numbers].sum(dtype=np.int64))
+    return Dropped(documents=len(numbers), bytes=num_bytes, examples=examples)
+
+
+def _name(context: Context, document: int) -> str:
+    unit = context.plan.units[document >> UNIT_SHIFT]
+    return unit_files(context, unit).names([document & ((1 << UNIT_SHIFT) - 1)])[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputSource:
+    """A source of the store: what stays of one split of the units of one source of the corpus."""
+
+    name: str
+    split: Split
+    units: list[UnitSummary]
+    unit_documents: list[int]
+    """Documents that stay, by unit; likewise"""
+    unit_tokens: list[int]
+    """their tokens with end of text."""
+    num_bytes: int
+
+    @cached_property
+    def counts(self) -> SourceCounts:
+        """How much it holds."""
+        return SourceCounts(documents=sum(self.unit_documents), tokens=sum(self.unit_tokens), bytes=self.num_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardJob:
+    """A shard file to write."""
+
+    source: str
+    array: str
+    """``tokens`` or ``doc_ends``."""
+    number: int
+
+
+def read_kept(context: Context, unit: UnitSummary) -> dict[str, Any]:
+    """What ``count_kept`` found."""
+    content: dict[str, Any] = json.loads(context.work.entry("kept", unit.number, ".json").read_bytes())
+    return content
+
+
+@functools.lru_cache(maxsize=1)
+def output_sources(context: Context) -> list[OutputSource]:
+    """The sources of the store that have documents, in the order of the corpus, training before validation."""
+    kept = {unit.number: read_kept(context, unit)["splits"] for unit in context.plan.units}
+    sources = []
+    for name, split in itertools.product(context.corpus.sources, SPLITS):
+        units = [unit for unit in context.plan.units if unit.source == name]
+        counts = [kept[unit.number][split] for unit in units]
+        source = OutputSource(
+            name=name if split == "train" else name + VALIDATION_SUFFIX,
+            split=split,
+            units=units,
+            unit_documents=[count["documents"] for count in counts],
+            unit_tokens=[count["tokens"] for count in counts],
+            num_bytes=sum(count["bytes"] for count in counts),
+        )
+        if source.counts.documents:
+            sources.append(source)
+    return sources
+
+
+def shard_jobs(context: Context) -> tuple[list[ShardJob], list[int]]:
+    """All shards to write, and how many bytes each has."""
+    length = context.corpus.shard_tokens
+    jobs, sizes = [], []
+    for source in output_sources(context):
+        for array, num_values, width in (("tokens", source.counts.tokens, 4), ("doc_ends", source.counts.documents, 8)):
+            for number in range(-(-num_values // length)):
+                jobs.append(ShardJob(source=source.name, array=array, number=number))
+                sizes.append(min(length, num_values - number * length) * width)
+    return jobs, sizes
+
+
+def write_shard(context: Context, job: ShardJob, advance: Advance) -> None:
+    """The task of a shard."""
+    record = context.work.entry(f"shards/{job.source}.{job.array}", job.number, ".json")
+    if record.exists():
+        return
+    (source,) = [source for source in output_sources(context) if source.name == job.source]
+    layout = array_layouts(context.corpus.shard_tokens, context.corpus.chunk_tokens)[job.array]
+    first = job.number * layout.shard_length
+    total = source.counts.tokens if job.array == "tokens" else source.counts.documents
+    stop = min(first + layout.shard_length, total)
+    values = (_tokens if job.array == "tokens" else _ends)(context, source, first, stop)
+    token_counts = np.zeros(context.tokenizer.vocab_size, dtype=np.int64)
+    with whole_file(shard_path(context.work.store / job.source / job.array, job.number)) as temporary:
+        shard = ShardFileWriter(temporary, layout)
+        try:
+            for part in values:
+                shard.append(part)
+                advance(part.nbytes)
+                if job.array == "tokens":
+                    token_counts += np.bincount(part, minlength=len(token_counts))
+            assert shard.num_values == stop - first, "the units hold what was counted"
+            digest = shard.close()
+        except BaseException:
+            shard.abandon()
+            raise
+    if job.array == "tokens":
+        write_array(record.with_suffix(".npy"), token_counts)
+    write_json(record, digest)
+
+
+def _overlapping(unit_sizes: list[int], first: int, stop: int) -> Iterator[tuple[int, int]]:
+    """(index, where it begins) of the units that hold the values ``first`` … ``stop`` - 1 of a source."""
+    begin = 0
+    for index, size in enumerate(unit_sizes):
+        if begin < stop and begin + size > first:
+            yield index, begin
+        begin += size
+
+
+def _tokens(context: Context, source: OutputSource, first: int, stop: int) -> Iterator[NDArray[np.uint32]]:
+    """Tokens ``first`` … ``stop`` - 1 of a source, some documents at a time."""
+    eot = context.tokenizer.eot_id
+    for index, begin in _overlapping(source.unit_tokens, first, stop):
+        files = unit_files(context, source.units[index])
+        chosen = _chosen(context, source, index, files)
+        in_file = np.cumsum(files.records["tokens"], dtype=np.int64)
+        in_source = begin + np.cumsum((files.records["tokens"].astype(np.int64) + 1) * chosen)
+        tokens = files.tokens()
+        # The first document with tokens at or after `first`, and the one after the last with any before `stop`.
+        document = int(np.searchsorted(in_source, first, side="right"))
+        last = int(np.searchsorted(in_source, stop, side="left")) + 1
+        while document < min(last, len(chosen)):
+            begins_in_file = int(in_file[document - 1]) if document else 0
+            begins_in_source = int(in_source[document - 1]) if document else begin
+            after = max(document + 1, int(np.searchsorted(in_file, begins_in_file + _GROUP_TOKENS, side="right")))
+            after = min(after, last, len(chosen))
+            part = np.asarray(tokens[begins_in_file : int(in_file[after - 1])])
+            group = _with_end_of_text(part, files.records["tokens"][document:after], chosen[document:after], eot)
+            cut = group[max(first - begins_in_source, 0) : stop - begins_in_source]
+            if len(cut):
+                yield cut
+            document = after
+
+
+def _with_end_of_text(
+    tokens: NDArray[np.uint32], lengths: NDArray[np.uint32], chosen: NDArray[np.bool_], eot: int
+) -> NDArray[np.uint32]:
+    """Of documents of (n,) ``lengths`` one after the other, the ``chosen`` ones, each after an end of text."""
+    kept = tokens if chosen.all() else tokens[np.repeat(chosen, lengths)]
+    ends = np.cumsum(lengths[chosen], dtype=np.int64)
+    return np.insert(kept, ends - lengths[chosen], eot)
+
+
+def _ends(context: Context, source: OutputSource, first: int, stop: int) -> Iterator[NDArray[np.uint64]]:
+    """Where documents ``first`` … ``stop`` - 1 of a source end in its tokens, a unit at a time."""
+    token_begins = [0, *itertools.accumulate(source.unit_tokens)]
+    for index, begin in _overlapping(source.unit_documents, first, stop):
+        files = unit_files(context, source.units[index])
+        lengths = files.records["tokens"][_chosen(context, source, index, files)].astype(np.int64) + 1
+        ends = token_begins[index] + np.cumsum(lengths)
+        yield ends[max(first - begin, 0) : stop - begin].astype(np.uint64)
+
+
+def _chosen(context: Context, source: OutputSource, index: int, files: UnitFiles) -> NDArray[np.bool_]:
+    """Which documents of a unit are in ``source``."""
+    kept = UnitDuplicates(context.work, source.units[index]).kept_mask(len(files.records))
+    return kept & _of_split(files.records, source.split)
+
+
+def write_source(context: Context, source: OutputSource) -> NDArray[np.int64]:
+    """The metadata of a source whose shards are written; (vocab_size,) how often each token is in it."""
+    directory = context.work.store / source.name
+    layouts = array_layouts(context.corpus.shard_tokens, context.corpus.chunk_tokens)
+    hashes: dict[str, list[str]] = {}
+    counts = np.zeros(context.tokenizer.vocab_size, dtype=np.int64)
+    for array, length in (("tokens", source.counts.tokens), ("doc_ends", source.counts.documents)):
+        hashes[array] = []
+        for number in range(-(-length // layouts[array].shard_length)):
+            record = context.work.entry(f"shards/{source.name}.{array}", number, ".json")
+            hashes[array].append(json.loads(record.read_bytes()))
+            if array == "tokens":
+                counts += np.load(record.with_suffix(".npy"))
+        (directory / array / "zarr.json").unlink(missing_ok=True)  # of an interrupted attempt
+        write_metadata(directory / array, layouts[array], length)
+    (directory / "zarr.json").unlink(missing_ok=True)
+    write_source_attributes(directory, source.split, source.counts, hashes)
+    return counts

@@ -1,0 +1,223 @@
+"""What a store is made of: the typed form of a corpus file.
+
+    tokenizer = "tiktoken:cl100k_base"
+    validation = 0.01
+
+    [sources.wiki]
+    paths = ["wiki/*.jsonl.zst", "more/"]
+    language = "en"
+    weight = 0.7
+
+    [sources.novels]
+    paths = ["novels.parquet"]
+    language = "zh"
+    weight = 0.3
+    text_field = "content"
+    filters = {size = {min = 200}, stop_words = false}
+
+Paths are relative to the file. Sources are worked on in the order of the file, which matters for duplicates: of
+documents that are alike, the first stays.
+"""
+
+import difflib
+import math
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from lightscale.config.fields import field_words, key_text, table_type, toml_value
+from lightscale.config.schema import Count, Fraction, Positive, Section
+from lightscale.data_pipeline.preparation.filters import make_filter
+from lightscale.data_pipeline.preparation.sources import DEFAULT_SUFFIXES
+from lightscale.data_pipeline.store.format import CHUNK_TOKENS, SHARD_TOKENS, VALIDATION_SUFFIX, check_source_name
+from lightscale.errors import UserError
+
+DEFAULT_VOCAB_SIZE = 4096
+TRAINED_TOKENIZER = "sentencepiece"
+# Weights are written by people: 0.333 + 0.333 + 0.334 and three times 0.3333 are both meant to be all.
+_WEIGHT_TOLERANCE = 1e-3
+
+Language = Literal["en", "zh", "code", "other"]
+
+
+class SourceConfig(Section):
+    """[sources.NAME]: texts of one kind, which become one source of the store."""
+
+    paths: Annotated[list[str], Field(min_length=1)]
+    """Files, directories and patterns (*, ?, [], **) of the texts; "python:stdlib": Python's own sources."""
+    language: Language | None = None
+    """Whose rules filter the documents; none: no document is filtered."""
+    weight: Positive | None = None
+    """Share of the training samples; all sources have one, and they add up to 1, or none has."""
+    text_field: str = "text"
+    """Field of jsonl objects and column of parquet files that holds the text."""
+    suffixes: Annotated[list[str], Field(min_length=1)] = Field(default_factory=lambda: list(DEFAULT_SUFFIXES))
+    """Ends of the names of the files that are read in directories."""
+    validation: Fraction | None = None
+    """Share of the documents to hold out; none: that of the corpus."""
+    filters: dict[str, Any] = Field(default_factory=dict)
+    """What differs from the language's rules (``filters/README.md``): RULE = false, true or a table of its limits."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.filters and self.language is None:
+            raise ValueError(f"filters = {toml_value(self.filters)} without a language, whose rules they would change")
+        if self.language is not None:
+            make_filter(self.language, self.filters)
+        return self
+
+
+class DuplicatesConfig(Section):
+    """[duplicates]: which documents are left out because an earlier one, of any source, is alike."""
+
+    exact: bool = True
+    """Leave out documents of the same text."""
+    near: bool = True
+    """Leave out documents that share most of their sequences of five tokens."""
+
+
+class Corpus(Section):
+    """A corpus file."""
+
+    tokenizer: str = TRAINED_TOKENIZER
+    """"sentencepiece": trained on the corpus; "tiktoken:ENCODING"; or the path of a store or a tokenizer's file."""
+    vocab_size: Count | None = None
+    """Ids of a tokenizer that is trained here, special ones included; none: 4096."""
+    validation: Fraction = 0.0
+    """Share of the documents to hold out as the sources NAME-validation."""
+    duplicates: DuplicatesConfig = DuplicatesConfig()
+    """Which documents count as the same."""
+    shard_tokens: Count = SHARD_TOKENS
+    """Length of a shard file, in tokens."""
+    chunk_tokens: Count = CHUNK_TOKENS
+    """Length of zarr's chunks, in tokens; divides shard_tokens."""
+    sources: Annotated[dict[str, SourceConfig], Field(min_length=1)]
+    """The texts, by the name of their source."""
+
+    @property
+    def weights(self) -> dict[str, float] | None:
+        """Default share of every source in the training samples; none: by their tokens."""
+        weights = {name: source.weight for name, source in self.sources.items() if source.weight is not None}
+        return weights or None
+
+    def validation_of(self, source: str) -> float:
+        """Share of the documents of ``source`` that are held out."""
+        own = self.sources[source].validation
+        return self.validation if own is None else own
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.shard_tokens % self.chunk_tokens:
+            raise ValueError(
+                f"shard_tokens = {self.shard_tokens} is no multiple of chunk_tokens = {self.chunk_tokens}; "
+                f"{-(-self.shard_tokens // self.chunk_tokens) * self.chunk_tokens} would do"
+            )
+        if self.vocab_size is not None and self.tokenizer != TRAINED_TOKENIZER:
+            raise ValueError(
+                f'vocab_size = {self.vocab_size}: tokenizer "{self.tokenizer}" has its own; give only one of the two'
+            )
+        _check_names(list(self.sources))
+        _check_weights({name: source.weight for name, source in self.sources.items()})
+        return self
+
+
+def load_corpus(path: Path) -> Corpus:
+    """The corpus in the file ``path``, with its relative paths made absolute.
+
+    Raises ``UserError`` with one line per mistake: file, key, value, and what would be right.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read the corpus file {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path}: not valid TOML: {error}") from error
+    corpus = make_corpus(table, origin=str(path))
+    base = path.resolve().parent
+    sources = {
+        name: source.model_copy(update={"paths": [_absolute(base, entry) for entry in source.paths]})
+        for name, source in corpus.sources.items()
+    }
+    tokenizer = corpus.tokenizer
+    if tokenizer != TRAINED_TOKENIZER and not tokenizer.startswith("tiktoken:"):
+        tokenizer = str(base / tokenizer)
+    return corpus.model_copy(update={"sources": sources, "tokenizer": tokenizer})
+
+
+def make_corpus(table: dict[str, Any], *, origin: str) -> Corpus:
+    """The corpus of a parsed TOML ``table``; ``origin`` begins the lines of a ``UserError``."""
+    try:
+        return Corpus.model_validate(table)
+    except ValidationError as error:
+        lines = [_explain(dict(item), table) for item in error.errors(include_url=False)]
+        raise UserError("\n".join(f"{origin}: {line}" for line in dict.fromkeys(lines))) from None
+
+
+def _absolute(base: Path, entry: str) -> str:
+    return entry if entry.startswith("python:") else str(base / Path(entry).expanduser())
+
+
+def _check_names(names: list[str]) -> None:
+    for name in names:
+        check_source_name(name)
+        if name.endswith(VALIDATION_SUFFIX) and name.removesuffix(VALIDATION_SUFFIX) in names:
+            raise ValueError(
+                f"sources.{name}: the documents held out of {name.removesuffix(VALIDATION_SUFFIX)} go there"
+            )
+
+
+def _check_weights(weights: dict[str, float | None]) -> None:
+    given = {name: weight for name, weight in weights.items() if weight is not None}
+    if not given:
+        return
+    if missing := [name for name in weights if name not in given]:
+        raise ValueError(
+            f"weight: {', '.join(given)} {'has' if len(given) == 1 else 'have'} one and {', '.join(missing)} not; "
+            "give it to all sources, or to none (then every token counts the same)"
+        )
+    total = math.fsum(given.values())
+    if abs(total - 1) > _WEIGHT_TOLERANCE:
+        shares = ", ".join(f"{name} = {weight / total:.4g}" for name, weight in given.items())
+        found = " + ".join(f"{weight:g}" for weight in given.values())
+        raise ValueError(f"weight: {found} is {total:.6g}, weights are shares and add up to 1; in proportion: {shares}")
+
+
+def _explain(error: dict[str, Any], table: dict[str, Any]) -> str:
+    """One line for one of pydantic's errors."""
+    key, words, siblings = _locate(error["loc"])
+    value: Any = table
+    for part in key:
+        value = value.get(part) if isinstance(value, dict) else None
+    name = key_text(key)
+    if error["type"] == "value_error":
+        return f"{name}: {error['ctx']['error']}" if name else str(error["ctx"]["error"])
+    if error["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(key[-1], siblings, n=1)
+        return f"unknown key {name}; " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(siblings)}")
+    if value is None:
+        return f"{name} is missing; it must be {words}"
+    return f"{name} = {toml_value(value)}: must be {words}" + (", not empty" if value in ([], {}) else "")
+
+
+def _locate(location: tuple[int | str, ...]) -> tuple[tuple[str, ...], str, list[str]]:
+    """The key that pydantic's ``location`` lies in, what it takes, and the keys beside it."""
+    section: type[BaseModel] | None = Corpus
+    key: list[str] = []
+    words, siblings = "a table", list(Corpus.model_fields)
+    parts = iter(map(str, location))
+    for part in parts:
+        if section is None:
+            break
+        siblings = list(section.model_fields)
+        key.append(part)
+        field = section.model_fields.get(part)
+        if field is None:
+            break
+        words = field_words(field) if field.annotation != dict[str, Any] else "a table"
+        section, named = table_type(field.annotation)
+        if named and (name := next(parts, None)) is not None:
+            key.append(name)
+            words = "a table"
+    return tuple(key), words, siblings

@@ -1,0 +1,29 @@
+"""Deduplicate: exact copies by XXH3-128 of the text, near copies by MinHash over 5-grams of token ids.
+
+The README beside this file says how it works, what it finds and what memory it takes.
+"""
+
+from lightscale.data_pipeline.preparation.dedup.clusters import find_pairs, merge_pairs
+from lightscale.data_pipeline.preparation.dedup.minhash import (
+    NUM_BANDS,
+    NUM_HASHES,
+    ROWS_PER_BAND,
+    SHINGLE_TOKENS,
+    band_keys,
+    signatures,
+)
+from lightscale.data_pipeline.preparation.dedup.records import document_key, write_band_records, write_exact_records
+
+__all__ = [
+    "NUM_BANDS",
+    "NUM_HASHES",
+    "ROWS_PER_BAND",
+    "SHINGLE_TOKENS",
+    "band_keys",
+    "document_key",
+    "find_pairs",
+    "merge_pairs",
+    "signatures",
+    "write_band_records",
+    "write_exact_records",
+]

@@ -1,0 +1,104 @@
+"""Which documents are left out because an earlier one is alike, over all units: first the same text, then nearly.
+
+    duplicates/exact-pairs/NNNNNN.npy   what the keys of one range show; near-pairs/ likewise
+    duplicates/exact.npy, near.npy      (2, n): the documents to leave out, ascending, and the one that stays for each
+
+The ranges of keys are tasks that know nothing of each other (``dedup/README.md``).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightscale.data_pipeline.preparation.dedup import find_pairs, merge_pairs
+from lightscale.data_pipeline.preparation.dedup.records import Kind
+from lightscale.data_pipeline.preparation.plan import UNIT_SHIFT, UnitSummary
+from lightscale.data_pipeline.preparation.readers import Advance
+from lightscale.data_pipeline.preparation.units import Context
+from lightscale.data_pipeline.preparation.work_directory import WorkDirectory
+from lightscale.data_pipeline.whole_files import write_array
+
+KINDS: tuple[Kind, ...] = ("exact", "near")
+_REASONS: dict[Kind, str] = {"exact": "exact duplicate", "near": "near duplicate"}
+# So much of the files of keys is read for one range.
+_RANGE_BYTES = 2**23
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyRange:
+    """One of ``num_ranges`` equal ranges of keys."""
+
+    kind: Kind
+    number: int
+    num_ranges: int
+    num_bytes: int
+    """For progress: about how much is read."""
+
+
+def key_ranges(work: WorkDirectory, kind: Kind) -> list[KeyRange]:
+    """The tasks of ``kind``: as many as the keys are large."""
+    num_bytes = sum(path.stat().st_size for path in key_files(work, kind))
+    num_ranges = -(-num_bytes // _RANGE_BYTES)
+    return [
+        KeyRange(kind=kind, number=number, num_ranges=num_ranges, num_bytes=num_bytes // num_ranges)
+        for number in range(num_ranges)
+    ]
+
+
+def key_files(work: WorkDirectory, kind: Kind) -> list[Path]:
+    """The keys of all units, in order."""
+    return sorted((work.path / "units").glob(f"*/{kind}-*"))
+
+
+def find_in_range(context: Context, key_range: KeyRange, advance: Advance) -> None:
+    """The task of a range of keys."""
+    work = context.work
+    target = work.entry(f"duplicates/{key_range.kind}-pairs", key_range.number, ".npy")
+    if not target.exists():
+        files = key_files(work, key_range.kind)
+        pairs = find_pairs(files, key_range.kind, piece=key_range.number, num_pieces=key_range.num_ranges)
+        write_array(target, pairs)
+    advance(key_range.num_bytes)
+
+
+def merge_ranges(work: WorkDirectory, kind: Kind) -> None:
+    """Put the ranges of ``kind`` together."""
+    target = _merged(work, kind)
+    if not target.exists():
+        parts = sorted((work.path / f"duplicates/{kind}-pairs").glob("*.npy"))
+        write_array(target, merge_pairs(np.load(part) for part in parts))
+
+
+class UnitDuplicates:
+    """The documents of one unit that are left out."""
+
+    def __init__(self, work: WorkDirectory, unit: UnitSummary) -> None:
+        """``numbers`` and ``kept_ids`` by reason: documents in the unit, ascending, and the ids of those that stay."""
+        first = unit.number << UNIT_SHIFT
+        self.numbers: dict[str, NDArray[np.int64]] = {}
+        self.kept_ids: dict[str, NDArray[np.uint64]] = {}
+        seen = np.empty(0, dtype=np.int64)
+        for kind in KINDS:
+            path = _merged(work, kind)
+            if not path.exists():
+                continue
+            pairs = np.load(path, mmap_mode="r")
+            begin, end = np.searchsorted(pairs[0], np.array([first, first + (1 << UNIT_SHIFT)], dtype=np.uint64))
+            numbers = (pairs[0, begin:end] - np.uint64(first)).astype(np.int64)
+            fresh = ~np.isin(numbers, seen)  # what is the same text is nearly the same too
+            self.numbers[_REASONS[kind]] = numbers[fresh]
+            self.kept_ids[_REASONS[kind]] = np.array(pairs[1, begin:end])[fresh]
+            seen = np.union1d(seen, numbers)
+        self.all = seen
+
+    def kept_mask(self, num_documents: int) -> NDArray[np.bool_]:
+        """(num_documents,) which documents stay."""
+        mask = np.ones(num_documents, dtype=bool)
+        mask[self.all] = False
+        return mask
+
+
+def _merged(work: WorkDirectory, kind: Kind) -> Path:
+    return work.path / "duplicates" / f"{kind}.npy"

@@ -1,0 +1,253 @@
+"""From a corpus to a token store, from top to bottom: plan, tokenizer, units, duplicates, shards, store.
+
+    read ▸ normalise ▸ filter ▸ tokenize ▸ keys      a unit of files at a time, by any worker     units.py
+    deduplicate                                      a range of keys at a time                    duplicates.py
+    write                                            a shard file at a time                       assemble.py
+
+Nothing depends on time, machine, the number of workers or interruptions: the same corpus and versions give the same
+store, byte for byte. What is finished is kept in STORE.work; the same command goes on from there. Memory does not
+grow with the corpus but for what is said in ``README.md`` beside this file.
+"""
+
+import contextlib
+import functools
+import json
+import platform
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+
+from lightscale import __version__
+from lightscale.data_pipeline.executors import Alone, Crew, Progress, Task
+from lightscale.data_pipeline.preparation import assemble, deduplication
+from lightscale.data_pipeline.preparation.corpus import DEFAULT_VOCAB_SIZE, TRAINED_TOKENIZER, Corpus
+from lightscale.data_pipeline.preparation.html_report import make_page
+from lightscale.data_pipeline.preparation.plan import Plan, UnitSummary, read_plan, write_plan
+from lightscale.data_pipeline.preparation.readers import Advance
+from lightscale.data_pipeline.preparation.report import Seen, make_report
+from lightscale.data_pipeline.preparation.tokenizer_sample import BlockSample
+from lightscale.data_pipeline.preparation.units import Context, prepare_unit, sample_unit
+from lightscale.data_pipeline.preparation.work_directory import WorkDirectory, differences, room_needed
+from lightscale.data_pipeline.store.format import REPORT_PAGE, TOKENIZER_DIR, Split, publish, require_absent, write_root
+from lightscale.data_pipeline.store.token_store import TokenStore
+from lightscale.data_pipeline.tokenizers import Tokenizer, load_tiktoken, load_tokenizer, train_sentencepiece
+from lightscale.data_pipeline.whole_files import whole_directory
+from lightscale.errors import UserError
+
+# Part of what a work directory is compared by: raised when units, keys or shards come out otherwise than before.
+PIPELINE_VERSION = 1
+# So many units are read to train a tokenizer, spread evenly over the corpus.
+_SAMPLED_UNITS = 64
+
+CrewMaker = Callable[[Callable[[], Context]], Crew]
+
+
+def _silent(step: str, done: int, total: int) -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a store is made; of these only ``unit_bytes`` may leave traces in the work directory, none in the store."""
+
+    make_crew: CrewMaker = Alone
+    """Who does the work."""
+    strict: bool = False
+    """Stop at the first text that cannot be read whole."""
+    restart: bool = False
+    """Throw away what an earlier, interrupted preparation finished."""
+    unit_bytes: int | None = None
+    """Size of a unit of work; none: a 1024th of the corpus within 1 to 64 MiB."""
+
+
+def prepare(corpus: Corpus, out: Path, options: Options | None = None, progress: Progress = _silent) -> dict[str, Any]:
+    """Write the store ``out`` and return its report. Goes on with what an interrupted call has left in OUT.work.
+
+    Raises ``UserError`` for mistakes in the corpus, a corpus with nothing to train on, a path that exists, another
+    corpus in OUT.work and a full disk. There is no ``out`` then; where any unit is finished, OUT.work stays.
+    """
+    options = options or Options()
+    work = WorkDirectory.beside(out)
+    # Loads what it needs when there is something to load it from.
+    make_context = functools.partial(Context, work, strict=options.strict)
+    with options.make_crew(make_context) as crew, contextlib.ExitStack() as stack:
+        once = functools.partial(_once, crew, work)
+        once(lambda: stack.enter_context(work.locked()) and None)
+        try:
+            return _prepare(corpus, out, work, options, crew, progress)
+        except UserError:
+            if crew.leads and not work.has_finished_work():
+                work.remove()
+            raise
+
+
+def _prepare(
+    corpus: Corpus, out: Path, work: WorkDirectory, options: Options, crew: Crew, progress: Progress
+) -> dict[str, Any]:
+    once = functools.partial(_once, crew, work)
+    if (report := once(lambda: _finished_before(out, work))) is not None:
+        return report
+    once(lambda: _begin(corpus, work, options))
+    plan = read_plan(work.plan)
+
+    def run(step: str, task: Task, items: Sequence[Any], sizes: Sequence[int]) -> None:
+        crew.run(step, functools.partial(_with_room, task), items, sizes, progress)
+
+    def run_on(step: str, task: Task, units: Sequence[UnitSummary]) -> None:
+        run(step, task, units, [unit.num_bytes for unit in units])
+
+    if not (work.path / TOKENIZER_DIR).exists():
+        run_on("sample for the tokenizer", sample_unit, _sampled(plan))
+        once(lambda: _train_tokenizer(corpus, work, plan))
+
+    run_on("read, filter, tokenize", prepare_unit, plan.units)
+
+    for kind in deduplication.KINDS:
+        ranges = deduplication.key_ranges(work, kind)
+        run(f"find {kind} duplicates", deduplication.find_in_range, ranges, [item.num_bytes for item in ranges])
+        once(functools.partial(deduplication.merge_ranges, work, kind))
+
+    run_on("count what stays", assemble.count_kept, plan.units)
+    context = Context(work, strict=options.strict)
+    once(lambda: _require_documents(context))
+    run("write shards", assemble.write_shard, *assemble.shard_jobs(context))
+    report = once(lambda: _finish(context, out))
+    assert report is not None
+    return report
+
+
+def _once(crew: Crew, work: WorkDirectory, task: Callable[[], Any]) -> Any:
+    def with_room() -> Any:
+        with room_needed(work):
+            return task()
+
+    return crew.once(with_room)
+
+
+def _with_room(task: Task, context: Context, item: Any, advance: Advance) -> None:
+    with room_needed(context.work):
+        task(context, item, advance)
+
+
+def _finished_before(out: Path, work: WorkDirectory) -> dict[str, Any] | None:
+    """The report of a store that was complete before the last call could tidy up after itself."""
+    state = work.read_state()
+    if state is not None and state.get("finishing") and not work.store.exists() and out.exists():
+        report = TokenStore(out).report()
+        work.remove()
+        return report
+    require_absent(out)
+    return None
+
+
+def _begin(corpus: Corpus, work: WorkDirectory, options: Options) -> None:
+    """Make the plan, or find that the one that is there is the same."""
+    work.require_own()
+    before = None if options.restart else work.read_state()
+    if before is None:
+        work.empty()
+    work.clean()
+    plan_sha256 = write_plan(work.new_plan, corpus, unit_bytes=options.unit_bytes, strict=options.strict)
+    tokenizer = _given_tokenizer(corpus)
+    state = {
+        "corpus": corpus.model_dump(mode="json"),
+        "files": plan_sha256,
+        "tokenizer": tokenizer.sha256 if tokenizer else None,
+        "versions": _versions(),
+    }
+    if before is not None:
+        before.pop("finishing", None)
+        if changes := differences(before, state):
+            work.new_plan.unlink()
+            raise UserError(
+                f"{work.path}: it holds part of another store ({'; '.join(changes)}); give the earlier corpus to "
+                "finish that one, or --restart to throw its work away"
+            )
+    work.new_plan.replace(work.plan)
+    if tokenizer is not None and not (work.path / TOKENIZER_DIR).exists():
+        _save_tokenizer(work, tokenizer)
+    work.write_state(state)
+
+
+def _versions() -> dict[str, Any]:
+    """What a store's bytes may depend on beside its corpus."""
+    return {
+        "lightscale": __version__,
+        "pipeline": PIPELINE_VERSION,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "zarr": zarr.__version__,
+    }
+
+
+def _given_tokenizer(corpus: Corpus) -> Tokenizer | None:
+    """The tokenizer that the corpus names; None: one is to be trained."""
+    choice = corpus.tokenizer
+    if choice == TRAINED_TOKENIZER:
+        return None
+    if choice.startswith("tiktoken:"):
+        return load_tiktoken(choice.removeprefix("tiktoken:"))
+    if not Path(choice).exists():
+        raise UserError(
+            f"tokenizer {choice}: it is neither sentencepiece, nor tiktoken:ENCODING (tiktoken:cl100k_base), "
+            "nor the path of a store or a tokenizer's file"
+        )
+    return load_tokenizer(Path(choice))
+
+
+def _save_tokenizer(work: WorkDirectory, tokenizer: Tokenizer) -> None:
+    with whole_directory(work.path / TOKENIZER_DIR) as directory:
+        tokenizer.save(directory)
+
+
+def _sampled(plan: Plan) -> list[UnitSummary]:
+    count = min(len(plan.units), _SAMPLED_UNITS)
+    return [plan.units[index * len(plan.units) // count] for index in range(count)]
+
+
+def _train_tokenizer(corpus: Corpus, work: WorkDirectory, plan: Plan) -> None:
+    sample, seen = BlockSample(), Seen()
+    for unit in _sampled(plan):
+        content = json.loads(work.entry("samples", unit.number, ".json").read_bytes())
+        seen.add(content["tally"])
+        sample.merge(content["sample"])
+    blocks = [text for _, text in sample.blocks()]
+    if not blocks:
+        raise UserError(f"no document is left to train on: {seen.words(corpus, plan)}")
+    _save_tokenizer(work, train_sentencepiece(blocks, vocab_size=corpus.vocab_size or DEFAULT_VOCAB_SIZE))
+    shutil.rmtree(work.path / "samples")
+
+
+def _require_documents(context: Context) -> None:
+    if not any(output.split == "train" for output in assemble.output_sources(context)):
+        seen = Seen()
+        for unit in context.plan.units:
+            seen.add(assemble.unit_files(context, unit).tally())
+            seen.drop(assemble.read_kept(context, unit)["deduplicate"])
+        words = seen.words(context.corpus, context.plan)
+        context.work.remove()
+        raise UserError(f"no document is left to train on: {words}")
+
+
+def _finish(context: Context, out: Path) -> dict[str, Any]:
+    """Metadata, report, name."""
+    work, outputs = context.work, assemble.output_sources(context)
+    vocab_size = context.tokenizer.vocab_size
+    token_counts: dict[Split, Any] = {split: np.zeros(vocab_size, dtype=np.int64) for split in assemble.SPLITS}
+    for output in outputs:
+        token_counts[output.split] += assemble.write_source(context, output)
+    report = make_report(context, outputs, token_counts)
+    (work.store / REPORT_PAGE).write_text(make_page(report), encoding="utf-8")
+    (work.store / "zarr.json").unlink(missing_ok=True)  # of an interrupted attempt
+    names = sorted(output.name for output in outputs)
+    write_root(work.store, context.tokenizer, names, report, weights=context.corpus.weights)
+    state = work.read_state()
+    assert state is not None
+    work.write_state({**state, "finishing": True})
+    publish(work.store, out)
+    work.remove()
+    return report

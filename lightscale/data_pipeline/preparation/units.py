@@ -1,0 +1,305 @@
+"""The work on a unit: read ▸ normalise ▸ filter ▸ tokenize ▸ keys of duplicates, document after document, into files.
+
+units/NNNNNN/tokens        uint32: the tokens of its documents, one after the other, without end of text
+units/NNNNNN/documents     a record a document: tokens, bytes, split
+units/NNNNNN/names         the documents' ids, a line each
+units/NNNNNN/exact-NNNN    keys of texts, near-NNNN keys of bands, for ``duplicates.py``
+units/NNNNNN/tally.json    counts, and what was left out
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from lightscale.data_pipeline.executors import Advance
+from lightscale.data_pipeline.preparation.corpus import Corpus
+from lightscale.data_pipeline.preparation.counts import Stage
+from lightscale.data_pipeline.preparation.dedup import (
+    band_keys,
+    document_key,
+    signatures,
+    write_band_records,
+    write_exact_records,
+)
+from lightscale.data_pipeline.preparation.filters import Filter, make_filter
+from lightscale.data_pipeline.preparation.normalise import INVALID_UTF8, LONE_SURROGATE, normalise
+from lightscale.data_pipeline.preparation.plan import UNIT_SHIFT, Plan, UnitSummary, read_plan
+from lightscale.data_pipeline.preparation.readers import read
+from lightscale.data_pipeline.preparation.sources import EMPTY, Problems
+from lightscale.data_pipeline.preparation.tokenizer_sample import BlockSample
+from lightscale.data_pipeline.preparation.work_directory import WorkDirectory
+from lightscale.data_pipeline.store.format import TOKENIZER_DIR, Split
+from lightscale.data_pipeline.tokenizers import DESCRIPTION_FILE, Tokenizer, load_tokenizer, with_fast_path
+from lightscale.data_pipeline.whole_files import whole_directory, write_json
+
+DOCUMENT = np.dtype([("tokens", "<u4"), ("bytes", "<u4"), ("validation", "?")])
+STAGES_OF_A_UNIT = ("read", "normalise", "filter")
+_BATCH_DOCUMENTS, _BATCH_CHARACTERS = 512, 2**20
+# Keys of so many documents are held in memory, then sorted and written.
+_KEYS_DOCUMENTS = 2**16
+# Which documents are held out and which blocks train the tokenizer must not depend on each other.
+_SPLIT_SEED = 1
+
+
+class Context:
+    """What every task needs; each process makes its own from the work directory."""
+
+    def __init__(self, work: WorkDirectory, *, strict: bool) -> None:
+        self.work = work
+        self.strict = strict
+        state = work.read_state()
+        assert state is not None, "tasks begin after the state was written"
+        self.corpus = Corpus.model_validate(state["corpus"])
+        self._filters: dict[str, Filter | None] = {}
+
+    @cached_property
+    def plan(self) -> Plan:
+        """All units."""
+        return read_plan(self.work.plan)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The one that the store gets."""
+        description = self.work.path / TOKENIZER_DIR / DESCRIPTION_FILE
+        return _load_once(self.work.path, description.stat().st_mtime_ns)
+
+    @cached_property
+    def encoder(self) -> Tokenizer:
+        """The same, as fast as can be."""
+        return with_fast_path(self.tokenizer)
+
+    def filter_of(self, source: str) -> Filter | None:
+        """The rules for a source's language; None where it has none."""
+        if source not in self._filters:
+            config = self.corpus.sources[source]
+            self._filters[source] = make_filter(config.language, config.filters) if config.language else None
+        return self._filters[source]
+
+
+@lru_cache(maxsize=1)
+def _load_once(path: Path, changed_ns: int) -> Tokenizer:
+    """A process that leads and works needs it twice, and large ones take a second to load."""
+    return load_tokenizer(path)
+
+
+@dataclass(kw_only=True)
+class UnitTally:
+    """Counts of a unit, or of several."""
+
+    stages: dict[str, Stage] = field(default_factory=lambda: {name: Stage() for name in STAGES_OF_A_UNIT})
+    changed_documents: Counter[str] = field(default_factory=Counter)
+    """By what normalising changed: in how many documents, and"""
+    changes: Counter[str] = field(default_factory=Counter)
+    """how often."""
+    problems: Problems = field(default_factory=Problems)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "stages": {name: stage.as_json() for name, stage in self.stages.items()},
+            "changed_documents": dict(sorted(self.changed_documents.items())),
+            "changes": dict(sorted(self.changes.items())),
+            "problems": self.problems.as_json(),
+        }
+
+    def merge(self, content: dict[str, Any]) -> None:
+        """Add what ``as_json`` gave for a later unit."""
+        for name, stage in content["stages"].items():
+            self.stages[name].merge(Stage.from_json(stage))
+        self.changed_documents.update(content["changed_documents"])
+        self.changes.update(content["changes"])
+        self.problems.merge(content["problems"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CleanDocument:
+    """A text that passed the filters."""
+
+    id: str
+    text: str
+    num_bytes: int
+
+
+def split_of(document_id: str, validation: float) -> Split:
+    """The split of a document: a pure function of its id, so it stays when the corpus grows."""
+    share = xxhash.xxh3_64_intdigest(document_id.encode(), seed=_SPLIT_SEED) / 2**64
+    return "validation" if share < validation else "train"
+
+
+def prepare_unit(context: Context, unit: UnitSummary, advance: Advance) -> None:
+    """The task of a unit. What is finished is not done again."""
+    target = context.work.entry("units", unit.number)
+    if target.exists():
+        advance(unit.num_bytes)
+        return
+    tally = UnitTally(problems=Problems(strict=context.strict))
+    with whole_directory(target) as directory, UnitWriter(directory, unit, context) as writer:
+        for document in clean_documents(context, unit, tally, advance):
+            writer.append(document)
+        writer.finish()
+        (directory / "tally.json").write_text(json.dumps(tally.as_json(), ensure_ascii=False), encoding="utf-8")
+
+
+def sample_unit(context: Context, unit: UnitSummary, advance: Advance) -> None:
+    """The task of a unit before there is a tokenizer: its share of the texts to train one on."""
+    target = context.work.entry("samples", unit.number, ".json")
+    if target.exists():
+        advance(unit.num_bytes)
+        return
+    validation = context.corpus.validation_of(unit.source)
+    sample = BlockSample()
+    # The pass that writes meets the same problems; it counts them.
+    tally = UnitTally(problems=Problems(strict=context.strict))
+    for document in clean_documents(context, unit, tally, advance):
+        if split_of(document.id, validation) == "train":
+            sample.add(document.id, document.text)
+    write_json(target, {"sample": sample.as_json(), "tally": tally.as_json()})
+
+
+def clean_documents(context: Context, unit: UnitSummary, tally: UnitTally, advance: Advance) -> Iterator[CleanDocument]:
+    """The documents of a unit, in order, that are left after reading, normalising and filtering."""
+    rules = context.filter_of(unit.source)
+    text_field = context.corpus.sources[unit.source].text_field
+    was_read, normalised, filtered = (tally.stages[name] for name in STAGES_OF_A_UNIT)
+    for piece in context.plan.pieces(unit):
+        for raw in read(piece, tally.problems, text_field=text_field, advance=advance):
+            data = raw.data
+            was_read.keep(len(data) if isinstance(data, bytes) else len(data.encode(errors="surrogatepass")))
+            clean = normalise(data)
+            for change, times in clean.counts.items():
+                tally.changed_documents[change] += 1
+                tally.changes[change] += times
+                if change in (INVALID_UTF8, LONE_SURROGATE):
+                    tally.problems.add(change, raw.id)
+            text = clean.text
+            num_bytes = len(text) if text.isascii() else len(text.encode())
+            if not text or text.isspace():
+                normalised.drop(EMPTY, num_bytes, raw.id, text)
+                continue
+            normalised.keep(num_bytes)
+            if rules is not None and (rule := rules(text)) is not None:
+                filtered.drop(rule, num_bytes, raw.id, text)
+                continue
+            filtered.keep(num_bytes)
+            yield CleanDocument(id=raw.id, text=text, num_bytes=num_bytes)
+
+
+class UnitWriter:
+    """Tokens, records and keys of a unit's documents, batch by batch, in bounded memory."""
+
+    def __init__(self, directory: Path, unit: UnitSummary, context: Context) -> None:
+        self._directory = directory
+        self._first_id = unit.number << UNIT_SHIFT
+        self._tokenizer = context.encoder
+        self._validation = context.corpus.validation_of(unit.source)
+        self._duplicates = context.corpus.duplicates
+        self._batch: list[CleanDocument] = []
+        self._batch_characters = 0
+        self._keys: list[bytes] = []
+        self._bands: list[NDArray[np.uint64]] = []
+        self._num_keyed = self._num_documents = self._num_key_files = 0
+
+    def __enter__(self) -> "UnitWriter":
+        self._files: dict[str, BinaryIO] = {
+            name: (self._directory / name).open("wb") for name in ("tokens", "documents", "names")
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def append(self, document: CleanDocument) -> None:
+        """Add a document."""
+        self._batch.append(document)
+        self._batch_characters += len(document.text)
+        if len(self._batch) == _BATCH_DOCUMENTS or self._batch_characters >= _BATCH_CHARACTERS:
+            self._write_batch()
+
+    def finish(self) -> None:
+        """Write what is still in memory."""
+        self._write_batch()
+        self._write_keys()
+        for file in self._files.values():
+            file.flush()
+
+    def _write_batch(self) -> None:
+        batch = self._batch
+        if not batch:
+            return
+        ids = self._tokenizer.encode_batch([document.text for document in batch])
+        records = np.empty(len(batch), dtype=DOCUMENT)
+        records["tokens"] = [len(tokens) for tokens in ids]
+        records["bytes"] = [document.num_bytes for document in batch]
+        records["validation"] = [split_of(document.id, self._validation) == "validation" for document in batch]
+        self._files["tokens"].write(np.concatenate(ids).astype("<u4", copy=False).tobytes())
+        self._files["documents"].write(records.tobytes())
+        self._files["names"].write("".join(f"{_one_line(document.id)}\n" for document in batch).encode())
+        if self._duplicates.exact:
+            self._keys += [document_key(document.text) for document in batch]
+        if self._duplicates.near:
+            self._bands.append(band_keys(signatures(ids)))
+        self._num_documents += len(batch)
+        self._batch, self._batch_characters = [], 0
+        if self._num_documents - self._num_keyed >= _KEYS_DOCUMENTS:
+            self._write_keys()
+
+    def _write_keys(self) -> None:
+        ids = np.arange(self._num_keyed, self._num_documents, dtype=np.uint64) + np.uint64(self._first_id)
+        if not len(ids):
+            return
+        number = f"{self._num_key_files:04}"
+        if self._keys:
+            write_exact_records(self._directory / f"exact-{number}", self._keys, ids)
+        if self._bands:
+            write_band_records(self._directory / f"near-{number}", np.concatenate(self._bands), ids)
+        self._keys, self._bands = [], []
+        self._num_keyed = self._num_documents
+        self._num_key_files += 1
+
+
+def _one_line(name: str) -> str:
+    return name.replace("\n", "\\n").replace("\r", "\\r")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitFiles:
+    """What a finished unit left."""
+
+    directory: Path
+
+    @cached_property
+    def records(self) -> NDArray[np.void]:
+        """A ``DOCUMENT`` for every document."""
+        return np.fromfile(self.directory / "documents", dtype=DOCUMENT)
+
+    def tokens(self) -> NDArray[np.uint32]:
+        """The tokens of all documents, mapped."""
+        path = self.directory / "tokens"
+        return np.memmap(path, dtype="<u4", mode="r") if path.stat().st_size else np.empty(0, dtype=np.uint32)
+
+    def names(self, numbers: list[int]) -> list[str]:
+        """The ids of some documents, ascending ``numbers``."""
+        wanted, found = iter(numbers), []
+        next_wanted = next(wanted, None)
+        with (self.directory / "names").open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines):
+                if number == next_wanted:
+                    found.append(line.rstrip("\n"))
+                    next_wanted = next(wanted, None)
+                if next_wanted is None:
+                    break
+        return found
+
+    def tally(self) -> dict[str, Any]:
+        """Its counts, as ``UnitTally.as_json`` gave them."""
+        content: dict[str, Any] = json.loads((self.directory / "tally.json").read_bytes())
+        return content

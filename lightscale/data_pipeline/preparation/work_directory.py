@@ -1,0 +1,163 @@
+"""The work directory of a preparation, STORE.work: what is finished in it stays finished, whatever happens.
+
+    state.json          what is being made: corpus, versions, files; a restart compares it
+    plan.jsonl          the units of work, one a line
+    tokenizer/          the tokenizer, complete
+    samples/NNNNNN.json texts that train it
+    units/NNNNNN/       what became of the documents of a unit (``units.py``)
+    duplicates/         who is left out (``duplicates.py``)
+    kept/NNNNNN.json    what stays of a unit
+    shards/             hashes and counts of the finished shards
+    store/              the store, until it gets its name
+
+Everything is written under a temporary name and renamed when it is whole, so that a name in the directory means
+finished work: nothing else says so, and nothing else needs to.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightscale.data_pipeline.whole_files import NO_ROOM, TEMPORARY_SUFFIX, write_json
+from lightscale.errors import UserError
+
+_STATE_FILE, _LOCK_FILE = "state.json", "lock"
+# The state comes last: while anything is left of a finished preparation, it says that it is finished.
+_OWN_NAMES = (
+    "plan.jsonl",
+    "plan.new.jsonl",
+    "tokenizer",
+    "samples",
+    "units",
+    "duplicates",
+    "kept",
+    "shards",
+    "store",
+    _STATE_FILE,
+)
+
+
+class WorkDirectory:
+    """The files beside the store that is being made."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.plan, self.new_plan = path / "plan.jsonl", path / "plan.new.jsonl"
+        self.store = path / "store"
+
+    @classmethod
+    def beside(cls, store: Path) -> "WorkDirectory":
+        """That of ``store``."""
+        return cls(store.parent / f"{store.name}.work")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Make it and keep other preparations out. ``UserError`` where one is at work in it."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UserError(f"{self.path}: {error.filename} cannot be made ({error.strerror})") from error
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise UserError(f"{self.path}: another process is preparing this store ({error.strerror})") from error
+            yield
+        finally:
+            os.close(descriptor)
+
+    def clean(self) -> None:
+        """Remove what an interrupted process left half-written."""
+        # Workers of a killed preparation may be about to find out: what vanishes meanwhile is no error.
+        for directory, names, files in os.walk(self.path):
+            for name in [name for name in names if name.endswith(TEMPORARY_SUFFIX)]:
+                names.remove(name)
+                shutil.rmtree(Path(directory, name), ignore_errors=True)
+            for name in files:
+                if name.endswith(TEMPORARY_SUFFIX):
+                    Path(directory, name).unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove it, but for what is not ours."""
+        self.empty()
+        (self.path / _LOCK_FILE).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+
+    def empty(self) -> None:
+        """Remove all that preparations put there, but for the lock."""
+        self.clean()
+        for entry in (self.path / name for name in _OWN_NAMES):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
+
+    def require_own(self) -> None:
+        """``UserError`` where it has files of another origin."""
+        others = [entry.name for entry in self.path.iterdir() if entry.name not in (*_OWN_NAMES, _LOCK_FILE)]
+        if others := [name for name in others if not name.endswith(TEMPORARY_SUFFIX)]:
+            raise UserError(f"{self.path}: it is needed for work in progress and holds {others[0]}; move that away")
+
+    def read_state(self) -> dict[str, Any] | None:
+        """What is being made here; None where nothing is yet."""
+        try:
+            content: dict[str, Any] = json.loads((self.path / _STATE_FILE).read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise UserError(f"{self.path / _STATE_FILE}: damaged ({error}); --restart begins anew") from error
+        return content
+
+    def write_state(self, state: dict[str, Any]) -> None:
+        """Say what is being made here."""
+        write_json(self.path / _STATE_FILE, state)
+
+    def entry(self, kind: str, number: int, suffix: str = "") -> Path:
+        """The file or directory of unit, shard or partition ``number``."""
+        return self.path / kind / f"{number:06}{suffix}"
+
+    def has_finished_work(self) -> bool:
+        """Whether any unit is finished."""
+        units = self.path / "units"
+        return units.is_dir() and any(not entry.name.endswith(TEMPORARY_SUFFIX) for entry in units.iterdir())
+
+
+@contextmanager
+def room_needed(work: WorkDirectory) -> Iterator[None]:
+    """A full disk in the block becomes a ``UserError`` that says how to go on."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        raise UserError(
+            f"{work.path}: no room left ({error.strerror}); what is finished stays there: "
+            "free some space and give the same command again"
+        ) from error
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """``key: then → now`` for every value that differs between two states."""
+    old, new = dict(_leaves(before)), dict(_leaves(now))
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return [f"{key}: {_shown(old.get(key))} → {_shown(new.get(key))}" for key in keys]
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _leaves(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, item in value.items():
+        if isinstance(item, dict) and item:
+            yield from _leaves(item, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", item

@@ -1,0 +1,1 @@
+"""The token store on disk: written once by preparation, read by loading."""

@@ -1,0 +1,272 @@
+"""Additive decay on GPUs: the pieces of ``../chunked.py`` by the kernels of ``kernels.py``.
+
+The pieces have the arguments, results and meaning of those in ``../chunked.py``, for fp16, bf16 and fp32. Those that
+hold the work are registered with torch as operators, so that ``torch.compile`` calls them as they are and does not
+look inside, and so that the whole operator, ``triton_lightnet_attention``, has its gradient.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from lightscale.kernels.common.angles import Angles, angles_of, parts_of, phases_of
+from lightscale.kernels.common.triton.launch import on_device_of
+from lightscale.kernels.lightnet.state import LightNetState, StateCotangent, carried_cotangent, plain_cotangent
+from lightscale.kernels.lightnet.triton.cases import COMPILE_CASES
+from lightscale.kernels.lightnet.triton.kernels import recurrent
+from lightscale.kernels.lightnet.triton.passes import Backward, Row, attend, scan, weights_of
+from lightscale.kernels.lightnet.triton.tiling import LAUNCH, recurrent_constants
+
+__all__ = [
+    "COMPILE_CASES",
+    "grad_bwd",
+    "out_fwd",
+    "recurrent_step",
+    "state_bwd",
+    "state_fwd",
+    "triton_lightnet_attention",
+]
+
+
+def _state(z: Tensor | None, S: Tensor | None) -> LightNetState | None:
+    return None if z is None or S is None else LightNetState(z, S)
+
+
+@torch.library.custom_op("lightscale::lightnet_state_fwd", mutates_args=())
+def _state_fwd(
+    k: Tensor, v: Tensor, theta: Tensor | None, positions: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """z, S and through."""
+    row = Row.of(k, v, angles_of(theta, positions), cu_seqlens)
+    _, state = scan(row, None, with_chunks=False)
+    through = torch.ones(k.size(0), dtype=torch.float32, device=k.device)
+    if row.starts is not None and k.size(1):
+        through.masked_fill_(row.starts[:, -1] >= 0, 0.0)
+    return state.z, state.S, through
+
+
+@_state_fwd.register_fake
+def _(
+    k: Tensor, v: Tensor, theta: Tensor | None, positions: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return *_fake_state(k, v, theta), k.new_empty(k.size(0), dtype=torch.float32)
+
+
+def _fake_state(k: Tensor, v: Tensor, theta: Tensor | None) -> tuple[Tensor, Tensor]:
+    num_rows, _, num_heads, key_width = k.shape
+    state_rows = key_width if theta is None else 2 * key_width
+    z = k.new_empty(num_rows, num_heads, key_width, dtype=torch.float32)
+    return z, k.new_empty(num_rows, num_heads, state_rows, v.size(3), dtype=torch.float32)
+
+
+@torch.library.custom_op("lightscale::lightnet_out_fwd", mutates_args=())
+def _out_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor | None,
+    positions: Tensor | None,
+    z: Tensor | None,
+    S: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o, and z and S of the state that leaves."""
+    row = Row.of(k, v, angles_of(theta, positions), cu_seqlens)
+    chunks, end = scan(row, _state(z, S))
+    assert chunks is not None
+    return attend(row, q, chunks, weights_of(row, chunks)), end.z, end.S
+
+
+@_out_fwd.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor | None,
+    positions: Tensor | None,
+    z: Tensor | None,
+    S: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return v.new_empty(v.shape), *_fake_state(k, v, theta)
+
+
+@torch.library.custom_op("lightscale::lightnet_state_bwd", mutates_args=())
+def _state_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor | None,
+    positions: Tensor | None,
+    do: Tensor,
+    z: Tensor | None,
+    S: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """U and R of the state that enters, by the row's own outputs."""
+    backward = Backward.of(Row.of(k, v, angles_of(theta, positions), cu_seqlens), q, do, _state(z, S))
+    _, own = backward.scan(backward.query_gradients(), None, with_chunks=False)
+    return own.U, own.R
+
+
+@_state_bwd.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor | None,
+    positions: Tensor | None,
+    do: Tensor,
+    z: Tensor | None,
+    S: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    R, U = _fake_state(k, v, theta)
+    return U, R
+
+
+@torch.library.custom_op("lightscale::lightnet_gradients", mutates_args=())
+def _gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor | None,
+    positions: Tensor | None,
+    do: Tensor,
+    z: Tensor | None,
+    S: Tensor | None,
+    U: Tensor | None,
+    R: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, and U and R of the state that enters."""
+    backward = Backward.of(Row.of(k, v, angles_of(theta, positions), cu_seqlens), q, do, _state(z, S))
+    dq = backward.query_gradients()
+    by_chunk, start = backward.scan(dq, None if U is None or R is None else StateCotangent(U, R))
+    assert by_chunk is not None
+    return dq, backward.key_gradients(dq, by_chunk), backward.value_gradients(by_chunk), start.U, start.R
+
+
+@_gradients.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor | None,
+    positions: Tensor | None,
+    do: Tensor,
+    z: Tensor | None,
+    S: Tensor | None,
+    U: Tensor | None,
+    R: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    R_in, U_in = _fake_state(k, v, theta)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), U_in, R_in
+
+
+def _save(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, *output[1:])
+
+
+def _backward(ctx: Any, do: Tensor, dz: Tensor, dS: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, theta, positions, z, S, cu_seqlens, z_end, S_end = ctx.saved_tensors
+    cotangent = carried_cotangent(LightNetState(z_end, S_end), dz, dS)
+    dq, dk, dv, U, R = _gradients(q, k, v, theta, positions, do, z, S, *cotangent, cu_seqlens)
+    dz_in, dS_in = None, None
+    if z is not None:
+        dz_in, dS_in = plain_cotangent(LightNetState(z, S), StateCotangent(U, R))
+    return dq, dk, dv, None, None, dz_in, dS_in, None
+
+
+_out_fwd.register_autograd(_backward, setup_context=_save)
+
+
+def triton_lightnet_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    angles: Angles | None,
+    initial_state: LightNetState | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, LightNetState]:
+    """The operator: (o, final state), differentiable; the inputs and the final state are saved."""
+    o, z, S = _out_fwd(q, k, v, *parts_of(angles), *(initial_state or (None, None)), cu_seqlens)
+    return o, LightNetState(z, S)
+
+
+def state_fwd(
+    k: Tensor, v: Tensor, angles: Angles | None = None, cu_seqlens: Tensor | None = None
+) -> tuple[LightNetState, Tensor]:
+    """(z_loc, S_loc) and ``through``, see ``chunked.state_fwd``."""
+    z, S, through = _state_fwd(k, v, *parts_of(angles), cu_seqlens)
+    return LightNetState(z, S), through
+
+
+def out_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    angles: Angles | None,
+    state_in: LightNetState | None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, LightNetState]:
+    """The outputs and the state that leaves, see ``chunked.out_fwd``."""
+    return triton_lightnet_attention(q, k, v, angles, state_in, cu_seqlens)
+
+
+def state_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    angles: Angles | None,
+    do: Tensor,
+    state_in: LightNetState | None,
+    cu_seqlens: Tensor | None = None,
+) -> StateCotangent:
+    """The cotangent (U, R) of the incoming state, see ``chunked.state_bwd``."""
+    U, R = _state_bwd(q, k, v, *parts_of(angles), do, *(state_in or (None, None)), cu_seqlens)
+    return StateCotangent(U, R)
+
+
+def grad_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    angles: Angles | None,
+    do: Tensor,
+    state_in: LightNetState | None,
+    cotangent: StateCotangent | None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of a row's inputs, see ``chunked.grad_bwd``."""
+    state, carried = state_in or (None, None), cotangent or (None, None)
+    dq, dk, dv, _, _ = _gradients(q, k, v, *parts_of(angles), do, *state, *carried, cu_seqlens)
+    return dq, dk, dv
+
+
+def recurrent_step(
+    q: Tensor, k: Tensor, v: Tensor, state: LightNetState, angles: Angles | None = None
+) -> tuple[Tensor, LightNetState]:
+    """One token, see ``chunked.recurrent_step``, in one launch; it has no gradient."""
+    phases = None if angles is None else phases_of(angles, state.z.dtype)
+    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    after = LightNetState(*(x.new_empty(x.shape) for x in state))
+    constants = recurrent_constants(q.size(2), v.size(2))
+    num_programs = q.size(0) * q.size(1) * triton.cdiv(v.size(2), constants["BLOCK_V"])
+    if num_programs:
+        with on_device_of(q):
+            recurrent[(num_programs,)](
+                q.contiguous(),
+                k.contiguous(),
+                v.contiguous(),
+                *((None, None) if phases is None else (x.contiguous() for x in phases)),
+                *(x.contiguous() for x in state),
+                o,
+                *after,
+                **constants,
+                **LAUNCH,
+            )
+    return o, after

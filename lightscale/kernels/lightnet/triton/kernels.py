@@ -1,0 +1,116 @@
+"""The Triton kernels of additive decay: what they share, and the one for single steps.
+
+``states.py`` and ``cotangents.py`` go through a row, ``queries.py`` and ``keys.py``
+have the tokens of a chunk.
+
+A row is cut into chunks of CHUNK tokens, and these into blocks of BLOCK; a span is some whole chunks that one program
+goes through in turn. Names of shapes: B rows, T tokens, H heads, N chunks, S spans, K key width, V value width, R rows
+of a state: K, or 2K with angles, whose halves share z. All exponents are differences of keys and z inside a chunk, in
+fp32. README.md here has the mathematics, the tiling and the counts.
+
+``starts`` (B, T) int32 is the place in the row at which the token's document begins, -1 for the row's first one.
+``edges`` (B, H, N, 3, K) fp32 has, for each chunk and channel, its base (the largest key, or what entered), and z of
+the states that enter and leave it, less the base; ``depths`` (B, T, H, K) fp32 is z of each token, less the base.
+``turns`` (H, K) int64 and ``positions`` (B, T) int64, both or neither, are the angles of LRPE: its cos and sin are made
+where they are multiplied (``wave``).
+"""
+
+import triton
+import triton.language as tl
+
+# Only e^(reference - z) can exceed 1. Up to e^60 times a query nothing overflows, and what underflows counts for less
+# than e^-27 anywhere; tokens whose z lies deeper below the reference get one of their own.
+RISE: tl.constexpr = tl.constexpr(60.0)
+LEAST: tl.constexpr = tl.constexpr(8.7565e-27)
+EMPTY: tl.constexpr = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def exists(cols, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Which columns of a tile exist; a constant, and no work, when tiles of BLOCK fill the width."""
+    if WIDTH % BLOCK == 0:
+        return tl.full(cols.shape, 1, tl.int1)
+    else:
+        return cols < WIDTH
+
+
+@triton.jit
+def share_of(above, below):
+    """e^(above - below), at most 1; 0 where above is -inf, whatever below is."""
+    return tl.where(above > EMPTY, tl.exp(tl.minimum(above - below, 0.0)), 0.0)
+
+
+@triton.jit
+def finite(x):
+    """x, 0 where it is -inf: a reference that can be subtracted."""
+    return tl.where(x > EMPTY, x, 0.0)
+
+
+@triton.jit
+def origin_of(reference):
+    """A reference as a number: one of -inf has no tokens, and this is below all of them."""
+    return tl.where(reference > EMPTY, reference, -1e30)
+
+
+@triton.jit
+def reads(depth, at):
+    """e^(at - z) of the tokens whose z lies at most RISE below ``at`` and not above it; 0 for the others."""
+    held = (depth >= at - RISE) & (depth <= at)
+    return tl.where(held, tl.exp(tl.minimum(at - depth, RISE)), 0.0)
+
+
+@triton.jit
+def recurrent(
+    q,  # (B, H, K), contiguous
+    k,  # (B, H, K), contiguous
+    v,  # (B, H, V), contiguous
+    cos,  # (B, H, K), contiguous, or None
+    sin,  # (B, H, K), contiguous, or None
+    z_before,  # (B, H, K) fp32
+    before,  # (B, H, R, V) fp32
+    out,  # (B, H, V)
+    z_after,  # (B, H, K) fp32
+    after,  # (B, H, R, V) fp32
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """One token: the state's mean takes in φ vᵀ, weighed by e^k; a program has some columns of a head's state."""
+    V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    R: tl.constexpr = K if cos is None else 2 * K
+    program = tl.program_id(0).to(tl.int64)
+    row_head = program // V_TILES
+    rows = tl.arange(0, BLOCK_K)
+    cols = program % V_TILES * BLOCK_V + tl.arange(0, BLOCK_V)
+    has_row, has_col = exists(rows, K, BLOCK_K), exists(cols, V, BLOCK_V)
+    inside = has_row[:, None] & has_col[None, :]
+
+    z = tl.load(z_before + row_head * K + rows, mask=has_row, other=EMPTY)
+    key = tl.load(k + row_head * K + rows, mask=has_row, other=EMPTY).to(tl.float32)
+    top = finite(tl.maximum(z, key))
+    old, new = share_of(z, top), share_of(key, top)
+    total = old + new
+    share = tl.where(total > 0.0, 1.0 / tl.maximum(total, 1e-30), 0.0)
+    z_next = tl.where(total > 0.0, top + tl.log(tl.maximum(total, 1e-30)), EMPTY)
+    if program % V_TILES == 0:
+        tl.store(z_after + row_head * K + rows, z_next, mask=has_row)
+    old *= share
+    new *= share
+    value = tl.load(v + row_head * V + cols, mask=has_col, other=0.0).to(tl.float32)
+    query = tl.load(q + row_head * K + rows, mask=has_row, other=0.0).to(tl.float32)
+    read = tl.zeros([BLOCK_V], dtype=tl.float32)
+    for half in tl.static_range(R // K):
+        phase = tl.full([BLOCK_K], 1.0, tl.float32)
+        if cos is not None:
+            if half == 0:
+                phase = tl.load(cos + row_head * K + rows, mask=has_row, other=0.0)
+            else:
+                phase = tl.load(sin + row_head * K + rows, mask=has_row, other=0.0)
+        at = row_head * R * V + (half * K + rows)[:, None] * V + cols[None, :]
+        # What is empty may hold anything.
+        state = tl.load(before + at, mask=inside & (z > EMPTY)[:, None], other=0.0)
+        state = state * old[:, None] + (new * phase)[:, None] * value[None, :]
+        tl.store(after + at, state, mask=inside)
+        read += tl.sum((query * phase)[:, None] * state, 0)
+    tl.store(out + row_head * V + cols, read.to(out.dtype.element_ty), mask=has_col)

@@ -1,0 +1,398 @@
+"""The passes of additive decay on GPUs: states, weights, outputs, cotangents, gradients; ``triton.py`` joins them."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from lightscale.kernels.common.angles import Angles, turns_of
+from lightscale.kernels.common.triton.launch import dense_last, document_starts, num_multiprocessors, on_device_of
+from lightscale.kernels.lightnet.state import LightNetState, StateCotangent
+from lightscale.kernels.lightnet.triton.cotangents import fold_cotangents, scan_cotangents
+from lightscale.kernels.lightnet.triton.keys import key_gradients, value_gradients
+from lightscale.kernels.lightnet.triton.queries import outputs, query_gradients
+from lightscale.kernels.lightnet.triton.states import fold_states, scan_states, weigh
+from lightscale.kernels.lightnet.triton.tiling import (
+    LAUNCH,
+    Tiling,
+    fold_constants,
+    product_constants,
+    scan_constants,
+    tiling_of,
+    weigh_constants,
+)
+
+# Rows are cut into spans until every multiprocessor has so many programs that scan states, and no further: the tokens
+# of a row in several spans are read once more. Nor has a span fewer chunks than this.
+_PROGRAMS_PER_MULTIPROCESSOR = 2
+_LEAST_SPAN_CHUNKS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What all passes of one call share: keys, values, angles, documents, and how they are tiled."""
+
+    k: Tensor
+    v: Tensor
+    angles: tuple[Tensor, Tensor] | tuple[None, None]
+    """Turns (H, K) and positions (B, T), int64."""
+    starts: Tensor | None
+    tiling: Tiling
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, angles: Angles | None, cu_seqlens: Tensor | None) -> "Row":
+        """Those of k (B, T, H, K) and v (B, T, H, V)."""
+        return cls(
+            k=dense_last(k),
+            v=dense_last(v),
+            angles=(None, None) if angles is None else (turns_of(angles.theta), angles.positions.contiguous()),
+            starts=document_starts(cu_seqlens, num_rows=k.size(0), num_tokens=k.size(1)),
+            tiling=tiling_of(k.dtype),
+        )
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """K and V."""
+        return self.k.size(3), self.v.size(3)
+
+    @property
+    def state_rows(self) -> int:
+        """R."""
+        return self.k.size(3) * (1 if self.angles[0] is None else 2)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """T, H and N, the number of chunks; the last one may be shorter."""
+        num_tokens, num_heads = self.k.shape[1:3]
+        return num_tokens, num_heads, -(-num_tokens // self.tiling.chunk)
+
+    def empty(self, *inner: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """(B, H, *inner), not initialised."""
+        return torch.empty(self.k.size(0), self.k.size(2), *inner, dtype=dtype, device=self.k.device)
+
+    def empty_cotangent(self, *inner: int) -> StateCotangent:
+        """U (B, H, *inner, R, V) and R (B, H, *inner, K), not initialised."""
+        K, V = self.widths
+        return StateCotangent(self.empty(*inner, self.state_rows, V), self.empty(*inner, K))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spans:
+    """How the chunks of a row are divided among programs that scan."""
+
+    num_programs: int
+    """Of one span."""
+    num_spans: int
+    span_chunks: int
+
+    @classmethod
+    def of(cls, row: Row) -> "Spans":
+        """As many spans as keep the GPU busy."""
+        constants = scan_constants(row.k.dtype, *row.widths)
+        K, V = row.widths
+        tiles = triton.cdiv(K, constants["BLOCK_K"]) * triton.cdiv(V, constants["BLOCK_V"])
+        num_programs = row.k.size(0) * row.k.size(2) * tiles
+        num_chunks = row.sizes[2]
+        span_chunks = _span_chunks(row, num_programs)
+        return cls(
+            num_programs=num_programs,
+            num_spans=max(triton.cdiv(num_chunks, span_chunks), 1),
+            span_chunks=span_chunks,
+        )
+
+
+def _span_chunks(row: Row, num_programs: int) -> int:
+    """Chunks of a span when each span takes ``num_programs`` programs."""
+    wanted = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(row.k.device) // max(num_programs, 1)
+    num_chunks = row.sizes[2]
+    most = num_chunks // _LEAST_SPAN_CHUNKS
+    return max(triton.cdiv(num_chunks, max(min(wanted, most), 1)), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkStates:
+    """The states that enter the chunks: S, and z as a sum of two parts that stays exact where z is large."""
+
+    S: Tensor
+    """(B, H, N, R, V)."""
+    tops: Tensor
+    """(B, H, N + 1, K) fp32, of the state that leaves the row too."""
+    logs: Tensor
+    """(B, H, N + 1, K) fp32."""
+
+
+def scan(
+    row: Row, state_in: LightNetState | None, *, with_chunks: bool = True
+) -> tuple[ChunkStates | None, LightNetState]:
+    """The states that enter the chunks, and the one that leaves the row."""
+    spans, (K, V), (_, _, num_chunks) = Spans.of(row), row.widths, row.sizes
+    R = row.state_rows
+    end = LightNetState(row.empty(K), row.empty(R, V))
+    chunks = None
+    if with_chunks:
+        chunks = ChunkStates(
+            S=row.empty(num_chunks, R, V, dtype=row.tiling.compute),
+            tops=row.empty(num_chunks + 1, K),
+            logs=row.empty(num_chunks + 1, K),
+        )
+    z_in, S_in = (None, None) if state_in is None else (x.contiguous() for x in state_in)
+    if not end.S.numel():
+        return chunks, LightNetState(*(x.zero_() for x in end))
+    with on_device_of(row.k):
+        if spans.num_spans == 1:
+            _scan_states(row, spans, (z_in, None, S_in), (end.z, None, end.S), chunks)
+        else:
+            num_spans = spans.num_spans
+            local = (row.empty(num_spans, K), row.empty(num_spans, K), row.empty(num_spans, R, V))
+            _scan_states(row, spans, (None, None, None), local, None)
+            between = tuple(torch.empty_like(x) if with_chunks else None for x in local)
+            fold_states[(_fold_programs(row),)](
+                *local,
+                z_in,
+                S_in,
+                row.starts,
+                *between,
+                *end,
+                *row.sizes[:2],
+                num_spans,
+                spans.span_chunks * row.tiling.chunk,
+                **fold_constants(K, R, V),
+                **LAUNCH,
+            )
+            if with_chunks:
+                _scan_states(row, spans, between, (None, None, None), chunks)
+    return chunks, end
+
+
+def _fold_programs(row: Row) -> int:
+    K, V = row.widths
+    constants = fold_constants(K, row.state_rows, V)
+    tiles = triton.cdiv(K, constants["BLOCK_K"]) * triton.cdiv(V, constants["BLOCK_V"])
+    return int(row.k.size(0) * row.k.size(2) * (row.state_rows // K) * tiles)
+
+
+def _scan_states(
+    row: Row,
+    spans: Spans,
+    entering: tuple[Tensor | None, ...],
+    leaving: tuple[Tensor | None, ...],
+    chunks: ChunkStates | None,
+) -> None:
+    """``entering`` and ``leaving``: references of z (B, H, S, K), z less these, and S (B, H, S, R, V)."""
+    scan_states[(spans.num_programs * spans.num_spans,)](
+        row.k,
+        row.v,
+        *row.angles,
+        row.starts,
+        *entering,
+        *leaving,
+        *((None, None, None) if chunks is None else (chunks.S, chunks.tops, chunks.logs)),
+        *row.sizes,
+        spans.num_spans,
+        spans.span_chunks,
+        *row.k.stride()[:3],
+        *row.v.stride()[:3],
+        **scan_constants(row.k.dtype, *row.widths),
+        **LAUNCH,
+        num_stages=row.tiling.scan_stages,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """z of all tokens and at the edges of chunks."""
+
+    edges: Tensor
+    """(B, H, N, 3, K) fp32: each chunk's base, and z of the states that enter and leave it, less the base."""
+    depths: Tensor
+    """(B, T, H, K) fp32: z less the chunk's base."""
+
+
+def weights_of(row: Row, chunks: ChunkStates) -> Weights:
+    """z of all tokens, from the states that enter the chunks."""
+    (num_tokens, num_heads, num_chunks), K = row.sizes, row.widths[0]
+    found = Weights(
+        edges=row.empty(num_chunks, 3, K),
+        depths=torch.empty(row.k.shape, dtype=torch.float32, device=row.k.device),
+    )
+    constants = weigh_constants(row.k.dtype, K)
+    num_blocks = triton.cdiv(num_tokens, row.tiling.block)
+    num_programs = row.k.size(0) * num_blocks * num_heads * triton.cdiv(K, constants["BLOCK_K"])
+    if num_programs:
+        with on_device_of(row.k):
+            weigh[(num_programs,)](
+                row.k,
+                row.starts,
+                chunks.tops,
+                chunks.logs,
+                found.edges,
+                found.depths,
+                num_tokens,
+                num_heads,
+                num_chunks,
+                num_blocks,
+                *row.k.stride()[:3],
+                **constants,
+                **LAUNCH,
+                num_stages=1,
+            )
+    return found
+
+
+def attend(row: Row, q: Tensor, chunks: ChunkStates, weights: Weights) -> Tensor:
+    """The outputs (B, T, H, V)."""
+    q, o = dense_last(q), torch.empty(row.v.shape, dtype=row.v.dtype, device=row.v.device)
+    strides = (*q.stride()[:3], *row.k.stride()[:3], *row.v.stride()[:3])
+    inputs = (q, row.k, row.v, *row.angles, chunks.S)
+    _products(outputs, row, inputs, weights, o, strides, of_keys=False)
+    return o
+
+
+def _products(
+    kernel: triton.JITFunction,
+    row: Row,
+    inputs: tuple[Tensor | None, ...],
+    weights: Weights,
+    out: Tensor,
+    strides: tuple[int, ...],
+    *,
+    of_keys: bool,
+) -> None:
+    """Launch a kernel of products for every block of tokens."""
+    constants = product_constants(row.k.dtype, *row.widths, of_keys=of_keys)
+    num_tokens, num_heads, num_chunks = row.sizes
+    num_blocks = triton.cdiv(num_tokens, row.tiling.block)
+    tiles = triton.cdiv(out.size(3), constants["BLOCK_K" if of_keys else "BLOCK_V"])
+    if out.numel():
+        with on_device_of(out):
+            kernel[(row.k.size(0) * num_blocks * num_heads * tiles,)](
+                *inputs,
+                row.starts,
+                weights.edges,
+                weights.depths,
+                out,
+                num_tokens,
+                num_heads,
+                num_chunks,
+                num_blocks,
+                *strides,
+                **constants,
+                **LAUNCH,
+                num_stages=row.tiling.product_stages,
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backward:
+    """The backward passes of a row, in the order in which they need each other."""
+
+    row: Row
+    q: Tensor
+    do: Tensor
+    chunks: ChunkStates
+    weights: Weights
+
+    @classmethod
+    def of(cls, row: Row, q: Tensor, do: Tensor, state_in: LightNetState | None) -> "Backward":
+        """Recomputes the states and z."""
+        chunks, _ = scan(row, state_in)
+        assert chunks is not None
+        return cls(row=row, q=dense_last(q), do=dense_last(do), chunks=chunks, weights=weights_of(row, chunks))
+
+    def query_gradients(self) -> Tensor:
+        """dq (B, T, H, K)."""
+        row = self.row
+        dq = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
+        strides = (*row.k.stride()[:3], *row.v.stride()[:3], *self.do.stride()[:3])
+        inputs = (row.k, row.v, self.do, *row.angles, self.chunks.S)
+        _products(query_gradients, row, inputs, self.weights, dq, strides, of_keys=True)
+        return dq
+
+    def scan(
+        self, dq: Tensor, cotangent: StateCotangent | None, *, with_chunks: bool = True
+    ) -> tuple[StateCotangent | None, StateCotangent]:
+        """The carried cotangents of the states that leave the chunks, and of the one that enters the row."""
+        row, spans, (K, V) = self.row, Spans.of(self.row), self.row.widths
+        start = row.empty_cotangent()
+        by_chunk = None
+        if with_chunks:
+            num_chunks = row.sizes[2]
+            U = row.empty(num_chunks, row.state_rows, V, dtype=row.tiling.compute)
+            by_chunk = StateCotangent(U, row.empty(num_chunks, K))
+        end = (None, None) if cotangent is None else tuple(x.contiguous() for x in cotangent)
+        if not start.U.numel():
+            return by_chunk, StateCotangent(*(x.zero_() for x in start))
+        with on_device_of(row.k):
+            if spans.num_spans == 1:
+                self._scan_cotangents(dq, spans, end, start, by_chunk)
+            else:
+                local = row.empty_cotangent(spans.num_spans)
+                self._scan_cotangents(dq, spans, (None, None), local, None)
+                between = tuple(torch.empty_like(x) if with_chunks else None for x in local)
+                fold_cotangents[(_fold_programs(row),)](
+                    *local,
+                    *end,
+                    self.chunks.tops,
+                    self.chunks.logs,
+                    row.starts,
+                    *between,
+                    *start,
+                    *row.sizes,
+                    spans.num_spans,
+                    spans.span_chunks,
+                    **fold_constants(K, row.state_rows, V),
+                    CHUNK=row.tiling.chunk,
+                    **LAUNCH,
+                )
+                if with_chunks:
+                    self._scan_cotangents(dq, spans, between, (None, None), by_chunk)
+        return by_chunk, start
+
+    def _scan_cotangents(
+        self,
+        dq: Tensor,
+        spans: Spans,
+        entering: tuple[Tensor | None, ...],
+        leaving: tuple[Tensor | None, ...],
+        by_chunk: StateCotangent | None,
+    ) -> None:
+        row = self.row
+        scan_cotangents[(spans.num_programs * spans.num_spans,)](
+            self.q,
+            self.do,
+            dq,
+            *row.angles,
+            row.starts,
+            self.weights.edges,
+            self.weights.depths,
+            *entering,
+            *leaving,
+            *((None, None) if by_chunk is None else by_chunk),
+            *row.sizes,
+            spans.num_spans,
+            spans.span_chunks,
+            *self.q.stride()[:3],
+            *self.do.stride()[:3],
+            **scan_constants(row.k.dtype, *row.widths),
+            **LAUNCH,
+            num_stages=row.tiling.scan_stages,
+        )
+
+    def key_gradients(self, dq: Tensor, by_chunk: StateCotangent) -> Tensor:
+        """dk (B, T, H, K)."""
+        row = self.row
+        dk = torch.empty(row.k.shape, dtype=row.k.dtype, device=row.k.device)
+        strides = (*self.q.stride()[:3], *row.k.stride()[:3], *row.v.stride()[:3], *self.do.stride()[:3])
+        inputs = (self.q, row.k, row.v, self.do, dq, *row.angles, *by_chunk)
+        _products(key_gradients, row, inputs, self.weights, dk, strides, of_keys=True)
+        return dk
+
+    def value_gradients(self, by_chunk: StateCotangent) -> Tensor:
+        """dv (B, T, H, V)."""
+        row = self.row
+        dv = torch.empty(row.v.shape, dtype=row.v.dtype, device=row.v.device)
+        strides = (*self.q.stride()[:3], *row.k.stride()[:3], *self.do.stride()[:3])
+        inputs = (self.q, row.k, self.do, *row.angles, by_chunk.U)
+        _products(value_gradients, row, inputs, self.weights, dv, strides, of_keys=False)
+        return dv

@@ -1,0 +1,275 @@
+"""The Triton kernels of additive decay for the queries of a chunk: outputs, and the gradient of q.
+
+Each program has a block of tokens. A pair's weight e^(k_s - z_t) is e^(k_s - r) e^(r - z_t), with a reference r per
+channel for the queries of a block: their largest z. Queries that lie too deep below it are computed in further
+rounds, each with the largest z among them as its reference; as a rule there are none, and one round is all. Names of
+shapes, ``starts``, ``edges`` and ``depths`` are those of ``kernels.py``.
+"""
+
+# Triton evaluates the hints of its kernels: their arguments cannot have any but tl.constexpr.
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+from lightscale.kernels.common.triton.kernels import wave
+from lightscale.kernels.lightnet.triton.kernels import EMPTY, RISE, exists, origin_of, reads, share_of
+
+
+@triton.jit(do_not_specialize=["T", "num_chunks", "num_blocks"])
+def outputs(
+    q,  # (B, T, H, K)
+    k,  # (B, T, H, K)
+    v,  # (B, T, H, V)
+    turns,
+    positions,
+    states,  # (B, H, N, R, V): what enters each chunk
+    starts,
+    edges,
+    depths,
+    out,  # (B, T, H, V), contiguous
+    T,
+    H,
+    num_chunks,
+    num_blocks,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTNERS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """o = φ(q e^(z_in - z)) S + Σ over the chunk's tokens, for a block of queries and some columns of V."""
+    V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    R: tl.constexpr = K if turns is None else 2 * K
+    program = tl.program_id(0).to(tl.int64)
+    tile_v = program % V_TILES
+    head = program // V_TILES % H
+    block = program // (V_TILES * H) % num_blocks
+    row = program // (V_TILES * H * num_blocks)
+    chunk = block * BLOCK // CHUNK
+    begin = chunk * CHUNK
+    length = tl.minimum(CHUNK, T - begin).to(tl.int32)
+    # Places in the chunk are counted from its begin.
+    first = (block * BLOCK - begin).to(tl.int32)
+    i = first + tl.arange(0, BLOCK)
+    inside = i < length
+    cols_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
+    has_v = exists(cols_v, V, BLOCK_V)[None, :]
+    of_chunk = (row * H + head) * num_chunks + chunk
+    q_rows = q + row * stride_qb + head * stride_qh + (begin + i)[:, None] * stride_qt
+    k_chunk = k + row * stride_kb + head * stride_kh + begin * stride_kt
+    v_chunk = v + row * stride_vb + head * stride_vh + begin * stride_vt
+    depth_rows = depths + ((row * T + begin + i) * H + head)[:, None] * K
+    own_start = tl.full([BLOCK], -1, tl.int32)
+    if starts is not None:
+        own_start = (tl.load(starts + row * T + begin + i, mask=inside, other=-1) - begin).to(tl.int32)
+
+    acc = tl.zeros([BLOCK, BLOCK_V], dtype=tl.float32)
+    for tile in range(K_TILES):
+        cols = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+        has_k = exists(cols, K, BLOCK_K)
+        in_rows = inside[:, None] & has_k[None, :]
+        enter = tl.load(edges + (of_chunk * 3 + 1) * K + cols, mask=has_k, other=EMPTY)
+        depth = tl.load(depth_rows + cols[None, :], mask=in_rows, other=0.0)
+        query = tl.load(q_rows + cols[None, :], mask=in_rows, other=0.0).to(tl.float32)
+        query *= share_of(enter[None, :], depth)
+        of_state = states + of_chunk * R * V + cols[:, None] * V + cols_v[None, :]
+        state = tl.load(of_state, mask=has_k[:, None] & has_v, other=0.0)
+        if turns is None:
+            acc = tl.dot(query.to(COMPUTE), state, acc, input_precision=PRECISION)
+        else:
+            own_places = tl.load(positions + row * T + begin + i, mask=i < length, other=0)[:, None]
+            own_turns = tl.load(turns + head * K + cols, mask=has_k, other=0)[None, :]
+            x = wave(own_places, own_turns, 0)
+            acc = tl.dot((query * x).to(COMPUTE), state, acc, input_precision=PRECISION)
+            y = wave(own_places, own_turns, 1)
+            state = tl.load(of_state + K * V, mask=has_k[:, None] & has_v, other=0.0)
+            acc = tl.dot((query * y).to(COMPUTE), state, acc, input_precision=PRECISION)
+    if starts is not None:
+        acc = tl.where((own_start < 0)[:, None], acc, 0.0)
+
+    for partner in range(0, tl.minimum(first + BLOCK, length), PARTNERS):
+        j = partner + tl.arange(0, PARTNERS)
+        scores = tl.zeros([BLOCK, PARTNERS], dtype=tl.float32)
+        for tile in range(K_TILES):
+            cols = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+            has_k = exists(cols, K, BLOCK_K)
+            in_rows = inside[:, None] & has_k[None, :]
+            in_columns = (j < length)[None, :] & has_k[:, None]
+            k_columns = k_chunk + j.to(tl.int64)[None, :] * stride_kt + cols[:, None]
+            base = tl.load(edges + of_chunk * 3 * K + cols, mask=has_k, other=0.0)
+            reference = tl.max(tl.load(depth_rows + cols[None, :], mask=in_rows, other=EMPTY), 0)
+            more = tl.max(reference, 0) > EMPTY
+            while more:
+                origin = origin_of(reference)
+                depth = tl.load(depth_rows + cols[None, :], mask=in_rows, other=EMPTY)
+                query = tl.load(q_rows + cols[None, :], mask=in_rows, other=0.0).to(tl.float32)
+                query *= reads(depth, origin[None, :])
+                reference = tl.max(tl.where(depth < origin[None, :] - RISE, depth, EMPTY), 0)
+                more = tl.max(reference, 0) > EMPTY
+                keys = tl.load(k_columns, mask=in_columns, other=EMPTY).to(tl.float32)
+                writes = tl.exp(tl.minimum(keys - base[:, None] - origin[:, None], 0.0))
+                if turns is None:
+                    scores = tl.dot(query.to(COMPUTE), writes.to(COMPUTE), scores, input_precision=PRECISION)
+                else:
+                    query_places = tl.load(positions + row * T + begin + i, mask=i < length, other=0)[:, None]
+                    query_turns = tl.load(turns + head * K + cols, mask=has_k, other=0)[None, :]
+                    key_places = tl.load(positions + row * T + begin + j, mask=j < length, other=0)[None, :]
+                    key_turns = tl.load(turns + head * K + cols, mask=has_k, other=0)[:, None]
+                    read = (query * wave(query_places, query_turns, 0)).to(COMPUTE)
+                    write = (writes * wave(key_places, key_turns, 0)).to(COMPUTE)
+                    scores = tl.dot(read, write, scores, input_precision=PRECISION)
+                    read = (query * wave(query_places, query_turns, 1)).to(COMPUTE)
+                    write = (writes * wave(key_places, key_turns, 1)).to(COMPUTE)
+                    scores = tl.dot(read, write, scores, input_precision=PRECISION)
+        pairs = (i[:, None] >= j[None, :]) & (own_start[:, None] <= j[None, :])
+        scores = tl.where(pairs, scores, 0.0)
+        v_rows = v_chunk + j.to(tl.int64)[:, None] * stride_vt + cols_v[None, :]
+        values = tl.load(v_rows, mask=(j < length)[:, None] & has_v, other=0.0).to(COMPUTE)
+        acc = tl.dot(scores.to(COMPUTE), values, acc, input_precision=PRECISION)
+
+    at = ((row * T + begin + i[:, None]) * H + head) * V + cols_v[None, :]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside[:, None] & has_v)
+
+
+@triton.jit(do_not_specialize=["T", "num_chunks", "num_blocks"])
+def query_gradients(
+    k,  # (B, T, H, K)
+    v,  # (B, T, H, V)
+    do,  # (B, T, H, V)
+    turns,
+    positions,
+    states,  # (B, H, N, R, V): what enters each chunk
+    starts,
+    edges,
+    depths,
+    dq,  # (B, T, H, K), contiguous
+    T,
+    H,
+    num_chunks,
+    num_blocks,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    stride_db,
+    stride_dt,
+    stride_dh,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTNERS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dq = e^(z_in - z) φᵀ(do Sᵀ) + Σ over the chunk's tokens, for a block of queries and some columns of K."""
+    V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    R: tl.constexpr = K if turns is None else 2 * K
+    program = tl.program_id(0).to(tl.int64)
+    tile_k = program % K_TILES
+    head = program // K_TILES % H
+    block = program // (K_TILES * H) % num_blocks
+    row = program // (K_TILES * H * num_blocks)
+    chunk = block * BLOCK // CHUNK
+    begin = chunk * CHUNK
+    length = tl.minimum(CHUNK, T - begin).to(tl.int32)
+    first = (block * BLOCK - begin).to(tl.int32)
+    i = first + tl.arange(0, BLOCK)
+    inside = i < length
+    cols = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    has_k = exists(cols, K, BLOCK_K)
+    in_rows = inside[:, None] & has_k[None, :]
+    of_chunk = (row * H + head) * num_chunks + chunk
+    k_chunk = k + row * stride_kb + head * stride_kh + begin * stride_kt
+    v_chunk = v + row * stride_vb + head * stride_vh + begin * stride_vt
+    do_rows = do + row * stride_db + head * stride_dh + (begin + i)[:, None] * stride_dt
+    if turns is not None:
+        own_places = tl.load(positions + row * T + begin + i, mask=i < length, other=0)[:, None]
+        own_turns = tl.load(turns + head * K + cols, mask=has_k, other=0)[None, :]
+    own = ((row * T + begin + i) * H + head)[:, None] * K + cols[None, :]
+    own_start = tl.full([BLOCK], -1, tl.int32)
+    if starts is not None:
+        own_start = (tl.load(starts + row * T + begin + i, mask=inside, other=-1) - begin).to(tl.int32)
+
+    grad_x = tl.zeros([BLOCK, BLOCK_K], dtype=tl.float32)
+    grad_y = tl.zeros([BLOCK, BLOCK_K], dtype=tl.float32)
+    for tile in range(V_TILES):
+        cols_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+        has_v = exists(cols_v, V, BLOCK_V)
+        do_tile = tl.load(do_rows + cols_v[None, :], mask=inside[:, None] & has_v[None, :], other=0.0).to(COMPUTE)
+        of_state = states + of_chunk * R * V + cols[None, :] * V + cols_v[:, None]
+        state = tl.load(of_state, mask=has_k[None, :] & has_v[:, None], other=0.0)
+        grad_x = tl.dot(do_tile, state, grad_x, input_precision=PRECISION)
+        if turns is not None:
+            state = tl.load(of_state + K * V, mask=has_k[None, :] & has_v[:, None], other=0.0)
+            grad_y = tl.dot(do_tile, state, grad_y, input_precision=PRECISION)
+    if turns is not None:
+        grad_x *= wave(own_places, own_turns, 0)
+        grad_x += grad_y * wave(own_places, own_turns, 1)
+    enter = tl.load(edges + (of_chunk * 3 + 1) * K + cols, mask=has_k, other=EMPTY)
+    depth = tl.load(depths + own, mask=in_rows, other=0.0)
+    # What nothing entered may hold anything.
+    entered = (own_start < 0)[:, None] & (enter > EMPTY)[None, :]
+    acc = tl.where(entered, grad_x * share_of(enter[None, :], depth), 0.0)
+
+    base = tl.load(edges + of_chunk * 3 * K + cols, mask=has_k, other=0.0)
+    reference = tl.max(tl.load(depths + own, mask=in_rows, other=EMPTY), 0)
+    more = tl.max(reference, 0) > EMPTY
+    while more:
+        origin = origin_of(reference)[None, :]
+        grad_x = tl.zeros([BLOCK, BLOCK_K], dtype=tl.float32)
+        grad_y = tl.zeros([BLOCK, BLOCK_K], dtype=tl.float32)
+        for partner in range(0, tl.minimum(first + BLOCK, length), PARTNERS):
+            j = partner + tl.arange(0, PARTNERS)
+            dscores = tl.zeros([BLOCK, PARTNERS], dtype=tl.float32)
+            for tile in range(V_TILES):
+                cols_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+                has_v = exists(cols_v, V, BLOCK_V)
+                in_do = inside[:, None] & has_v[None, :]
+                do_tile = tl.load(do_rows + cols_v[None, :], mask=in_do, other=0.0).to(COMPUTE)
+                v_columns = v_chunk + j.to(tl.int64)[None, :] * stride_vt + cols_v[:, None]
+                values = tl.load(v_columns, mask=(j < length)[None, :] & has_v[:, None], other=0.0).to(COMPUTE)
+                dscores = tl.dot(do_tile, values, dscores, input_precision=PRECISION)
+            pairs = (i[:, None] >= j[None, :]) & (own_start[:, None] <= j[None, :])
+            dscores = tl.where(pairs, dscores, 0.0).to(COMPUTE)
+            in_partner = (j < length)[:, None] & has_k[None, :]
+            k_rows = k_chunk + j.to(tl.int64)[:, None] * stride_kt + cols[None, :]
+            keys = tl.load(k_rows, mask=in_partner, other=EMPTY).to(tl.float32)
+            writes = tl.exp(tl.minimum(keys - base[None, :] - origin, 0.0))
+            if turns is None:
+                grad_x = tl.dot(dscores, writes.to(COMPUTE), grad_x, input_precision=PRECISION)
+            else:
+                places = tl.load(positions + row * T + begin + j, mask=j < length, other=0)[:, None]
+                x = wave(places, own_turns, 0)
+                grad_x = tl.dot(dscores, (writes * x).to(COMPUTE), grad_x, input_precision=PRECISION)
+                y = wave(places, own_turns, 1)
+                grad_y = tl.dot(dscores, (writes * y).to(COMPUTE), grad_y, input_precision=PRECISION)
+        if turns is not None:
+            grad_x *= wave(own_places, own_turns, 0)
+            grad_x += grad_y * wave(own_places, own_turns, 1)
+        depth = tl.load(depths + own, mask=in_rows, other=EMPTY)
+        held = reads(depth, origin)
+        acc += tl.where(held > 0.0, grad_x * held, 0.0)
+        reference = tl.max(tl.where(depth < origin - RISE, depth, EMPTY), 0)
+        more = tl.max(reference, 0) > EMPTY
+    tl.store(dq + own, acc.to(dq.dtype.element_ty), mask=in_rows)

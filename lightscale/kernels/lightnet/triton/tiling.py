@@ -1,0 +1,153 @@
+"""Tiles of the Triton kernels of additive decay; README.md, "Tiling", says why."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from lightscale.kernels.common.triton.launch import dot_precision, power_of_two
+
+NUM_WARPS = 4
+
+LAUNCH = {"num_warps": NUM_WARPS, "enable_fp_fusion": True}
+"""Options of every launch. Triton 3.10 will not fuse multiplications and additions unless asked to."""
+
+FOLD_KEYS, FOLD_VALUES = 16, 64
+"""Tile of a state in programs that fold spans."""
+
+RECURRENT_COLUMNS = 32
+"""Most columns of a state in a program of ``recurrent``."""
+
+_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """Tokens and widths of the tiles for a dtype."""
+
+    chunk: int
+    """Tokens between two stored states."""
+    block: int
+    """Tokens of a tile."""
+    partners: int
+    """Tokens of a tile of what a block is multiplied with."""
+    scan_block: int
+    """Tokens of a tile in scans."""
+    weighed: int
+    """Most columns of a program of ``weigh``."""
+    contracted: int
+    """Most columns that are multiplied at once in products over K or V."""
+    value_width: int
+    """Most columns of o and dv."""
+    key_width: int
+    """Most columns of dq and dk, which keep a sum for each half."""
+    state_key: int
+    """Most rows of a tile of the state in scans."""
+    state_value: int
+    """Most columns of it."""
+    product_stages: int
+    """Tiles of partners in flight."""
+    scan_stages: int
+    """Chunks in flight."""
+    compute: torch.dtype
+    """The dtype of dots, and of stored states. Not fp16, in whose range the factors of a weight do not fit."""
+
+
+_HALF = Tiling(
+    chunk=128,
+    block=64,
+    partners=32,
+    scan_block=16,
+    weighed=16,
+    contracted=32,
+    value_width=128,
+    key_width=32,
+    state_key=64,
+    state_value=64,
+    product_stages=1,
+    scan_stages=1,
+    compute=torch.bfloat16,
+)
+_FULL = Tiling(
+    chunk=64,
+    block=32,
+    partners=32,
+    scan_block=32,
+    weighed=32,
+    contracted=32,
+    value_width=64,
+    key_width=32,
+    state_key=32,
+    state_value=64,
+    product_stages=1,
+    scan_stages=1,
+    compute=torch.float32,
+)
+
+
+def tiling_of(dtype: torch.dtype) -> Tiling:
+    """The tiles for inputs of ``dtype``."""
+    return _FULL if dtype == torch.float32 else _HALF
+
+
+def _common(tiling: Tiling, K: int) -> dict[str, Any]:
+    return {
+        "K": K,
+        "CHUNK": tiling.chunk,
+        "COMPUTE": _TYPES[tiling.compute],
+        "PRECISION": dot_precision(tiling.compute),
+    }
+
+
+def weigh_constants(dtype: torch.dtype, K: int) -> dict[str, Any]:
+    """The constants of ``weigh``."""
+    tiling = tiling_of(dtype)
+    return {**_common(tiling, K), "BLOCK": tiling.block, "BLOCK_K": power_of_two(K, most=tiling.weighed)}
+
+
+def scan_constants(dtype: torch.dtype, K: int, V: int) -> dict[str, Any]:
+    """The constants of ``scan_states`` and ``scan_cotangents``."""
+    tiling = tiling_of(dtype)
+    return {
+        **_common(tiling, K),
+        "V": V,
+        "BLOCK": tiling.scan_block,
+        "BLOCK_K": power_of_two(K, most=tiling.state_key),
+        "BLOCK_V": power_of_two(V, most=tiling.state_value),
+    }
+
+
+def product_constants(dtype: torch.dtype, K: int, V: int, *, of_keys: bool) -> dict[str, Any]:
+    """The constants of the kernels of products; ``of_keys`` when the outputs are K wide, else V."""
+    tiling = tiling_of(dtype)
+    most_k, most_v = (tiling.key_width, tiling.contracted) if of_keys else (tiling.contracted, tiling.value_width)
+    return {
+        **_common(tiling, K),
+        "V": V,
+        "BLOCK": tiling.block,
+        "PARTNERS": tiling.partners,
+        "BLOCK_K": power_of_two(K, most=most_k),
+        "BLOCK_V": power_of_two(V, most=most_v),
+    }
+
+
+def fold_constants(K: int, R: int, V: int) -> dict[str, Any]:
+    """The constants of the kernels that fold spans, but for ``CHUNK``."""
+    return {
+        "K": K,
+        "R": R,
+        "V": V,
+        "BLOCK_K": power_of_two(K, most=FOLD_KEYS),
+        "BLOCK_V": power_of_two(V, most=FOLD_VALUES),
+    }
+
+
+def recurrent_constants(K: int, V: int) -> dict[str, Any]:
+    """The constants of ``recurrent``: a program holds all rows of its columns of the state."""
+    return {
+        "K": K,
+        "V": V,
+        "BLOCK_K": power_of_two(K, most=1 << 20),
+        "BLOCK_V": power_of_two(V, most=RECURRENT_COLUMNS),
+    }

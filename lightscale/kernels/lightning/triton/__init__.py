@@ -1,0 +1,276 @@
+"""Decay attention on GPUs: the pieces of ``../chunked.py`` by the kernels of ``kernels.py``.
+
+The pieces have the arguments, results and meaning of those in ``../chunked.py``, for fp16, bf16 and fp32. Those that
+hold the work are registered with torch as operators, so that ``torch.compile`` calls them as they are and does not
+look inside, and so that the whole operator, ``triton_lightning_attention``, has its gradient.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightscale.kernels.common.angles import Angles, angles_of, parts_of
+from lightscale.kernels.common.triton.recurrent import recurrent_step as one_token
+from lightscale.kernels.lightning.chunked import Gradients
+from lightscale.kernels.lightning.triton.cases import COMPILE_CASES
+from lightscale.kernels.lightning.triton.passes import Rows, decay_gradient, products, scan
+
+__all__ = [
+    "COMPILE_CASES",
+    "grad_bwd",
+    "out_fwd",
+    "recurrent_step",
+    "state_bwd",
+    "state_fwd",
+    "triton_lightning_attention",
+]
+
+
+@torch.library.custom_op("lightscale::lightning_state_fwd", mutates_args=())
+def _state_fwd(
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    theta: Tensor | None,
+    positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    rows = Rows.of(k, log_decay, cu_seqlens, angles_of(theta, positions))
+    local = scan(rows, k, v, None, reverse=False, with_chunks=False).final
+    through = local.new_ones(rows.num_rows, rows.num_heads)
+    if rows.rate is not None and rows.num_tokens:
+        through = (rows.rate.double() * rows.num_tokens).exp().float().repeat(rows.num_rows, 1)
+    elif rows.sums is not None and log_decay is not None:
+        # In fp64, because a sum over a million tokens drifts in fp32.
+        through = log_decay.sum(1, dtype=torch.float64).exp().float()
+    if rows.starts is not None and rows.num_tokens:
+        through.masked_fill_(rows.starts[:, -1:] >= 0, 0.0)
+    return local, through
+
+
+@_state_fwd.register_fake
+def _(
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    theta: Tensor | None,
+    positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    return _fake_state(k, v, theta), k.new_empty(k.size(0), k.size(2), dtype=torch.float32)
+
+
+def _fake_state(k: Tensor, v: Tensor, theta: Tensor | None) -> Tensor:
+    width = k.size(3) * (1 if theta is None else 2)
+    return k.new_empty(k.size(0), k.size(2), width, v.size(3), dtype=torch.float32)
+
+
+@torch.library.custom_op("lightscale::lightning_out_fwd", mutates_args=())
+def _out_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    theta: Tensor | None,
+    positions: Tensor | None,
+    S_in: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    rows = Rows.of(q, log_decay, cu_seqlens, angles_of(theta, positions))
+    scanned = scan(rows, k, v, S_in, reverse=False)
+    return products(rows, q, k, v, scanned.chunks, reverse=False, transposed=False).out, scanned.final
+
+
+@_out_fwd.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    theta: Tensor | None,
+    positions: Tensor | None,
+    S_in: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    return v.new_empty(v.shape), _fake_state(k, v, theta)
+
+
+@torch.library.custom_op("lightscale::lightning_state_bwd", mutates_args=())
+def _state_bwd(
+    q: Tensor,
+    do: Tensor,
+    log_decay: Tensor | None,
+    theta: Tensor | None,
+    positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> Tensor:
+    rows = Rows.of(q, log_decay, cu_seqlens, angles_of(theta, positions))
+    return scan(rows, q, do, None, reverse=True, with_chunks=False).final
+
+
+@_state_bwd.register_fake
+def _(
+    q: Tensor,
+    do: Tensor,
+    log_decay: Tensor | None,
+    theta: Tensor | None,
+    positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> Tensor:
+    return _fake_state(q, do, theta)
+
+
+@torch.library.custom_op("lightscale::lightning_gradients", mutates_args=())
+def _gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    theta: Tensor | None,
+    positions: Tensor | None,
+    do: Tensor,
+    S_in: Tensor | None,
+    dS_end: Tensor | None,
+    cu_seqlens: Tensor | None,
+    with_decay: bool,
+    with_theta: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dlog_decay, fp32, and dtheta (H, K), fp64 (empty unless asked for), dS_in."""
+    rows = Rows.of(q, log_decay, cu_seqlens, angles_of(theta, positions))
+    learned = {"with_decay": with_decay, "with_theta": with_theta}
+    states = scan(rows, k, v, S_in, reverse=False).chunks
+    dq = products(rows, do, v, k, states, reverse=False, transposed=True, own=q, **learned)
+    if not with_decay:
+        states = None  # as large as an input: gone before its cotangents are made
+    dstates, dS_in, of_states = scan(rows, q, do, dS_end, reverse=True, other=states)
+    dk = products(rows, v, do, q, dstates, reverse=True, transposed=True, own=k, **learned)
+    dv = products(rows, k, q, do, dstates, reverse=True, transposed=False).out
+    dlog_decay, dtheta = dS_in.new_empty(0), dS_in.new_empty(0, dtype=torch.float64)
+    if dq.decay_parts is not None and dk.decay_parts is not None and of_states is not None:
+        dlog_decay = decay_gradient(rows, dq.decay_parts, dk.decay_parts, of_states)
+    if dq.dtheta is not None and dk.dtheta is not None:
+        dtheta = dq.dtheta + dk.dtheta
+    return dq.out, dk.out, dv, dlog_decay, dtheta, dS_in
+
+
+@_gradients.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    theta: Tensor | None,
+    positions: Tensor | None,
+    do: Tensor,
+    S_in: Tensor | None,
+    dS_end: Tensor | None,
+    cu_seqlens: Tensor | None,
+    with_decay: bool,
+    with_theta: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    shape = q.shape[2:3] if log_decay is None else log_decay.shape
+    dlog_decay = q.new_empty(shape if with_decay else (0,), dtype=torch.float32)
+    dtheta = q.new_empty(q.shape[2:] if with_theta else (0,), dtype=torch.float64)
+    dS_in = _fake_state(k, v, theta)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dlog_decay, dtheta, dS_in
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, log_decay, theta, positions, S_in, cu_seqlens = ctx.saved_tensors
+    with_decay, with_theta = ctx.needs_input_grad[3:5]
+    dq, dk, dv, dlog_decay, dtheta, dS_in = _gradients(
+        q, k, v, log_decay, theta, positions, do, S_in, dstate, cu_seqlens, with_decay, with_theta
+    )
+    of_decay = dlog_decay.to(log_decay.dtype) if with_decay else None
+    of_theta = dtheta.to(theta.dtype) if with_theta else None
+    return dq, dk, dv, of_decay, of_theta, None, dS_in if ctx.needs_input_grad[6] else None, None
+
+
+_out_fwd.register_autograd(_backward, setup_context=_save_inputs)
+
+
+def triton_lightning_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    angles: Angles | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The operator: (o, final state), differentiable; only the inputs are saved."""
+    o, state = _out_fwd(q, k, v, log_decay, *parts_of(angles), initial_state, cu_seqlens)
+    return o, state
+
+
+def state_fwd(
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    angles: Angles | None = None,
+) -> tuple[Tensor, Tensor]:
+    """S_loc and D, see ``chunked.state_fwd``."""
+    local, through = _state_fwd(k, v, log_decay, *parts_of(angles), cu_seqlens)
+    return local, through
+
+
+def out_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    S_in: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    angles: Angles | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The outputs and the state that leaves, see ``chunked.out_fwd``."""
+    return triton_lightning_attention(q, k, v, log_decay, angles, S_in, cu_seqlens)
+
+
+def state_bwd(
+    q: Tensor,
+    do: Tensor,
+    log_decay: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    angles: Angles | None = None,
+) -> Tensor:
+    """The cotangent U of the incoming state, see ``chunked.state_bwd``."""
+    own: Tensor = _state_bwd(q, do, log_decay, *parts_of(angles), cu_seqlens)
+    return own
+
+
+def grad_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    do: Tensor,
+    S_in: Tensor | None,
+    dS_end: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    angles: Angles | None = None,
+    with_decay: bool = False,
+    with_theta: bool = False,
+) -> Gradients:
+    """The gradients of a row's inputs, see ``chunked.grad_bwd``."""
+    dq, dk, dv, dlog_decay, dtheta, _ = _gradients(
+        q, k, v, log_decay, *parts_of(angles), do, S_in, dS_end, cu_seqlens, with_decay, with_theta
+    )
+    return Gradients(dq, dk, dv, dlog_decay if with_decay else None, dtheta if with_theta else None)
+
+
+def recurrent_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
+    """One token, see ``chunked.recurrent_step``, in one launch; it has no gradient."""
+    # A decay per head is one per channel that does not change with it.
+    by_channel = None if log_decay is None else log_decay[..., None].expand(k.shape)
+    return one_token(q, k, v, by_channel, S)

@@ -1,0 +1,336 @@
+"""The Triton kernel of decay attention's outputs and gradients, which computes every block of tokens by itself.
+
+A row is cut into chunks of CHUNK tokens, and these into blocks of BLOCK; a span is some whole chunks that one program
+of ``states.py`` goes through in turn. Names of shapes: B rows, T tokens, H heads, N chunks, S spans. x and y are
+what is multiplied per pair of tokens, y and z what a state is made of. All arithmetic is fp32; half-precision operands
+go to the tensor cores as they are. README.md here has the mathematics, the tiling and the counts.
+
+``starts`` (B, T) int32 is the place in the row at which the token's document begins, -1 for the row's first one, so
+that a key j is of query i's document when j >= starts[i], and a query reads the state that enters a chunk when its
+document starts before the chunk.
+
+``turns`` (H, K) int64 and ``positions`` (B, T) int64, both or neither, are the angles of LRPE: queries and keys are
+then spread where they are loaded, [x cos, x sin], and states have two halves of K rows. F is 2K then, else K.
+
+Decays are one per head, ``log_decay`` (H,), or one per head and token, ``sums`` (B, H, 2, T) of ``decays.py``;
+or there are none.
+"""
+
+import triton
+import triton.language as tl
+
+from lightscale.kernels.common.triton.kernels import exists, last_start, own_starts, wave
+from lightscale.kernels.lightning.triton.decays import crossing, decay_between, load_sum, load_sums, power
+
+
+@triton.jit
+def spread(x_tile, places, turns, half):
+    """Half of the features of a tile of x, by its tokens' ``places`` and its channels' ``turns``, shaped to fit it."""
+    return (x_tile.to(tl.float32) * wave(places, turns, half)).to(x_tile.dtype)
+
+
+@triton.jit
+def _read(
+    x_rows,
+    x_first,
+    state_columns,
+    inside,
+    has_z,
+    stride_row,
+    X: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """x S of some rows, whose first tile of columns is ``x_first``, and some columns of a chunk's state."""
+    acc = tl.zeros([x_first.shape[0], has_z.shape[0]], dtype=tl.float32)
+    x_tile = x_first
+    for tile in tl.static_range((X + BLOCK_X - 1) // BLOCK_X):
+        cols = tile * BLOCK_X + tl.arange(0, BLOCK_X)
+        has_x = exists(cols, X, BLOCK_X)
+        if tile > 0:
+            x_tile = tl.load(x_rows + cols[None, :], mask=inside & has_x[None, :], other=0.0)
+        at = state_columns + cols[:, None] * stride_row
+        part = tl.load(at, mask=has_x[:, None] & has_z[None, :], other=0.0)
+        acc = tl.dot(x_tile.to(part.dtype), part, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _read_spread(
+    x_rows,
+    places,
+    turns,
+    state_columns,
+    inside,
+    has_z,
+    stride_row,
+    X: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``_read`` of both halves of x. The loop is not unrolled, or phases of all tiles would be kept in registers."""
+    X_TILES: tl.constexpr = (X + BLOCK_X - 1) // BLOCK_X
+    acc = tl.zeros([places.shape[0], has_z.shape[0]], dtype=tl.float32)
+    for tile in range(2 * X_TILES):
+        half = tile // X_TILES
+        cols = tile % X_TILES * BLOCK_X + tl.arange(0, BLOCK_X)
+        has_x = exists(cols, X, BLOCK_X)
+        x_tile = tl.load(x_rows + cols[None, :], mask=inside & has_x[None, :], other=0.0)
+        turns_x = tl.load(turns + cols, mask=has_x, other=0)
+        x_tile = spread(x_tile, places[:, None], turns_x[None, :], half)
+        at = state_columns + (half * X + cols)[:, None] * stride_row
+        part = tl.load(at, mask=has_x[:, None] & has_z[None, :], other=0.0)
+        acc = tl.dot(x_tile.to(part.dtype), part, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _scores(
+    x_rows,
+    x_first,
+    y_columns,
+    inside,
+    has_partner,
+    X: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """x yᵀ of some rows, whose first tile of columns is ``x_first``, and as many partners."""
+    X_TILES: tl.constexpr = (X + BLOCK_X - 1) // BLOCK_X
+    x_tile = x_first
+    scores = tl.zeros([x_first.shape[0], x_first.shape[0]], dtype=tl.float32)
+    for tile in tl.static_range(X_TILES):
+        cols = tile * BLOCK_X + tl.arange(0, BLOCK_X)
+        has_x = exists(cols, X, BLOCK_X)
+        # Several tiles are not kept in registers from one block of partners to the next.
+        if X_TILES > 1:
+            x_tile = tl.load(x_rows + cols[None, :], mask=inside & has_x[None, :], other=0.0)
+        y_tile = tl.load(y_columns + cols[:, None], mask=has_partner[None, :] & has_x[:, None], other=0.0)
+        scores = tl.dot(x_tile, y_tile, scores, input_precision=PRECISION)
+    return scores
+
+
+@triton.jit
+def _scores_spread(
+    x_rows,
+    x_places,
+    y_columns,
+    y_places,
+    turns,
+    inside,
+    has_partner,
+    X: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``_scores`` of both halves of x and y; not unrolled either."""
+    X_TILES: tl.constexpr = (X + BLOCK_X - 1) // BLOCK_X
+    scores = tl.zeros([x_places.shape[0], y_places.shape[0]], dtype=tl.float32)
+    for tile in range(2 * X_TILES):
+        half = tile // X_TILES
+        cols = tile % X_TILES * BLOCK_X + tl.arange(0, BLOCK_X)
+        has_x = exists(cols, X, BLOCK_X)
+        turns_x = tl.load(turns + cols, mask=has_x, other=0)
+        x_tile = tl.load(x_rows + cols[None, :], mask=inside & has_x[None, :], other=0.0)
+        x_tile = spread(x_tile, x_places[:, None], turns_x[None, :], half)
+        y_tile = tl.load(y_columns + cols[:, None], mask=has_partner[None, :] & has_x[:, None], other=0.0)
+        y_tile = spread(y_tile, y_places[None, :], turns_x[:, None], half)
+        scores = tl.dot(x_tile, y_tile, scores, input_precision=PRECISION)
+    return scores
+
+
+@triton.jit(do_not_specialize=["T", "num_chunks", "num_blocks"])
+def attend(
+    x,  # (B, T, H, X): of the tokens that the program computes; spread unless TRANSPOSED
+    y,  # (B, T, H, X): of their partners; spread unless TRANSPOSED
+    z,  # (B, T, H, Z): of their partners; spread when TRANSPOSED
+    turns,
+    positions,
+    states,  # (B, H, N, X, Z), or (B, H, N, Z, X) when TRANSPOSED; what is spread has two halves here
+    log_decay,  # (H,) fp32, or None
+    sums,  # (B, H, 2, T) fp32, or None
+    starts,  # (B, T), or None
+    out,  # (B, T, H, Z), contiguous
+    own,  # (B, T, H, Z): what `out` is the gradient of, or None
+    decay_parts,  # (B, blocks, H, Z tiles) fp32: part of dlog_decay by these tokens, or None; with ``sums`` (…, C)
+    angle_parts,  # (B, blocks, H, F) fp32: these tokens' part of dtheta, or None
+    T,
+    H,
+    num_chunks,
+    num_blocks,
+    stride_xb,
+    stride_xt,
+    stride_xh,
+    stride_yb,
+    stride_yt,
+    stride_yh,
+    stride_zb,
+    stride_zt,
+    stride_zh,
+    stride_ob,
+    stride_ot,
+    stride_oh,
+    X: tl.constexpr,
+    Z: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    BLOCK_Z: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    REVERSE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """out = (x yᵀ ⊙ M) z + weight x S for a block of tokens.
+
+    Forward, tokens are queries and M_ij = λ^(i-j) for i >= j; in reverse they are keys and M is transposed. With
+    x, y, z = q, k, v this gives o; do, v, k: dq; in reverse v, do, q: dk; k, q, do: dv.
+
+    Where z is spread, a tile of its columns has two halves of the same CHANNELS, whose gradients come together at the
+    end.
+    """
+    X_HALVES: tl.constexpr = 1 if turns is None or TRANSPOSED else 2
+    Z_HALVES: tl.constexpr = 1 if turns is None or not TRANSPOSED else 2
+    CHANNELS: tl.constexpr = BLOCK_Z // Z_HALVES
+    Z_TILES: tl.constexpr = (Z + CHANNELS - 1) // CHANNELS
+    program = tl.program_id(0).to(tl.int64)
+    tile_z = program % Z_TILES
+    head = program // Z_TILES % H
+    block = program // (Z_TILES * H) % num_blocks
+    row = program // (Z_TILES * H * num_blocks)
+
+    chunk = block * BLOCK // CHUNK
+    begin = chunk * CHUNK
+    length = tl.minimum(CHUNK, T - begin).to(tl.int32)
+    # Places in the chunk are counted from its begin.
+    first = (block * BLOCK - begin).to(tl.int32)
+    i = first + tl.arange(0, BLOCK)
+    inside = (i < length)[:, None]
+    half_z = tl.arange(0, BLOCK_Z) // CHANNELS
+    cols_z = tile_z * CHANNELS + tl.arange(0, BLOCK_Z) % CHANNELS
+    has_z = exists(cols_z, Z, CHANNELS)
+    cols_x = tl.arange(0, BLOCK_X)
+    x_rows = x + row * stride_xb + head * stride_xh + (begin + i)[:, None] * stride_xt
+    y_chunk = y + row * stride_yb + head * stride_yh + begin * stride_yt
+    z_chunk = z + row * stride_zb + head * stride_zh + begin * stride_zt
+    own_start = own_starts(starts, row * T, begin, i, length)
+    if turns is not None:
+        places = tl.load(positions + row * T + begin + i, mask=i < length, other=0)
+        head_turns = turns + head * (X if X_HALVES == 2 else Z)
+    if Z_HALVES == 2:
+        turns_z = tl.load(head_turns + cols_z, mask=has_z, other=0)[None, :]
+    rate = 0.0
+    if log_decay is not None:
+        rate = tl.load(log_decay + head)
+    if sums is not None:
+        chunk_sums = sums + (row * H + head) * 2 * T + begin
+        own_high, own_low = load_sums(chunk_sums, T, i, i < length)
+
+    # The state that enters the chunk; in reverse, the cotangent of the one that leaves it.
+    x_first = tl.load(x_rows + cols_x[None, :], mask=inside & exists(cols_x, X, BLOCK_X)[None, :], other=0.0)
+    state = states + ((row * H + head) * num_chunks + chunk) * X_HALVES * X * Z_HALVES * Z
+    state_columns = state + (half_z * Z + cols_z)[None, :] * (X if TRANSPOSED else 1)
+    stride_row: tl.constexpr = 1 if TRANSPOSED else Z
+    if X_HALVES == 1:
+        acc = _read(x_rows, x_first, state_columns, inside, has_z, stride_row, X, BLOCK_X, PRECISION)
+    else:
+        acc = _read_spread(x_rows, places, head_turns, state_columns, inside, has_z, stride_row, X, BLOCK_X, PRECISION)
+    steps = i + 1
+    if REVERSE:
+        steps = length - 1 - i
+    if log_decay is not None:
+        acc *= power(rate, steps)[:, None]
+    if sums is not None:
+        if REVERSE:
+            end_high, end_low = load_sum(chunk_sums, T, length - 1)
+            acc *= decay_between(end_high, end_low, own_high, own_low)[:, None]
+        else:
+            acc *= decay_between(own_high, own_low, 0.0, 0.0)[:, None]
+    if starts is not None:
+        kept = own_start < 0
+        if REVERSE:
+            kept = i >= last_start(starts, row * T, begin, length)
+        acc = tl.where(kept[:, None], acc, 0.0)
+    decay_part = tl.zeros([BLOCK], dtype=tl.float32)
+    if own is not None:
+        own_rows = own + row * stride_ob + head * stride_oh + (begin + i)[:, None] * stride_ot
+        own_tile = tl.load(own_rows + cols_z[None, :], mask=inside & has_z[None, :], other=0.0)
+    if decay_parts is not None:
+        if Z_HALVES == 2:
+            own_tile = spread(own_tile, places[:, None], turns_z, half_z[None, :])
+        decay_part = tl.sum(own_tile.to(tl.float32) * acc, 1)
+        if sums is None:
+            decay_part *= steps.to(tl.float32)
+
+    # The tokens of the chunk.
+    lowest, highest = 0, first + 1
+    if REVERSE:
+        lowest, highest = first, length
+    for partner in range(lowest, highest, BLOCK):
+        j = partner + tl.arange(0, BLOCK)
+        has_partner = j < length
+        y_columns = y_chunk + j.to(tl.int64)[None, :] * stride_yt
+        if turns is not None:
+            partner_places = tl.load(positions + row * T + begin + j, mask=has_partner, other=0)
+        if X_HALVES == 1:
+            scores = _scores(x_rows, x_first, y_columns, inside, has_partner, X, BLOCK_X, PRECISION)
+        else:
+            scores = _scores_spread(
+                x_rows, places, y_columns, partner_places, head_turns, inside, has_partner, X, BLOCK_X, PRECISION
+            )
+        distance = i[:, None] - j[None, :]
+        if REVERSE:
+            distance = j[None, :] - i[:, None]
+        pairs = (distance >= 0) & has_partner[None, :]
+        if starts is not None:
+            if REVERSE:
+                pairs = pairs & (own_starts(starts, row * T, begin, j, length)[None, :] <= i[:, None])
+            else:
+                pairs = pairs & (own_start[:, None] <= j[None, :])
+        if log_decay is not None:
+            scores *= power(rate, distance)
+        if sums is not None:
+            high, low = load_sums(chunk_sums, T, j, has_partner)
+            if REVERSE:
+                scores *= decay_between(high[None, :], low[None, :], own_high[:, None], own_low[:, None])
+            else:
+                scores *= decay_between(own_high[:, None], own_low[:, None], high[None, :], low[None, :])
+        scores = tl.where(pairs, scores, 0.0)
+        z_rows = z_chunk + j.to(tl.int64)[:, None] * stride_zt + cols_z[None, :]
+        z_tile = tl.load(z_rows, mask=has_partner[:, None] & has_z[None, :], other=0.0)
+        if Z_HALVES == 2:
+            z_tile = spread(z_tile, partner_places[:, None], turns_z, half_z[None, :])
+        acc = tl.dot(scores.to(z_tile.dtype), z_tile, acc, input_precision=PRECISION)
+        if decay_parts is not None and not REVERSE:
+            # Each pair once, by its distance: not as a difference of sums over tokens, which would nearly cancel.
+            z_columns = z_chunk + j.to(tl.int64)[None, :] * stride_zt + cols_z[:, None]
+            z_tile = tl.load(z_columns, mask=has_partner[None, :] & has_z[:, None], other=0.0)
+            if Z_HALVES == 2:
+                turns_column = tl.load(head_turns + cols_z, mask=has_z, other=0)[:, None]
+                z_tile = spread(z_tile, partner_places[None, :], turns_column, half_z[:, None])
+            products = tl.dot(own_tile, z_tile, input_precision=PRECISION)
+            if sums is None:
+                decay_part += tl.sum(tl.where(pairs, scores * products * distance.to(tl.float32), 0.0), 1)
+            else:
+                products = tl.where(pairs, scores * products, 0.0)
+                part = crossing(products, decay_part, i, j, own_start, states.dtype.element_ty, PRECISION)
+                tl.store(decay_parts + program * CHUNK + j, part, mask=has_partner)
+                decay_part += tl.sum(products, 1)
+        if decay_parts is not None and REVERSE and sums is not None:
+            # What these keys wrote to the state that leaves has gone across the tokens behind them.
+            part = tl.sum(tl.where(i[:, None] < j[None, :], decay_part[:, None], 0.0), 0)
+            tl.store(decay_parts + program * CHUNK + j, part, mask=has_partner)
+
+    if angle_parts is not None:
+        # The derivative of half h is half h - 1.
+        own_tile = tl.load(own_rows + cols_z[None, :], mask=inside & has_z[None, :], other=0.0).to(tl.float32)
+        turning = own_tile * acc * wave(places[:, None], turns_z, half_z[None, :] - 1)
+        of_tile = angle_parts + (program - tile_z) // Z_TILES * 2 * Z + half_z * Z + cols_z
+        tl.store(of_tile, tl.sum(turning * places.to(tl.float32)[:, None], 0), mask=has_z)
+    if Z_HALVES == 2:
+        acc *= wave(places[:, None], turns_z, half_z[None, :])
+        acc = tl.sum(tl.reshape(acc, [BLOCK, 2, CHANNELS]), 1)
+    channels = tile_z * CHANNELS + tl.arange(0, CHANNELS)
+    at = ((row * T + begin + i[:, None]) * H + head) * Z + channels[None, :]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside & exists(channels, Z, CHANNELS)[None, :])
+    if decay_parts is not None and sums is None:
+        tl.store(decay_parts + program, tl.sum(tl.where(i < length, decay_part, 0.0), 0))

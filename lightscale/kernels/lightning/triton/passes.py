@@ -1,0 +1,323 @@
+"""The passes of decay attention on GPUs: the scan over the states of chunks, and the products of a chunk's tokens.
+
+Each is forward for outputs and in reverse for gradients; ``triton.py`` puts them together.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from lightscale.kernels.common.angles import Angles, turns_of
+from lightscale.kernels.common.triton.launch import LAUNCH, Spans, dense_last, document_starts, on_device_of
+from lightscale.kernels.lightning.triton.decays import gather_decays, sum_decays
+from lightscale.kernels.lightning.triton.kernels import attend
+from lightscale.kernels.lightning.triton.states import fold_spans, scan_states
+from lightscale.kernels.lightning.triton.tiling import (
+    DECAY_HEADS,
+    FOLD_ELEMENTS,
+    Tiling,
+    attend_constants,
+    scan_constants,
+    tiling_of,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What all launches of one call share."""
+
+    num_rows: int
+    num_tokens: int
+    num_heads: int
+    rate: Tensor | None
+    """(H,) fp32: log decays of heads."""
+    sums: Tensor | None
+    """(B, H, 2, T) fp32: those of heads and tokens, summed up from the start of each chunk."""
+    turns: Tensor | None
+    positions: Tensor | None
+    starts: Tensor | None
+    device: torch.device
+    tiling: Tiling
+
+    @classmethod
+    def of(cls, x: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None, angles: Angles | None) -> "Rows":
+        """Those of x (B, T, H, width)."""
+        num_rows, num_tokens, num_heads = x.shape[:3]
+        rate = sums = None
+        if log_decay is not None and log_decay.dim() == 1:
+            rate = log_decay.detach().float().contiguous()
+        elif log_decay is not None:
+            sums = _summed(log_decay.detach().float(), tiling_of(x.dtype).chunk)
+        return cls(
+            num_rows=num_rows,
+            num_tokens=num_tokens,
+            num_heads=num_heads,
+            rate=rate,
+            sums=sums,
+            turns=None if angles is None else turns_of(angles.theta),
+            positions=None if angles is None else angles.positions.contiguous(),
+            starts=document_starts(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens),
+            device=x.device,
+            tiling=tiling_of(x.dtype),
+        )
+
+    @property
+    def halves(self) -> int:
+        """Of the features of queries and keys: 2 with angles."""
+        return 1 if self.turns is None else 2
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of a row, the last one possibly shorter."""
+        return -(-self.num_tokens // self.tiling.chunk)
+
+    @property
+    def num_blocks(self) -> int:
+        """Tiles of tokens of a row."""
+        return -(-self.num_tokens // self.tiling.block)
+
+    def empty(self, *inner: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """(B, H, *inner), not initialised."""
+        return torch.empty(self.num_rows, self.num_heads, *inner, dtype=dtype, device=self.device)
+
+
+def _summed(log_decay: Tensor, chunk: int) -> Tensor:
+    """The sums of log decays (B, T, H) of any strides."""
+    num_rows, num_tokens, num_heads = log_decay.shape
+    sums = torch.empty(num_rows, num_heads, 2, num_tokens, dtype=torch.float32, device=log_decay.device)
+    if sums.numel():
+        num_chunks = triton.cdiv(num_tokens, chunk)
+        with on_device_of(sums):
+            sum_decays[(num_rows * num_chunks * triton.cdiv(num_heads, DECAY_HEADS),)](
+                log_decay,
+                sums,
+                num_tokens,
+                num_heads,
+                num_chunks,
+                *log_decay.stride(),
+                HEADS=DECAY_HEADS,
+                CHUNK=chunk,
+                **LAUNCH,
+            )
+    return sums
+
+
+class Scanned(NamedTuple):
+    """What a scan of the states gives."""
+
+    chunks: Tensor | None
+    """(B, H, N, F, V): what enters each chunk; in reverse, the cotangent of what leaves it."""
+    final: Tensor
+    """(B, H, F, V) fp32: what leaves the rows; in reverse, the cotangent of what enters them."""
+    decay_parts: Tensor | None
+    """(B, H, S, F tiles, V tiles) fp32, N instead of S for decays of tokens: their gradient by what goes through."""
+
+
+def scan(
+    rows: Rows,
+    x: Tensor,
+    y: Tensor,
+    entering: Tensor | None,
+    *,
+    reverse: bool,
+    with_chunks: bool = True,
+    other: Tensor | None = None,
+) -> Scanned:
+    """The states of k and v from the one that enters the rows, or in reverse the cotangents by q and do.
+
+    ``other`` are the chunk states of the forward scan, where a reverse one is to give dlog_decay.
+    """
+    x, y = dense_last(x), dense_last(y)
+    constants = scan_constants(x.dtype, x.size(3), y.size(3))
+    widths = rows.halves * x.size(3), y.size(3)
+    tiles = rows.halves * triton.cdiv(x.size(3), constants["BLOCK_K"]), triton.cdiv(y.size(3), constants["BLOCK_V"])
+    num_programs = rows.num_rows * rows.num_heads * tiles[0] * tiles[1]
+    spans = Spans.of(num_programs, rows.num_chunks, rows.device)
+    of_tokens = rows.sums is not None
+    parts = None if other is None else rows.empty(rows.num_chunks if of_tokens else spans.num_spans, *tiles)
+
+    def launch(
+        entering: Tensor | None,
+        leaving: Tensor | None,
+        span_through: Tensor | None,
+        chunks: Tensor | None,
+        *decay: Tensor | None,
+    ) -> None:
+        scan_states[(spans.num_programs * spans.num_spans,)](
+            x,
+            y,
+            rows.turns,
+            rows.positions,
+            rows.rate,
+            rows.sums,
+            rows.starts,
+            entering,
+            leaving,
+            span_through,
+            chunks,
+            *decay,
+            rows.num_tokens,
+            rows.num_heads,
+            rows.num_chunks,
+            spans.num_spans,
+            spans.span_chunks,
+            *x.stride()[:3],
+            *y.stride()[:3],
+            **constants,
+            REVERSE=reverse,
+            **LAUNCH,
+            num_stages=rows.tiling.scan_stages,
+        )
+
+    entering = None if entering is None else entering.contiguous()
+    final = rows.empty(*widths)
+    chunks = rows.empty(rows.num_chunks, *widths, dtype=rows.tiling.stored) if with_chunks else None
+    with on_device_of(x):
+        if not final.numel():
+            pass
+        elif spans.num_spans == 1:
+            launch(entering, final, None, chunks, other, parts)
+        else:
+            local = rows.empty(spans.num_spans, *widths)
+            through = rows.empty(spans.num_spans) if of_tokens else None
+            launch(None, local, through, None, None, None)
+            between = torch.empty_like(local) if with_chunks else None
+            _fold(rows, local, through, entering, between, final, span_chunks=spans.span_chunks, reverse=reverse)
+            if with_chunks:
+                launch(between, None, None, chunks, other, parts)
+    return Scanned(chunks, final, parts)
+
+
+def _fold(
+    rows: Rows,
+    local: Tensor,
+    span_through: Tensor | None,
+    initial: Tensor | None,
+    between: Tensor | None,
+    final: Tensor,
+    *,
+    span_chunks: int,
+    reverse: bool,
+) -> None:
+    """Fill ``between`` with what enters each span and ``final`` with what leaves the last one."""
+    num_elements = final.size(2) * final.size(3)
+    fold_spans[(rows.num_rows * rows.num_heads * triton.cdiv(num_elements, FOLD_ELEMENTS),)](
+        local,
+        initial,
+        rows.rate,
+        span_through,
+        rows.starts,
+        between,
+        final,
+        rows.num_tokens,
+        rows.num_heads,
+        local.size(2),
+        span_chunks * rows.tiling.chunk,
+        num_elements,
+        ELEMENTS=FOLD_ELEMENTS,
+        REVERSE=reverse,
+        **LAUNCH,
+    )
+
+
+class Products(NamedTuple):
+    """What the products of the tokens give."""
+
+    out: Tensor
+    """Like z."""
+    decay_parts: Tensor | None
+    """(B, blocks, H, tiles) fp32, (B, blocks, H, tiles, C) for decays of tokens: their gradient by each block."""
+    dtheta: Tensor | None
+    """(H, K) fp64."""
+
+
+def products(
+    rows: Rows,
+    x: Tensor,
+    y: Tensor,
+    z: Tensor,
+    states: Tensor | None,
+    *,
+    reverse: bool,
+    transposed: bool,
+    own: Tensor | None = None,
+    with_decay: bool = False,
+    with_theta: bool = False,
+) -> Products:
+    """(x yᵀ ⊙ M) z + weight x S; with its parts of dlog_decay and dtheta when it is the gradient of ``own``."""
+    assert states is not None
+    x, y, z = dense_last(x), dense_last(y), dense_last(z)
+    own = dense_last(own) if own is not None and (with_decay or with_theta) else None
+    constants = attend_constants(
+        x.dtype, x.size(3), z.size(3), angles=rows.turns is not None, reverse=reverse, transposed=transposed
+    )
+    tiles = triton.cdiv(z.size(3) * (rows.halves if transposed else 1), constants["BLOCK_Z"])
+    out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+    shape = (rows.num_rows, rows.num_blocks, rows.num_heads, tiles)
+    decay_parts = None
+    if with_decay:
+        of_each = () if rows.sums is None else (rows.tiling.chunk,)
+        decay_parts = torch.empty(*shape, *of_each, dtype=torch.float32, device=z.device)
+    angle_parts = None
+    if with_theta:
+        angle_parts = torch.empty(*shape[:3], 2, z.size(3), dtype=torch.float32, device=z.device)
+    if out.numel():
+        with on_device_of(x):
+            attend[(rows.num_rows * rows.num_blocks * rows.num_heads * tiles,)](
+                x,
+                y,
+                z,
+                rows.turns,
+                rows.positions,
+                states,
+                rows.rate,
+                rows.sums,
+                rows.starts,
+                out,
+                own,
+                decay_parts,
+                angle_parts,
+                rows.num_tokens,
+                rows.num_heads,
+                rows.num_chunks,
+                rows.num_blocks,
+                *x.stride()[:3],
+                *y.stride()[:3],
+                *z.stride()[:3],
+                *((0, 0, 0) if own is None else own.stride()[:3]),
+                **constants,
+                **LAUNCH,
+                num_stages=rows.tiling.attend_stages,
+            )
+    dtheta = None if angle_parts is None else angle_parts.sum((0, 1, 3), dtype=torch.float64)
+    return Products(out, decay_parts, dtheta)
+
+
+def decay_gradient(rows: Rows, by_queries: Tensor, by_keys: Tensor, by_states: Tensor) -> Tensor:
+    """dlog_decay (H,) or (B, T, H), fp32, from the parts that ``products`` of dq and of dk, and ``scan`` left."""
+    if rows.sums is None:
+        return by_queries.sum((0, 1, 3)) + by_keys.sum((0, 1, 3)) + by_states.sum((0, 2, 3, 4))
+    shape = (rows.num_rows, rows.num_tokens, rows.num_heads)
+    dlog_decay = torch.empty(shape, dtype=torch.float32, device=rows.device)
+    if dlog_decay.numel():
+        with on_device_of(dlog_decay):
+            gather_decays[(rows.num_rows * rows.num_heads * rows.num_chunks,)](
+                by_queries,
+                by_keys,
+                by_states,
+                dlog_decay,
+                rows.num_tokens,
+                rows.num_heads,
+                rows.num_chunks,
+                rows.num_blocks,
+                QUERY_TILES=by_queries.size(3),
+                KEY_TILES=by_keys.size(3),
+                STATE_TILES=by_states.size(3) * by_states.size(4),
+                BLOCK=rows.tiling.block,
+                CHUNK=rows.tiling.chunk,
+                **LAUNCH,
+            )
+    return dlog_decay

@@ -1,0 +1,426 @@
+"""The scan of Toeplitz positional encoding in Triton: the pieces of ``chunked``, in the same words.
+
+Three kinds of launches: a sweep without output, whose states let the segments of a row run side by side, then the
+sweep that reads them; and one sweep for the gradients of the parameters. Nothing is kept but the inputs, and what is
+held on the way does not grow with the number of tokens.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from lightscale.kernels.common.documents import fragment_numbers
+from lightscale.kernels.common.triton.compile import KernelCase
+from lightscale.kernels.common.triton.launch import dense_last, dot_precision, on_device_of, power_of_two
+from lightscale.kernels.tpe.chunked import RowGradients
+from lightscale.kernels.tpe.grid import powers
+from lightscale.kernels.tpe.triton.kernels import parameter_sums, recurrent, sweep
+
+# Tokens of one step: the least that a matrix product takes.
+_STEP = 16
+
+# Tokens of a segment, at least, and segments of all rows together, at most: with blocks of 16 channels enough programs
+# for every multiprocessor, while a state per segment stays small beside the activations.
+_LEAST_SEGMENT_TOKENS = 512
+_MOST_SEGMENTS = 16
+
+# Channels of one program: tiles of states (E, channels) are held in registers. The sums for the parameters have four
+# of them and are computed by so many modes at a time.
+_CHANNELS = 16
+_PARAMETER_MODES = 64
+
+
+class _Scan(NamedTuple):
+    """A row's cut into segments, its tables, and constants of every launch."""
+
+    B: int
+    T: int
+    D: int
+    E: int
+    segment: int
+    num_segments: int
+    powers: Tensor  # (STEP + 1, E)
+    through: Tensor  # (E,): λ^segment
+    fragments: Tensor | None  # (B, T)
+    constants: dict[str, Any]
+
+    def grid(self, num_segments: int, mode_tiles: int = 1) -> tuple[int, int, int]:
+        return triton.cdiv(self.D, _CHANNELS) * mode_tiles, num_segments, self.B
+
+    def new_states(self, like: Tensor) -> Tensor:
+        """Room for a state per segment, (B, S, E, D)."""
+        return like.new_empty(self.B, self.num_segments, self.E, self.D, dtype=torch.float32)
+
+
+def _scan(x: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None) -> _Scan:
+    """Of x (B, T, D), T > 0."""
+    B, T, D = x.shape
+    E = log_decay.shape[0]
+    most = max(1, _MOST_SEGMENTS // B)
+    tokens = max(_LEAST_SEGMENT_TOKENS, triton.cdiv(T, most))
+    segment = triton.cdiv(tokens, _STEP) * _STEP
+    steps = torch.arange(_STEP + 1, device=x.device)
+    fragments = None
+    if cu_seqlens is not None:
+        fragments = fragment_numbers(cu_seqlens, num_rows=B, num_tokens=T).int()
+    constants = {
+        "E": E,
+        "BLOCK_E": triton.next_power_of_2(max(16, E)),
+        "BLOCK_D": _CHANNELS,
+        "STEP": _STEP,
+        "PRECISION": dot_precision(x.dtype),
+        "num_warps": 4,
+    }
+    return _Scan(
+        B=B,
+        T=T,
+        D=D,
+        E=E,
+        segment=segment,
+        num_segments=triton.cdiv(T, segment),
+        powers=powers(log_decay, steps, torch.float32),
+        through=powers(log_decay, steps.new_tensor(segment), torch.float32),
+        fragments=fragments,
+        constants=constants,
+    )
+
+
+def _kernel(log_decay: Tensor, gamma: Tensor) -> Tensor:
+    """Σ_r γ λ^τ, (STEP, D), in fp64 and rounded once; it is small."""
+    steps = torch.arange(_STEP, device=gamma.device)
+    return (powers(log_decay, steps, torch.float64) @ gamma.detach().double().mT).float()
+
+
+class _Swept(NamedTuple):
+    """What a sweep over whole rows gives."""
+
+    y: Tensor  # (B, T, D); empty when it was not asked for
+    last: Tensor  # (B, D, E) fp32: the state behind the last token, in the order of the sweep
+
+
+def _sweep(
+    x: Tensor,
+    log_decay: Tensor,
+    gamma: Tensor,
+    entering: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    reverse: bool,
+    with_output: bool = True,
+) -> _Swept:
+    """Outputs and last state of rows of x (B, T, D), T > 0; in reverse x is a cotangent."""
+    x, gamma = dense_last(x), gamma.contiguous()
+    scan = _scan(x, log_decay, cu_seqlens)
+    kappa = _kernel(log_decay, gamma) if with_output else None
+    entering = None if entering is None else entering.contiguous()
+    y = x.new_empty(x.shape) if with_output else x.new_empty(0, 0, 0)
+    last = x.new_empty(scan.B, scan.D, scan.E, dtype=torch.float32)
+    before = _segment_states(scan, x, gamma, reverse=reverse)[0] if scan.num_segments > 1 else None
+    # Without outputs only the last segment is left to do.
+    first = 0 if with_output else scan.num_segments - 1
+    sweep[scan.grid(scan.num_segments - first)](
+        x,
+        y if with_output else None,
+        scan.fragments,
+        scan.powers,
+        kappa,
+        gamma,
+        entering,
+        before,
+        scan.through,
+        None,
+        None,
+        last,
+        scan.T,
+        scan.D,
+        scan.segment,
+        scan.num_segments,
+        first,
+        *x.stride()[:2],
+        *y.stride()[:2],
+        REVERSE=reverse,
+        **scan.constants,
+    )
+    return _Swept(y, last)
+
+
+def _segment_states(
+    scan: _Scan, x: Tensor, gamma: Tensor, *, reverse: bool, with_slopes: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """What each segment adds to the state, (B, S, E, D), and its derivative by log λ where that is asked for."""
+    states = scan.new_states(x)
+    slopes = scan.new_states(x) if with_slopes else None
+    sweep[scan.grid(scan.num_segments)](
+        x,
+        None,
+        scan.fragments,
+        scan.powers,
+        None,
+        gamma,
+        None,
+        None,
+        scan.through,
+        states,
+        slopes,
+        None,
+        scan.T,
+        scan.D,
+        scan.segment,
+        scan.num_segments,
+        0,
+        *x.stride()[:2],
+        0,
+        0,
+        REVERSE=reverse,
+        **scan.constants,
+    )
+    return states, slopes
+
+
+def _parameter_gradients(
+    x: Tensor,
+    log_decay: Tensor,
+    gamma: Tensor,
+    dy: Tensor,
+    u_in: Tensor | None,
+    du_end: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """dlog_decay (E,) and dgamma (D, E) in fp32, T > 0."""
+    x, dy, gamma = dense_last(x), dense_last(dy), gamma.contiguous()
+    scan = _scan(x, log_decay, cu_seqlens)
+    before = slopes = None
+    if scan.num_segments > 1:
+        before, slopes = _segment_states(scan, x, gamma, reverse=False, with_slopes=True)
+    dgamma, dlog_decay = scan.new_states(x), scan.new_states(x)
+    block_e = power_of_two(scan.E, most=_PARAMETER_MODES)
+    parameter_sums[scan.grid(scan.num_segments, triton.cdiv(scan.E, block_e))](
+        x,
+        dy,
+        scan.fragments,
+        scan.powers,
+        gamma,
+        None if u_in is None else u_in.contiguous(),
+        None if du_end is None else du_end.contiguous(),
+        before,
+        slopes,
+        scan.through,
+        dgamma,
+        dlog_decay,
+        scan.T,
+        scan.D,
+        scan.segment,
+        scan.num_segments,
+        *x.stride()[:2],
+        *dy.stride()[:2],
+        **scan.constants | {"BLOCK_E": block_e},
+    )
+    return dlog_decay.sum((0, 1, 3)), dgamma.sum((0, 1)).mT.contiguous()
+
+
+def _state_like(u: Tensor | None, x: Tensor, log_decay: Tensor) -> Tensor:
+    """A copy of a state, or zeros (B, D, E): what rows of no tokens hand on."""
+    shape = x.shape[0], x.shape[2], log_decay.shape[0]
+    return x.new_zeros(shape, dtype=torch.float32) if u is None else u.clone()
+
+
+@torch.library.custom_op("lightscale::tpe_out_fwd", mutates_args=())
+def _out_fwd(
+    x: Tensor, log_decay: Tensor, gamma: Tensor, u_in: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if not x.numel():
+        return x.new_empty(x.shape), _state_like(u_in, x, log_decay)
+    with on_device_of(x):
+        y, last = _sweep(x, log_decay, gamma, u_in, cu_seqlens, reverse=False)
+    return y, last
+
+
+@_out_fwd.register_fake
+def _(x: Tensor, log_decay: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    shape = x.shape[0], x.shape[2], log_decay.shape[0]
+    return x.new_empty(x.shape), x.new_empty(shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("lightscale::tpe_last_state", mutates_args=())
+def _last_state(x: Tensor, log_decay: Tensor, gamma: Tensor, cu_seqlens: Tensor | None, reverse: bool) -> Tensor:
+    if not x.numel():
+        return _state_like(None, x, log_decay)
+    with on_device_of(x):
+        return _sweep(x, log_decay, gamma, None, cu_seqlens, reverse=reverse, with_output=False).last
+
+
+@_last_state.register_fake
+def _(x: Tensor, log_decay: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[2], log_decay.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("lightscale::tpe_gradients", mutates_args=())
+def _gradients(
+    x: Tensor,
+    log_decay: Tensor,
+    gamma: Tensor,
+    dy: Tensor,
+    u_in: Tensor | None,
+    du_end: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if not x.numel():
+        zeros = (x.new_zeros(p.shape, dtype=torch.float32) for p in (log_decay, gamma))
+        return x.new_empty(x.shape), *zeros, _state_like(du_end, x, log_decay)  # type: ignore[return-value]
+    with on_device_of(x):
+        dx, du = _sweep(dy, log_decay, gamma, du_end, cu_seqlens, reverse=True)
+        dlog_decay, dgamma = _parameter_gradients(x, log_decay, gamma, dy, u_in, du_end, cu_seqlens)
+    return dx, dlog_decay, dgamma, du
+
+
+@_gradients.register_fake
+def _(x: Tensor, log_decay: Tensor, gamma: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    state = x.new_empty(x.shape[0], *gamma.shape, dtype=torch.float32)
+    return x.new_empty(x.shape), log_decay.float(), gamma.float(), state
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dy: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients of ``_out_fwd``'s arguments; the cotangent of a result that is not used is None."""
+    x, log_decay, gamma, u_in, cu_seqlens = ctx.saved_tensors
+    dy = torch.zeros_like(x) if dy is None else dy
+    dx, dlog_decay, dgamma, du = _gradients(x, log_decay, gamma, dy, u_in, dstate, cu_seqlens)
+    du_in = du if ctx.needs_input_grad[3] else None
+    return dx, dlog_decay.to(log_decay.dtype), dgamma.to(gamma.dtype), du_in, None
+
+
+_out_fwd.register_autograd(_backward, setup_context=_save_inputs)
+
+
+def triton_tpe_scan(
+    x: Tensor, log_decay: Tensor, gamma: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The operator: (y, final state), differentiable; only the inputs are saved."""
+    y, state = _out_fwd(x, log_decay, gamma, initial_state, cu_seqlens)
+    return y, state
+
+
+def state_fwd(x: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """u_loc and D, see ``chunked.state_fwd``."""
+    num_rows, num_tokens, width = x.shape
+    # A sweep forward adds up x as it is; gamma is read by outputs alone.
+    local = _last_state(x, log_decay, x.new_empty(width, log_decay.shape[0]), cu_seqlens, False)
+    through = powers(log_decay, torch.full((num_rows,), num_tokens, device=x.device), torch.float32)
+    if cu_seqlens is None or not num_tokens:
+        return local, through
+    last = fragment_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)[:, -1:]
+    return local, through.masked_fill(last > 0, 0.0)
+
+
+def out_fwd(
+    x: Tensor, log_decay: Tensor, gamma: Tensor, u_in: Tensor | None, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The outputs and the state that leaves, see ``chunked.out_fwd``."""
+    return triton_tpe_scan(x, log_decay, gamma, u_in, cu_seqlens)
+
+
+def state_bwd(dy: Tensor, log_decay: Tensor, gamma: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """The cotangent U of the incoming state, see ``chunked.state_bwd``."""
+    own: Tensor = _last_state(dy, log_decay, gamma, cu_seqlens, True)
+    return own
+
+
+def row_gradients(
+    x: Tensor,
+    log_decay: Tensor,
+    gamma: Tensor,
+    dy: Tensor,
+    u_in: Tensor | None,
+    du_end: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+) -> RowGradients:
+    """Every gradient of a row, see ``chunked.row_gradients``."""
+    return RowGradients(*_gradients(x, log_decay, gamma, dy, u_in, du_end, cu_seqlens))
+
+
+def grad_bwd(
+    x: Tensor,
+    log_decay: Tensor,
+    gamma: Tensor,
+    dy: Tensor,
+    u_in: Tensor | None,
+    du_end: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of a row's x, log_decay and gamma, see ``chunked.grad_bwd``."""
+    gradients = row_gradients(x, log_decay, gamma, dy, u_in, du_end, cu_seqlens)
+    return gradients.x, gradients.log_decay, gradients.gamma
+
+
+def recurrent_step(x: Tensor, log_decay: Tensor, gamma: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """One token, see ``chunked.recurrent_step``, in one launch; it has no gradient."""
+    B, D = x.shape
+    E = log_decay.shape[0]
+    y, after = x.new_empty(B, D), torch.empty_like(u, memory_format=torch.contiguous_format)
+    if y.numel():
+        with on_device_of(x):
+            recurrent[(triton.cdiv(D, _CHANNELS), B)](
+                x.contiguous(),
+                y,
+                log_decay.float(),
+                gamma.contiguous(),
+                u.contiguous(),
+                after,
+                D,
+                E,
+                BLOCK_E=triton.next_power_of_2(E),
+                BLOCK_D=_CHANNELS,
+                num_warps=4,
+            )
+    return y, after
+
+
+def _case(name: str, kernel: Any, dtype: str, E: int, absent: tuple[str, ...], **constants: Any) -> KernelCase:
+    """One kernel for inputs of ``dtype`` and E modes; ``absent`` pointers are not given."""
+    fixed = {
+        "E": E,
+        "BLOCK_E": triton.next_power_of_2(max(16, E)),
+        "BLOCK_D": _CHANNELS,
+        "STEP": _STEP,
+        "PRECISION": "tf32x3" if dtype == "fp32" else "tf32",
+        **dict.fromkeys(absent),
+        **constants,
+    }
+    types = dict.fromkeys(("x", "y", "dy", "gamma"), f"*{dtype}") | {"fragments": "*i32"}
+    types |= dict.fromkeys(("D", "segment", "stride_xb", "stride_xt", "stride_yb", "stride_yt"), "i32:16")
+    types |= dict.fromkeys(("stride_dyb", "stride_dyt"), "i32:16")
+    types |= dict.fromkeys(("T", "num_segments", "first_segment"), "i32")
+    if kernel is parameter_sums:
+        fixed["BLOCK_E"] = power_of_two(E, most=_PARAMETER_MODES)
+    names: list[str] = kernel.arg_names
+    return KernelCase(
+        name=f"tpe {name} E={E} {dtype}",
+        kernel=kernel,
+        arguments={n: types.get(n, "*fp32") for n in names if n not in fixed},
+        constants={n: fixed[n] for n in names if n in fixed},
+        tensor_cores=kernel is not recurrent,
+        may_spill=dtype == "fp32",
+    )
+
+
+_OUTPUTS = ("leaving", "slopes_leaving")
+_STATES = ("y", "kappa", "entering", "before", "last")
+
+COMPILE_CASES = [
+    case
+    for dtype, E in (("bf16", 128), ("fp32", 128))
+    for case in (
+        _case("outputs", sweep, dtype, E, _OUTPUTS, REVERSE=False),
+        _case("outputs reversed", sweep, dtype, E, _OUTPUTS, REVERSE=True),
+        _case("states", sweep, dtype, E, (*_STATES, "slopes_leaving"), REVERSE=False),
+        _case("states with slopes", sweep, dtype, E, _STATES, REVERSE=False),
+        _case("parameters", parameter_sums, dtype, E, ()),
+        _case("one token", recurrent, dtype, E, ()),
+    )
+]

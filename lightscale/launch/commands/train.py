@@ -1,0 +1,286 @@
+"""``lightscale train``: start a run, or go on with it."""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import importlib
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from lightscale.config.files import load
+from lightscale.config.layout import check_layout
+from lightscale.config.schema import RunConfig
+from lightscale.data_pipeline.store.token_store import TokenizerIdentity, TokenStore
+from lightscale.errors import UserError
+from lightscale.launch.duration import parse_duration
+from lightscale.launch.environment import RankEnvironment
+from lightscale.launch.network import choose_interface
+from lightscale.launch.rank import LAUNCHER_VARIABLE, run_rank, summary_and_place
+from lightscale.launch.restart import EXIT_CODES, Place, RestartPolicy, run_ranks
+from lightscale.launch.slurm.allocation import Allocation
+from lightscale.launch.torchrun import ThisMachine
+from lightscale.models.registry import check_mixers
+from lightscale.runs.lock import InUse, RunLock
+from lightscale.runs.run_directory import RunDirectory, Status
+from lightscale.training.signals import DEADLINE_VARIABLE
+
+# A lock that nobody renews counts as given up after a minute.
+_PATIENCE_S, _PAUSE_S = 150.0, 5.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``lightscale train``."""
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="TOML file of the run")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
+    parser.add_argument(
+        "--run",
+        "--run-dir",  # torchrun takes the first for one of its own, abbreviated
+        type=Path,
+        metavar="DIR",
+        help="run directory; one that exists is resumed (default: runs/NAME of CONFIG)",
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="ranks on this machine, or on each node (default: one per GPU, or one)",
+    )
+    parser.add_argument(
+        "--slurm",
+        action="store_true",
+        help="start the ranks on all nodes of the SLURM job that this runs in, by srun; what `lightscale submit` does",
+    )
+    parser.add_argument(
+        "--min-nodes",
+        type=int,
+        metavar="N",
+        help="with --slurm: after nodes failed, go on with the others if they are as many (default: half of them), "
+        "else leave to be queued again",
+    )
+    parser.add_argument(
+        "--stop-after",
+        metavar="TIME",
+        help="save and leave after this long, like 23h30m: less than the job's time limit by a step and a save",
+    )
+    parser.add_argument(
+        "--no-restart", action="store_true", help="do not start the ranks again after a failure: the job script does"
+    )
+    parser.add_argument(
+        "--allow-change",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="resume although this differs from the run's: a key or section of the configuration, data (another "
+        "store or tokenizer), versions or versions.PACKAGE; may be given several times",
+    )
+    parser.add_argument("--json", action="store_true", help="print at the end, as JSON, how the run ended")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train. Inside a rank (started by torchrun, srun or mpirun) joins the others, else starts the ranks.
+
+    Returns one of the exit codes that `launch/restart.py` lists; a rank that stopped together with the others
+    returns 0.
+    """
+    deadline_s = None if args.stop_after is None else time.time() + parse_duration("--stop-after", args.stop_after)
+    directory = RunDirectory(args.run or default_directory(args.config))
+    environment = RankEnvironment.read(os.environ)
+    if environment is None:
+        return _launch(args, directory, deadline_s)
+    if deadline_s is not None:
+        os.environ[DEADLINE_VARIABLE] = str(deadline_s)
+    place, allow = environment, allowed_changes(args.allow_change)
+    return run_rank(lambda: _train(load(args.config, args.overrides), directory, place, allow))
+
+
+def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float | None) -> int:
+    """Check everything that can be checked without ranks, then start them."""
+    config, allow = load(args.config, args.overrides), allowed_changes(args.allow_change)
+    processes = _num_processes(config, args.processes)
+    place, num_nodes = _place(args, config, processes)
+    check_run(config, processes * num_nodes)
+    if is_finished(directory, config, allow):
+        print(f"{directory.path} is finished: all {config.total_steps} steps are done", file=sys.stderr)
+        code = EXIT_CODES["finished"]
+    else:
+        # The ranks read the stored form: the user may edit CONFIG while the run goes on.
+        command = [sys.executable, "-m", "lightscale", "train", str(directory.config), "--run", str(directory.path)]
+        command += [f"--allow-change={key}" for key in sorted(allow)]
+        policy = RestartPolicy(config=config.restart, again=not args.no_restart, deadline_s=deadline_s)
+        resume = _command_line(args, directory)
+        with _held(directory, config, allow, patience_s=_PATIENCE_S if args.slurm else 0.0):
+            code = run_ranks(directory, command, processes=processes, resume=resume, policy=policy, place=place)
+    if args.json:
+        status = directory.read_status()
+        record = dataclasses.asdict(status) if status else {}
+        print(json.dumps({"run": str(directory.path), "exit_code": code, **record}))
+    return code
+
+
+def _place(args: argparse.Namespace, config: RunConfig, processes: int) -> tuple[Place, int]:
+    """Where the ranks run, and its number of nodes."""
+    if not args.slurm:
+        if args.min_nodes is not None:
+            raise UserError(f"--min-nodes {args.min_nodes} is for runs on the nodes of a SLURM job: with --slurm")
+        return ThisMachine(), 1
+
+    def fits(num_nodes: int) -> bool:
+        try:
+            check_layout(config, processes * num_nodes)
+        except UserError:
+            return False
+        return True
+
+    allocation = Allocation.read(os.environ, args.min_nodes, fits)
+    return allocation, allocation.num_nodes
+
+
+def check_run(config: RunConfig, num_ranks: int) -> None:
+    """Refuse a configuration that cannot run on so many ranks, or whose data is not there."""
+    check_layout(config, num_ranks)
+    check_mixers(config.model, config.parallel)
+    _check_store(config)
+
+
+def _train(config: RunConfig, directory: RunDirectory, environment: RankEnvironment, allow: frozenset[str]) -> int:
+    """The work of one rank."""
+    os.environ.update(environment.variables())
+    check_layout(config, environment.world_size)
+    is_main = environment.rank == 0
+    if is_finished(directory, config, allow) if is_main else directory.is_finished(config):
+        return 0
+    choose_interface(environment)
+    # Where a launcher started the ranks, it holds the run, and says how it ended.
+    alone = LAUNCHER_VARIABLE not in os.environ
+    hold = functools.partial(_held_by_rank, directory, config, allow) if alone else contextlib.nullcontext
+    # Imported here, because the launcher, in the same module, needs neither the models nor the engine.
+    importlib.import_module("lightscale.training.train").train(config, directory, allow, hold)
+    assert not is_main or directory.read_status() is not None, "training ended without a status"
+    return 0
+
+
+def allowed_changes(keys: Sequence[str]) -> frozenset[str]:
+    """What ``--allow-change`` names."""
+    for key in keys:
+        section, _, rest = key.partition(".")
+        fields = getattr(RunConfig.model_fields.get(section), "annotation", None)
+        known = section == "versions" or (
+            fields is not None and (not rest or rest.split(".")[0] in fields.model_fields)
+        )
+        if not known:
+            raise UserError(
+                f"--allow-change {key}: neither a key or section of the configuration, like optimizer.lr or data, "
+                "nor versions or versions.PACKAGE"
+            )
+    return frozenset(keys)
+
+
+def is_finished(directory: RunDirectory, config: RunConfig, allow: frozenset[str]) -> bool:
+    """Whether nothing is left to do; refuses a run of another configuration. Nothing of an existing run is touched."""
+    if directory.create(config):
+        return False
+    directory.changes(config, allow)
+    return directory.is_finished(config)
+
+
+@contextlib.contextmanager
+def _held(directory: RunDirectory, config: RunConfig, allow: frozenset[str], patience_s: float = 0.0) -> Iterator[None]:
+    """Have the run for this job alone, with `config` in it; wait `patience_s` for an earlier start of the job."""
+    with contextlib.ExitStack() as stack:
+        deadline_s = time.monotonic() + patience_s
+        while True:
+            try:
+                stack.enter_context(RunLock(directory))
+                break
+            except InUse as error:
+                # A job that was queued again is the only one of its number: its first node had failed, with the lock.
+                if error.job != os.environ.get("SLURM_JOB_ID") or time.monotonic() > deadline_s:
+                    raise
+            time.sleep(_PAUSE_S)
+        directory.create_or_open(config, allow)
+        yield
+
+
+@contextlib.contextmanager
+def _held_by_rank(directory: RunDirectory, config: RunConfig, allow: frozenset[str]) -> Iterator[None]:
+    """The same for a job that somebody else's launcher started: its errors become the run's status."""
+    with _held(directory, config, allow):
+        try:
+            yield
+        except Exception as error:
+            step, tokens = directory.progress()
+            status: Status = "stopped" if isinstance(error, UserError) else "resumable"
+            directory.write_status(status, reason=f"rank 0: {summary_and_place(error)}", step=step, tokens=tokens)
+            raise
+
+
+def default_directory(config: Path) -> Path:
+    """Where the run of a configuration is: runs/NAME for NAME.toml; a run's own config.toml stands for that run."""
+    if config.name == "config.toml" and (config.parent / "events.jsonl").exists():
+        return config.parent
+    return Path("runs") / config.stem
+
+
+def _num_processes(config: RunConfig, wanted: int | None) -> int:
+    gpus = 0 if config.train.device == "cpu" else torch.cuda.device_count()
+    if config.train.device == "cuda" and gpus == 0:
+        raise UserError('train.device = "cuda", but torch sees no GPU; "auto" or "cpu" would do')
+    processes = wanted if wanted is not None else max(1, gpus)
+    if processes < 1:
+        raise UserError(f"--processes {processes}: must be at least 1")
+    if gpus and processes > gpus:
+        raise UserError(f"--processes {processes}: there are only {gpus} GPUs, and each process needs its own")
+    return processes
+
+
+def _check_store(config: RunConfig) -> None:
+    """Refuse a store that is missing, damaged, lacks a named source, or whose tokenizer does not fit."""
+    data = config.data
+    store = TokenStore(data.store)
+    tokenizer = store.tokenizer
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise UserError(
+            f"model.vocab_size = {config.model.vocab_size} is less than the {tokenizer.vocab_size} tokens of "
+            f"{tokenizer.name} in data.store = {data.store}; at least as many would do"
+        )
+    for name in data.sources:
+        _check_source(f"data.sources.{name}", name, store)
+    for name, validation in data.validation.items():
+        other = store if validation.store is None else TokenStore(validation.store)
+        _check_source(f"data.validation.{name}.source", validation.source, other)
+        if other.tokenizer.sha256 != tokenizer.sha256:
+            raise UserError(
+                f"data.validation.{name}.store = {validation.store} was written with another tokenizer "
+                f"({_words(other.tokenizer)}) than data.store = {data.store} ({_words(tokenizer)}); "
+                "prepare both with the same one"
+            )
+
+
+def _check_source(key: str, name: str, store: TokenStore) -> None:
+    if name not in store.sources:
+        raise UserError(f"{key}: no source {name!r} in {store.path}; it has {', '.join(store.sources)}")
+
+
+def _words(tokenizer: TokenizerIdentity) -> str:
+    return f"{tokenizer.name}, {tokenizer.vocab_size} tokens, {tokenizer.sha256[:8]}"
+
+
+def _command_line(args: argparse.Namespace, directory: RunDirectory) -> str:
+    if args.slurm:
+        return f"lightscale submit {shlex.join([str(directory.config)])} --nodes … --time …"
+    words = ["lightscale", "train", str(args.config), *args.overrides, "--run", str(directory.path)]
+    if args.processes is not None:
+        words += ["--processes", str(args.processes)]
+    if args.stop_after is not None:
+        words += ["--stop-after", args.stop_after]
+    if args.no_restart:
+        words.append("--no-restart")
+    return shlex.join(words)

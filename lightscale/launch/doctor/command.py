@@ -1,0 +1,225 @@
+"""``lightscale doctor``: whether this machine, or all ranks of a job together, can train, and what would be right."""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from lightscale.config.files import load
+from lightscale.config.schema import RunConfig
+from lightscale.errors import UserError
+from lightscale.launch.commands.train import default_directory
+from lightscale.launch.doctor import measure
+from lightscale.launch.doctor.peers import AbsentRanks, Company, company
+from lightscale.launch.environment import RankEnvironment
+from lightscale.training.health.check_result import Finding, Result, where
+from lightscale.training.health.machine import Machine, host_name
+from lightscale.training.preflight import check_machine, check_ranks
+
+_SEVERITY: tuple[Result, ...] = ("ok", "warning", "failed")
+_STYLES: dict[Result, str] = {"ok": "green", "warning": "yellow", "failed": "bold red"}
+_WAIT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All findings of one machine or of all ranks."""
+
+    hosts: Sequence[str]
+    """By rank."""
+    findings: Sequence[Finding]
+
+    @property
+    def result(self) -> Result:
+        """The worst of all."""
+        return max((finding.result for finding in self.findings), key=_SEVERITY.index, default="ok")
+
+    @property
+    def exit_code(self) -> int:
+        """Of the command."""
+        return UserError.EXIT_CODE if self.result == "failed" else 0
+
+    @property
+    def exclude(self) -> list[str]:
+        """Hosts without which the job would do."""
+        blamed = [one for one in self.findings if one.result == "failed" and one.blames_host]
+        ranks = [rank for one in blamed for rank in one.ranks or range(len(self.hosts))]
+        return sorted({self.hosts[rank] for rank in ranks})
+
+    def record(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        return {
+            "result": self.result,
+            "exit_code": self.exit_code,
+            "hosts": list(self.hosts),
+            "exclude": self.exclude,
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+        }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``lightscale doctor``."""
+    parser.description = (
+        "Look at this machine; started by torchrun, srun or mpirun, at all ranks together, with measurements. "
+        "0: all is well or only warned of; 78: something failed."
+    )
+    parser.add_argument(
+        "config",
+        nargs="?",
+        type=Path,
+        metavar="CONFIG",
+        help="TOML file of a run that is to fit (default: that of DIR)",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
+    parser.add_argument(
+        "--run", "--run-dir", type=Path, metavar="DIR", help="run directory (default: runs/NAME of CONFIG, or here)"
+    )
+    parser.add_argument("--full", action="store_true", help="measure a matrix product on this machine alone, too")
+    parser.add_argument(
+        "--exclude",
+        type=Path,
+        metavar="FILE",
+        help="add hosts that failed to FILE, a line each, as `sbatch --exclude=./FILE` reads them",
+    )
+    parser.add_argument(
+        "--wait", type=float, default=_WAIT_S, metavar="SECONDS", help=f"for ranks to answer (default: {_WAIT_S:.0f})"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examine, print, and return the exit code, the same on all ranks; rank 0 prints."""
+    if args.wait <= 0:
+        raise UserError(f"--wait {args.wait:g}: must be more than 0 seconds")
+    config, directory = _target(args)
+    place = RankEnvironment.read(os.environ)
+    if place is None:
+        report = examine_machine(config, directory, full=args.full)
+    else:
+        try:
+            with company(place, args.wait) as ranks:
+                report = examine_ranks(config, directory, ranks, place)
+        except AbsentRanks as absent:
+            report = Report(hosts=absent.hosts, findings=[_absence(absent)])
+        except (dist.DistError, RuntimeError) as error:
+            # Rank 0 left because of a rank that did not answer, and has said so.
+            reason = str(error).strip().splitlines()[0]
+            print(f"rank {place.rank} on {host_name()} lost the other ranks: {reason}", file=sys.stderr)
+            return UserError.EXIT_CODE
+    if place is None or place.rank == 0:
+        _exclude(args.exclude, report)
+        _print(report, as_json=args.json)
+    return report.exit_code
+
+
+def examine_machine(config: RunConfig | None, directory: Path, *, full: bool) -> Report:
+    """This machine alone."""
+    findings = check_machine(config, directory)
+    if full:
+        gpus = range(torch.cuda.device_count())
+        devices = [torch.device("cuda", index) for index in gpus] or [torch.device("cpu")]
+        alone = [
+            measure.Peers(rank=0, size=1, device=device, hosts=[host_name()], group=None, barrier=lambda: None)
+            for device in devices
+        ]
+        products = [measure.measure_product(peers) for peers in alone]
+        kinds = [torch.cuda.get_device_name(index) for index in gpus] or [measure.processor()]
+        # One after the other, and not ranks: which GPU it is must be said.
+        findings += [
+            dataclasses.replace(one, found=f"GPU {', '.join(map(str, one.ranks))}: {one.found}", ranks=())
+            if one.ranks
+            else one
+            for one in measure.judge_products(products, kinds, devices[0].type)
+        ]
+    return Report(hosts=[host_name()], findings=findings)
+
+
+def examine_ranks(config: RunConfig | None, directory: Path, ranks: Company, place: RankEnvironment) -> Report:
+    """All ranks of a job, with measurements. The same report on every rank."""
+    findings = check_ranks(config, directory, ranks, place.local_rank)
+    machines = ranks.on_all(lambda: Machine.read(place.local_rank))
+    wanted = "auto" if config is None else config.train.device
+    if wanted != "cpu" and all(machine.gpus for machine in machines):
+        device = torch.device("cuda", place.local_rank)
+        torch.cuda.set_device(device)
+        kinds = [machine.gpus[0].name for machine in machines]
+    else:
+        device = torch.device("cpu")
+        kinds = ranks.on_all(measure.processor)
+    peers = measure.Peers(
+        rank=ranks.rank,
+        size=ranks.size,
+        device=device,
+        hosts=ranks.hosts,
+        group=dist.new_group(backend="nccl") if device.type == "cuda" else dist.group.WORLD,
+        barrier=ranks.barrier,
+    )
+    products = ranks.on_all(lambda: measure.measure_product(peers))
+    findings += measure.judge_products(products, kinds, device.type)
+    if ranks.size > 1:
+        findings += measure.judge_exchange(ranks.on_all(lambda: measure.measure_exchange(peers)))
+        findings += measure.judge_all_reduce(ranks.on_all(lambda: measure.measure_all_reduce(peers)))
+    return Report(hosts=ranks.hosts, findings=findings)
+
+
+def _target(args: argparse.Namespace) -> tuple[RunConfig | None, Path]:
+    """The configuration, if one is known, and where its run is or is to be."""
+    if args.config is not None:
+        return load(args.config, args.overrides), args.run or default_directory(args.config)
+    stored = None if args.run is None else args.run / "config.toml"
+    if stored is not None and stored.exists():
+        return load(stored), args.run
+    return None, args.run or Path()
+
+
+def _absence(absent: AbsentRanks) -> Finding:
+    return Finding(
+        check="ranks",
+        result="failed",
+        found=str(absent),
+        right="ranks that start and answer: look at these hosts, and at a network that lets them through",
+        ranks=absent.ranks,
+        blames_host=True,
+    )
+
+
+def _exclude(path: Path | None, report: Report) -> None:
+    """Add to the file what is not there yet."""
+    if path is None:
+        return
+    there = path.read_text(encoding="utf-8").split() if path.exists() else []
+    path.write_text("".join(f"{host}\n" for host in dict.fromkeys([*there, *report.exclude])), encoding="utf-8")
+
+
+def _print(report: Report, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(report.record(), indent=2))
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("check", "result", "found", "what would be right"):
+        table.add_column(heading, no_wrap=heading in ("check", "result"), overflow="fold")
+    for finding in report.findings:
+        who = where(finding.ranks, report.hosts)
+        style = _STYLES[finding.result]
+        found = f"{who}: {finding.found}" if who else finding.found
+        table.add_row(finding.check, f"[{style}]{finding.result}[/]", _plain(found), _plain(finding.right))
+    console = Console(highlight=False, width=max(Console().width, 120))
+    console.print(table)
+    if report.exclude:
+        console.print(f"hosts to leave out: {', '.join(report.exclude)}", markup=False)
+
+
+def _plain(text: str) -> str:
+    """Without markup: a path may have brackets."""
+    return text.replace("[", "\\[")

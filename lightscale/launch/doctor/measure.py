@@ -1,0 +1,235 @@
+"""How fast each rank computes and exchanges, beside its peers: what a slow or broken machine shows.
+
+All ranks do the same at the same time, in rounds, of which the best counts: a machine that was busy for a moment is not
+slow. Each rank is compared with the median of the others, so that one slow rank is not the measure of itself.
+"""
+
+import hashlib
+import platform
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lightscale.training.health.check_result import Finding
+
+# Of the others' median. CPUs are shared with other work, and GPUs of one kind differ by a few per cent.
+_SLOW = {"cpu": 0.5, "cuda": 0.85}
+_SLOW_EXCHANGE = 0.5
+_ROUNDS = 3
+_ROUND_S = {"cpu": 0.4, "cuda": 0.5}
+_SIDE = {"cpu": 512, "cuda": 8192}
+_EXCHANGE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """Matrix products of one rank."""
+
+    flops: float
+    """FLOP/s in its best round."""
+    digest: str
+    """Of the result: the same on machines of one kind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peers:
+    """The ranks that measure together, each with its device; `barrier` waits for all of them."""
+
+    rank: int
+    size: int
+    device: torch.device
+    hosts: Sequence[str]
+    """Of each rank."""
+    group: dist.ProcessGroup | None
+    """For the tensors of `device`; None: this rank is alone."""
+    barrier: Callable[[], None]
+
+
+def measure_product(peers: Peers) -> Product:
+    """Multiply one pair of matrices again and again: bf16 on GPUs, fp32 on CPUs."""
+    kind = peers.device.type
+    side, dtype = _SIDE[kind], torch.bfloat16 if kind == "cuda" else torch.float32
+    # Drawn on the CPU, so that all ranks have the same numbers.
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(side, side, generator=generator).to(peers.device, dtype) for _ in range(2))
+    result = a @ b
+    best = 0.0
+    for _ in range(_ROUNDS):
+        peers.barrier()
+        _finish(peers.device)
+        began, count = time.perf_counter(), 0
+        while time.perf_counter() - began < _ROUND_S[kind]:
+            for _ in range(8 if kind == "cuda" else 1):
+                torch.mm(a, b, out=result)
+                count += 1
+            _finish(peers.device)
+        best = max(best, count * 2 * side**3 / (time.perf_counter() - began))
+    content = result.float().cpu().numpy().tobytes()
+    return Product(flops=best, digest=hashlib.sha256(content).hexdigest())
+
+
+def processor() -> str:
+    """The model of this machine's processor, which decides how products are rounded."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
+
+
+def judge_products(products: Sequence[Product], kinds: Sequence[str], device: str) -> list[Finding]:
+    """Ranks slower than the others, and those whose numbers are wrong. `kinds`: of machine, by rank."""
+    rates = [product.flops for product in products]
+    findings = _slow("matrix product", rates, "FLOP/s", _SLOW[device])
+    for kind in sorted(set(kinds)):
+        own = [rank for rank, one in enumerate(kinds) if one == kind]
+        usual = Counter(products[rank].digest for rank in own).most_common(1)[0][0]
+        wrong = tuple(rank for rank in own if products[rank].digest != usual)
+        if wrong:
+            found = f"other numbers than on the other machines with {kind}, from the same matrices"
+            findings.append(
+                Finding(
+                    check="matrix product",
+                    result="failed",
+                    found=found,
+                    right="the same, bit by bit: this device or its memory is broken",
+                    ranks=wrong,
+                    blames_host=2 * len(wrong) < len(own),
+                )
+            )
+    return findings or [Finding(check="matrix product", result="ok", found=_range(rates, "FLOP/s"))]
+
+
+def measure_all_reduce(peers: Peers) -> tuple[float, bool]:
+    """Bytes/s that enter and leave each rank in the best of several sums over all ranks; whether the sum was right."""
+    assert peers.group is not None
+    numbers = _EXCHANGE_BYTES[peers.device.type] // 4
+    # Small whole numbers: any order of summation gives exactly the same.
+    pattern = torch.arange(numbers, device=peers.device, dtype=torch.float32) % 7
+    best, is_right = 0.0, True
+    for _ in range(_ROUNDS):
+        values = pattern * (peers.rank + 1)
+        peers.barrier()
+        _finish(peers.device)
+        began = time.perf_counter()
+        dist.all_reduce(values, group=peers.group)
+        _finish(peers.device)
+        elapsed_s = time.perf_counter() - began
+        best = max(best, 2 * (peers.size - 1) / peers.size * 4 * numbers / elapsed_s)
+        is_right = is_right and torch.equal(values, pattern * (peers.size * (peers.size + 1) // 2))
+    return best, is_right
+
+
+def judge_all_reduce(results: Sequence[tuple[float, bool]]) -> list[Finding]:
+    """A sum waits for its slowest rank: its speed names nobody, but wrong numbers do."""
+    wrong = tuple(rank for rank, (_, is_right) in enumerate(results) if not is_right)
+    if wrong:
+        found, right = "wrong sums", "exact sums: look at the links of these hosts, and at NCCL's version"
+        return [Finding(check="all-reduce", result="failed", found=found, right=right, ranks=wrong)]
+    rate = min(rate for rate, _ in results)
+    return [Finding(check="all-reduce", result="ok", found=f"{_metric(rate)}B/s in and out of each rank")]
+
+
+def measure_exchange(peers: Peers) -> float:
+    """Bytes/s to and from another rank at the same time, in the best of several pairings.
+
+    The partner is on another host if there is one. A slow rank is slow with all partners, and they are not with others.
+    """
+    assert peers.group is not None
+    numbers = _EXCHANGE_BYTES[peers.device.type] // 4
+    own = torch.full((numbers,), float(peers.rank), device=peers.device)
+    other = torch.empty_like(own)
+    best = 0.0
+    for partners in pairings(peers.hosts)[:_ROUNDS]:
+        partner = partners.get(peers.rank)
+        for _ in range(_ROUNDS):
+            peers.barrier()
+            if partner is None:
+                continue
+            began = time.perf_counter()
+            sending = dist.P2POp(dist.isend, own, partner, group=peers.group)
+            receiving = dist.P2POp(dist.irecv, other, partner, group=peers.group)
+            for work in dist.batch_isend_irecv([sending, receiving]):
+                work.wait()
+            _finish(peers.device)
+            best = max(best, 2 * 4 * numbers / (time.perf_counter() - began))
+    return best
+
+
+def judge_exchange(rates: Sequence[float]) -> list[Finding]:
+    """Ranks that exchange more slowly than the others."""
+    findings = _slow("exchange of pairs", rates, "B/s", _SLOW_EXCHANGE)
+    return findings or [Finding(check="exchange of pairs", result="ok", found=_range(rates, "B/s"))]
+
+
+def pairings(hosts: Sequence[str]) -> list[dict[int, int]]:
+    """Rounds of partners, by rank; everybody has each other partner once. On several hosts, partners are on other ones.
+
+    Of hosts with different numbers of ranks, some ranks pause.
+    """
+    names = list(dict.fromkeys(hosts))
+    if len(names) == 1:
+        return _tournament(len(hosts))
+    ranks = [[rank for rank, host in enumerate(hosts) if host == name] for name in names]
+    rounds = []
+    for pairs in _tournament(len(names)):
+        together = [(ranks[a], ranks[b]) for a, b in pairs.items()]
+        rounds.append({mine: theirs for a, b in together for mine, theirs in zip(a, b, strict=False)})
+    return rounds
+
+
+def _tournament(size: int) -> list[dict[int, int]]:
+    """Of `size` players each meets each other one once: one stays, the others go round."""
+    players: list[int | None] = [*range(size)] + [None] * (size % 2)
+    rounds = []
+    for _ in range(len(players) - 1):
+        half = len(players) // 2
+        pairs = zip(players[:half], reversed(players[half:]), strict=True)
+        met = [(a, b) for a, b in pairs if a is not None and b is not None]
+        rounds.append({one: other for a, b in met for one, other in ((a, b), (b, a))})
+        players = [players[0], players[-1], *players[1:-1]]
+    return rounds
+
+
+def _slow(check: str, rates: Sequence[float], unit: str, least: float) -> list[Finding]:
+    findings = []
+    for rank, rate in enumerate(rates):
+        others = [*rates[:rank], *rates[rank + 1 :]]
+        usual = statistics.median(others) if others else rate
+        if rate < least * usual:
+            findings.append(
+                Finding(
+                    check=check,
+                    result="failed",
+                    found=f"{_metric(rate)}{unit}, {rate / usual:.0%} of the others' {_metric(usual)}{unit}",
+                    right=f"at least {least:.0%}: look at what else runs there, at temperature, clocks and links",
+                    ranks=(rank,),
+                    blames_host=True,
+                )
+            )
+    return findings
+
+
+def _range(rates: Sequence[float], unit: str) -> str:
+    least, most = (f"{_metric(rate)}{unit}" for rate in (min(rates), max(rates)))
+    return least if least == most else f"{least} to {most}"
+
+
+def _metric(value: float) -> str:
+    """12.3 G"""
+    for prefix in ("", "k", "M", "G"):
+        if value < 999.5:
+            return f"{value:.3g} {prefix}"
+        value /= 1000
+    return f"{value:.3g} T"
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,108 @@
+"""The ranks of `lightscale doctor`: they meet, and whoever does not answer is named."""
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from lightscale.launch.environment import RankEnvironment
+from lightscale.launch.network import choose_interface
+from lightscale.parallel.agreement import Agreement
+from lightscale.training.health.machine import host_name
+
+_T = TypeVar("_T")
+_FAILED_TO_PASS = re.compile(r"Ranks ([\d, ]+) failed to pass")
+_POLL_S = 0.1
+
+
+class AbsentRanks(Exception):
+    """Ranks that did not answer in time; rank 0 has this, the others only lose it."""
+
+    def __init__(self, ranks: tuple[int, ...], hosts: list[str], timeout_s: float) -> None:
+        super().__init__(f"no answer within {timeout_s:.0f} s")
+        self.ranks, self.hosts = ranks, hosts
+
+
+class Company(Agreement):
+    """All ranks of one command, with their hosts. Nothing waits longer than `timeout_s` for a rank."""
+
+    def __init__(self, hosts: list[str], timeout_s: float) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        super().__init__(group)
+        self.hosts, self._timeout_s = hosts, timeout_s
+
+    def barrier(self) -> None:
+        """Wait for all ranks. Raises AbsentRanks on rank 0 where some do not come."""
+        try:
+            dist.monitored_barrier(timeout=timedelta(seconds=self._timeout_s), wait_all_ranks=True)
+        except RuntimeError as error:
+            match = _FAILED_TO_PASS.search(str(error))
+            if match is None:
+                raise
+            ranks = tuple(int(number) for number in match[1].split(","))
+            raise AbsentRanks(ranks, self.hosts, self._timeout_s) from None
+
+    def on_all(self, action: Callable[[], _T]) -> list[_T]:
+        """As everywhere, but a rank that hangs in `action` is named."""
+        outcome: Future[_T] = Future()
+        try:
+            outcome.set_result(action())
+        except AbsentRanks:
+            raise
+        except Exception as error:  # noqa: BLE001 - raised below, on all ranks
+            outcome.set_exception(error)
+        self.barrier()
+        return super().on_all(outcome.result)
+
+
+@contextlib.contextmanager
+def company(place: RankEnvironment, timeout_s: float) -> Iterator[Company]:
+    """Meet the other ranks of this job, by gloo."""
+    os.environ.update(place.variables())
+    choose_interface(place)
+    wait = timedelta(seconds=timeout_s)
+    # torchrun's agent has the store that its ranks meet at; other launchers leave that to rank 0.
+    is_there = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.PrefixStore(
+        f"doctor-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+        dist.TCPStore(
+            place.master_address,
+            place.master_port,
+            is_master=place.rank == 0 and not is_there,
+            wait_for_workers=False,
+            timeout=wait,
+        ),
+    )
+    store.set(_key(place.rank), host_name())
+    keys = [_key(rank) for rank in range(place.world_size)]
+    if place.rank == 0:
+        _await_all(store, keys, timeout_s)
+    # Twice: rank 0 has just waited as long for the last one.
+    store.wait(keys, 2 * wait)
+    hosts = [store.get(key).decode() for key in keys]
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=2 * wait)
+    try:
+        yield Company(hosts, timeout_s)
+    finally:
+        dist.destroy_process_group()
+
+
+def _key(rank: int) -> str:
+    return f"host-{rank}"
+
+
+def _await_all(store: dist.Store, keys: list[str], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            there = [store.check([key]) for key in keys]
+            hosts = [store.get(key).decode() if known else "unknown" for key, known in zip(keys, there, strict=True)]
+            raise AbsentRanks(tuple(rank for rank, known in enumerate(there) if not known), hosts, timeout_s)
+        time.sleep(_POLL_S)

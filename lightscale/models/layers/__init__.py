@@ -1,0 +1,1 @@
+"""What all mixers and the language model are built from."""

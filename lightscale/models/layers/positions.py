@@ -1,0 +1,69 @@
+"""Positional encodings."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+
+from lightscale.kernels.common.angles import Angles
+from lightscale.parallel.initialization import set_initializer
+
+
+def lrpe_angles(num_heads: int, head_dim: int) -> Tensor:
+    """(h, k) fp64: 10000^(-2j/d) with j counted over heads and channels, d = h k."""
+    width = num_heads * head_dim
+    j = torch.arange(width, dtype=torch.float64)
+    return torch.pow(10000.0, -2 * j / width).view(num_heads, head_dim)
+
+
+class LRPE(MegatronModule):
+    """Learnable angles of a layer's heads, for queries and keys.
+
+    theta: (h / tensor, k), split by head over the tensor ranks. Kept in fp32 in half-precision models, because it is
+    multiplied by positions.
+    """
+
+    def __init__(self, config: TransformerConfig, angles: Tensor, group: dist.ProcessGroup) -> None:
+        """angles: (all heads, k), the initial values."""
+        super().__init__(config)
+        self.tp_group = group
+        wide = torch.promote_types(config.params_dtype, torch.float32)
+        heads, width = angles.size(0) // group.size(), angles.size(1)
+        self.theta = nn.Parameter(torch.empty(heads, width, dtype=wide, device=torch.cuda.current_device()))
+        self.theta.tensor_model_parallel = True  # type: ignore[attr-defined]
+        self.theta.partition_dim, self.theta.partition_stride = 0, 1  # type: ignore[attr-defined]
+        self.theta.no_weight_decay = True  # type: ignore[attr-defined]
+        set_initializer(self.theta, lambda weight, generator: weight.copy_(angles))
+
+    def forward(self, positions: Tensor) -> Angles:
+        """positions: (b, n) int64 -> the angles of this rank's heads, which the operator applies."""
+        return Angles(self.theta, positions)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Megatron's description for checkpoints: theta is split along dim 0."""
+        return make_sharded_tensors_for_checkpoint(
+            {"theta": self.theta},
+            prefix,
+            {"theta": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
+
+
+def rotary_angles(head_dim: int) -> Tensor:
+    """(k / 2,) fp64: 10000^(-2i/k), i = 0 … k/2 - 1 (RoPE, arXiv 2104.09864)."""
+    return torch.pow(10000.0, -2 * torch.arange(head_dim // 2, dtype=torch.float64) / head_dim)
+
+
+def rope(x: Tensor, phases: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the pairs (x_i, x_{i + k/2}) of x (b, n, h, k) by phases (b, n, 1, k/2)."""
+    cos, sin = (phase.to(x.dtype) for phase in phases)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)

@@ -1,0 +1,47 @@
+"""The states that layers carry from one call to the next, and checks of those that come from elsewhere."""
+
+from collections.abc import Mapping
+
+import torch
+
+from lightscale.errors import UserError
+from lightscale.models.layers.context import MixerState, SequenceContext
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def incoming_state(
+    context: SequenceContext, name: str, shapes: Shapes, dtype: torch.dtype, *, empty: Mapping[str, float] | None = None
+) -> MixerState | None:
+    """The state under ``name`` as it enters the rows; None when there is none.
+
+    Args:
+        context: holds the states.
+        name: of the layer's state among them.
+        shapes, dtype: what the state must be.
+        empty: the value of each tensor where a row begins a document here; 0 unless named.
+
+    Raises:
+        UserError: see ``check_state``.
+    """
+    state = None if context.states is None else context.states.get(name)
+    if state is None:
+        return None
+    check_state(name, state, shapes, dtype)
+    empty = empty or {}
+    return {
+        key: torch.where(context.continues.view(-1, *[1] * (tensor.dim() - 1)), tensor, empty.get(key, 0.0))
+        for key, tensor in state.items()
+    }
+
+
+def check_state(name: str, state: MixerState, shapes: Shapes, dtype: torch.dtype) -> None:
+    """UserError unless ``state`` has the tensors of ``shapes`` in ``dtype``; the message names what it must be."""
+    if state.keys() != shapes.keys():
+        raise UserError(f"the state of {name} must hold {', '.join(shapes)}, got {', '.join(state) or 'nothing'}")
+    for key, shape in shapes.items():
+        found = state[key]
+        if found.shape != shape or found.dtype != dtype:
+            raise UserError(
+                f"the state of {name}: {key} must be {shape} in {dtype}, got {tuple(found.shape)} in {found.dtype}"
+            )

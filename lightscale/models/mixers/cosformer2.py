@@ -1,0 +1,63 @@
+"""cosFormer2's token mixer: linear attention without decay, reweighted by learnable cosines of the distance.
+
+    q, k = silu(x W_q), silu(x W_k);  v = x W_v;  u = sigmoid(x W_down W_up)
+    S_t = S_{t-1} + LRPE(k_t) v_tᵀ;  o_t = S_tᵀ LRPE(q_t);  out = W_o (norm(concat o) * u)
+
+(arXiv 2406.16690; cosFormer, arXiv 2202.08791.) Every layer has its own angles, one per head and channel. The model
+adds a Toeplitz positional encoding after the embedding.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from lightscale.config.schema import ModelConfig
+from lightscale.models.layers.context import SequenceContext
+from lightscale.models.layers.positions import LRPE
+from lightscale.models.layers.states import Shapes
+from lightscale.models.mixers.interface import GatedMixer, chunked_flops, projection_flops
+from lightscale.models.mixers.lightning import begin_attention
+
+
+class CosFormer2(GatedMixer):
+    """(n / tensor, b, d) -> (n / tensor, b, d). The state is ``S``: (b, h, 2 k, k), k the head width."""
+
+    operator = "lightning"
+
+    shared = frozenset({"tpe"})
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, model: ModelConfig, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(config, layer_number, model, *args, **kwargs)
+        i = torch.arange(model.head_dim, dtype=torch.float64)
+        angles = torch.pow(10000.0, -2 * i / model.head_dim).expand(model.num_heads, -1)
+        self.lrpe = LRPE(config, angles, self.group)
+
+    @staticmethod
+    def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
+        """Projections, gate, and attention in chunks."""
+        return projection_flops(model, gated=True) + chunked_flops(model, sequence_length, key_width=2 * model.head_dim)
+
+    @staticmethod
+    def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
+        """Those of the gated mixer, and the angles."""
+        return {**GatedMixer.parameter_shapes(model, layer), "lrpe.theta": (model.num_heads, model.head_dim)}
+
+    @staticmethod
+    def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
+        """A state and a flag per head forward, a state's cotangent backward."""
+        state = 2 * model.hidden_size * model.head_dim
+        return state + model.num_heads, state
+
+    def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
+        """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
+        k, v = self._heads(self.kv_proj, x, 2)
+        angles = self.lrpe(context.positions)
+        finish = begin_attention(F.silu(k), v, None, angles=angles, context=context, state_name=self.state_name)
+        (q,) = self._heads(self.q_proj, x)
+        gate = self._gate(x)
+        return self._gated_output(finish(F.silu(q)), gate)

@@ -1,0 +1,167 @@
+"""What every token mixer is: the one interface that a new architecture implements."""
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+
+from lightscale.config.schema import ModelConfig
+from lightscale.models.layers.common import ReplicatedLinear, column_parallel, gated_norm_split, row_parallel
+from lightscale.models.layers.context import SequenceContext
+from lightscale.models.layers.states import Shapes
+
+CHUNK_TOKENS = 128
+"""Chunk of the linear-attention kernels on GPUs, in tokens."""
+
+
+class Mixer(MegatronModule, ABC):
+    """A causal map of (n / tensor, b, d), the ``self_attention`` of Megatron's transformer layer.
+
+    Heads are split over the tensor ranks, tokens over the sequence ranks. A mixer declares its parameters with
+    initializers (``parallel.initialization``), takes states from the context and leaves them there.
+
+    Args:
+        config: the model's Megatron configuration.
+        layer_number: number of the layer in the whole model, from 1 as Megatron counts.
+        model: the shape of the whole model.
+        pg_collection: Megatron's process groups.
+    """
+
+    axes: ClassVar[frozenset[str]] = frozenset({"tensor", "pipeline", "sequence", "data"})
+    """Axes along which the mixer can be split; a degree on any other is refused before anything is built."""
+
+    operator: ClassVar[str]
+    """The folder in ``kernels`` that computes it, or what else does."""
+
+    shared: ClassVar[frozenset[str]] = frozenset()
+    """What the model holds once for all layers of this kind: "tpe", "lower_bounds"."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        model: ModelConfig,
+        pg_collection: ProcessGroupCollection,
+        cp_comm_type: str | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.layer = layer_number - 1
+        self.state_name = f"layer-{self.layer}"
+        self.model = model
+        self.group: dist.ProcessGroup = pg_collection.tp
+        self.num_heads = model.num_heads // self.group.size()
+        self.heads = slice(self.group.rank() * self.num_heads, (self.group.rank() + 1) * self.num_heads)
+        # Outputs that are added to the residual stream start smaller, so that its variance does not grow with depth.
+        self.output_std = model.init_std / math.sqrt(2 * model.num_layers)
+
+    @staticmethod
+    @abstractmethod
+    def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
+        """Operations of the matrix products in one forward pass of layer ``layer`` (from 0), per token."""
+
+    @staticmethod
+    @abstractmethod
+    def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
+        """Unsplit shapes of the parameters of layer ``layer`` (from 0), by their names in the module."""
+
+    @staticmethod
+    def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
+        """fp32 numbers per row that each sequence rank contributes to an exchange, forward and backward."""
+        return 0, 0
+
+    @staticmethod
+    def check(model: ModelConfig) -> None:
+        """UserError for a shape of the model that the mixer cannot have; naming key, value and what would do."""
+
+    @abstractmethod
+    def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
+        """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: SequenceContext,
+        **_: object,
+    ) -> tuple[Tensor, None]:
+        """Megatron's calling convention: the context comes as ``packed_seq_params``, and there is no bias."""
+        return self.mix(hidden_states, packed_seq_params), None
+
+    def _heads(self, projection: nn.Module, x: Tensor, parts: int = 1) -> list[Tensor]:
+        """(n / tensor, b, d) -> ``parts`` of (b, n, h, k), by a projection whose rows are ordered head by head."""
+        projected, _ = projection(x)
+        n, b, _ = projected.shape
+        return list(projected.view(n, b, self.num_heads, parts, self.model.head_dim).transpose(0, 1).unbind(dim=3))
+
+    def _norm(self, o: Tensor, gate: Tensor | None = None) -> Tensor:
+        """(b, n, h, v) -> (n, b, h v): SRMSNorm over the heads of all tensor ranks together, times sigmoid(gate)."""
+        o = o.transpose(0, 1).flatten(2)
+        return gated_norm_split(o, gate, width=self.model.hidden_size, eps=self.model.norm_eps, group=self.group)
+
+
+class GatedMixer(Mixer):
+    """A mixer of queries, keys and values with a low-rank gate on its normalised output.
+
+    out = W_o (norm(concat o) * sigmoid(x W_down W_up))
+
+    Keys and values come first: what they write to the state travels to other sequence ranks while the queries and the
+    gate are computed. Hence two projections (with tensor ranks the input is gathered for each of them).
+    """
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, model: ModelConfig, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(config, layer_number, model, *args, **kwargs)
+        d, std, group = model.hidden_size, model.init_std, self.group
+        # Rows are ordered head by head, k and v of a head together, so that a contiguous shard holds whole heads.
+        self.kv_proj = column_parallel(config, d, 2 * d, std=std, group=group)
+        self.q_proj = column_parallel(config, d, d, std=std, group=group)
+        rank = gate_rank(model)
+        self.gate_down = ReplicatedLinear(config, d, rank, std=std)
+        self.gate_up = column_parallel(config, rank, d, std=std, group=group)
+        self.out_proj = row_parallel(config, d, d, std=self.output_std, group=group)
+
+    @staticmethod
+    def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
+        """Projections and gate."""
+        d, rank = model.hidden_size, gate_rank(model)
+        return {
+            "kv_proj.weight": (2 * d, d),
+            "q_proj.weight": (d, d),
+            "gate_down.weight": (rank, d),
+            "gate_up.weight": (d, rank),
+            "out_proj.weight": (d, d),
+        }
+
+    def _gate(self, x: Tensor) -> Tensor:
+        """x: (n / tensor, b, d), the mixer's input -> (n, b, h v), before the sigmoid."""
+        gate: Tensor = self.gate_up(self.gate_down(x))[0]
+        return gate
+
+    def _gated_output(self, o: Tensor, gate: Tensor) -> Tensor:
+        """o: (b, n, h, v), gate: (n, b, h v) -> (n / tensor, b, d)."""
+        out: Tensor = self.out_proj(self._norm(o, gate))[0]
+        return out
+
+
+def gate_rank(model: ModelConfig) -> int:
+    """Inner width of the low-rank gate."""
+    return model.gate_rank or model.head_dim
+
+
+def projection_flops(model: ModelConfig, *, gated: bool) -> float:
+    """Operations of the projections (and of the gate) of one mixer's forward pass, per token."""
+    d = model.hidden_size
+    return 2 * (4 * d * d + (2 * d * gate_rank(model) if gated else 0))
+
+
+def chunked_flops(model: ModelConfig, sequence_length: int, *, key_width: int) -> float:
+    """Operations of chunked linear attention per token: 2 C (k + v) in the chunk, 4 k v with the state, per head."""
+    k, v = key_width, model.head_dim
+    return model.num_heads * (2 * min(CHUNK_TOKENS, sequence_length) * (k + v) + 4 * k * v)

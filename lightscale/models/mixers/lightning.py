@@ -1,0 +1,64 @@
+"""Lightning attention as the mixers use it: whole rows, rows split over ranks, or with carried states."""
+
+from torch import Tensor
+
+from lightscale.kernels.common.angles import feature_width, parts_of
+from lightscale.kernels.lightning import Angles, lightning_attention, recurrent_step, state_dtype
+from lightscale.models.layers.context import Finish, SequenceContext
+from lightscale.models.layers.states import incoming_state
+from lightscale.parallel.sequence import LightningScan
+
+
+def begin_attention(
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    *,
+    context: SequenceContext,
+    state_name: str,
+    angles: Angles | None = None,
+) -> Finish:
+    """k: (b, n, h, k), v: (b, n, h, v), log_decay: (h,) or None; the result maps q (b, n, h, k) to (b, n, h, v).
+
+    ``angles`` are those of LRPE on k and q; the state has 2k rows then. Over sequence ranks, states travel from here
+    until the result is called. With states in the context, the state ``S`` (b, h, k, v) under ``state_name`` is read
+    and replaced: one token by the recurrence, at a cost that does not depend on its position, more in chunks.
+    """
+    if context.exchange is not None:
+        return context.begin(LightningScan, k, v, log_decay, *parts_of(angles), layer=state_name)
+    return lambda q: _attend(q, k, v, log_decay, angles, context, state_name)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    angles: Angles | None,
+    context: SequenceContext,
+    state_name: str,
+) -> Tensor:
+    if context.states is None:
+        o, _ = lightning_attention(q, k, v, log_decay, angles=angles, cu_seqlens=context.cu_seqlens)
+        return o
+    shape = (q.size(0), q.size(2), feature_width(q, angles), v.size(3))
+    state = incoming_state(context, state_name, {"S": shape}, state_dtype(q.dtype))
+    before = None if state is None else state["S"]
+    if before is not None and q.size(1) == 1:
+        here = None if angles is None else Angles(angles.theta, angles.positions[:, 0])
+        o, after = recurrent_step(q[:, 0], k[:, 0], v[:, 0], log_decay, before, angles=here)
+        context.states[state_name] = {"S": after}
+        return o[:, None]
+    o, final = lightning_attention(
+        q,
+        k,
+        v,
+        log_decay,
+        angles=angles,
+        initial_state=before,
+        output_final_state=True,
+        cu_seqlens=context.cu_seqlens,
+    )
+    assert final is not None, "asked for with output_final_state"
+    context.states[state_name] = {"S": final}
+    return o

@@ -1,0 +1,94 @@
+"""TransNormerLLM's token mixer: lightning attention with a fixed decay per head and layer.
+
+    q, k = silu(x W_q), silu(x W_k);  v = x W_v;  u = sigmoid(x W_down W_up)
+    S_t = λ S_{t-1} + k_t v_tᵀ;  o_t = S_tᵀ q_t;  out = W_o (norm(concat o) * u)
+
+(arXiv 2307.14995, arXiv 2401.04658; λ of equation 5 of the former.) The first layer rotates q and k by learnable
+angles (LRPE), which doubles their width.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from lightscale.config.schema import ModelConfig
+from lightscale.models.layers.context import SequenceContext
+from lightscale.models.layers.positions import LRPE, lrpe_angles
+from lightscale.models.layers.states import Shapes
+from lightscale.models.mixers.interface import GatedMixer, chunked_flops, projection_flops
+from lightscale.models.mixers.lightning import begin_attention
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """2^(-8(h+1)/H) for a power of two; otherwise those of the power below, then every second one of the power above.
+
+    (ALiBi, arXiv 2108.12409, and its public code for other head counts.)
+    """
+    below = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2.0 ** (-8 * (h + 1) / below) for h in range(below)]
+    if below < num_heads:
+        slopes += alibi_slopes(2 * below)[0::2][: num_heads - below]
+    return slopes
+
+
+def log_decays(num_heads: int, layer: int, num_layers: int) -> Tensor:
+    """log λ of each head, (h,) fp64: -s_h (1 - layer/(l-1) + 1e-5), ``layer`` from 0; a single layer has factor 1."""
+    factor = 1.0 if num_layers == 1 else 1 - layer / (num_layers - 1) + 1e-5
+    return -torch.tensor(alibi_slopes(num_heads), dtype=torch.float64) * factor
+
+
+class TNL(GatedMixer):
+    """(n / tensor, b, d) -> (n / tensor, b, d). Heads are split over the tensor ranks, tokens over the sequence ranks.
+
+    The state is ``S``: (b, h, k, head width), k the head width, doubled on the first layer.
+    """
+
+    operator = "lightning"
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, model: ModelConfig, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(config, layer_number, model, *args, **kwargs)
+        angles = lrpe_angles(model.num_heads, model.head_dim)
+        self.lrpe = LRPE(config, angles, self.group) if self.layer == 0 else None
+        # Kept in fp32 in half-precision models: it is multiplied by distances.
+        wide = torch.promote_types(config.params_dtype, torch.float32)
+        decays = log_decays(model.num_heads, self.layer, model.num_layers)[self.heads]
+        self.register_buffer("log_decay", decays.to(self.kv_proj.weight.device, wide), persistent=False)
+
+    @staticmethod
+    def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
+        """Projections, gate, and attention in chunks."""
+        chunks = chunked_flops(model, sequence_length, key_width=_key_width(model, layer))
+        return projection_flops(model, gated=True) + chunks
+
+    @staticmethod
+    def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
+        """Those of the gated mixer, and the first layer's angles."""
+        shapes = GatedMixer.parameter_shapes(model, layer)
+        return {**shapes, "lrpe.theta": (model.num_heads, model.head_dim)} if layer == 0 else shapes
+
+    @staticmethod
+    def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
+        """A state and a decay per head forward, a state's cotangent backward."""
+        state = _key_width(model, layer) * model.head_dim
+        return model.num_heads * (state + 1), model.num_heads * state
+
+    def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
+        """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
+        k, v = self._heads(self.kv_proj, x, 2)
+        angles = None if self.lrpe is None else self.lrpe(context.positions)
+        finish = begin_attention(
+            F.silu(k), v, self.log_decay, angles=angles, context=context, state_name=self.state_name
+        )
+        (q,) = self._heads(self.q_proj, x)
+        gate = self._gate(x)
+        return self._gated_output(finish(F.silu(q)), gate)
+
+
+def _key_width(model: ModelConfig, layer: int) -> int:
+    return 2 * model.head_dim if layer == 0 else model.head_dim

@@ -1,0 +1,141 @@
+"""Closed forms for the time of exchanges between ranks: latency, bytes, and links, nothing about models.
+
+P is what a rank contributes, in bytes. (Time of a collective: one latency, and the bytes that a rank receives over the
+bandwidth at which it receives; no form knows congestion.)
+"""
+
+import math
+from dataclasses import dataclass
+from typing import get_args
+
+from lightscale.config.schema import Exchange
+from lightscale.planning.hardware import Hardware
+
+EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A way between ranks."""
+
+    latency_s: float
+    bytes_s: float
+
+    def message_s(self, num_bytes: float) -> float:
+        """Time of one message."""
+        return self.latency_s + num_bytes / self.bytes_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Ranks that talk to each other, every `stride`-th of all, and where they stand."""
+
+    ranks: int
+    stride: int
+    hardware: Hardware
+
+    @property
+    def per_node(self) -> int:
+        """Of them in one node."""
+        return max(1, min(self.ranks, self.hardware.gpus_per_node // self.stride))
+
+    @property
+    def nodes(self) -> int:
+        """Over how many nodes they are spread."""
+        return math.ceil(self.ranks / self.per_node)
+
+    def pair(self, *, within: bool) -> Link:
+        """Between two neighbours, `within` a node or across two."""
+        hw = self.hardware
+        gbytes_s = hw.nvlink_gbytes_s * hw.nvlink_pair_share if within else hw.nic_gbytes_s * hw.nic_pair_share
+        return Link(latency_s=hw.hop_us * 1e-6, bytes_s=gbytes_s * 1e9)
+
+    def collective(self, *, bulk: bool) -> Link:
+        """Of all ranks, as a rank sees it; `bulk`: messages of many MBs.
+
+        The members of a node share their NICs' bandwidth, and none receives faster than by NVLink.
+        """
+        hw = self.hardware
+        gbytes_s = hw.nvlink_gbytes_s * hw.nvlink_collective_share
+        if self.nodes > 1:
+            share = hw.nic_bulk_share if bulk else hw.nic_state_share
+            gbytes_s = min(gbytes_s, hw.nic_gbytes_s * max(hw.nic_pair_share, self.per_node * share))
+        return Link(latency_s=hw.collective_us * 1e-6, bytes_s=gbytes_s * 1e9)
+
+
+def all_gather_s(ranks: int, payload_bytes: float, link: Link) -> float:
+    """latency + (W - 1) P / B; the same for a reduce-scatter to P bytes a rank. 0 for one rank."""
+    return link.message_s((ranks - 1) * payload_bytes) if ranks > 1 else 0.0
+
+
+def all_reduce_s(ranks: int, num_bytes: float, link: Link) -> float:
+    """A reduce-scatter and an all-gather of `num_bytes` in all."""
+    return link.message_s(2 * (ranks - 1) / ranks * num_bytes) if ranks > 1 else 0.0
+
+
+def chain_s(hops: int, payload_bytes: float, link: Link) -> float:
+    """hops (latency + P / B): from rank to rank."""
+    return hops * link.message_s(payload_bytes)
+
+
+def gather_s(group: Group, payload_bytes: float) -> float:
+    """One flat all-gather of states."""
+    return all_gather_s(group.ranks, payload_bytes, group.collective(bulk=False))
+
+
+def two_level_s(group: Group, payload_bytes: float, heads: int) -> float:
+    """Gather inside nodes; gather the nodes' combined states, each rank some heads; gather these inside nodes.
+
+    Only (nodes - 1) P / g bytes come in by a NIC, g the ranks in a node, if they divide the heads. Within one node it
+    is the flat gather.
+    """
+    g = group.per_node
+    if not _is_two_level(group):
+        return gather_s(group, payload_bytes)
+    within = Group(ranks=g, stride=group.stride, hardware=group.hardware).collective(bulk=False)
+    across = Link(latency_s=within.latency_s, bytes_s=group.pair(within=False).bytes_s)
+    share = _share_bytes(payload_bytes, heads, g)
+    return (
+        all_gather_s(g, payload_bytes, within)
+        + all_gather_s(group.nodes, share, across)
+        + all_gather_s(g, share, within)
+    )
+
+
+def _is_two_level(group: Group) -> bool:
+    return group.nodes > 1 and group.per_node > 1
+
+
+def _share_bytes(payload_bytes: float, heads: int, ranks: int) -> float:
+    """Of a payload, what one of `ranks` takes: whole heads, padded to as many on every rank."""
+    return payload_bytes * math.ceil(heads / ranks) / heads
+
+
+def ring_s(group: Group, payload_bytes: float) -> float:
+    """From the first rank to the last, within nodes by NVLink and between them by NICs."""
+    across = group.nodes - 1
+    within = group.ranks - 1 - across
+    return chain_s(within, payload_bytes, group.pair(within=True)) + chain_s(
+        across, payload_bytes, group.pair(within=False)
+    )
+
+
+def exchange_s(exchange: Exchange, group: Group, payload_bytes: float, heads: int) -> float:
+    """From when every rank has its summary, of so many heads, until the last has all that it needs."""
+    if group.ranks == 1:
+        return 0.0
+    if exchange == "ring":
+        return ring_s(group, payload_bytes)
+    return two_level_s(group, payload_bytes, heads) if exchange == "two_level" else gather_s(group, payload_bytes)
+
+
+def exchange_buffer_bytes(exchange: Exchange, group: Group, payload_bytes: float, heads: int) -> float:
+    """What a rank holds while it exchanges, beside its own payload."""
+    if group.ranks == 1:
+        return 0.0
+    if exchange == "ring":
+        return 2 * payload_bytes
+    if exchange == "two_level" and _is_two_level(group):
+        share = _share_bytes(payload_bytes, heads, group.per_node)
+        return group.per_node * payload_bytes + (group.nodes + group.per_node) * share
+    return group.ranks * payload_bytes

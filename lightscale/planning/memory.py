@@ -1,0 +1,162 @@
+"""Memory of a training rank, from the configuration alone: an estimate, with what it counts and what it leaves out."""
+
+from dataclasses import dataclass, replace
+
+from lightscale.config.layout import Layout
+from lightscale.config.schema import Exchange, Recompute, RunConfig
+from lightscale.kernels.cross_entropy.chunked import WORKSPACE_BYTES
+from lightscale.planning.communication import Group, exchange_buffer_bytes
+from lightscale.planning.hardware import H100, Hardware
+from lightscale.planning.workload import RECOMPUTE, StageWork, Workload
+
+_FP32_BYTES = 4
+_BF16_BYTES = 2
+_ADAM_BYTES = 2 * _FP32_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes on each rank of one pipeline stage."""
+
+    stage: int
+    """From 0."""
+    parameters: int
+    """Number of parameters that the rank holds."""
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    exchange_bytes: int
+    """Buffers of the exchange along `sequence`, and what is kept of it for the backward pass."""
+    logits_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of these."""
+        states = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+        return states + self.activations_bytes + self.exchange_bytes + self.logits_bytes
+
+
+def weight_bytes(config: RunConfig) -> int:
+    """Bytes of a weight or an activation; `auto` is taken as on a GPU, unless the device is the CPU."""
+    precision, device = config.train.precision, config.train.device
+    return _FP32_BYTES if precision == "fp32" or (precision == "auto" and device == "cpu") else _BF16_BYTES
+
+
+def assumptions(config: RunConfig, *, searched: bool = False) -> list[str]:
+    """What the estimate counts, in sentences; `searched`: for all ways to recompute, not only the configured one."""
+    fp32 = weight_bytes(config) == _FP32_BYTES
+    precision = f"train.precision = {config.train.precision}, train.device = {config.train.device}"
+    return [
+        f"weights and activations in {'fp32' if fp32 else 'bf16'} ({precision})",
+        "gradients in fp32, whole on each data and sequence rank",
+        f"optimizer: {'' if fp32 else 'main weights and '}Adam's two moments in fp32, shared out over the data and "
+        "sequence ranks",
+        *(sentence for kind, sentence in _KEPT.items() if searched or kind == config.train.recompute),
+        "exchange along sequence: the gathered states of one layer, and each layer's incoming state; of softmax "
+        "attention the keys and values of all ranks",
+        f"logits: at most {WORKSPACE_BYTES >> 20} MiB at a time, and the output layer's gradient in fp32",
+        "not counted: fp32 intermediates of mixers and kernels, other buffers of communication, the allocator's gaps",
+    ]
+
+
+_KEPT: dict[Recompute, str] = {
+    "none": "activations without recomputation, under 1F1B: inputs and outputs of a block's norms; a mixer's "
+    "projections, gates, activated queries and keys, its output, and that behind norm and gate; a "
+    "GLU's two halves and their product",
+    "selective": "activations with selective recomputation: the same, those of the GLU left out but for one block",
+    "full": "activations with full recomputation: each block's input, and one block without recomputation",
+}
+
+
+def rank_memory(config: RunConfig, layout: Layout, stage: int) -> RankMemory:
+    """What each rank of pipeline stage `stage` (from 0) holds, recomputing and exchanging as configured."""
+    hardware = replace(H100, gpus_per_node=config.parallel.ranks_per_node or H100.gpus_per_node)
+    return stage_memory(
+        config,
+        layout,
+        Workload(config.model, layout.rank_sequence_tokens * layout.sequence),
+        stage,
+        recompute=config.train.recompute,
+        exchange=config.parallel.exchange,
+        hardware=hardware,
+    )
+
+
+def fullest_rank(config: RunConfig, layout: Layout) -> RankMemory:
+    """The stage whose ranks hold most."""
+    stages = [rank_memory(config, layout, stage) for stage in range(layout.pipeline)]
+    return max(stages, key=lambda memory: memory.total_bytes)
+
+
+def stage_memory(
+    config: RunConfig,
+    layout: Layout,
+    work: Workload,
+    stage: int,
+    *,
+    recompute: Recompute,
+    exchange: Exchange,
+    hardware: Hardware,
+) -> RankMemory:
+    """What each rank of pipeline stage `stage` (from 0) of `work` holds."""
+    size = weight_bytes(config)
+    held = work.stages(tensor=layout.tensor, pipeline=layout.pipeline)[stage]
+    parameters = held.parameters
+    main = _FP32_BYTES if size < _FP32_BYTES else 0
+    tokens = layout.micro_batch_size * layout.rank_sequence_tokens
+    # 1F1B: the first stage runs as many micro-batches ahead as there are stages, the last none.
+    in_flight = min(layout.num_microbatches, layout.pipeline - stage)
+    return RankMemory(
+        stage=stage,
+        parameters=parameters,
+        weights_bytes=size * parameters,
+        gradients_bytes=_FP32_BYTES * parameters,
+        optimizer_bytes=-(-(main + _ADAM_BYTES) * parameters // (layout.data * layout.sequence)),
+        activations_bytes=tokens * _activation_values(held, recompute, in_flight) * size // layout.tensor,
+        exchange_bytes=_exchange_bytes(layout, work, held, in_flight, size, recompute, exchange, hardware),
+        logits_bytes=_logits_bytes(work, tokens, layout.tensor, size) if held.last else 0,
+    )
+
+
+def _logits_bytes(work: Workload, tokens: int, tensor: int, size: int) -> int:
+    """Logits are computed in chunks, twice; beside them stands the sum of the weight's gradient."""
+    rows = work.model.vocab_size // tensor
+    return min(tokens * rows * size, WORKSPACE_BYTES) + rows * work.model.hidden_size * _FP32_BYTES
+
+
+def _activation_values(held: StageWork, recompute: Recompute, in_flight: int) -> int:
+    """Numbers per token that a stage keeps, all its micro-batches in flight together."""
+    kept = RECOMPUTE.index(recompute)
+    values = in_flight * sum(layer.values[kept] for layer in held.layers)
+    # The block that is just computed again has all of its activations.
+    return values + (max(layer.values[0] - layer.values[kept] for layer in held.layers) if kept else 0)
+
+
+def _exchange_bytes(
+    layout: Layout,
+    work: Workload,
+    held: StageWork,
+    in_flight: int,
+    size: int,
+    recompute: Recompute,
+    exchange: Exchange,
+    hardware: Hardware,
+) -> int:
+    if layout.sequence == 1:
+        return 0
+    group = Group(ranks=layout.sequence, stride=layout.tensor, hardware=hardware)
+    row_bytes = _FP32_BYTES * layout.micro_batch_size
+    summaries = [work.summary(layer, layout.tensor) for layer in held.layers if layer.has_state]
+    num_softmax = len(held.layers) - len(summaries)
+    tpe = work.tpe_summary(layout.tensor) if held.first else None
+    summaries += [tpe] if tpe else []
+    buffers = [exchange_buffer_bytes(exchange, group, row_bytes * one.numbers, one.heads) for one in summaries]
+    # Keys and values of all ranks stay for the backward pass; computed again with their block, those of one block do.
+    # While they are put together, the parts as they arrived stand beside them.
+    row = 2 * layout.micro_batch_size * layout.rank_sequence_tokens * layout.sequence * work.model.hidden_size * size
+    gathered = row // layout.tensor
+    kept = min(num_softmax, 1) if recompute == "full" else in_flight * num_softmax
+    buffers += [gathered] if num_softmax else []
+    states = row_bytes * sum(one.state for one in summaries)
+    return in_flight * states + kept * gathered + int(max(buffers))

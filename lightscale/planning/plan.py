@@ -1,0 +1,140 @@
+"""What a run would take, from its configuration alone: parameters, FLOPs, memory, what ranks exchange."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from lightscale.config.layout import Layout, check_layout
+from lightscale.config.schema import ModelConfig, RunConfig
+from lightscale.models.accounting import EMBEDDING, parameter_terms
+from lightscale.models.flops import training_flops_per_token
+from lightscale.models.registry import check_mixers
+from lightscale.planning.communication import Group
+from lightscale.planning.exchange_sizes import Summary, contribution
+from lightscale.planning.hardware import H100
+from lightscale.planning.memory import RankMemory, fullest_rank
+from lightscale.planning.published import exact_only, study_parameters, study_training_flops
+from lightscale.planning.workload import Workload
+
+_STATE_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """Number of parameters."""
+
+    terms: dict[str, int]
+    """Outside the embedding, by kind."""
+    embedding: int
+    study: int | None
+    """Outside the embedding as the scaling-law study counts; None for hybrids and mixers that it does not know."""
+    only_exact: dict[str, int]
+    """The terms that the study leaves out."""
+
+    @property
+    def rest(self) -> int:
+        """Outside the embedding, all terms: exactly what the built model has."""
+        return sum(self.terms.values())
+
+    @property
+    def total(self) -> int:
+        """With the embedding."""
+        return self.embedding + self.rest
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateExchange:
+    """What each rank contributes to an exchange of states along `sequence`, per layer and micro-batch.
+
+    By `parallel.exchange`; the first and the last rank of a ring send only one way.
+    """
+
+    mixer: str
+    """Or "tpe", the positional encoding behind the embedding."""
+    layers: tuple[int, int] | None
+    """First and last of consecutive layers, from 0, of which the same is true; None: no layer's."""
+    forward_bytes: int | None
+    """None: the mixer has no state of constant size, what it exchanges grows with the sequence."""
+    backward_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All of it."""
+
+    layout: Layout
+    parameters: Parameters
+    study_flops: float | None
+    """Training FLOPs per step as the study counts them, logits left out; None where it has no such architecture."""
+    mfu_flops: float
+    """Training FLOPs per step that MFU takes: the matrix products of projections, mixers, GLUs and logits."""
+    tokens_per_step: int
+    steps: int
+    memory: RankMemory
+    """Of the ranks that hold most."""
+    exchanges: tuple[StateExchange, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Of the whole run, in whole steps."""
+        return self.steps * self.tokens_per_step
+
+
+def plan(config: RunConfig, processes: int | None = None) -> Plan:
+    """The plan of a run on `processes` ranks; None: as few as the layout allows.
+
+    Raises UserError for an unknown mixer and for a layout that would not run.
+    """
+    check_mixers(config.model, config.parallel)
+    layout = check_layout(config, processes or _fewest_processes(config))
+    model, data, train = config.model, config.data, config.train
+    return Plan(
+        layout=layout,
+        parameters=count_parameters(model),
+        study_flops=study_training_flops(
+            model, sequence_length=data.sequence_length, batch_size=train.global_batch_size
+        ),
+        mfu_flops=training_flops_per_token(model, data.sequence_length) * config.tokens_per_step,
+        tokens_per_step=config.tokens_per_step,
+        steps=config.total_steps,
+        memory=fullest_rank(config, layout),
+        exchanges=tuple(_exchanges(config, layout)),
+    )
+
+
+def count_parameters(model: ModelConfig) -> Parameters:
+    """Both counts of a model's parameters."""
+    terms = parameter_terms(model)
+    embedding = terms.pop(EMBEDDING)
+    return Parameters(terms=terms, embedding=embedding, study=study_parameters(model), only_exact=exact_only(terms))
+
+
+def _fewest_processes(config: RunConfig) -> int:
+    parallel = config.parallel
+    return parallel.tensor * parallel.pipeline * parallel.sequence * (parallel.data or 1)
+
+
+def _exchanges(config: RunConfig, layout: Layout) -> Iterator[StateExchange]:
+    model, parallel = config.model, config.parallel
+    work = Workload(model, config.data.sequence_length)
+    # Where nobody says how many ranks share a node, as many as there are GPUs in one.
+    hardware = replace(H100, gpus_per_node=parallel.ranks_per_node or H100.gpus_per_node)
+    per_node = Group(ranks=layout.sequence, stride=layout.tensor, hardware=hardware).per_node
+    row_bytes = _STATE_BYTES * layout.micro_batch_size
+
+    def exchange(mixer: str, layers: tuple[int, int] | None, summary: Summary) -> StateExchange:
+        sent = contribution(parallel.exchange, summary, per_node)
+        sizes = row_bytes * sent.forward, row_bytes * sent.backward
+        return StateExchange(mixer=mixer, layers=layers, forward_bytes=sizes[0], backward_bytes=sizes[1])
+
+    tpe = work.tpe_summary(layout.tensor)
+    if tpe is not None:
+        yield exchange("tpe", None, tpe)
+    alike = itertools.groupby(range(model.num_layers), key=lambda layer: (model.layers[layer], work.layers[layer]))
+    for (name, layer), group in alike:
+        numbers = list(group)
+        place = numbers[0], numbers[-1]
+        if layer.has_state:
+            yield exchange(name, place, work.summary(layer, layout.tensor))
+        else:
+            yield StateExchange(mixer=name, layers=place, forward_bytes=None, backward_bytes=None)

@@ -1,0 +1,244 @@
+"""The scaling-law study of linear-complexity language models (arXiv 2406.16690): its own counts, and its Table 7.
+
+These are the counts that its scaling laws are fitted to: parameters without the embedding, and training FLOPs per
+step without the logits. They are not what a model needs: MFU takes `lightscale.models.flops`. As in the study, 2 stands
+for a multiplication and addition, 3 for forward and backward, and kernels work on blocks of B = d/h tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightscale.config.files import load
+from lightscale.config.schema import ModelConfig
+from lightscale.errors import UserError
+from lightscale.models.accounting import LRPE_ANGLES, NORM_WEIGHTS, TPE_DECAYS
+
+_NOT_COUNTED = (NORM_WEIGHTS, LRPE_ANGLES, TPE_DECAYS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Symbols:
+    """The study's notation; l and b are written out."""
+
+    layers: int
+    d: int
+    h: int
+    g: int
+    t: int
+    """Rank of the output gate."""
+    e: int
+    """Decays of the Toeplitz positional encoding."""
+    block: int
+    n: int = 0
+    """Tokens of a sequence."""
+    batch: int = 0
+    """Sequences of a step."""
+
+    @staticmethod
+    def of(model: ModelConfig, *, n: int = 0, batch: int = 0) -> "Symbols":
+        """The symbols of `model`."""
+        return Symbols(
+            layers=model.num_layers,
+            d=model.hidden_size,
+            h=model.num_heads,
+            g=model.intermediate_size,
+            t=model.gate_rank or model.head_dim,
+            e=model.head_dim,
+            block=model.head_dim,
+            n=n,
+            batch=batch,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """How the study counts one architecture."""
+
+    parameters: Callable[[Symbols], int]
+    """What a model has beyond projections and GLUs, 4 l d² + 3 l d g."""
+    mixer_flops: Callable[[Symbols], float] | None = None
+    """Forward FLOPs of one layer's mixer on one sequence; None: the study has no such architecture."""
+    more_flops: Callable[[Symbols], float] = lambda s: 0.0
+    """Training FLOPs of a step outside the layers."""
+
+
+def _nothing(s: Symbols) -> int:
+    return 0
+
+
+def _gates(s: Symbols) -> int:
+    return 2 * s.layers * s.d * s.t
+
+
+def _gates_and_tpe(s: Symbols) -> int:
+    return _gates(s) + s.d * s.e
+
+
+def _llama_flops(s: Symbols) -> float:
+    return 8 * s.n * s.d**2 + 4 * s.n**2 * s.d + 3 * s.n**2 * s.h + 4 * s.n * s.d
+
+
+def _tnl_flops(s: Symbols) -> float:
+    projections_and_states = 8 * s.n * s.d**2 + 4 * s.n * s.d**2 / s.h + s.n * s.d**2 / (s.block * s.h)
+    blocks = 4 * s.n * s.block * s.d + s.n * s.block * s.h
+    return projections_and_states + blocks + 4 * s.n * s.t * s.d + 2 * s.n * s.d
+
+
+def _hgrn2_flops(s: Symbols) -> float:
+    projections_and_states = 8 * s.n * s.d**2 + 4 * s.n * s.d**2 / s.h + s.n * s.d**2 / (s.block * s.h)
+    return projections_and_states + 4 * s.n * s.block * s.d + s.n * s.block * s.h + 5 * s.n * s.d
+
+
+def _cosformer2_flops(s: Symbols) -> float:
+    projections_and_states = 8 * s.n * s.d**2 + 8 * s.n * s.d**2 / s.h + 2 * s.n * s.d**2 / (s.block * s.h)
+    blocks = 6 * s.n * s.block * s.d + s.n * s.block * s.h
+    return projections_and_states + blocks + 4 * s.n * s.t * s.d + 2 * s.n * s.d
+
+
+_COUNTS = {
+    "llama": Counts(parameters=_nothing, mixer_flops=_llama_flops),
+    "tnl": Counts(parameters=_gates, mixer_flops=_tnl_flops),
+    "hgrn2": Counts(
+        parameters=lambda s: s.layers * s.d,
+        mixer_flops=_hgrn2_flops,
+        more_flops=lambda s: 12 * s.d * s.layers,
+    ),
+    "cosformer2": Counts(
+        parameters=_gates_and_tpe,
+        mixer_flops=_cosformer2_flops,
+        more_flops=lambda s: 12 * s.batch * s.n * s.d * s.e,
+    ),
+    # Not of the study; its parameters are counted in the same way.
+    "lightnet": Counts(parameters=_gates_and_tpe),
+}
+
+
+def _counts(model: ModelConfig) -> Counts | None:
+    """The study knows no stacks of several mixers."""
+    first, *others = dict.fromkeys(model.layers)
+    return None if others else _COUNTS.get(first)
+
+
+def study_parameters(model: ModelConfig) -> int | None:
+    """Parameters as the study counts them, the embedding left out; None for what it cannot count."""
+    counts = _counts(model)
+    if counts is None:
+        return None
+    s = Symbols.of(model)
+    return 4 * s.layers * s.d**2 + 3 * s.layers * s.d * s.g + counts.parameters(s)
+
+
+def exact_only(terms: dict[str, int]) -> dict[str, int]:
+    """Of a model's exact `terms`, those that the study does not count."""
+    return {name: count for name, count in terms.items() if name in _NOT_COUNTED}
+
+
+def study_training_flops(model: ModelConfig, *, sequence_length: int, batch_size: int) -> float | None:
+    """Training FLOPs of one step as the study counts them, the logits left out; None for what is not in the study."""
+    counts = _counts(model)
+    if counts is None or counts.mixer_flops is None:
+        return None
+    s = Symbols.of(model, n=sequence_length, batch=batch_size)
+    glu = 18 * s.n * s.d * s.g + 3 * s.n * s.g
+    return s.batch * s.layers * (3 * counts.mixer_flops(s) + glu) + counts.more_flops(s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """One row of Table 7."""
+
+    parameters_millions: float
+    step_petaflops: float
+
+
+def _published(*rows: tuple[float, float]) -> dict[str, Published]:
+    sizes = ("70m", "160m", "410m", "1b", "3b", "7b")
+    return {
+        size: Published(parameters_millions=parameters, step_petaflops=flops)
+        for size, (parameters, flops) in zip(sizes, rows, strict=True)
+    }
+
+
+# The study prints g = 5632 and h = 16 at 1B, which give none of its numbers; g = 4096 and h = 12 give all.
+TABLE_7: dict[str, dict[str, Published]] = {
+    "llama": _published((20.5, 1.6), (85.0, 5.6), (334.1, 18.0), (906.2, 40.4), (2775.8, 99.6), (6476.5, 202.7)),
+    "tnl": _published((21.2, 0.5), (87.3, 2.2), (327.7, 7.9), (918.6, 22.3), (2798.4, 66.6), (6509.6, 154.4)),
+    "hgrn2": _published((20.5, 0.5), (84.9, 2.1), (334.0, 8.0), (906.0, 22.0), (2775.5, 66.0), (6476.1, 153.6)),
+    "cosformer2": _published((21.3, 0.5), (87.5, 2.3), (328.0, 8.1), (919.1, 22.7), (2799.0, 67.4), (6511.0, 155.6)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A number computed here beside the published one, which has one decimal."""
+
+    computed: float
+    published: float
+    tolerance: float
+
+    @property
+    def difference(self) -> float:
+        """Computed minus published."""
+        return self.computed - self.published
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the difference is within the tolerance."""
+        return abs(self.difference) <= self.tolerance
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyRow:
+    """One architecture at one size."""
+
+    architecture: str
+    size: str
+    model: ModelConfig
+    parameters_millions: Comparison
+    """Tolerance: 0.15 % or 0.06 million."""
+    step_petaflops: Comparison
+    """Tolerance: 3 % or 0.08 petaFLOPs."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether both numbers do."""
+        return self.parameters_millions.agrees and self.step_petaflops.agrees
+
+
+def study_table(configs: Path) -> list[StudyRow]:
+    """Table 7 from the run files ARCHITECTURE-SIZE.toml in the folder `configs`, size by size.
+
+    Raises UserError where one of them is missing.
+    """
+    if not configs.is_dir():
+        raise UserError(f"{configs}: there is no such folder; the study's run files are in configs of the repository")
+    by_architecture = {
+        name: [_study_row(configs, name, size, row) for size, row in rows.items()] for name, rows in TABLE_7.items()
+    }
+    return [row for rows in zip(*by_architecture.values(), strict=True) for row in rows]
+
+
+def _study_row(configs: Path, architecture: str, size: str, published: Published) -> StudyRow:
+    config = load(configs / f"{architecture}-{size}.toml")
+    model = config.model
+    parameters = study_parameters(model)
+    flops = study_training_flops(
+        model, sequence_length=config.data.sequence_length, batch_size=config.train.global_batch_size
+    )
+    if parameters is None or flops is None:
+        raise UserError(
+            f"{configs / f'{architecture}-{size}.toml'}: model.mixer = {model.mixer!r} is not in the study; "
+            f'"{architecture}" would do'
+        )
+    return StudyRow(
+        architecture=architecture,
+        size=size,
+        model=model,
+        parameters_millions=_compare(parameters / 1e6, published.parameters_millions, share=0.0015, least=0.06),
+        step_petaflops=_compare(flops / 1e15, published.step_petaflops, share=0.03, least=0.08),
+    )
+
+
+def _compare(computed: float, published: float, *, share: float, least: float) -> Comparison:
+    return Comparison(computed=computed, published=published, tolerance=max(share * published, least))

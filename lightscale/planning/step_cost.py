@@ -1,0 +1,319 @@
+"""Predicts the time of a training step on a layout of GPUs: compute by rooflines, communication by closed forms.
+
+    step = (work of the slowest stage) * micro-batches + bubble + messages between stages
+           + what of the gradients and weights does not hide behind work + optimizer
+
+Work is compute and whatever of the tensor and sequence communication does not hide behind it. Nothing here was
+measured: `Hardware` and `assumptions` say what it rests on.
+"""
+
+import math
+from collections import Counter
+from functools import cached_property
+from itertools import groupby
+
+from lightscale.config.layout import Layout
+from lightscale.config.schema import Exchange, Recompute, RunConfig
+from lightscale.models.flops import training_flops_per_token
+from lightscale.planning.communication import Group, all_gather_s, all_reduce_s, exchange_s
+from lightscale.planning.exchange_sizes import Summary
+from lightscale.planning.hardware import Hardware
+from lightscale.planning.memory import RankMemory, stage_memory, weight_bytes
+from lightscale.planning.prediction import Prediction, Times
+from lightscale.planning.workload import LayerWork, StageWork, Workload
+
+_FP32_BYTES = 4
+# Adam reads and writes main weight and two moments, reads the gradient and writes the weight.
+_OPTIMIZER_TRAFFIC_BYTES = 30
+# In bf16, beside the matrix products: the softmax reads the logits; backward their gradient is put in their place.
+_LOGIT_FORWARD_BYTES, _LOGIT_BACKWARD_BYTES = 2, 4
+# Megatron's buckets of gradients and weights: parameters, at least, and per rank.
+_BUCKET, _BUCKET_PER_RANK = 40e6, 1e6
+
+
+def assumptions() -> list[str]:
+    """What the prediction takes for granted beside the numbers of `Hardware`, in sentences."""
+    return [
+        "every rank and link runs at the same, constant speed; sequences are full; nothing is read from disk",
+        "tensor: gathers and reduce-scatters of activations are waited for, except in the backward pass of the layers "
+        "that split their output, where they run beside matrix products",
+        "sequence: states by gather or two_level are waited for in every layer, less what is computed meanwhile: "
+        "queries and gates, and a share of the operator; by ring they delay each rank behind the one before once per "
+        "pass, because nothing else makes the ranks wait for each other",
+        "softmax attention gathers all keys and values, and is as slow as the last rank, which sees almost twice the "
+        "mean number of tokens; masks by position, never a matrix of them",
+        "pipeline: 1F1B without virtual stages; messages between stages are not overlapped",
+        "data: gradients (fp32) and weights travel by buckets beside the last backward and the first forward pass of a "
+        "step; one bucket of each is waited for",
+        "full recomputation repeats a block's forward pass, selective its GLU's; exchanges of states are not repeated, "
+        "gathers of keys and values are",
+    ]
+
+
+class CostModel:
+    """Predictions for one configuration's model on sequences of one length.
+
+    Args:
+        config: model and precision are taken from it, its layout and length are not.
+        sequence_length: in tokens.
+        hardware: the machines.
+    """
+
+    def __init__(self, config: RunConfig, sequence_length: int, hardware: Hardware) -> None:
+        self.config, self.hardware = config, hardware
+        self.work = Workload(config.model, sequence_length)
+        self.size = weight_bytes(config)
+
+    @cached_property
+    def _flops_per_token(self) -> float:
+        return training_flops_per_token(self.config.model, self.work.sequence_length)
+
+    def memory(self, layout: Layout, *, recompute: Recompute, exchange: Exchange) -> RankMemory:
+        """What the ranks hold that hold most."""
+        how = {"recompute": recompute, "exchange": exchange, "hardware": self.hardware}
+        stages = range(layout.pipeline)
+        return max(
+            (stage_memory(self.config, layout, self.work, stage, **how) for stage in stages),  # type: ignore[arg-type]
+            key=lambda memory: memory.total_bytes,
+        )
+
+    def fits(self, memory: RankMemory) -> bool:
+        """Whether a GPU has that much."""
+        return memory.total_bytes <= self.hardware.usable_bytes
+
+    def predict(self, layout: Layout, *, recompute: Recompute = "none", exchange: Exchange = "gather") -> Prediction:
+        """What a step on `layout` takes."""
+        place = _Place(self, layout, recompute, exchange)
+        stages = self.work.stages(tensor=layout.tensor, pipeline=layout.pipeline)
+        distinct = {stage.kind: stage for stage in stages}
+        by_kind = {kind: (place.forward(stage), place.backward(stage)) for kind, stage in distinct.items()}
+        passes = [by_kind[stage.kind] for stage in stages]
+        busy = [(forward + backward).busy_s for forward, backward in passes]
+        slowest = busy.index(max(busy))
+        work = (passes[slowest][0] + passes[slowest][1]) * layout.num_microbatches
+        data = [
+            place.data(stage, forward.busy_s, backward.busy_s)
+            for stage, (forward, backward) in zip(stages, passes, strict=True)
+        ]
+        memory = self.memory(layout, recompute=recompute, exchange=exchange)
+        tokens = layout.data * layout.micro_batch_size * layout.num_microbatches * self.work.sequence_length
+        return Prediction(
+            layout=layout,
+            recompute=recompute,
+            exchange=exchange,
+            sequence_length=self.work.sequence_length,
+            work=work,
+            bubble_s=sum(busy) - max(busy),
+            messages_s=place.messages_s(),
+            data_s=max(exposed_s for exposed_s, _ in data),
+            data_total_s=max(total_s for _, total_s in data),
+            optimizer_s=max(place.optimizer_s(stage) for stage in stages),
+            memory=memory,
+            fits=self.fits(memory),
+            flops=tokens * self._flops_per_token,
+            peak_flops=self.hardware.peak_flops,
+        )
+
+
+class _Place:
+    """One micro-batch on a rank of one layout."""
+
+    def __init__(self, model: CostModel, layout: Layout, recompute: Recompute, exchange: Exchange) -> None:
+        self.work, self.hw, self.size = model.work, model.hardware, model.size
+        self.layout, self.recompute, self.exchange = layout, recompute, exchange
+        self.tokens = layout.micro_batch_size * layout.rank_sequence_tokens
+        self.hidden_size, self.vocab_size = self.work.model.hidden_size, self.work.model.vocab_size
+        self.tensor = Group(ranks=layout.tensor, stride=1, hardware=self.hw)
+        self.sequence = Group(ranks=layout.sequence, stride=layout.tensor, hardware=self.hw)
+        self.replicas = Group(ranks=layout.sequence * layout.data, stride=layout.tensor, hardware=self.hw)
+
+    def forward(self, stage: StageWork) -> Times:
+        """A forward pass of `stage`."""
+        times = self._states(stage, backward=False)
+        for layer, count in Counter(stage.layers).items():
+            compute = self._compute(layer)
+            launch_s = max(0.0, self.hw.layer_launch_us * 1e-6 - compute.busy_s)
+            tensor_s = self._tensor_forward_s(layer)
+            waits = Times(launch_s=launch_s, tensor_s=tensor_s, tensor_total_s=tensor_s) + self._keys(layer)
+            times += (compute + waits) * count
+        return times + self._ends(stage, backward=False)
+
+    def backward(self, stage: StageWork) -> Times:
+        """A backward pass of `stage`, recomputation included."""
+        times = self._states(stage, backward=True)
+        for layer, count in Counter(stage.layers).items():
+            once = self._compute(layer)
+            compute = Times(
+                products_s=2 * once.products_s,
+                operators_s=2 * once.operators_s,
+                elementwise_s=once.elementwise_s * self.hw.backward_passes / self.hw.forward_passes,
+            )
+            times += (compute + self._replay(layer, once) + self._backward_waits(layer, compute)) * count
+        return times + self._ends(stage, backward=True)
+
+    def _compute(self, layer: LayerWork) -> Times:
+        hw, share = self.hw, self.tokens / self.layout.tensor
+        speed = {
+            "scan": hw.scan_share,
+            "gated_scan": hw.scan_share / hw.gated_slowdown,
+            "softmax": hw.softmax_share / (2 - 1 / self.layout.sequence),
+        }[layer.operator]
+        return Times(
+            products_s=share * layer.product_flops / (hw.peak_flops * hw.product_share),
+            operators_s=share * layer.operator_flops / (hw.peak_flops * speed),
+            elementwise_s=share * layer.values[0] * self.size * hw.forward_passes / hw.memory_bytes_s,
+        )
+
+    def _replay(self, layer: LayerWork, once: Times) -> Times:
+        if self.recompute == "none":
+            return Times()
+        if self.recompute == "selective":
+            products_s = once.products_s * layer.glu_flops / layer.product_flops
+            elementwise_s = once.elementwise_s * (1 - layer.values[1] / layer.values[0])
+            tensor_s = 2 * self._activations_s()
+            return Times(replay_s=products_s + elementwise_s, tensor_s=tensor_s, tensor_total_s=tensor_s)
+        tensor_s = self._tensor_forward_s(layer)
+        replay_s = max(once.busy_s, self.hw.layer_launch_us * 1e-6)
+        return Times(replay_s=replay_s, tensor_s=tensor_s, tensor_total_s=tensor_s) + self._keys(layer)
+
+    def _backward_waits(self, layer: LayerWork, compute: Times) -> Times:
+        one_s, small_s = self._activations_s(), self._small_collectives_s(layer)
+        # Gathers of inputs, and reduce-scatters of their gradients, run beside products.
+        beside_s = 2 * layer.num_column_parallel * one_s
+        keys_s = self._keys_s(layer)
+        return Times(
+            launch_s=max(0.0, 2 * self.hw.layer_launch_us * 1e-6 - compute.busy_s),
+            tensor_s=2 * one_s + max(0.0, beside_s - compute.products_s) + small_s,
+            tensor_total_s=2 * one_s + beside_s + small_s,
+            sequence_s=keys_s,
+            sequence_total_s=keys_s,
+        )
+
+    def _ends(self, stage: StageWork, *, backward: bool) -> Times:
+        """Embedding with its positional encoding, and output layer with the loss."""
+        hw, one_s = self.hw, self._activations_s()
+        double = 2 if backward else 1
+        times = Times()
+        if stage.first:
+            # The positional encoding wants all tokens of some channels: twice the traffic.
+            embedded_s = (2 if self.work.tpe_flops else 1) * one_s
+            times += Times(operators_s=double * self._tpe_s(), tensor_s=embedded_s, tensor_total_s=embedded_s)
+        if stage.last:
+            share = self.tokens * self.vocab_size / self.layout.tensor
+            # The logits are computed again in the backward pass.
+            passes = 3 if backward else 1
+            products_s = passes * 2 * self.hidden_size * share / (hw.peak_flops * hw.product_share)
+            traffic = share * (_LOGIT_BACKWARD_BYTES if backward else _LOGIT_FORWARD_BYTES)
+            waited_s = max(0.0, 2 * one_s - products_s) if backward else one_s
+            times += Times(
+                products_s=products_s,
+                elementwise_s=traffic / hw.memory_bytes_s,
+                tensor_s=waited_s,
+                tensor_total_s=double * one_s,
+            )
+        return times
+
+    def _tpe_s(self) -> float:
+        return self.tokens / self.layout.tensor * self.work.tpe_flops / (self.hw.peak_flops * self.hw.scan_share)
+
+    def _activations_s(self) -> float:
+        """A gather or a reduce-scatter of one layer's activations over the tensor ranks."""
+        shard = self.tokens * self.hidden_size * self.size / self.layout.tensor
+        return all_gather_s(self.layout.tensor, shard, self.tensor.collective(bulk=True))
+
+    def _tensor_forward_s(self, layer: LayerWork) -> float:
+        return (layer.num_column_parallel + 2) * self._activations_s() + self._small_collectives_s(layer)
+
+    def _small_collectives_s(self, layer: LayerWork) -> float:
+        """The norm over all heads of a mixer, a number per token, and its low-rank gate; softmax has neither."""
+        link, ranks = self.tensor.collective(bulk=True), self.layout.tensor
+        norm_s = all_reduce_s(ranks, _FP32_BYTES * self.tokens, link) if layer.has_state else 0.0
+        gate = self.tokens * layer.gate_rank * self.size / ranks
+        return norm_s + (all_gather_s(ranks, gate, link) if layer.gate_rank else 0.0)
+
+    def _keys(self, layer: LayerWork) -> Times:
+        """The gather of keys and values, while queries are projected."""
+        all_s = self._keys_s(layer)
+        return Times(sequence_s=max(0.0, all_s - self._queries_s(layer)), sequence_total_s=all_s)
+
+    def _queries_s(self, layer: LayerWork) -> float:
+        flops_s = self.hw.peak_flops * self.hw.product_share
+        return self.tokens / self.layout.tensor * layer.query_flops / flops_s
+
+    def _keys_s(self, layer: LayerWork) -> float:
+        """The gather of keys and values of softmax attention, or the reduce-scatter of their gradients."""
+        if layer.has_state:
+            return 0.0
+        own = 2 * self.tokens * self.hidden_size * self.size / self.layout.tensor
+        return all_gather_s(self.layout.sequence, own, self.sequence.collective(bulk=True))
+
+    def _states(self, stage: StageWork, *, backward: bool) -> Times:
+        """All exchanges of states in one pass of `stage`."""
+        # (seconds of the exchange, seconds of work beside it) of each layer, the positional encoding's first.
+        exchanges: list[tuple[float, float] | None] = []
+        tpe = self.work.tpe_summary(self.layout.tensor)
+        if stage.first and tpe is not None:
+            beside_s = self._beside_s(self._tpe_s(), backward=backward)
+            exchanges.append((self._exchange_s(tpe, backward=backward), beside_s))
+        by_layer = {layer: self._layer_exchange(layer, backward=backward) for layer in set(stage.layers)}
+        exchanges += [by_layer[layer] for layer in stage.layers]
+        waited_s = total_s = 0.0
+        for has_state, run in groupby(exchanges, key=lambda exchange: exchange is not None):
+            if not has_state:
+                continue
+            pairs = [pair for pair in run if pair is not None]
+            if self.exchange == "ring":
+                # A rank that is late stays late, and waits no more: until a gather of keys makes all wait for the last.
+                pairs = [(max(time_s for time_s, _ in pairs), min(beside_s for _, beside_s in pairs))]
+            waited_s += sum(max(0.0, time_s - beside_s) for time_s, beside_s in pairs)
+            total_s += sum(time_s for time_s, _ in pairs)
+        return Times(sequence_s=waited_s, sequence_total_s=total_s)
+
+    def _layer_exchange(self, layer: LayerWork, *, backward: bool) -> tuple[float, float] | None:
+        if not layer.has_state:
+            return None
+        beside_s = self._beside_s(self._compute(layer).operators_s, backward=backward)
+        if not backward:
+            beside_s += self._queries_s(layer)
+        return self._exchange_s(self.work.summary(layer, self.layout.tensor), backward=backward), beside_s
+
+    def _exchange_s(self, summary: Summary, *, backward: bool) -> float:
+        # A ring hands on states, without the decays that combine them.
+        numbers = summary.state if backward or self.exchange == "ring" else summary.numbers
+        payload_bytes = _FP32_BYTES * self.layout.micro_batch_size * numbers
+        return exchange_s(self.exchange, self.sequence, payload_bytes, summary.heads)
+
+    def _beside_s(self, operator_s: float, *, backward: bool) -> float:
+        return self.hw.exchange_overlap * operator_s * (2 if backward else 1)
+
+    def messages_s(self) -> float:
+        """Activations and their gradients between stages, of all micro-batches."""
+        stages = self.layout.pipeline
+        if stages == 1:
+            return 0.0
+        # Stages are as far apart as can be: on one node only if all ranks are.
+        link = self.replicas.pair(within=self.layout.world_size <= self.hw.gpus_per_node)
+        message_s = link.message_s(self.tokens * self.hidden_size * self.size / self.layout.tensor)
+        return 2 * message_s * (stages - 1 + self.layout.num_microbatches - 1)
+
+    def data(self, stage: StageWork, forward_s: float, backward_s: float) -> tuple[float, float]:
+        """(waited for, in all): reducing gradients beside `backward_s` and gathering weights beside `forward_s`."""
+        ranks = self.replicas.ranks
+        if ranks == 1:
+            return 0.0, 0.0
+        link = self.replicas.collective(bulk=True)
+        bucket = min(stage.parameters, max(_BUCKET, _BUCKET_PER_RANK * ranks))
+        waited_s = total_s = 0.0
+        for value_bytes, work_s in ((_FP32_BYTES, backward_s), (self.size, forward_s)):
+            one_s = all_gather_s(ranks, bucket * value_bytes / ranks, link)
+            all_s = one_s + link.latency_s * (math.ceil(stage.parameters / bucket) - 1)
+            all_s += (ranks - 1) / ranks * (stage.parameters - bucket) * value_bytes / link.bytes_s
+            waited_s += max(one_s, all_s - work_s)
+            total_s += all_s
+        return waited_s, total_s
+
+    def optimizer_s(self, stage: StageWork) -> float:
+        """Adam on this rank's share, and the global norm of the gradients."""
+        share = stage.parameters / self.replicas.ranks
+        norm_s = self.hw.collective_us * 1e-6 if self.layout.world_size > 1 else 0.0
+        return share * _OPTIMIZER_TRAFFIC_BYTES / self.hw.memory_bytes_s + norm_s

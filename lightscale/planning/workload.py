@@ -1,0 +1,159 @@
+"""What a model's layers and stages compute, hold and exchange, in numbers per token: what predictions are made of."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Literal, get_args
+
+from lightscale.config.schema import ModelConfig, Recompute
+from lightscale.models.accounting import rank_parameters
+from lightscale.models.layers.tpe import TPE
+from lightscale.models.registry import mixer_class, shared_parts
+from lightscale.models.stages import layer_stages
+from lightscale.planning.exchange_sizes import Summary
+
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+Operator = Literal["scan", "gated_scan", "softmax"]
+
+# By `Mixer.operator`; all others scan at the speed of a decay per head or none.
+_OPERATORS: dict[str, Operator] = {"SDPA": "softmax", "gla": "gated_scan"}
+
+
+def activation_values(model: ModelConfig, layer: int, recompute: Recompute = "none") -> int:
+    """Numbers that layer `layer` (from 0) keeps per token for the backward pass; see `memory.assumptions`."""
+    d, g = model.hidden_size, model.intermediate_size
+    if recompute == "full":
+        return d
+    mixer = mixer_class(model.layers[layer])
+    weights = mixer.parameter_shapes(model, layer)
+    projected = sum(shape[0] for name, shape in weights.items() if name.endswith(".weight") and "out_proj" not in name)
+    # Outputs, and those behind norm and gate, which softmax attention has not.
+    outputs = d if mixer.operator == "SDPA" else 2 * d
+    # Gate and up, and their product.
+    return 4 * d + projected + 2 * d + outputs + (0 if recompute == "selective" else 3 * g)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWork:
+    """One layer, per token and for the whole width; FLOPs are those of a forward pass."""
+
+    mixer_flops: float
+    """Matrix products with the mixer's weights: projections and gates."""
+    query_flops: float
+    """Those among them that run while states travel: of queries and gates."""
+    glu_flops: float
+    """Matrix products with the GLU's weights."""
+    operator_flops: float
+    """What the mixer does between its projections."""
+    operator: Operator
+    values: tuple[int, ...]
+    """Activations kept, for each of `RECOMPUTE`."""
+    num_column_parallel: int
+    """Linear layers that split their output over the tensor ranks, the gate apart; two split their input."""
+    gate_rank: int
+    """Inner width of a low-rank gate, 0 without."""
+    exchange: tuple[int, int] | None
+    """See `Mixer.exchange_values`; None for a mixer whose state is all tokens."""
+
+    @property
+    def product_flops(self) -> float:
+        """All matrix products with weights."""
+        return self.mixer_flops + self.glu_flops
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a state of constant size stands for all tokens before."""
+        return self.exchange is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageWork:
+    """One pipeline stage, and what each of its tensor ranks holds."""
+
+    layers: tuple[LayerWork, ...]
+    parameters: int
+    """Number of parameters of a rank."""
+    first: bool
+    """Has the embedding, and the positional encoding behind it."""
+    last: bool
+    """Has the output layer."""
+
+    @property
+    def kind(self) -> tuple[tuple[LayerWork, ...], bool, bool]:
+        """What its passes take depends on this alone: most stages in the middle are alike."""
+        return self.layers, self.first, self.last
+
+
+class Workload:
+    """A model on sequences of `sequence_length` tokens."""
+
+    def __init__(self, model: ModelConfig, sequence_length: int) -> None:
+        self.model = model
+        self.sequence_length = sequence_length
+        self._stages: dict[tuple[int, int], tuple[StageWork, ...]] = {}
+
+    @cached_property
+    def layers(self) -> tuple[LayerWork, ...]:
+        """First to last."""
+        return tuple(self._layer(layer) for layer in range(self.model.num_layers))
+
+    @cached_property
+    def tpe_flops(self) -> float:
+        """Of the Toeplitz positional encoding, forward and per token; 0 without."""
+        return TPE.forward_flops_per_token(self.model) if self._has_tpe else 0.0
+
+    def summary(self, layer: LayerWork, tensor: int) -> Summary:
+        """What each of `tensor` ranks exchanges for `layer`, which has a state."""
+        assert layer.exchange is not None
+        return Summary.of_mixer(self.model.num_heads, *layer.exchange, tensor=tensor)
+
+    def tpe_summary(self, tensor: int) -> Summary | None:
+        """What each of `tensor` ranks exchanges for the positional encoding; None without."""
+        if not self._has_tpe:
+            return None
+        shapes = TPE.parameter_shapes(self.model)
+        # Tensor ranks share out the channels; all of them have the same decays.
+        return Summary(
+            heads=self.model.hidden_size // tensor,
+            state=prod(shapes["gamma"]) // tensor,
+            whole=prod(shapes["decay_logit"]),
+        )
+
+    @cached_property
+    def _has_tpe(self) -> bool:
+        return "tpe" in shared_parts(self.model)
+
+    def stages(self, *, tensor: int, pipeline: int) -> tuple[StageWork, ...]:
+        """The stages of a layout, first to last."""
+        key = tensor, pipeline
+        if key not in self._stages:
+            self._stages[key] = tuple(
+                StageWork(
+                    layers=self.layers[layers.start : layers.stop],
+                    parameters=rank_parameters(self.model, tensor=tensor, pipeline=pipeline, stage=stage),
+                    first=stage == 0,
+                    last=stage == pipeline - 1,
+                )
+                for stage, layers in enumerate(layer_stages(self.model.num_layers, pipeline))
+            )
+        return self._stages[key]
+
+    def _layer(self, layer: int) -> LayerWork:
+        model = self.model
+        mixer = mixer_class(model.layers[layer])
+        shapes = mixer.parameter_shapes(model, layer)
+        flops = {weight: 2 * prod(shape) for weight, shape in shapes.items() if weight.endswith(".weight")}
+        mixer_flops = sum(flops.values())
+        columns = [weight for weight in flops if weight.endswith("_proj.weight") and weight != "out_proj.weight"]
+        exchange = mixer.exchange_values(model, layer)
+        return LayerWork(
+            mixer_flops=mixer_flops,
+            query_flops=sum(count for weight, count in flops.items() if weight.startswith(("q_proj.", "gate_"))),
+            glu_flops=2 * 3 * model.hidden_size * model.intermediate_size,
+            operator_flops=mixer.forward_flops_per_token(model, layer, self.sequence_length) - mixer_flops,
+            operator=_OPERATORS.get(mixer.operator, "scan"),
+            values=tuple(activation_values(model, layer, recompute) for recompute in RECOMPUTE),
+            num_column_parallel=len(columns) + 1,
+            gate_rank=shapes["gate_down.weight"][0] if "gate_down.weight" in shapes else 0,
+            exchange=exchange if any(exchange) else None,
+        )

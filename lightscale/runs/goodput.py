@@ -1,0 +1,359 @@
+"""How much of a run's time went into steps that count: a pure function of its events and its lines of metrics.
+
+A step counts if its result is part of the model now. It was lost if a later attempt, or a rollback, went back to a
+checkpoint before it, and skipped if a guard left it out. A line of metrics stands for all steps since the line before.
+"""
+
+import dataclasses
+import datetime
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from lightscale.errors import UserError
+from lightscale.runs.run_directory import RunDirectory, read_lines
+
+Record = Mapping[str, Any]
+
+# Events by which an attempt begins, and of ranks at work.
+_BEGINNINGS = frozenset({"start", "rollback"})
+_WORK = _BEGINNINGS | {"resume", "init_from", "checkpoint", "checkpoint_failed", "step_skipped"}
+# Events by which an attempt ends, as its launcher may notice some time later. All others are recorded in between.
+_ENDS = frozenset({"failed", "resumable", "finished", "stopped"})
+
+_UNITS = (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """Where a run's time went, from its first start to its last record. Times are of the wall clock."""
+
+    wall_s: float
+    waiting_s: float
+    """Between attempts, while nothing ran: in a queue, or until a person came."""
+    effective_s: float
+    """In steps that count."""
+    lost_s: float
+    """In steps that were lost."""
+    skipped_s: float
+    """In steps that were skipped."""
+    checkpoint_stall_s: float
+    """Training waited for saves."""
+    restart_times_s: tuple[float, ...]
+    """From the last sign of work of an attempt to the first new step, without waiting; where it can be told."""
+    steps: int
+    """That count."""
+    lost_steps: int
+    skipped_steps: int
+    restarts: int
+    """Starts after the first."""
+    rollbacks: int
+    """A run goes back to a checkpoint without a new start."""
+    saves: int
+    failed_saves: int
+    skipped_saves: int
+    """Left out because the save before was not done."""
+
+    @property
+    def running_s(self) -> float:
+        """Wall time without waiting."""
+        return self.wall_s - self.waiting_s
+
+    @property
+    def effective_time_ratio(self) -> float | None:
+        """Share of the running time in steps that count; None before any time has passed."""
+        return self.effective_s / self.running_s if self.running_s > 0 else None
+
+    @property
+    def checkpoint_stall_share(self) -> float | None:
+        """Share of the running time in which training waited for saves."""
+        return self.checkpoint_stall_s / self.running_s if self.running_s > 0 else None
+
+    @property
+    def restart_s(self) -> float:
+        """All restarts whose time is known."""
+        return sum(self.restart_times_s)
+
+    @property
+    def mean_restart_s(self) -> float | None:
+        """None: there was no restart, or none whose time is known."""
+        return self.restart_s / len(self.restart_times_s) if self.restart_times_s else None
+
+    @property
+    def other_s(self) -> float:
+        """The rest of the running time: the first start, validation, steps that no line tells of."""
+        named = self.effective_s + self.lost_s + self.skipped_s + self.checkpoint_stall_s + self.restart_s
+        return max(0.0, self.running_s - named)
+
+    def scalars(self) -> dict[str, float | int | None]:
+        """What is followed over a run."""
+        return {
+            "effective_time_ratio": self.effective_time_ratio,
+            "lost_steps": self.lost_steps,
+            "restarts": self.restarts,
+            "restart_s": self.mean_restart_s,
+            "checkpoint_stall_share": self.checkpoint_stall_share,
+        }
+
+    def record(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        more = ("running_s", "other_s", "restart_s", "mean_restart_s", "effective_time_ratio", "checkpoint_stall_share")
+        return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in more}}
+
+    def sentence(self) -> str:
+        """In one line, for people."""
+        if self.effective_time_ratio is None or self.checkpoint_stall_share is None:
+            return "goodput: nothing has run yet"
+        mean = "" if self.mean_restart_s is None else f" ({duration(self.mean_restart_s)} on average)"
+        back = f", {self.rollbacks:,} rollback{_plural(self.rollbacks)}" if self.rollbacks else ""
+        return (
+            f"goodput {self.effective_time_ratio:.1%}: {self.steps:,} steps count, {self.lost_steps:,} lost, "
+            f"{self.skipped_steps:,} skipped; {self.restarts:,} restart{_plural(self.restarts)}{mean}{back}; "
+            f"checkpoints stall {self.checkpoint_stall_share:.2%}"
+        )
+
+
+def _plural(count: int) -> str:
+    return "" if count == 1 else "s"
+
+
+def duration(seconds: float) -> str:
+    """95.2 -> "1 min 35 s", 200000 -> "2 d 7 h"."""
+    if seconds < 59.5:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    large, size, small, part = next(units for units in _UNITS if round(seconds) >= units[1])
+    count, rest = divmod(round(seconds), size)
+    return f"{count} {large} {rest // part} {small}" if rest >= part else f"{count} {large}"
+
+
+def run_goodput(run: RunDirectory) -> Goodput | None:
+    """The goodput of a run; None before its first start."""
+    return measure_goodput(read_lines(run.events), read_lines(run.metrics))
+
+
+def measure_goodput(events: Iterable[Record], lines: Iterable[Record]) -> Goodput | None:
+    """The goodput that events.jsonl and metrics.jsonl tell of, each in the order written; None before a first start.
+
+    Raises UserError for a record that is none of a run's.
+    """
+    events = list(events)
+    attempts = _attempts(events, lines)
+    if not attempts or attempts[0].began is None:
+        return None
+    ended = [attempt.ended for attempt in attempts if attempt.ended is not None]
+    waiting_s, restart_times_s = _pauses(attempts)
+    history = _History()
+    for attempt in attempts:
+        attempt.replay(history)
+    kinds = Counter(event["event"] for event in events)
+    return Goodput(
+        wall_s=max(ended) - attempts[0].began,
+        waiting_s=waiting_s,
+        effective_s=sum(one.effective_s for one in history.kept),
+        lost_s=history.lost_s,
+        skipped_s=sum(one.skipped * one.step_s for one in history.kept),
+        checkpoint_stall_s=sum(attempt.stall_s for attempt in attempts),
+        restart_times_s=tuple(restart_times_s),
+        steps=sum(one.num_steps - one.skipped for one in history.kept),
+        lost_steps=history.lost_steps,
+        skipped_steps=sum(one.skipped for one in history.kept),
+        restarts=sum(not attempt.is_rollback for attempt in attempts) - 1,
+        rollbacks=sum(attempt.is_rollback for attempt in attempts),
+        saves=kinds["checkpoint"],
+        failed_saves=kinds["checkpoint_failed"],
+        skipped_saves=kinds["checkpoint_skipped"],
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stretch:
+    """Steps that one line of metrics stands for."""
+
+    first: int
+    last: int
+    step_s: float
+    skips: frozenset[int]
+    """Steps that were skipped in this attempt, here or elsewhere."""
+
+    @property
+    def num_steps(self) -> int:
+        return self.last - self.first + 1
+
+    @property
+    def skipped(self) -> int:
+        return sum(self.first <= step <= self.last for step in self.skips)
+
+    @property
+    def effective_s(self) -> float:
+        return (self.num_steps - self.skipped) * self.step_s
+
+
+class _History:
+    """The steps that led to the model as it is now, oldest first, and what was lost on the way."""
+
+    def __init__(self) -> None:
+        self.kept: list[_Stretch] = []
+        self.lost_steps = 0
+        self.lost_s = 0.0
+
+    def go_back(self, step: int) -> None:
+        """To the model as it was after `step`."""
+        while self.kept and self.kept[-1].last > step:
+            newest = self.kept.pop()
+            if newest.first <= step:
+                self.kept.append(dataclasses.replace(newest, last=step))
+            lost = newest.last - max(step, newest.first - 1)
+            self.lost_steps += lost
+            self.lost_s += lost * newest.step_s
+
+
+@dataclass
+class _Attempt:
+    """What was recorded from a start of the ranks, or a rollback, to the next."""
+
+    events: list[Record] = field(default_factory=list)
+    lines: list[Record] = field(default_factory=list)
+    """Of steps; other lines of metrics have no time of a step."""
+    other_lines: list[Record] = field(default_factory=list)
+    is_restart: bool = False
+    """Made by the launcher of the attempt before, which was there all the time."""
+
+    @cached_property
+    def began(self) -> float | None:
+        return next((record_time_s(event) for event in self.events if event["event"] in _BEGINNINGS), None)
+
+    @cached_property
+    def is_rollback(self) -> bool:
+        return next((event["event"] == "rollback" for event in self.events if event["event"] in _BEGINNINGS), False)
+
+    @cached_property
+    def worked(self) -> float | None:
+        """The last sign of work."""
+        signs = [event for event in self.events if event["event"] in _WORK]
+        times = [record_time_s(record) for record in (*signs, *self.lines, *self.other_lines)]
+        if self.began is not None and self._first_timed_line is None:
+            # Lines of older runs have no time.
+            times.append(self.began + sum(_step_s(line) for line in self.lines))
+        return max((time for time in times if time is not None), default=None)
+
+    @property
+    def ended(self) -> float | None:
+        """The last record, whatever it says."""
+        ends = [record_time_s(event) for event in self.events if event["event"] in _ENDS]
+        return max((time for time in (self.worked, *ends) if time is not None), default=None)
+
+    @property
+    def resumed(self) -> int | None:
+        """The step of the checkpoint that it went on from; None: it never got as far as to take one, or had none."""
+        steps = (_whole(event, "step") for event in self.events if event["event"] in ("rollback", "resume"))
+        return next(steps, None)
+
+    @property
+    def first_step_began(self) -> float | None:
+        """When its first new step began; None: it made none, or that is not known."""
+        line = self._first_timed_line
+        if line is None or line is not self.lines[0]:
+            return None
+        time = record_time_s(line)
+        assert time is not None
+        return time - (_whole(line, "step") - (self.resumed or 0)) * _step_s(line)
+
+    @property
+    def stall_s(self) -> float:
+        # Lines lack the steps that are not logged, events lack saves that were never done.
+        in_lines = sum(line.get("checkpoint_stall_s") or 0.0 for line in (*self.lines, *self.other_lines))
+        return max(in_lines, sum(event.get("stall_s") or 0.0 for event in self.events))
+
+    @cached_property
+    def _first_timed_line(self) -> Record | None:
+        return next((line for line in self.lines if record_time_s(line) is not None), None)
+
+    def replay(self, history: _History) -> None:
+        """Do in `history` what this attempt did."""
+        skips = frozenset(_whole(event, "step") for event in self.events if event["event"] == "step_skipped")
+        if not self.lines:
+            if self.resumed is not None:
+                history.go_back(self.resumed)
+            return
+        before = self.resumed or 0
+        for line in self.lines:
+            step = _whole(line, "step")
+            before = min(before, step - 1)
+            history.go_back(before)
+            history.kept.append(_Stretch(first=before + 1, last=step, step_s=_step_s(line), skips=skips))
+            before = step
+
+
+def _attempts(events: Iterable[Record], lines: Iterable[Record]) -> list[_Attempt]:
+    """Those that started, in their order."""
+    by_number: dict[int, _Attempt] = {}
+    is_restart = False
+    for event in events:
+        kind = event.get("event")
+        if not isinstance(kind, str):
+            raise UserError(f"an event without a name: {dict(event)}; events.jsonl is damaged, remove that line")
+        is_restart |= kind == "restart"
+        if kind not in _WORK | _ENDS:
+            continue
+        attempt = by_number.setdefault(_whole(event, "attempt"), _Attempt())
+        attempt.events.append(event)
+        if kind == "start":
+            attempt.is_restart, is_restart = is_restart, False
+    for line in lines:
+        attempt = by_number.setdefault(_whole(line, "attempt"), _Attempt())
+        (attempt.lines if "step_s" in line else attempt.other_lines).append(line)
+    started = (by_number[number] for number in sorted(by_number))
+    return [attempt for attempt in started if attempt.began is not None or attempt.lines]
+
+
+def _pauses(attempts: Sequence[_Attempt]) -> tuple[float, list[float]]:
+    """(seconds of waiting, seconds of each restart).
+
+    A restart takes as long as its detection, the start of the ranks and the way to their first step, through all
+    attempts that did not get there. Time between attempts is part of it only where the launcher was there to start
+    the ranks again.
+    """
+    waiting_s, waited_s = 0.0, 0.0
+    restart_times_s: list[float] = []
+    stopped: float | None = None
+    previous: _Attempt | None = None
+    for attempt in attempts:
+        if previous is not None and not (attempt.is_restart or attempt.is_rollback):
+            gap_s = _gap_s(previous.ended, attempt.began)
+            waiting_s += gap_s
+            waited_s += gap_s
+        if stopped is not None and attempt.first_step_began is not None and not attempt.is_rollback:
+            restart_times_s.append(max(0.0, attempt.first_step_began - stopped - waited_s))
+        if attempt.lines:
+            stopped, waited_s = attempt.worked, 0.0
+        previous = attempt
+    return waiting_s, restart_times_s
+
+
+def _gap_s(ended: float | None, began: float | None) -> float:
+    return 0.0 if ended is None or began is None else max(0.0, began - ended)
+
+
+def record_time_s(record: Record) -> float | None:
+    """When it was written, in seconds since the epoch; None where it does not say."""
+    text = record.get("time")
+    if text is None:
+        return None
+    try:
+        return datetime.datetime.fromisoformat(text).timestamp()
+    except (TypeError, ValueError):
+        raise UserError(f"time = {text!r} is no time of ISO 8601; the record is damaged, remove its line") from None
+
+
+def _step_s(line: Record) -> float:
+    value = line["step_s"]
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _whole(record: Record, key: str) -> int:
+    value = record.get(key)
+    if not isinstance(value, int):
+        raise UserError(f"{key} = {value!r} is not a whole number in {dict(record)}; remove that line")
+    return value

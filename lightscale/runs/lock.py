@@ -1,0 +1,230 @@
+"""One run directory, one job.
+
+    RUN/lock/000007     who holds the run, or held it last: host, process, boot, job, and when it began
+
+Whoever takes the run writes the file with the next number, which only one process can create, and removes the older
+ones; the file with the highest number is never removed by anybody else. So two jobs cannot both take over from a
+dead one, on whatever file system and from whatever machines.
+
+Whether the holder of the highest number is alive is told by three signs. Its file is locked (flock): the kernel lets
+go when the process dies, so that on one machine the next start works at once. Where flock does not reach other
+machines, the file's modification time does: the holder renews it every few seconds, and it is compared with that of a
+file written just now, so that no machine's clock matters. Where there is no flock at all (Lustre mounted without it),
+the process itself is looked for on its own machine. An empty file was given back.
+"""
+
+import datetime
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+import threading
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, Self
+
+import psutil
+
+from lightscale.errors import UserError
+from lightscale.runs.run_directory import RunDirectory
+
+_RENEW_S = 5.0
+_STALE_S = 60.0
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+
+class InUse(UserError):
+    """Another job holds the run."""
+
+    def __init__(self, message: str, job: str | None = None) -> None:
+        super().__init__(message)
+        self.job = job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """Who holds a run."""
+
+    host: str
+    process: int
+    process_started: float
+    """Seconds since the epoch."""
+    boot: str
+    """Of the machine: another one after each start, and on each machine."""
+    time: str
+    job: str | None
+
+    @classmethod
+    def this_process(cls) -> Self:
+        """As of now."""
+        return cls(
+            host=socket.gethostname(),
+            process=os.getpid(),
+            process_started=psutil.Process().create_time(),
+            boot=_boot(),
+            time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            job=os.environ.get("SLURM_JOB_ID"),
+        )
+
+    def is_running(self) -> bool:
+        """Whether the process is there, on this machine."""
+        try:
+            started = psutil.Process(self.process).create_time()
+        except psutil.NoSuchProcess:
+            return False
+        return abs(started - self.process_started) < 1.0
+
+    def __str__(self) -> str:
+        job = f" of job {self.job}" if self.job else ""
+        return f"process {self.process} on {self.host}{job}, since {self.time}"
+
+
+class RunLock:
+    """Holds the run directory `run` for this process; a context manager, entered before anything is written there.
+
+    Entering raises UserError where another job holds the run. A holder that died is replaced, which is an event.
+    Should the lock be lost (this machine slept, and another job took over) the process ends at once, since two jobs
+    would destroy each other's records.
+    """
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._directory = run.path / "lock"
+        self._number = 0
+        self._file = -1
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="run-lock", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._directory.mkdir(exist_ok=True)
+        draft = self._directory / f"draft-{uuid.uuid4().hex}"
+        self._file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            _lock(self._file, fcntl.LOCK_EX)
+            os.write(self._file, json.dumps(asdict(Holder.this_process())).encode())
+            os.fsync(self._file)
+            before = self._take(draft)
+        except BaseException:
+            os.close(self._file)
+            raise
+        finally:
+            draft.unlink()
+        if before is not None:
+            self._run.event("lock_taken_over", **{f"from_{name}": value for name, value in asdict(before).items()})
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+        os.ftruncate(self._file, 0)
+        os.close(self._file)
+
+    def _take(self, draft: Path) -> Holder | None:
+        """Give `draft`, which is locked, the next number; returns the dead holder of the one before, if any."""
+        newest = max(self._numbers(), default=0)
+        before = self._check_dead(self._path(newest), draft) if newest else None
+        self._number = newest + 1
+        try:
+            os.link(draft, self._path(self._number))
+        except FileExistsError:
+            self._refuse(self._path(self._number))
+        if max(self._numbers()) != self._number:
+            # The look at the newest was so long ago that others have taken the run since.
+            self._path(self._number).unlink()
+            self._refuse(self._path(max(self._numbers())))
+        for number in self._numbers():
+            if number < self._number:
+                self._path(number).unlink(missing_ok=True)
+        return before
+
+    def _check_dead(self, path: Path, draft: Path) -> Holder | None:
+        """Refuse while the holder in `path` lives; returns it when it is dead, None when it gave the run back."""
+        try:
+            file = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            self._refuse(path)
+        try:
+            # Now, not below: whoever takes the run meanwhile removes the file.
+            renewed = os.fstat(file).st_mtime
+            can_lock = _lock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._refuse(path)
+        finally:
+            # Also lets go of the lock.
+            os.close(file)
+        holder = _read(path)
+        if holder is None or (holder.boot == _boot() and can_lock):
+            return holder
+        if holder.boot == _boot() and holder.host == socket.gethostname():
+            if holder.is_running():
+                self._refuse(path)
+            return holder
+        age_s = draft.stat().st_mtime - renewed
+        if age_s < _STALE_S:
+            limit = f"after {_STALE_S:.0f} s it counts as dead"
+            self._refuse(path, f"; its last sign of life came {age_s:.0f} s ago, and {limit}")
+        return holder
+
+    def _refuse(self, path: Path, more: str = "") -> NoReturn:
+        holder = _read(path)
+        raise InUse(
+            f"{self._run.path} is in use by {holder or 'another job'}{more}; "
+            "wait for it or stop it, or start another run with --run",
+            job=holder.job if holder else None,
+        )
+
+    def _numbers(self) -> list[int]:
+        return [int(path.name) for path in self._directory.iterdir() if path.name.isdecimal()]
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"{number:06d}"
+
+    def _renew(self) -> None:
+        while not self._done.wait(_RENEW_S):
+            try:
+                os.utime(self._file)
+                is_lost = max(self._numbers(), default=0) != self._number
+            except OSError:
+                # The file system is out of reach for a moment, or for good, which others will notice.
+                continue
+            if is_lost:
+                holder = _read(self._path(max(self._numbers(), default=0)))
+                print(f"error: {self._run.path} was taken over by {holder}; this job ends", file=sys.stderr, flush=True)
+                os._exit(UserError.EXIT_CODE)
+
+
+def _lock(file: int, operation: int) -> bool:
+    """flock; False where the file system has none. Raises BlockingIOError where another process has the lock."""
+    try:
+        fcntl.flock(file, operation)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
+
+
+def _read(path: Path) -> Holder | None:
+    """None: given back, or not there any more."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        return Holder(**json.loads(text)) if text else None
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError):
+        raise UserError(f"{path} is damaged; remove it if no job uses the run") from None
+
+
+def _boot() -> str:
+    """What tells this start of this machine from all others."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return f"{socket.gethostname()}, started {psutil.boot_time():.0f}"

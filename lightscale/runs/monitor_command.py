@@ -1,0 +1,170 @@
+"""``lightscale monitor``: TensorBoard on the curves of runs, also while they train, until it is interrupted."""
+
+import argparse
+import contextlib
+import getpass
+import json
+import os
+import signal
+import socket
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tensorboard import program
+
+from lightscale.config.files import load
+from lightscale.errors import UserError
+from lightscale.runs.run_directory import RunDirectory
+
+_LOCALHOST = "localhost"
+_START_TIMEOUT_S = 120.0
+_POLL_S = 0.1
+# Soon after each line of metrics is on disk.
+_RELOAD_S = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``lightscale monitor``."""
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories, or one folder of runs")
+    parser.add_argument("--port", type=int, metavar="N", help="port (default: 6006, or the next one free; 0: any)")
+    parser.add_argument(
+        "--host",
+        default=_LOCALHOST,
+        metavar="ADDRESS",
+        help="address to listen at; 0.0.0.0: all, and everybody who reaches this machine sees the curves "
+        "(default: localhost)",
+    )
+    parser.add_argument("--json", action="store_true", help="print where it is as a line of JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start TensorBoard, say where, and wait for Ctrl-C or SIGTERM, which is its end, not a failure."""
+    if args.port is not None and not 0 <= args.port < 1 << 16:
+        raise UserError(f"--port {args.port}: must be a port number, 0 to 65535")
+    stop = threading.Event()
+    with log_directory(args.runs) as logs:
+        server = start(logs, host=args.host, port=args.port)
+        port = urlsplit(server).port
+        assert port is not None
+        _wait_for_answer(port, args.host)
+        forward = forwarding(os.environ, host=args.host, port=port)
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, lambda *_: stop.set())
+        if args.json:
+            print(json.dumps({"url": server, "port": port, "forward": forward}), flush=True)
+        else:
+            print(f"{server}  (Ctrl-C ends it)", flush=True)
+            print(f"from another machine: {forward}, then {_address(_LOCALHOST, port)} there", flush=True)
+        # Not for ever: a wait without an end would not see signals on all systems.
+        while not stop.wait(1.0):
+            pass
+    return 0
+
+
+@contextlib.contextmanager
+def log_directory(runs: Sequence[Path]) -> Iterator[Path]:
+    """One directory with the curves of all `runs`, and of those only.
+
+    Of one folder of runs it is the folder itself, so that runs begun later appear too.
+    """
+    if len(runs) == 1 and not _is_run(runs[0]):
+        folder = runs[0]
+        if not folder.is_dir() or not any(map(_is_run, folder.iterdir())):
+            raise UserError(f"{folder} is no run, and no folder of runs: nothing there has a config.toml")
+        yield folder
+        return
+    for path in runs:
+        _check(path)
+    with tempfile.TemporaryDirectory(prefix="lightscale-monitor-") as name:
+        for label, path in zip(_labels(runs), runs, strict=True):
+            link = Path(name) / label
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(RunDirectory(path.absolute()).tensorboard)
+        yield Path(name)
+
+
+def start(logs: Path, *, host: str, port: int | None) -> str:
+    """Start TensorBoard in this process, beside the main thread; returns its address."""
+    server = program.TensorBoard()
+    words = ["--logdir", str(logs), "--host", host, "--reload_interval", str(_RELOAD_S)]
+    server.configure(["tensorboard", *words, *([] if port is None else ["--port", str(port)])])
+    try:
+        url: str = server.launch()
+    except program.TensorBoardPortInUseError:
+        raise UserError(f"--port {port}: another program listens there; name another, or 0 for any") from None
+    except program.TensorBoardServerException as error:
+        raise UserError(f"TensorBoard does not start: {error.msg}") from None
+    found = urlsplit(url).port
+    assert found is not None
+    return _address(socket.gethostname() if _is_any(host) else host, found)
+
+
+def forwarding(environ: Mapping[str, str], *, host: str, port: int) -> str:
+    """The `ssh` line, for the user's own machine, that brings `port` of this one there."""
+    here, user = socket.gethostname(), _user()
+    login = environ.get("SLURM_SUBMIT_HOST", "LOGIN_HOST") if "SLURM_JOB_ID" in environ else None
+    if login is not None:
+        # Compute nodes are reached over a login node. Who listens on this host only is reached on this host only.
+        if host == _LOCALHOST:
+            return f"ssh -L {port}:{_LOCALHOST}:{port} -J {user}@{login} {user}@{here}"
+        return f"ssh -L {port}:{here}:{port} {user}@{login}"
+    # Client's address and port, then this machine's, as the client has reached it.
+    connection = environ.get("SSH_CONNECTION", "").split()
+    reached = connection[2] if len(connection) == 4 else here
+    return f"ssh -L {port}:{_LOCALHOST if host == _LOCALHOST or _is_any(host) else host}:{port} {user}@{reached}"
+
+
+def _wait_for_answer(port: int, host: str) -> None:
+    address = _address(_LOCALHOST if _is_any(host) else host, port)
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while True:
+        try:
+            with urllib.request.urlopen(f"{address}data/environment", timeout=_START_TIMEOUT_S) as answer:
+                if answer.status == 200:
+                    return
+        except (urllib.error.URLError, OSError) as error:
+            if time.monotonic() > deadline:
+                raise UserError(f"TensorBoard does not answer at {address}: {error}") from None
+        time.sleep(_POLL_S)
+
+
+def _check(path: Path) -> None:
+    if not _is_run(path):
+        raise UserError(f"{path} is no run: it has no config.toml; name runs, or one folder of them")
+    directory = RunDirectory(path)
+    if not directory.tensorboard.exists() and not load(directory.config).metrics.tensorboard:
+        raise UserError(f"{path} has no curves: metrics.tensorboard = false; metrics.jsonl has the numbers")
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "config.toml").is_file()
+
+
+def _labels(runs: Sequence[Path]) -> list[str]:
+    """Names that tell the runs apart: their paths without what all have in common."""
+    absolute = [path.absolute() for path in runs]
+    if len(set(absolute)) < len(absolute):
+        raise UserError(f"{' '.join(map(str, runs))}: the same run twice; name each once")
+    common = os.path.commonpath([path.parent for path in absolute])
+    return [str(path.relative_to(common)) for path in absolute]
+
+
+def _is_any(host: str) -> bool:
+    return host in ("0.0.0.0", "::")
+
+
+def _address(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "USER"

@@ -1,0 +1,272 @@
+"""``lightscale checkpoint``: look at the checkpoints of a run, without the ranks that wrote them."""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+
+from lightscale.errors import UserError
+from lightscale.parallel.pieces import Box, Piece, copy_overlap
+from lightscale.runs.run_directory import RunDirectory
+from lightscale.training.checkpoints.directories import (
+    TENSORS,
+    Retention,
+    directory_name,
+    list_steps,
+    manifest_of,
+    remove,
+)
+from lightscale.training.checkpoints.manifest import DamagedCheckpoint, Manifest, verify_files
+from lightscale.training.checkpoints.tensor_file import TensorFile
+
+EXIT_DIFFERENT = 1
+"""Something is damaged, or two checkpoints differ."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``lightscale checkpoint``."""
+    commands = parser.add_subparsers(dest="checkpoint_command", metavar="COMMAND", title="commands", required=True)
+
+    def add(name: str, action: Callable[[argparse.Namespace], int], help_: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=help_, description=help_)
+        command.set_defaults(run_checkpoint=action)
+        command.add_argument("--json", action="store_true", help="print one JSON object")
+        return command
+
+    one = "the run's directory, or RUN@STEP for one of its checkpoints"
+    add("list", _list, "list a run's checkpoints by their manifests; reads no tensors").add_argument(
+        "run", type=Path, metavar="RUN", help="the run's directory"
+    )
+    add("verify", _verify, "read every file and compare it with its manifest").add_argument(
+        "run", metavar="RUN[@STEP]", help=one
+    )
+    add("show", _show, "print what a checkpoint says of itself, and its tensors").add_argument(
+        "run", metavar="RUN[@STEP]", help=f"{one} (default: the newest)"
+    )
+    diff = add("diff", _diff, "compare two checkpoints, tensor by tensor, on whatever layouts they were written")
+    for name in ("first", "second"):
+        diff.add_argument(name, metavar="RUN@STEP")
+    prune = add("prune", _prune, "remove older checkpoints, once the ones that stay are verified")
+    prune.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
+    prune.add_argument("--keep", type=int, default=2, metavar="N", help="newest good ones that stay (default: 2)")
+    prune.add_argument("--keep-every", type=int, metavar="K", help="steps at multiples of K stay too")
+    prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen command. 0: done, and all is well; 1: damaged, or different; ``UserError`` for a mistake."""
+    chosen: Callable[[argparse.Namespace], int] = args.run_checkpoint
+    return chosen(args)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Checkpoint:
+    """One directory."""
+
+    step: int
+    path: Path
+
+    def manifest(self) -> Manifest:
+        return manifest_of(self.path, self.step)
+
+    def damage(self) -> str | None:
+        """Why it is not whole; every file is read."""
+        try:
+            manifest = self.manifest()
+            verify_files(self.path, manifest, sorted(manifest.files))
+        except DamagedCheckpoint as error:
+            return str(error)
+        return None
+
+    def tensors(self) -> dict[str, list[tuple[TensorFile, Box]]]:
+        """The boxes of every tensor, and the files that they are in."""
+        found: dict[str, list[tuple[TensorFile, Box]]] = {}
+        for name in sorted(self.manifest().files):
+            if name.endswith(TENSORS):
+                file = TensorFile(self.path / name)
+                for box in file.boxes:
+                    found.setdefault(box.key, []).append((file, box))
+        return dict(sorted(found.items()))
+
+
+def _all_of(run: Path) -> list[_Checkpoint]:
+    directory = RunDirectory(run)
+    if not directory.config.exists():
+        raise UserError(f"{run} is no run directory: it has no config.toml")
+    steps = list_steps(directory.checkpoints)
+    if not steps:
+        raise UserError(f"{run} has no checkpoint yet")
+    return [_Checkpoint(step=step, path=directory.checkpoints / directory_name(step)) for step in steps]
+
+
+def _chosen(words: str) -> list[_Checkpoint]:
+    """``RUN`` or ``RUN@STEP``, oldest first."""
+    run, at, number = words.rpartition("@")
+    if not at:
+        return _all_of(Path(words))
+    if not number.isdecimal():
+        raise UserError(f'"{words}": the step behind @ must be a number, like {run}@1000')
+    every = _all_of(Path(run))
+    found = [one for one in every if one.step == int(number)]
+    if not found:
+        raise UserError(
+            f"{run} has no checkpoint of step {number}; it has: {', '.join(str(one.step) for one in every)}"
+        )
+    return found
+
+
+def _list(args: argparse.Namespace) -> int:
+    rows = [_summary(one) for one in _all_of(args.run)]
+    if args.json:
+        print(json.dumps({"run": str(args.run), "checkpoints": rows}))
+    else:
+        table = Table("step", "tokens", "size", "ranks", "layout", "written by", box=None, pad_edge=False)
+        for row in rows:
+            if "damage" in row:
+                table.add_row(str(row["step"]), "", "", "", row["damage"], "")
+                continue
+            layout = " ".join(f"{axis} {size}" for axis, size in row["layout"].items() if size > 1) or "one rank"
+            written = ", ".join(sorted(set(row["hosts"])))
+            size = f"{row['num_bytes'] / 1e6:,.1f} MB"
+            table.add_row(f"{row['step']:,}", f"{row['tokens']:,}", size, str(len(row["hosts"])), layout, written)
+        Console(highlight=False).print(table)
+    return EXIT_DIFFERENT if any("damage" in row for row in rows) else 0
+
+
+def _summary(one: _Checkpoint) -> dict[str, Any]:
+    try:
+        manifest = one.manifest()
+    except DamagedCheckpoint as error:
+        return {"step": one.step, "damage": str(error)}
+    num_bytes = sum(record.num_bytes for record in manifest.files.values())
+    return {**manifest.facts, "num_bytes": num_bytes, "files": len(manifest.files)}
+
+
+def _verify(args: argparse.Namespace) -> int:
+    found = {}
+    console = Console(stderr=True, highlight=False)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        for one in progress.track(_chosen(args.run), description="verifying"):
+            found[one.step] = one.damage()
+    if args.json:
+        print(json.dumps({"checkpoints": [{"step": step, "damage": damage} for step, damage in found.items()]}))
+    else:
+        for step, damage in found.items():
+            print(f"step {step}: {damage or 'whole'}")
+    return EXIT_DIFFERENT if any(found.values()) else 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    one = _chosen(args.run)[-1]
+    facts = one.manifest().facts
+    boxes = {key: [box for _, box in parts] for key, parts in one.tensors().items()}
+    if args.json:
+        tensors = {key: {"shape": parts[0].shape, "boxes": len(parts)} for key, parts in boxes.items()}
+        print(json.dumps({"checkpoint": str(one.path), **facts, "tensors": tensors}))
+        return 0
+    console = Console(highlight=False)
+    console.print(str(one.path), soft_wrap=True)
+    for key, value in facts.items():
+        console.print(f"  {key}: {json.dumps(value)}", soft_wrap=True)
+    table = Table("tensor", "shape", "boxes", box=None, pad_edge=False)
+    for key, parts in boxes.items():
+        table.add_row(key, " x ".join(map(str, parts[0].shape)), str(len(parts)))
+    console.print(table)
+    return 0
+
+
+def _diff(args: argparse.Namespace) -> int:
+    first, second = (_only(words) for words in (args.first, args.second))
+    rows = list(_differences(first, second))
+    facts = _differing_facts(first.manifest(), second.manifest())
+    if args.json:
+        print(json.dumps({"facts": facts, "tensors": rows}))
+    else:
+        console = Console(highlight=False)
+        for key, (before, now) in facts.items():
+            console.print(f"{key}: {json.dumps(before)} and {json.dumps(now)}", soft_wrap=True)
+        table = Table("tensor", "largest difference", "RMSE / RMS of the first", box=None, pad_edge=False)
+        for row in rows:
+            table.add_row(row["tensor"], *(row["problem"], "") if "problem" in row else _figures(row))
+        console.print(table if rows else "all tensors are the same, bit by bit")
+    return EXIT_DIFFERENT if rows else 0
+
+
+def _only(words: str) -> _Checkpoint:
+    if "@" not in words:
+        raise UserError(f'"{words}" must be RUN@STEP, like {words}@1000')
+    (one,) = _chosen(words)
+    if (damage := one.damage()) is not None:
+        raise UserError(damage)
+    return one
+
+
+def _figures(row: dict[str, Any]) -> tuple[str, str]:
+    return f"{row['max_difference']:.3e}", f"{row['relative_rmse']:.3e}"
+
+
+def _differing_facts(first: Manifest, second: Manifest) -> dict[str, tuple[Any, Any]]:
+    keys = sorted({*first.facts, *second.facts} - {"manifest_xxh3_128"})
+    return {key: (a, b) for key in keys if (a := first.facts.get(key)) != (b := second.facts.get(key))}
+
+
+def _differences(first: _Checkpoint, second: _Checkpoint) -> Iterator[dict[str, Any]]:
+    """A row for every tensor that is not bitwise the same."""
+    one, other = first.tensors(), second.tensors()
+    for key in sorted({*one, *other}):
+        if key not in one or key not in other:
+            yield {"tensor": key, "problem": f"only in {first.path if key in one else second.path}"}
+            continue
+        a, b = _whole(one[key]), _whole(other[key])
+        if a.shape != b.shape:
+            yield {"tensor": key, "problem": f"{tuple(a.shape)} and {tuple(b.shape)}"}
+        elif not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+            difference, size = a.double() - b.double(), a.double().norm()
+            relative = float(difference.norm() / size) if size else float("inf")
+            yield {"tensor": key, "max_difference": float(difference.abs().max()), "relative_rmse": relative}
+
+
+def _whole(parts: list[tuple[TensorFile, Box]]) -> Tensor:
+    """The tensor that the boxes are parts of, one dimension at least."""
+    (_, box), files = parts[0], list(dict.fromkeys(file for file, _ in parts))
+    stored = [piece for file in files for piece in file.pieces() if piece.box.key == box.key]
+    whole = Piece(
+        box=Box(key=box.key, shape=box.shape, offset=tuple(0 for _ in box.shape), sizes=box.shape),
+        data=torch.empty(box.shape, dtype=stored[0].data.dtype),
+    )
+    for piece in stored:
+        copy_overlap(piece, whole)
+    return whole.data.view(-1) if not box.shape else whole.data
+
+
+def _prune(args: argparse.Namespace) -> int:
+    for name, value, least in (("--keep", args.keep, 2), ("--keep-every", args.keep_every, 1)):
+        if value is not None and value < least:
+            raise UserError(f"{name} {value}: must be at least {least}")
+    retention = Retention(keep=args.keep, keep_every=args.keep_every)
+    every = _all_of(args.run)
+    good: list[int] = []
+    for one in reversed(every):
+        if len(good) < args.keep and one.damage() is None:
+            good.append(one.step)
+    old = retention.superseded([one.step for one in every], good)
+    if not args.dry_run:
+        remove(RunDirectory(args.run).checkpoints, old)
+    if args.json:
+        print(json.dumps({"good": sorted(good), "removed": old, "dry_run": args.dry_run}))
+    elif len(good) < args.keep:
+        print(f"nothing removed: only {len(good)} of the checkpoints are whole, and --keep asks for {args.keep}")
+    else:
+        verb = "would be removed" if args.dry_run else "removed"
+        print(
+            f"{verb}: {', '.join(map(str, old)) or 'none'}; the newest good ones: {', '.join(map(str, sorted(good)))}"
+        )
+    return 0

@@ -1,0 +1,115 @@
+"""Checkpoints as directories: their names, what makes one good, and where damaged ones go."""
+
+import itertools
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata as packages
+from pathlib import Path
+
+import torch
+
+from lightscale import __version__
+from lightscale.parallel.agreement import Agreement
+from lightscale.training.checkpoints.manifest import (
+    NAME,
+    DamagedCheckpoint,
+    Manifest,
+    read_manifest,
+    sync,
+    verify_files,
+)
+from lightscale.training.health.faults import reach
+
+STATE = "state.json"
+TENSORS = ".safetensors"
+_STEP = re.compile(r"step-(\d{8})")
+
+
+def directory_name(step: int) -> str:
+    """step-00000100"""
+    return f"step-{step:08d}"
+
+
+def list_steps(directory: Path) -> list[int]:
+    """Steps of the checkpoints in ``directory``, oldest first, damaged ones included: nothing is read."""
+    if not directory.is_dir():
+        return []
+    matches = (_STEP.fullmatch(entry.name) for entry in directory.iterdir() if entry.is_dir())
+    return sorted(int(match.group(1)) for match in matches if match)
+
+
+def rank_stem(rank: int) -> str:
+    """rank-00003, before the suffixes of a rank's two files."""
+    return f"rank-{rank:05d}"
+
+
+def environment() -> dict[str, str]:
+    """Versions of what decides the numbers of a run; a checkpoint records them."""
+    return {
+        "lightscale": __version__,
+        "torch": torch.__version__,
+        "megatron-core": packages.version("megatron-core"),
+    }
+
+
+def manifest_of(path: Path, step: int) -> Manifest:
+    """The manifest of the checkpoint ``path``; ``DamagedCheckpoint`` where it is none, or not that of ``step``."""
+    manifest = read_manifest(path)
+    if manifest.facts["step"] != step:
+        raise DamagedCheckpoint(f"{path / NAME}: expected step {step}, found {manifest.facts['step']}")
+    return manifest
+
+
+def verify_together(path: Path, step: int, ranks: Agreement) -> Manifest:
+    """The manifest of the checkpoint ``path``, of which each of ``ranks`` has read its share of the files.
+
+    Raises ``DamagedCheckpoint`` on all of them where it is not whole, or not that of ``step``.
+    """
+
+    def own_share() -> Manifest:
+        manifest = manifest_of(path, step)
+        verify_files(path, manifest, sorted(manifest.files)[ranks.rank :: ranks.size])
+        return manifest
+
+    return ranks.on_all(own_share)[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Which older checkpoints stay: the newest ``keep`` good ones, and those at multiples of ``keep_every`` steps."""
+
+    keep: int
+    keep_every: int | None = None
+
+    def superseded(self, steps: Sequence[int], good: Sequence[int]) -> list[int]:
+        """Those of ``steps`` that need not stay. ``good``: the newest ones that are known to be whole, newest first."""
+        if len(good) < self.keep:
+            return []
+        oldest = good[self.keep - 1]
+        return [step for step in steps if step < oldest and (not self.keep_every or step % self.keep_every)]
+
+
+def remove(directory: Path, steps: Sequence[int]) -> None:
+    """Remove checkpoints, so that none is ever half there."""
+    for step in steps:
+        path = directory / directory_name(step)
+        doomed = path.with_suffix(".tmp")
+        path.rename(doomed)
+        # Otherwise a power failure may bring the name back, and not the files.
+        sync(directory)
+        reach("save:retention")
+        shutil.rmtree(doomed)
+
+
+def put_aside(damaged: Sequence[Path], ranks: Agreement) -> None:
+    """Rename directories to ….bad, so that they count neither as checkpoints nor as kept ones."""
+
+    def rename() -> None:
+        for path in damaged:
+            names = (path.with_suffix(f".bad{number or ''}") for number in itertools.count())
+            path.rename(next(name for name in names if not name.exists()))
+            sync(path.parent)
+
+    ranks.on_first(rename)

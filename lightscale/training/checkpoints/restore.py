@@ -1,0 +1,215 @@
+"""Checkpoints: everything a run is at one step, committed by one rename.
+
+    checkpoints/step-00000100.tmp/    while it is being written
+    checkpoints/step-00000100/        rank-RRRRR.safetensors    the boxes of weights and moments that a rank owns
+                                      rank-RRRRR.json           its random states
+                                      state.json                counters and all other state, the same on every rank
+                                      MANIFEST.json             size and hash of every file, and what the run was
+
+``saving.py`` writes them: every rank hashes and syncs its files, rank 0 gathers the records into the manifest,
+and the directory gets its name last. It is never written to again.
+
+Reading starts from what is on disk, newest first: a checkpoint is used only when every file is what the manifest says;
+otherwise the next older one is. A damaged directory is renamed (step-00000100.bad) when its run goes on without it;
+what happens to it then is for a person to say. Nothing in a checkpoint is unpickled or executed.
+"""
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightscale.errors import UserError
+from lightscale.parallel.agreement import Agreement
+from lightscale.parallel.engine import Engine
+from lightscale.parallel.mesh import Mesh
+from lightscale.parallel.pieces import Piece, copy_overlap, fault_of_cover
+from lightscale.runs.run_directory import is_named
+from lightscale.training.checkpoints.directories import (
+    STATE,
+    TENSORS,
+    directory_name,
+    environment,
+    list_steps,
+    put_aside,
+    rank_stem,
+    verify_together,
+)
+from lightscale.training.checkpoints.manifest import DamagedCheckpoint, Manifest
+from lightscale.training.checkpoints.random_states import set_random_states
+from lightscale.training.checkpoints.tensor_file import TensorFile
+from lightscale.training.health.faults import reach
+
+
+class NoGoodCheckpoint(UserError):
+    """There are checkpoints, but none that is whole. Starting again from step 0 would lose the run silently."""
+
+    EXIT_CODE = 74
+    """``EX_IOERR``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What was read: where the run stands, and the small state that was saved beside the tensors."""
+
+    step: int
+    path: Path
+    common: dict[str, Any]
+    refused: tuple[str, ...]
+    """Why newer checkpoints were passed over, one line each."""
+    damaged: tuple[Path, ...]
+    """Their directories."""
+    changes: tuple[str, ...] = ()
+    """Differences of the environment that were allowed, one line each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Contents:
+    """A checkpoint's files, opened: of the tensors only the headers are read."""
+
+    tensors: list[TensorFile]
+    state: dict[str, Any]
+    random: dict[str, Any] | None
+    """The random states of this rank; None: another layout saved it."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, read by all ranks of ``mesh`` together.
+
+    Args:
+        directory: the run's ``checkpoints`` directory; must be seen by every rank.
+        mesh: every method is collective over its ranks.
+    """
+
+    def __init__(self, directory: Path, mesh: Mesh) -> None:
+        self.directory, self.mesh = directory, mesh
+        self._ranks = Agreement(mesh.control)
+
+    def restore(
+        self, engine: Engine, *, step: int | None = None, weights_only: bool = False, allow: Collection[str] = ()
+    ) -> Restored | None:
+        """Read the newest whole checkpoint, or that of ``step``, into ``engine``; None when there is none at all.
+
+        No tensor changes before every file is verified. Random states are restored when the layout is the one that
+        saved them (no other state depends on the layout).
+
+        Args:
+            allow: changes that are accepted: ``versions`` or ``versions.NAME`` of a package (see ``environment``).
+
+        Raises:
+            NoGoodCheckpoint: all candidates are damaged; the message has one line for each.
+            UserError: ``step`` is not there, or the checkpoint is of another model, environment or format.
+        """
+        steps: list[int] = self._ranks.on_first(lambda: list_steps(self.directory))
+        if step is not None:
+            if step not in steps:
+                known = ", ".join(map(str, steps)) or "none"
+                raise UserError(f"{self.directory} has no checkpoint of step {step}; it has: {known}")
+            steps = [step]
+        refused: dict[Path, str] = {}
+        for candidate in reversed(steps):
+            path = self.directory / directory_name(candidate)
+            try:
+                reach("load:verify")
+                manifest = verify_together(path, candidate, self._ranks)
+                contents = self._open(path, manifest)
+            except DamagedCheckpoint as error:
+                refused[path] = str(error)
+                continue
+            changes = () if weights_only else _check_environment(path, manifest, allow)
+            common = self._read(engine, path, contents, weights_only)
+            return Restored(
+                step=candidate,
+                path=path,
+                common=common,
+                refused=tuple(refused.values()),
+                damaged=tuple(refused),
+                changes=changes,
+            )
+        if refused:
+            raise NoGoodCheckpoint("no checkpoint is whole:\n" + "\n".join(f"  {line}" for line in refused.values()))
+        return None
+
+    def put_aside(self, damaged: Sequence[Path]) -> None:
+        """Rename damaged directories, so that they count neither as checkpoints nor as kept ones."""
+        put_aside(damaged, self._ranks)
+
+    def _open(self, path: Path, manifest: Manifest) -> _Contents:
+        """Every rank opens the files for itself; what one cannot understand, none does."""
+        opened: list[_Contents] = []
+
+        def open_all() -> None:
+            files = [TensorFile(path / name) for name in sorted(manifest.files) if name.endswith(TENSORS)]
+            if fault := fault_of_cover(box for file in files for box in file.boxes):
+                raise DamagedCheckpoint(f"{path}: {fault}")
+            same_layout = manifest.facts["layout"] == self.mesh.axes
+            random = _read_json(path / f"{rank_stem(self.mesh.rank)}.json") if same_layout else None
+            opened.append(_Contents(tensors=files, state=_read_json(path / STATE), random=random))
+
+        self._ranks.on_all(open_all)
+        return opened[0]
+
+    def _read(self, engine: Engine, path: Path, contents: _Contents, weights_only: bool) -> dict[str, Any]:
+        reach("load:read")
+        wanted = engine.wanted_pieces(weights_only=weights_only)
+        self._check_same_model(path, wanted, contents.tensors)
+        by_key: dict[str, list[Piece]] = {}
+        for piece in wanted:
+            by_key.setdefault(piece.box.key, []).append(piece)
+
+        def copy() -> None:
+            for file in contents.tensors:
+                for stored in file.pieces():
+                    for piece in by_key.get(stored.box.key, ()):
+                        copy_overlap(stored, piece)
+
+        # A rank that cannot read is not waited for; and nobody goes on, and removes files, while others read.
+        self._ranks.on_all(copy)
+        common = dict(contents.state)
+        counters = common.pop("optimizer")
+        engine.finish_loading(None if weights_only else counters)
+        if contents.random is not None and not weights_only:
+            set_random_states(contents.random)
+        return common
+
+    def _check_same_model(self, path: Path, wanted: Sequence[Piece], files: Sequence[TensorFile]) -> None:
+        """Refuse a checkpoint whose weights are not those of the model, naming the first that differs."""
+        own = {piece.box.key: piece.box.shape for piece in wanted}
+        here = {key: shape for part in self._ranks.on_all(lambda: own) for key, shape in part.items()}
+        kinds = {key.partition(".")[0] for key in here}
+        boxes = [box for file in files for box in file.boxes]
+        there = {box.key: box.shape for box in boxes if box.key.partition(".")[0] in kinds}
+        for key in sorted({*here, *there}, key=lambda key: (not key.startswith("model."), key)):
+            found, expected = (shapes.get(key, "missing") for shapes in (there, here))
+            if found != expected:
+                name = key.removeprefix("model.")
+                raise UserError(f"{path} is of another model: {name} is {found} there and {expected} here")
+
+
+def _check_environment(path: Path, manifest: Manifest, allow: Collection[str]) -> tuple[str, ...]:
+    """The allowed differences between the versions that wrote the checkpoint and those that read it."""
+    there, now = manifest.facts["versions"], environment()
+    changes = {
+        f"versions.{name}": f"{there.get(name, 'none')} there, {now.get(name, 'none')} now"
+        for name in sorted({*there, *now})
+        if there.get(name) != now.get(name)
+    }
+    refused = [key for key in changes if not is_named(key, allow)]
+    if refused:
+        raise UserError(
+            f"{path} was written with other versions, whose numbers may differ:\n"
+            + "\n".join(f"  {key}: {changes[key]}" for key in refused)
+            + "\nGo back to those, or accept the new ones with --allow-change versions."
+        )
+    return tuple(f"{key}: {change}" for key, change in changes.items())
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise DamagedCheckpoint(f"{path}: expected a JSON object")
+    return value

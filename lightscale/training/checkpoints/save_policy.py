@@ -1,0 +1,116 @@
+"""When a run is saved, and what becomes of it: due by steps or by time, one save at a time, failures counted."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightscale.config.schema import CheckpointConfig
+from lightscale.parallel.engine import Engine
+from lightscale.runs.journal import Journal
+from lightscale.runs.metrics import MetricsLogger
+from lightscale.runs.run_directory import RunDirectory, read_lines
+from lightscale.runs.save_interval import SaveInterval
+from lightscale.training.checkpoints.directories import Retention
+from lightscale.training.checkpoints.saving import SaveError, Saver
+from lightscale.training.health.heartbeat import Heartbeat
+
+Largest = Callable[[int], int]
+"""The largest of a number that each rank gives, on all of them."""
+
+
+class Keeper:
+    """Saves the run of ``engine``; every method is collective over its ranks, at the end of a step."""
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        directory: RunDirectory,
+        journal: Journal,
+        heartbeat: Heartbeat,
+        *,
+        engine: Engine,
+        largest: Largest,
+    ) -> None:
+        self._config, self._journal, self._heartbeat, self._engine = config, journal, heartbeat, engine
+        self._largest = largest
+        self.saver = Saver(directory.checkpoints, engine.mesh)
+        events = read_lines(directory.events)
+        self._interval = SaveInterval(
+            mtbf_s=3600 * config.mtbf_hours,
+            now_s=time.monotonic(),
+            stalls_s=[event["stall_s"] for event in events if event["event"] == "checkpoint" and "stall_s" in event],
+        )
+        self._failures = 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether the run is to be saved after ``step``."""
+        if self._config.every is not None:
+            return step % self._config.every == 0
+        # By the clock of one rank; while a save is being written none is due.
+        is_first = self._engine.mesh.rank == 0
+        return not self.saver.is_writing and bool(self._largest(is_first and self._interval.due(time.monotonic())))
+
+    def collect(self, step: int, metrics: MetricsLogger, tokens: int) -> None:
+        """Record how the save in flight ended, once it has on all ranks."""
+        if self.saver.is_writing and not self._largest(not self.saver.is_written):
+            self.finish(step, metrics, tokens)
+
+    def save(
+        self,
+        step: int,
+        metrics: MetricsLogger,
+        tokens: int,
+        *,
+        state: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        about: Mapping[str, Any],
+        prune: bool,
+        leaving: bool,
+    ) -> None:
+        """Begin a checkpoint of ``step``; ``leaving``: and end it, for it is the last one.
+
+        Args:
+            tokens: trained on so far.
+            state, facts, about: see ``Saver.begin``.
+            prune: whether older checkpoints may go.
+        """
+        if self.saver.is_writing:
+            if not leaving:
+                # The disk is slower than saves are due.
+                metrics.count_skipped_save(step)
+                self._journal.note("checkpoint_skipped", step=step, reason="the one before is being written")
+                return
+            self.finish(step, metrics, tokens)
+        self._heartbeat.beat("saving", step=step)
+        retention = Retention(keep=self._config.keep, keep_every=self._config.keep_every) if prune else None
+        stall_s = self.saver.begin(self._engine, step=step, common=state, facts=facts, about=about, retention=retention)
+        if leaving or not self._config.asynchronous:
+            stall_s = self.finish(step, metrics, tokens, leaving=leaving)
+        self._interval.saved(time.monotonic(), stall_s)
+
+    def finish(self, step: int, metrics: MetricsLogger, tokens: int, *, leaving: bool = False) -> float:
+        """Wait for the save in flight and record how it ended.
+
+        A failure does not stop the training until it comes too often, or the run is ``leaving``. Returns the seconds
+        that training has waited for the save, from its copy to now.
+        """
+        self._heartbeat.beat("saving", step=step)
+        began = time.perf_counter()
+        try:
+            saved = self.saver.finish()
+        except SaveError as error:
+            self._failures += 1
+            self._journal.note("checkpoint_failed", step=step, reason=str(error), in_a_row=self._failures)
+            if leaving or self._failures >= self._config.max_failures:
+                raise
+            self._journal.say(f"{error}; training goes on")
+            return time.perf_counter() - began
+        self._failures = 0
+        stall_s = saved.stall_s + time.perf_counter() - began
+        costs: dict[str, Any] = {"stall_s": stall_s, "write_s": saved.write_s, "num_bytes": saved.num_bytes}
+        metrics.log_save(step, tokens=tokens, saved_step=saved.step, **costs)
+        where = {"step": saved.step, "tokens": saved.facts["tokens"], "checkpoint": saved.path.name}
+        self._journal.note("checkpoint", **where, removed=saved.removed, **costs)
+        if saved.problem is not None:
+            self._journal.say(saved.problem)
+        return stall_s

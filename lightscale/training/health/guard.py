@@ -1,0 +1,67 @@
+"""Which steps are left out because their numbers are bad: NaN, infinite, or far above what is usual.
+
+A step is judged by its loss and the norm of its gradients, which are the same numbers on every rank, and by the
+medians of the good steps before it. Nothing else enters, so that all ranks judge alike, and a run that was resumed or
+gone back judges as it did before.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from lightscale.config.schema import GuardConfig
+
+
+class Guard:
+    """Judges the steps of one run, in their order.
+
+    ``skips_in_a_row`` counts the steps left out since the last good one.
+    """
+
+    def __init__(self, config: GuardConfig) -> None:
+        self._config = config
+        self._losses: deque[float] = deque(maxlen=config.window)
+        self._grad_norms: deque[float] = deque(maxlen=config.window)
+        self.skips_in_a_row = 0
+
+    def judge(self, loss: float, grad_norm: float) -> str | None:
+        """Why the next step, of these numbers, must be left out; None where it is good, and then remembered."""
+        reason = self._fault(loss, grad_norm)
+        if reason is None:
+            self._losses.append(loss)
+            self._grad_norms.append(grad_norm)
+            self.skips_in_a_row = 0
+        else:
+            self.skips_in_a_row += 1
+        return reason
+
+    def _fault(self, loss: float, grad_norm: float) -> str | None:
+        for name, value in (("loss", loss), ("gradient norm", grad_norm)):
+            if not math.isfinite(value):
+                return f"the {name} is {value}"
+        if len(self._losses) < self._config.window:
+            return None
+        rise, ratio = self._config.max_loss_rise, self._config.max_grad_norm_ratio
+        usual = statistics.median(self._losses)
+        if rise is not None and loss >= usual + rise:
+            return f"the loss is {loss:.4f}, at least {rise:g} above the median {usual:.4f}"
+        usual = statistics.median(self._grad_norms)
+        if ratio is not None and grad_norm >= usual * ratio > 0:
+            return f"the gradient norm is {grad_norm:.4g}, at least {ratio:g} times the median {usual:.4g}"
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was seen: plain values, the same on every rank."""
+        return {
+            "losses": list(self._losses),
+            "grad_norms": list(self._grad_norms),
+            "skips_in_a_row": self.skips_in_a_row,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Judge from here on as the guard that gave ``state``."""
+        self._losses = deque(state["losses"], maxlen=self._config.window)
+        self._grad_norms = deque(state["grad_norms"], maxlen=self._config.window)
+        self.skips_in_a_row = int(state["skips_in_a_row"])

@@ -1,0 +1,228 @@
+"""Configuration files and overrides: what wins, what is refused with which words, and the resolved form."""
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightscale.config.fields import describe_fields, toml_value
+from lightscale.config.files import difference, load, to_toml
+from lightscale.config.schema import RunConfig
+from lightscale.errors import UserError
+
+TinyConfig = Callable[..., RunConfig]
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load(path, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.hiden_size=64", "unknown key model.hiden_size; did you mean model.hidden_size?"),
+        ("modle.hidden_size=64", "unknown key modle; did you mean model?"),
+        (
+            "zebra.hidden_size=64",
+            "the sections are model, data, parallel, optimizer, train, checkpoint, guard, restart, metrics",
+        ),
+        ("optimizer.steps=1", "unknown key optimizer.steps; did you mean train.steps?"),
+        ("train.warmup=1", "unknown key train.warmup; did you mean optimizer.warmup_steps?"),
+        ("train.lr=1", "unknown key train.lr; did you mean optimizer.lr?"),
+        ("parallel.zzz=1", "[parallel] has tensor, pipeline, sequence, data"),
+        ("data.validation.v.sorce=a", "did you mean data.validation.v.source?"),
+        ("model.hidden_size=abc", 'model.hidden_size = "abc": must be a whole number >= 1'),
+        ("model.hidden_size=64.5", "model.hidden_size = 64.5: must be a whole number >= 1"),
+        ("model.hidden_size=true", "model.hidden_size = true: must be a whole number >= 1"),
+        ('model.hidden_size="64"', 'model.hidden_size = "64": must be a whole number >= 1'),
+        ("model.mixer=3", "model.mixer = 3: must be text or a list of text"),
+        ("model.norm=layernorm", 'model.norm = "layernorm": must be "srmsnorm" or "rmsnorm"'),
+        ("optimizer.lr=-1", "optimizer.lr = -1: must be a number > 0"),
+        ("optimizer.lr=nan", "optimizer.lr = nan: must be a number > 0"),
+        (
+            "optimizer.betas=[0.9, 1.0]",
+            "optimizer.betas = [0.9, 1.0]: must be a list of 2, each a number >= 0 and < 1",
+        ),
+        ("optimizer.betas=[0.9]", "optimizer.betas = [0.9]: must be a list of 2"),
+        ("checkpoint.keep=1", "checkpoint.keep = 1: must be a whole number >= 2"),
+        ("metrics.tensorboard=yes", 'metrics.tensorboard = "yes": must be true or false'),
+        ("data.sources.a=0", "data.sources.a = 0: must be a number > 0"),
+        ("data.validation.v=3", "data.validation.v = 3: must be a table"),
+        ("train.profile_steps=5", "train.profile_steps = 5: must be a list of 2"),
+        ("train.tokens=1.5", "train.tokens = 1.5: must be a whole number >= 1"),
+    ],
+)
+def test_mistake_in_an_override_names_it_and_what_is_right(tiny_run: Path, override: str, words: str) -> None:
+    message = refusal(tiny_run, override)
+    assert any(words in line and line.startswith(f'override "{override}": ') for line in message.split("\n"))
+
+
+@pytest.mark.parametrize("override", ["train.steps", "steps=3", "train..steps=3", "=3", ""])
+def test_malformed_override_is_refused(tiny_run: Path, override: str) -> None:
+    assert f'override "{override}": must be section.key=value' in refusal(tiny_run, override)
+
+
+def test_mistakes_in_a_file_name_the_file_that_holds_them(tiny_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text(f'extends = "{tiny_run.name}"\n[model]\nnum_heds = 4\n[train]\nsteps = "x"\n', encoding="utf-8")
+    tiny_run.write_text(tiny_run.read_text().replace("lr = 1e-3", 'lr = "high"'), encoding="utf-8")
+    assert refusal(run).split("\n") == [
+        f"{run}: unknown key model.num_heds; did you mean model.num_heads?",
+        f'{tiny_run}: optimizer.lr = "high": must be a number > 0',
+        f'{run}: train.steps = "x": must be a whole number >= 1 or "none"',
+    ]
+
+
+@pytest.mark.parametrize(("old", "new"), [("width", "hidden_size"), ("glu_width", "intermediate_size")])
+def test_an_old_name_of_a_key_is_refused_with_the_new_one(tiny_run: Path, old: str, new: str) -> None:
+    assert f"unknown key model.{old}; it is called model.{new} now" in refusal(tiny_run, f"model.{old}=64")
+
+
+def test_missing_sections_and_keys_are_named(tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text("[optimizer]\n[train]\nsteps = 1\nglobal_batch_size = 1\n", encoding="utf-8")
+    assert refusal(run).split("\n") == [
+        f"{run}: the section [model] is missing; "
+        "it needs num_layers, hidden_size, num_heads, intermediate_size, vocab_size",
+        f"{run}: the section [data] is missing; it needs store, sequence_length",
+        f"{run}: optimizer.lr is missing; it must be a number > 0",
+    ]
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "quickstart.toml").write_bytes(b"[model]\nhidden_size = \xff\n")
+    (tmp_path / "broken.toml").write_text("[model\n", encoding="utf-8")
+    (tmp_path / "child.toml").write_text('extends = "size/3M.toml"\n', encoding="utf-8")
+    (tmp_path / "number.toml").write_text("extends = 3\n", encoding="utf-8")
+    assert "did you mean" in refusal(tmp_path / "quikstart.toml")
+    assert "quickstart.toml" in refusal(tmp_path / "quikstart.toml")
+    assert "not UTF-8" in refusal(tmp_path / "quickstart.toml")
+    assert f"{tmp_path / 'broken.toml'}: not valid TOML" in refusal(tmp_path / "broken.toml")
+    assert str(tmp_path / "child.toml") in refusal(tmp_path / "child.toml")
+    assert str(tmp_path / "size/3M.toml") in refusal(tmp_path / "child.toml")
+    assert "extends = 3: must be a path or a list of paths" in refusal(tmp_path / "number.toml")
+    assert "Is a directory" in refusal(tmp_path)
+
+
+def test_extends_in_a_circle_is_refused_with_the_circle(tmp_path: Path) -> None:
+    for name, base in (("a", "b"), ("b", "c"), ("c", "a")):
+        (tmp_path / f"{name}.toml").write_text(f'extends = "{base}.toml"\n', encoding="utf-8")
+    a, b, c = (tmp_path / f"{name}.toml" for name in "abc")
+    assert f"{a} -> {b} -> {c} -> {a}" in refusal(a)
+
+
+def test_later_wins_from_base_to_override(tiny_run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "sub"
+    folder.mkdir()
+    (folder / "first.toml").write_text("[train]\nseed = 1\nsteps = 10\n[optimizer]\neps = 0.1\n", encoding="utf-8")
+    (folder / "second.toml").write_text("[train]\nseed = 2\n", encoding="utf-8")
+    run = tmp_path / "run.toml"
+    run.write_text(
+        f'extends = ["{tiny_run.name}", "sub/first.toml", "sub/second.toml"]\n[model]\nnorm_eps = 0.5\n',
+        encoding="utf-8",
+    )
+    config = load(run, ["train.steps=20"])
+    assert (config.train.seed, config.train.steps, config.optimizer.eps) == (2, 20, 0.1)
+    assert (config.model.norm_eps, config.model.hidden_size, config.optimizer.lr) == (0.5, 64, 1e-3)
+
+
+def test_the_same_base_twice_is_no_circle(tiny_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "left.toml").write_text(f'extends = "{tiny_run.name}"\n[train]\nseed = 5\n', encoding="utf-8")
+    run = tmp_path / "run.toml"
+    run.write_text(f'extends = ["{tiny_run.name}", "left.toml"]\n', encoding="utf-8")
+    assert load(run).train.seed == 5
+
+
+def test_of_steps_and_tokens_the_later_replaces_the_earlier(tiny_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text(f'extends = "{tiny_run.name}"\n[train]\ntokens = 512\n', encoding="utf-8")
+    assert (load(run).train.steps, load(run).train.tokens) == (None, 512)
+    assert load(run, ["train.steps=3"]).train.tokens is None
+
+
+def test_override_values_are_toml_or_text(tiny_config: TinyConfig) -> None:
+    config = tiny_config(
+        "data.store=some/where",
+        'train.init_from="runs/a@3"',
+        "optimizer.lr=3e-4",
+        "optimizer.betas=[0.8, 0.9]",
+        "data.validation.docs.source=held-out",
+        "data.validation.docs.store=other",
+        "parallel.data=4",
+    )
+    assert config.data.store == Path("some/where")
+    assert config.train.init_from == "runs/a@3"
+    assert (config.optimizer.lr, config.optimizer.betas) == (3e-4, (0.8, 0.9))
+    assert config.data.validation["docs"].source == "held-out"
+    assert config.data.validation["docs"].store == Path("other")
+    assert config.parallel.data == 4
+
+
+def test_tables_of_files_merge_and_overrides_replace(tiny_run: Path, tmp_path: Path) -> None:
+    base = tiny_run.read_text(encoding="utf-8").replace("[data]", "[data]\nsources = {a = 1, b = 2}")
+    tiny_run.write_text(base, encoding="utf-8")
+    run = tmp_path / "run.toml"
+    run.write_text(f'extends = "{tiny_run.name}"\n[data.sources]\nb = 3\n', encoding="utf-8")
+    assert load(run).data.sources == {"a": 1.0, "b": 3.0}
+    assert load(run, ["data.sources.c=4"]).data.sources == {"a": 1.0, "b": 3.0, "c": 4.0}
+    assert load(run, ["data.sources={c = 4}"]).data.sources == {"c": 4.0}
+    assert load(run, ["data.sources={}"]).data.sources == {}
+
+
+def test_none_unsets_what_an_earlier_file_set(tiny_run: Path) -> None:
+    text = tiny_run.read_text(encoding="utf-8") + "profile_steps = [1, 2]\n[parallel]\ndata = 3\n"
+    tiny_run.write_text(text, encoding="utf-8")
+    assert load(tiny_run).parallel.data == 3
+    config = load(tiny_run, ["parallel.data=none", "train.profile_steps=none"])
+    assert config.parallel.data is None
+    assert config.train.profile_steps is None
+    assert config.model.glu_activation == "none"
+
+
+def test_resolved_form_reads_back_as_the_same_configuration(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    config = tiny_config(
+        'model.mixer=["tnl*3", "llama"]',
+        'data.store=a "quoted" \\ path\twith é',
+        'data.sources={"a.b" = 1.5, plain = 1e-7}',
+        "data.validation.v.source=x",
+        "train.profile_steps=[1, 2]",
+        "train.tokens=1024",
+    )
+    path = tmp_path / "resolved.toml"
+    path.write_text(to_toml(config), encoding="utf-8")
+    assert load(path) == config
+    assert to_toml(load(path)) == to_toml(config)
+
+
+def test_resolved_form_holds_every_field(tiny_config: TinyConfig) -> None:
+    resolved = tomllib.loads(to_toml(tiny_config("data.validation.v.source=x")))
+    for field in describe_fields():
+        value = resolved
+        for part in field.key.replace("NAME", "v").split("."):
+            assert part in value, field.key
+            value = value[part]
+
+
+@given(st.text() | st.floats(allow_nan=False) | st.integers(-(2**63), 2**63 - 1) | st.booleans())
+def test_values_are_written_as_toml_reads_them(value: object) -> None:
+    if isinstance(value, str) and any(0xD800 <= ord(character) <= 0xDFFF for character in value):
+        return  # no text that a file can hold
+    assert tomllib.loads(f"value = {toml_value(value)}") == {"value": value}
+
+
+def test_difference_names_the_keys_that_differ(tiny_config: TinyConfig) -> None:
+    first = tiny_config("data.sources.a=1")
+    second = tiny_config("data.sources.b=2", "optimizer.lr=1", "train.tokens=512")
+    assert difference(first, first) == []
+    assert difference(first, second) == [
+        ("data.sources.a", 1.0, None),
+        ("optimizer.lr", 1e-3, 1.0),
+        ("train.steps", 4, None),
+        ("train.tokens", None, 512),
+        ("data.sources.b", None, 2.0),
+    ]

@@ -1,0 +1,112 @@
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightscale.data_pipeline.loading.loader import TokenLoader
+from lightscale.data_pipeline.loading.prefetch import Prefetcher
+from lightscale.data_pipeline.loading.windows import Batch
+from lightscale.data_pipeline.store.token_store import TokenSource, TokenStore
+
+WriteStore = Callable[..., TokenStore]
+
+
+@pytest.fixture
+def loader(write_store: WriteStore) -> TokenLoader:
+    generator = np.random.default_rng(0)
+    store = write_store({"a": [generator.integers(0, 256, 50).tolist() for _ in range(20)]})
+    return TokenLoader(store, sequence_length=16, global_batch_size=4, micro_batch_size=2)
+
+
+def tokens_of(batches: list[Batch]) -> list[Any]:
+    return [batch.tokens.tolist() for batch in batches]
+
+
+def test_the_steps_and_the_state_are_those_of_the_loader(loader: TokenLoader) -> None:
+    wanted = [tokens_of(loader.batches_after(step * 64)) for step in range(30)]
+    with Prefetcher(loader, depth=3) as ahead:
+        for step in range(30):
+            assert loader.state_dict()["tokens"] == loader.tokens == step * 64
+            assert tokens_of(ahead.next_step()) == wanted[step]
+
+
+def test_batches_held_are_not_written_to_again(loader: TokenLoader) -> None:
+    """Memory is used again only when nobody holds it, in whatever order it is let go."""
+    with Prefetcher(loader) as ahead:
+        held: list[tuple[int, list[Batch]]] = []
+        for step in range(30):
+            held.append((step, ahead.next_step()))
+            if step % 3:
+                held.pop(step % len(held))
+    assert len(held) > 5
+    fresh = TokenLoader(loader.store, sequence_length=16, global_batch_size=4, micro_batch_size=2)
+    for step, batches in held:
+        for got, wanted in zip(batches, fresh.batches_after(step * 64), strict=True):
+            for name in ("tokens", "labels", "positions", "loss_mask"):
+                assert getattr(got, name).equal(getattr(wanted, name))
+
+
+def test_it_reads_at_most_depth_steps_ahead(loader: TokenLoader, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = loader.batches_after
+    asked: list[int] = []
+    monkeypatch.setattr(loader, "batches_after", lambda tokens: (asked.append(tokens), read(tokens))[1])
+    with Prefetcher(loader, depth=2) as ahead:
+        for step in range(1, 6):
+            ahead.next_step()
+            assert max(asked) <= (step + 1) * 64
+    assert asked == sorted(set(asked))
+
+
+def test_another_place_drops_what_was_read(loader: TokenLoader) -> None:
+    wanted = {place: tokens_of(loader.batches_after(place)) for place in range(0, 64 * 12, 64)}
+    with Prefetcher(loader) as ahead:
+        states = []
+        for _ in range(3):
+            states.append(loader.state_dict())
+            ahead.next_step()
+        loader.load_state_dict(states[1])
+        assert tokens_of(ahead.next_step()) == wanted[64]
+        loader.skip(2 * 64, 5 * 64)
+        assert tokens_of(ahead.next_step()) == wanted[7 * 64]
+        assert tokens_of(ahead.next_step()) == wanted[8 * 64]
+
+
+def test_an_error_comes_in_its_turn_with_the_traceback_of_the_thread(
+    loader: TokenLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, failing = loader.batches_after, [True]
+
+    def sometimes(tokens: int) -> list[Batch]:
+        if tokens == 128 and failing[0]:
+            raise OSError("the disk is gone")
+        return read(tokens)
+
+    monkeypatch.setattr(loader, "batches_after", sometimes)
+    with Prefetcher(loader, depth=4) as ahead:
+        ahead.next_step()
+        ahead.next_step()
+        for _ in range(2):
+            with pytest.raises(OSError, match="the disk is gone") as error:
+                ahead.next_step()
+            assert "sometimes" in "".join(traceback.format_tb(error.value.__traceback__))
+            assert loader.tokens == 128
+        failing[0] = False
+        assert tokens_of(ahead.next_step()) == tokens_of(read(128))
+
+
+def test_leaving_ends_the_thread(loader: TokenLoader, monkeypatch: pytest.MonkeyPatch) -> None:
+    def names() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+    slow = threading.Event()
+    read = TokenSource.read
+    monkeypatch.setattr(TokenSource, "read", lambda *args: (slow.wait(0.01), read(*args))[1])
+    with Prefetcher(loader, depth=50) as ahead:
+        ahead.next_step()
+        assert names()
+    assert not names()
+    with pytest.raises(ValueError, match="depth 0"):
+        Prefetcher(loader, depth=0)

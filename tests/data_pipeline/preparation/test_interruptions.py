@@ -1,0 +1,352 @@
+"""Whatever stops a preparation, and whoever goes on with it: the same command gives the same store, byte for byte."""
+
+import fcntl
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightscale.data_pipeline.preparation import assemble
+from lightscale.data_pipeline.preparation.corpus import load_corpus
+from lightscale.data_pipeline.preparation.prepare import Options, prepare
+from lightscale.data_pipeline.store.token_store import TokenStore
+from lightscale.data_pipeline.tokenizers import TiktokenTokenizer
+from lightscale.errors import UserError
+
+UNIT_BYTES = 2000
+
+CORPUS = """
+tokenizer = "bytes"
+validation = 0.1
+shard_tokens = 4096
+chunk_tokens = 64
+
+[sources.lines]
+paths = ["lines.jsonl"]
+language = "other"
+filters = {size = {min = 3}}
+weight = 0.5
+
+[sources.texts]
+paths = ["texts"]
+weight = 0.5
+"""
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, byte_tokenizer: TiktokenTokenizer, random_texts: Callable[..., list[str]]) -> Path:
+    """A corpus file of two sources, with duplicates in and between them."""
+    texts = random_texts(60, seed=7, max_words=120)
+    (tmp_path / "bytes/tokenizer").mkdir(parents=True)
+    byte_tokenizer.save(tmp_path / "bytes/tokenizer")
+    lines = [{"text": text + " " + "words of every day"} for text in texts[:40] + texts[5:10]]
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate(texts[40:] + texts[50:55]):
+        (tmp_path / "texts" / f"{number:02}.txt").write_text(text)
+    (tmp_path / "corpus.toml").write_text(CORPUS)
+    return tmp_path / "corpus.toml"
+
+
+@pytest.fixture
+def whole(corpus: Path, tmp_path: Path) -> Path:
+    """The store of a preparation that nothing stopped."""
+    report = prepare(load_corpus(corpus), tmp_path / "whole", Options(unit_bytes=UNIT_BYTES))
+    assert report["units"] > 8
+    for source in ("lines", "texts"):
+        assert report["corpus"][source]["stages"]["deduplicate"]["dropped"]["exact duplicate"]["documents"] > 1
+    return tmp_path / "whole"
+
+
+def contents(store: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(store)): path.read_bytes() for path in store.rglob("*") if path.is_file()}
+
+
+KILL_YOURSELF = """
+    import os, random, signal, sys
+    from pathlib import Path
+    from lightscale.data_pipeline.preparation.corpus import load_corpus
+    from lightscale.data_pipeline.preparation.prepare import Options, prepare
+
+    corpus, out, generator = load_corpus(Path(sys.argv[1])), Path(sys.argv[2]), random.Random(int(sys.argv[3]))
+    attempts = 0
+    while True:
+        attempts += 1
+        assert attempts < 200
+        if (child := os.fork()) == 0:
+            left, before = generator.randint(1, 150), generator.random() < 0.5
+
+            def deadly(call):
+                def wrapped(*args, **kwargs):
+                    global left
+                    left -= 1
+                    if left == 0 and before:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    try:
+                        call(*args, **kwargs)
+                    finally:
+                        if left == 0:
+                            os.kill(os.getpid(), signal.SIGKILL)
+                return wrapped
+
+            os.rename, os.replace, os.fsync, os.unlink, os.mkdir = map(
+                deadly, (os.rename, os.replace, os.fsync, os.unlink, os.mkdir)
+            )
+            prepare(corpus, out, Options(unit_bytes=int(sys.argv[4])))
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        if status == 0:
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL, status
+        generator.random()
+    print(attempts)
+"""
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_killed_at_any_change_of_a_file_it_goes_on(corpus: Path, whole: Path, tmp_path: Path, seed: int) -> None:
+    """Each attempt is killed (SIGKILL) before or after its n-th rename, sync, removal or new directory."""
+    command = [
+        sys.executable,
+        "-c",
+        textwrap.dedent(KILL_YOURSELF),
+        corpus,
+        tmp_path / "store",
+        str(seed),
+        str(UNIT_BYTES),
+    ]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert int(finished.stdout) > 3
+    assert contents(tmp_path / "store") == contents(whole)
+    assert not (tmp_path / "store.work").exists()
+
+
+def command_line(corpus: Path, out: Path, *options: str) -> list[str]:
+    return [sys.executable, "-m", "lightscale", "data", "prepare", str(corpus), "--out", str(out), *options]
+
+
+def kill_when(command: list[str], is_time: Callable[[], bool]) -> bool:
+    """Start ``command`` and kill it (SIGKILL) as soon as ``is_time``; False where it finished before."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not is_time():
+        time.sleep(0.002)
+    process.kill()
+    return process.wait() == -signal.SIGKILL
+
+
+def finished_units(out: Path) -> dict[str, int]:
+    """Name and time of what is finished in the work directory."""
+    units = out.with_name(f"{out.name}.work") / "units"
+    return {path.name: path.stat().st_mtime_ns for path in units.glob("??????")} if units.exists() else {}
+
+
+def test_the_command_with_workers_goes_on_where_it_was_killed(corpus: Path, tmp_path: Path) -> None:
+    with (tmp_path / "lines.jsonl").open("a") as lines:  # large enough for four units of the command's own choice
+        for number in range(6000):
+            text = f"{number} " + " ".join(str(number * factor) for factor in range(99))
+            lines.write(json.dumps({"text": text}) + "\n")
+    prepare(load_corpus(corpus), tmp_path / "whole")
+    out = tmp_path / "store"
+    assert kill_when(command_line(corpus, out, "--workers", "2"), lambda: len(finished_units(out)) > 0)
+    assert not out.exists()
+    before = finished_units(out)
+    killed = kill_when(command_line(corpus, out, "--workers", "2"), lambda: len(finished_units(out)) > len(before))
+    assert killed
+    assert finished_units(out).items() > before.items(), "finished work was done again"
+    finished = subprocess.run(command_line(corpus, out, "--json"), capture_output=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+MPIEXEC = Path(sys.executable).with_name("mpiexec")
+
+
+@pytest.mark.parametrize(
+    "ranks", [1, 2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)]
+)
+def test_mpi_ranks_make_the_same_store(corpus: Path, tmp_path: Path, ranks: int) -> None:
+    mpiexec = str(MPIEXEC) if MPIEXEC.exists() else shutil.which("mpiexec")
+    if importlib.util.find_spec("mpi4py") is None or mpiexec is None:
+        pytest.skip("mpiexec or mpi4py is missing (pip install mpi4py mpich)")
+    prepare(load_corpus(corpus), tmp_path / "whole")
+    command = [mpiexec, "-n", str(ranks), *command_line(corpus, tmp_path / "store", "--mpi", "--json")]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert finished.returncode == 0, finished.stderr
+    assert json.loads(finished.stdout)["store"] == str(tmp_path / "store")  # one rank speaks
+    assert contents(tmp_path / "store") == contents(tmp_path / "whole")
+    again = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert again.returncode != 0
+    assert again.stderr.count("never overwritten") == 1
+
+
+def test_a_worker_that_dies_is_one_clear_error(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts" / "big.txt").write_text("x" * 2_000_000)  # keeps a worker busy for a while
+    process = subprocess.Popen(
+        command_line(corpus, tmp_path / "store", "--workers", "2"),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while not finished_units(tmp_path / "store"):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.002)
+    workers = [
+        pid for pid in children.read_text().split() if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    assert len(workers) == 2
+    for pid in workers:
+        os.kill(int(pid), signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 78
+    assert "a worker process died (out of memory, or killed)" in errors
+    assert "Traceback" not in errors
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.fixture
+def interrupted(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A store whose preparation stopped before its shards were written."""
+
+    def stop(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(assemble, "write_shard", stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(load_corpus(corpus), tmp_path / "store", Options(unit_bytes=UNIT_BYTES))
+    assert finished_units(tmp_path / "store")
+    return tmp_path / "store"
+
+
+def resume(corpus: Path, out: Path, **options: Any) -> dict[str, Any]:
+    return prepare(load_corpus(corpus), out, Options(unit_bytes=UNIT_BYTES, **options))
+
+
+def test_another_corpus_is_refused_by_key_until_restart(corpus: Path, interrupted: Path) -> None:
+    corpus.write_text(CORPUS.replace("validation = 0.1", "validation = 0.2").replace("min = 3", "min = 4"))
+    before = finished_units(interrupted)
+    with pytest.raises(UserError, match="holds part of another store") as caught:
+        resume(corpus, interrupted)
+    assert "corpus.validation: 0.1 → 0.2" in str(caught.value)
+    assert "corpus.sources.lines.filters.size.min: 3 → 4" in str(caught.value)
+    assert "--restart" in str(caught.value)
+    assert finished_units(interrupted) == before
+    resume(corpus, interrupted, restart=True)
+    assert TokenStore(interrupted).weights == {"lines": 0.5, "texts": 0.5}
+    assert not interrupted.with_name("store.work").exists()
+
+
+def test_another_tokenizer_or_other_files_are_refused(corpus: Path, interrupted: Path, tmp_path: Path) -> None:
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    other = TiktokenTokenizer(name="other", pat_str=".", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 300})
+    other.save(tmp_path / "bytes/tokenizer")
+    (tmp_path / "texts/00.txt").write_text("changed")
+    with pytest.raises(UserError, match="holds part of another store") as caught:
+        resume(corpus, interrupted)
+    assert "tokenizer: " in str(caught.value)
+    assert "files: " in str(caught.value)
+
+
+def test_finished_units_are_not_done_again(
+    corpus: Path, interrupted: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        pytest.fail("a unit was done again")
+
+    monkeypatch.setattr("lightscale.data_pipeline.preparation.units.clean_documents", refuse)
+    resume(corpus, interrupted)
+    assert contents(interrupted) == contents(whole)
+
+
+def test_stopped_while_tidying_up_it_only_tidies_up(
+    corpus: Path, whole: Path, interrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = interrupted.with_name("store.work")
+
+    def stop(path: Path, **_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", stop)
+        with pytest.raises(KeyboardInterrupt):
+            resume(corpus, interrupted)
+    assert contents(interrupted) == contents(whole)
+    assert (work / "units").exists()
+    assert resume(corpus, interrupted) == TokenStore(interrupted).report()
+    assert not work.exists()
+    assert contents(interrupted) == contents(whole)
+
+
+def test_two_preparations_of_one_store_keep_out_of_each_others_way(corpus: Path, interrupted: Path) -> None:
+    with (interrupted.with_name("store.work") / "lock").open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match=r"store\.work: another process is preparing this store"):
+            resume(corpus, interrupted, restart=True)
+    assert finished_units(interrupted)
+
+
+def test_files_of_another_origin_are_never_touched(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "store.work").mkdir()
+    (tmp_path / "store.work" / "thesis.txt").write_text("years of work")
+    for restart in (False, True):
+        with pytest.raises(UserError, match=r"store\.work: .* holds thesis\.txt; move that away"):
+            resume(corpus, tmp_path / "store", restart=restart)
+    assert [path.name for path in (tmp_path / "store.work").iterdir()] == ["thesis.txt"]
+
+
+def test_a_path_taken_while_working_is_left_alone(corpus: Path, interrupted: Path) -> None:
+    interrupted.write_text("somebody else's")
+    with pytest.raises(UserError, match="never overwritten"):
+        resume(corpus, interrupted)
+    assert interrupted.read_text() == "somebody else's"
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for 2 MiB."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    mount = shutil.which("mount")
+    command = [mount or "mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(directory)]
+    allowed = mount is not None and os.geteuid() == 0
+    if not allowed or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("a small file system can only be mounted by root, where mounting is allowed")
+    yield directory
+    subprocess.run(["umount", str(directory)], check=True)
+
+
+def test_a_full_disk_is_one_clear_error_and_the_work_goes_on_with_more_room(
+    corpus: Path, whole: Path, tiny_disk: Path
+) -> None:
+    ballast, out = tiny_disk / "ballast", tiny_disk / "store"
+    free = shutil.disk_usage(tiny_disk).free
+    messages = []
+    for room in range(8_000, 1_200_000, 120_000):
+        work = sum(path.stat().st_blocks * 512 for path in tiny_disk.rglob("*") if path.is_file() and path != ballast)
+        ballast.write_bytes(bytes(max(free - work - room, 0)))
+        try:
+            resume(corpus, out)
+        except UserError as error:
+            messages.append(str(error))
+            assert not out.exists()
+        else:
+            break
+        finally:
+            ballast.unlink()
+    assert len(messages) > 1
+    for message in messages:
+        assert "no room left (No space left on device)" in message
+        assert "give the same command again" in message
+    assert contents(out) == contents(whole)

@@ -1,0 +1,432 @@
+"""A handmade corpus through all stages: what is in the store, what is not and why, and that nobody who works on it
+leaves a trace."""
+
+import dataclasses
+import functools
+import gzip
+import json
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightscale.data_pipeline.executors import Workers
+from lightscale.data_pipeline.preparation.corpus import make_corpus
+from lightscale.data_pipeline.preparation.prepare import Options, prepare
+from lightscale.data_pipeline.preparation.report import unigram_entropy
+from lightscale.data_pipeline.preparation.units import split_of
+from lightscale.data_pipeline.store.token_store import TokenStore
+from lightscale.data_pipeline.tokenizers import SentencePieceTokenizer, TiktokenTokenizer, load_tokenizer
+from lightscale.errors import UserError
+
+LAYOUT = {"shard_tokens": 2**9, "chunk_tokens": 2**6}
+NO_DUPLICATES = {"exact": False, "near": False}
+SMALL_UNITS = Options(unit_bytes=3000)
+
+
+@pytest.fixture
+def words(tmp_path: Path, random_texts: Callable[..., list[str]]) -> Path:
+    """60 texts of code-like and Chinese words in files of all kinds, and what is not text."""
+    directory = tmp_path / "corpus"
+    directory.mkdir()
+    texts = random_texts(60, seed=4, max_words=120)
+    for number, text in enumerate(texts[:20]):
+        (directory / f"{number:02}.txt").write_bytes(text.encode())
+    lines = [json.dumps({"text": text}) for text in texts[20:40]]
+    (directory / "lines.jsonl").write_text("\n".join([*lines, "not json"]))
+    packed = [json.dumps({"text": text}) for text in texts[40:]]
+    (directory / "packed.jsonl.gz").write_bytes(gzip.compress("\n".join(packed).encode()))
+    (directory / "broken.txt").write_bytes(b"\xff broken")
+    (directory / "gone.txt").symlink_to("nowhere")
+    return directory
+
+
+@pytest.fixture
+def byte_tokens(tmp_path: Path, byte_tokenizer: TiktokenTokenizer) -> str:
+    """The path of a tokenizer whose tokens are bytes."""
+    directory = tmp_path / "bytes" / "tokenizer"
+    directory.mkdir(parents=True)
+    byte_tokenizer.save(directory)
+    return str(directory.parent)
+
+
+def prepare_words(corpus: Path, out: Path, options: Options = SMALL_UNITS, **keys: Any) -> dict[str, Any]:
+    table: dict[str, Any] = {"vocab_size": 400, "validation": 0.2, "duplicates": NO_DUPLICATES, **LAYOUT}
+    table |= {"sources": {"words": {"paths": [str(corpus)]}}} | keys
+    table = {key: value for key, value in table.items() if value is not None}
+    return prepare(make_corpus(table, origin="test"), out, options)
+
+
+def documents_of(store: TokenStore, source: str) -> list[str]:
+    tokenizer, opened = load_tokenizer(store.path), store.source(source)
+    spans = [opened.document(index) for index in range(opened.num_documents)]
+    assert all(opened.read(start, start + 1)[0] == tokenizer.eot_id for start, _ in spans)
+    return [tokenizer.decode(opened.read(*span)) for span in spans]
+
+
+def expected_texts(corpus: Path) -> dict[str, str]:
+    """Document id to text in the order of the files, without the modules under test."""
+    texts = {}
+    for path in sorted(corpus.iterdir()):
+        if path.name.endswith((".jsonl", ".jsonl.gz")):
+            raw = path.read_bytes()
+            offset = 0
+            for line in (gzip.decompress(raw) if path.suffix == ".gz" else raw).splitlines(keepends=True):
+                if line != b"not json":
+                    texts[f"corpus/{path.name}@{offset}"] = json.loads(line)["text"]
+                offset += len(line)
+        elif path.exists():
+            texts[f"corpus/{path.name}"] = path.read_bytes().decode(errors="replace")
+    return {name: text for name, text in texts.items() if text.strip()}
+
+
+def test_every_document_is_in_the_store_once_unchanged_and_in_order(words: Path, tmp_path: Path) -> None:
+    report = prepare_words(words, tmp_path / "store")
+    store = TokenStore(tmp_path / "store")
+    by_split: dict[str, list[str]] = {"train": [], "validation": []}
+    for name, text in expected_texts(words).items():
+        by_split[split_of(name, 0.2)].append(text)
+    assert all(by_split.values())
+    for name, split in (("words", "train"), ("words-validation", "validation")):
+        source = store.source(name)
+        assert source.split == split
+        assert documents_of(store, name) == by_split[split]
+        num_bytes = sum(len(text.encode()) for text in by_split[split])
+        assert report["sources"][name] == {
+            "documents": source.num_documents,
+            "bytes": num_bytes,
+            "tokens": source.num_tokens,
+            "bytes_per_token": num_bytes / source.num_tokens,
+        }
+    assert len(list((tmp_path / "store/words/tokens/c").iterdir())) > 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "store"]
+
+
+def test_problems_are_counted_once_and_reported(words: Path, tmp_path: Path) -> None:
+    report = prepare_words(words, tmp_path / "store")
+    assert {reason: problem["count"] for reason, problem in report["problems"].items()} == {
+        "invalid UTF-8 replaced": 1,
+        "line is not a JSON object": 1,
+        "unreadable file": 1,
+    }
+    assert TokenStore(tmp_path / "store").report() == report
+
+
+def same_files(first: Path, second: Path) -> bool:
+    names = sorted(path.relative_to(first) for path in first.rglob("*"))
+    if names != sorted(path.relative_to(second) for path in second.rglob("*")):
+        return False
+    files = [name for name in names if (first / name).is_file()]
+    return all((first / name).read_bytes() == (second / name).read_bytes() for name in files)
+
+
+def without(report: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in report.items() if key not in keys}
+
+
+def test_neither_workers_nor_units_leave_a_trace(words: Path, tmp_path: Path) -> None:
+    (words / "copy.txt").write_bytes((words / "07.txt").read_bytes())
+    duplicates = {"exact": True, "near": True}
+    prepare_words(words, tmp_path / "one", duplicates=duplicates)
+    for number in (2, 3):
+        crew = functools.partial(Workers, num_workers=number)
+        options = dataclasses.replace(SMALL_UNITS, make_crew=crew)
+        prepare_words(words, tmp_path / f"by {number}", options, duplicates=duplicates)
+        assert same_files(tmp_path / "one", tmp_path / f"by {number}")
+    reports = []
+    for unit_bytes in (500, 10**9):
+        out = tmp_path / f"units of {unit_bytes}"
+        reports.append(prepare_words(words, out, Options(unit_bytes=unit_bytes), duplicates=duplicates))
+        assert TokenStore(out).fingerprint() == TokenStore(tmp_path / "one").fingerprint()
+    few, many = reports[1]["units"], reports[0]["units"]
+    assert few == 1 < 20 < many
+    assert without(reports[0], "units") == without(reports[1], "units")
+
+
+def test_reported_entropy_is_that_of_the_tokens(words: Path, tmp_path: Path) -> None:
+    entropy = prepare_words(words, tmp_path / "store")["unigram_entropy_nats"]
+    store = TokenStore(tmp_path / "store")
+    streams = {source.split: source.read(0, source.num_tokens).tolist() for source in store.sources.values()}
+    frequencies = Counter(streams["train"])
+    total = len(streams["train"])
+    own = -sum(math.log(frequencies[token] / total) for token in streams["train"]) / total
+    assert entropy["train"] == pytest.approx(own, rel=1e-12)
+    learned = [math.log((frequencies[token] + 1) / (total + 400)) for token in streams["validation"]]
+    assert entropy["validation_under_train"] == pytest.approx(-sum(learned) / len(learned), rel=1e-12)
+    assert entropy["validation"] < entropy["validation_under_train"]
+
+
+def test_unigram_entropy_of_known_distributions() -> None:
+    assert unigram_entropy(np.full(8, 5)) == pytest.approx(math.log(8))
+    assert unigram_entropy(np.array([7, 0, 0])) == 0
+    assert unigram_entropy(np.array([1, 3])) == pytest.approx(0.25 * math.log(4) + 0.75 * math.log(4 / 3))
+    # Never seen while learning: one of (3 + 1) counts after one is added to each of the two.
+    assert unigram_entropy(np.array([0, 1]), np.array([2, 0])) == pytest.approx(math.log(4))
+
+
+def test_the_split_is_a_function_of_the_id_and_grows_with_the_share() -> None:
+    names = [f"corpus/{number}.txt" for number in range(5000)]
+    held_out = {share: {name for name in names if split_of(name, share) == "validation"} for share in (0.0, 0.02, 0.5)}
+    assert not held_out[0.0]
+    assert 60 < len(held_out[0.02]) < 140
+    assert held_out[0.02] < held_out[0.5]
+
+
+PROSE = (
+    "The ship that the captain of the harbour had been waiting for came in with the evening tide, and all of the "
+    "people who lived near the quay went down to see what it had brought from the islands of the south.",
+    "When the first snow of the winter had fallen on the roofs, the children were sent to the mill with a sledge, "
+    "because the miller had promised to grind the last of the barley for them before the river was frozen.",
+    "It is said that the old road over the pass was built by soldiers, and that the stones at the side of it were "
+    "set up to tell the way in fog; but nobody has found a letter or a date on any of them so far.",
+    "A clock that stops at the same hour every day is not broken in the common sense of the word, the watchmaker "
+    "explained, since whatever makes it stop keeps better time than the clock itself has ever been able to.",
+)
+CODE = "def add(first, second):\n    return first + second\n\n\nprint(add(1, 2))\n"
+
+
+@pytest.fixture
+def handmade(tmp_path: Path) -> dict[str, Any]:
+    """Two sources in which every stage leaves something out. PROSE[0] and [1] are copied over units and sources."""
+    records = [
+        {"text": PROSE[0]},
+        {"text": ""},
+        {"text": " \n\t\n"},
+        {"text": "too short"},
+        {"text": PROSE[1].replace("miller", "old miller")},
+        {"text": "bad \ud800 half. " + PROSE[2]},
+        {"body": "no text"},
+        {"text": PROSE[0]},
+    ]
+    (tmp_path / "prose.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "more.txt").write_text(PROSE[1] + "\r\n")
+    (tmp_path / "last.txt").write_text(PROSE[3])
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "a.py").write_text(CODE)
+    (tmp_path / "code" / "b.py").write_text(CODE)
+    (tmp_path / "code" / "c.txt").write_text(PROSE[0])
+    return {
+        "prose": {
+            "paths": [str(tmp_path / name) for name in ("prose.jsonl", "more.txt", "last.txt")],
+            "language": "en",
+            "filters": {"size": {"min": 20}, "terminal_punctuation": False, "replacement_characters": False},
+            "weight": 0.9,
+        },
+        "code": {
+            "paths": [str(tmp_path / "code")],
+            "language": "code",
+            "filters": {"size": {"min": 3}, "mean_line_length": False},
+            "weight": 0.1,
+        },
+    }
+
+
+def length(*texts: str) -> int:
+    return sum(len(text.encode(errors="surrogatepass")) for text in texts)
+
+
+def test_every_stage_counts_what_it_leaves_out(handmade: dict[str, Any], tmp_path: Path, byte_tokens: str) -> None:
+    table = {"tokenizer": byte_tokens, "sources": handmade, **LAYOUT}
+    report = prepare(make_corpus(table, origin="test"), tmp_path / "store", Options(unit_bytes=200))
+    assert report["units"] > 8
+    near, broken = PROSE[1].replace("miller", "old miller"), "bad \ufffd half. " + PROSE[2]
+    prose = report["corpus"]["prose"]["stages"]
+    empty, short = {"documents": 2, "bytes": 4}, {"documents": 1, "bytes": 9}
+    assert flow(prose) == {
+        "read": {
+            "documents": 9,
+            "bytes": length(*PROSE, PROSE[0], near, "bad \ud800 half. ", "\r\n \n\t\n too short") - 1,
+        },
+        "normalise": {"documents": 7, "bytes": length(*PROSE, PROSE[0], near, "bad \ufffd half. ", "\n") + 9},
+        "filter": {"documents": 6, "bytes": length(*PROSE, PROSE[0], near, "bad \ufffd half. ", "\n")},
+        "deduplicate": {"documents": 4, "bytes": length(PROSE[0], near, broken, PROSE[3])},
+        "tokenize": {
+            "documents": 4,
+            "bytes": length(PROSE[0], near, broken, PROSE[3]),
+            "tokens": length(PROSE[0], near, broken, PROSE[3]) + 4,
+        },
+    }
+    assert dropped(prose) == {
+        ("normalise", "empty document left out"): empty,
+        ("filter", "size"): short,
+        ("deduplicate", "exact duplicate"): {"documents": 1, "bytes": length(PROSE[0])},
+        ("deduplicate", "near duplicate"): {"documents": 1, "bytes": length(PROSE[1]) + 1},
+    }
+    assert prose["normalise"]["changed"] == {
+        "line end made LF": {"documents": 1, "times": 1},
+        "lone surrogate replaced": {"documents": 1, "times": 1},
+    }
+    code = report["corpus"]["code"]["stages"]
+    assert dropped(code) == {
+        ("deduplicate", "exact duplicate"): {"documents": 2, "bytes": length(CODE, PROSE[0])},
+    }
+    examples = code["deduplicate"]["dropped"]["exact duplicate"]["examples"]
+    assert examples == [
+        {"id": "code/b.py", "text": CODE, "like": "code/a.py"},
+        {"id": "code/c.txt", "text": PROSE[0][:100], "like": "prose.jsonl@0"},
+    ]
+    near_example = prose["deduplicate"]["dropped"]["near duplicate"]["examples"][0]
+    assert near_example["id"] == "more.txt"
+    assert near_example["like"].startswith("prose.jsonl@")
+    assert {reason: found["count"] for reason, found in report["problems"].items()} == {
+        "lone surrogate replaced": 1,
+        "no text in the field": 1,
+    }
+    store = TokenStore(tmp_path / "store")
+    assert documents_of(store, "prose") == [PROSE[0], near, broken, PROSE[3]]
+    assert documents_of(store, "code") == [CODE]
+    assert store.weights == {"prose": 0.9, "code": 0.1}
+    lengths = report["corpus"]["code"]["lengths"]
+    assert lengths[6] == sum(lengths) == 1  # 64 to 127 tokens
+    check_page((tmp_path / "store/report.html").read_text(), report)
+
+
+def flow(stages: dict[str, Any]) -> dict[str, Any]:
+    kept = {
+        name: {key: counts[key] for key in ("documents", "bytes")} for name, counts in stages.items() if name != "write"
+    }
+    kept["tokenize"]["tokens"] = stages["tokenize"]["tokens"]
+    return kept
+
+
+def dropped(stages: dict[str, Any]) -> dict[tuple[str, str], Any]:
+    return {
+        (stage, reason): {key: found[key] for key in ("documents", "bytes")}
+        for stage, counts in stages.items()
+        for reason, found in counts.get("dropped", {}).items()
+    }
+
+
+def check_page(page: str, report: dict[str, Any]) -> None:
+    """All that a person would look for is on it, and nothing from elsewhere."""
+    for word in ("prose", "filter: size", "near duplicate", "is like prose.jsonl@0", "90.00%", "no text in the field"):
+        assert word in page, word
+    assert "def add(first, second)" in page
+    assert f"{sum(source['tokens'] for source in report['sources'].values()):,} tokens" in page
+    assert not [word for word in ("<script", "http:", "https:", "src=") if word in page]
+
+
+def test_the_page_shows_text_as_text(tmp_path: Path, byte_tokens: str) -> None:
+    (tmp_path / "<b>.txt").write_text("<script>alert(1)</script> & so on")
+    (tmp_path / "good.txt").write_text("good")
+    sources = {
+        "a": {"paths": [str(tmp_path / "*.txt")], "language": "other", "filters": {"size": {"min": 2, "max": 3}}}
+    }
+    sources["b"] = {"paths": [str(tmp_path / "bytes/tokenizer")], "suffixes": [".json"]}
+    table = {"tokenizer": byte_tokens, "sources": sources, **LAYOUT}
+    prepare(make_corpus(table, origin="test"), tmp_path / "store")
+    page = (tmp_path / "store/report.html").read_text()
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; so on" in page
+    assert "&lt;b&gt;.txt" in page
+    assert "<script" not in page
+
+
+def test_duplicates_are_found_over_units_and_the_first_stays(tmp_path: Path, byte_tokens: str) -> None:
+    directory = tmp_path / "many"
+    directory.mkdir()
+    numbers = [index * 7 % 30 for index in range(200)]
+    for index, number in enumerate(numbers):
+        (directory / f"{index:03}.txt").write_text(f"This is text number {number}, {hash_words(number)}")
+    table = {"tokenizer": byte_tokens, "duplicates": {"near": False}, **LAYOUT}
+    table |= {"sources": {"many": {"paths": [str(directory)]}}}
+    report = prepare(make_corpus(table, origin="test"), tmp_path / "store", Options(unit_bytes=1000))
+    assert report["units"] > 20
+    stage = report["corpus"]["many"]["stages"]["deduplicate"]["dropped"]
+    assert stage["exact duplicate"]["documents"] == 170
+    assert documents_of(TokenStore(tmp_path / "store"), "many") == [
+        f"This is text number {number}, {hash_words(number)}" for number in numbers[:30]
+    ]
+
+
+def hash_words(number: int) -> str:
+    return " ".join(str(number * factor) for factor in range(1, 30))
+
+
+@pytest.mark.parametrize("from_model", [False, True])
+def test_the_tokenizer_of_another_store_can_be_taken(
+    words: Path, tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer, from_model: bool
+) -> None:
+    prepare_words(words, tmp_path / "first")
+    path = tmp_path / "first" / ("tokenizer/sentencepiece.model" if from_model else "")
+    report = prepare_words(words, tmp_path / "second", tokenizer=str(path), vocab_size=None, validation=0.0)
+    first, second = TokenStore(tmp_path / "first"), TokenStore(tmp_path / "second")
+    assert first.tokenizer == second.tokenizer
+    assert second.tokenizer.sha256 != sentencepiece_tokenizer.sha256
+    # Without validation there is one source.
+    assert list(second.sources) == ["words"]
+    assert list(report["unigram_entropy_nats"]) == ["train"]
+
+
+def test_progress_goes_through_the_steps_up_to_the_whole(words: Path, tmp_path: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    table = {"vocab_size": 400, "sources": {"words": {"paths": [str(words)]}}, **LAYOUT}
+    prepare(make_corpus(table, origin="test"), tmp_path / "store", SMALL_UNITS, lambda *step: seen.append(step))
+    steps = list(dict.fromkeys(name for name, _, _ in seen))
+    assert steps == [
+        "sample for the tokenizer",
+        "read, filter, tokenize",
+        "find exact duplicates",
+        "find near duplicates",
+        "count what stays",
+        "write shards",
+    ]
+    total = sum(path.stat().st_size for path in words.iterdir() if path.exists())
+    for step in steps[:2]:
+        done = [count for name, count, whole in seen if name == step and whole == total]
+        assert done[0] == 0
+        assert done == sorted(done)
+        assert done[-1] == total
+        assert len(set(done)) > 10
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"tokenizer": "no/such/path", "vocab_size": None}, r"tokenizer no/such/path: .* neither"),
+        ({"tokenizer": "tiktoken:cl99", "vocab_size": None}, "cl99"),
+        ({"vocab_size": 100_000}, "vocabulary size 100000: the corpus is too small"),
+        ({"sources": {"a": {"paths": ["no/such/directory"]}}}, "no/such/directory: No such file"),
+        ({"strict": True}, "unreadable file"),
+    ],
+)
+def test_mistakes_leave_nothing_behind(words: Path, tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+    options = Options(strict=bool(keys.pop("strict", False)))
+    with pytest.raises(UserError, match=message):
+        prepare_words(words, tmp_path / "store", options, **keys)
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+
+
+@pytest.mark.parametrize("tokenizer", ["sentencepiece", "given"])
+def test_a_corpus_with_nothing_in_it_says_what_was_seen(tmp_path: Path, byte_tokens: str, tokenizer: str) -> None:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "a.jsonl").write_text('{}\n[]\n{"text": "short"}\n')
+    (corpus / "empty.txt").write_text("")
+    table: dict[str, Any] = {"tokenizer": byte_tokens} if tokenizer == "given" else {}
+    table |= {"sources": {"a": {"paths": [str(corpus)], "language": "en"}}}
+    with pytest.raises(UserError, match="no document is left to train on: ") as caught:
+        prepare(make_corpus(table, origin="test"), tmp_path / "store")
+    for words in ("2 files read", "1 × no text in the field", "1 × line is not", "1 × size", "1 × empty document"):
+        assert words in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bytes", "corpus"]
+
+
+def test_an_empty_directory_is_an_empty_corpus(tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    table = {"sources": {"a": {"paths": [str(tmp_path / "corpus")]}}}
+    with pytest.raises(UserError, match="no document is left to train on: 0 files read"):
+        prepare(make_corpus(table, origin="test"), tmp_path / "store")
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+
+
+def test_an_existing_store_is_refused_before_any_work(words: Path, tmp_path: Path) -> None:
+    prepare_words(words, tmp_path / "store")
+    before = (tmp_path / "store/zarr.json").stat().st_mtime_ns
+    with pytest.raises(UserError, match="never overwritten"):
+        prepare_words(words, tmp_path / "store")
+    assert (tmp_path / "store/zarr.json").stat().st_mtime_ns == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "store"]

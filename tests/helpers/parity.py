@@ -1,0 +1,280 @@
+"""One rank against several: models, batches, and what a layout must reproduce. Loaded by path, on every rank."""
+
+import faulthandler
+import itertools
+import runpy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightscale.config.files import load
+from lightscale.config.schema import ModelConfig
+from lightscale.models.language_model import language_model_chunks, transformer_config
+from lightscale.models.registry import MIXERS
+from lightscale.parallel.engine import AdamW, Engine
+from lightscale.parallel.initialization import draw_weights, shard
+from lightscale.parallel.mesh import Mesh, start_mesh
+from lightscale.training.schedule import learning_rate
+
+tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tiny_engine.py"))))
+MicroBatch, named, whole, error = tiny.MicroBatch, tiny.named, tiny.whole, tiny.error
+collectives = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("collectives.py"))))
+
+MODELS = {
+    name: ModelConfig(
+        mixer=mixer,
+        # Five layers do not divide by two stages.
+        num_layers=5 if name == "hgrn2" else 4,
+        hidden_size=64,
+        num_heads=8,
+        intermediate_size=96,
+        vocab_size=128,
+        norm="rmsnorm" if name == "llama" else "srmsnorm",
+    )
+    for name, mixer in {**{name: name for name in MIXERS}, "hybrid": ["hgrn2", "llama"]}.items()
+}
+VOCAB_SIZE = 120  # the last 8 rows are padding
+TOKENS = 96
+ROWS = 2  # of a micro-batch
+CASE_TIMEOUT_S = 120
+SHIPPED = load(Path(__file__).parents[2] / "configs" / "quickstart.toml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model on a layout, written as "tnl tensor=2 sequence=2 exchange=ring"; data is the rest."""
+
+    model: str
+    tensor: int = 1
+    pipeline: int = 1
+    sequence: int = 1
+    virtual_stages: int = 1
+    exchange: str = "gather"
+    ranks_per_node: int | None = None
+    recompute: str = "none"
+    cuts: str = ""
+    """Where sequence ranks begin, like "0,50,51,51"; empty: equal stretches."""
+
+    @staticmethod
+    def of(text: str) -> "Case":
+        name, *options = text.split()
+        values: dict[str, Any] = dict(option.split("=") for option in options)
+        return Case(model=name, **{key: int(value) if value.isdigit() else value for key, value in values.items()})
+
+    def edges(self) -> list[int]:
+        if self.cuts:
+            return [*map(int, str(self.cuts).split(",")), TOKENS]
+        return [TOKENS * rank // self.sequence for rank in range(self.sequence + 1)]
+
+
+def whole_batches(step: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(tokens, loss mask, positions) of the micro-batches of a step, each with documents that end anywhere."""
+    generator = torch.Generator().manual_seed(step)
+    edge = TOKENS // 2
+    # On, before and behind the edge of sequence ranks; and many.
+    ends = [[{edge}, {edge - 1, TOKENS // 4}], [{edge + 1, 5, 6, 7, 30, 31, 60}, set()]]
+    batches = []
+    for ends_of_rows in ends:
+        tokens = torch.randint(0, VOCAB_SIZE, (ROWS, TOKENS + 1), generator=generator)
+        positions = torch.arange(TOKENS).repeat(ROWS, 1)
+        for row, ends_of_row in zip(positions, ends_of_rows, strict=True):
+            anywhere = int(torch.randint(1, TOKENS, (1,), generator=generator))
+            for cut in sorted({anywhere, *ends_of_row}):
+                row[cut:] = torch.arange(TOKENS - cut)
+        mask = (torch.rand(ROWS, TOKENS, generator=generator) > 0.2).float()
+        batches.append((tokens, mask, positions))
+    return batches
+
+
+def step_batches(step: int, mesh: Mesh, case: Case) -> list[Any]:
+    """This rank's share of a global batch of 4 sequences."""
+    edges = case.edges()
+    own = slice(edges[mesh.sequence_rank], edges[mesh.sequence_rank + 1])
+    lengths = tuple(stop - start for start, stop in itertools.pairwise(edges)) if case.cuts else None
+    return [
+        MicroBatch(
+            tokens=tokens[:, :-1][:, own],
+            labels=tokens[:, 1:][:, own],
+            loss_mask=mask[:, own],
+            positions=positions[:, own],
+            lengths=lengths,
+        )
+        for tokens, mask, positions in whole_batches(step)[mesh.data_rank :: mesh.data]
+    ]
+
+
+@contextmanager
+def engine_on(case: Case, rank: int, world_size: int, init_method: str, dtype: torch.dtype) -> Iterator[Engine]:
+    model = MODELS[case.model]
+    with start_mesh(
+        tensor=case.tensor,
+        pipeline=case.pipeline,
+        sequence=case.sequence,
+        virtual_stages=case.virtual_stages,
+        exchange=case.exchange,
+        ranks_per_node=case.ranks_per_node,
+        device="cpu",
+        rank=rank,
+        world_size=world_size,
+        init_method=init_method,
+        timeout_s=60,
+    ) as mesh:
+        config = transformer_config(model, mesh, dtype, recompute=case.recompute)
+        chunks = language_model_chunks(config, model, vocab_size=VOCAB_SIZE, mesh=mesh)
+        for chunk in chunks:
+            draw_weights(chunk, seed=0, tensor_rank=mesh.groups.tp.rank(), tensor_size=mesh.tensor)
+        yield Engine(
+            chunks, config, mesh, sequence_length=TOKENS, micro_batch_size=ROWS, adamw=AdamW(), position_buckets=4
+        )
+
+
+def weights(engine: Engine) -> dict[str, Tensor]:
+    return {name: whole(p, p.detach(), engine.mesh) for name, p in named(engine)}
+
+
+def gradients(engine: Engine) -> dict[str, Tensor]:
+    names = {id(parameter): name for name, parameter in named(engine)}
+    return {names[id(p)]: whole(p, gradient, engine.mesh) for _, p, gradient in engine.gradients()}
+
+
+def set_weights(engine: Engine, new: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in named(engine):
+            parameter.copy_(shard(new[name], parameter, engine.mesh.groups.tp.rank(), engine.mesh.tensor))
+    if engine.optimizer is not None:
+        engine.optimizer.reload_model_params()
+
+
+def disturbed(engine: Engine) -> dict[str, Tensor]:
+    """Initial weights of which no two heads, channels or layers have the same."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        name: weight + 0.1 * weight.abs().mean() * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+        for name, weight in sorted(weights(engine).items())
+    }
+
+
+@contextmanager
+def kept_logits(engine: Engine) -> Iterator[list[Tensor]]:
+    """Within it, this rank's logits (n, b, V / tensor) of every micro-batch; none but on the last stage."""
+    found: list[Tensor] = []
+
+    @torch.no_grad()
+    def keep(layer: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
+        # The call had labels and gave losses; without them the layer gives logits.
+        found.append(layer.forward(*inputs)[0].clone())
+
+    hooks = [chunk.output_layer.register_forward_hook(keep) for chunk in engine.chunks if chunk.post_process]
+    yield found
+    for hook in hooks:
+        hook.remove()
+
+
+def own_part(logits: Tensor, case: Case, mesh: Mesh) -> Tensor:
+    """This rank's tokens and columns of whole logits (n, b, V)."""
+    edges, columns = case.edges(), logits.size(2) // mesh.tensor
+    tokens = logits[edges[mesh.sequence_rank] : edges[mesh.sequence_rank + 1]]
+    first = mesh.groups.tp.rank() * columns
+    return tokens[..., first : first + columns]
+
+
+def record(
+    rank: int, world_size: int, init_method: str, path: str, dtype: torch.dtype, names: list[str], steps: int
+) -> None:
+    """The one-process run of each model: weights before, loss, logits and gradients of every step, and the end."""
+    runs = {}
+    for name in names:
+        case = Case(model=name)
+        with engine_on(case, rank, world_size, f"{init_method}-{name}", dtype) as engine:
+            set_weights(engine, disturbed(engine))
+            trajectory = []
+            for step in range(steps):
+                before, batches = weights(engine), step_batches(step, engine.mesh, case)
+                with kept_logits(engine) as logits:
+                    sums = engine.forward_backward(batches)
+                trajectory.append((before, sums, logits, gradients(engine)))
+                if engine.optimizer is not None:
+                    engine.step(learning_rate(SHIPPED.optimizer, step + 1, SHIPPED.total_steps))
+            runs[name] = (trajectory, weights(engine))
+    torch.save(runs, path)
+
+
+def follow(
+    rank: int, world_size: int, init_method: str, path: str, dtype: torch.dtype, cases: list[str]
+) -> dict[str, dict[str, Any]]:
+    """For each case: errors along the one-process run, by name; its collectives; and what its exchanges sent."""
+    runs = torch.load(path, weights_only=False)
+    found = {}
+    for number, text in enumerate(cases):
+        case = Case.of(text)
+        print(f"case: {text}", flush=True)  # shown with the traceback when it fails
+        faulthandler.dump_traceback_later(CASE_TIMEOUT_S, exit=True)  # of each case, instead of all together
+        trajectory, after = runs[case.model]
+        with (
+            collectives.recorded() as operations,
+            engine_on(case, rank, world_size, f"{init_method}-{number}", dtype) as engine,
+        ):
+            found[text] = _along(engine, case, trajectory)
+            if engine.optimizer is not None:
+                found[text]["errors"] |= _freely(engine, case, trajectory, after)
+        found[text]["collectives"] = dict(operations)
+    return found
+
+
+def _along(engine: Engine, case: Case, trajectory: list[Any], first_step: int = 0) -> dict[str, Any]:
+    """The weights of the one-process run before each step; a rank's own errors, the largest of all steps."""
+    mesh, exchange = engine.mesh, engine.mesh.exchange
+    errors: dict[str, float] = {}
+    calls = (0, 0)
+    for step, (before, expected, logits, expected_gradients) in enumerate(trajectory, first_step):
+        set_weights(engine, before)
+        batches = step_batches(step, mesh, case)
+        sent = (exchange.num_calls, exchange.payload_bytes) if exchange else (0, 0)
+        with kept_logits(engine) as own:
+            sums = engine.forward_backward(batches)
+        for place, output in enumerate(own):
+            part = own_part(logits[mesh.data_rank + place * mesh.data], case, mesh)
+            _raise(errors, "logits", error(output, part) if part.numel() else 0.0)
+        calls = (exchange.num_calls - sent[0], exchange.payload_bytes - sent[1]) if exchange else (0, 0)
+        _raise(errors, "loss", abs(sums.mean - expected.mean))
+        for (loss, count), (expected_loss, expected_count) in zip(sums.by_bucket, expected.by_bucket, strict=True):
+            assert count == expected_count
+            _raise(errors, "loss", abs(loss - expected_loss) / count)
+        for name, gradient in gradients(engine).items():
+            _raise(errors, f"gradient of {name}", error(gradient, expected_gradients[name]))
+        if engine.optimizer is not None:
+            norm = torch.stack([gradient.double().norm() for gradient in expected_gradients.values()]).norm()
+            _raise(errors, "gradient norm", error(torch.tensor(engine.step(0.0)), norm))
+    return {"errors": errors, "calls": calls[0], "payload_bytes": calls[1], "num_batches": len(batches)}
+
+
+def _freely(engine: Engine, case: Case, trajectory: list[Any], after: dict[str, Tensor]) -> dict[str, float]:
+    """The same steps with this layout's own weights from the first one's on."""
+    errors: dict[str, float] = {}
+    forget_moments(engine)
+    set_weights(engine, trajectory[0][0])
+    for step, (_, expected, _, _) in enumerate(trajectory):
+        sums = engine.forward_backward(step_batches(step, engine.mesh, case))
+        _raise(errors, "loss of the free run", abs(sums.mean - expected.mean))
+        engine.step(learning_rate(SHIPPED.optimizer, step + 1, SHIPPED.total_steps))
+    for name, weight in weights(engine).items():
+        _raise(errors, f"weight {name}", error(weight, after[name]))
+    return errors
+
+
+def forget_moments(engine: Engine) -> None:
+    assert engine.optimizer is not None
+    for part in engine.optimizer.chained_optimizers:
+        for state in part.optimizer.state.values():
+            for value in state.values():
+                value.zero_()
+
+
+def _raise(errors: dict[str, float], name: str, value: float) -> None:
+    errors[name] = max(errors.get(name, 0.0), value)

@@ -1,0 +1,188 @@
+"""Models written out with plain tensors, one document at a time, and the figures of built models to hold against them.
+
+What the architectures share is here: embedding, norms, gated linear unit, tied output layer, cross entropy. Each test
+brings its mixer as a function of one layer and one document. Nothing of the package's layers or kernels is used.
+Loaded by path (runpy), by pytest's process and by the one that builds the model: tests are no package.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightscale.config.schema import ModelConfig
+from lightscale.models.language_model import LanguageModel, transformer_config
+from lightscale.parallel.initialization import draw_weights, named_parameters
+from lightscale.parallel.mesh import start_mesh
+
+Weights = dict[str, Tensor]
+"""By their global names; those of a layer's mixer by the names they have in it."""
+Mix = Callable[[Tensor, Weights, int], Tensor]
+"""(normalised input (n, d) of one document, weights of the mixer and of the model, layer from 0) -> output (n, d)."""
+Encode = Callable[[Tensor, Weights], Tensor]
+"""What the model does to the embedded tokens (n, d) of one document before the first layer."""
+
+PADDING_ROWS = 4
+"""Rows of the embedding beyond the vocabulary in the models of these tests."""
+LENGTHS = [[1, 75, 2, 71], [149]]
+"""Tokens of each document of each row: a chunk of the kernels ends inside documents, and documents inside a chunk."""
+
+
+@contextmanager
+def built_model(
+    model: ModelConfig, init_method: str, dtype: torch.dtype = torch.float64, *, seed: int = 0
+) -> Iterator[LanguageModel]:
+    """``model`` on this one process, with its initial weights."""
+    with start_mesh(device="cpu", init_method=init_method, timeout_s=60) as mesh:
+        module = LanguageModel(
+            transformer_config(model, mesh, dtype), model, vocab_size=model.vocab_size - PADDING_ROWS, mesh=mesh
+        )
+        draw_weights(module, seed=seed, tensor_rank=0, tensor_size=1)
+        yield module
+
+
+def weights_of(module: torch.nn.Module) -> Weights:
+    return {name: weight.detach().clone() for name, weight in named_parameters(module)}
+
+
+@torch.no_grad()
+def disturb(module: torch.nn.Module, scale: float = 0.2) -> None:
+    """Make every weight differ from every other, those that begin alike (bounds, angles, norms) included."""
+    generator = torch.Generator().manual_seed(5)
+    for _, weight in named_parameters(module):
+        noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+        weight.add_((scale * noise).to(weight.dtype))
+
+
+def batch(model: ModelConfig, lengths: list[list[int]], seed: int = 0) -> dict[str, Tensor]:
+    """Rows of documents: tokens, labels and positions (b, n), and a weight for the loss of each token."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(lengths), sum(lengths[0]))
+    tokens, labels = torch.randint(0, model.vocab_size - PADDING_ROWS, (2, *shape), generator=generator)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    # Unequal, and 0 for some: a gradient that mixes tokens up cannot pass.
+    weight = torch.rand(shape, generator=generator, dtype=torch.float64).sub_(0.1).clamp_(min=0)
+    return {"tokens": tokens, "labels": labels, "positions": positions, "weight": weight}
+
+
+def figures(module: LanguageModel, rows: dict[str, Tensor]) -> dict[str, Any]:
+    """Logits, losses, and the gradient of the weighted loss in every parameter, of the built model."""
+    module.zero_grad()
+    losses = module(rows["tokens"], rows["positions"], rows["labels"])
+    (losses * rows["weight"]).sum().backward()
+    with torch.no_grad():
+        logits = module(rows["tokens"], rows["positions"])
+    gradients = {name: weight.grad for name, weight in named_parameters(module)}
+    return {"logits": logits, "losses": losses.detach(), "gradients": gradients, "weights": weights_of(module)}
+
+
+def initial_and_disturbed(
+    rank: int, world_size: int, init_method: str, model: ModelConfig, lengths: list[list[int]]
+) -> dict[str, Any]:
+    """Of a model built on one process: its initial weights, and the figures with others."""
+    with built_model(model, init_method) as module:
+        initial = weights_of(module)
+        disturb(module)
+        return {"initial": initial, **figures(module, batch(model, lengths))}
+
+
+def plain_figures(
+    model: ModelConfig, weights: Weights, rows: dict[str, Tensor], mix: Mix, encode: Encode | None = None
+) -> dict[str, Any]:
+    """The same figures of the plain model; fp64, each document by itself."""
+    leaves = {name: weight.double().clone().requires_grad_() for name, weight in weights.items()}
+    logits, losses = [], []
+    for tokens, positions, labels in zip(rows["tokens"], rows["positions"], rows["labels"], strict=True):
+        starts = [*(positions == 0).nonzero().flatten().tolist(), len(tokens)]
+        lengths = [stop - start for start, stop in pairwise(starts)]
+        row = torch.cat([document_logits(model, leaves, ids, mix, encode) for ids in tokens.split(lengths)])
+        used = row[:, : model.vocab_size - PADDING_ROWS]
+        logits.append(row)
+        losses.append(used.exp().sum(dim=1).log() - used[torch.arange(len(labels)), labels])
+    loss = (torch.stack(losses) * rows["weight"]).sum()
+    found = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+    gradients = dict(zip(leaves, found, strict=True))
+    return {"logits": torch.stack(logits).detach(), "losses": torch.stack(losses).detach(), "gradients": gradients}
+
+
+def document_logits(
+    model: ModelConfig, weights: Weights, tokens: Tensor, mix: Mix, encode: Encode | None = None
+) -> Tensor:
+    """tokens (n,) of one document -> (n, V)."""
+    embedding = weights["embedding.word_embeddings.weight"]
+    of_model = {name: weight for name, weight in weights.items() if ".layers." not in name}
+    x = embedding[tokens]
+    if encode is not None:
+        x = encode(x, weights)
+    for layer in range(model.num_layers):
+        block = f"decoder.layers.{layer}."
+        own = {name.removeprefix(block): weight for name, weight in weights.items() if name.startswith(block)}
+        of_mixer = {name.removeprefix("self_attention."): weight for name, weight in own.items()}
+        x = x + mix(norm(model, x, own.get("input_layernorm.weight")), of_model | of_mixer, layer)
+        x = x + gated_linear_unit(model, norm(model, x, own.get("pre_mlp_layernorm.weight")), own)
+    return norm(model, x, weights.get("decoder.final_layernorm.weight")) @ embedding.T
+
+
+def norm(model: ModelConfig, x: Tensor, weight: Tensor | None = None) -> Tensor:
+    """RMS norm over the last dim, with a weight or without."""
+    normalised = x / (x.square().mean(dim=-1, keepdim=True) + model.norm_eps).sqrt()
+    return normalised if weight is None else normalised * weight
+
+
+def gated_linear_unit(model: ModelConfig, x: Tensor, weights: Weights) -> Tensor:
+    """W_3 (act(W_1 x) * W_2 x); W_1 stands above W_2 in one matrix."""
+    first, second = (x @ weights["mlp.linear_fc1.weight"].T).split(model.intermediate_size, dim=-1)
+    if model.glu_activation == "silu":
+        first = silu(first)
+    return (first * second) @ weights["mlp.linear_fc2.weight"].T
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def heads(model: ModelConfig, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
+    """(n, d) -> three of (h, n, k): queries, and two vectors whose rows stand head by head in one projection."""
+    both = weights["fv_proj.weight" if "fv_proj.weight" in weights else "kv_proj.weight"]
+    second, third = torch.einsum(
+        "nd, hpkd -> phnk", x, both.view(model.num_heads, 2, model.head_dim, model.hidden_size)
+    )
+    first = torch.einsum("nd, hkd -> hnk", x, weights["q_proj.weight"].view(model.num_heads, -1, model.hidden_size))
+    return first, second, third
+
+
+def concatenated(o: Tensor) -> Tensor:
+    """(h, n, v) -> (n, h v)."""
+    return o.transpose(0, 1).flatten(1)
+
+
+def gated_output(model: ModelConfig, o: Tensor, x: Tensor, weights: Weights) -> Tensor:
+    """W_o (norm(concat o) * sigmoid(x W_down W_up)); o (h, n, v), x (n, d), the mixer's input."""
+    gate = x @ weights["gate_down.weight"].T @ weights["gate_up.weight"].T
+    return (norm(model, concatenated(o)) / (1 + torch.exp(-gate))) @ weights["out_proj.weight"].T
+
+
+def toeplitz(x: Tensor, weights: Weights) -> Tensor:
+    """Toeplitz positional encoding, the stream x + y (n, d): y_t[c] = Σ_τ (Σ_r γ[c, r] λ_r^τ) x_{t-τ}[c]."""
+    logit, gamma = weights["embedding.tpe.decay_logit"], weights["embedding.tpe.gamma"]
+    distance = torch.arange(len(x))[:, None] - torch.arange(len(x))
+    powers = torch.where(distance[..., None] >= 0, torch.sigmoid(logit) ** distance.clamp(min=0)[..., None], 0.0)
+    return x + torch.einsum("tsr, cr, sc -> tc", powers, gamma, x)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """RMSE(difference) / RMSE(expected)."""
+    return float(((found.double() - expected).norm() / expected.norm()).detach())
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-10) -> None:
+    """Logits, losses, and the gradient of every parameter, none of which may be zero."""
+    for name in ("logits", "losses"):
+        assert error(found[name], expected[name]) < tolerance, name
+    assert found["gradients"].keys() == expected["gradients"].keys()
+    for name, gradient in expected["gradients"].items():
+        assert gradient.norm() > 0, name
+        assert error(found["gradients"][name], gradient) < tolerance, name

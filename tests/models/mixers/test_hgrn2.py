@@ -1,0 +1,187 @@
+"""HGRN2 against its recurrence, one token at a time, and at the ends of its forget gates."""
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightscale.config.schema import ModelConfig
+from lightscale.kernels.lightning import lightning_attention_reference
+from lightscale.models.layers.context import SequenceContext
+from lightscale.models.mixers.hgrn2 import log_forget, lower_bounds
+
+plain = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "plain_models.py")))
+
+MODEL = ModelConfig(mixer="hgrn2", num_layers=3, hidden_size=27, num_heads=3, intermediate_size=37, vocab_size=101)
+TABLE = "lower_bounds.table"
+OUT_PROJ = "decoder.layers.1.self_attention.out_proj.weight"
+EXTREME = 100.0
+TOKENS = 130
+RunRanks = Callable[..., list[Any]]
+
+
+def plain_bounds(table: Tensor) -> Tensor:
+    """β (l, d): softmax over the layers, summed up, minus the first row."""
+    share = table.exp() / table.exp().sum(dim=0)
+    return torch.stack([share[: layer + 1].sum(dim=0) - share[0] for layer in range(len(table))])
+
+
+def mix(x: Tensor, weights: dict[str, Tensor], layer: int) -> Tensor:
+    q, f, v = plain.heads(MODEL, x, weights)
+    bound = plain_bounds(weights[TABLE])[layer].view(MODEL.num_heads, 1, MODEL.head_dim)
+    forget = bound + (1 - bound) * torch.sigmoid(f)
+    S, outputs = torch.zeros(MODEL.num_heads, MODEL.head_dim, MODEL.head_dim, dtype=x.dtype), []
+    for t in range(len(x)):
+        S = forget[:, t, :, None] * S + (1 - forget[:, t, :, None]) * v[:, t, None, :]
+        outputs.append(torch.einsum("hkv, hk -> hv", S, plain.silu(q[:, t])))
+    o = plain.concatenated(torch.stack(outputs, dim=1))
+    return plain.norm(MODEL, o) @ weights["out_proj.weight"].T
+
+
+def forget_rows(mixer: Any) -> Tensor:
+    """The rows (h, k, d) of the projection that give the forget gates."""
+    return mixer.fv_proj.weight.view(MODEL.num_heads, 2, MODEL.head_dim, MODEL.hidden_size)[:, 0]
+
+
+def without_forget_projection(module: Any) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor]:
+    """Input, output, projections and β of the second layer's mixer with W_f = 0: f is the same at all tokens."""
+    mixer = module.decoder.layers[1].self_attention
+    x = torch.randn(TOKENS, 2, MODEL.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        # One β for all channels: then it is one decay per head.
+        module.lower_bounds.table.copy_(torch.tensor([[0.3], [0.5], [-0.1]]))
+        forget_rows(mixer).zero_()
+        bounds = module.lower_bounds()
+        out = mixer.mix(x, SequenceContext.of(torch.arange(TOKENS).repeat(2, 1), lower_bounds=bounds))
+    names = ("fv_proj.weight", "q_proj.weight")
+    return x, out, {name: mixer.get_parameter(name).detach().clone() for name in names}, bounds
+
+
+def extremes(module: Any) -> dict[str, Any]:
+    """Outputs and gradients of all layers' mixers when forget gates are as good as 0 or 1, by channel and token."""
+    dtype = module.lower_bounds.table.dtype
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(TOKENS, 2, MODEL.hidden_size, generator=generator).to(dtype)
+    # The first channel of the input is the sign of the logits of a token, the weights of the gates are their size.
+    x[:, :, 0] = torch.randint(0, 2, (TOKENS, 2), generator=generator) * 2 - 1
+    signs = torch.randint(0, 2, (MODEL.num_heads, MODEL.head_dim), generator=generator) * 2 - 1
+    x.requires_grad_()
+    found: dict[str, Any] = {}
+    for layer, block in enumerate(module.decoder.layers):
+        mixer = block.self_attention
+        with torch.no_grad():
+            forget_rows(mixer).zero_()
+            forget_rows(mixer)[:, :, 0] = EXTREME * signs
+        module.zero_grad()
+        x.grad = None
+        context = SequenceContext.of(torch.arange(TOKENS).repeat(2, 1), lower_bounds=module.lower_bounds())
+        out = mixer.mix(x, context)
+        out.square().sum().backward()
+        table, projection = module.lower_bounds.table.grad, mixer.fv_proj.weight.grad
+        found[f"layer {layer}"] = {"out": out.detach(), "x": x.grad, "table": table.clone(), "fv_proj": projection}
+    return found
+
+
+def measure(rank: int, world_size: int, init_method: str) -> dict[str, Any]:
+    with plain.built_model(MODEL, f"{init_method}-1") as module:
+        found: dict[str, Any] = {"initial": plain.weights_of(module)}
+        plain.disturb(module)
+        found |= plain.figures(module, plain.batch(MODEL, plain.LENGTHS))
+        found["fixed"] = without_forget_projection(module)
+    for number, dtype in enumerate((torch.float32, torch.float64)):
+        with plain.built_model(MODEL, f"{init_method}-{dtype}-{number}", dtype) as module:
+            found[str(dtype)] = extremes(module)
+    return found
+
+
+@pytest.fixture(scope="module")
+def built(run_ranks: RunRanks) -> dict[str, Any]:
+    (found,) = run_ranks(measure, 1)
+    return dict(found)
+
+
+def test_the_model_is_the_plain_one(built: dict[str, Any]) -> None:
+    plain.assert_equal(built, plain.plain_figures(MODEL, built["weights"], plain.batch(MODEL, plain.LENGTHS), mix))
+
+
+def test_bounds_begin_in_equal_steps_from_zero(built: dict[str, Any]) -> None:
+    table = built["initial"][TABLE]
+    assert torch.equal(table, torch.ones(MODEL.num_layers, MODEL.hidden_size, dtype=torch.float64))
+    expected = torch.tensor([[0.0], [1 / 3], [2 / 3]], dtype=torch.float64).expand(3, MODEL.hidden_size)
+    torch.testing.assert_close(lower_bounds(table), expected, rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 5])
+def test_bounds_rise_with_the_layer_and_are_exactly_zero_in_the_first(num_layers: int) -> None:
+    table = torch.randn(num_layers, 7, generator=torch.Generator().manual_seed(0)).mul_(3).requires_grad_()
+    bounds = lower_bounds(table)
+    assert torch.equal(bounds[0], torch.zeros(7))
+    assert (bounds.diff(dim=0) > 0).all()
+    assert (bounds < 1).all()
+    torch.testing.assert_close(bounds.double(), plain_bounds(table.double()), rtol=1e-5, atol=1e-7)
+    # Whatever comes back at the first layer's bound, which is a constant, reaches no row.
+    (gradient,) = torch.autograd.grad(bounds[0].sum() * 1e38 * 10, table)
+    assert torch.equal(gradient, torch.zeros_like(table))
+
+
+def test_a_fixed_forget_gate_is_tnl_with_scaled_keys(built: dict[str, Any]) -> None:
+    x, out, weights, bounds = built["fixed"]
+    decay = float(bounds[1, 0] + (1 - bounds[1, 0]) / 2)
+    log_decay = torch.full((MODEL.num_heads,), decay, dtype=torch.float64).log()
+    for row in range(x.size(1)):
+        q, _, v = (y.transpose(0, 1)[None] for y in plain.heads(MODEL, x[:, row], weights))
+        k = torch.full_like(q, 1 - decay)
+        o, _ = lightning_attention_reference(plain.silu(q), k, v, log_decay)
+        expected = plain.norm(MODEL, o[0].flatten(1)) @ built["weights"][OUT_PROJ].T
+        assert plain.error(out[:, row], expected) < 1e-10
+
+
+LOGITS = [-1e4, -EXTREME, -90.0, -87.0, -50.0, -20.0, -1.0, 0.0, 1.0, 20.0, 50.0, 87.0, EXTREME, 1e4]
+BOUNDS = [0.0, 1e-30, 1e-6, 0.2, 0.5, 0.8, 1 - 1e-6]
+
+
+def forget_in_fp64(logits: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
+    """log f and 1 - f: f = (1 + β e^-x) / (1 + e^-x), 1 - f = (1 - β) / (1 + e^x); log1p(f - 1) where f is near 1."""
+    zero = torch.zeros_like(logits)
+    log_f = torch.logaddexp(zero, bounds.log() - logits) - torch.logaddexp(zero, -logits)
+    key = (1 - bounds) * torch.exp(-torch.logaddexp(zero, logits))
+    return torch.where(key < 0.1, torch.log1p(-key), log_f), key
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_forget_gates_are_accurate_at_both_ends(dtype: torch.dtype) -> None:
+    bounds = torch.tensor(BOUNDS, dtype=dtype)
+    logits = torch.tensor(LOGITS, dtype=dtype)[:, None].expand(-1, len(BOUNDS)).contiguous()
+    found = log_forget(logits, bounds)
+    expected = forget_in_fp64(logits.double(), bounds.double())
+    for ours, theirs in zip(found, expected, strict=True):
+        # What is below the smallest normal number may be 0.
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5 if dtype == torch.float32 else 1e-10, atol=2e-38)
+    assert (found[0] <= 0).all()
+
+
+def test_gradients_of_forget_gates_are_finite_at_both_ends() -> None:
+    for dtype in (torch.float32, torch.float64):
+        bounds = torch.tensor(BOUNDS, dtype=dtype, requires_grad=True)
+        logits = torch.tensor(LOGITS, dtype=dtype)[:, None].expand(-1, len(BOUNDS)).contiguous().requires_grad_()
+        log_f, key = log_forget(logits, bounds)
+        found = torch.autograd.grad(1e3 * log_f.sum() + key.sum(), [logits, bounds])
+        assert all(gradient.isfinite().all() for gradient in found)
+        # d log f / dx = (1 - β) sigmoid(x) sigmoid(-x) / f: at most 1, and 1 where only the sigmoid is left of f.
+        assert found[0].abs().max() <= 1e3 + 1
+        torch.testing.assert_close(found[0][:5, 0], torch.full((5,), 1e3, dtype=dtype))
+
+
+def test_extreme_forget_gates_in_a_mixer(built: dict[str, Any]) -> None:
+    for layer, expected in built["torch.float64"].items():
+        for name, found in built["torch.float32"][layer].items():
+            assert found.isfinite().all(), f"{name} of {layer}"
+            if name == "table" and layer == "layer 0":
+                assert torch.equal(found, torch.zeros_like(found))
+            else:
+                assert plain.error(found, expected[name]) < 1e-5, f"{name} of {layer}"

@@ -1,0 +1,65 @@
+"""LLaMA against full matrices of attention, with rotations as products of complex numbers."""
+
+import math
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightscale.config.schema import ModelConfig, ParallelConfig
+from lightscale.errors import UserError
+from lightscale.models.registry import check_mixers
+
+plain = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "plain_models.py")))
+
+SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 30, "num_heads": 3, "intermediate_size": 37, "vocab_size": 101}
+MODEL = ModelConfig(mixer="llama", norm="rmsnorm", glu_activation="silu", **SHAPE)
+RunRanks = Callable[..., list[Any]]
+
+
+def rotated(x: Tensor) -> Tensor:
+    """(h, n, k) at positions 0 … n - 1: channel i is the real part and i + k/2 the imaginary part of a number."""
+    half = x.size(-1) // 2
+    angles = 10000.0 ** (-2 * torch.arange(half, dtype=torch.float64) / (2 * half))
+    phases = torch.arange(x.size(-2), dtype=torch.float64)[:, None] * angles
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(phases), phases)
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def mix(x: Tensor, weights: dict[str, Tensor], layer: int) -> Tensor:
+    q, k, v = plain.heads(MODEL, x, weights)
+    scores = rotated(q) @ rotated(k).mT / math.sqrt(MODEL.head_dim)
+    weight = torch.where(torch.ones_like(scores).tril() > 0, scores.exp(), 0.0)
+    o = weight / weight.sum(dim=-1, keepdim=True) @ v
+    return plain.concatenated(o) @ weights["out_proj.weight"].T
+
+
+@pytest.fixture(scope="module")
+def built(run_ranks: RunRanks) -> dict[str, Any]:
+    (found,) = run_ranks(plain.initial_and_disturbed, 1, MODEL, plain.LENGTHS)
+    return dict(found)
+
+
+def test_the_model_is_the_plain_one(built: dict[str, Any]) -> None:
+    expected = plain.plain_figures(MODEL, built["weights"], plain.batch(MODEL, plain.LENGTHS), mix)
+    plain.assert_equal(built, expected)
+
+
+def test_norms_begin_with_ones(built: dict[str, Any]) -> None:
+    norms = {name: weight for name, weight in built["initial"].items() if "norm" in name}
+    assert len(norms) == 2 * MODEL.num_layers + 1
+    assert all(torch.equal(weight, torch.ones(MODEL.hidden_size)) for weight in norms.values())
+
+
+def test_an_odd_head_width_is_refused() -> None:
+    shape = {**SHAPE, "hidden_size": 33}
+    with pytest.raises(
+        UserError, match=r"model\.hidden_size = 33 and model\.num_heads = 3 .* model\.hidden_size = 36$"
+    ):
+        check_mixers(ModelConfig(mixer=["tnl", "llama"], **shape), ParallelConfig())
+    check_mixers(ModelConfig(mixer="tnl", **shape), ParallelConfig())

@@ -1,0 +1,211 @@
+"""The search of layouts against trying all of them with `check_layout`, and the command that shows it."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightscale import cli
+from lightscale.config.files import load
+from lightscale.config.layout import check_layout
+from lightscale.config.schema import RunConfig
+from lightscale.errors import UserError
+from lightscale.models.registry import MIXERS
+from lightscale.planning.hardware import H100, with_settings
+from lightscale.planning.search import Fixed, best_layouts
+from lightscale.planning.step_cost import CostModel
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+K = 1024
+FREE = Fixed()
+
+
+def config(name: str, *overrides: str) -> RunConfig:
+    return load(CONFIGS / f"{name}.toml", overrides)
+
+
+def allowed(gpus: int, length: int, *, batches: range) -> set[tuple[int, ...]]:
+    """(tensor, pipeline, sequence, data) that run with one of the `batches`, tensor ranks within a node."""
+    found = set()
+    degrees = [degree for degree in range(1, gpus + 1) if gpus % degree == 0]
+    for tensor, pipeline, sequence in itertools.product(degrees, repeat=3):
+        if tensor > 8 or gpus % (tensor * pipeline * sequence):
+            continue
+        axes = [f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}", f"parallel.sequence={sequence}"]
+        shape = ["model.vocab_size=512", f"data.sequence_length={length}", "train.micro_batch_size=1"]
+        for batch in batches:
+            run = config("tnl-tiny", *shape, *axes, f"train.global_batch_size={batch}")
+            try:
+                data = check_layout(run, gpus).data
+            except UserError:
+                continue
+            found.add((tensor, pipeline, sequence, data))
+    return found
+
+
+def test_all_layouts_that_run_are_found() -> None:
+    """16 GPUs, 16 sequences of 64 tokens a step, 10 % more or less: 15 to 17."""
+    run = config(
+        "tnl-tiny", "model.vocab_size=512", "data.sequence_length=64", "train.micro_batch_size=1",
+        "train.global_batch_size=16",
+    )  # fmt: skip
+    found = best_layouts(run, nodes=2, sequence_length=64, hardware=H100, fixed=FREE)
+    layouts = {(one.layout.tensor, one.layout.pipeline, one.layout.sequence, one.layout.data) for one in found}
+    assert layouts == allowed(16, 64, batches=range(15, 18))
+    assert len(layouts) > 10
+
+
+@pytest.mark.parametrize(("name", "nodes", "length"), [("tnl-1b", 2, 256), ("llama-7b", 4, 64), ("lightnet-7b", 3, 8)])
+def test_found_layouts_run_and_are_in_order(name: str, nodes: int, length: int) -> None:
+    found = best_layouts(config(name), nodes=nodes, sequence_length=length * K, hardware=H100, fixed=FREE)
+    tokens = config(name).tokens_per_step
+    for one in found[:20]:
+        layout = one.layout
+        run = config(
+            name, f"parallel.tensor={layout.tensor}", f"parallel.pipeline={layout.pipeline}",
+            f"parallel.sequence={layout.sequence}", f"parallel.exchange={one.exchange}",
+            f"train.recompute={one.recompute}", f"data.sequence_length={one.sequence_length}",
+            f"train.global_batch_size={one.global_batch_size}",
+        )  # fmt: skip
+        assert check_layout(run, 8 * nodes) == layout
+        assert abs(run.tokens_per_step - tokens) <= 0.1 * tokens
+    fit = [one.tokens_per_s for one in found if one.fits]
+    assert fit and fit == sorted(fit, reverse=True)
+    assert all(one.fits for one in found[: len(fit)])
+    assert {one.fits for one in found} == {one.memory.total_bytes <= 73.6 * 2**30 for one in found} | {True}
+
+
+def test_no_more_is_recomputed_than_memory_wants() -> None:
+    run = config("tnl-1b")
+    for one in best_layouts(run, nodes=1, sequence_length=64 * K, hardware=H100, fixed=FREE):
+        model = CostModel(run, 64 * K, H100)
+        less = {"none": [], "selective": ["none"], "full": ["none", "selective"]}[one.recompute]
+        assert not any(model.predict(one.layout, recompute=r, exchange=one.exchange).fits for r in less)  # type: ignore[arg-type]
+
+
+def test_what_is_fixed_stays() -> None:
+    fixed = Fixed.parse("tensor=2,recompute=full,exchange=ring")
+    found = best_layouts(config("tnl-1b"), nodes=2, sequence_length=64 * K, hardware=H100, fixed=fixed)
+    assert len(found) > 3
+    assert {(one.layout.tensor, one.recompute, one.exchange) for one in found} == {(2, "full", "ring")}
+    fixed = Fixed.parse("tensor=1,pipeline=1,sequence=4,exchange=gather")
+    (one,) = best_layouts(config("tnl-1b"), nodes=1, sequence_length=64 * K, hardware=H100, fixed=fixed)
+    assert (one.layout.data, one.layout.rank_sequence_tokens) == (2, 16 * K)
+
+
+def test_an_axis_that_a_mixer_cannot_be_split_on_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MIXERS["tnl"], "axes", frozenset({"data", "pipeline"}))
+    found = best_layouts(config("tnl-1b"), nodes=1, sequence_length=8 * K, hardware=H100, fixed=FREE)
+    assert {(one.layout.tensor, one.layout.sequence) for one in found} == {(1, 1)}
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    assert cli.main(["plan", *arguments]) == code
+    return capsys.readouterr().out
+
+
+def test_json_of_many_points(capsys: pytest.CaptureFixture[str]) -> None:
+    out = plan(capsys, str(CONFIGS / "tnl-1b.toml"), "--nodes", "1..2,3", "--length", "8K,64K", "--json")
+    record: dict[str, Any] = json.loads(out)
+    assert record["predicted"] is True
+    points = [(point["nodes"], point["gpus"], point["sequence_length"]) for point in record["points"]]
+    assert points == [(n, 8 * n, length) for n in (1, 2, 3) for length in (8 * K, 64 * K)]
+    assert record["hardware"]["numbers"]["nic_gbytes_s"]["value"] == 50
+    assert all(number["source"] for number in record["hardware"]["numbers"].values())
+    best = record["points"][0]["layouts"][0]
+    expected = best_layouts(config("tnl-1b"), nodes=1, sequence_length=8 * K, hardware=H100, fixed=FREE)[0]
+    assert best["layout"] == {"tensor": 1, "pipeline": 1, "sequence": 1, "data": 8}
+    assert (best["global_batch_size"], best["step_s"]) == (480, expected.step_s)
+    assert best["tokens_per_s_per_gpu"] == pytest.approx(480 * 8 * K / best["step_s"] / 8)
+    seconds = best["seconds"]
+    assert best["compute_s"] + best["exposed_s"] == pytest.approx(best["step_s"])
+    assert sum(seconds[name] for name in ("products_s", "operators_s", "elementwise_s")) < best["step_s"]
+    assert best["memory"]["total_bytes"] == expected.memory.total_bytes
+
+
+def test_people_see_a_prediction_and_what_it_rests_on(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(CONFIGS / "tnl-1b.toml")
+    out = plan(capsys, path, "--nodes", "8", "--length", "1M", "--set", "nic_gbytes_s=25")
+    for words in (
+        "predicted, not measured",
+        "1·1·32·2",
+        "sequence: states",
+        "of 73.6 that may be filled",
+        "train.recompute=none data.sequence_length=1048576",
+        "given by --set",
+        "assumed",
+        "pipeline: 1F1B",
+    ):
+        assert words in " ".join(out.split()), words
+    table = plan(capsys, path, "--nodes", "1,2", "--length", "2M..4M")
+    assert table.count("does not fit") == 1
+    assert "matrix products" not in table.split("assumed of the hardware")[0]
+
+
+def test_settings_change_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(CONFIGS / "tnl-7b.toml"), "--nodes", "8", "--length", "8K", "--layout", "tensor=8", "--json"]
+    steps = []
+    for setting in ([], ["--set", "nvlink_gbytes_s=45"], ["--hardware", "a100"]):
+        record = json.loads(plan(capsys, *arguments, *setting))
+        steps.append(record["points"][0]["layouts"][0]["step_s"])
+    assert steps[0] < steps[1] and 2 * steps[0] < steps[2]
+
+
+def test_exit_code_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(CONFIGS / "llama-7b.toml"), "--nodes", "1", "--length", "4M"]
+    out = plan(capsys, *arguments, code=1)
+    assert "does not fit" in out
+    assert json.loads(plan(capsys, *arguments, "--json", code=1))["points"][0]["layouts"][0]["fits"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--nodes", "0"], ["--nodes", "'0'", "1..128"]),
+        (["--nodes", "8..2"], ["--nodes 8..2", "2..8 would do"]),
+        (["--nodes", "1", "--length", "8Q"], ["--length", "'8Q'", "8K"]),
+        (["--length", "8K"], ["--length", "--nodes 1 would do"]),
+        (["--layout", "tensor=2"], ["--layout", "--nodes"]),
+        (["--set", "nic_gbytes_s=1"], ["--set", "--nodes"]),
+        (["--nodes", "1", "--processes", "8"], ["--processes 8", "--nodes 1", "one rank per GPU"]),
+        (["--nodes", "1", "--layout", "tensor"], ["--layout tensor", "number of ranks"]),
+        (["--nodes", "1", "--layout", "tensor=0"], ["--layout tensor=0", "tensor=2"]),
+        (["--nodes", "1", "--layout", "context=2"], ["--layout context=2", "tensor, pipeline, sequence, data"]),
+        (["--nodes", "1", "--layout", "recompute=all"], ["recompute", "none, selective, full"]),
+        (["--nodes", "1", "--layout", "tensor=8"], ["model.num_heads = 4", "parallel.tensor = 8"]),
+        (["--nodes", "1", "--layout", "pipeline=8"], ["model.num_layers = 4", "parallel.pipeline = 4 would do"]),
+        (["--nodes", "1", "--layout", "sequence=3"], ["8 processes", "parallel.sequence = 3"]),
+        (["--nodes", "1", "--layout", "tensor=2,data=8"], ["8 processes", "parallel.data = 8"]),
+        (["--nodes", "3", "--layout", "sequence=24"], ["data.sequence_length = 512", "parallel.sequence = 24"]),
+        (
+            [
+                "--nodes",
+                "3",
+                "--length",
+                "384",
+                "--layout",
+                "sequence=12,tensor=1,exchange=two_level",
+                "train.micro_batch_size=1",
+            ],
+            ["two_level", "gather"],
+        ),
+        (["--nodes", "4096"], ["32768 GPUs", "train.global_batch_size"]),
+        (["--nodes", "1", "--set", "nic=1"], ["--set nic=1", "it knows"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else "",
+)
+def test_impossible_requests_are_named(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", str(CONFIGS / "tnl-tiny.toml"), *arguments]) == UserError.EXIT_CODE
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    for word in words:
+        assert word in printed.err
+
+
+def test_settings_survive_in_a_copy() -> None:
+    twice = with_settings(with_settings(H100, ["nic_gbytes_s=25"]), ["hop_us=5"])
+    assert sorted(twice.sources) == ["hop_us", "nic_gbytes_s"]

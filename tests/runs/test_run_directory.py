@@ -1,0 +1,316 @@
+import json
+import multiprocessing
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightscale.config.files import load
+from lightscale.config.schema import RunConfig
+from lightscale.errors import UserError
+from lightscale.runs.run_directory import LineWriter, RunDirectory, read_lines, read_metrics, write_atomically
+
+MakeConfig = Callable[..., RunConfig]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "runs" / "first")
+
+
+def events(run: RunDirectory) -> list[tuple[int, str]]:
+    return [(line["attempt"], line["event"]) for line in read_lines(run.events)]
+
+
+def test_a_new_run_stores_its_resolved_configuration(run: RunDirectory, tiny_config: MakeConfig) -> None:
+    config = tiny_config("optimizer.lr=2e-4")
+    assert run.create_or_open(config)
+    assert load(run.config) == config
+    assert [path.name for path in run.path.parent.iterdir()] == ["first"], "nothing is left beside it"
+    assert run.attempt == 0
+    assert run.read_status() is None
+
+
+def test_the_same_configuration_opens_the_run_again(run: RunDirectory, tiny_config: MakeConfig) -> None:
+    assert run.create_or_open(tiny_config())
+    stored = run.config.read_bytes()
+    assert not run.create_or_open(tiny_config())
+    assert run.config.read_bytes() == stored
+    assert events(run) == []
+
+
+def test_another_configuration_is_refused_with_both_values(run: RunDirectory, tiny_config: MakeConfig) -> None:
+    run.create_or_open(tiny_config())
+    stored = run.config.read_bytes()
+    with pytest.raises(UserError) as caught:
+        run.create_or_open(tiny_config("optimizer.lr=0.5", "model.hidden_size=128", "metrics.log_every=7"))
+    message = str(caught.value)
+    assert str(run.path) in message
+    assert "optimizer.lr: 0.001 there, 0.5 now" in message
+    assert "model.hidden_size: 64 there, 128 now" in message
+    assert "metrics" not in message, "that alone would do no harm"
+    assert run.config.read_bytes() == stored
+    assert events(run) == []
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "metrics.log_every=10",
+        "metrics.tensorboard=false",
+        "checkpoint.every=7",
+        "checkpoint.keep=5",
+        "parallel.tensor=2",
+        "parallel.sequence=2",
+        "train.device=cpu",
+        "train.micro_batch_size=2",
+        "train.profile_steps=[1,2]",
+        "train.steps=8",
+        "train.tokens=4096",
+        "data.store=elsewhere",
+        'data.validation.held.source="held"',
+    ],
+)
+def test_harmless_changes_are_stored_and_recorded(run: RunDirectory, tiny_config: MakeConfig, override: str) -> None:
+    run.create_or_open(tiny_config())
+    run.begin_attempt()
+    config = tiny_config(override)
+    assert not run.create_or_open(config)
+    assert load(run.config) == config
+    start, changed = read_lines(run.events)
+    assert (start["attempt"], changed["attempt"], changed["event"]) == (1, 2, "configuration_changed")
+    key = override.partition("=")[0]
+    assert key in changed["changes"]
+    assert changed["changes"][key]["before"] != changed["changes"][key]["now"]
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "key"),
+    [
+        ([], ["train.steps=3"], "train.steps"),
+        ([], ["train.tokens=700"], "train.tokens"),
+        (["optimizer.schedule=cosine"], ["optimizer.schedule=cosine", "train.steps=8"], "train.steps"),
+        ([], ["train.seed=1"], "train.seed"),
+        ([], ["train.precision=bf16"], "train.precision"),
+        ([], ["train.global_batch_size=8"], "train.global_batch_size"),
+        ([], ["data.sources={text=1.0}"], "data.sources"),
+    ],
+)
+def test_changes_that_make_another_run_are_refused(
+    run: RunDirectory, tiny_config: MakeConfig, first: list[str], then: list[str], key: str
+) -> None:
+    run.create_or_open(tiny_config(*first))
+    with pytest.raises(UserError, match=key):
+        run.create_or_open(tiny_config(*then))
+
+
+@pytest.mark.parametrize(("step", "is_allowed"), [(2, True), (3, False)])
+def test_wsd_may_be_longer_until_its_decay_begins(
+    run: RunDirectory, tiny_config: MakeConfig, step: int, is_allowed: bool
+) -> None:
+    schedule = ["optimizer.schedule=wsd", "optimizer.decay_steps=2"]
+    run.create_or_open(tiny_config(*schedule))
+    with LineWriter(run.metrics) as writer:
+        writer.write({"step": step, "attempt": 1, "tokens": 256 * step})
+    longer = tiny_config(*schedule, "train.steps=9")
+    if is_allowed:
+        assert not run.create_or_open(longer)
+    else:
+        with pytest.raises(UserError, match=r"train\.steps: 4 there, 9 now"):
+            run.create_or_open(longer)
+
+
+def test_a_directory_of_other_files_is_refused(run: RunDirectory, tiny_config: MakeConfig) -> None:
+    run.path.mkdir(parents=True)
+    (run.path / "thesis.txt").write_text("precious")
+    with pytest.raises(UserError, match=r"no run directory.*--run"):
+        run.create_or_open(tiny_config())
+    assert [path.name for path in run.path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, tiny_config: MakeConfig) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"run directory .*file/run: .*file: File exists"):
+        RunDirectory(tmp_path / "file" / "run").create_or_open(tiny_config())
+
+
+def test_of_two_that_create_at_once_one_does(tmp_path: Path, tiny_config: MakeConfig, tiny_run: Path) -> None:
+    code = f"""
+import sys, time
+from lightscale.config.files import load
+from lightscale.runs.run_directory import RunDirectory
+config = load({str(tiny_run)!r}, ["train.seed=" + sys.argv[2]])
+run = RunDirectory(sys.argv[1])
+time.sleep(max(0.0, float(sys.argv[3]) - time.time()))
+try:
+    print("created" if run.create_or_open(config) else "opened")
+except ValueError as error:
+    print("refused" if "train.seed" in str(error) else error)
+"""
+    moment = str(time.time() + 2.5)
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    racers = [subprocess.Popen([*command, str(seed), moment], stdout=subprocess.PIPE, text=True) for seed in range(4)]
+    said = [racer.communicate(timeout=60)[0].strip() for racer in racers]
+    assert sorted(said) == ["created", "refused", "refused", "refused"]
+    assert load(tmp_path / "run" / "config.toml").train.seed == said.index("created")
+
+
+def test_attempts_are_counted_and_the_old_status_goes(run: RunDirectory, tiny_config: MakeConfig) -> None:
+    run.create_or_open(tiny_config())
+    assert run.begin_attempt(world_size=2) == 1
+    run.event("checkpoint", step=3)
+    run.write_status("resumable", reason="SIGTERM", step=3, tokens=768)
+    assert run.begin_attempt() == 2
+    assert run.read_status() is None
+    run.event("checkpoint", step=6)
+    assert run.begin_attempt("rollback", step=3) == 3
+    assert run.attempt == 3
+    assert events(run) == [(1, "start"), (1, "checkpoint"), (2, "start"), (2, "checkpoint"), (3, "rollback")]
+    first = read_lines(run.events)[0]
+    assert first["world_size"] == 2
+    assert first["time"].endswith("+00:00")
+
+
+def test_a_finished_run_may_be_made_longer(run: RunDirectory, tiny_config: MakeConfig) -> None:
+    config = tiny_config()
+    run.create_or_open(config)
+    assert not run.is_finished(config)
+    run.write_status("resumable", reason="SIGINT", step=2, tokens=512)
+    assert not run.is_finished(config)
+    run.write_status("finished", reason="all steps are done", step=4, tokens=1024)
+    assert run.is_finished(config)
+    assert not run.is_finished(tiny_config("train.steps=5"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"status": "finished"}',
+        '{"status": "done", "reason": "", "step": 1, "tokens": 1, "time": ""}',
+    ],
+)
+def test_a_damaged_status_is_named(run: RunDirectory, tiny_config: MakeConfig, text: str) -> None:
+    run.create_or_open(tiny_config())
+    run.status.write_text(text)
+    with pytest.raises(UserError, match=r"status\.json"):
+        run.read_status()
+
+
+def test_replacing_a_file_never_shows_a_part(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    texts = ["a" * 100_000, "b" * 50_000]
+    write_atomically(path, texts[0])
+    context = multiprocessing.get_context("fork")
+    writer = context.Process(target=_replace, args=(path, texts))
+    writer.start()
+    seen = set()
+    while writer.is_alive():
+        seen.add(path.read_text())
+    writer.join()
+    assert seen == set(texts)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["status.json"]
+
+
+def _replace(path: Path, texts: list[str]) -> None:
+    for turn in range(200):
+        write_atomically(path, texts[turn % 2])
+
+
+def lines(*values: dict[str, Any]) -> str:
+    return "".join(json.dumps(value) + "\n" for value in values)
+
+
+def test_the_last_attempt_of_a_step_counts(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        lines(
+            {"step": 1, "attempt": 1, "loss": 5.0},
+            {"step": 2, "attempt": 1, "loss": 4.0},
+            {"step": 2, "attempt": 1, "validation": {"a": 1}},
+            {"step": 3, "attempt": 1, "loss": 3.0, "validation": {"a": 2}},
+            {"step": 2, "attempt": 2, "loss": 4.5},
+            {"step": 2, "attempt": 2, "validation": {"a": 3}},
+        )
+    )
+    assert read_metrics(path) == [
+        {"step": 1, "attempt": 1, "loss": 5.0},
+        {"step": 2, "attempt": 2, "loss": 4.5, "validation": {"a": 3}},
+        {"step": 3, "attempt": 1, "loss": 3.0, "validation": {"a": 2}},
+    ]
+
+
+def test_a_torn_last_line_is_not_read_and_goes_when_writing_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    whole = lines({"step": 1, "attempt": 1}, {"step": 2, "attempt": 1})
+    for torn in ("{", '{"step": 3, "att', lines({"step": 3, "attempt": 1}).rstrip("\n"), "x" * 200_000):
+        path.write_text(whole + torn)
+        assert [line["step"] for line in read_metrics(path)] == [1, 2]
+        with LineWriter(path) as writer:
+            writer.write({"step": 3, "attempt": 2})
+        assert path.read_text() == whole + lines({"step": 3, "attempt": 2})
+    path.write_text("{torn")
+    with LineWriter(path) as writer:
+        writer.write({"step": 1, "attempt": 1})
+    assert path.read_text() == lines({"step": 1, "attempt": 1})
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "attempt": 1}\n{"st\n{"step": 2, "attempt": 1}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2: not a JSON object"):
+        read_metrics(path)
+
+
+def test_numbers_survive_exactly_and_what_json_lacks_is_null(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    loss = 2.0**-1074 + 0.1
+    with LineWriter(path) as writer:
+        writer.write({"step": 1, "attempt": 1, "loss": loss, "nan": float("nan"), "list": [float("inf"), 1.5]})
+    (line,) = read_metrics(path)
+    assert line == {"step": 1, "attempt": 1, "loss": loss, "nan": None, "list": [None, 1.5]}
+
+
+def test_progress_is_that_of_the_newest_line(run: RunDirectory, tiny_config: MakeConfig) -> None:
+    run.create_or_open(tiny_config())
+    assert run.progress() == (0, 0)
+    run.metrics.write_text("")
+    assert run.progress() == (0, 0)
+    long = {"step": 7, "attempt": 1, "tokens": 70, "note": "x" * 200_000}
+    run.metrics.write_text(lines({"step": 6, "attempt": 1, "tokens": 60}, long) + '{"step": 8')
+    assert run.progress() == (7, 70)
+
+
+def test_reading_while_another_process_writes(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    context = multiprocessing.get_context("fork")
+    writer = context.Process(target=_write_lines, args=(path, 3000))
+    writer.start()
+    lengths = []
+    while writer.is_alive():
+        steps = [line["step"] for line in read_metrics(path)]
+        assert steps == list(range(1, len(steps) + 1))
+        lengths.append(len(steps))
+    writer.join()
+    assert writer.exitcode == 0
+    assert lengths == sorted(lengths)
+    assert len(set(lengths)) > 2, "it read while the file grew"
+    assert len(read_metrics(path)) == 3000
+
+
+def _write_lines(path: Path, count: int) -> None:
+    with LineWriter(path) as writer:
+        for step in range(1, count + 1):
+            writer.write({"step": step, "attempt": 1, "text": "x" * (step % 977)})
+            time.sleep(1e-5)
+
+
+def test_log_directories_are_numbered(run: RunDirectory, tiny_config: MakeConfig) -> None:
+    run.create_or_open(tiny_config())
+    assert [run.new_log_directory().name for _ in range(2)] == ["launch-0001", "launch-0002"]

@@ -1,0 +1,239 @@
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightscale import cli
+from lightscale.config.schema import RunConfig
+from lightscale.errors import UserError
+from lightscale.runs.lock import RunLock
+from lightscale.runs.run_directory import LineWriter, RunDirectory, timestamp
+from lightscale.runs.runs_command import RunSummary, summarize
+
+MakeRun = Callable[..., RunDirectory]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, tiny_config: Callable[..., RunConfig]) -> MakeRun:
+    """`make_run("name", steps=3)`: a run of 4 steps that has started and made `steps` of them."""
+
+    def make_run(name: str, *, steps: int = 3) -> RunDirectory:
+        run = RunDirectory(tmp_path / "runs" / name)
+        run.create_or_open(tiny_config())
+        run.begin_attempt()
+        with LineWriter(run.metrics) as writer:
+            for step in range(1, steps + 1):
+                line = {"step": step, "attempt": 1, "time": timestamp(), "tokens": 256 * step}
+                writer.write({**line, "loss": 5.0 - step, "step_s": 0.5, "tokens_per_s": 500.0 + step})
+        return run
+
+    return make_run
+
+
+def is_quiet_since(run: RunDirectory, age_s: float) -> None:
+    then = time.time() - age_s
+    for path in (run.config, run.events, run.metrics):
+        os.utime(path, (then, then))
+
+
+def summary(run: RunDirectory) -> RunSummary:
+    return summarize(run, time.time())
+
+
+def table(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["runs", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def lock(run: RunDirectory, *, host: str | None, number: int = 7) -> Path:
+    path = run.path / "lock" / f"{number:06d}"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("" if host is None else json.dumps({"host": host, "process": 1}))
+    return path
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Locked by another process, as long as it lives."""
+    code = "import fcntl, sys; fcntl.flock(f := open(sys.argv[1]), fcntl.LOCK_EX); print('held', flush=True); input()"
+    holder = subprocess.Popen([sys.executable, "-c", code, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdin is not None and holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == b"held\n"
+        yield
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+def test_what_a_run_is_like(make_run: MakeRun) -> None:
+    found = summary(make_run("first"))
+    assert found.run.endswith("runs/first")
+    assert (found.step, found.total_steps, found.tokens, found.loss) == (3, 4, 768, 2.0)
+    assert found.tokens_per_s == 502.0, "the median"
+    assert found.goodput is not None and found.goodput.steps == 3
+    assert found.last_event == "start"
+    assert found.last_event_age_s == pytest.approx(0, abs=30)
+    assert found.active == pytest.approx(time.time(), abs=30)
+
+
+@pytest.mark.parametrize("status", ["finished", "resumable", "stopped"])
+def test_how_it_ended_is_its_state(make_run: MakeRun, status: Any) -> None:
+    run = make_run("first")
+    run.write_status(status, reason="SIGTERM", step=3, tokens=768)
+    found = summary(run)
+    assert (found.state, found.note) == (status, "" if status == "finished" else "SIGTERM")
+
+
+@pytest.mark.parametrize(("age_s", "step_s", "state"), [(200, 1, "running"), (400, 1, "dead"), (400, 30, "running")])
+def test_without_a_lock_silence_is_death(make_run: MakeRun, age_s: float, step_s: float, state: str) -> None:
+    run = make_run("first")
+    with LineWriter(run.metrics) as writer:
+        for step in range(4, 30):
+            writer.write({"step": step, "attempt": 1, "tokens": 0, "step_s": step_s})
+    is_quiet_since(run, age_s)
+    assert summary(run).state == state
+
+
+def test_a_run_that_never_started_is_new(make_run: MakeRun, tiny_config: Callable[..., RunConfig]) -> None:
+    run = RunDirectory(make_run("first").path.parent / "second")
+    run.create_or_open(tiny_config())
+    found = summary(run)
+    assert (found.state, found.step, found.goodput, found.last_event) == ("new", 0, None, None)
+
+
+def test_a_process_that_holds_the_lock_runs_it(make_run: MakeRun) -> None:
+    run = make_run("first")
+    path = lock(run, host=socket.gethostname())
+    with held(path):
+        is_quiet_since(run, 1e6)
+        assert summary(run).state == "running", "however long it is quiet"
+        run.write_status("resumable", reason="", step=3, tokens=1)
+        assert summary(run).state == "running", "it is about to start the ranks again"
+        run.status.unlink()
+    is_quiet_since(run, 0)
+    assert summary(run).state == "dead", "it died a moment ago"
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # looking at it has left no lock
+
+
+def test_the_lock_that_jobs_take_is_understood(make_run: MakeRun) -> None:
+    run = make_run("first")
+    is_quiet_since(run, 1e6)
+    with RunLock(run):
+        assert summary(run).state == "running"
+    assert summary(run).state == "dead"
+
+
+def test_a_lock_of_another_machine_lives_as_long_as_it_is_renewed(make_run: MakeRun) -> None:
+    run = make_run("first")
+    is_quiet_since(run, 1e6)
+    path = lock(run, host="elsewhere")
+    assert summary(run).state == "running"
+    os.utime(path, (time.time() - 90, time.time() - 90))
+    assert summary(run).state == "dead"
+    path.write_text("{")
+    assert summary(run).state == "running", "just written, by nobody knows whom"
+    lock(run, host=None, number=8)
+    assert summary(run).state == "dead", "given back"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("config.toml", "[model", "config.toml"),
+        ("config.toml", "\udcff", "config.toml"),
+        ("config.toml", None, "config.toml"),
+        ("metrics.jsonl", "{\n", "metrics.jsonl:1: not a JSON object"),
+        ("metrics.jsonl", '{"step_s": 1, "attempt": 1}\n', "step = None"),
+        ("events.jsonl", '{"event": 7}\n', "without a name"),
+        ("events.jsonl", '{"event": "other", "time": 7}\n', "time = 7"),
+        ("status.json", "{", "status.json"),
+    ],
+)
+def test_a_damaged_run_is_shown_as_such(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str], file: str, text: str | None, words: str
+) -> None:
+    run = make_run("first")
+    make_run("second")
+    if text is None:
+        (run.path / file).unlink()
+    else:
+        (run.path / file).write_bytes(text.encode("utf-8", "surrogateescape"))
+    found = summary(run)
+    assert found.state == "damaged"
+    assert words in found.note
+    shown = table(capsys, str(run.path.parent))
+    assert f"{run.path}: {found.note}" in shown
+    assert "500" not in found.note and shown.count("3/4") == 1, "the other one is there"
+
+
+def test_newest_activity_comes_first(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, age_s in (("old", 9000), ("new", 10), ("older", 90000)):
+        is_quiet_since(make_run(name), age_s)
+    folder = make_run("new").path.parent
+    (folder / "notes").mkdir()
+    (folder / ".draft").mkdir()
+    (folder / ".draft" / "config.toml").write_text("")
+    assert cli.main(["runs", str(folder), "--json"]) == 0
+    records = json.loads(capsys.readouterr().out)
+    assert [Path(one["run"]).name for one in records] == ["new", "old", "older"]
+    assert records[1]["state"] == "dead"
+    assert records[1]["goodput"]["lost_steps"] == 0
+    assert records[1]["goodput"]["effective_s"] == 1.5
+
+
+def test_people_get_a_table(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run("first")
+    run.event("failed", reason="killed")
+    run.write_status("stopped", reason="given up", step=3, tokens=768)
+    shown = table(capsys, str(run.path.parent))
+    (row,) = [line for line in shown.splitlines() if "3/4" in line]
+    for word in ("runs/first", "stopped", "3/4", "2.0000", "502", "failed"):
+        assert word in row
+    assert "runs/first: given up" in shown
+    assert "steps that count" not in shown
+
+
+def test_one_run_shows_where_its_time_went(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run("first")
+    run.event("checkpoint", step=3, stall_s=0.25)
+    run.event("checkpoint_failed", step=3)
+    shown = table(capsys, str(run.path))
+    lines = {line.strip().partition("  ")[0]: line for line in shown.splitlines()}
+    assert "1.5 s" in lines["steps that count"] and "3 steps" in lines["steps that count"]
+    assert "0.25 s" in lines["saves"] and "1 done, 1 failed" in lines["saves"]
+
+
+def test_the_default_is_the_folder_runs(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(make_run("first").path.parent.parent)
+    assert "runs/first" in table(capsys)
+
+
+@pytest.mark.parametrize(
+    ("place", "words"), [("nowhere", "does not exist"), ("file", "is a file"), ("empty", "has no runs")]
+)
+def test_a_wrong_place_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str, words: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["runs", str(tmp_path / place)]) == UserError.EXIT_CODE
+    printed = capsys.readouterr()
+    assert f"{tmp_path / place} {words}" in printed.err
+    assert printed.out == ""
+
+
+def test_it_does_not_wait_for_torch(tmp_path: Path) -> None:
+    code = "import sys, lightscale.runs.runs_command; print('torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert shown.stdout == "False\n"
