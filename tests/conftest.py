@@ -4,7 +4,6 @@ import importlib.util
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,14 +51,6 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         # Kernels run in Triton's interpreter there. It reads this when a kernel is defined.
         os.environ.setdefault("TRITON_INTERPRET", "1")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """`.ci/run` has a limit of time: what would begin after TESTS_UNTIL (seconds since the epoch) is skipped."""
-    until = os.environ.get("TESTS_UNTIL")
-    if until and time.time() > float(until):
-        pytest.skip("the time for tests is over (TESTS_UNTIL)")
 
 
 @pytest.fixture
