@@ -32,7 +32,7 @@ def tools() -> Iterator[SimpleNamespace]:
 
 
 def tiles_of(operator: str) -> Any:
-    return import_module(f"lightscale.kernels.{operator}.triton_tiling")
+    return import_module(f"lightscale.kernels.{operator}.triton.tiling")
 
 
 def bench_of(tools: SimpleNamespace, ms: Callable[[], float]) -> Any:
@@ -124,8 +124,8 @@ class Recorder:
 
 
 OPERATORS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    "lightning": (lightning_attention, ("scan_states", "attend", "fold_spans")),
-    "gla": (gla, ("prepare", "scan_states", "attend", "fold_spans", "gradients")),
+    "lightning": (lightning_attention, ("scan_states", "attend", "fold_splits")),
+    "gla": (gla, ("prepare", "scan_states", "attend", "fold_splits", "gradients")),
     "lightnet": (
         lightnet_attention,
         ("scan_states", "weigh", "outputs", "query_gradients", "scan_cotangents", "key_gradients", "value_gradients"),

@@ -1,4 +1,4 @@
-"""The pieces of ``chunked.py`` for a decay per head and token (B, T, H): those of ``../gla``, whose channels share it.
+"""The passes of ``chunked.py`` for a decay per head and token (B, T, H): those of ``../gla``, whose channels share it.
 
 There are no angles beside such decays.
 """

@@ -1,4 +1,4 @@
-"""Gated linear attention: the chunked form and its pieces against the fp64 recurrence, with every gradient."""
+"""Gated linear attention: the chunked form and its passes against the fp64 recurrence, with every gradient."""
 
 import runpy
 from dataclasses import dataclass, replace
@@ -190,10 +190,10 @@ def test_only_steep_chunks_are_computed_by_halves() -> None:
     logs[1, 0, 1, 5, 2] = -61.0
     logs[2, 1, 0, :, 3] = -59.0 / 16
     logs[2, 1, 1, :, 0] = -61.0 / 16
-    found = decays.Decays.of(logs, decays.chunk_sums(16, logs)).steep
+    found = decays.GLADecays.of(logs, decays.chunk_sums(16, logs)).steep
     assert found is not None
     assert found.chunks.tolist() == [1 * 4 + 1, 2 * 4 + 3]
-    assert decays.Decays.of(logs[:1], decays.chunk_sums(16, logs)).steep is None
+    assert decays.GLADecays.of(logs[:1], decays.chunk_sums(16, logs)).steep is None
 
 
 def test_equals_the_full_matrix() -> None:
@@ -229,7 +229,7 @@ DOCUMENTS = {
     "chunk edge": [[64], []],
     "one before": [[63], [127]],
     "one after": [[65], [129]],
-    "group edge": [[96, 192], [95, 193]],
+    "batch edge": [[96, 192], [95, 193]],
     "one-token documents": [[63, 64, 65, 66], [1, 2, 3, 199]],
     "many in a chunk": [[3, 5, 6, 20, 21, 40, 130], [70, 75, 80, 127, 128, 150]],
     "every chunk edge": [[*range(16, 200, 16)], [*range(16, 200, 16)]],
@@ -239,13 +239,13 @@ DOCUMENTS = {
 
 
 @pytest.fixture
-def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of six chunks, so that rows of 200 tokens have several."""
-    monkeypatch.setattr("lightscale.kernels.gla.grid._GROUP_ELEMENTS", 1)
-    monkeypatch.setattr("lightscale.kernels.gla.grid._GROUP_TOKENS", 96)
+    monkeypatch.setattr("lightscale.kernels.gla.chunk_batches._BATCH_ELEMENTS", 1)
+    monkeypatch.setattr("lightscale.kernels.gla.chunk_batches._BATCH_TOKENS", 96)
 
 
-@pytest.mark.usefixtures("small_groups")
+@pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize("starts", DOCUMENTS.values(), ids=DOCUMENTS.keys())
 @pytest.mark.parametrize("with_state", [True, False], ids=["state", "zero-state"])
 def test_documents_equal_recurrence(starts: list[list[int]], with_state: bool) -> None:
@@ -257,7 +257,7 @@ def test_documents_equal_recurrence(starts: list[list[int]], with_state: bool) -
     assert all(not results["dlog_decay"][place].any() for place in unused)
 
 
-@pytest.mark.usefixtures("small_groups")
+@pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize("starts", DOCUMENTS.values(), ids=DOCUMENTS.keys())
 def test_documents_equal_separate_runs(starts: list[list[int]]) -> None:
     """Every document by itself: also a check of how the reference treats boundaries."""
@@ -315,7 +315,7 @@ def restrict(case: Case, begin: int, end: int) -> tuple[Case, Tensor]:
 
 
 def run_over_ranks(case: Case, cuts: list[int]) -> Results:
-    """The pieces as sequence parallelism composes them, with a rank for each part between two cuts."""
+    """The passes as sequence parallelism composes them, with a rank for each part between two cuts."""
     zero = torch.zeros_like(case.dstate)
     state = zero if case.initial_state is None else case.initial_state
     ranks = []
@@ -360,7 +360,7 @@ CUTS = {
     [None, [[64], [63, 130]], [[65, 66, 67, 199], []]],
     ids=["whole", "documents", "short documents"],
 )
-def test_pieces_compose_over_ranks(cuts: list[int], starts: list[list[int]] | None) -> None:
+def test_passes_compose_over_ranks(cuts: list[int], starts: list[list[int]] | None) -> None:
     case = make_case(2, 200, (12, 8), kinds=("usual", "f = 1", "steep or not", "strong", "forgets"), starts=starts)
     assert_close(run_over_ranks(case, cuts), run(case, "oracle"), 1e-10)
 
@@ -379,7 +379,7 @@ def test_no_tokens() -> None:
     assert state_bwd(case.q, case.do, case.log_decay).shape == state.shape
 
 
-def test_pieces_over_many_spans_in_fp32() -> None:
+def test_passes_over_many_batches_in_fp32() -> None:
     """D is a sum over the row: in fp32 it must not drift where every decay is almost 1."""
     case = make_case(1, 50_000, (2, 2), kinds=("f near 1", "usual"), with_state=False)
     log_decay = case.log_decay.float()

@@ -1,4 +1,4 @@
-"""Additive decay: the chunked form and its pieces against the fp64 recurrence, with every gradient."""
+"""Additive decay: the chunked form and its passes against the fp64 recurrence, with every gradient."""
 
 import runpy
 from collections.abc import Callable
@@ -19,7 +19,8 @@ from lightscale.kernels.lightnet import (
     Angles,
     LightNetState,
     StateCotangent,
-    carried_cotangent,
+    exchanged_cotangent,
+    factors,
     grad_bwd,
     lightnet_attention,
     lightnet_attention_reference,
@@ -29,7 +30,6 @@ from lightscale.kernels.lightnet import (
     plain_cotangent,
     state_bwd,
     state_fwd,
-    telescope,
 )
 from lightscale.kernels.lightnet.state import by_row
 
@@ -247,7 +247,7 @@ def where_fresh(fresh: Tensor, state: LightNetState) -> LightNetState:
 
 
 def run_over_ranks(case: Case, cuts: list[int]) -> Results:
-    """The pieces as sequence parallelism composes them, with a rank for each part between two cuts."""
+    """The passes as sequence parallelism composes them, with a rank for each part between two cuts."""
     state = case.state or case.empty
     ranks = []
     for begin, end in pairwise([0, *cuts, case.q.shape[1]]):
@@ -260,7 +260,7 @@ def run_over_ranks(case: Case, cuts: list[int]) -> Results:
         assert error(leaving.z, state.z) < 1e-10 and error(leaving.S, state.S) < 1e-10
         ranks.append((s, fresh, before, local, through, entering, o))
 
-    cotangent = carried_cotangent(state, case.dz, case.dS)
+    cotangent = exchanged_cotangent(state, case.dz, case.dS)
     gradients: list[tuple[Tensor, Tensor, Tensor]] = []
     for s, fresh, before, local, through, entering, _ in reversed(ranks):
         inputs = (s.q, s.k, s.v, s.angles, s.do, entering)
@@ -297,7 +297,7 @@ CUTS = {
     [(None, True, 1.0), (None, False, 30.0), ([[64], [63, 130]], True, 30.0), ([[65, 66, 67, 199], []], False, 1.0)],
     ids=["whole", "whole, empty, wild", "documents, wild", "short documents, empty"],
 )
-def test_pieces_compose_over_ranks(
+def test_passes_compose_over_ranks(
     cuts: list[int], starts: list[list[int]] | None, with_state: bool, scale: float
 ) -> None:
     case = make_case(2, 200, (12, 8), starts=starts, with_state=with_state, scale=scale)
@@ -442,8 +442,8 @@ def test_documents_of_other_levels_in_one_chunk() -> None:
 
 def chunk_lengths(k: Tensor) -> list[int]:
     z = torch.full((k.shape[0], *k.shape[2:]), -torch.inf)
-    cut = telescope.spans(k, z, None, width=8, chunk_size=64, dtype=torch.float32)
-    return [span.cut.chunk_tokens for span in cut for _ in range(span.cut.num_chunks)]
+    cut = factors.chunk_batches(k, z, None, width=8, chunk_size=64, dtype=torch.float32)
+    return [batch.cut.chunk_tokens for batch in cut for _ in range(batch.cut.num_chunks)]
 
 
 def test_chunks_are_halved_where_z_rises_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,7 +455,7 @@ def test_chunks_are_halved_where_z_rises_too_far(monkeypatch: pytest.MonkeyPatch
     assert chunk_lengths(wild.k) == [64, 32, 4, 4, 8, 16, 64]
 
     expected = run(wild.to(torch.float64, torch.float64), "oracle")
-    monkeypatch.setattr(telescope, "_LEAST_WEIGHT", 0.0)
+    monkeypatch.setattr(factors, "_LEAST_WEIGHT", 0.0)
     broken = run(wild)
     assert not error(broken["o"], expected["o"]) < 1e-3
 

@@ -16,8 +16,8 @@ from lightscale.kernels.lightnet import (
     Angles,
     LightNetState,
     StateCotangent,
-    carried_cotangent,
     empty_state,
+    exchanged_cotangent,
     lightnet_attention,
     lightnet_noncausal,
     merge,
@@ -284,7 +284,7 @@ def test_the_share_that_passes_is_the_adjoint_of_merging() -> None:
     dz = dz.masked_fill(merged.z == -torch.inf, 0.0)
     expected = torch.autograd.grad(merged, leaves[:2], (dz, dS))
     merged = LightNetState(merged.z.detach(), merged.S.detach())
-    U, R = carried_cotangent(merged, dz, dS)
+    U, R = exchanged_cotangent(merged, dz, dS)
     share = passed_share(parts[0].z, parts[1].z, through)
     passed = StateCotangent(by_row(share, 8) * U, share * R)
     for x, y in zip(plain_cotangent(parts[0], passed), expected, strict=True):
@@ -294,7 +294,7 @@ def test_the_share_that_passes_is_the_adjoint_of_merging() -> None:
 def test_plain_and_carried_cotangents_are_inverse() -> None:
     state = random_state(1)
     dz, dS = draw(3, 2, 4, seed=7), draw(3, 2, 8, 5, seed=8)
-    back = plain_cotangent(state, carried_cotangent(state, dz, dS))
+    back = plain_cotangent(state, exchanged_cotangent(state, dz, dS))
     torch.testing.assert_close(back, (dz, dS), rtol=1e-12, atol=1e-13)
 
 

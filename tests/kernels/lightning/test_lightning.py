@@ -1,4 +1,4 @@
-"""Lightning attention: the chunked form and its pieces against the fp64 recurrence, with every gradient."""
+"""Lightning attention: the chunked form and its passes against the fp64 recurrence, with every gradient."""
 
 import runpy
 from dataclasses import dataclass, replace
@@ -238,7 +238,7 @@ def restrict(case: Case, begin: int, end: int) -> tuple[Case, Tensor]:
 
 
 def run_over_ranks(case: Case, cuts: list[int]) -> Results:
-    """The pieces as sequence parallelism composes them, with a rank for each part between two cuts."""
+    """The passes as sequence parallelism composes them, with a rank for each part between two cuts."""
     zero = torch.zeros_like(case.dstate)
     state = zero if case.initial_state is None else case.initial_state
     ranks = []
@@ -294,7 +294,7 @@ CUTS = {
     [None, [[64], [63, 130]], [[65, 66, 67, 199], []]],
     ids=["whole", "documents", "short documents"],
 )
-def test_pieces_compose_over_ranks(cuts: list[int], starts: list[list[int]] | None) -> None:
+def test_passes_compose_over_ranks(cuts: list[int], starts: list[list[int]] | None) -> None:
     case = make_case(2, 200, (12, 8), decays=DECAYS, starts=starts)
     assert_close(run_over_ranks(case, cuts), run(case, "oracle"), 1e-10)
 
@@ -311,7 +311,7 @@ def test_angles(chunk_size: int, starts: list[list[int]] | None, decays: tuple[f
 
 
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
-def test_pieces_with_angles_compose_over_ranks(cuts: list[int]) -> None:
+def test_passes_with_angles_compose_over_ranks(cuts: list[int]) -> None:
     case = make_case(2, 200, (12, 8), decays=DECAYS[:4], starts=[[64], [63, 130]], with_angles=True)
     assert_close(run_over_ranks(case, cuts), run(case, "oracle"), 1e-10)
 
@@ -334,7 +334,7 @@ def decays_of_tokens() -> Tensor:
 
 @pytest.mark.parametrize("cuts", [CUTS["uneven"], CUTS["empty ranks"]], ids=["uneven", "empty ranks"])
 @pytest.mark.parametrize("starts", [None, [[64], [63, 130]]], ids=["whole", "documents"])
-def test_pieces_with_decays_of_tokens_compose_over_ranks(cuts: list[int], starts: list[list[int]] | None) -> None:
+def test_passes_with_decays_of_tokens_compose_over_ranks(cuts: list[int], starts: list[list[int]] | None) -> None:
     case = replace(make_case(2, 200, (12, 8), starts=starts), log_decay=decays_of_tokens())
     assert_close(run_over_ranks(case, cuts), run(case, "oracle"), 1e-10)
 
@@ -379,7 +379,7 @@ def test_no_tokens() -> None:
 
 @pytest.mark.parametrize("starts", [None, [[1100, 1999], [700]]], ids=["whole", "documents"])
 def test_summaries_of_long_rows(starts: list[list[int]] | None) -> None:
-    """Rows that a summary's products see in several spans."""
+    """Rows that a summary's products see in several splits."""
     case = make_case(2, 2500, (4, 6), decays=(0.0, -1e-4, -0.1), starts=starts, with_state=False)
     local, through = state_fwd(case.k, case.v, case.log_decay, case.cu_seqlens)
     own = state_bwd(case.q, case.do, case.log_decay, case.cu_seqlens)

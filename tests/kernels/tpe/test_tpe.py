@@ -1,4 +1,4 @@
-"""The scan of Toeplitz positional encoding: the chunked form and its pieces against the fp64 recurrence."""
+"""The scan of Toeplitz positional encoding: the chunked form and its passes against the fp64 recurrence."""
 
 import math
 import runpy
@@ -145,7 +145,7 @@ def test_zero_decay_factor_forgets_everything() -> None:
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 64, 100, 256])
 def test_any_chunk_size(chunk_size: int) -> None:
-    """Small chunks also cut the row into several spans: 200 tokens in chunks of 1 or 7."""
+    """Small chunks also cut the row into several chunk_batches: 200 tokens in chunks of 1 or 7."""
     case = make_case(2, 200, 12, 8, starts=[[70], [64, 199]])
     assert_close(run(case, chunk_size=chunk_size), run(case, "oracle"), 1e-10)
 
@@ -155,9 +155,9 @@ def test_any_chunk_size(chunk_size: int) -> None:
     [None, [[700], [511, 512, 513, 1023]], [[512], [1024]], [[2], list(range(500, 530))]],
     ids=["whole", "near the edge", "on the edge", "many"],
 )
-def test_rows_of_several_spans(starts: list[list[int]] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spans of 512 tokens: the state goes from one to the next, unless a document ends there."""
-    monkeypatch.setattr("lightscale.kernels.tpe.grid._SPAN_TOKENS", 1)
+def test_rows_of_several_chunk_batches(starts: list[list[int]] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits of 512 tokens: the state goes from one to the next, unless a document ends there."""
+    monkeypatch.setattr("lightscale.kernels.tpe.chunk_batches._BATCH_TOKENS", 1)
     case = make_case(2, 1100, 6, 5, starts=starts)
     assert_close(run(case), run(case, "oracle"), 1e-10)
 
@@ -233,7 +233,7 @@ def restrict(case: Case, begin: int, end: int) -> tuple[Case, Tensor]:
 
 
 def run_over_ranks(case: Case, cuts: list[int]) -> Results:
-    """The pieces as sequence parallelism composes them, with a rank for each part between two cuts."""
+    """The passes as sequence parallelism composes them, with a rank for each part between two cuts."""
     zero = torch.zeros_like(case.dstate)
     state = zero if case.initial_state is None else case.initial_state
     ranks = []
@@ -275,7 +275,7 @@ CUTS = {
 
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
 @pytest.mark.parametrize("starts", [None, [[64], [63, 130]], [[65, 66, 67, 199], []]], ids=["whole", "some", "short"])
-def test_pieces_compose_over_ranks(cuts: list[int], starts: list[list[int]] | None) -> None:
+def test_passes_compose_over_ranks(cuts: list[int], starts: list[list[int]] | None) -> None:
     case = make_case(2, 200, 12, 8, starts=starts)
     assert_close(run_over_ranks(case, cuts), run(case, "oracle"), 1e-10)
 
