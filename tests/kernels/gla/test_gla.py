@@ -240,7 +240,7 @@ DOCUMENTS = {
 
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups of six chunks, so that rows of 200 tokens have several."""
+    """Batches of six chunks, so that rows of 200 tokens have several."""
     monkeypatch.setattr("lightscale.kernels.gla.chunk_batches._BATCH_ELEMENTS", 1)
     monkeypatch.setattr("lightscale.kernels.gla.chunk_batches._BATCH_TOKENS", 96)
 
@@ -254,7 +254,7 @@ def test_documents_equal_recurrence(starts: list[list[int]], with_state: bool) -
     results = run(case)
     assert_close(results, run(case, "oracle"), 1e-10)
     unused = [(row, start) for row, of_row in enumerate(starts) for start in of_row if start]
-    assert all(not results["dlog_decay"][place].any() for place in unused)
+    assert all(not results["dlog_decay"][index].any() for index in unused)
 
 
 @pytest.mark.usefixtures("small_batches")
@@ -393,7 +393,7 @@ def test_passes_over_many_batches_in_fp32() -> None:
 @settings(max_examples=12, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_random_shapes_documents_and_splits(data: st.DataObject) -> None:
-    """One call, a chain of calls that carry the state, and ranks: all equal the recurrence."""
+    """One call, a chain of calls that pass the state, and ranks: all equal the recurrence."""
     rows, tokens = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 150))
     widths = data.draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
     inner = st.lists(st.integers(1, tokens), max_size=6).map(lambda xs: sorted({x for x in xs if x < tokens}))

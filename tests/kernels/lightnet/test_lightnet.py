@@ -1,4 +1,4 @@
-"""Additive decay: the chunked form and its passes against the fp64 recurrence, with every gradient."""
+"""LightNet's operator: the chunked form and its passes against the fp64 recurrence, with every gradient."""
 
 import runpy
 from collections.abc import Callable
@@ -307,7 +307,7 @@ def test_passes_compose_over_ranks(
 @settings(max_examples=20, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_random_shapes_documents_and_splits(data: st.DataObject) -> None:
-    """One call, ranks, and a chain of calls that carry the state: all equal the recurrence."""
+    """One call, ranks, and a chain of calls that pass the state: all equal the recurrence."""
     rows, tokens = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 120))
     widths = data.draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
     inner = st.lists(st.integers(1, tokens), max_size=6).map(lambda xs: sorted({x for x in xs if x < tokens}))

@@ -1,4 +1,4 @@
-"""Additive decay: precisions, single steps, the algebra of its states, and the form without causality."""
+"""LightNet's operator: precisions, single steps, the algebra of its states, and the form without causality."""
 
 import math
 import runpy
@@ -273,7 +273,7 @@ def test_merge_selects_what_counts() -> None:
 
 
 def test_the_share_that_passes_is_the_adjoint_of_merging() -> None:
-    """The carried cotangent of the earlier part against the plain one that autograd finds."""
+    """The exchanged cotangent of the earlier part against the plain one that autograd finds."""
     parts = (random_state(1, holes=True), random_state(2, holes=True))
     leaves = [x.requires_grad_() for state in parts for x in state]
     earlier, later = LightNetState(*leaves[:2]), LightNetState(*leaves[2:])
@@ -291,7 +291,7 @@ def test_the_share_that_passes_is_the_adjoint_of_merging() -> None:
         torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
 
 
-def test_plain_and_carried_cotangents_are_inverse() -> None:
+def test_plain_and_exchanged_cotangents_are_inverse() -> None:
     state = random_state(1)
     dz, dS = draw(3, 2, 4, seed=7), draw(3, 2, 8, 5, seed=8)
     back = plain_cotangent(state, exchanged_cotangent(state, dz, dS))
@@ -304,15 +304,15 @@ def test_noncausal_equals_a_softmax_per_document() -> None:
     starts = [0, 20, 21, 50, 100]
     x = [leaves[n].detach().requires_grad_() for n in "qkv"]
     o = lightnet_noncausal(*x, angles=angles, cu_seqlens=torch.tensor(starts))
-    pieces = []
+    by_document = []
     flat = [y.flatten(0, 1) for y in (*x, cos, sin)]
     for begin, end in pairwise(starts):
         q, k, v, c, s = (y[begin:end] for y in flat)
         weights = k.exp() / k.exp().sum(0)
         pairs = torch.einsum("thk,shk,thk,shk->tsh", q, weights, c, c)
         pairs = pairs + torch.einsum("thk,shk,thk,shk->tsh", q, weights, s, s)
-        pieces.append(torch.einsum("tsh,shv->thv", pairs, v))
-    expected = torch.cat(pieces).view_as(o)
+        by_document.append(torch.einsum("tsh,shv->thv", pairs, v))
+    expected = torch.cat(by_document).view_as(o)
     do = draw(*o.shape, seed=9)
     for actual, wanted in zip(
         (o, *torch.autograd.grad(o, x, do)), (expected, *torch.autograd.grad(expected, x, do)), strict=True

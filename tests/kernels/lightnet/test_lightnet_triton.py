@@ -181,7 +181,7 @@ def test_splits_of_several_chunks(state: bool, chunks_per_split: Callable[[int],
 
 
 def test_tiles_of_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiles of bf16, in fp32: chunks of 128 tokens in blocks of 64."""
+    """The tiles of bf16, in fp32: chunks of 128 tokens in tiles of 64."""
     monkeypatch.setattr(tiling, "_FULL", replace(tiling._HALF, compute=torch.float32))
     compare(draw(1, 150, 16, 64), boundaries([[20, 140]], 150))
 
@@ -195,7 +195,7 @@ def jump(keys: Tensor, low: float, high: float, token: int) -> Tensor:
 EXTREMES: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "N(0, 30²)": (lambda k: 30 * k, 0.0),
     "±80 at random": (lambda k: 80 * k.sign(), 80.0),
-    "from -80 to 80 inside a block": (lambda k: jump(k, -80.0, 80.0, 25), -80.0),
+    "from -80 to 80 inside a tile": (lambda k: jump(k, -80.0, 80.0, 25), -80.0),
     "from -80 to 80 at a chunk's last token": (lambda k: jump(k, -80.0, 80.0, 31), -80.0),
     "from -80 to 0 over a row": (lambda k: k + torch.linspace(-80, 0, k.size(1))[:, None, None], -80.0),
     "from 80 to -80": (lambda k: jump(k, 80.0, -80.0, 40), 80.0),
@@ -228,7 +228,7 @@ def test_extreme_keys(change: Callable[[Tensor], Tensor], level: float, starts: 
 
 @pytest.mark.usefixtures("small_tiles")
 def test_document_that_begins_far_below(highest_rise: Callable[[float], None]) -> None:
-    """A document from -80 to 80 inside a block, and one of keys around -80 between others: nothing is lost.
+    """A document from -80 to 80 inside a tile, and one of keys around -80 between others: nothing is lost.
 
     With one reference for all, as where z rises less, outputs are wrong.
     """
@@ -250,7 +250,7 @@ def test_document_that_begins_far_below(highest_rise: Callable[[float], None]) -
 def test_many_references_give_the_same_as_one(
     starts: list[list[int]] | None, highest_rise: Callable[[float], None]
 ) -> None:
-    """Ordinary keys, by the usual path and by several rounds for every block."""
+    """Ordinary keys, by the usual path and by several rounds for every tile."""
     inputs = draw(1, 44, 12, 12, scale=2.0)
     cu_seqlens = None if starts is None else boundaries(starts, 44)
     usual = run(inputs, cu_seqlens, "triton")

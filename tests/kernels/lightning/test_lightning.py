@@ -395,7 +395,7 @@ def test_summaries_of_long_rows(starts: list[list[int]] | None) -> None:
 @settings(max_examples=12, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_random_shapes_documents_and_splits(data: st.DataObject) -> None:
-    """One call, a chain of calls that carry the state, and ranks: all equal the recurrence."""
+    """One call, a chain of calls that pass the state, and ranks: all equal the recurrence."""
     rows, tokens = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 150))
     widths = data.draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
     inner = st.lists(st.integers(1, tokens), max_size=6).map(lambda xs: sorted({x for x in xs if x < tokens}))

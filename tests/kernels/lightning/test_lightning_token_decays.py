@@ -148,7 +148,7 @@ def test_chunks_of_four_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 def test_tiles_of_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiles of bf16, in fp32: chunks of 128 tokens in blocks of 64."""
+    """The tiles of bf16, in fp32: chunks of 128 tokens in tiles of 64."""
     monkeypatch.setattr(tiling, "_FULL", replace(tiling._HALF, stored=torch.float32))
     compare(draw(1, 200, 64, 64), boundaries([[20, 150]], 200))
 

@@ -297,7 +297,7 @@ def test_no_tokens() -> None:
 @settings(max_examples=20, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_random_shapes_documents_and_splits(data: st.DataObject) -> None:
-    """One call, ranks, and a chain of calls that carry the state: all equal the recurrence."""
+    """One call, ranks, and a chain of calls that pass the state: all equal the recurrence."""
     rows, tokens = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 150))
     inner = st.lists(st.integers(1, tokens), max_size=6).map(lambda xs: sorted({x for x in xs if x < tokens}))
     starts = data.draw(st.none() | st.lists(inner, min_size=rows, max_size=rows))
