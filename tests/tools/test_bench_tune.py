@@ -136,7 +136,7 @@ OPERATORS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 def launches_of(operator: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Of forward and backward passes with and without angles, at widths and lengths that every tile cuts."""
     run, kernels = OPERATORS[operator]
-    passes, launches = import_module(f"lightscale.kernels.{operator}.triton_passes"), list[Any]()
+    passes, launches = import_module(f"lightscale.kernels.{operator}.triton.passes"), list[Any]()
     for kernel in kernels:
         monkeypatch.setattr(passes, kernel, Recorder(launches))
     shape = (1, 600, 1, 512)

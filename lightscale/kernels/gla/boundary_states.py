@@ -34,6 +34,7 @@ def read_fwd(q: Tensor, log_decay: Tensor, S_in: Tensor, cu_seqlens: Tensor | No
     total = torch.zeros(*S_in.shape[:3], dtype=torch.float64, device=q.device)
     for start in range(0, num_tokens, _BATCH_TOKENS):
         tokens = slice(start, start + _BATCH_TOKENS)
+        # The sums go on from batch to batch in fp64: in fp32 they would drift over a million tokens.
         sums = total[:, None] + log_decay[:, tokens].cumsum(1, dtype=torch.float64)
         total = sums[:, -1]
         weighted = masked(q[:, tokens] * sums.exp().to(S_in.dtype), None if kept is None else kept[:, tokens])

@@ -50,6 +50,7 @@ class GLAChunkBatch:
 
     def load(self, x: Tensor) -> Tensor:
         """A copy (never a view) of this batch's tokens of x (B, T, H, width), in the arithmetic's dtype."""
+        # Chunks first, because states go from chunk to chunk and each one must be contiguous.
         return self._copy(self._tokens(x).permute(1, 0, 3, 2, 4))
 
     def store(self, out: Tensor, x: Tensor) -> None:
@@ -126,6 +127,7 @@ class GLAChunkBatch:
             states: the states that enter the chunks (G, B, H, K, V).
             dstates: the cotangents of the states that leave the chunks (G, B, H, K, V).
         """
+        # What goes through the whole chunk meets all its decays.
         passing = (states * dstates).sum(-1, keepdim=True).mul_(through).mT
         earlier = self.outgoing_(self.sums.after.mT @ leaving)
         if self.masks is None:
@@ -162,6 +164,7 @@ class GLAChunkBatch:
         """Σ_t decay_t x_t y_tᵀ over the kept tokens, and what one document passes through the batch."""
         x = decays.mul_(self._load_rows(x)).flatten(2, 3)
         y = self._load_rows(y).flatten(2, 3)
+        # One decay from each token to the border of the batch: a sum of terms of one sign, whatever their number.
         through = total.exp().unsqueeze(-1)
         if self.masks is None:
             return torch.addcmul(x.mT @ y, running, through)

@@ -15,6 +15,8 @@ from lightscale.kernels.common.documents import document_numbers
 from lightscale.kernels.common.states import state_dtype, state_or_zeros, without_autocast
 from lightscale.kernels.gla.chunk_batches import GLAChunkBatch, chunk_batches
 
+# Tokens of a chunk. Short, because a chunk takes the slower form by halves once a channel forgets more than e^-60 in
+# it: with 32 tokens an average decay of 0.15 in one channel would do (README.md, "What was tried").
 DEFAULT_CHUNK_SIZE = 16
 
 
@@ -36,6 +38,7 @@ def state_fwd(k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None
     """
     state = state_or_zeros(None, k, v)
     for batch in chunk_batches(k, v, cu_seqlens, DEFAULT_CHUNK_SIZE):
+        # Whole batches at once: nobody here reads the states between the chunks.
         state = batch.leave(k, v, log_decay, state)
     # In fp64, because a sum over a million tokens drifts in fp32.
     through = log_decay.sum(1, dtype=torch.float64).exp().to(state.dtype)
@@ -74,10 +77,14 @@ def out_fwd(
         q_g, k_g, v_g = batch.load(q), batch.load(k), batch.load(v)
         decays = batch.decays(log_decay)
         q_in = q_g * decays.upto
+        # 1 / upto grows up to e^60 in chunks that are not steep; scores of steep ones are replaced by
+        # ``decays.scores``.
         o_g = batch.causal_(decays.scores(q_g, k_g, q_in, k_g / decays.upto)) @ v_g
+        # ``load`` copies, so that keys can be decayed in place behind the scores, which need them as they were.
         states = batch.scan(batch.outgoing_(k_g.mul_(decays.after)), v_g, decays.through, state)
         o_g.add_(batch.incoming_(q_in @ states[:-1]))
         batch.store(o, o_g)
+        # A clone, because a view would keep the states of the whole batch in memory.
         state = states[-1].clone()
     return o, state
 
@@ -132,6 +139,7 @@ def _batch_gradients(
     q_in, k_back, k_out = q * decays.upto, k / decays.upto, k * decays.after
     scores = batch.causal_(decays.scores(q, k, q_in, k_back))
     dscores = do @ v.mT
+    # A token reads its own write undecayed: the diagonal goes into dq and dk at the end, and not into dlog_decay.
     own = dscores.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).clone()
     dq, dk = decays.score_gradients(batch.causal_(dscores, -1), q, k, q_in, k_back)
     dv = scores.mT @ do
@@ -141,9 +149,12 @@ def _batch_gradients(
     dq.addcmul_(batch.incoming_(do @ states[:-1].mT), decays.upto)
     dk_leaving = batch.outgoing_(v @ dstates[1:].mT).mul_(decays.after)
     dv.add_(batch.outgoing_(k_out @ dstates[1:]))
+    # Before dk gets its part through the state that leaves: of that part a decay meets what was written before it, of
+    # all others what is behind it (README.md, "dlog_decay").
     inside = (q * dq).addcmul_(k, dk, value=-1)
     dk.add_(dk_leaving)
     dlog_decay = batch.decay_gradient(inside, dk_leaving.mul_(k), decays.through, states[:-1], dstates[1:])
+    # Only a chunk with a decay that underflows can be one of these, and there exactly nothing passes.
     if decays.steep is not None:
         dlog_decay.masked_fill_(batch.load(log_decay).exp_() == 0, 0.0)
     # No decay is between a token and itself: these parts come last, because in q·dq - k·dk they cancel only up
@@ -167,6 +178,8 @@ def row_gradients(
 ) -> GLARowGradients:
     """Every gradient of a row, its incoming state's included; the arguments are those of ``grad_bwd``."""
     batches = chunk_batches(q, v, cu_seqlens, chunk_size)
+    # First from left to right, keeping one state per batch; those inside a batch are made again on the way back, so
+    # that what is kept does not grow with the number of chunks.
     entering = [state_or_zeros(S_in, q, v)]
     for batch in batches[:-1]:
         entering.append(batch.leave(k, v, log_decay, entering[-1]))

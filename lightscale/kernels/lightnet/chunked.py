@@ -27,6 +27,7 @@ from lightscale.kernels.lightnet.state import (
     plain_cotangent,
 )
 
+# Tokens of a chunk, before those in which z rises too far are halved (``factors.py``).
 DEFAULT_CHUNK_SIZE = 64
 
 
@@ -67,6 +68,7 @@ class _Row:
             num_rows, _, num_heads, key_width = self.k.shape
             sizes = (num_rows, num_heads, key_width, self.state_rows, self.v.shape[3])
             return empty_state(*sizes, dtype=self.dtype, device=self.k.device)
+        # Selected: where z is -inf nothing was written, and S may hold anything.
         z, S = state.z.to(self.dtype), state.S.to(self.dtype)
         return LightNetState(z, S.masked_fill(by_row(z == -torch.inf, self.state_rows), 0.0))
 
@@ -188,6 +190,8 @@ def _read_gradients(
     dscores = batch.causal_(do @ v.mT)
     dqueries = dscores @ keys
     batch.add_incoming_(dqueries, do, states.mT)
+    # z_t is met through reads_t alone, and reads ∂/∂reads = q ∂/∂q: hence ``losses`` from q ⊙ dq, with no gradient of a
+    # logarithm.
     dq = rotate_back(dqueries, phases).mul_(batch.reads)
     return _Reads(queries, keys, dscores, dq, (q * dq).mul_(batch.reads))
 
@@ -276,6 +280,7 @@ def row_gradients(
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
         by_batch = _states_by_batch(row, entering)
         while by_batch:
+            # Popped, so that weights and states of a batch are freed as soon as it has been passed.
             batch, states = by_batch.pop()
             q_g, v_g, do_g = (row.load(batch, x) for x in (q, v, do))
             phases_g = row.load_phases(batch)
@@ -284,6 +289,7 @@ def row_gradients(
 
             dkeys = reads.dscores.mT @ reads.queries
             batch.add_outgoing_(dkeys, v_g, leaving.U.mT)
+            # A key raises z of all later tokens of its document, and so takes weight from what they read.
             lost = batch.suffix_sums(reads.losses) + batch.outgoing(leaving.R.unsqueeze(-2).expand_as(q_g))
             dk_g = rotate_back(dkeys, phases_g).sub_(lost).mul_(batch.writes)
 

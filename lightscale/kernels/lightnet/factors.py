@@ -194,6 +194,7 @@ def chunk_batches(
     ]
     if rest:
         cuts.append(Cut(start=whole * chunk_size, num_chunks=1, chunk_tokens=rest))
+    # A stack, because a batch in which z rises too far is replaced by its parts.
     cuts.reverse()
     z = z.double()
     while cuts:
@@ -212,6 +213,7 @@ def _weigh(cut: Cut, k: Tensor, z: Tensor, documents: Tensor | None, dtype: torc
     k = cut.load(k, dtype)
     largest = k.amax(-2).clamp_(min=_LOWEST)  # (B, G, H, K); all keys may be -inf
     writes = (k - largest.unsqueeze(-2)).exp_()
+    # 1 / reads: sums of positive terms, so that no weight needs a logarithm per token.
     sums = writes.cumsum(-2) if masks is None else masks.pairs.to(dtype) @ writes
 
     local = largest.double() + sums[..., -1, :].double().log()
@@ -224,6 +226,7 @@ def _weigh(cut: Cut, k: Tensor, z: Tensor, documents: Tensor | None, dtype: torc
             z = z.masked_fill(~masks.through[:, chunk], -torch.inf)
         z = torch.logaddexp(z, local[:, chunk])
 
+    # At least the largest key and what entered: then writes and enter are at most 1, and only reads can be large.
     reference = torch.maximum(largest, z_enter.to(dtype))
     enter = (z_enter - reference.double()).exp_().to(dtype)
     rescale = (largest - reference).exp_().unsqueeze(-2)

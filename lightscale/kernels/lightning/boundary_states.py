@@ -36,6 +36,7 @@ def read_fwd(
         (B, T, H, V) in q's dtype.
     """
     num_rows, num_tokens = q.shape[:2]
+    # Weighted products over the row, without chunks: there are no pairs of tokens in what a state adds.
     weights = _upto(log_decay, num_tokens, like=S_in)
     kept = in_first_document(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)
     phases = None if angles is None else phases_of(angles, S_in.dtype)

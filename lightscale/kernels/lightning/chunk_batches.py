@@ -139,6 +139,7 @@ class LightningChunkBatch:
         """
         decay = self.decays.through(self.chunk_tokens)
         for chunk in order:
+            # In place: what a chunk adds is read before what it receives is written over it.
             share = shares[:, chunk]
             if self.masks is None:
                 passed_on = torch.addcmul(share, running, decay)

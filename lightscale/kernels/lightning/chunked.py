@@ -17,6 +17,7 @@ from lightscale.kernels.common.documents import document_numbers
 from lightscale.kernels.common.states import state_dtype, state_or_zeros, without_autocast
 from lightscale.kernels.lightning.chunk_batches import LightningDecays, chunk_batches
 
+# Tokens of a chunk: products inside it grow with its length, states to keep fall with it (README.md, "What was tried").
 DEFAULT_CHUNK_SIZE = 64
 
 # Tokens that one product of state_fwd and state_bwd sums over; bounds the copy in head-major order.
@@ -65,6 +66,7 @@ def state_fwd(
     steps = torch.arange(num_tokens - 1, -1, -1, device=k.device)
     through = decays.power(steps.new_tensor(num_tokens)).expand(num_rows, -1)
     if cu_seqlens is None:
+        # Without chunks: from a zero state the outgoing one is a single weighted product over the whole row.
         return _weighted_outer(k, v, decays.power(steps), None, angles), through.clone()
     documents = document_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)
     last = documents[:, -1:]  # (B, 1), or (B, 0) when T is 0
@@ -173,6 +175,8 @@ def row_gradients(
     width = feature_width(q, angles)
     batches = list(chunk_batches(v, width, decays, cu_seqlens, chunk_size))
     state = state_or_zeros(S_in, q, v, width)
+    # The states of all chunks are kept, 4 KV / C bytes per token and head: as much as one input, and one pass less than
+    # making them again.
     states_by_batch = []
     for batch in batches:
         states, state = batch.scan_states(batch.load(k, batch.phases(angles)), batch.load(v), state)
@@ -190,12 +194,14 @@ def row_gradients(
         dscores = batch.causal_(do_g @ v_g.mT)
         dq_g, dk_g, dv_g = dscores @ k_g, dscores.mT @ q_g, scores.mT @ do_g
 
+        # do_g, v_g and k_g are weighted in place from here on, each once the products that need it plain are made.
         batch.weigh_incoming_(do_g)
         batch.add_incoming_(dq_g, do_g, states.mT)
         dstates = q_g.mT @ do_g
         dstate = batch.scan_(dstates, dstate, reversed(range(batch.num_chunks)))
         batch.add_outgoing_(dk_g, batch.weigh_outgoing_(v_g), dstates.mT)
         if dlog_decay is not None:
+            # Per chunk, not over the whole row, where the two sums nearly cancel (README.md, "The decay's gradient").
             reads, writes = (q_g * dq_g).sum(-1), (k_g * dk_g).sum(-1)
             leaving = torch.cat([states[:, 1:], state[:, None]], dim=1)
             dlog_decay += batch.decay_gradient(reads, writes, leaving, dstates)

@@ -21,6 +21,7 @@ def state_fwd(
     """S_loc (B, H, K, V) and D (B, H), see ``chunked.state_fwd``."""
     assert angles is None
     local, through = chunked.state_fwd(k, v, by_channel(log_decay, k), cu_seqlens)
+    # All channels of a head have the same decay.
     return local, through[..., 0].contiguous()
 
 

@@ -89,6 +89,7 @@ def chunk_batches(x: Tensor, cu_seqlens: Tensor | None, chunk_size: int) -> list
     documents = None
     if cu_seqlens is not None:
         documents = document_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)
+    # Of all rows together: more rows, fewer tokens of each.
     size = chunk_size * max(_LEAST_CHUNKS, _BATCH_TOKENS // (chunk_size * max(1, num_rows)))
     cuts = [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
     return [_batch(x[:, cut], cut, documents, chunk_size) for cut in cuts]

@@ -258,6 +258,7 @@ def out_fwd(
         y = x.new_empty(x.shape)
         for batch in chunk_batches(x, cu_seqlens, chunk_size):
             tokens, slots = batch.tokens, batch.slots
+            # Once per batch: all channels have the same decays.
             tables = _tables(log_decay, slots, u.dtype)
             for channels in _channel_slices(x.shape[2]):
                 part = _channel_slice(x[:, tokens, channels], gamma[channels], u[:, channels], slots, tables)
@@ -266,6 +267,7 @@ def out_fwd(
                 read = (part.states * part.gamma[:, None, None]) @ tables.read.value.mT
                 y_b[:, 1:] += _by_channel(read)[:, :-1]
                 slots.store(y[:, tokens, channels], y_b.view_as(part.x), shift=1)
+                # Channels do not mix, so this slice's state can be replaced before the others are computed.
                 u[:, channels] = part.states[:, :, -1].transpose(0, 1)
         return y, u
 
@@ -318,6 +320,7 @@ def row_gradients(
         du = _state_or_zeros(du_end, x, log_decay)
         dx = x.new_empty(x.shape)
         dlog_decay, dgamma = (torch.zeros(p.shape, dtype=du.dtype, device=x.device) for p in (log_decay, gamma))
+        # One state per batch is kept; those of its chunks are made again on the way back.
         row = _with_states(x, log_decay, _state_or_zeros(u_in, x, log_decay), chunk_batches(x, cu_seqlens, chunk_size))
         for batch, u in reversed(row):
             tokens, slots = batch.tokens, batch.slots
@@ -349,6 +352,7 @@ def _parameter_gradients_(
     the cotangents of the states.
     """
     # Σ x_s dy_t over pairs of one chunk at distance τ: the gradient of the kernel.
+    # One product of tokens with tokens per channel has the pairs of every distance.
     dkernel = _diagonal_sums(_by_channel(part.x)[:, 1:].mT @ _by_channel(dy)[:, :-1])
     dgamma = dkernel @ tables.kernel.value + (part.states * reads).sum((1, 2))
 

@@ -54,6 +54,7 @@ def wave(positions, turns, half):
     The product of integers leaves out whole turns by itself and is exact at any position. What is left, less a
     quarter for the sine, is folded into the quarters around 0 of a sine: one odd polynomial, right to fp32's rounding.
     """
+    # The product of integers wraps around at whole turns; its upper half is the angle in 2^-32 of a turn.
     turn = ((positions.to(tl.int64) * turns) >> 32).to(tl.int32)
     turn = turn - half * 1073741824
     u = (1073741824 - tl.abs(turn)).to(tl.float32) * 9.313225746154785e-10

@@ -80,6 +80,7 @@ class Splits:
 
 def split_chunks(num_chunks: int, num_programs: int, device: torch.device) -> int:
     """Chunks of a split when each split takes ``num_programs`` programs."""
+    # No split more than keeps the GPU busy, as each token of a row in several is read twice.
     wanted = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device) // max(num_programs, 1)
     splits = max(min(wanted, num_chunks // _LEAST_SPLIT_CHUNKS), 1)
     return max(-(-num_chunks // splits), 1)

@@ -28,6 +28,7 @@ __all__ = [
 @torch.library.custom_op("lightscale::gla_state_fwd", mutates_args=())
 def _state_fwd(k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     rows = GLARows.of(k, log_decay, cu_seqlens)
+    # The order of launches is that of the data: decays into q and k first, then plain products without decays.
     prepared = decayed(rows, None, k)
     local = scan(rows, prepared.k_out, v, prepared.through, None, reverse=False, with_chunks=False).final
     # In fp64, because a sum over a million tokens drifts in fp32.

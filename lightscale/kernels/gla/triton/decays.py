@@ -155,6 +155,8 @@ def prepare(
             k_columns = k_chunk + i.to(tl.int64)[None, :] * stride_kt + cols[:, None]
             keys_columns = tl.load(k_columns, mask=mask_columns, other=0.0).to(tl.float32)
             for level in range(LEVELS):
+                # At each level every token has one decay, to or from the border of its two halves, so that a product of
+                # matrices gives all pairs of the level at once.
                 left = queries * decay_rows(paths, level, logs, CHUNK, PRECISION)
                 right = keys_columns * _decay_columns(paths, level, logs_columns, CHUNK, PRECISION)
                 pairs = in_second_half(line, level) & (line >> level == (column >> level) + 1)

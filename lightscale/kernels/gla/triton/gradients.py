@@ -183,6 +183,7 @@ def gradients(
 
     if DOCUMENTS:
         finite = tl.abs(of_queries) + tl.abs(of_keys) < float("inf")
+        # What overflowed is said, not hidden: ``add_to_logs`` has dropped it to keep it out of other documents.
         of_decays = tl.where(finite, of_decays, float("nan"))
     at = ((row * T + begin + index[:, None]) * H + head) * K + cols[None, :]
     tl.store(dq + at, of_queries.to(dq.dtype.element_ty), mask=mask)

@@ -48,6 +48,7 @@ def scan_states(
     """
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    # x is 0 for tokens that have no part in the state (``prepare``), so documents clear only the state here.
     row, head, split, tile_k, tile_v = scan_program(H, num_splits, K_TILES, V_TILES)
 
     cols_k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -163,6 +164,7 @@ def attend(
     of_chunk = (row * H + head) * num_chunks + chunk
 
     acc = tl.zeros([CHUNK, BLOCK_V], dtype=tl.float32)
+    # The state's part comes first, because documents clear it by rows; then the pairs, which ``scores`` has masked.
     for tile in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
         cols = tile * BLOCK_K + tl.arange(0, BLOCK_K)
         has_k = exists(cols, K, BLOCK_K)

@@ -192,6 +192,7 @@ def scan(
 
     entering = None if entering is None else entering.contiguous()
     final = rows.empty(*widths)
+    # In the dtype in which dots read them: fp32 would cost twice the bytes and be rounded there all the same.
     chunks = rows.empty(rows.num_chunks, *widths, dtype=rows.tiling.stored) if with_chunks else None
     with on_device_of(y):
         if not final.numel():
@@ -199,6 +200,8 @@ def scan(
         elif splits.num_splits == 1:
             launch(entering, final, None, chunks)
         else:
+            # Three launches: each split from zero, side by side; what enters each, by a fold over the few of them; and
+            # each again from that. x and y are read twice, which costs less than multiprocessors without work.
             local, split_through = rows.empty(splits.num_splits, *widths), rows.empty(splits.num_splits, widths[0])
             launch(None, local, split_through, None)
             between = torch.empty_like(local) if with_chunks else None

@@ -143,6 +143,7 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, and U and R of the state that enters."""
     backward = Backward.of(LightNetRow.of(k, v, angles_of(theta, positions), cu_seqlens), q, do, _state(z, S))
+    # dq first: R, which the scan of cotangents passes back, is made of q ⊙ dq.
     dq = backward.query_gradients()
     by_chunk, start = backward.scan(dq, None if U is None or R is None else StateCotangent(U, R))
     assert by_chunk is not None

@@ -100,6 +100,8 @@ def scan_cotangents(
 
         enter = tl.load(edges + (of_chunk * 3 + 1) * K + cols_k, mask=has_k, other=EMPTY)
         leave = tl.load(edges + (of_chunk * 3 + 2) * K + cols_k, mask=has_k, other=0.0)
+        # e^(z - z') of the states at the chunk's two ends, from their differences to one base: at most 1, and exact
+        # where z is large.
         share = share_of(enter, leave)
         loss *= share
         first *= share[:, None]

@@ -147,6 +147,8 @@ def scan(
             _scan_states(row, splits, (z_in, None, S_in), (end.z, None, end.S), chunks)
         else:
             num_splits = splits.num_splits
+            # Each split from an empty state, side by side; a fold over the few of them; each again from what enters it.
+            # z stays a pair (top, log), or its rounding would grow with the number of splits.
             local = (row.empty(num_splits, K), row.empty(num_splits, K), row.empty(num_splits, R, V))
             _scan_states(row, splits, (None, None, None), local, None)
             between = tuple(torch.empty_like(x) if with_chunks else None for x in local)
@@ -330,6 +332,7 @@ class Backward:
             if splits.num_splits == 1:
                 self._scan_cotangents(dq, splits, end, start, by_chunk)
             else:
+                # As in ``scan``, from right to left.
                 local = row.empty_cotangent(splits.num_splits)
                 self._scan_cotangents(dq, splits, (None, None), local, None)
                 between = tuple(torch.empty_like(x) if with_chunks else None for x in local)

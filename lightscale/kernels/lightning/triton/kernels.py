@@ -139,6 +139,7 @@ def _scores_spread(
     return scores
 
 
+# Not specialised on lengths: a batch of another length must not wait for the compiler.
 @triton.jit(do_not_specialize=["T", "num_chunks", "num_token_tiles"])
 def attend(
     x,  # (B, T, H, X): of the tokens that the program computes; spread unless TRANSPOSED
@@ -192,6 +193,8 @@ def attend(
     Z_HALVES: tl.constexpr = 1 if turns is None or not TRANSPOSED else 2
     CHANNELS: tl.constexpr = BLOCK_Z // Z_HALVES
     Z_TILES: tl.constexpr = (Z + CHANNELS - 1) // CHANNELS
+    # 64 bits: a million tokens of 16 heads of 256 are more than 2^31 elements. The tile of columns changes first, so
+    # that neighbouring programs read the same tokens from the cache.
     program = tl.program_id(0).to(tl.int64)
     tile_z = program % Z_TILES
     head = program // Z_TILES % H
@@ -225,6 +228,7 @@ def attend(
         chunk_sums = sums + (row * H + head) * 2 * T + begin
         own_high, own_low = load_sums(chunk_sums, T, i, i < length)
 
+    # The state's part comes first: it is weighted by rows, which the pairs, added to it afterwards, must not be.
     # The state that enters the chunk; in reverse, the cotangent of the one that leaves it.
     x_first = tl.load(x_rows + cols_x[None, :], mask=inside & exists(cols_x, X, BLOCK_X)[None, :], other=0.0)
     state = states + ((row * H + head) * num_chunks + chunk) * X_HALVES * X * Z_HALVES * Z
@@ -264,6 +268,7 @@ def attend(
             decay_part *= steps.to(tl.float32)
 
     # The tokens of the chunk.
+    # Tiles of partners that are all later (in reverse: earlier) are not visited; the one on the diagonal is masked.
     lowest, highest = 0, first + 1
     if REVERSE:
         lowest, highest = first, length

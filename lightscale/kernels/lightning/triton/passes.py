@@ -176,6 +176,7 @@ def scan(
 
     entering = None if entering is None else entering.contiguous()
     final = rows.empty(*widths)
+    # In the dtype in which dots read them: fp32 would cost twice the bytes and be rounded there all the same.
     chunks = rows.empty(rows.num_chunks, *widths, dtype=rows.tiling.stored) if with_chunks else None
     with on_device_of(x):
         if not final.numel():
@@ -183,6 +184,8 @@ def scan(
         elif splits.num_splits == 1:
             launch(entering, final, None, chunks, other, parts)
         else:
+            # Three launches: each split from zero, side by side; what enters each, by a fold over the few of them; and
+            # each again from that. Inputs are read twice, which costs less than multiprocessors without work.
             local = rows.empty(splits.num_splits, *widths)
             through = rows.empty(splits.num_splits) if of_tokens else None
             launch(None, local, through, None, None, None)
@@ -259,6 +262,7 @@ def products(
     tiles = triton.cdiv(z.size(3) * (rows.halves if transposed else 1), constants["BLOCK_Z"])
     out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     shape = (rows.num_rows, rows.num_token_tiles, rows.num_heads, tiles)
+    # Parts of each program, summed afterwards in a fixed order: atomic additions would not repeat from run to run.
     decay_parts = None
     if with_decay:
         of_each = () if rows.sums is None else (rows.tiling.chunk,)

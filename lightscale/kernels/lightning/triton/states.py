@@ -88,6 +88,7 @@ def scan_states(
         length = tl.minimum(CHUNK, T - begin).to(tl.int32)
         of_chunk = ((row * H + head) * num_chunks + chunk) * F * V
         if chunk_states is not None:
+            # Only what is stored is rounded; the state itself goes on in fp32.
             rounded = state.to(chunk_states.dtype.element_ty)
             tl.store(chunk_states + of_chunk + within, rounded, mask=in_tile)
 
@@ -101,6 +102,7 @@ def scan_states(
             state *= share
             passed *= share
         if starts is not None:
+            # Selected, not multiplied by 0: a state that overflowed in another document must not give NaN.
             state = tl.where(last < 0, state, 0.0)
         if other_states is not None:
             other = tl.load(other_states + of_chunk + within, mask=in_tile, other=0.0).to(tl.float32)

@@ -146,7 +146,9 @@ def backward_kernel(
     num_tiles = tl.cdiv(num_rows, ROWS)
     if weight is not None:
         scale = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
+        # Kept by row of the tile until the end: one reduction per program, not one per tile.
         total = tl.zeros((ROWS, BLOCK), tl.float32)
+    # Every P-th tile, so that the weight's gradient is summed in an order that depends on the rows alone.
     for tile in range(program, num_tiles, tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)
         inside = (row < num_rows)[:, None] & (column < D)[None, :]

@@ -191,6 +191,7 @@ def _parameter_gradients(
     """dlog_decay (E,) and dgamma (D, E) in fp32, T > 0."""
     x, dy, gamma = dense_last(x), dense_last(dy), gamma.contiguous()
     scan = _scan(x, log_decay, cu_seqlens)
+    # With one split nothing comes before it, and the kernel is compiled without the sum over earlier ones.
     before = slopes = None
     if scan.num_splits > 1:
         before, slopes = _split_states(scan, x, gamma, reverse=False, with_slopes=True)

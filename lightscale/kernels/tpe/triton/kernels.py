@@ -173,6 +173,7 @@ def sweep(
     if documents is not None:
         documents += row * T
 
+    # Every program adds up the splits before its own by itself: at most 15, and one launch less than a fold.
     state, slope, document = _enter(
         entering, before, None, through, documents, origin, row, mine, split_tokens, num_splits, mode, column, D, E,
         BLOCK_E, BLOCK_D, SIGN,
@@ -285,6 +286,7 @@ def parameter_sums(
         meet = (own[:, None] == own[None, :]) & (lag >= 0)
         pairs += tl.where(meet[:, :, None], dy_tile[:, None, :] * x_tile[None, :, :], 0.0)
 
+        # Queries of the document that entered the step; those of others read nothing from before it.
         seen = tl.where((own == document)[:, None], dy_tile, 0.0)
         reads = tl.dot(read, seen, input_precision=PRECISION)
         reads_slope = tl.dot(read * read_exponent.to(tl.float32), seen, input_precision=PRECISION)
