@@ -141,7 +141,7 @@ def test_splits_of_several_chunks(chunks_per_split: Callable[[int], None]) -> No
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_chunks_of_four_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_four_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiling, "_FULL", replace(SMALL, chunk=64))
     compare(draw(1, 130, 12, 12), boundaries([[90]], 130))
 

@@ -316,21 +316,15 @@ def small_call() -> tuple[list[Tensor], Callable[..., Tensor]]:
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_gives_the_same(reentrant: bool) -> None:
+def test_recomputation_and_torch_compile_give_the_same() -> None:
+    """Compiled as one graph, forward and backward: the operator is called in it and not looked into."""
     leaves, call = small_call()
     expected = torch.autograd.grad(call(*leaves), leaves)
-    again = checkpoint(call, *leaves, use_reentrant=reentrant)
-    again.backward()
-    assert all(torch.equal(x.grad, g) for x, g in zip(leaves, expected, strict=True) if x.grad is not None)
-    assert all(x.grad is not None for x in leaves)
-
-
-@pytest.mark.usefixtures("small_tiles")
-def test_torch_compile_gives_the_same() -> None:
-    """As one graph, forward and backward: the operator is called in it and not looked into."""
-    leaves, call = small_call()
-    expected = torch.autograd.grad(call(*leaves), leaves)
+    for reentrant in (False, True):
+        for leaf in leaves:
+            leaf.grad = None
+        checkpoint(call, *leaves, use_reentrant=reentrant).backward()
+        assert all(x.grad is not None and torch.equal(x.grad, g) for x, g in zip(leaves, expected, strict=True))
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     found = torch.autograd.grad(compiled(*leaves), leaves)
     assert all(error(x, y) < 1e-6 for x, y in zip(found, expected, strict=True))

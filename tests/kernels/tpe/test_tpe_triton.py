@@ -76,10 +76,18 @@ def run(case: Tensors, cu_seqlens: Tensor | None = None) -> Tensors:
     return differentiate(case, leaves, y, state)
 
 
-@pytest.mark.parametrize("with_state", [True, False], ids=["state", "zero-state"])
 @pytest.mark.parametrize(
-    ("rows", "tokens", "width", "modes"),
-    [(1, 1, 8, 4), (1, 15, 3, 1), (2, 16, 17, 20), (1, 63, 5, 7), (1, 35, 2, 70)],
+    ("rows", "tokens", "width", "modes", "with_state"),
+    [
+        (1, 1, 8, 4, True),
+        (1, 15, 3, 1, True),
+        (2, 16, 17, 20, True),
+        (1, 63, 5, 7, True),
+        (1, 35, 2, 70, True),
+        (1, 1, 8, 4, False),
+        (2, 16, 17, 20, False),
+        (1, 35, 2, 70, False),
+    ],
     ids=str,
 )
 def test_equals_recurrence(rows: int, tokens: int, width: int, modes: int, with_state: bool) -> None:

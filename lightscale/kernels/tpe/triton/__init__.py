@@ -12,24 +12,28 @@ import triton
 from torch import Tensor
 
 from lightscale.kernels.common.documents import document_numbers
-from lightscale.kernels.common.triton.compile import KernelCase
 from lightscale.kernels.common.triton.launch import dense_last, dot_precision, on_device_of, power_of_two
 from lightscale.kernels.tpe.chunk_batches import powers
 from lightscale.kernels.tpe.chunked import TPERowGradients
+from lightscale.kernels.tpe.triton.cases import COMPILE_CASES
 from lightscale.kernels.tpe.triton.kernels import parameter_sums, recurrent, sweep
+from lightscale.kernels.tpe.triton.tiling import CHANNELS, PARAMETER_MODES, STEP
 
-# Tokens of one step: the least that a matrix product takes.
-_STEP = 16
+__all__ = [
+    "COMPILE_CASES",
+    "grad_bwd",
+    "out_fwd",
+    "recurrent_step",
+    "row_gradients",
+    "state_bwd",
+    "state_fwd",
+    "triton_tpe_scan",
+]
 
-# Tokens of a split, at least, and splits of all rows together, at most: with tiles of 16 channels enough programs
-# for every multiprocessor, while a state per split stays small beside the activations.
+# Tokens of a split, at least, and splits of all rows together, at most: with tiles of 16 channels enough programs for
+# every multiprocessor, while a state per split stays small beside the activations.
 _LEAST_SPLIT_TOKENS = 512
 _MOST_SPLITS = 16
-
-# Channels of one program: tiles of states (E, channels) are held in registers. The sums for the parameters have four
-# of them and are computed by so many modes at a time.
-_CHANNELS = 16
-_PARAMETER_MODES = 64
 
 
 class _Scan(NamedTuple):
@@ -42,12 +46,12 @@ class _Scan(NamedTuple):
     split_tokens: int
     num_splits: int
     powers: Tensor  # (STEP + 1, E)
-    through: Tensor  # (E,): λ^split
+    through: Tensor  # (E,): λ^split_tokens
     documents: Tensor | None  # (B, T)
     constants: dict[str, Any]
 
     def grid(self, num_splits: int, mode_tiles: int = 1) -> tuple[int, int, int]:
-        return triton.cdiv(self.D, _CHANNELS) * mode_tiles, num_splits, self.B
+        return triton.cdiv(self.D, CHANNELS) * mode_tiles, num_splits, self.B
 
     def new_states(self, like: Tensor) -> Tensor:
         """Room for a state per split, (B, S, E, D)."""
@@ -60,16 +64,16 @@ def _scan(x: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None) -> _Scan:
     E = log_decay.shape[0]
     most = max(1, _MOST_SPLITS // B)
     tokens = max(_LEAST_SPLIT_TOKENS, triton.cdiv(T, most))
-    split_tokens = triton.cdiv(tokens, _STEP) * _STEP
-    steps = torch.arange(_STEP + 1, device=x.device)
+    split_tokens = triton.cdiv(tokens, STEP) * STEP
+    steps = torch.arange(STEP + 1, device=x.device)
     documents = None
     if cu_seqlens is not None:
         documents = document_numbers(cu_seqlens, num_rows=B, num_tokens=T).int()
     constants = {
         "E": E,
         "BLOCK_E": triton.next_power_of_2(max(16, E)),
-        "BLOCK_D": _CHANNELS,
-        "STEP": _STEP,
+        "BLOCK_D": CHANNELS,
+        "STEP": STEP,
         "PRECISION": dot_precision(x.dtype),
         "num_warps": 4,
     }
@@ -89,7 +93,7 @@ def _scan(x: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None) -> _Scan:
 
 def _kernel(log_decay: Tensor, gamma: Tensor) -> Tensor:
     """Σ_r γ λ^τ, (STEP, D), in fp64 and rounded once; it is small."""
-    steps = torch.arange(_STEP, device=gamma.device)
+    steps = torch.arange(STEP, device=gamma.device)
     return (powers(log_decay, steps, torch.float64) @ gamma.detach().double().mT).float()
 
 
@@ -196,7 +200,7 @@ def _parameter_gradients(
     if scan.num_splits > 1:
         before, slopes = _split_states(scan, x, gamma, reverse=False, with_slopes=True)
     dgamma, dlog_decay = scan.new_states(x), scan.new_states(x)
-    mode_tile = power_of_two(scan.E, most=_PARAMETER_MODES)
+    mode_tile = power_of_two(scan.E, most=PARAMETER_MODES)
     parameter_sums[scan.grid(scan.num_splits, triton.cdiv(scan.E, mode_tile))](
         x,
         dy,
@@ -366,7 +370,7 @@ def recurrent_step(x: Tensor, log_decay: Tensor, gamma: Tensor, u: Tensor) -> tu
     y, after = x.new_empty(B, D), torch.empty_like(u, memory_format=torch.contiguous_format)
     if y.numel():
         with on_device_of(x):
-            recurrent[(triton.cdiv(D, _CHANNELS), B)](
+            recurrent[(triton.cdiv(D, CHANNELS), B)](
                 x.contiguous(),
                 y,
                 log_decay.float(),
@@ -376,52 +380,7 @@ def recurrent_step(x: Tensor, log_decay: Tensor, gamma: Tensor, u: Tensor) -> tu
                 D,
                 E,
                 BLOCK_E=triton.next_power_of_2(E),
-                BLOCK_D=_CHANNELS,
+                BLOCK_D=CHANNELS,
                 num_warps=4,
             )
     return y, after
-
-
-def _case(name: str, kernel: Any, dtype: str, E: int, absent: tuple[str, ...], **constants: Any) -> KernelCase:
-    """One kernel for inputs of ``dtype`` and E modes; ``absent`` pointers are not given."""
-    fixed = {
-        "E": E,
-        "BLOCK_E": triton.next_power_of_2(max(16, E)),
-        "BLOCK_D": _CHANNELS,
-        "STEP": _STEP,
-        "PRECISION": "tf32x3" if dtype == "fp32" else "tf32",
-        **dict.fromkeys(absent),
-        **constants,
-    }
-    types = dict.fromkeys(("x", "y", "dy", "gamma"), f"*{dtype}") | {"documents": "*i32"}
-    types |= dict.fromkeys(("D", "split_tokens", "stride_xb", "stride_xt", "stride_yb", "stride_yt"), "i32:16")
-    types |= dict.fromkeys(("stride_dyb", "stride_dyt"), "i32:16")
-    types |= dict.fromkeys(("T", "num_splits", "first_split"), "i32")
-    if kernel is parameter_sums:
-        fixed["BLOCK_E"] = power_of_two(E, most=_PARAMETER_MODES)
-    names: list[str] = kernel.arg_names
-    return KernelCase(
-        name=f"tpe {name} E={E} {dtype}",
-        kernel=kernel,
-        arguments={n: types.get(n, "*fp32") for n in names if n not in fixed},
-        constants={n: fixed[n] for n in names if n in fixed},
-        tensor_cores=kernel is not recurrent,
-        may_spill=dtype == "fp32",
-    )
-
-
-_OUTPUTS = ("leaving", "slopes_leaving")
-_STATES = ("y", "kappa", "entering", "before", "last")
-
-COMPILE_CASES = [
-    case
-    for dtype, E in (("bf16", 128), ("fp32", 128))
-    for case in (
-        _case("outputs", sweep, dtype, E, _OUTPUTS, REVERSE=False),
-        _case("outputs reversed", sweep, dtype, E, _OUTPUTS, REVERSE=True),
-        _case("states", sweep, dtype, E, (*_STATES, "slopes_leaving"), REVERSE=False),
-        _case("states with slopes", sweep, dtype, E, _STATES, REVERSE=False),
-        _case("parameters", parameter_sums, dtype, E, ()),
-        _case("one token", recurrent, dtype, E, ()),
-    )
-]

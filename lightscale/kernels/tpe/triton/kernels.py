@@ -129,7 +129,7 @@ def sweep(
     gamma,  # (D, E)
     entering,  # (B, D, E) fp32: the state before the first token, or None for zero, as from nothing
     before,  # (B, S, E, D) fp32: what each split adds to the state, or None to begin from nothing
-    through,  # (E,) fp32: λ^split
+    through,  # (E,) fp32: λ^split_tokens
     leaving,  # (B, S, E, D) fp32: the state behind each split, or None
     slopes_leaving,  # (B, S, E, D) fp32: its derivative by log λ, or None
     last,  # (B, D, E) fp32: the state behind the last split, or None
