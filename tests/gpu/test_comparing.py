@@ -54,7 +54,7 @@ def test_the_last_document_by_itself(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*operators.MIXERS, "tpe"])
-def test_pieces(name: str) -> None:
+def test_passes(name: str) -> None:
     inputs = operators.draw(name, shape(name), FULL, "cpu", with_state=True)
     module, chunked = {
         "gla": (gla, gla_chunked), "tpe": (tpe, tpe_chunked), "lightning by token": (lightning, token_decays),

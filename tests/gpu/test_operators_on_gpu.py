@@ -31,7 +31,7 @@ MODULES = {
     "gla": gla, "lightnet": lightnet, "lightning": lightning, "tpe": tpe, "norm": norm, "glu": glu,
     "cross entropy": cross_entropy,
 }  # fmt: skip
-PIECES = {
+PASSES = {
     "gla": (gla, gla_chunked), "lightnet": (lightnet, lightnet_chunked), "lightning": (lightning, token_decays),
     "tpe": (tpe, tpe_chunked),
 }  # fmt: skip
@@ -87,7 +87,7 @@ def test_equals_the_reference_in_fp64(
 @pytest.mark.parametrize("tokens", [1, 63, 129, 8192, 65537, 2**20])
 @pytest.mark.parametrize("name", [*operators.MIXERS, "tpe"])
 def test_any_length_in_bf16(name: str, tokens: int, record_property: Callable[[str, Any], None]) -> None:
-    """Up to a million tokens, where the states of several spans are folded; the chunked form in fp64 is exact."""
+    """Up to a million tokens, where the states of several splits are folded; the chunked form in fp64 is exact."""
     inputs = operators.draw(name, Shape(rows=1, tokens=tokens, K=128, V=128), HALF, "cuda", with_state=True)
     expected = operators.results(name, inputs, "chunked", exact=True)
     ratios = operators.errors(operators.results(name, inputs, "auto"), expected)
@@ -126,11 +126,11 @@ def test_more_than_two_to_the_31_elements(
 
 
 @pytest.mark.parametrize("name", [*operators.MIXERS, "tpe"])
-def test_pieces_of_sequence_parallelism(name: str, record_property: Callable[[str, Any], None]) -> None:
+def test_passes_of_sequence_parallelism(name: str, record_property: Callable[[str, Any], None]) -> None:
     """What one rank computes of its part of a row, with a state that enters and a cotangent that comes back."""
     inputs = operators.draw(name, Shape(rows=2, tokens=1000, heads=2, K=128, V=128), HALF, "cuda", with_state=True)
     cut = torch.tensor([0, 900, 1000, 2000], device="cuda")
-    forms, chunked = next((forms, chunked) for known, (forms, chunked) in PIECES.items() if known in name)
+    forms, chunked = next((forms, chunked) for known, (forms, chunked) in PASSES.items() if known in name)
     expected = operators.pieces(name, chunked, inputs, cut, exact=True)
     ratios = operators.errors(operators.pieces(name, forms, inputs, cut), expected)
     record_property("errors", ratios)

@@ -1,6 +1,6 @@
 """Ahead-of-time compilation of Triton kernels for Hopper (sm_90), which needs no GPU.
 
-Every operator's ``triton.py`` exports ``COMPILE_CASES``: its kernels in the configurations that it launches. What
+Every operator's ``triton`` package exports ``COMPILE_CASES``: its kernels in the configurations that it launches. What
 they compile to (registers, spills, shared memory, tensor-core instructions) is held to limits by
 ``tools/compile_kernels.py`` and the tests. A process that compiles must not run Triton's interpreter.
 """
@@ -18,12 +18,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-_KERNELS = Path(__file__).parents[1]
+_KERNELS = Path(__file__).parents[2]
 _TARGET = GPUTarget("cuda", 90, 32)
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 MAX_SHARED_BYTES = 227 * 1024
-"""What a block may use of an H100's or H200's shared memory."""
+"""What a program may use of an H100's or H200's shared memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Compiled:
 
 def operators() -> list[str]:
     """The operators that have Triton kernels."""
-    return sorted(path.parent.name for path in _KERNELS.glob("*/triton.py"))
+    return sorted(path.parent.name for path in _KERNELS.glob("*/triton") if path.parent.name != "common")
 
 
 def cases_of(operator: str) -> list[KernelCase]:
@@ -112,9 +112,9 @@ def compile_case(case: KernelCase) -> Compiled:
     return Compiled(name=case.name, **figures, faults=tuple(faults(case, **figures)))
 
 
-def compile_nth(place: tuple[str, int]) -> Compiled:
+def compile_nth(case: tuple[str, int]) -> Compiled:
     """Compile the case at (operator, number in its ``COMPILE_CASES``); both can be sent to another process."""
-    operator, number = place
+    operator, number = case
     return compile_case(cases_of(operator)[number])
 
 
