@@ -83,8 +83,8 @@ def test_a_corpus_file(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     arguments = ["data", "prepare", str(tmp_path / "corpus.toml"), "--out", str(tmp_path / "store")]
     assert main(arguments) == 0
     printed = capsys.readouterr().out
-    assert "numbered: filter left out 1 documents (0.00 MB): size" in printed
-    assert "numbered: deduplicate left out" in printed  # the documents differ in their numbers only
+    assert "numbered: filter dropped 1 documents (0.00 MB): size" in printed
+    assert "numbered: deduplicate dropped" in printed  # the documents differ in their numbers only
     assert f"see {tmp_path / 'store'}/report.html" in printed
     assert TokenStore(tmp_path / "store").source("numbered").split == "train"
 
@@ -114,7 +114,7 @@ def test_of_paths_every_document_stays_unless_a_language_is_given(
         (["prepare", "{tmp}", "--out", "{tmp}"], "never overwritten"),
         (["prepare", "{tmp}", "--out", "{tmp}/store", "--strict"], "unreadable file"),
         (["prepare", "{tmp}/none.toml", "--out", "{tmp}/store"], "cannot read the corpus file {tmp}/none.toml"),
-        (["prepare", "{tmp}/none.toml", "{tmp}", "--out", "{tmp}/store"], "exactly one of these is needed"),
+        (["prepare", "{tmp}/none.toml", "{tmp}", "--out", "{tmp}/store"], "use exactly one of these"),
         (
             ["prepare", "{tmp}/a.toml", "--name", "x", "--out", "{tmp}/s"],
             "--name: with a corpus file this is said in it",

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightscale.data_pipeline.loading import packing
-from lightscale.data_pipeline.loading.loader import Layout, TokenLoader
-from lightscale.data_pipeline.loading.packing import GROUP_WINDOWS, SMALL_SHARE, WholeWindows, pack_group
+from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader
+from lightscale.data_pipeline.loading.packing import REGION_WINDOWS, SMALL_SHARE, WholeWindows, pack_region
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.models.layers.context import SequenceContext
 
@@ -24,7 +24,7 @@ Window = list[tuple[int, int, int]]
 
 def windows_of(lengths: list[int], capacity: int) -> list[Window]:
     """(document, offset, length) of the pieces of every window."""
-    packed = pack_group(np.array(lengths, dtype=np.int64), capacity)
+    packed = pack_region(np.array(lengths, dtype=np.int64), capacity)
     pieces = list(
         zip(packed.documents.tolist(), packed.offsets.tolist(), packed.lengths.tolist(), strict=True),
     )
@@ -85,13 +85,13 @@ def test_little_is_padding() -> None:
     """Lengths like those of real texts: a few long documents hold most tokens."""
     lengths = np.random.default_rng(0).lognormal(5, 1.3, 2000).astype(np.int64) + 1
     for capacity in (2048, 8192):
-        num_windows = pack_group(lengths, capacity).num_windows
+        num_windows = pack_region(lengths, capacity).num_windows
         assert lengths.sum() / (num_windows * capacity) > 0.96
     # First come, first served, for comparison: the next document opens a window where it does not fit.
     opened, left = 0, 0
     for length in np.minimum(lengths, 2048).tolist():
         opened, left = (opened, left - length) if length <= left else (opened + 1, 2048 - length)
-    assert pack_group(np.minimum(lengths, 2048), 2048).num_windows < 0.95 * opened
+    assert pack_region(np.minimum(lengths, 2048), 2048).num_windows < 0.95 * opened
 
 
 def random_documents(num_documents: int, max_length: int) -> list[list[int]]:
@@ -124,13 +124,13 @@ def documents_of_row(batch: Any, row: int) -> list[tuple[list[int], list[int]]]:
 @pytest.mark.parametrize("max_length", [6, 40, 300])
 def test_an_epoch_has_every_document_once(write_store: WriteStore, max_length: int) -> None:
     """Enough documents for several groups; the longest are longer than all windows of a group together."""
-    texts = random_documents(6 * GROUP_WINDOWS * LENGTH // max_length, max_length)
+    texts = random_documents(6 * REGION_WINDOWS * LENGTH // max_length, max_length)
     if max_length == 300:
-        texts[3] = [7] * (GROUP_WINDOWS * LENGTH * 2 + 3)
+        texts[3] = [7] * (REGION_WINDOWS * LENGTH * 2 + 3)
     loader = make_loader(write_store({"a": texts}), global_batch_size=1, micro_batch_size=1)
     (_, windows), *_ = ((here, here.windows["a"]) for here in loader._stages)
     assert isinstance(windows, WholeWindows)
-    assert windows.num_windows > 3 * GROUP_WINDOWS
+    assert windows.num_windows > 3 * REGION_WINDOWS
     wanted: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
     for ids in texts:
         tokens = [EOT, *ids, EOT]  # the next document's first token is the last label, also at the end of the source
@@ -161,7 +161,7 @@ def test_sequence_slices_join_to_the_whole(write_store: WriteStore, sequence_siz
     store = write_store({"a": random_documents(60, 12), "b": random_documents(9, 70)})
     whole = make_loader(store)
     parts = [
-        make_loader(store, layout=Layout(sequence_rank=rank, sequence_size=sequence_size))
+        make_loader(store, layout=LoaderLayout(sequence_rank=rank, sequence_size=sequence_size))
         for rank in range(sequence_size)
     ]
     for _ in range(6):
@@ -179,7 +179,7 @@ def test_the_index_is_the_same_by_any_blocks_and_kept(
     whole = WholeWindows(source, LENGTH, index_dir=tmp_path / "index")
     (file,) = (tmp_path / "index").iterdir()
     for block in (1, 7, 64, 741):
-        monkeypatch.setattr(packing, "_BLOCK_DOCUMENTS", block)
+        monkeypatch.setattr(packing, "_DOCUMENTS_AT_ONCE", block)
         assert WholeWindows(source, LENGTH)._first_window.tolist() == whole._first_window.tolist()
 
     def fail(*_: Any) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from lightscale.data_pipeline.preparation import assemble
 from lightscale.data_pipeline.preparation.corpus import load_corpus
-from lightscale.data_pipeline.preparation.prepare import Options, prepare
+from lightscale.data_pipeline.preparation.prepare import PrepareOptions, prepare
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer
 from lightscale.errors import UserError
@@ -61,7 +61,7 @@ def corpus(tmp_path: Path, byte_tokenizer: TiktokenTokenizer, random_texts: Call
 @pytest.fixture
 def whole(corpus: Path, tmp_path: Path) -> Path:
     """The store of a preparation that nothing stopped."""
-    report = prepare(load_corpus(corpus), tmp_path / "whole", Options(unit_bytes=UNIT_BYTES))
+    report = prepare(load_corpus(corpus), tmp_path / "whole", PrepareOptions(unit_bytes=UNIT_BYTES))
     assert report["units"] > 8
     for source in ("lines", "texts"):
         assert report["corpus"][source]["stages"]["deduplicate"]["dropped"]["exact duplicate"]["documents"] > 1
@@ -76,7 +76,7 @@ KILL_YOURSELF = """
     import os, random, signal, sys
     from pathlib import Path
     from lightscale.data_pipeline.preparation.corpus import load_corpus
-    from lightscale.data_pipeline.preparation.prepare import Options, prepare
+    from lightscale.data_pipeline.preparation.prepare import PrepareOptions, prepare
 
     corpus, out, generator = load_corpus(Path(sys.argv[1])), Path(sys.argv[2]), random.Random(int(sys.argv[3]))
     attempts = 0
@@ -102,7 +102,7 @@ KILL_YOURSELF = """
             os.rename, os.replace, os.fsync, os.unlink, os.mkdir = map(
                 deadly, (os.rename, os.replace, os.fsync, os.unlink, os.mkdir)
             )
-            prepare(corpus, out, Options(unit_bytes=int(sys.argv[4])))
+            prepare(corpus, out, PrepareOptions(unit_bytes=int(sys.argv[4])))
             os._exit(0)
         status = os.waitpid(child, 0)[1]
         if status == 0:
@@ -225,13 +225,13 @@ def interrupted(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with monkeypatch.context() as patched:
         patched.setattr(assemble, "write_shard", stop)
         with pytest.raises(KeyboardInterrupt):
-            prepare(load_corpus(corpus), tmp_path / "store", Options(unit_bytes=UNIT_BYTES))
+            prepare(load_corpus(corpus), tmp_path / "store", PrepareOptions(unit_bytes=UNIT_BYTES))
     assert finished_units(tmp_path / "store")
     return tmp_path / "store"
 
 
 def resume(corpus: Path, out: Path, **options: Any) -> dict[str, Any]:
-    return prepare(load_corpus(corpus), out, Options(unit_bytes=UNIT_BYTES, **options))
+    return prepare(load_corpus(corpus), out, PrepareOptions(unit_bytes=UNIT_BYTES, **options))
 
 
 def test_another_corpus_is_refused_by_key_until_restart(corpus: Path, interrupted: Path) -> None:
@@ -347,6 +347,6 @@ def test_a_full_disk_is_one_clear_error_and_the_work_goes_on_with_more_room(
             ballast.unlink()
     assert len(messages) > 1
     for message in messages:
-        assert "no room left (No space left on device)" in message
-        assert "give the same command again" in message
+        assert "cannot write (No space left on device)" in message
+        assert "run the same command again" in message
     assert contents(out) == contents(whole)

@@ -183,5 +183,5 @@ def test_compressed_arrays_are_refused(tmp_path: Path) -> None:
 
 
 def test_shards_that_chunks_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="a shard of 60 values cannot be cut into chunks of 8"):
+    with pytest.raises(ValueError, match="a shard of 60 values cannot be divided into zarr chunks of 8"):
         ShardLayout(dtype="uint32", shard_length=60, chunk_length=8)

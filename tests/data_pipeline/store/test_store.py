@@ -206,7 +206,7 @@ def test_a_full_disk_is_one_clear_error(tiny_disk: Path, byte_tokenizer: Tiktoke
                 source.append(np.zeros(1000, dtype=np.uint32), num_bytes=1)
             store.finish({})
 
-    with pytest.raises(UserError, match=r"disk/store: no room left .*No space left on device"):
+    with pytest.raises(UserError, match=r"disk/store: cannot write the store .*No space left on device"):
         fill()
     assert [entry.name for entry in tiny_disk.iterdir()] == ["earlier"]
     assert (tiny_disk / "earlier").read_bytes() == b"kept" * 1000
@@ -245,7 +245,7 @@ def test_a_limit_on_file_size_is_met_like_a_full_disk(
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert "store: no room left" in result.stdout
+    assert "store: cannot write the store" in result.stdout
     assert os.strerror(errno.EFBIG) in result.stdout
     assert [entry.name for entry in tmp_path.iterdir()] == ["earlier"]
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
