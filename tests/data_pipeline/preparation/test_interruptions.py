@@ -43,29 +43,37 @@ weight = 0.5
 """
 
 
+def make_corpus(directory: Path, tokenizer: TiktokenTokenizer, random_texts: Callable[..., list[str]]) -> Path:
+    texts = random_texts(60, seed=7, max_words=120)
+    (directory / "bytes/tokenizer").mkdir(parents=True)
+    tokenizer.save(directory / "bytes/tokenizer")
+    lines = [{"text": text + " " + "words of every day"} for text in texts[:40] + texts[5:10]]
+    (directory / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (directory / "texts").mkdir()
+    for number, text in enumerate(texts[40:] + texts[50:55]):
+        (directory / "texts" / f"{number:02}.txt").write_text(text)
+    (directory / "corpus.toml").write_text(CORPUS)
+    return directory / "corpus.toml"
+
+
 @pytest.fixture
 def corpus(tmp_path: Path, byte_tokenizer: TiktokenTokenizer, random_texts: Callable[..., list[str]]) -> Path:
     """A corpus file of two sources, with duplicates in and between them."""
-    texts = random_texts(60, seed=7, max_words=120)
-    (tmp_path / "bytes/tokenizer").mkdir(parents=True)
-    byte_tokenizer.save(tmp_path / "bytes/tokenizer")
-    lines = [{"text": text + " " + "words of every day"} for text in texts[:40] + texts[5:10]]
-    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "texts").mkdir()
-    for number, text in enumerate(texts[40:] + texts[50:55]):
-        (tmp_path / "texts" / f"{number:02}.txt").write_text(text)
-    (tmp_path / "corpus.toml").write_text(CORPUS)
-    return tmp_path / "corpus.toml"
+    return make_corpus(tmp_path, byte_tokenizer, random_texts)
 
 
-@pytest.fixture
-def whole(corpus: Path, tmp_path: Path) -> Path:
-    """The store of a preparation that nothing stopped."""
-    report = prepare(load_corpus(corpus), tmp_path / "whole", PrepareOptions(unit_bytes=UNIT_BYTES))
+@pytest.fixture(scope="module")
+def whole(
+    tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: TiktokenTokenizer, random_texts: Callable[..., list[str]]
+) -> Path:
+    """The store of a preparation that nothing stopped, of a copy of the corpus elsewhere: paths leave no trace."""
+    directory = tmp_path_factory.mktemp("whole")
+    corpus = load_corpus(make_corpus(directory, byte_tokenizer, random_texts))
+    report = prepare(corpus, directory / "store", PrepareOptions(unit_bytes=UNIT_BYTES))
     assert report["units"] > 8
     for source in ("lines", "texts"):
         assert report["corpus"][source]["stages"]["deduplicate"]["dropped"]["exact duplicate"]["documents"] > 1
-    return tmp_path / "whole"
+    return directory / "store"
 
 
 def contents(store: Path) -> dict[str, bytes]:

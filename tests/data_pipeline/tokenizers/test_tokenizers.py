@@ -193,7 +193,7 @@ def test_a_space_mark_in_the_text_does_not_train_as_a_space() -> None:
 @pytest.mark.parametrize(
     ("texts", "vocab_size", "message"),
     [
-        (["hello world"] * 3, 4096, r"vocabulary size 4096: the corpus is too small, at most 284 is possible"),
+        (["hello world"] * 3, 4096, r"vocabulary size 4096: the corpus is too small, use at most 284"),
         ([HELLO_ALPHABET], 270, r"vocabulary size 270: too small for the corpus, use at least 311"),
         ([], 300, "no text"),
     ],
