@@ -75,8 +75,8 @@ def test_a_sequence_rank_reads_its_slice_and_one_token(
         return count
 
     for sequence_size in (1, 4, 16):
-        place = LoaderLayout(sequence_rank=sequence_size // 2, sequence_size=sequence_size)
-        loader = TokenLoader(store, sequence_length=4096, global_batch_size=4, micro_batch_size=2, layout=place)
+        layout = LoaderLayout(sequence_rank=sequence_size // 2, sequence_size=sequence_size)
+        loader = TokenLoader(store, sequence_length=4096, global_batch_size=4, micro_batch_size=2, layout=layout)
         loader.next_step()
         num_bytes.clear()
         with monkeypatch.context() as patched:

@@ -130,6 +130,7 @@ class TokenLoader:
         self.skips = SkippedRanges()
         """What a recovery skipped."""
         divisor_name = f"micro_batch_size {micro_batch_size} × {self.layout.data_size} data ranks"
+        # Every data rank has the same number of micro-batches: ranks that had fewer would wait in the next collective.
         round_size = micro_batch_size * self.layout.data_size
         _check_divides("global_batch_size", global_batch_size, divisor_name, round_size)
         for stage in self.curriculum.stages:
@@ -214,6 +215,7 @@ class TokenLoader:
 
     def fingerprint(self) -> dict[str, str]:
         """What decides the tokens of every sample, by name. Neither layout nor batch size is in it."""
+        # Compared on resume: another value of any of these would give other tokens for the same number consumed.
         parts = {
             "store": self.store.fingerprint(),
             "tokenizer": self.store.tokenizer.sha256,
@@ -265,6 +267,7 @@ class TokenLoader:
     def _samples_after(self, tokens: int) -> tuple[_StageOrder, range]:
         position = self.skips.position(tokens)
         here = self._stages[self.curriculum.number_at(position)]
+        # Whole sequences are consumed and skipped, so the position begins one, and its index is a division.
         first = here.first_sample + (position - here.stage.start) // here.stage.sequence_length
         return here, range(first, first + here.stage.global_batch_size)
 
@@ -352,6 +355,7 @@ def validation_batches(
     bounds = _sequence_slice(sequence_length, layout)
     for first in range(0, num_windows, micro_batch_size * layout.data_size):
         start = first + layout.data_rank * micro_batch_size
+        # Rows that repeat a window and count for nothing keep the shape: all ranks run the same collectives.
         numbers = range(start, start + micro_batch_size)
         rows = [(windows, number if number < num_windows else 0) for number in numbers]
         batch = read_batch(rows, *bounds, buffers=buffers)

@@ -146,7 +146,7 @@ class SampleOrder:
         self._mixture = mixture
         self._num_windows = np.array([num_windows[name] for name in mixture.names])
         self._seed = seed
-        # Two epochs of a source at a time, where one ends and the next begins.
+        # Two epochs of a source at a time, where one ends and the next begins. Cached, because keys cost a hash.
         self._shuffle = functools.lru_cache(maxsize=2 * len(num_windows))(self._permutation)
 
     def __call__(self, samples: NDArray[np.int64]) -> Locations:

@@ -66,6 +66,7 @@ def pack_region(lengths: NDArray[np.int64], capacity: int) -> PackedRegion:
     First come the full windows of the long documents, in the order of the text, then the others as they were opened.
     In a window, ranges are in the order of the text.
     """
+    # Everything by arrays but the best fit itself: a resumed run packs a region before its first step.
     num_full, rests = np.divmod(lengths, capacity)
     rested = np.flatnonzero(rests)
     sizes = rests[rested]
@@ -160,6 +161,7 @@ class WholeWindows:
         lengths = packed.lengths[here]
         ends = np.cumsum(lengths)
         slots, tokens = ends - lengths, starts[packed.documents[here]] + packed.offsets[here]
+        # Padding is a range too, so that what reads a window needs no case for it.
         if ends[-1] < self.sequence_length:
             slots, tokens = np.append(slots, ends[-1]), np.append(tokens, PADDING)
         wanted = slice(int(slots.searchsorted(first, side="right")) - 1, int(slots.searchsorted(last)))

@@ -118,6 +118,7 @@ class ConcatWindows:
 
     def document_ranges(self, window: int, first: int, last: int) -> DocumentRanges:
         """See ``Windows``."""
+        # Only documents that begin in these slots are looked up, so a sequence rank reads no more than its segment.
         row_start = window * self.sequence_length
         starts = self.source.document_starts(row_start + first, row_start + last)
         if starts[0] < row_start:

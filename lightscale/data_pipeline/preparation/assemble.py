@@ -163,6 +163,7 @@ def shard_jobs(context: Context) -> tuple[list[ShardJob], list[int]]:
 def write_shard(context: Context, job: ShardJob, advance: Advance) -> None:
     """The task of a shard."""
     record = context.work.entry(f"shards/{job.source}.{job.array}", job.number, ".json")
+    # The record is written after the shard: where it is there, the shard is whole and its hash need not be made again.
     if record.exists():
         return
     (source,) = [source for source in output_sources(context) if source.name == job.source]
@@ -178,6 +179,7 @@ def write_shard(context: Context, job: ShardJob, advance: Advance) -> None:
             for part in values:
                 shard.append(part)
                 advance(part.nbytes)
+                # Counted here, where the tokens pass anyway: the entropy in the report costs no further reading.
                 if job.array == "tokens":
                     token_counts += np.bincount(part, minlength=len(token_counts))
             assert shard.num_values == stop - first, "the units do not hold what was counted"
@@ -191,7 +193,7 @@ def write_shard(context: Context, job: ShardJob, advance: Advance) -> None:
 
 
 def _overlapping(unit_sizes: list[int], first: int, stop: int) -> Iterator[tuple[int, int]]:
-    """(index, where it begins) of the units that hold the values ``first`` … ``stop`` - 1 of a source."""
+    """(index, position of its first value) of the units that hold the values ``first`` … ``stop`` - 1 of a source."""
     begin = 0
     for index, size in enumerate(unit_sizes):
         if begin < stop and begin + size > first:

@@ -140,6 +140,7 @@ def load_corpus(path: Path) -> Corpus:
         name: source.model_copy(update={"paths": [_absolute(base, entry) for entry in source.paths]})
         for name, source in corpus.sources.items()
     }
+    # Only the path of a tokenizer is relative to the file; the other two forms are names.
     tokenizer = corpus.tokenizer
     if tokenizer != TRAINED_TOKENIZER and not tokenizer.startswith("tiktoken:"):
         tokenizer = str(base / tokenizer)

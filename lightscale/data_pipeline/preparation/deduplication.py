@@ -23,7 +23,7 @@ from lightscale.data_pipeline.whole_files import write_array
 
 KINDS: tuple[Kind, ...] = ("exact", "near")
 _REASONS: dict[Kind, str] = {"exact": "exact duplicate", "near": "near duplicate"}
-# So much of the files of keys is read for one range.
+# So much of the key files is read for one range: bounds the memory of a task, whatever the size of the corpus.
 _RANGE_BYTES = 2**23
 
 
@@ -77,6 +77,7 @@ class UnitDuplicates:
 
     def __init__(self, work: WorkDirectory, unit: UnitSummary) -> None:
         """``numbers`` and ``kept_ids`` by reason: documents in the unit, ascending, and the ids of the kept ones."""
+        # Ids are ascending by unit, so those of one unit are contiguous in the pairs.
         first = unit.number << UNIT_SHIFT
         self.numbers: dict[str, NDArray[np.int64]] = {}
         self.kept_ids: dict[str, NDArray[np.uint64]] = {}

@@ -68,6 +68,7 @@ def write_plan(path: Path, corpus: Corpus, *, unit_bytes: int | None, strict: bo
     ``unit_bytes``: size of a unit; none: a 1024th of the corpus within 1 to 64 MiB. Raises ``UserError`` for paths that
     do not exist and, if ``strict``, for files that cannot be read.
     """
+    # Listed twice where the size of a unit follows from the total: a list of all files would grow with the corpus.
     if unit_bytes is None:
         total = sum(file.size_bytes for _, file in _files(corpus, _problems_of(corpus, strict=False)))
         unit_bytes = min(max(total // _AIMED_UNITS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
@@ -80,6 +81,7 @@ def write_plan(path: Path, corpus: Corpus, *, unit_bytes: int | None, strict: bo
             digest.update(line)
             lines.write(line)
             num_files += sum(1 for file_range in content["ranges"] if file_range[4] == 0)  # ranges that begin a file
+        # Known only after the last file; not part of the hash, which units alone decide.
         last = {"problems": {name: found.as_json() for name, found in problems.items()}, "num_files": num_files}
         lines.write(json.dumps(last).encode() + b"\n")
     return digest.hexdigest()
@@ -127,6 +129,7 @@ def _units(corpus: Corpus, problems: dict[str, Problems], unit_bytes: int) -> It
     ranges: list[list[Any]] = []
     for name, file in _files(corpus, problems):
         for file_range in cut_into_ranges(file, unit_bytes, problems[name]):
+            # A unit has one source, because tokens, filters and shards are by source.
             full = num_bytes + file_range.num_bytes > unit_bytes or len(ranges) == _MAX_RANGES
             if ranges and (full or name != source):
                 yield {"source": source, "ranges": ranges}

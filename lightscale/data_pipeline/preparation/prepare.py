@@ -7,7 +7,7 @@
 A unit of work is a part of the corpus that one task processes (``plan.py``). Nothing depends on time, machine, the
 number of workers or interruptions: the same corpus and versions give the same store, byte for byte. What is finished is
 kept in STORE.work; the same command goes on from there. The README of
-``data_pipeline`` says what memory grows with the corpus.
+``data_pipeline`` says what takes memory as the corpus grows.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ def _silent(step: str, done: int, total: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
-    """How a store is made: none of these changes a byte of it, only ``unit_bytes`` changes the work directory."""
+    """How a store is made: none of these changes a byte of it, but ``unit_bytes`` the number of units in the report."""
 
     make_executor: ExecutorFactory = InProcess
     """Makes what runs the tasks."""
@@ -103,6 +103,7 @@ def _prepare(
     if (report := once(lambda: _finished_before(out, work))) is not None:
         return report
     once(lambda: _begin(corpus, work, options))
+    # Every process reads the plan and lists the same tasks from it: nothing is sent but which of them to run.
     plan = read_plan(work.plan)
 
     def run(step: str, task: Task, items: Sequence[Any], sizes: Sequence[int]) -> None:
@@ -111,18 +112,21 @@ def _prepare(
     def run_on(step: str, task: Task, units: Sequence[UnitSummary]) -> None:
         run(step, task, units, [unit.num_bytes for unit in units])
 
+    # Tokenizing needs the tokenizer, and that needs texts: so a trained one costs a first pass over some of the units.
     if not (work.path / TOKENIZER_DIR).exists():
         run_on("sample for the tokenizer", sample_unit, _sampled(plan))
         once(lambda: _train_tokenizer(corpus, work, plan))
 
     run_on("read, filter, tokenize", prepare_unit, plan.units)
 
+    # Duplicates are found over all units, when all keys are there; the documents themselves are not read again.
     for kind in deduplication.KINDS:
         ranges = deduplication.key_ranges(work, kind)
         run(f"find {kind} duplicates", deduplication.find_in_range, ranges, [item.num_bytes for item in ranges])
         once(functools.partial(deduplication.merge_ranges, work, kind))
 
     run_on("count kept documents", assemble.count_kept, plan.units)
+    # Shards are cut by the number of tokens that are kept, so they are known only now.
     context = Context(work, strict=options.strict)
     once(lambda: _require_documents(context))
     run("write shards", assemble.write_shard, *assemble.shard_jobs(context))

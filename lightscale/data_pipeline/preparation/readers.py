@@ -109,6 +109,7 @@ def read(file_range: FileRange, problems: Problems, *, text_field: str, advance:
     name = file_range.file.path.name
     try:
         status = file_range.file.path.stat()
+        # The plan was made for the file as it was: ranges of another file would begin in the middle of anything.
         if (status.st_size, status.st_mtime_ns) != (file_range.file.size_bytes, file_range.file.mtime_ns):
             problems.add(
                 CHANGED,
@@ -223,6 +224,7 @@ def _lines(buffers: Iterator[bytes], offset: int) -> Iterator[tuple[int, bytes |
             waiting, num_waiting = [], 0
         if last:
             num_waiting += len(last)
+            # Of a longer line nothing more is kept, only its length: the next line's offset depends on it.
             if num_waiting <= MAX_LINE_BYTES:
                 waiting.append(last)
     if num_waiting:

@@ -111,7 +111,7 @@ class FileLister:
 
     def _once(self, files: Iterator[SourceFile]) -> Iterator[SourceFile]:
         for file in files:
-            # Path.resolve() is several times slower.
+            # By the real path: links may lead to one file twice. Path.resolve() is several times slower.
             digest = xxhash.xxh3_64_intdigest(os.fsencode(os.path.realpath(file.path)))
             if digest in self._seen:
                 self._problems.add(READ_TWICE, file.id)
@@ -162,6 +162,7 @@ def _walk(
     """Depth first. ``parents``: (device, inode) of the directories above; one that returns is a loop."""
     try:
         status = directory.stat()
+        # Sorted, because the order of a directory differs between file systems and documents get ids in this order.
         entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
     except OSError as error:
         problems.add(UNREADABLE, f"{id_prefix or directory}: {error.strerror}")

@@ -142,6 +142,7 @@ def prepare_unit(context: Context, unit: UnitSummary, advance: Advance) -> None:
         advance(unit.num_bytes)
         return
     counts = UnitCounts(problems=Problems(strict=context.strict))
+    # The directory gets its name when everything in it is written: a unit that has its name is never half a unit.
     with whole_directory(target) as directory, UnitWriter(directory, unit, context) as writer:
         for document in clean_documents(context, unit, counts, advance):
             writer.append(document)
@@ -239,6 +240,7 @@ class UnitWriter:
         batch = self._batch
         if not batch:
             return
+        # In batches: one call over many short documents costs less than a call for each.
         ids = self._tokenizer.encode_batch([document.text for document in batch])
         records = np.empty(len(batch), dtype=DOCUMENT)
         records["tokens"] = [len(tokens) for tokens in ids]
@@ -265,6 +267,7 @@ class UnitWriter:
             write_exact_records(self._directory / f"exact-{number}", self._keys, ids)
         if self._bands:
             write_band_records(self._directory / f"near-{number}", np.concatenate(self._bands), ids)
+        # Each file of keys is sorted by itself; a range of keys is then read from all of them by bisection.
         self._keys, self._bands = [], []
         self._num_keyed = self._num_documents
         self._num_key_files += 1

@@ -94,6 +94,7 @@ class WorkDirectory:
     def empty(self) -> None:
         """Remove all that preparations put there, but for the lock."""
         self.clean()
+        # Only names that a preparation makes: the directory may hold files of a user by mistake.
         for entry in (self.path / name for name in _OWN_NAMES):
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry, ignore_errors=True)

@@ -84,6 +84,7 @@ def check_source_name(name: str) -> None:
 
 def hash_of_hashes(hashes: Sequence[str]) -> str:
     """The content hash of a source from those of its shards."""
+    # Of hashes and not of the content: each shard is hashed by the process that writes it, and nothing is read again.
     return xxhash.xxh3_128_hexdigest(b"".join(bytes.fromhex(digest) for digest in hashes))
 
 
@@ -116,6 +117,7 @@ def write_root(
     tokenizer.save(directory / TOKENIZER_DIR)
     text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
     (directory / REPORT_FILE).write_text(text, encoding="utf-8")
+    # Last, because a directory without zarr.json is no store: an interrupted write is never taken for one.
     attributes = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -174,6 +176,7 @@ def require_absent(path: Path) -> None:
 
 def publish(temporary: Path, path: Path) -> None:
     """Bring the store in ``temporary`` to the disk and give it its name, by one rename."""
+    # Content before name: after a power failure the name must not lead to files that never reached the disk.
     sync_tree(temporary)
     require_absent(path)  # another process may have written it meanwhile
     temporary.rename(path)

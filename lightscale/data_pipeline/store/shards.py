@@ -72,6 +72,7 @@ class ShardLayout:
         entries = np.full((self.shard_length // self.chunk_length, 2), _NO_CHUNK, dtype="<u8")
         entries[:num_chunks, 0] = np.arange(num_chunks) * chunk_bytes
         entries[:num_chunks, 1] = chunk_bytes
+        # The CRC is of the index alone; the values are covered by the hash of the shard, which `verify` checks.
         raw = entries.tobytes()
         return raw + int(google_crc32c.value(raw)).to_bytes(4, "little")
 
@@ -299,6 +300,7 @@ class ShardedArray:
     def _fill(self, shard: int, offset: int, out: NDArray[Any]) -> None:
         descriptor = self._open(shard).descriptor
         position = offset * self._dtype.itemsize
+        # preadv: into the caller's memory without a copy, and without a file position that threads would share.
         count = os.preadv(descriptor, [out.data], position)
         if count == out.nbytes:  # nearly always
             return
@@ -311,6 +313,7 @@ class ShardedArray:
 
     def _check_shard(self, shard: int, num_values: int, expected_index: bytes) -> None:
         path = self._path(shard)
+        # Size and index say that a shard is complete; opening a store reads no values.
         values_bytes = self.layout.padded_bytes(num_values)
         try:
             with path.open("rb", buffering=0) as file:

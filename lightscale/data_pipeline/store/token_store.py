@@ -177,6 +177,7 @@ class TokenSource:
         for array, expected in ((self._tokens, self.num_tokens), (self._doc_ends, self.num_documents)):
             if array.length != expected or expected < 1:
                 raise UserError(f"{array.directory}: {array.length} values, its source says {expected}")
+        # Cheap, and it finds arrays of two different preparations in one directory.
         last_end = int(self._doc_ends.read(self.num_documents - 1, self.num_documents)[0])
         if last_end != self.num_tokens:
             at_fault = self._doc_ends.directory

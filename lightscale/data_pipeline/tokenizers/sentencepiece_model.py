@@ -56,6 +56,7 @@ class SentencePieceTokenizer:
 
     def encode(self, text: str) -> NDArray[np.uint32]:
         """See ``Tokenizer``."""
+        # Between real marks the model may encode as it likes; a mark itself must not become a space.
         texts = text.split(SPACE_MARK)
         parts = [np.asarray(self._processor.encode(part), dtype=np.uint32) for part in texts]
         if len(parts) == 1:

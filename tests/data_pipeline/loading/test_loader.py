@@ -142,8 +142,8 @@ def test_rows_longer_than_a_block_are_filled_whole(write_store: WriteStore) -> N
         for length, sequence_size in ((2 * block, 2), (3 * block + 2, 2), (block, 1)):
             joined: dict[str, list[int]] = {"tokens": [], "labels": [], "positions": []}
             for rank in range(sequence_size):
-                place = LoaderLayout(sequence_rank=rank, sequence_size=sequence_size)
-                loader = make_loader(store, sequence_length=length, global_batch_size=2, layout=place)
+                layout = LoaderLayout(sequence_rank=rank, sequence_size=sequence_size)
+                loader = make_loader(store, sequence_length=length, global_batch_size=2, layout=layout)
                 (batch,) = loader.batches_after(0)
                 for name, values in joined.items():
                     values += getattr(batch, name)[first // (3 * block)].tolist()
@@ -159,8 +159,8 @@ def test_what_was_found_ahead_is_what_a_new_loader_finds(write_store: WriteStore
     store = write_store({name: DOCUMENTS[name] for name in ("code", "text")}, shards=shards)
 
     def make() -> TokenLoader:
-        place = LoaderLayout(data_rank=1, data_size=3, sequence_rank=1, sequence_size=2)
-        return make_loader(store, sequence_length=6, layout=place)
+        layout = LoaderLayout(data_rank=1, data_size=3, sequence_rank=1, sequence_size=2)
+        return make_loader(store, sequence_length=6, layout=layout)
 
     loader = make()
     begun_before = 0
@@ -396,9 +396,9 @@ def test_validation_reads_the_first_windows_once(
 def test_validation_slices_join_to_the_whole(store: TokenStore) -> None:
     def read(**layout: int) -> list[Batch]:
         source = store.source("text-validation")
-        place = LoaderLayout(**layout)
+        layout = LoaderLayout(**layout)
         return list(
-            validation_batches(source, sequence_length=LENGTH, num_sequences=5, micro_batch_size=2, layout=place)
+            validation_batches(source, sequence_length=LENGTH, num_sequences=5, micro_batch_size=2, layout=layout)
         )
 
     parts = [read(sequence_rank=rank, sequence_size=4) for rank in range(4)]

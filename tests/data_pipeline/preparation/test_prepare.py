@@ -241,7 +241,7 @@ def length(*texts: str) -> int:
     return sum(len(text.encode(errors="surrogatepass")) for text in texts)
 
 
-def test_every_stage_counts_what_it_leaves_out(handmade: dict[str, Any], tmp_path: Path, byte_tokens: str) -> None:
+def test_every_step_counts_what_it_drops(handmade: dict[str, Any], tmp_path: Path, byte_tokens: str) -> None:
     table = {"tokenizer": byte_tokens, "sources": handmade, **LAYOUT}
     report = prepare(make_corpus(table, origin="test"), tmp_path / "store", PrepareOptions(unit_bytes=200))
     assert report["units"] > 8

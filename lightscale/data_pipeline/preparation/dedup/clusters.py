@@ -50,6 +50,7 @@ def merge_pairs(parts: Iterable[NDArray[np.uint64]]) -> NDArray[np.uint64]:
 def _links(records: NDArray[np.void]) -> NDArray[np.uint64]:
     """(2, n): each document that shares a key, and the lowest document with that key."""
     keys = [name for name in records.dtype.names or () if name != "document"]
+    # Linking each document to the lowest of its key and not to every other one: n links for n documents, not n².
     order = np.lexsort([records[name] for name in reversed(keys)])
     documents = records["document"][order]
     begins = np.arange(len(order)) == 0
@@ -65,6 +66,7 @@ def _links(records: NDArray[np.void]) -> NDArray[np.uint64]:
 
 def _merge(pairs: NDArray[np.uint64], links: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """``pairs`` with the clusters joined that ``links``, any (2, m) array of documents, connect."""
+    # Links between clusters, not documents: each end is replaced by the lowest of its cluster so far.
     joined = _connected(_lowest(pairs, links))
     if joined.shape[1] == 0:
         return pairs
@@ -104,6 +106,7 @@ def _connected(links: NDArray[np.uint64]) -> NDArray[np.uint64]:
     parents = np.arange(len(documents))
     while True:
         roots = parents[ends]
+        # Links inside a cluster have done their work; what remains is fewer each round.
         open_links = roots[0] != roots[1]
         if not open_links.any():
             break
