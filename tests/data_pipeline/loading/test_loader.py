@@ -394,9 +394,9 @@ def test_validation_reads_the_first_windows_once(
 
 
 def test_validation_slices_join_to_the_whole(store: TokenStore) -> None:
-    def read(**layout: int) -> list[Batch]:
+    def read(**ranks: int) -> list[Batch]:
         source = store.source("text-validation")
-        layout = LoaderLayout(**layout)
+        layout = LoaderLayout(**ranks)
         return list(
             validation_batches(source, sequence_length=LENGTH, num_sequences=5, micro_batch_size=2, layout=layout)
         )

@@ -23,34 +23,34 @@ Window = list[tuple[int, int, int]]
 
 
 def windows_of(lengths: list[int], capacity: int) -> list[Window]:
-    """(document, offset, length) of the pieces of every window."""
+    """(document, offset, length) of the ranges of every window."""
     packed = pack_region(np.array(lengths, dtype=np.int64), capacity)
-    pieces = list(
+    ranges = list(
         zip(packed.documents.tolist(), packed.offsets.tolist(), packed.lengths.tolist(), strict=True),
     )
     edges = packed.window_starts.tolist()
     assert packed.num_windows == len(edges) - 1
-    assert (edges[0], edges[-1]) == (0, len(pieces))
-    return [pieces[first:last] for first, last in itertools.pairwise(edges)]
+    assert (edges[0], edges[-1]) == (0, len(ranges))
+    return [ranges[first:last] for first, last in itertools.pairwise(edges)]
 
 
 @given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=80), capacity=st.integers(1, 100))
 @settings(max_examples=60)
 def test_every_token_is_packed_once_and_documents_stay_whole(lengths: list[int], capacity: int) -> None:
     windows = windows_of(lengths, capacity)
-    pieces = sorted(piece for window in windows for piece in window)
+    ranges = sorted(document_range for window in windows for document_range in window)
     for document, length in enumerate(lengths):
-        mine = [(offset, size) for number, offset, size in pieces if number == document]
-        # Full windows and one rest: a document that fits is in one piece.
+        mine = [(offset, size) for number, offset, size in ranges if number == document]
+        # Full windows and one rest: a document that fits is in one range.
         assert mine == [(offset, min(capacity, length - offset)) for offset in range(0, length, capacity)]
-    assert len(pieces) == sum(-(-length // capacity) for length in lengths)
+    assert len(ranges) == sum(-(-length // capacity) for length in lengths)
     for window in windows:
         assert 0 < sum(size for _, _, size in window) <= capacity
         assert window == sorted(window)
 
 
 def best_fit_decreasing(sizes: list[int], capacity: int) -> list[list[int]]:
-    """By the book: every piece looks at every window."""
+    """Plain: every range looks at every window."""
     left: list[int] = []
     held: list[list[int]] = []
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
@@ -67,13 +67,13 @@ def best_fit_decreasing(sizes: list[int], capacity: int) -> list[list[int]]:
 
 @given(sizes=st.lists(st.integers(7, 99), min_size=1, max_size=60))
 @settings(max_examples=40)
-def test_long_pieces_are_packed_best_fit_decreasing(sizes: list[int]) -> None:
+def test_long_ranges_are_packed_best_fit_decreasing(sizes: list[int]) -> None:
     assert all(size * SMALL_SHARE > 100 for size in sizes)
     windows = [[document for document, _, _ in window] for window in windows_of(sizes, 100)]
     assert windows == best_fit_decreasing(sizes, 100)
 
 
-def test_short_pieces_fill_up_in_the_order_of_the_text() -> None:
+def test_short_ranges_fill_up_in_the_order_of_the_text() -> None:
     # 90 and 80 leave 10 and 20; of 6, 3, 5, 6, 6 the first two fill the 10 up to 9, the rest the 20 up to 17.
     assert [[document for document, _, _ in window] for window in windows_of([6, 90, 3, 80, 5, 6, 6], 100)] == [
         [0, 1, 2],

@@ -80,7 +80,7 @@ class Failing:
                     loader.load_state_dict(json.loads(json.dumps(self.states[resume])))
                 ranks[data_rank, sequence_rank] = loader
         for step in range((resume or 0) + 1, last_step + 1):
-            batches = {place: loader.next_step() for place, loader in ranks.items()}
+            batches = {key: loader.next_step() for key, loader in ranks.items()}
             rows = []
             for data_rank in range(data):
                 for number, batch in enumerate(batches[data_rank, 0]):

@@ -87,7 +87,7 @@ def test_the_lowest_of_each_cluster_stays(
         assert found.tolist() == expected
 
 
-def test_pieces_merge_to_the_same_in_any_order_and_grouping(write: Write) -> None:
+def test_ranges_merge_to_the_same_in_any_order_and_grouping(write: Write) -> None:
     generator = np.random.default_rng(5)
     documents = np.arange(3000, dtype=np.uint64)
     keys = generator.integers(0, 9000, (3000, 6)).astype(np.uint64) * SPREAD

@@ -102,7 +102,7 @@ def test_jsonl_lines_are_documents_and_bad_lines_are_counted_by_place(
 
 
 @pytest.mark.parametrize("range_bytes", [1, 7, 100, 1000, 4096])
-def test_pieces_of_a_jsonl_file_have_every_line_once(
+def test_ranges_of_a_jsonl_file_have_every_line_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, range_bytes: int
 ) -> None:
     monkeypatch.setattr(readers, "_READ_BYTES", 64)
@@ -141,7 +141,7 @@ def test_packed_files_read_like_plain_ones(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("suffix", PACKERS)
-def test_a_truncated_file_gives_what_is_there_and_names_the_place(tmp_path: Path, suffix: str) -> None:
+def test_a_truncated_file_gives_what_is_there_and_names_the_position(tmp_path: Path, suffix: str) -> None:
     generator = random.Random(1)
     records = [{"text": "".join(generator.choices("abcdefghij", k=500))} for _ in range(2000)]
     packed = PACKERS[suffix](as_lines(records)).rstrip(b"\0")
@@ -175,7 +175,7 @@ def write_parquet(path: Path, columns: dict[str, Any], rows: int = 7) -> None:
 
 
 @pytest.mark.parametrize("range_bytes", [1, 2000, 10**9])
-def test_parquet_rows_are_documents_in_any_pieces(tmp_path: Path, range_bytes: int) -> None:
+def test_parquet_rows_are_documents_in_any_ranges(tmp_path: Path, range_bytes: int) -> None:
     found: list[str | None] = [record["text"] for record in random_records(50)]
     found[20] = None
     write_parquet(tmp_path / "d.parquet", {"id": list(range(50)), "text": found})
@@ -236,9 +236,7 @@ def test_a_parquet_file_damaged_inside_names_the_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["d.txt", "d.jsonl", "d.jsonl.gz", "d.parquet"])
-def test_enormous_documents_are_counted_and_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_enormous_documents_are_counted_and_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 100)
     monkeypatch.setattr(readers, "MAX_LINE_BYTES", 400)
     monkeypatch.setattr(readers, "_READ_BYTES", 64)

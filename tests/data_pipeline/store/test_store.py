@@ -83,7 +83,7 @@ def test_document_starts(write_store: WriteStore) -> None:
 
 @pytest.mark.parametrize("shards", [8, 64, 4096])
 @pytest.mark.parametrize("first", [0, 100])
-def test_document_starts_of_many_stretches(write_store: WriteStore, shards: int, first: int) -> None:
+def test_document_starts_of_many_ranges(write_store: WriteStore, shards: int, first: int) -> None:
     """All in one shard or not, the source's first document among them or not, in any order."""
     lengths = np.random.default_rng(0).integers(0, 12, 150).tolist()
     source = write_store({"a": [[1] * length for length in lengths]}, shards=shards).source("a")

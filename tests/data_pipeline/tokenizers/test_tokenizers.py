@@ -167,7 +167,7 @@ def test_training_is_deterministic_and_takes_hard_text(random_texts: Callable[..
     first, second = (train_sentencepiece(iter(texts), vocab_size=350) for _ in range(2))
     assert first.sha256 == second.sha256
     assert first.vocab_size == 350
-    # The long line was not passed over: its words are pieces.
+    # The long line was not skipped: its words are pieces.
     assert len(first.encode(" without")) == 1
 
 
