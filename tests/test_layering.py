@@ -30,6 +30,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": BASE,
 }
 ALIASES = {"__main__": "cli"}
+# Folders of a package that share nothing but what both may import: here, the token store on disk.
+APART = [("lightscale.data_pipeline.preparation", "lightscale.data_pipeline.loading")]
 # Importer and imported of the imports that are inside a function on purpose.
 LATE = {("lightscale.parallel.mesh", "lightscale.parallel.cpu")}  # must not even be loaded where there is a GPU
 
@@ -85,6 +87,15 @@ def folder(module: str, packages: set[str]) -> str:
     return module if module in packages else module.rpartition(".")[0]
 
 
+def are_apart(first: str, second: str) -> bool:
+    """Whether one module is in one folder of a pair in `APART`, and the other in the other."""
+    return any(
+        f"{first}.".startswith(f"{one}.") and f"{second}.".startswith(f"{other}.")
+        for pair in APART
+        for one, other in (pair, pair[::-1])
+    )
+
+
 def circle(graph: dict[str, set[str]]) -> str | None:
     """One circle of `graph`, in words."""
     try:
@@ -112,6 +123,8 @@ def faults(root: Path) -> list[str]:
             found.append(f"{where}: MAY_IMPORT has no entry for {unknown.pop()}")
         elif imported not in MAY_IMPORT[importer] | {importer}:
             found.append(f"{where}: {importer} may not import {imported}")
+        if are_apart(item.importer, item.imported):
+            found.append(f"{where}: only what is on disk passes between the two folders")
         if item.in_function and (item.importer, item.imported) not in LATE:
             found.append(f"{where}: inside a function")
     if words := circle(files):
@@ -142,6 +155,7 @@ def test_imports_go_one_way() -> None:
 def test_every_exception_is_still_needed() -> None:
     late = {(item.importer, item.imported) for item in imports(modules(ROOT)) if item.in_function}
     assert late >= LATE
+    assert {folder for pair in APART for folder in pair} <= set(modules(ROOT))
 
 
 @pytest.mark.parametrize(
@@ -158,6 +172,17 @@ def test_every_exception_is_still_needed() -> None:
             "from lightscale.parallel.mesh import Mesh",
             "data_pipeline may not import parallel",
         ),
+        (
+            "data_pipeline/preparation/units.py",
+            "from lightscale.data_pipeline.loading import order",
+            "only what is on disk passes",
+        ),
+        (
+            "data_pipeline/loading/samples.py",
+            "import lightscale.data_pipeline.preparation.dedup.records",
+            "only what is on disk passes",
+        ),
+        ("data_pipeline/loading/packing.py", "from lightscale.data_pipeline.loading import order", None),
         ("models/layers.py", "from lightscale.data_pipeline import loader", "models may not import data_pipeline"),
         ("training/train.py", "def f():\n    from lightscale.parallel import mesh", "inside a function"),
         ("models/a.py", "import lightscale.models.b", "imports in a circle"),
@@ -185,6 +210,8 @@ def test_a_wrong_import_is_found(tmp_path: Path, path: str, source: str, fault: 
                 "models/layers/__init__",
                 "models/layers/a",
                 "data_pipeline/loader",
+                "data_pipeline/loading/order",
+                "data_pipeline/preparation/dedup/records",
             ),
             "",
         ),

@@ -26,7 +26,7 @@ import torch
 import zarr
 from numpy.typing import NDArray
 
-from lightscale.data_pipeline.loading.loader import Layout, Packing, TokenLoader
+from lightscale.data_pipeline.loading.loader import LoaderLayout, Packing, TokenLoader
 from lightscale.data_pipeline.store.format import SourceCounts, write_root, write_source_attributes
 from lightscale.data_pipeline.store.shards import ShardLayout, shard_path, write_metadata
 from lightscale.data_pipeline.store.token_store import StoreWriter, TokenStore
@@ -132,7 +132,7 @@ def _resumed_loader(store: TokenStore, packing: Packing, index_dir: Path) -> Tok
         global_batch_size=512,
         micro_batch_size=8,
         packing=packing,
-        layout=Layout(data_rank=3, data_size=64),
+        layout=LoaderLayout(data_rank=3, data_size=64),
         index_dir=index_dir,
     )
 

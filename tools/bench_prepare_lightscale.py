@@ -12,9 +12,9 @@ if "--gigatoken" not in sys.argv:
     # As where it is not installed: tiktoken encodes. Workers import this file too, so that it holds for them.
     sys.modules["gigatoken"] = None  # type: ignore[assignment]
 
-from lightscale.data_pipeline.executors import Workers
+from lightscale.data_pipeline.executors import ProcessPool
 from lightscale.data_pipeline.preparation.corpus import make_corpus
-from lightscale.data_pipeline.preparation.prepare import Options, prepare
+from lightscale.data_pipeline.preparation.prepare import PrepareOptions, prepare
 
 
 def main() -> None:
@@ -23,7 +23,9 @@ def main() -> None:
     # datatrove's side has no such rule.
     source = {"paths": [parts], "language": "en", "filters": {"lorem_ipsum": False}}
     corpus = make_corpus({"tokenizer": "tiktoken:cl100k_base", "sources": {"text": source}}, origin="benchmark")
-    report = prepare(corpus, out / "store", Options(make_crew=functools.partial(Workers, num_workers=workers)))
+    report = prepare(
+        corpus, out / "store", PrepareOptions(make_executor=functools.partial(ProcessPool, num_workers=workers))
+    )
     kept = report["corpus"]["text"]["stages"]["write"]["train"]["documents"]
     print(json.dumps({"kept_documents": kept, "tokens": report["sources"]["text"]["tokens"]}))
 

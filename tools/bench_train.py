@@ -239,8 +239,8 @@ def random_batches(config: RunConfig, device: torch.device) -> list[Batch]:
             tokens=tokens[:, :-1],
             labels=tokens[:, 1:],
             loss_mask=torch.ones(micro, length),
-            piece_slots=torch.arange(micro) * length,
-            piece_positions=torch.zeros(micro, dtype=torch.int64),
+            start_slots=torch.arange(micro) * length,
+            start_positions=torch.zeros(micro, dtype=torch.int64),
         )
         batches.append(batch.to(device))
     return batches

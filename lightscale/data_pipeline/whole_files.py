@@ -1,4 +1,8 @@
-"""Files and directories that are there whole or not at all, also after a crash: written, synced, then renamed."""
+"""Files and directories that are there whole or not at all, also after a crash: written, synced, then renamed.
+
+The order matters: a rename that reaches the disk before the content would name an empty file after a power failure. So
+the content is synced first, then renamed, then the directory that holds the name is synced.
+"""
 
 import errno
 import json
@@ -14,12 +18,12 @@ from numpy.typing import NDArray
 
 TEMPORARY_SUFFIX = ".tmp"
 """Ends the names of what is half-written."""
-NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """``errno`` of a full disk, a quota, a limit on file sizes."""
 
 
 def _temporary_name(path: Path) -> Path:
-    """A name beside ``path`` that no other process uses."""
+    """A name that no process of any host uses; beside ``path``, because a rename works within one file system only."""
     return path.with_name(f"{path.name}.{os.uname().nodename}-{os.getpid()}{TEMPORARY_SUFFIX}")
 
 
@@ -35,7 +39,7 @@ def whole_directory(path: Path) -> Iterator[Path]:
             temporary.rename(path)
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                raise
+                raise  # anything but a directory that another process finished first: its content is the same
         sync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

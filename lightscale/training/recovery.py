@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 from lightscale.config.schema import RunConfig
-from lightscale.data_pipeline.loading.curriculum import Skips
+from lightscale.data_pipeline.loading.curriculum import SkippedRanges
 from lightscale.data_pipeline.loading.loader import TokenLoader
 from lightscale.data_pipeline.loading.samples import SKIP_EVENT, recorded_skips
 from lightscale.errors import UserError
@@ -100,7 +100,7 @@ class Recovery:
 
         if target == 0:
             start_again(self._engine, self._config.train.seed)
-            loader.tokens, loader.skips = 0, Skips()
+            loader.tokens, loader.skips = 0, SkippedRanges()
             self._guard.load_state_dict(Guard(self._config.guard).state_dict())
         return self.resume()
 

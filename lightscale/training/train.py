@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from lightscale.config.schema import RunConfig
-from lightscale.data_pipeline.loading.curriculum import Stage
-from lightscale.data_pipeline.loading.loader import Layout, TokenLoader, validation_batches
+from lightscale.data_pipeline.loading.curriculum import LengthStage
+from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader, validation_batches
 from lightscale.data_pipeline.loading.packing import INDEX_DIR
 from lightscale.data_pipeline.loading.prefetch import Prefetcher
 from lightscale.data_pipeline.loading.windows import Batch
@@ -111,12 +111,12 @@ class Trainer:
     ) -> None:
         self.config, self.directory, self.mesh, self.stop, self.heartbeat = config, run, mesh, stop, heartbeat
         self.is_main = mesh.rank == 0
-        self.stage: Stage | None = None
+        self.stage: LengthStage | None = None
         self.journal = Journal(run, enabled=self.is_main)
         self.journal.begin_attempt(world_size=mesh.world_size, device=_device_name(mesh.device))
         self._check_machines()
 
-        self.layout = Layout(
+        self.layout = LoaderLayout(
             data_rank=mesh.data_rank,
             data_size=mesh.data,
             sequence_rank=mesh.sequence_rank,

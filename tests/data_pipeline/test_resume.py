@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightscale.data_pipeline.loading.loader import Layout, TokenLoader
+from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader
 from lightscale.data_pipeline.store.token_store import StoreWriter, TokenStore
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer
 
@@ -38,7 +38,7 @@ def test_resume_in_the_middle_of_300_billion_tokens(sparse_store: TokenStore, tm
             global_batch_size=512,
             micro_batch_size=8,
             packing=packing,
-            layout=Layout(data_rank=3, data_size=64),
+            layout=LoaderLayout(data_rank=3, data_size=64),
             index_dir=tmp_path,
         )
 
@@ -75,8 +75,8 @@ def test_a_sequence_rank_reads_its_slice_and_one_token(
         return count
 
     for sequence_size in (1, 4, 16):
-        place = Layout(sequence_rank=sequence_size // 2, sequence_size=sequence_size)
-        loader = TokenLoader(store, sequence_length=4096, global_batch_size=4, micro_batch_size=2, layout=place)
+        layout = LoaderLayout(sequence_rank=sequence_size // 2, sequence_size=sequence_size)
+        loader = TokenLoader(store, sequence_length=4096, global_batch_size=4, micro_batch_size=2, layout=layout)
         loader.next_step()
         num_bytes.clear()
         with monkeypatch.context() as patched:

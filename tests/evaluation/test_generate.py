@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightscale.config.files import load
-from lightscale.data_pipeline.loading.loader import Layout, TokenLoader
+from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader
 from lightscale.data_pipeline.store.token_store import StoreWriter, TokenStore
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
 from lightscale.errors import UserError
@@ -74,7 +74,7 @@ def save(run: Path, rank: int, world_size: int, init_method: str, *, precision: 
             micro_batch_size=1,
             sources=config.data.sources,
             seed=0,
-            layout=Layout(data_rank=0, data_size=1, sequence_rank=0, sequence_size=1),
+            layout=LoaderLayout(data_rank=0, data_size=1, sequence_rank=0, sequence_size=1),
         )
         common = {"data": loader.state_dict()}
         Saver(RunDirectory(run).checkpoints, mesh).save(engine, step=STEP, common=common, facts={})

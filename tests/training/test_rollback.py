@@ -93,7 +93,7 @@ def disturbed(plan: Plan, rank: int, world_size: int, trained: dict[int, Tensor]
 
     def next_or_crash(self: Prefetcher) -> Any:
         tokens = self._loader.tokens
-        step, data = tokens // STEP_TOKENS + 1, self._loader.skips.place(tokens) // STEP_TOKENS + 1
+        step, data = tokens // STEP_TOKENS + 1, self._loader.skips.position(tokens) // STEP_TOKENS + 1
         if plan.crash == step:
             raise Crash(f"before step {step}")
         bad[0] = plan.bad.get(data) if plan.rank in (None, rank) else None
@@ -165,7 +165,7 @@ def data_of(run: RunDirectory, first: int, last: int) -> list[int]:
     """The numbers of the data, as in ``Plan.bad``, that the steps were trained on."""
     with inside(run.path.parent):
         _, loader = run_loader(run.path)
-    return [loader.skips.place((step - 1) * STEP_TOKENS) // STEP_TOKENS + 1 for step in range(first, last + 1)]
+    return [loader.skips.position((step - 1) * STEP_TOKENS) // STEP_TOKENS + 1 for step in range(first, last + 1)]
 
 
 # ----- going back to a checkpoint ------------------------------------------------------------------------------------

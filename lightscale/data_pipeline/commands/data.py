@@ -35,13 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen command; 0 when it is done, ``UserError`` for a person's mistake."""
+    """Run the chosen command; 0 when it is done, ``UserError`` for a user's mistake."""
     chosen: Callable[[argparse.Namespace], int] = args.run_data
     return chosen(args)
 
 
 def _run_samples(args: argparse.Namespace) -> int:
-    """The only one of these commands that needs torch: the others must not wait for it."""
+    """Imported here, because it is the only one of these commands that needs torch: the others must not wait for it."""
     return int(importlib.import_module("lightscale.data_pipeline.commands.samples").run(args))
 
 

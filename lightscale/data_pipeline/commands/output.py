@@ -37,7 +37,7 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
-    """The content of a ``report.json`` for a person."""
+    """Print the content of a ``report.json`` as text."""
     tokenizer = report["tokenizer"]
     console.print(
         f"tokenizer {tokenizer['name']}: {tokenizer['vocab_size']:,} ids, end of text {tokenizer['eot_id']}, "
@@ -55,8 +55,8 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         )
     for reason, problem in report["problems"].items():
         console.print(f"warning: {reason}: {problem['count']:,}")
-        for place in problem["examples"][:5]:
-            console.print(f"    {place}")
+        for example in problem["examples"][:5]:
+            console.print(f"    {example}")
 
 
 def _sources(report: dict[str, Any]) -> Table:
@@ -74,10 +74,8 @@ def _sources(report: dict[str, Any]) -> Table:
     return table
 
 
-def _print_dropped(console: Console, name: str, stages: dict[str, Any]) -> None:
-    for stage, counts in stages.items():
+def _print_dropped(console: Console, name: str, steps: dict[str, Any]) -> None:
+    for step, counts in steps.items():
         for reason, dropped in counts.get("dropped", {}).items():
             megabytes = dropped["bytes"] / 1e6
-            console.print(
-                f"{name}: {stage} left out {dropped['documents']:,} documents ({megabytes:,.2f} MB): {reason}"
-            )
+            console.print(f"{name}: {step} dropped {dropped['documents']:,} documents ({megabytes:,.2f} MB): {reason}")

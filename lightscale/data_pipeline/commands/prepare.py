@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightscale.data_pipeline.commands.output import plain_console, print_report, progress_bars
-from lightscale.data_pipeline.executors import Alone, Ranks, Workers
+from lightscale.data_pipeline.executors import InProcess, MPIRanks, ProcessPool
 from lightscale.data_pipeline.preparation.corpus import (
     DEFAULT_VOCAB_SIZE,
     TRAINED_TOKENIZER,
@@ -17,13 +17,13 @@ from lightscale.data_pipeline.preparation.corpus import (
     load_corpus,
     make_corpus,
 )
-from lightscale.data_pipeline.preparation.prepare import CrewMaker, Options, prepare
+from lightscale.data_pipeline.preparation.prepare import ExecutorFactory, PrepareOptions, prepare
 from lightscale.data_pipeline.preparation.sources import DEFAULT_SUFFIXES, STDLIB, STDLIB_PATH
 from lightscale.errors import UserError
 
 _CORPUS_SUFFIX = ".toml"
 _DEFAULT_VALIDATION = 0.02
-# What a corpus file says itself.
+# With a corpus file these are keys of the file.
 _PATH_OPTIONS = ("name", "tokenizer", "vocab_size", "validation", "suffixes", "text_field", "language")
 
 
@@ -35,9 +35,9 @@ def add_parser(commands: Any) -> None:
     add("--corpus", choices=[STDLIB], help="a corpus that every machine has: Python's own sources")
     add("--out", required=True, type=Path, metavar="STORE", help="the store to write; must not exist")
     add("--workers", type=int, metavar="N", help="processes on this machine (default: 1)")
-    add("--mpi", action="store_true", help="share the work with the other ranks of this MPI program")
+    add("--mpi", action="store_true", help="divide the work among the ranks of this MPI program")
     add("--strict", action="store_true", help="stop at the first text that cannot be read whole")
-    add("--restart", action="store_true", help="throw away what an interrupted preparation has finished")
+    add("--restart", action="store_true", help="discard what an interrupted preparation has finished")
     add("--json", action="store_true", help="print the report as JSON")
     own = parser.add_argument_group("for PATHs and --corpus (in a corpus file, these are its keys)")
     add = own.add_argument
@@ -50,21 +50,21 @@ def add_parser(commands: Any) -> None:
     suffixes = f"ends of the names of the files to read in directories (default: {','.join(DEFAULT_SUFFIXES)})"
     add("--suffixes", help=suffixes)
     add("--text-field", help="field of the text in jsonl and parquet files (default: text)")
-    add("--language", help="leave out what breaks the rules of this language (default: everything stays)")
+    add("--language", help="drop documents that break the rules of this language (default: keep all)")
     parser.set_defaults(run_data=_prepare)
 
 
 def _prepare(args: argparse.Namespace) -> int:
-    make_crew, leads = _crew(args)
+    make_executor, is_main = _executor(args)
     try:
         corpus = _corpus(args)
-        options = Options(make_crew=make_crew, strict=args.strict, restart=args.restart)
-        report, seconds = _make_store(corpus, args.out, options, leads=leads)
+        options = PrepareOptions(make_executor=make_executor, strict=args.strict, restart=args.restart)
+        report, seconds = _make_store(corpus, args.out, options, is_main=is_main)
     except UserError:
-        if leads:
+        if is_main:
             raise
-        raise SystemExit(UserError.EXIT_CODE) from None  # the leading rank says it once for all
-    if not leads:
+        raise SystemExit(UserError.EXIT_CODE) from None  # every rank has the same error; the main one prints it
+    if not is_main:
         return 0
     if args.json:
         print(json.dumps({"store": str(args.out), "seconds": seconds, **report}, ensure_ascii=False))
@@ -72,15 +72,15 @@ def _prepare(args: argparse.Namespace) -> int:
     console = plain_console()
     print_report(console, report)
     if len(report["sources"]) == len(report["corpus"]) and any(map(corpus.validation_of, corpus.sources)):
-        console.print("note: no document was held out; that takes more documents or a larger validation share")
+        console.print("note: no document was held out; use more documents or a larger validation share")
     num_bytes = sum(source["stages"]["read"]["bytes"] for source in report["corpus"].values())
     rate = num_bytes / seconds / 1e6
     console.print(f"wrote {args.out} in {seconds:.1f} s ({rate:.2f} MB of text a second); see {args.out}/report.html")
     return 0
 
 
-def _make_store(corpus: Corpus, out: Path, options: Options, *, leads: bool) -> tuple[dict[str, Any], float]:
-    if not leads:
+def _make_store(corpus: Corpus, out: Path, options: PrepareOptions, *, is_main: bool) -> tuple[dict[str, Any], float]:
+    if not is_main:
         return prepare(corpus, out, options), 0.0
     started = time.monotonic()
     with progress_bars() as progress:
@@ -88,15 +88,17 @@ def _make_store(corpus: Corpus, out: Path, options: Options, *, leads: bool) -> 
     return report, time.monotonic() - started
 
 
-def _crew(args: argparse.Namespace) -> tuple[CrewMaker, bool]:
-    """Who works, and whether this process leads."""
+def _executor(args: argparse.Namespace) -> tuple[ExecutorFactory, bool]:
+    """What makes the executor, and whether this process shows progress and results."""
     if args.workers is not None and args.workers < 1:
-        raise UserError(f"--workers {args.workers}: at least one process is needed")
+        raise UserError(f"--workers {args.workers}: use at least 1")
     if not args.mpi:
         many = args.workers is not None and args.workers > 1
-        return (functools.partial(Workers, num_workers=args.workers) if many else Alone), True
+        return (functools.partial(ProcessPool, num_workers=args.workers) if many else InProcess), True
     if args.workers is not None:
-        raise UserError("--workers and --mpi: the MPI launcher says how many processes there are (mpiexec -n)")
+        raise UserError(
+            "--workers and --mpi: use only one; with --mpi the launcher sets the number of processes (mpiexec -n)"
+        )
     try:
         from mpi4py import MPI  # noqa: PLC0415 - an optional package, which starts MPI when it is imported
     except (ImportError, RuntimeError) as error:
@@ -104,27 +106,25 @@ def _crew(args: argparse.Namespace) -> tuple[CrewMaker, bool]:
             f"--mpi needs mpi4py and an MPI library ({error}); pip install 'lightscale[mpi]' and, without an MPI on "
             "this machine, pip install mpich"
         ) from error
-    return functools.partial(Ranks, comm=MPI.COMM_WORLD), MPI.COMM_WORLD.rank == 0
+    return functools.partial(MPIRanks, comm=MPI.COMM_WORLD), MPI.COMM_WORLD.rank == 0
 
 
 def _corpus(args: argparse.Namespace) -> Corpus:
     """The corpus of the command line, in either form."""
     files = [path for path in args.paths if path.suffix == _CORPUS_SUFFIX]
     if bool(args.paths) == (args.corpus is not None) or (files and len(args.paths) > 1):
-        raise UserError(
-            f"the corpus is one CORPUS.toml, or PATHs, or --corpus {STDLIB}: exactly one of these is needed"
-        )
+        raise UserError(f"the corpus is one CORPUS.toml, or PATHs, or --corpus {STDLIB}: use exactly one of these")
     if not files:
         return _corpus_of_paths(args)
     given = [name for name in _PATH_OPTIONS if getattr(args, name) is not None]
     if given:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise UserError(f"{options}: with a corpus file this is said in it; set it in {files[0]}")
+        raise UserError(f"{options}: not possible with a corpus file; set the key in {files[0]}")
     return load_corpus(files[0])
 
 
 def _corpus_of_paths(args: argparse.Namespace) -> Corpus:
-    """One source. Every document stays, unless a language is given."""
+    """One source. Every document is kept, unless a language is given."""
     if args.corpus == STDLIB:
         paths, name = [STDLIB_PATH], STDLIB
     else:

@@ -1,4 +1,4 @@
-"""``lightscale data verify``: is a store what was written?"""
+"""``lightscale data verify``: compare a store with the hashes of what was written."""
 
 import argparse
 import json

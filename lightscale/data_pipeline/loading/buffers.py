@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 class Buffers:
     """int32 arrays, each used again when the last view of it and the last tensor over it are gone.
 
+    Nobody gives an array back: its reference count says when nobody holds it.
+
     The system hands out fresh memory with a page fault for every 4 KiB, which takes several times longer than to fill
     it with tokens. As many arrays are kept as were held at once. Several threads may take.
     """
@@ -27,7 +29,7 @@ class Buffers:
             for index in free:
                 if len(self._arrays[index]) == size:
                     return self._arrays[index].reshape(shape)
-            # The sizes change where a run comes to its next stage: what is free and of another size is let go.
+            # Sizes change where a run comes to its next curriculum stage: what is free and of another size is let go.
             for index in reversed(free):
                 del self._arrays[index]
             self._arrays.append(np.empty(size, dtype=np.int32))

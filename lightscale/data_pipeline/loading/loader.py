@@ -1,10 +1,11 @@
 """From token stores to batches: which tokens a rank holds at a step, as a pure function of (seed, tokens consumed).
 
-    tokens consumed ─Skips, Curriculum─▶ stage, sample indices of the step
-    sample index ─Order─▶ source, epoch, window ─Windows─▶ pieces of documents ─pread─▶ tokens, labels, positions
-    samples of the step ─Layout, last─▶ this rank's micro-batches
+    tokens consumed ─curriculum.py─▶ curriculum stage, sample indices of the step
+    sample index ─order.py─▶ source, epoch, window ─windows.py─▶ ranges of documents ─pread─▶ tokens, labels, positions
+    samples of the step ─LoaderLayout─▶ this rank's micro-batches
 
-No part of the layout, nor the length of the run, enters the order: any number of ranks reads the same samples.
+The layout is applied last, and neither it nor the length of the run enters the order. So any number of ranks reads the
+same samples, a run resumes on another number of ranks, and the loader's whole state is the number of tokens consumed.
 """
 
 import sys
@@ -18,17 +19,17 @@ import torch
 
 from lightscale.config.schema import CurriculumStage, RunConfig
 from lightscale.data_pipeline.loading.buffers import Buffers
-from lightscale.data_pipeline.loading.curriculum import Curriculum, Skips, Stage
+from lightscale.data_pipeline.loading.curriculum import Curriculum, LengthStage, SkippedRanges
 from lightscale.data_pipeline.loading.order import Location, Mixture, Order, PartOrder, SampleOrder
 from lightscale.data_pipeline.loading.packing import PACKING_VERSION, WholeWindows
 from lightscale.data_pipeline.loading.windows import (
     Batch,
-    Begins,
     ConcatWindows,
-    Pieces,
+    DocumentRanges,
+    RangeStarts,
     Row,
     Windows,
-    find_begins,
+    find_range_starts,
     read_batch,
 )
 from lightscale.data_pipeline.store.token_store import TokenSource, TokenStore
@@ -37,13 +38,13 @@ from lightscale.errors import UserError
 Packing = Literal["concat", "whole"]
 # So many samples are found together: a hundred take about as long as one. A run that resumes waits for it.
 _SAMPLES_AT_ONCE = 256
-_MicroBatch = tuple[list[Row], Begins | None]
-"""The windows of a micro-batch and, where that is known, the documents that begin in them."""
+_MicroBatch = tuple[list[Row], RangeStarts | None]
+"""The windows of a micro-batch and, where they were looked up, the starts of the documents in them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """This rank's place on the two axes that share the data."""
+class LoaderLayout:
+    """This rank's coordinates on the two axes that divide the data; the ranks of all others read the same."""
 
     data_rank: int = 0
     data_size: int = 1
@@ -60,23 +61,23 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class StepSamples:
     """The samples of a step, over all ranks."""
 
-    stage: Stage
+    stage: LengthStage
     samples: range
-    """Their indices in the stage's order."""
+    """Their indices in the order of the curriculum stage."""
     locations: list[Location]
     """Where each comes from."""
-    pieces: list[Pieces]
-    """What each holds."""
+    ranges: list[DocumentRanges]
+    """The documents that each holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _StageOrder:
-    """How a stage's samples are found."""
+    """How the samples of a curriculum stage are found."""
 
-    stage: Stage
+    stage: LengthStage
     first_sample: int
     """The index of its first sample in ``order``."""
     order: Order
@@ -90,7 +91,7 @@ class _StageOrder:
 
 
 class TokenLoader:
-    """Training batches of one rank, and the place in the data that a checkpoint keeps."""
+    """Training batches of one rank, and the position in the data that a checkpoint keeps."""
 
     def __init__(
         self,
@@ -103,13 +104,13 @@ class TokenLoader:
         curriculum: Sequence[CurriculumStage] = (),
         sources: Mapping[str, float] | None = None,
         seed: int = 0,
-        layout: Layout | None = None,
+        layout: LoaderLayout | None = None,
         index_dir: Path | None = None,
     ) -> None:
         """``sources``: source to weight in any unit; none: every training source, by its tokens.
 
         ``global_batch_size``: sequences in a step, over all ranks; ``micro_batch_size``: in one ``Batch``; both
-        for the last stage of the ``curriculum``, that of ``sequence_length``. ``index_dir``: where the indices of
+        for the last curriculum stage, that of ``sequence_length``. ``index_dir``: where the indices of
         ``packing`` = "whole" are kept. Raises ``UserError`` for sizes that do not divide and sources that are not
         there or hold validation data.
         """
@@ -117,7 +118,7 @@ class TokenLoader:
         self.sequence_length = sequence_length
         self.seed = seed
         self.packing = packing
-        self.layout = layout or Layout()
+        self.layout = layout or LoaderLayout()
         self.curriculum = Curriculum(
             curriculum,
             sequence_length=sequence_length,
@@ -126,13 +127,14 @@ class TokenLoader:
         )
         self.tokens = 0
         """Tokens consumed: the inputs of all samples before the next step's, padding included, over all ranks."""
-        self.skips = Skips()
-        """What a recovery left out."""
+        self.skips = SkippedRanges()
+        """What a recovery skipped."""
         divisor_name = f"micro_batch_size {micro_batch_size} × {self.layout.data_size} data ranks"
+        # Every data rank has the same number of micro-batches: ranks that had fewer would wait in the next collective.
         round_size = micro_batch_size * self.layout.data_size
         _check_divides("global_batch_size", global_batch_size, divisor_name, round_size)
         for stage in self.curriculum.stages:
-            _sequence_slice(stage.sequence_length, self.layout)  # refused now, not when the stage begins
+            _sequence_slice(stage.sequence_length, self.layout)  # refused now, not in the middle of the run
         weights = dict(sources) if sources else _default_weights(store)
         self._sources = {name: _training_source(store, name) for name in weights}
         self.mixture = Mixture(weights)
@@ -142,7 +144,7 @@ class TokenLoader:
 
     @classmethod
     def of(
-        cls, config: RunConfig, store: TokenStore, *, layout: Layout | None = None, index_dir: Path | None = None
+        cls, config: RunConfig, store: TokenStore, *, layout: LoaderLayout | None = None, index_dir: Path | None = None
     ) -> "TokenLoader":
         """The loader of a run."""
         return cls(
@@ -160,7 +162,7 @@ class TokenLoader:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a step, over all ranks; the same in all stages."""
+        """Tokens of a step, over all ranks; the same in all curriculum stages."""
         return self.curriculum.tokens_per_step
 
     def next_step(self) -> list[Batch]:
@@ -172,7 +174,7 @@ class TokenLoader:
     def batches_after(self, tokens: int) -> list[Batch]:
         """This rank's micro-batches of the step that follows ``tokens`` consumed ones; changes nothing.
 
-        A step's samples are dealt to the data ranks in turn, b = the stage's ``micro_batch_size`` at a time:
+        The data ranks take the step's samples in turn, b = ``micro_batch_size`` of the curriculum stage at a time:
         micro-batch m of data rank r of R holds the samples (m R + r) b … (m R + r + 1) b - 1 of the step.
         """
         here, samples = self._samples_after(tokens)
@@ -181,34 +183,39 @@ class TokenLoader:
         padding_id = self.store.tokenizer.eot_id
         batches = []
         for start in range(samples.start + self.layout.data_rank * b, samples.stop, b * self.layout.data_size):
-            rows, begins = self._rows(here, start)
-            batches.append(read_batch(rows, first, last, buffers=self._buffers, padding_id=padding_id, begins=begins))
+            rows, range_starts = self._rows(here, start)
+            batches.append(
+                read_batch(rows, first, last, buffers=self._buffers, padding_id=padding_id, range_starts=range_starts)
+            )
         return batches
 
-    def step_after(self, tokens: int) -> Step:
+    def step_after(self, tokens: int) -> StepSamples:
         """The samples of the step that follows ``tokens`` consumed ones, whatever the layout; reads no tokens."""
         here, samples = self._samples_after(tokens)
         locations = here.order(np.array(samples)).each(self.mixture.names)
         length = here.stage.sequence_length
-        pieces = [here.windows[found.source].pieces(found.window, 0, length) for found in locations]
-        return Step(stage=here.stage, samples=samples, locations=locations, pieces=pieces)
+        ranges = [here.windows[found.source].document_ranges(found.window, 0, length) for found in locations]
+        return StepSamples(stage=here.stage, samples=samples, locations=locations, ranges=ranges)
 
-    def stage_after(self, tokens: int) -> Stage:
-        """The stage, and so the shape of the batches, of the step that follows ``tokens`` consumed ones."""
+    def stage_after(self, tokens: int) -> LengthStage:
+        """The curriculum stage, and so the shape of the batches, of the step that follows ``tokens`` consumed ones."""
         return self._samples_after(tokens)[0].stage
 
     def skip(self, at_tokens: int, skip_tokens: int) -> None:
-        """Leave out the ``skip_tokens`` of data that would come when ``at_tokens`` are consumed, for ever.
+        """Skip for ever the ``skip_tokens`` of data that would come when ``at_tokens`` are consumed.
 
         ``UserError`` unless both are whole steps.
         """
         for tokens in (at_tokens, skip_tokens):
             if tokens % self.tokens_per_step:
-                raise UserError(f"{tokens} tokens are no whole steps of {self.tokens_per_step}; only those are skipped")
+                raise UserError(
+                    f"{tokens} tokens are not a multiple of the {self.tokens_per_step} of a step, skipped as a whole"
+                )
         self.skips = self.skips.adding(at_tokens, skip_tokens)
 
     def fingerprint(self) -> dict[str, str]:
         """What decides the tokens of every sample, by name. Neither layout nor batch size is in it."""
+        # Compared on resume: another value of any of these would give other tokens for the same number consumed.
         parts = {
             "store": self.store.fingerprint(),
             "tokenizer": self.store.tokenizer.sha256,
@@ -224,7 +231,7 @@ class TokenLoader:
         return parts
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the data: plain values, the same on every rank."""
+        """The position in the data: plain values, the same on every rank."""
         skips = [list(record) for record in self.skips.records]
         return {"tokens": self.tokens, "skips": skips, "fingerprint": self.fingerprint()}
 
@@ -235,16 +242,16 @@ class TokenLoader:
         if differing:
             changes = "; ".join(f"{key}: {saved.get(key)} then, {current.get(key)} now" for key in differing)
             raise UserError(f"{self.store.path}: the data is not what this run was trained on ({changes})")
-        tokens, skips = int(state["tokens"]), Skips.of(state.get("skips", []))
-        # Only with stages must steps begin where they began before: they must not reach from one into the next.
+        tokens, skips = int(state["tokens"]), SkippedRanges.of(state.get("skips", []))
+        # With a curriculum a step must begin where it began before: it must not reach from one stage into the next.
         unit = self.tokens_per_step if len(self._stages) > 1 else self.sequence_length
-        if tokens < 0 or skips.place(tokens) % unit:
+        if tokens < 0 or skips.position(tokens) % unit:
             what = f"sequence_length {unit}" if unit == self.sequence_length else f"the {unit} tokens of a step"
-            raise UserError(f"the state's {tokens} tokens are no multiple of {what}")
+            raise UserError(f"the state's {tokens} tokens are not a multiple of {what}")
         self.tokens, self.skips = tokens, skips
 
     def description(self) -> list[str]:
-        """A line for every source and stage: what of it is read, how often, and what is left out."""
+        """A line for every source and curriculum stage: what of it is read, how often, and what is skipped."""
         lines = []
         for name, share in zip(self.mixture.names, self.mixture.parts, strict=True):
             what = self._stages[-1].windows[name].description()
@@ -258,37 +265,45 @@ class TokenLoader:
         return lines
 
     def _samples_after(self, tokens: int) -> tuple[_StageOrder, range]:
-        place = self.skips.place(tokens)
-        here = self._stages[self.curriculum.number_at(place)]
-        first = here.first_sample + (place - here.stage.start) // here.stage.sequence_length
+        position = self.skips.position(tokens)
+        here = self._stages[self.curriculum.number_at(position)]
+        # Whole sequences are consumed and skipped, so the position begins one, and its index is a division.
+        first = here.first_sample + (position - here.stage.start) // here.stage.sequence_length
         return here, range(first, first + here.stage.global_batch_size)
 
     def _rows(self, here: _StageOrder, start: int) -> _MicroBatch:
-        """This rank's micro-batch from sample ``start`` on. The next ones are found with it."""
+        """This rank's micro-batch from sample ``start`` on.
+
+        The next ones are looked up with it: looking up many samples takes hardly longer than one.
+        """
         key = (here.stage.start, start)
-        upcoming = self._upcoming  # several threads may ask; each replaces it whole
+        # The prefetch thread and the trainer may both ask: each replaces the dictionary whole and reads its own.
+        upcoming = self._upcoming
         if key not in upcoming:
             upcoming = self._upcoming = self._find_rows(here, start)
         return upcoming[key]
 
     def _find_rows(self, here: _StageOrder, start: int) -> dict[tuple[int, int], _MicroBatch]:
-        """(the stage's start, first sample) to the micro-batch, of some of this rank's from sample ``start`` on."""
+        """(start of the curriculum stage, first sample) to micro-batch, for this rank's next ones from ``start`` on."""
         b = here.stage.micro_batch_size
         starts = range(start, here.stop, b * self.layout.data_size)[: -(-_SAMPLES_AT_ONCE // b)]
         samples = np.array(starts)[:, None] + np.arange(b)  # (micro-batches, b)
         locations = here.order(samples.ravel()).each(self.mixture.names)
         rows = [(here.windows[location.source], location.window) for location in locations]
-        begins: Sequence[Begins | None] = [None] * len(starts)
+        range_starts: Sequence[RangeStarts | None] = [None] * len(starts)
         if self.packing == "concat":
             first, last = _sequence_slice(here.stage.sequence_length, self.layout)
-            begins = find_begins(rows, first, last).cut(b * (last - first))
+            range_starts = find_range_starts(rows, first, last).cut(b * (last - first))
         return {
-            (here.stage.start, first_sample): (rows[number * b : (number + 1) * b], begins[number])
+            (here.stage.start, first_sample): (rows[number * b : (number + 1) * b], range_starts[number])
             for number, first_sample in enumerate(starts)
         }
 
     def _concat_stages(self) -> list[_StageOrder]:
-        """All stages go through one order of long windows; the earlier ones read theirs in parts."""
+        """All curriculum stages go through one order of the longest windows; the earlier ones read theirs in parts.
+
+        So a curriculum changes when a token is read and in how long a sequence, but not which tokens are read.
+        """
         longest = self._concat_windows(self.sequence_length)
         order = SampleOrder(self.mixture, _counts(longest), seed=self.seed)
         *earlier, last = self.curriculum.stages
@@ -308,7 +323,10 @@ class TokenLoader:
         return [*stages, _StageOrder(stage=last, first_sample=first_sample, order=order, windows=longest)]
 
     def _whole_stages(self, index_dir: Path | None) -> list[_StageOrder]:
-        """Each stage packs and orders the documents for itself, from the first epoch on."""
+        """Each curriculum stage packs and orders the documents for itself, from the first epoch on.
+
+        Windows of whole documents have no parts: packing for another length gives other windows.
+        """
         stages = []
         for stage in self.curriculum.stages:
             windows = {
@@ -324,7 +342,7 @@ class TokenLoader:
 
 
 def validation_batches(
-    source: TokenSource, *, sequence_length: int, num_sequences: int, micro_batch_size: int, layout: Layout
+    source: TokenSource, *, sequence_length: int, num_sequences: int, micro_batch_size: int, layout: LoaderLayout
 ) -> Iterator[Batch]:
     """The first ``num_sequences`` windows of a source (fewer where it has fewer) in order, cut over the ranks.
 
@@ -334,12 +352,13 @@ def validation_batches(
     """
     windows, buffers = ConcatWindows(source, sequence_length), Buffers()
     num_windows = min(num_sequences, windows.num_windows)
-    span = _sequence_slice(sequence_length, layout)
+    bounds = _sequence_slice(sequence_length, layout)
     for first in range(0, num_windows, micro_batch_size * layout.data_size):
         start = first + layout.data_rank * micro_batch_size
+        # Rows that repeat a window and count for nothing keep the shape: all ranks run the same collectives.
         numbers = range(start, start + micro_batch_size)
         rows = [(windows, number if number < num_windows else 0) for number in numbers]
-        batch = read_batch(rows, *span, buffers=buffers)
+        batch = read_batch(rows, *bounds, buffers=buffers)
         counted = torch.tensor([[float(number < num_windows)] for number in numbers])
         yield replace(batch, loss_mask=batch.loss_mask * counted)
 
@@ -348,7 +367,7 @@ def _counts(windows: Mapping[str, Windows]) -> dict[str, int]:
     return {name: one.num_windows for name, one in windows.items()}
 
 
-def _sequence_slice(sequence_length: int, layout: Layout) -> tuple[int, int]:
+def _sequence_slice(sequence_length: int, layout: LoaderLayout) -> tuple[int, int]:
     """First and last + 1 input of a window on this sequence rank."""
     _check_divides("sequence_length", sequence_length, "the number of sequence ranks", layout.sequence_size)
     size = sequence_length // layout.sequence_size
@@ -357,7 +376,7 @@ def _sequence_slice(sequence_length: int, layout: Layout) -> tuple[int, int]:
 
 def _check_divides(name: str, value: int, divisor_name: str, divisor: int) -> None:
     if value < 1 or divisor < 1 or value % divisor:
-        raise UserError(f"{name} {value} cannot be divided by {divisor_name} ({divisor})")
+        raise UserError(f"{name} {value} is not a multiple of {divisor_name} ({divisor})")
 
 
 def _default_weights(store: TokenStore) -> dict[str, float]:
@@ -372,5 +391,5 @@ def _default_weights(store: TokenStore) -> dict[str, float]:
 def _training_source(store: TokenStore, name: str) -> TokenSource:
     source = store.source(name)
     if source.split != "train":
-        raise UserError(f"{store.path}: source {name} holds validation data, which is never trained on")
+        raise UserError(f"{store.path}: source {name} holds validation data, which is not trained on")
     return source

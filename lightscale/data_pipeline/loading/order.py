@@ -1,14 +1,16 @@
 """Which window comes when: a pure function of (seed, epoch, source, sample index).
 
-All parts answer for any indices, without memory of what came before; for many at once, because that takes hardly
-longer than for one:
+Nothing is shuffled in memory and nothing is written down: a source may have 10^8 windows, a run resumes at any sample,
+and every rank must find the same order without asking the others. So all parts answer for any indices, without memory
+of what came before; for many at once, because that takes hardly longer than for one:
 
-- ``Permutation`` shuffles the windows of a source anew in every epoch.
+- ``Permutation`` gives the windows of a source another order in every epoch.
 - ``Mixture`` says which source a sample comes from, and which of that source's samples it is.
 - ``SampleOrder`` joins the two: sample index to source, epoch and window.
 - ``PartOrder`` is the order while a curriculum reads windows in parts.
 
-They use integers and BLAKE2b only, so that the order is the same on every machine and in every version.
+They use integers and BLAKE2b only, no floating point and no library's random generator, so that the order is the same
+on every machine and in every version of numpy.
 """
 
 import functools
@@ -24,6 +26,8 @@ from numpy.typing import NDArray
 from lightscale.data_pipeline.splitmix import mixed
 from lightscale.errors import UserError
 
+# Four rounds already give a pseudorandom permutation (Luby and Rackoff 1988) for strong round functions; two more are
+# cheap and make up for a fast one.
 NUM_ROUNDS = 6
 # Weights become multiples of 1 / 25,200 = 1 / (2^4 3^2 5^2 7): whole per cent, thirds, sevenths … are exact.
 RESOLUTION = 25_200
@@ -44,20 +48,24 @@ class Permutation:
         if n < 1:
             raise ValueError(f"a permutation of {n} windows is not possible; at least 1 is needed")
         self.n = n
+        # ceil(sqrt(n)) in integers: a float's square root is off by one for large n.
         self._base = np.uint64(math.isqrt(n - 1) + 1)
         digest = hashlib.blake2b(f"{seed}/{epoch}/{source}".encode(), digest_size=8 * NUM_ROUNDS).digest()
         self._keys = list(np.frombuffer(digest, dtype="<u8").astype(np.uint64))
 
     def __call__(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """(k,) windows at the places (k,) ``indices``; all are 0 … n - 1."""
+        """(k,) windows at (k,) ``indices`` of the shuffled order; all are 0 … n - 1."""
         if len(indices) and not 0 <= indices.min() <= indices.max() < self.n:
             raise IndexError(f"indices {indices.min()} to {indices.max()} are not all in 0 … {self.n - 1}")
         images = self._network(indices.astype(np.uint64))
+        # Cycle walking: an index and its image are on one cycle of the network, so following the cycle from two
+        # different indices never ends in the same window, and it always comes back below n.
         while len(outside := np.flatnonzero(images >= self.n)):
             images[outside] = self._network(images[outside])
         return images.astype(np.int64)
 
     def _network(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        # right passes unchanged, so a round is undone by subtracting the same F(right): no round loses anything.
         left, right = np.divmod(numbers, self._base)
         for key in self._keys:
             left, right = right, (left + (mixed(right ^ key) >> _HALF)) % self._base
@@ -90,6 +98,7 @@ class Mixture:
 
     def __call__(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Of (k,) ``samples`` ≥ 0: (k,) number in ``names`` of each one's source, (k,) samples that it gave before."""
+        # A period has the same order always, so a sample's source is found without going through those before.
         periods, slots = np.divmod(samples, self.period)
         sources = self._source_at[slots]
         return sources, periods * np.array(self.parts)[sources] + self._rank_at[slots]
@@ -137,17 +146,17 @@ class SampleOrder:
         self._mixture = mixture
         self._num_windows = np.array([num_windows[name] for name in mixture.names])
         self._seed = seed
-        # Two epochs of a source at a time, where one ends and the next begins.
+        # Two epochs of a source at a time, where one ends and the next begins. Cached, because keys cost a hash.
         self._shuffle = functools.lru_cache(maxsize=2 * len(num_windows))(self._permutation)
 
     def __call__(self, samples: NDArray[np.int64]) -> Locations:
         """See ``Order``."""
         sources, counts = self._mixture(samples)
-        epochs, places = np.divmod(counts, self._num_windows[sources])
-        windows = np.empty_like(places)
+        epochs, indices = np.divmod(counts, self._num_windows[sources])
+        windows = np.empty_like(indices)
         for source, epoch in set(zip(sources.tolist(), epochs.tolist(), strict=True)):
             chosen = (sources == source) & (epochs == epoch)
-            windows[chosen] = self._shuffle(source, epoch)(places[chosen])
+            windows[chosen] = self._shuffle(source, epoch)(indices[chosen])
         return Locations(sources, epochs, windows)
 
     def _permutation(self, source: int, epoch: int) -> Permutation:
@@ -159,7 +168,7 @@ class PartOrder:
     """The windows ``first`` … ``first`` + ``num_windows`` - 1 of another order, cut into ``num_parts`` parts
     each and shuffled together: part p of window w becomes window w ``num_parts`` + p.
 
-    So a stage of short sequences reads exactly the tokens that the same stretch of the run would have read in
+    So a curriculum stage of short sequences reads exactly the tokens that the same part of the run would have read in
     long ones, no token comes twice before all have come once, and yet neighbours in the text do not meet in
     a batch.
     """

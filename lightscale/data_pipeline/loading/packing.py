@@ -4,17 +4,18 @@ A document is cut only where it is longer than a window of n tokens: into as man
 rest, which restarts positions and states like a document of its own. Documents and rests are put together so that
 little padding is needed:
 
-- **Groups.** The documents that begin in the tokens g S … (g + 1) S - 1 of the source, S = 64 n, are group g. They
-  are packed for themselves, so that a group's windows follow from its documents alone.
-- **In a group**, what is longer than n / 16 is packed best-fit decreasing: the longest first, each into the window
+- **Regions.** The documents that begin in the tokens r S … (r + 1) S - 1 of the source, S = 64 n, are region r. They
+  are packed for themselves, so that a region's windows follow from its documents alone: a window is found without
+  packing all that come before it.
+- **In a region**, what is longer than n / 16 is packed best-fit decreasing: the longest first, each into the window
   with the least room that still holds it, or a new one. The rest fills the room that is left, in the order of the
   text; that takes time by the window, not by the document, and wastes less than n / 16 a window.
 
-**How a window is found.** The index holds, for every group, the number of windows in the groups before: window w is
-in the last group with at most w, found by bisection; the group's document ends are read (a range of ``doc_ends``)
-and packed again, which is the work of a moment and is kept for the last few groups. So the index takes 8 bytes for
+**How a window is found.** The index holds, for every region, the number of windows in the regions before: window w is
+in the last region with at most w, found by bisection; the region's document ends are read (a range of ``doc_ends``)
+and packed again, which is the work of a moment and is kept for the last few regions. So the index takes 8 bytes for
 64 windows' tokens: for 300B tokens 18.3 MB at n = 2,048, 4.6 MB at 8,192, 0.3 MB at 131,072, whatever the number of
-documents. It is made by packing every group once and kept in a file, so that a resumed run reads it.
+documents. It is made by packing every region once and kept in a file, so that a resumed run reads it.
 """
 
 import bisect
@@ -26,45 +27,46 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightscale.data_pipeline.loading.windows import PADDING, Pieces
+from lightscale.data_pipeline.loading.windows import PADDING, DocumentRanges
 from lightscale.data_pipeline.store.token_store import TokenSource
 from lightscale.data_pipeline.whole_files import write_array
 
 INDEX_DIR = "packing"
 """In a run's directory: the indices of its windows."""
 
-GROUP_WINDOWS = 64
+REGION_WINDOWS = 64
 SMALL_SHARE = 16
 PACKING_VERSION = 1
 """Of the algorithm: part of fingerprints and of the names of index files."""
-_KEPT_GROUPS = 64
-_BLOCK_DOCUMENTS = 2**20
+_CACHED_REGIONS = 64
+_DOCUMENTS_AT_ONCE = 2**20
 
 
-class PackedGroup(NamedTuple):
-    """What the windows of a group hold."""
+class PackedRegion(NamedTuple):
+    """What the windows of a region hold."""
 
     window_starts: NDArray[np.int64]
-    """(windows + 1,): the number of each window's first piece; at the end, the number of pieces."""
+    """(windows + 1,): index of each window's first document range; at the end, the number of ranges."""
     documents: NDArray[np.int64]
-    """(pieces,): which document of the group a piece is from."""
+    """(ranges,): which document of the region a range is from."""
     offsets: NDArray[np.int64]
-    """(pieces,): where in its document it begins."""
+    """(ranges,): where in its document it begins."""
     lengths: NDArray[np.int64]
-    """(pieces,) tokens."""
+    """(ranges,) tokens."""
 
     @property
     def num_windows(self) -> int:
-        """Windows of the group."""
+        """Windows of the region."""
         return len(self.window_starts) - 1
 
 
-def pack_group(lengths: NDArray[np.int64], capacity: int) -> PackedGroup:
+def pack_region(lengths: NDArray[np.int64], capacity: int) -> PackedRegion:
     """Pack documents of (m,) ``lengths`` ≥ 1 tokens into windows of ``capacity`` tokens; see the module's text.
 
     First come the full windows of the long documents, in the order of the text, then the others as they were opened.
-    In a window, pieces are in the order of the text.
+    In a window, ranges are in the order of the text.
     """
+    # Everything by arrays but the best fit itself: a resumed run packs a region before its first step.
     num_full, rests = np.divmod(lengths, capacity)
     rested = np.flatnonzero(rests)
     sizes = rests[rested]
@@ -75,7 +77,7 @@ def pack_group(lengths: NDArray[np.int64], capacity: int) -> PackedGroup:
     full_offsets = (np.arange(len(full_documents)) - np.repeat(before, num_full)) * capacity
     num_packed = int(windows.max()) + 1 if len(windows) else 0
     packed_starts = np.searchsorted(windows[order], np.arange(num_packed + 1))
-    return PackedGroup(
+    return PackedRegion(
         window_starts=np.concatenate([np.arange(len(full_documents)), len(full_documents) + packed_starts]),
         documents=np.concatenate([full_documents, rested[order]]),
         offsets=np.concatenate([full_offsets, (lengths - rests)[rested[order]]]),
@@ -84,25 +86,27 @@ def pack_group(lengths: NDArray[np.int64], capacity: int) -> PackedGroup:
 
 
 def _best_fit(sizes: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """(m,): the window of each piece of (m,) ``sizes`` from 1 to ``capacity`` - 1."""
+    """(m,): the window of each range of (m,) ``sizes`` from 1 to ``capacity`` - 1."""
     windows = np.empty(len(sizes), dtype=np.int64)
     is_small = sizes * SMALL_SHARE <= capacity
     large, small = np.flatnonzero(~is_small), np.flatnonzero(is_small)
     large = large[np.argsort(-sizes[large], kind="stable")]
-    # tokens left · 2^32 + window, ascending: the first that has enough left fits best, the older one of two equals.
+    # tokens left · 2^32 + window, ascending: one bisection finds the window that fits best, and of two with as much
+    # left the older one. One sorted list of integers, because packing spends its time in this loop.
     room: list[int] = []
     num_windows = 0
     chosen = []
     for size in sizes[large].tolist():
-        place = bisect.bisect_left(room, size << 32)
-        if place < len(room):
-            left = room.pop(place)
+        best = bisect.bisect_left(room, size << 32)
+        if best < len(room):
+            left = room.pop(best)
         else:
             left = (capacity << 32) + num_windows
             num_windows += 1
         chosen.append(left & 0xFFFF_FFFF)
         bisect.insort(room, left - (size << 32))
     windows[large] = chosen
+    # Small ranges are many: by the window and not by the range, they take one search each window.
     left_in = [left >> 32 for left in sorted(room, key=lambda left: left & 0xFFFF_FFFF)]
     _fill_up(windows, small, np.cumsum(sizes[small]), left_in, capacity)
     return windows
@@ -111,7 +115,7 @@ def _best_fit(sizes: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
 def _fill_up(
     windows: NDArray[np.int64], small: NDArray[np.int64], ends: NDArray[np.int64], left_in: list[int], capacity: int
 ) -> None:
-    """Put the pieces ``small``, which end at ``ends`` when laid one after another, into what is left in the windows."""
+    """Put the ranges ``small``, which end at ``ends`` when laid one after another, into what is left in the windows."""
     done, window, laid = 0, 0, 0
     while done < len(small):
         left = left_in[window] if window < len(left_in) else capacity
@@ -125,80 +129,83 @@ def _fill_up(
 class WholeWindows:
     """The windows of a source in which documents are whole."""
 
-    is_stretch: ClassVar[bool] = False
+    is_contiguous: ClassVar[bool] = False
 
     def __init__(self, source: TokenSource, sequence_length: int, *, index_dir: Path | None = None) -> None:
-        """``index_dir``: where the index is read from or, once made, kept; none: it is made anew every time."""
+        """``index_dir``: where the index is read from or, once made, kept; none: it is made every time."""
         self.source = source
         self.sequence_length = sequence_length
-        self._group_tokens = GROUP_WINDOWS * sequence_length
-        num_groups = -(-source.num_tokens // self._group_tokens)
+        self._region_tokens = REGION_WINDOWS * sequence_length
+        num_regions = -(-source.num_tokens // self._region_tokens)
         path = index_dir / self._index_name() if index_dir else None
-        index = _load_index(path, num_groups) if path else None
+        index = _load_index(path, num_regions) if path else None
         if index is None:
-            index = self._make_index(num_groups)
+            index = self._make_index(num_regions)
             if path:
-                write_array(path, index)  # by every rank that had to make it, all the same: the last rename wins
+                # Every rank that does not find the file makes it and writes it. That needs no agreement between ranks:
+                # all write the same bytes, each under a name of its own, and the last rename wins.
+                write_array(path, index)
         self._first_window = index
-        """(groups + 1,): the windows of all groups before each."""
+        """(regions + 1,): the windows of all regions before each."""
         self.num_windows = int(self._first_window[-1])
         # The cache belongs to the object: one on the method would keep every source alive.
-        cache = functools.lru_cache(maxsize=_KEPT_GROUPS)
-        self._packed: Callable[[int], tuple[NDArray[np.int64], PackedGroup]] = cache(self._pack)
+        cache = functools.lru_cache(maxsize=_CACHED_REGIONS)
+        self._packed: Callable[[int], tuple[NDArray[np.int64], PackedRegion]] = cache(self._pack)
 
-    def pieces(self, window: int, first: int, last: int) -> Pieces:
+    def document_ranges(self, window: int, first: int, last: int) -> DocumentRanges:
         """See ``Windows``."""
-        group = int(self._first_window.searchsorted(window, side="right")) - 1
-        starts, packed = self._packed(group)
-        number = window - int(self._first_window[group])
+        region = int(self._first_window.searchsorted(window, side="right")) - 1
+        starts, packed = self._packed(region)
+        number = window - int(self._first_window[region])
         here = slice(packed.window_starts[number], packed.window_starts[number + 1])
         lengths = packed.lengths[here]
         ends = np.cumsum(lengths)
         slots, tokens = ends - lengths, starts[packed.documents[here]] + packed.offsets[here]
+        # Padding is a range too, so that what reads a window needs no case for it.
         if ends[-1] < self.sequence_length:
             slots, tokens = np.append(slots, ends[-1]), np.append(tokens, PADDING)
         wanted = slice(int(slots.searchsorted(first, side="right")) - 1, int(slots.searchsorted(last)))
-        return Pieces(slots[wanted], tokens[wanted])
+        return DocumentRanges(slots[wanted], tokens[wanted])
 
     def description(self) -> str:
         """See ``Windows``."""
         padding = 1 - self.source.num_tokens / (self.num_windows * self.sequence_length)
         return f"{self.num_windows:,} sequences of {self.sequence_length:,} tokens, {padding:.2%} of them padding"
 
-    def _pack(self, group: int) -> tuple[NDArray[np.int64], PackedGroup]:
-        """(starts of the group's documents, how they are packed)."""
-        first, last = (self._first_document(edge) for edge in (group, group + 1))
+    def _pack(self, region: int) -> tuple[NDArray[np.int64], PackedRegion]:
+        """(starts of the region's documents, how they are packed)."""
+        first, last = (self._first_document(edge) for edge in (region, region + 1))
         ends = self.source.document_ends(first, last)
         starts = np.concatenate([self.source.document_ends(first - 1, first) if first else [0], ends[:-1]])
-        return starts, pack_group(ends - starts, self.sequence_length)
+        return starts, pack_region(ends - starts, self.sequence_length)
 
-    def _first_document(self, group: int) -> int:
-        """The first document that begins at or after the group's first token."""
-        token = group * self._group_tokens
+    def _first_document(self, region: int) -> int:
+        """The first document that begins at or after the region's first token."""
+        token = region * self._region_tokens
         if token >= self.source.num_tokens:
             return self.source.num_documents
         # The document that holds the token before it begins earlier, and the next one does not.
         return self.source.document_at(token - 1) + 1 if token else 0
 
-    def _make_index(self, num_groups: int) -> NDArray[np.int64]:
-        counts = np.zeros(num_groups + 1, dtype=np.int64)
-        for group, lengths in self._groups():
-            counts[group + 1] = pack_group(lengths, self.sequence_length).num_windows
+    def _make_index(self, num_regions: int) -> NDArray[np.int64]:
+        counts = np.zeros(num_regions + 1, dtype=np.int64)
+        for region, lengths in self._regions():
+            counts[region + 1] = pack_region(lengths, self.sequence_length).num_windows
         return np.cumsum(counts)
 
-    def _groups(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """(group, lengths of its documents) of all groups that have some; reads the document ends in large blocks."""
-        waiting = np.empty(0, dtype=np.int64)  # ends of the documents of a group that may go on in the next block
+    def _regions(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """(region, lengths of its documents) of all regions that have some; reads many document ends at once."""
+        waiting = np.empty(0, dtype=np.int64)  # ends of the documents of a region that may go on in the next read
         start = 0
-        for first in range(0, self.source.num_documents, _BLOCK_DOCUMENTS):
-            last = min(first + _BLOCK_DOCUMENTS, self.source.num_documents)
+        for first in range(0, self.source.num_documents, _DOCUMENTS_AT_ONCE):
+            last = min(first + _DOCUMENTS_AT_ONCE, self.source.num_documents)
             ends = np.concatenate([waiting, self.source.document_ends(first, last)])
             starts = np.concatenate([[start], ends[:-1]])
-            groups = starts // self._group_tokens
+            regions = starts // self._region_tokens
             goes_on = last < self.source.num_documents
-            edges = np.flatnonzero(np.diff(groups, prepend=-1, append=groups[-1] if goes_on else -1))
+            edges = np.flatnonzero(np.diff(regions, prepend=-1, append=regions[-1] if goes_on else -1))
             for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-                yield int(groups[begin]), ends[begin:end] - starts[begin:end]
+                yield int(regions[begin]), ends[begin:end] - starts[begin:end]
             if goes_on:
                 waiting, start = ends[edges[-1] :], int(starts[edges[-1]])
 
@@ -206,10 +213,10 @@ class WholeWindows:
         return f"{self.source.name}-{self.source.content_hash}-{self.sequence_length}-{PACKING_VERSION}.npy"
 
 
-def _load_index(path: Path, num_groups: int) -> NDArray[np.int64] | None:
-    """The index in ``path``; None if there is none that can be used: it is then made anew."""
+def _load_index(path: Path, num_regions: int) -> NDArray[np.int64] | None:
+    """The index in ``path``; None if there is none that can be used: it is then made again."""
     try:
         index: NDArray[np.int64] = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError):
         return None
-    return index if index.shape == (num_groups + 1,) and index.dtype == np.int64 else None
+    return index if index.shape == (num_regions + 1,) and index.dtype == np.int64 else None

@@ -4,13 +4,13 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
-from lightscale.data_pipeline.loading.curriculum import Skips
+from lightscale.data_pipeline.loading.curriculum import SkippedRanges
 from lightscale.data_pipeline.loading.loader import TokenLoader
 from lightscale.data_pipeline.loading.windows import Batch
 
 DEFAULT_DEPTH = 2
 
-_Place = tuple[int, Skips]
+_DataPosition = tuple[int, SkippedRanges]
 
 
 class Prefetcher:
@@ -29,17 +29,19 @@ class Prefetcher:
         self._loader = loader
         self._depth = depth
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
-        self._ahead: deque[tuple[_Place, Future[list[Batch]]]] = deque()
+        self._ahead: deque[tuple[_DataPosition, Future[list[Batch]]]] = deque()
 
     def next_step(self) -> list[Batch]:
         """This rank's micro-batches of the next step; moves the loader's ``tokens`` on."""
         loader = self._loader
+        # Steps that were read ahead are of use only while the loader stands where it stood when they were asked for.
         if self._ahead and self._ahead[0][0] != (loader.tokens, loader.skips):
             self._drop()
         if not self._ahead:
             self._read(loader.tokens)
         _, batches = self._ahead.popleft()
         found = batches.result()
+        # Only now: a checkpoint taken in between holds the steps that were trained on, not those that were read.
         loader.tokens += loader.tokens_per_step
         while len(self._ahead) < self._depth:
             self._read(loader.tokens + len(self._ahead) * loader.tokens_per_step)

@@ -1,7 +1,7 @@
 """What a step of a run was trained on: every document and token range, computed from what the run recorded.
 
 Nothing is logged while training: the order of the samples is a pure function of the run's configuration, its store,
-and the data that recoveries left out (the events ``data_skipped`` of its events.jsonl).
+and the data that recoveries skipped (the events ``data_skipped`` of its events.jsonl).
 """
 
 import json
@@ -11,19 +11,19 @@ from pathlib import Path
 
 from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
-from lightscale.data_pipeline.loading.loader import Step, TokenLoader
+from lightscale.data_pipeline.loading.loader import StepSamples, TokenLoader
 from lightscale.data_pipeline.loading.packing import INDEX_DIR
 from lightscale.data_pipeline.loading.windows import PADDING
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.errors import UserError
 
 SKIP_EVENT = "data_skipped"
-"""The event of a run's events.jsonl with ``at_tokens`` and ``skip_tokens`` of a jump; see ``Skips``."""
+"""The event of a run's events.jsonl with ``at_tokens`` and ``skip_tokens`` of skipped data; see ``SkippedRanges``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentRange:
-    """A stretch of a document."""
+    """Consecutive tokens of a document."""
 
     document: int
     """Index in its source."""
@@ -37,7 +37,7 @@ class SampleContent:
     """What one sequence holds."""
 
     sample: int
-    """Index in the order of its stage."""
+    """Index in the order of its curriculum stage."""
     source: str
     epoch: int
     """How often the source was read through before."""
@@ -59,20 +59,20 @@ class StepContent:
 
 
 def run_loader(run: Path) -> tuple[RunConfig, TokenLoader]:
-    """The configuration of the run in the directory ``run``, and its loader with the jumps recorded there.
+    """The configuration of the run in the directory ``run``, and its loader with the skipped data recorded there.
 
     ``UserError`` where it is no run, or its store is another one than its checkpoints were trained on.
     """
     path = run / "config.toml"
     if not path.is_file():
-        raise UserError(f"{run}: no run directory, it has no config.toml")
+        raise UserError(f"{run}: not the directory of a run (it has no config.toml)")
     config = load(path)
     store = TokenStore(config.data.store)
     for trained_on in _stores(run):
         if trained_on != store.fingerprint():
             raise UserError(
                 f"{store.path}: not the store that {run} was trained on (fingerprint {store.fingerprint()}, its "
-                f"checkpoints have {trained_on}); set data.store in {path} to where that one is"
+                f"checkpoints have {trained_on}); set data.store in {path} to the path of that one"
             )
     loader = TokenLoader.of(config, store, index_dir=run / INDEX_DIR)
     for at_tokens, skip_tokens in recorded_skips(run):
@@ -95,21 +95,21 @@ def step_content(loader: TokenLoader, step: int) -> StepContent:
 
 
 def recorded_skips(run: Path) -> list[tuple[int, int]]:
-    """(at_tokens, skip_tokens) of the jumps that the run recorded; a line that a kill cut short is none."""
+    """(at_tokens, skip_tokens) of the skipped data that the run recorded; a line that a kill cut short is ignored."""
     path = run / "events.jsonl"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     events = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
     return [(event["at_tokens"], event["skip_tokens"]) for event in events if event["event"] == SKIP_EVENT]
 
 
-def _contents(loader: TokenLoader, step: Step) -> Iterator[SampleContent]:
+def _contents(loader: TokenLoader, step: StepSamples) -> Iterator[SampleContent]:
     length = step.stage.sequence_length
-    for sample, location, pieces in zip(step.samples, step.locations, step.pieces, strict=True):
+    for sample, location, ranges in zip(step.samples, step.locations, step.ranges, strict=True):
         source = loader.store.source(location.source)
         documents = []
         padding_tokens = 0
-        ends = [*pieces.slots[1:].tolist(), length]
-        for start, slot, end in zip(pieces.starts.tolist(), pieces.slots.tolist(), ends, strict=True):
+        ends = [*ranges.slots[1:].tolist(), length]
+        for start, slot, end in zip(ranges.starts.tolist(), ranges.slots.tolist(), ends, strict=True):
             if start == PADDING:
                 padding_tokens = end - slot
                 continue
@@ -132,6 +132,6 @@ def _stores(run: Path) -> Iterator[str]:
         try:
             facts = json.loads(manifest.read_bytes())
         except ValueError:
-            continue  # damaged: what verifies checkpoints will say so
+            continue  # damaged: verifying checkpoints reports it
         if isinstance(facts, dict) and "store" in facts:
             yield str(facts["store"])

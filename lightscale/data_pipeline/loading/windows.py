@@ -1,9 +1,9 @@
 """Windows: the rows that a source is cut into, and how they become the tensors of a batch.
 
-A window has n = ``sequence_length`` slots. It is described by its pieces: each is a stretch of one document, and
-padding is a piece of no document. ``concat`` windows are neighbours in the stream of documents; those of ``whole``
-(``packing.py``) are put together so that documents stay whole. What follows, reading, labels, positions and the
-share of a sequence rank, is the same for both.
+A window has n = ``sequence_length`` slots, one for each input token. It is described by document ranges: consecutive
+tokens of one document each, or padding, which belongs to no document. ``concat`` windows are neighbours in the stream
+of documents; those of ``whole`` (``packing.py``) are put together so that documents stay whole. What follows, reading,
+labels, positions and the segment of a sequence rank, is the same for both.
 """
 
 import functools
@@ -21,7 +21,7 @@ from lightscale.data_pipeline.store.token_store import TokenSource
 from lightscale.errors import UserError
 
 PADDING = -1
-"""In ``Pieces.starts``: no token of the source, but filling up."""
+"""In ``DocumentRanges.starts``: padding instead of a token of the source."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +31,15 @@ class Batch:
     tokens: torch.Tensor
     """int32 inputs, int64 behind ``to``; padding is the end-of-text token."""
     labels: torch.Tensor
-    """As the inputs: the token after each input, shifted before the sequence is cut over ranks. After a document's last
-    token that is the end-of-text token, with which documents begin."""
+    """As the inputs: the token after each input. Shifted before the sequence is cut over ranks, so that no rank needs
+    a token of the next one. After a document's last token that is the end-of-text token, with which documents begin."""
     loss_mask: torch.Tensor
     """fp32: 1 where the label counts, 0 in padding."""
-    piece_slots: torch.Tensor
-    """(m,) int64 ascending: where pieces begin over the rows laid one after another; every row begins one."""
-    piece_positions: torch.Tensor
-    """(m,) int64: the position there; above 0 where a piece goes on from the sequence rank before."""
+    start_slots: torch.Tensor
+    """(m,) int64 ascending: the slots where document ranges start, over the rows laid one after another; every row
+    starts one."""
+    start_positions: torch.Tensor
+    """(m,) int64: the position there; above 0 where a document range goes on from the sequence rank before."""
 
     @property
     def lengths(self) -> None:
@@ -49,18 +50,19 @@ class Batch:
     def positions(self) -> torch.Tensor:
         """int64: tokens since the document's or, if later, the window's start; 0 exactly where one starts.
 
-        Padding counts as a document of its own, so that no state reaches or leaves it. Made of ``piece_slots`` when
+        Padding counts as a document of its own, so that no state reaches or leaves it. Made of ``start_slots`` when
         it is first asked for, on the device that they are on: that is fewer bytes to move there.
         """
         return self._positions
 
     @functools.cached_property
     def _positions(self) -> torch.Tensor:
-        # Steps of one, but for the first slot of a piece: from the last position of the piece before.
-        steps = torch.ones(self.tokens.numel(), dtype=torch.int64, device=self.piece_slots.device)
-        last = self.piece_positions[:-1] + self.piece_slots.diff() - 1
-        steps[self.piece_slots] = self.piece_positions
-        steps[self.piece_slots[1:]] -= last
+        # A sum of steps instead of a loop over documents, so that a GPU does it in a few kernels. Each step is one, but
+        # for the first slot of a range: from the last position of the range before.
+        steps = torch.ones(self.tokens.numel(), dtype=torch.int64, device=self.start_slots.device)
+        last = self.start_positions[:-1] + self.start_slots.diff() - 1
+        steps[self.start_slots] = self.start_positions
+        steps[self.start_slots[1:]] -= last
         return steps.cumsum(0).view(self.tokens.shape)
 
     def to(self, device: torch.device) -> "Batch":
@@ -69,29 +71,29 @@ class Batch:
         return Batch(**{**moved, "tokens": moved["tokens"].long(), "labels": moved["labels"].long()})
 
 
-class Pieces(NamedTuple):
-    """Stretches of documents, one after another."""
+class DocumentRanges(NamedTuple):
+    """What a window holds: consecutive tokens of documents, one range after another."""
 
     slots: NDArray[np.int64]
     """(m,) ascending: where in the window each begins."""
     starts: NDArray[np.int64]
-    """(m,): the token of the source that is there, or ``PADDING``."""
+    """(m,): index in the source of the token there, or ``PADDING``."""
 
 
 class Windows(Protocol):
     """A source cut into windows."""
 
-    is_stretch: ClassVar[bool]
+    is_contiguous: ClassVar[bool]
     """Whether window w is the tokens w n … (w + 1) n of the source, without padding."""
     source: TokenSource
     sequence_length: int
     num_windows: int
 
-    def pieces(self, window: int, first: int, last: int) -> Pieces:
+    def document_ranges(self, window: int, first: int, last: int) -> DocumentRanges:
         """Those with slots in ``first`` … ``last`` - 1. The first may begin before ``first``."""
 
     def description(self) -> str:
-        """How many windows there are and what is lost, for people."""
+        """How many windows there are and what is lost, for a message."""
 
 
 class ConcatWindows:
@@ -101,7 +103,7 @@ class ConcatWindows:
     end of a source, less than a window, is never read. A window is found by arithmetic; there is no index.
     """
 
-    is_stretch: ClassVar[bool] = True
+    is_contiguous: ClassVar[bool] = True
 
     def __init__(self, source: TokenSource, sequence_length: int) -> None:
         """``UserError`` for a source shorter than one window."""
@@ -114,20 +116,21 @@ class ConcatWindows:
                 f"sequence_length {sequence_length}; {sequence_length + 1} are needed"
             )
 
-    def pieces(self, window: int, first: int, last: int) -> Pieces:
+    def document_ranges(self, window: int, first: int, last: int) -> DocumentRanges:
         """See ``Windows``."""
+        # Only documents that begin in these slots are looked up, so a sequence rank reads no more than its segment.
         row_start = window * self.sequence_length
         starts = self.source.document_starts(row_start + first, row_start + last)
         if starts[0] < row_start:
             starts[0] = row_start  # of the first document only what is in the window
-        return Pieces(starts - row_start, starts)
+        return DocumentRanges(starts - row_start, starts)
 
     def description(self) -> str:
         """See ``Windows``."""
         num_dropped = self.source.num_tokens - 1 - self.num_windows * self.sequence_length
         return (
             f"{self.num_windows:,} sequences of {self.sequence_length:,} tokens, "
-            f"{num_dropped:,} tokens at its end left out"
+            f"{num_dropped:,} tokens at its end skipped"
         )
 
 
@@ -135,18 +138,18 @@ Row = tuple[Windows, int]
 """(windows, number of the window)."""
 
 
-class Begins(NamedTuple):
-    """Where pieces begin over rows laid one after another: ``piece_slots`` and ``piece_positions`` of a batch."""
+class RangeStarts(NamedTuple):
+    """Where document ranges start, over rows laid one after another: a batch's ``start_slots``, ``start_positions``."""
 
     slots: NDArray[np.int64]
     positions: NDArray[np.int64]
 
-    def cut(self, num_slots: int) -> list["Begins"]:
+    def cut(self, num_slots: int) -> list["RangeStarts"]:
         """Of every ``num_slots`` slots, each as if there were no others; all together whole rows."""
         parts = self.slots // num_slots
         slots = self.slots - parts * num_slots
         edges = np.flatnonzero(np.diff(parts, prepend=-1, append=-1)).tolist()
-        return [Begins(slots[begin:end], self.positions[begin:end]) for begin, end in itertools.pairwise(edges)]
+        return [RangeStarts(slots[begin:end], self.positions[begin:end]) for begin, end in itertools.pairwise(edges)]
 
 
 def read_batch(
@@ -156,54 +159,54 @@ def read_batch(
     *,
     buffers: Buffers,
     padding_id: int = 0,
-    begins: Begins | None = None,
+    range_starts: RangeStarts | None = None,
 ) -> Batch:
     """The slots ``first`` … ``last`` - 1 of each of ``rows``, whose windows are all of one kind.
 
-    ``padding_id``: the end-of-text token; ``ConcatWindows`` have no use for it. ``begins``: what ``find_begins`` gives
-    for ``rows``, where it was asked before.
+    ``padding_id``: the end-of-text token; ``ConcatWindows`` have no use for it. ``range_starts``: what
+    ``find_range_starts`` gives for ``rows``, where it was asked before.
     """
     shape = (len(rows), last - first)
-    if rows[0][0].is_stretch:
-        slots, positions = begins or find_begins(rows, first, last)
+    if rows[0][0].is_contiguous:
+        slots, positions = range_starts or find_range_starts(rows, first, last)
         # Inputs and labels are one text, shifted, and the whole mask is one value: half the memory to write.
         text = buffers.take(shape[0], shape[1] + 1)
         for out, (windows, window) in zip(text, rows, strict=True):
             windows.source.read_into(window * windows.sequence_length + first, out)
         tokens, labels, mask = torch.from_numpy(text[:, :-1]), torch.from_numpy(text[:, 1:]), _all_counted(shape)
     else:
-        pieces = [windows.pieces(window, first, last) for windows, window in rows]
-        slots, positions = _begins_of(pieces, first, shape[1])
+        ranges = [windows.document_ranges(window, first, last) for windows, window in rows]
+        slots, positions = _range_starts_of(ranges, first, shape[1])
         arrays = buffers.take(*shape), buffers.take(*shape)
         counted = np.zeros(shape, dtype=np.float32)
         for array in arrays:
             array.fill(padding_id)
-        for row, ((windows, _), one) in enumerate(zip(rows, pieces, strict=True)):
-            _read_pieces(windows.source, one, first, arrays[0][row], arrays[1][row], counted[row])
+        for row, ((windows, _), one) in enumerate(zip(rows, ranges, strict=True)):
+            _read_ranges(windows.source, one, first, arrays[0][row], arrays[1][row], counted[row])
         tokens, labels, mask = (*map(torch.from_numpy, arrays), torch.from_numpy(counted))
     return Batch(
         tokens=tokens,
         labels=labels,
         loss_mask=mask,
-        piece_slots=torch.from_numpy(slots),
-        piece_positions=torch.from_numpy(positions),
+        start_slots=torch.from_numpy(slots),
+        start_positions=torch.from_numpy(positions),
     )
 
 
-def find_begins(rows: Sequence[Row], first: int, last: int) -> Begins:
-    """Where documents begin in the slots ``first`` … ``last`` - 1 of ``rows``, all of them stretches of their sources.
+def find_range_starts(rows: Sequence[Row], first: int, last: int) -> RangeStarts:
+    """Where documents begin in the slots ``first`` … ``last`` - 1 of ``rows``, all of them contiguous in their sources.
 
     The rows of a source are looked up together: many take hardly longer than one.
     """
-    found = [_begins_in(windows, rows, first, last) for windows in dict.fromkeys(windows for windows, _ in rows)]
+    found = [_range_starts_in(windows, rows, first, last) for windows in dict.fromkeys(windows for windows, _ in rows)]
     if len(found) == 1:
         return found[0]
     slots, positions = map(np.concatenate, zip(*found, strict=True))
     order = np.argsort(slots)
-    return Begins(slots[order], positions[order])
+    return RangeStarts(slots[order], positions[order])
 
 
-def _begins_in(windows: Windows, rows: Sequence[Row], first: int, last: int) -> Begins:
+def _range_starts_in(windows: Windows, rows: Sequence[Row], first: int, last: int) -> RangeStarts:
     """In those of ``rows`` that are of ``windows``."""
     n = last - first
     chosen = [(row * n, window) for row, (other, window) in enumerate(rows) if other is windows]
@@ -217,31 +220,31 @@ def _begins_in(windows: Windows, rows: Sequence[Row], first: int, last: int) -> 
     firsts = np.cumsum(counts) - counts
     slots[firsts] = row_slots
     positions[firsts] = starts - np.maximum(document_starts[firsts], window_starts)
-    return Begins(slots, positions)
+    return RangeStarts(slots, positions)
 
 
-def _begins_of(pieces: Sequence[Pieces], first: int, n: int) -> Begins:
-    """Of rows with these ``pieces``, of which n slots from ``first`` on are wanted."""
-    counts = [len(one.slots) for one in pieces]
-    rows = np.arange(len(pieces)) * n
-    slots = np.concatenate([one.slots for one in pieces]) + np.repeat(rows - first, counts)
+def _range_starts_of(ranges: Sequence[DocumentRanges], first: int, n: int) -> RangeStarts:
+    """Of rows with these ``ranges``, of which n slots from ``first`` on are wanted."""
+    counts = [len(one.slots) for one in ranges]
+    rows = np.arange(len(ranges)) * n
+    slots = np.concatenate([one.slots for one in ranges]) + np.repeat(rows - first, counts)
     positions = np.zeros_like(slots)
-    # Of every row's first piece only what is from ``first`` on.
+    # Of every row's first range only what is from ``first`` on.
     firsts = np.cumsum(counts) - counts
     positions[firsts] = rows - np.minimum(slots[firsts], rows)
     slots[firsts] += positions[firsts]
-    return Begins(slots, positions)
+    return RangeStarts(slots, positions)
 
 
 @functools.lru_cache(maxsize=8)
 def _all_counted(shape: tuple[int, int]) -> torch.Tensor:
-    """A mask of ones, in the memory of a single one: nobody can write into it."""
+    """A mask of ones, expanded from one element: no memory, and nobody can write into it."""
     return torch.ones(()).expand(shape)
 
 
-def _read_pieces(
+def _read_ranges(
     source: TokenSource,
-    pieces: Pieces,
+    ranges: DocumentRanges,
     first: int,
     tokens: NDArray[np.int32],
     labels: NDArray[np.int32],
@@ -252,15 +255,15 @@ def _read_pieces(
     The label after a document's last token is the next one's first, the end-of-text token. At the end of the source
     the padding already stands for it.
     """
-    shifts = pieces.starts - pieces.slots
-    # Pieces that are neighbours in the source too are read at once.
+    shifts = ranges.starts - ranges.slots
+    # Ranges that are neighbours in the source too are read at once: one pread instead of one a document.
     edges = np.flatnonzero(shifts[1:] != shifts[:-1]) + 1
-    begins = [first, *pieces.slots[edges].tolist()]
+    begins = [first, *ranges.slots[edges].tolist()]
     ends = [*begins[1:], first + len(tokens)]
-    for piece, begin, end in zip([0, *edges.tolist()], begins, ends, strict=True):
-        if pieces.starts[piece] == PADDING:
+    for index, begin, end in zip([0, *edges.tolist()], begins, ends, strict=True):
+        if ranges.starts[index] == PADDING:
             continue
-        start, stop = begin + int(shifts[piece]), end + int(shifts[piece])
+        start, stop = begin + int(shifts[index]), end + int(shifts[index])
         text = source.read(start, min(stop + 1, source.num_tokens))
         tokens[begin - first : end - first] = text[: stop - start]
         labels[begin - first : begin - first + len(text) - 1] = text[1:]

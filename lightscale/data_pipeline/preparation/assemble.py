@@ -1,6 +1,9 @@
-"""From units to shards: what stays of every unit, in order, cut into shard files that are written on their own.
+"""From units to shards: what is kept of every unit, in order, cut into shard files that are written on their own.
 
-kept/NNNNNN.json                  counts of a unit by split, the duplicates left out of it, lengths
+A shard does not begin where a unit begins. Counting what is kept of every unit first says which units, and which
+documents of them, each shard file holds; so shards are tasks that know nothing of each other.
+
+kept/NNNNNN.json                  counts of a unit by split, its dropped duplicates, lengths
 shards/SOURCE.ARRAY/NNNNNN.json   hash of a finished shard; of tokens also NNNNNN.npy, how often each id is in it
 """
 
@@ -16,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightscale.data_pipeline.executors import Advance
-from lightscale.data_pipeline.preparation.counts import MAX_EXAMPLES, Dropped, Stage, excerpt, length_histogram
+from lightscale.data_pipeline.preparation.counts import MAX_EXAMPLES, Dropped, StepCounts, excerpt, length_histogram
 from lightscale.data_pipeline.preparation.deduplication import UnitDuplicates
 from lightscale.data_pipeline.preparation.plan import UNIT_SHIFT, UnitSummary
 from lightscale.data_pipeline.preparation.units import Context, UnitFiles
@@ -31,18 +34,18 @@ from lightscale.data_pipeline.store.shards import ShardFileWriter, shard_path, w
 from lightscale.data_pipeline.whole_files import whole_file, write_array, write_json
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
-_GROUP_TOKENS = 2**21
+_TOKENS_AT_ONCE = 2**21
 _EXAMPLE_TOKENS = 100
 
 
 def count_kept(context: Context, unit: UnitSummary, advance: Advance) -> None:
-    """The task that counts what stays of a unit."""
+    """The task that counts what is kept of a unit."""
     target = context.work.entry("kept", unit.number, ".json")
     if not target.exists():
         files = unit_files(context, unit)
         duplicates = UnitDuplicates(context.work, unit)
         records, kept = files.records, duplicates.kept_mask(len(files.records))
-        stage = Stage(documents=int(kept.sum()), bytes=int(records["bytes"][kept].sum(dtype=np.int64)))
+        stage = StepCounts(documents=int(kept.sum()), bytes=int(records["bytes"][kept].sum(dtype=np.int64)))
         for reason, numbers in duplicates.numbers.items():
             if len(numbers):
                 stage.dropped[reason] = _dropped(context, files, numbers, duplicates.kept_ids[reason])
@@ -91,13 +94,13 @@ def _name(context: Context, document: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSource:
-    """A source of the store: what stays of one split of the units of one source of the corpus."""
+    """A source of the store: what is kept of one split of the units of one source of the corpus."""
 
     name: str
     split: Split
     units: list[UnitSummary]
     unit_documents: list[int]
-    """Documents that stay, by unit; likewise"""
+    """Documents that are kept, by unit; likewise"""
     unit_tokens: list[int]
     """their tokens with end of text."""
     num_bytes: int
@@ -160,6 +163,7 @@ def shard_jobs(context: Context) -> tuple[list[ShardJob], list[int]]:
 def write_shard(context: Context, job: ShardJob, advance: Advance) -> None:
     """The task of a shard."""
     record = context.work.entry(f"shards/{job.source}.{job.array}", job.number, ".json")
+    # The record is written after the shard: where it is there, the shard is whole and its hash need not be made again.
     if record.exists():
         return
     (source,) = [source for source in output_sources(context) if source.name == job.source]
@@ -175,9 +179,10 @@ def write_shard(context: Context, job: ShardJob, advance: Advance) -> None:
             for part in values:
                 shard.append(part)
                 advance(part.nbytes)
+                # Counted here, where the tokens pass anyway: the entropy in the report costs no further reading.
                 if job.array == "tokens":
                     token_counts += np.bincount(part, minlength=len(token_counts))
-            assert shard.num_values == stop - first, "the units hold what was counted"
+            assert shard.num_values == stop - first, "the units do not hold what was counted"
             digest = shard.close()
         except BaseException:
             shard.abandon()
@@ -188,7 +193,7 @@ def write_shard(context: Context, job: ShardJob, advance: Advance) -> None:
 
 
 def _overlapping(unit_sizes: list[int], first: int, stop: int) -> Iterator[tuple[int, int]]:
-    """(index, where it begins) of the units that hold the values ``first`` … ``stop`` - 1 of a source."""
+    """(index, position of its first value) of the units that hold the values ``first`` … ``stop`` - 1 of a source."""
     begin = 0
     for index, size in enumerate(unit_sizes):
         if begin < stop and begin + size > first:
@@ -202,6 +207,8 @@ def _tokens(context: Context, source: OutputSource, first: int, stop: int) -> It
     for index, begin in _overlapping(source.unit_tokens, first, stop):
         files = unit_files(context, source.units[index])
         chosen = _chosen(context, source, index, files)
+        # Where each document ends: among the unit's tokens as they lie, and in the source, where dropped documents take
+        # no room and every kept one has an end-of-text token more.
         in_file = np.cumsum(files.records["tokens"], dtype=np.int64)
         in_source = begin + np.cumsum((files.records["tokens"].astype(np.int64) + 1) * chosen)
         tokens = files.tokens()
@@ -211,11 +218,13 @@ def _tokens(context: Context, source: OutputSource, first: int, stop: int) -> It
         while document < min(last, len(chosen)):
             begins_in_file = int(in_file[document - 1]) if document else 0
             begins_in_source = int(in_source[document - 1]) if document else begin
-            after = max(document + 1, int(np.searchsorted(in_file, begins_in_file + _GROUP_TOKENS, side="right")))
+            after = max(document + 1, int(np.searchsorted(in_file, begins_in_file + _TOKENS_AT_ONCE, side="right")))
             after = min(after, last, len(chosen))
             part = np.asarray(tokens[begins_in_file : int(in_file[after - 1])])
-            group = _with_end_of_text(part, files.records["tokens"][document:after], chosen[document:after], eot)
-            cut = group[max(first - begins_in_source, 0) : stop - begins_in_source]
+            part_with_ends = _with_end_of_text(
+                part, files.records["tokens"][document:after], chosen[document:after], eot
+            )
+            cut = part_with_ends[max(first - begins_in_source, 0) : stop - begins_in_source]
             if len(cut):
                 yield cut
             document = after

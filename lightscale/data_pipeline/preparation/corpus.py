@@ -15,8 +15,8 @@
     text_field = "content"
     filters = {size = {min = 200}, stop_words = false}
 
-Paths are relative to the file. Sources are worked on in the order of the file, which matters for duplicates: of
-documents that are alike, the first stays.
+Paths are relative to the file. Sources are processed in the order of the file, which matters for duplicates: of
+duplicates the first document is kept.
 """
 
 import difflib
@@ -36,7 +36,7 @@ from lightscale.errors import UserError
 
 DEFAULT_VOCAB_SIZE = 4096
 TRAINED_TOKENIZER = "sentencepiece"
-# Weights are written by people: 0.333 + 0.333 + 0.334 and three times 0.3333 are both meant to be all.
+# Weights are rounded by hand: 0.333 + 0.333 + 0.334 and three times 0.3333 are both meant as 1.
 _WEIGHT_TOLERANCE = 1e-3
 
 Language = Literal["en", "zh", "code", "other"]
@@ -70,12 +70,12 @@ class SourceConfig(Section):
 
 
 class DuplicatesConfig(Section):
-    """[duplicates]: which documents are left out because an earlier one, of any source, is alike."""
+    """[duplicates]: which documents are dropped as duplicates of an earlier one, of any source."""
 
     exact: bool = True
-    """Leave out documents of the same text."""
+    """Drop documents of the same text."""
     near: bool = True
-    """Leave out documents that share most of their sequences of five tokens."""
+    """Drop documents that share most of their sequences of five tokens."""
 
 
 class Corpus(Section):
@@ -111,12 +111,12 @@ class Corpus(Section):
     def _check(self) -> Self:
         if self.shard_tokens % self.chunk_tokens:
             raise ValueError(
-                f"shard_tokens = {self.shard_tokens} is no multiple of chunk_tokens = {self.chunk_tokens}; "
-                f"{-(-self.shard_tokens // self.chunk_tokens) * self.chunk_tokens} would do"
+                f"shard_tokens = {self.shard_tokens} is not a multiple of chunk_tokens = {self.chunk_tokens}; "
+                f"use {-(-self.shard_tokens // self.chunk_tokens) * self.chunk_tokens}"
             )
         if self.vocab_size is not None and self.tokenizer != TRAINED_TOKENIZER:
             raise ValueError(
-                f'vocab_size = {self.vocab_size}: tokenizer "{self.tokenizer}" has its own; give only one of the two'
+                f'vocab_size = {self.vocab_size}: tokenizer "{self.tokenizer}" has its own; remove one of the two keys'
             )
         _check_names(list(self.sources))
         _check_weights({name: source.weight for name, source in self.sources.items()})
@@ -140,6 +140,7 @@ def load_corpus(path: Path) -> Corpus:
         name: source.model_copy(update={"paths": [_absolute(base, entry) for entry in source.paths]})
         for name, source in corpus.sources.items()
     }
+    # Only the path of a tokenizer is relative to the file; the other two forms are names.
     tokenizer = corpus.tokenizer
     if tokenizer != TRAINED_TOKENIZER and not tokenizer.startswith("tiktoken:"):
         tokenizer = str(base / tokenizer)
@@ -164,7 +165,8 @@ def _check_names(names: list[str]) -> None:
         check_source_name(name)
         if name.endswith(VALIDATION_SUFFIX) and name.removesuffix(VALIDATION_SUFFIX) in names:
             raise ValueError(
-                f"sources.{name}: the documents held out of {name.removesuffix(VALIDATION_SUFFIX)} go there"
+                f"sources.{name}: this name is reserved for the held-out documents of "
+                f"{name.removesuffix(VALIDATION_SUFFIX)}; use another"
             )
 
 
@@ -175,18 +177,18 @@ def _check_weights(weights: dict[str, float | None]) -> None:
     if missing := [name for name in weights if name not in given]:
         raise ValueError(
             f"weight: {', '.join(given)} {'has' if len(given) == 1 else 'have'} one and {', '.join(missing)} not; "
-            "give it to all sources, or to none (then every token counts the same)"
+            "set it for all sources, or for none (then every token counts the same)"
         )
     total = math.fsum(given.values())
     if abs(total - 1) > _WEIGHT_TOLERANCE:
         shares = ", ".join(f"{name} = {weight / total:.4g}" for name, weight in given.items())
         found = " + ".join(f"{weight:g}" for weight in given.values())
-        raise ValueError(f"weight: {found} is {total:.6g}, weights are shares and add up to 1; in proportion: {shares}")
+        raise ValueError(f"weight: {found} is {total:.6g}, but weights are shares that add up to 1; use {shares}")
 
 
 def _explain(error: dict[str, Any], table: dict[str, Any]) -> str:
     """One line for one of pydantic's errors."""
-    key, words, siblings = _locate(error["loc"])
+    key, expected, siblings = _locate(error["loc"])
     value: Any = table
     for part in key:
         value = value.get(part) if isinstance(value, dict) else None
@@ -197,15 +199,15 @@ def _explain(error: dict[str, Any], table: dict[str, Any]) -> str:
         near = difflib.get_close_matches(key[-1], siblings, n=1)
         return f"unknown key {name}; " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(siblings)}")
     if value is None:
-        return f"{name} is missing; it must be {words}"
-    return f"{name} = {toml_value(value)}: must be {words}" + (", not empty" if value in ([], {}) else "")
+        return f"{name} is missing; it must be {expected}"
+    return f"{name} = {toml_value(value)}: must be {expected}" + (", not empty" if value in ([], {}) else "")
 
 
 def _locate(location: tuple[int | str, ...]) -> tuple[tuple[str, ...], str, list[str]]:
     """The key that pydantic's ``location`` lies in, what it takes, and the keys beside it."""
     section: type[BaseModel] | None = Corpus
     key: list[str] = []
-    words, siblings = "a table", list(Corpus.model_fields)
+    expected, siblings = "a table", list(Corpus.model_fields)
     parts = iter(map(str, location))
     for part in parts:
         if section is None:
@@ -215,9 +217,9 @@ def _locate(location: tuple[int | str, ...]) -> tuple[tuple[str, ...], str, list
         field = section.model_fields.get(part)
         if field is None:
             break
-        words = field_words(field) if field.annotation != dict[str, Any] else "a table"
+        expected = field_words(field) if field.annotation != dict[str, Any] else "a table"
         section, named = table_type(field.annotation)
         if named and (name := next(parts, None)) is not None:
             key.append(name)
-            words = "a table"
-    return tuple(key), words, siblings
+            expected = "a table"
+    return tuple(key), expected, siblings

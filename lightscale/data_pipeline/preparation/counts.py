@@ -1,4 +1,4 @@
-"""What became of documents, stage by stage: how many, how many bytes, and why each one that is missing was left out."""
+"""What became of documents, step by step: how many, how many bytes, and why each missing one was dropped."""
 
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -14,21 +14,21 @@ NUM_LENGTHS = 28
 
 @dataclass(kw_only=True)
 class Dropped:
-    """The documents that one rule left out."""
+    """The documents that one rule dropped."""
 
     documents: int = 0
     bytes: int = 0
     examples: list[dict[str, str]] = field(default_factory=list)
-    """``id`` and the beginning of the ``text`` of the first ones; of a duplicate also what it is ``like``."""
+    """``id`` and the beginning of the ``text`` of the first ones; of a duplicate also the kept one, ``like``."""
 
 
 @dataclass(kw_only=True)
-class Stage:
-    """What came out of a stage, and what did not."""
+class StepCounts:
+    """What came out of a step of the preparation, and what did not."""
 
     documents: int = 0
     bytes: int = 0
-    """UTF-8 bytes of the texts; of ``read`` as they were found."""
+    """UTF-8 bytes of the texts; of the step ``read`` as they were found."""
     dropped: dict[str, Dropped] = field(default_factory=dict)
 
     def keep(self, num_bytes: int) -> None:
@@ -44,7 +44,7 @@ class Stage:
         if len(dropped.examples) < MAX_EXAMPLES:
             dropped.examples.append({"id": document_id, "text": excerpt(text)})
 
-    def merge(self, other: "Stage") -> None:
+    def merge(self, other: "StepCounts") -> None:
         """Add the counts of a later part of the corpus."""
         self.documents += other.documents
         self.bytes += other.bytes
@@ -67,7 +67,7 @@ class Stage:
 
 
 def excerpt(text: str) -> str:
-    """The beginning of a text, for a person to look at."""
+    """The beginning of a text, as an example in a report."""
     return text if len(text) <= _EXAMPLE_CHARACTERS else text[:_EXAMPLE_CHARACTERS] + "…"
 
 

@@ -1,9 +1,10 @@
-"""Which documents are left out because an earlier one is alike, over all units: first the same text, then nearly.
+"""Which documents are dropped as duplicates of an earlier one, over all units: first exact, then near duplicates.
 
     duplicates/exact-pairs/NNNNNN.npy   what the keys of one range show; near-pairs/ likewise
-    duplicates/exact.npy, near.npy      (2, n): the documents to leave out, ascending, and the one that stays for each
+    duplicates/exact.npy, near.npy      (2, n): the documents to drop, ascending, and the kept one for each
 
-The ranges of keys are tasks that know nothing of each other (``dedup/README.md``).
+Which documents share a key cannot be said unit by unit. So a task is not a unit but a range of keys over the key files
+of all units; ranges know nothing of each other (``dedup/README.md``).
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from lightscale.data_pipeline.whole_files import write_array
 
 KINDS: tuple[Kind, ...] = ("exact", "near")
 _REASONS: dict[Kind, str] = {"exact": "exact duplicate", "near": "near duplicate"}
-# So much of the files of keys is read for one range.
+# So much of the key files is read for one range: bounds the memory of a task, whatever the size of the corpus.
 _RANGE_BYTES = 2**23
 
 
@@ -58,7 +59,7 @@ def find_in_range(context: Context, key_range: KeyRange, advance: Advance) -> No
     target = work.entry(f"duplicates/{key_range.kind}-pairs", key_range.number, ".npy")
     if not target.exists():
         files = key_files(work, key_range.kind)
-        pairs = find_pairs(files, key_range.kind, piece=key_range.number, num_pieces=key_range.num_ranges)
+        pairs = find_pairs(files, key_range.kind, range_index=key_range.number, num_ranges=key_range.num_ranges)
         write_array(target, pairs)
     advance(key_range.num_bytes)
 
@@ -72,10 +73,11 @@ def merge_ranges(work: WorkDirectory, kind: Kind) -> None:
 
 
 class UnitDuplicates:
-    """The documents of one unit that are left out."""
+    """The documents of one unit that are dropped."""
 
     def __init__(self, work: WorkDirectory, unit: UnitSummary) -> None:
-        """``numbers`` and ``kept_ids`` by reason: documents in the unit, ascending, and the ids of those that stay."""
+        """``numbers`` and ``kept_ids`` by reason: documents in the unit, ascending, and the ids of the kept ones."""
+        # Ids are ascending by unit, so those of one unit are contiguous in the pairs.
         first = unit.number << UNIT_SHIFT
         self.numbers: dict[str, NDArray[np.int64]] = {}
         self.kept_ids: dict[str, NDArray[np.uint64]] = {}
@@ -84,17 +86,18 @@ class UnitDuplicates:
             path = _merged(work, kind)
             if not path.exists():
                 continue
+            # Mapped: pairs are ascending, so a unit touches a small part of a file that grows with the corpus.
             pairs = np.load(path, mmap_mode="r")
             begin, end = np.searchsorted(pairs[0], np.array([first, first + (1 << UNIT_SHIFT)], dtype=np.uint64))
             numbers = (pairs[0, begin:end] - np.uint64(first)).astype(np.int64)
-            fresh = ~np.isin(numbers, seen)  # what is the same text is nearly the same too
+            fresh = ~np.isin(numbers, seen)  # an exact duplicate is a near one too, and counts once
             self.numbers[_REASONS[kind]] = numbers[fresh]
             self.kept_ids[_REASONS[kind]] = np.array(pairs[1, begin:end])[fresh]
             seen = np.union1d(seen, numbers)
         self.all = seen
 
     def kept_mask(self, num_documents: int) -> NDArray[np.bool_]:
-        """(num_documents,) which documents stay."""
+        """(num_documents,) which documents are kept."""
         mask = np.ones(num_documents, dtype=bool)
         mask[self.all] = False
         return mask

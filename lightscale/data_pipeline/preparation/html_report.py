@@ -1,4 +1,4 @@
-"""``report.html``: what became of a corpus, for a person to look at. One file, no scripts, nothing from elsewhere."""
+"""``report.html``: what became of a corpus. One file without scripts that loads nothing from elsewhere."""
 
 import html
 from collections.abc import Iterable, Sequence
@@ -25,8 +25,8 @@ p.note { opacity: .75; }
 """
 
 
-def make_page(report: dict[str, Any]) -> str:
-    """The page of a preparation's ``report`` (see ``report.make_report``)."""
+def make_html_report(report: dict[str, Any]) -> str:
+    """The HTML of a preparation's ``report`` (see ``report.make_report``)."""
     total = sum(source["tokens"] for source in report["sources"].values())
     documents = sum(source["documents"] for source in report["sources"].values())
     tokenizer = report["tokenizer"]
@@ -37,13 +37,13 @@ def make_page(report: dict[str, Any]) -> str:
         f"sha256 {tokenizer['sha256'][:16]}…</p>",
         "<h2>Sources</h2>",
         _sources(report),
-        "<h2>From stage to stage</h2>",
+        "<h2>Step by step</h2>",
         *(_stages(name, source) for name, source in report["corpus"].items()),
         "<h2>Lengths</h2>",
         *(_lengths(name, source["lengths"]) for name, source in report["corpus"].items()),
         "<h2>Problems while reading</h2>",
         _problems(report["problems"]),
-        "<h2>Examples of what was left out</h2>",
+        "<h2>Examples of dropped documents</h2>",
         *(_examples(name, source) for name, source in report["corpus"].items()),
     ]
     return (
@@ -112,7 +112,7 @@ def _stages(name: str, source: dict[str, Any]) -> str:
             rows.append([*cells, f"{counts['tokens']:,}", _bar(counts["documents"] / first)])
     parts = [
         f"<h3>{_text(name)} <small>(language: {_text(source['language'] or 'none')})</small></h3>",
-        _table(("stage", "documents left", "MB left", "tokens", "share of what was read"), rows),
+        _table(("step", "documents left", "MB left", "tokens", "share of what was read"), rows),
     ]
     reasons = [
         [
@@ -125,7 +125,7 @@ def _stages(name: str, source: dict[str, Any]) -> str:
         for reason, drop in sorted(counts.get("dropped", {}).items(), key=lambda item: -item[1]["documents"])
     ]
     if reasons:
-        parts.append(_table(("left out because", "documents", "MB", "share of what was read"), reasons, "lost"))
+        parts.append(_table(("dropped because", "documents", "MB", "share of what was read"), reasons, "lost"))
     changes = [
         [_text(change), f"{counts['documents']:,}", f"{counts['times']:,}"]
         for change, counts in stages["normalise"]["changed"].items()
@@ -174,8 +174,8 @@ def _examples(name: str, source: dict[str, Any]) -> str:
             ]
             title = f"{name}, {stage}: {reason} ({drop['documents']:,})"
             parts.append(f"<h3>{_text(title)}</h3>" + "".join(figures))
-    return "\n".join(parts) or f"<p>Nothing was left out of {_text(name)}.</p>"
+    return "\n".join(parts) or f"<p>No document of {_text(name)} was dropped.</p>"
 
 
 def _like(example: dict[str, str]) -> str:
-    return f" is like {_text(example['like'])}" if "like" in example else ""
+    return f" is a duplicate of {_text(example['like'])}" if "like" in example else ""

@@ -1,4 +1,4 @@
-"""Normalise: any bytes or string to a text that every later stage can take, with a count of what was changed.
+"""Normalise: any bytes or string to a text that every later step can take, with a count of what was changed.
 
 The text that comes out is valid Unicode in UTF-8, its lines end with LF, and its only control characters are tab,
 line feed and form feed (old sources separate pages by it). Nothing else is touched: spaces, indentation, full-width
@@ -65,7 +65,7 @@ def _count(counts: dict[str, int], what: str, times: int) -> None:
 
 
 def _valid(raw: bytes, counts: dict[str, int]) -> bytes:
-    """Comes before anything is removed: what stands apart in a broken sequence must not join to a character."""
+    """Comes before anything is removed: bytes apart in a broken sequence must not be joined to a character."""
     try:
         raw.decode()
     except UnicodeDecodeError:

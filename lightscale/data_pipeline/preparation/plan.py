@@ -1,8 +1,10 @@
-"""The plan: the corpus cut into units of work that depend on its files alone, never on who works on them.
+"""The plan: the corpus cut into units of work by its files alone, whatever the number of workers.
 
-A unit is some whole files, or parts of large ones, of one source. Its number and a document's number in it are the
-document's id (``unit << 32 | number``), and ids are in the order of the corpus. ``plan.jsonl`` has a unit a line, so
-that whoever works on one reads no other.
+A unit of work is some whole files, or ranges of large ones, of one source: what one task reads, filters and tokenizes.
+Its number and a document's number in it are the document's id (``unit << 32 | number``), and ids are in the order of
+the corpus: so "the earlier of two duplicates" is a comparison of two integers, whatever the order of
+reading.
+``plan.jsonl`` has a unit a line, so that a task reads the line of its own unit only.
 """
 
 import hashlib
@@ -13,32 +15,33 @@ from pathlib import Path
 from typing import Any
 
 from lightscale.data_pipeline.preparation.corpus import Corpus
-from lightscale.data_pipeline.preparation.readers import Piece, cut
+from lightscale.data_pipeline.preparation.readers import FileRange, cut_into_ranges
 from lightscale.data_pipeline.preparation.sources import FileLister, Problems, SourceFile
 from lightscale.data_pipeline.whole_files import whole_file
 
-# Small enough that little is lost and all workers have some, large enough that a unit's own costs do not count.
+# Small enough that an interruption loses little and all workers have some, large enough that a unit's fixed costs (a
+# directory, a few files and renames) do not count.
 MIN_UNIT_BYTES, MAX_UNIT_BYTES = 2**20, 2**26
 _AIMED_UNITS = 1024
 # A unit of many tiny files ends here, so that its list of files stays small.
-_MAX_PIECES = 4096
+_MAX_RANGES = 4096
 UNIT_SHIFT = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitSummary:
-    """What of a unit everybody knows."""
+    """What every process knows of a unit; its list of files stays in the plan's file."""
 
     number: int
     source: str
     num_bytes: int
-    """Of files, packed as they are; for progress."""
+    """Of files, compressed as they are; for progress."""
     offset: int
     """Where its line begins in the plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class PreparationPlan:
     """All units, in order."""
 
     path: Path
@@ -49,14 +52,14 @@ class Plan:
     sha256: str
     """Identity: of units, files, their sizes and times."""
 
-    def pieces(self, unit: UnitSummary) -> Iterator[Piece]:
-        """The pieces of files of a unit, in order."""
+    def file_ranges(self, unit: UnitSummary) -> Iterator[FileRange]:
+        """The file ranges of a unit, in order."""
         with self.path.open("rb") as lines:
             lines.seek(unit.offset)
             content = json.loads(lines.readline())
-        for path, file_id, size, mtime_ns, start, stop, num_bytes in content["pieces"]:
+        for path, file_id, size, mtime_ns, start, stop, num_bytes in content["ranges"]:
             file = SourceFile(path=Path(path), id=file_id, size_bytes=size, mtime_ns=mtime_ns)
-            yield Piece(file=file, start=start, stop=stop, num_bytes=num_bytes)
+            yield FileRange(file=file, start=start, stop=stop, num_bytes=num_bytes)
 
 
 def write_plan(path: Path, corpus: Corpus, *, unit_bytes: int | None, strict: bool) -> str:
@@ -65,6 +68,7 @@ def write_plan(path: Path, corpus: Corpus, *, unit_bytes: int | None, strict: bo
     ``unit_bytes``: size of a unit; none: a 1024th of the corpus within 1 to 64 MiB. Raises ``UserError`` for paths that
     do not exist and, if ``strict``, for files that cannot be read.
     """
+    # Listed twice where the size of a unit follows from the total: a list of all files would grow with the corpus.
     if unit_bytes is None:
         total = sum(file.size_bytes for _, file in _files(corpus, _problems_of(corpus, strict=False)))
         unit_bytes = min(max(total // _AIMED_UNITS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
@@ -76,13 +80,14 @@ def write_plan(path: Path, corpus: Corpus, *, unit_bytes: int | None, strict: bo
             line = json.dumps(content).encode() + b"\n"
             digest.update(line)
             lines.write(line)
-            num_files += sum(1 for piece in content["pieces"] if piece[4] == 0)
+            num_files += sum(1 for file_range in content["ranges"] if file_range[4] == 0)  # ranges that begin a file
+        # Known only after the last file; not part of the hash, which units alone decide.
         last = {"problems": {name: found.as_json() for name, found in problems.items()}, "num_files": num_files}
         lines.write(json.dumps(last).encode() + b"\n")
     return digest.hexdigest()
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path) -> PreparationPlan:
     """The plan in the file ``path``."""
     units: list[UnitSummary] = []
     digest = hashlib.sha256()
@@ -93,11 +98,11 @@ def read_plan(path: Path) -> Plan:
             content = json.loads(line)
             if "source" in content:
                 digest.update(line)
-                size = sum(piece[-1] for piece in content["pieces"])
+                size = sum(file_range[-1] for file_range in content["ranges"])
                 unit = UnitSummary(number=len(units), source=content["source"], num_bytes=size, offset=offset)
                 units.append(unit)
             offset += len(line)
-    return Plan(
+    return PreparationPlan(
         path=path,
         units=units,
         problems=content["problems"],
@@ -119,22 +124,31 @@ def _files(corpus: Corpus, problems: dict[str, Problems]) -> Iterator[tuple[str,
 
 
 def _units(corpus: Corpus, problems: dict[str, Problems], unit_bytes: int) -> Iterator[dict[str, Any]]:
-    """The lines of the plan: pieces of one source, gathered until they make a unit."""
+    """The lines of the plan: file ranges of one source, gathered until they make a unit."""
     source, num_bytes = "", 0
-    pieces: list[list[Any]] = []
+    ranges: list[list[Any]] = []
     for name, file in _files(corpus, problems):
-        for piece in cut(file, unit_bytes, problems[name]):
-            full = num_bytes + piece.num_bytes > unit_bytes or len(pieces) == _MAX_PIECES
-            if pieces and (full or name != source):
-                yield {"source": source, "pieces": pieces}
-                pieces, num_bytes = [], 0
+        for file_range in cut_into_ranges(file, unit_bytes, problems[name]):
+            # A unit has one source, because tokens, filters and shards are by source.
+            full = num_bytes + file_range.num_bytes > unit_bytes or len(ranges) == _MAX_RANGES
+            if ranges and (full or name != source):
+                yield {"source": source, "ranges": ranges}
+                ranges, num_bytes = [], 0
             source = name
-            pieces.append(_piece_row(piece))
-            num_bytes += piece.num_bytes
-    if pieces:
-        yield {"source": source, "pieces": pieces}
+            ranges.append(_range_row(file_range))
+            num_bytes += file_range.num_bytes
+    if ranges:
+        yield {"source": source, "ranges": ranges}
 
 
-def _piece_row(piece: Piece) -> list[Any]:
-    file = piece.file
-    return [str(file.path), file.id, file.size_bytes, file.mtime_ns, piece.start, piece.stop, piece.num_bytes]
+def _range_row(file_range: FileRange) -> list[Any]:
+    file = file_range.file
+    return [
+        str(file.path),
+        file.id,
+        file.size_bytes,
+        file.mtime_ns,
+        file_range.start,
+        file_range.stop,
+        file_range.num_bytes,
+    ]

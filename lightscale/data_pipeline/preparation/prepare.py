@@ -1,12 +1,13 @@
 """From a corpus to a token store, from top to bottom: plan, tokenizer, units, duplicates, shards, store.
 
     read ▸ normalise ▸ filter ▸ tokenize ▸ keys      a unit of files at a time, by any worker     units.py
-    deduplicate                                      a range of keys at a time                    duplicates.py
+    deduplicate                                      a range of keys at a time                    deduplication.py
     write                                            a shard file at a time                       assemble.py
 
-Nothing depends on time, machine, the number of workers or interruptions: the same corpus and versions give the same
-store, byte for byte. What is finished is kept in STORE.work; the same command goes on from there. Memory does not
-grow with the corpus but for what is said in ``README.md`` beside this file.
+A unit of work is a part of the corpus that one task processes (``plan.py``). Nothing depends on time, machine, the
+number of workers or interruptions: the same corpus and versions give the same store, byte for byte. What is finished is
+kept in STORE.work; the same command goes on from there. The README of
+``data_pipeline`` says what takes memory as the corpus grows.
 """
 
 import contextlib
@@ -23,28 +24,35 @@ import numpy as np
 import zarr
 
 from lightscale import __version__
-from lightscale.data_pipeline.executors import Alone, Crew, Progress, Task
+from lightscale.data_pipeline.executors import Executor, InProcess, Progress, Task
 from lightscale.data_pipeline.preparation import assemble, deduplication
 from lightscale.data_pipeline.preparation.corpus import DEFAULT_VOCAB_SIZE, TRAINED_TOKENIZER, Corpus
-from lightscale.data_pipeline.preparation.html_report import make_page
-from lightscale.data_pipeline.preparation.plan import Plan, UnitSummary, read_plan, write_plan
+from lightscale.data_pipeline.preparation.html_report import make_html_report
+from lightscale.data_pipeline.preparation.plan import PreparationPlan, UnitSummary, read_plan, write_plan
 from lightscale.data_pipeline.preparation.readers import Advance
-from lightscale.data_pipeline.preparation.report import Seen, make_report
-from lightscale.data_pipeline.preparation.tokenizer_sample import BlockSample
+from lightscale.data_pipeline.preparation.report import DropSummary, make_report
+from lightscale.data_pipeline.preparation.tokenizer_sample import TextSample
 from lightscale.data_pipeline.preparation.units import Context, prepare_unit, sample_unit
-from lightscale.data_pipeline.preparation.work_directory import WorkDirectory, differences, room_needed
-from lightscale.data_pipeline.store.format import REPORT_PAGE, TOKENIZER_DIR, Split, publish, require_absent, write_root
+from lightscale.data_pipeline.preparation.work_directory import WorkDirectory, differences, explain_full_disk
+from lightscale.data_pipeline.store.format import (
+    HTML_REPORT_FILE,
+    TOKENIZER_DIR,
+    Split,
+    publish,
+    require_absent,
+    write_root,
+)
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.data_pipeline.tokenizers import Tokenizer, load_tiktoken, load_tokenizer, train_sentencepiece
 from lightscale.data_pipeline.whole_files import whole_directory
 from lightscale.errors import UserError
 
-# Part of what a work directory is compared by: raised when units, keys or shards come out otherwise than before.
-PIPELINE_VERSION = 1
+# Part of what a work directory is compared by: raised when units, keys, shards or the files in it differ from before.
+PIPELINE_VERSION = 2
 # So many units are read to train a tokenizer, spread evenly over the corpus.
 _SAMPLED_UNITS = 64
 
-CrewMaker = Callable[[Callable[[], Context]], Crew]
+ExecutorFactory = Callable[[Callable[[], Context]], Executor]
 
 
 def _silent(step: str, done: int, total: int) -> None:
@@ -52,67 +60,73 @@ def _silent(step: str, done: int, total: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """How a store is made; of these only ``unit_bytes`` may leave traces in the work directory, none in the store."""
+class PrepareOptions:
+    """How a store is made: none of these changes a byte of it, but ``unit_bytes`` the number of units in the report."""
 
-    make_crew: CrewMaker = Alone
-    """Who does the work."""
+    make_executor: ExecutorFactory = InProcess
+    """Makes what runs the tasks."""
     strict: bool = False
     """Stop at the first text that cannot be read whole."""
     restart: bool = False
-    """Throw away what an earlier, interrupted preparation finished."""
+    """Discard what an earlier, interrupted preparation finished."""
     unit_bytes: int | None = None
     """Size of a unit of work; none: a 1024th of the corpus within 1 to 64 MiB."""
 
 
-def prepare(corpus: Corpus, out: Path, options: Options | None = None, progress: Progress = _silent) -> dict[str, Any]:
+def prepare(
+    corpus: Corpus, out: Path, options: PrepareOptions | None = None, progress: Progress = _silent
+) -> dict[str, Any]:
     """Write the store ``out`` and return its report. Goes on with what an interrupted call has left in OUT.work.
 
     Raises ``UserError`` for mistakes in the corpus, a corpus with nothing to train on, a path that exists, another
     corpus in OUT.work and a full disk. There is no ``out`` then; where any unit is finished, OUT.work stays.
     """
-    options = options or Options()
+    options = options or PrepareOptions()
     work = WorkDirectory.beside(out)
-    # Loads what it needs when there is something to load it from.
+    # A recipe and not a context: every worker process makes its own, when the work directory has what it reads.
     make_context = functools.partial(Context, work, strict=options.strict)
-    with options.make_crew(make_context) as crew, contextlib.ExitStack() as stack:
-        once = functools.partial(_once, crew, work)
+    with options.make_executor(make_context) as executor, contextlib.ExitStack() as stack:
+        once = functools.partial(_once, executor, work)
         once(lambda: stack.enter_context(work.locked()) and None)
         try:
-            return _prepare(corpus, out, work, options, crew, progress)
+            return _prepare(corpus, out, work, options, executor, progress)
         except UserError:
-            if crew.leads and not work.has_finished_work():
+            if executor.is_main and not work.has_finished_work():
                 work.remove()
             raise
 
 
 def _prepare(
-    corpus: Corpus, out: Path, work: WorkDirectory, options: Options, crew: Crew, progress: Progress
+    corpus: Corpus, out: Path, work: WorkDirectory, options: PrepareOptions, executor: Executor, progress: Progress
 ) -> dict[str, Any]:
-    once = functools.partial(_once, crew, work)
+    once = functools.partial(_once, executor, work)
     if (report := once(lambda: _finished_before(out, work))) is not None:
         return report
     once(lambda: _begin(corpus, work, options))
+    # Every process reads the plan and lists the same tasks from it: nothing is sent but which of them to run.
     plan = read_plan(work.plan)
 
     def run(step: str, task: Task, items: Sequence[Any], sizes: Sequence[int]) -> None:
-        crew.run(step, functools.partial(_with_room, task), items, sizes, progress)
+        executor.run(step, functools.partial(_explaining_full_disk, task), items, sizes, progress)
 
     def run_on(step: str, task: Task, units: Sequence[UnitSummary]) -> None:
         run(step, task, units, [unit.num_bytes for unit in units])
 
+    # Tokenizing needs the tokenizer, and that needs texts: so a trained one costs a first pass over some of the units.
     if not (work.path / TOKENIZER_DIR).exists():
         run_on("sample for the tokenizer", sample_unit, _sampled(plan))
         once(lambda: _train_tokenizer(corpus, work, plan))
 
     run_on("read, filter, tokenize", prepare_unit, plan.units)
 
+    # Duplicates are found over all units, when all keys are there; the documents themselves are not read again.
     for kind in deduplication.KINDS:
         ranges = deduplication.key_ranges(work, kind)
         run(f"find {kind} duplicates", deduplication.find_in_range, ranges, [item.num_bytes for item in ranges])
         once(functools.partial(deduplication.merge_ranges, work, kind))
 
-    run_on("count what stays", assemble.count_kept, plan.units)
+    run_on("count kept documents", assemble.count_kept, plan.units)
+    # Shards are cut by the number of tokens that are kept, so they are known only now.
     context = Context(work, strict=options.strict)
     once(lambda: _require_documents(context))
     run("write shards", assemble.write_shard, *assemble.shard_jobs(context))
@@ -121,21 +135,21 @@ def _prepare(
     return report
 
 
-def _once(crew: Crew, work: WorkDirectory, task: Callable[[], Any]) -> Any:
-    def with_room() -> Any:
-        with room_needed(work):
+def _once(executor: Executor, work: WorkDirectory, task: Callable[[], Any]) -> Any:
+    def explained() -> Any:
+        with explain_full_disk(work):
             return task()
 
-    return crew.once(with_room)
+    return executor.once(explained)
 
 
-def _with_room(task: Task, context: Context, item: Any, advance: Advance) -> None:
-    with room_needed(context.work):
+def _explaining_full_disk(task: Task, context: Context, item: Any, advance: Advance) -> None:
+    with explain_full_disk(context.work):
         task(context, item, advance)
 
 
 def _finished_before(out: Path, work: WorkDirectory) -> dict[str, Any] | None:
-    """The report of a store that was complete before the last call could tidy up after itself."""
+    """The report of a store that an earlier call completed but was stopped before it removed the work directory."""
     state = work.read_state()
     if state is not None and state.get("finishing") and not work.store.exists() and out.exists():
         report = TokenStore(out).report()
@@ -145,7 +159,7 @@ def _finished_before(out: Path, work: WorkDirectory) -> dict[str, Any] | None:
     return None
 
 
-def _begin(corpus: Corpus, work: WorkDirectory, options: Options) -> None:
+def _begin(corpus: Corpus, work: WorkDirectory, options: PrepareOptions) -> None:
     """Make the plan, or find that the one that is there is the same."""
     work.require_own()
     before = None if options.restart else work.read_state()
@@ -165,8 +179,8 @@ def _begin(corpus: Corpus, work: WorkDirectory, options: Options) -> None:
         if changes := differences(before, state):
             work.new_plan.unlink()
             raise UserError(
-                f"{work.path}: it holds part of another store ({'; '.join(changes)}); give the earlier corpus to "
-                "finish that one, or --restart to throw its work away"
+                f"{work.path}: it holds part of another store ({'; '.join(changes)}); use the earlier corpus to "
+                "finish that one, or --restart to discard its work"
             )
     work.new_plan.replace(work.plan)
     if tokenizer is not None and not (work.path / TOKENIZER_DIR).exists():
@@ -193,8 +207,8 @@ def _given_tokenizer(corpus: Corpus) -> Tokenizer | None:
         return load_tiktoken(choice.removeprefix("tiktoken:"))
     if not Path(choice).exists():
         raise UserError(
-            f"tokenizer {choice}: it is neither sentencepiece, nor tiktoken:ENCODING (tiktoken:cl100k_base), "
-            "nor the path of a store or a tokenizer's file"
+            f"tokenizer {choice}: no such file; use sentencepiece, tiktoken:ENCODING (tiktoken:cl100k_base), "
+            "or the path of a store or a tokenizer's file"
         )
     return load_tokenizer(Path(choice))
 
@@ -204,49 +218,51 @@ def _save_tokenizer(work: WorkDirectory, tokenizer: Tokenizer) -> None:
         tokenizer.save(directory)
 
 
-def _sampled(plan: Plan) -> list[UnitSummary]:
+def _sampled(plan: PreparationPlan) -> list[UnitSummary]:
     count = min(len(plan.units), _SAMPLED_UNITS)
     return [plan.units[index * len(plan.units) // count] for index in range(count)]
 
 
-def _train_tokenizer(corpus: Corpus, work: WorkDirectory, plan: Plan) -> None:
-    sample, seen = BlockSample(), Seen()
+def _train_tokenizer(corpus: Corpus, work: WorkDirectory, plan: PreparationPlan) -> None:
+    sample, seen = TextSample(), DropSummary()
     for unit in _sampled(plan):
         content = json.loads(work.entry("samples", unit.number, ".json").read_bytes())
-        seen.add(content["tally"])
+        seen.add(content["counts"])
         sample.merge(content["sample"])
-    blocks = [text for _, text in sample.blocks()]
-    if not blocks:
-        raise UserError(f"no document is left to train on: {seen.words(corpus, plan)}")
-    _save_tokenizer(work, train_sentencepiece(blocks, vocab_size=corpus.vocab_size or DEFAULT_VOCAB_SIZE))
+    excerpts = [text for _, text in sample.excerpts()]
+    if not excerpts:
+        raise UserError(f"no document is left to train on: {seen.description(corpus, plan)}")
+    _save_tokenizer(work, train_sentencepiece(excerpts, vocab_size=corpus.vocab_size or DEFAULT_VOCAB_SIZE))
     shutil.rmtree(work.path / "samples")
 
 
 def _require_documents(context: Context) -> None:
     if not any(output.split == "train" for output in assemble.output_sources(context)):
-        seen = Seen()
+        seen = DropSummary()
         for unit in context.plan.units:
-            seen.add(assemble.unit_files(context, unit).tally())
+            seen.add(assemble.unit_files(context, unit).counts())
             seen.drop(assemble.read_kept(context, unit)["deduplicate"])
-        words = seen.words(context.corpus, context.plan)
+        description = seen.description(context.corpus, context.plan)
         context.work.remove()
-        raise UserError(f"no document is left to train on: {words}")
+        raise UserError(f"no document is left to train on: {description}")
 
 
 def _finish(context: Context, out: Path) -> dict[str, Any]:
-    """Metadata, report, name."""
+    """Write metadata and report, then give the store its name."""
     work, outputs = context.work, assemble.output_sources(context)
     vocab_size = context.tokenizer.vocab_size
     token_counts: dict[Split, Any] = {split: np.zeros(vocab_size, dtype=np.int64) for split in assemble.SPLITS}
     for output in outputs:
         token_counts[output.split] += assemble.write_source(context, output)
     report = make_report(context, outputs, token_counts)
-    (work.store / REPORT_PAGE).write_text(make_page(report), encoding="utf-8")
+    (work.store / HTML_REPORT_FILE).write_text(make_html_report(report), encoding="utf-8")
     (work.store / "zarr.json").unlink(missing_ok=True)  # of an interrupted attempt
     names = sorted(output.name for output in outputs)
     write_root(work.store, context.tokenizer, names, report, weights=context.corpus.weights)
     state = work.read_state()
     assert state is not None
+    # Between the rename and the removal of the work directory both are there: this says that the work is done, not
+    # that the store is in the way.
     work.write_state({**state, "finishing": True})
     publish(work.store, out)
     work.remove()

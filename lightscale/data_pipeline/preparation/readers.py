@@ -1,7 +1,7 @@
-"""Documents out of files: text, jsonl (plain, gzip, zstandard) and parquet, in pieces that can be read on their own.
+"""Documents out of files: text, jsonl (plain, gzip, zstandard) and parquet, in ranges that can be read on their own.
 
-A piece is a range of bytes of a plain jsonl file (the lines that begin in it), a range of row groups of a parquet
-file, or a whole file. Memory is bounded: a line or text beyond the limits below is counted and passed over.
+A file range is the lines that begin in a range of bytes of a plain jsonl file, a range of row groups of a parquet file,
+or a whole file. Memory is bounded: a line or text beyond the limits below is counted and skipped.
 """
 
 import codecs
@@ -45,8 +45,8 @@ except ImportError:
 MAX_DOCUMENT_BYTES = 16 * 2**20
 # JSON can write a byte of text as six.
 MAX_LINE_BYTES = 4 * MAX_DOCUMENT_BYTES
-_CHUNK_BYTES = 2**20
-_COMPRESSED_CHUNK_BYTES = 2**16
+_READ_BYTES = 2**20
+_COMPRESSED_READ_BYTES = 2**16
 _ROWS = 256
 _PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip", ".7z")
 
@@ -54,7 +54,7 @@ _UNPACK_ERRORS: tuple[type[Exception], ...] = (zlib.error,) if zstandard is None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class FileRange:
     """A part of a file that is read on its own."""
 
     file: SourceFile
@@ -76,92 +76,96 @@ class RawDocument:
     """UTF-8, or what it should be; or JSON's text, in which lone surrogates may be."""
 
 
-def cut(file: SourceFile, piece_bytes: int, problems: Problems) -> Iterator[Piece]:
-    """``file`` in pieces of about ``piece_bytes``, as far as its format allows. Reads metadata only.
+def cut_into_ranges(file: SourceFile, range_bytes: int, problems: Problems) -> Iterator[FileRange]:
+    """``file`` in ranges of about ``range_bytes``, as far as its format allows. Reads metadata only.
 
     A file that cannot be read at all is counted in ``problems``. ``UserError`` where a package for the format is
     missing.
     """
     name = file.path.name
     if name.endswith(".jsonl"):
-        for start in range(0, file.size_bytes, piece_bytes):
-            stop = min(start + piece_bytes, file.size_bytes)
-            yield Piece(file=file, start=start, stop=stop, num_bytes=stop - start)
+        for start in range(0, file.size_bytes, range_bytes):
+            stop = min(start + range_bytes, file.size_bytes)
+            yield FileRange(file=file, start=start, stop=stop, num_bytes=stop - start)
     elif name.endswith(PARQUET_SUFFIX):
-        yield from _cut_parquet(file, piece_bytes, problems)
+        yield from _parquet_ranges(file, range_bytes, problems)
     elif name.endswith(JSONL_SUFFIXES):
         if name.endswith(".zst") and zstandard is None:
             raise UserError(f"{file.path}: zstandard is needed to read it; pip install 'lightscale[corpus]'")
-        yield Piece(file=file, num_bytes=file.size_bytes)
+        yield FileRange(file=file, num_bytes=file.size_bytes)
     elif name.endswith(_PACKED_SUFFIXES):
-        problems.add(UNREADABLE, f"{file.id}: packed files are read as .jsonl.gz and .jsonl.zst only")
+        problems.add(UNREADABLE, f"{file.id}: compressed files are read as .jsonl.gz and .jsonl.zst only")
     else:
-        yield Piece(file=file, num_bytes=file.size_bytes)
+        yield FileRange(file=file, num_bytes=file.size_bytes)
 
 
-def read(piece: Piece, problems: Problems, *, text_field: str, advance: Advance) -> Iterator[RawDocument]:
-    """The documents of ``piece`` in order.
+def read(file_range: FileRange, problems: Problems, *, text_field: str, advance: Advance) -> Iterator[RawDocument]:
+    """The documents of ``file_range`` in order.
 
-    What cannot be read is counted in ``problems`` with file and place, and the rest goes on: a missing or changed
+    What cannot be read is counted in ``problems`` with file and position, and the rest goes on: a missing or changed
     file, the end of a truncated one, lines that are no objects, rows and objects without text, texts of more than
     16 MiB.
     """
-    name = piece.file.path.name
+    name = file_range.file.path.name
     try:
-        status = piece.file.path.stat()
-        if (status.st_size, status.st_mtime_ns) != (piece.file.size_bytes, piece.file.mtime_ns):
+        status = file_range.file.path.stat()
+        # The plan was made for the file as it was: ranges of another file would begin in the middle of anything.
+        if (status.st_size, status.st_mtime_ns) != (file_range.file.size_bytes, file_range.file.mtime_ns):
             problems.add(
-                CHANGED, f"{piece.file.id}: {status.st_size} bytes, {piece.file.size_bytes} when it was listed"
+                CHANGED,
+                f"{file_range.file.id}: {status.st_size} bytes, {file_range.file.size_bytes} when it was listed",
             )
             return
         if name.endswith(PARQUET_SUFFIX):
-            yield from _read_parquet(piece, problems, text_field, advance)
+            yield from _read_parquet(file_range, problems, text_field, advance)
         elif name.endswith(JSONL_SUFFIXES):
-            yield from _read_jsonl(piece, problems, text_field, advance)
+            yield from _read_jsonl(file_range, problems, text_field, advance)
         else:
-            yield from _read_text(piece, problems, advance)
+            yield from _read_text(file_range, problems, advance)
     except OSError as error:
-        problems.add(UNREADABLE, f"{piece.file.id}: {error.strerror or error}")
+        problems.add(UNREADABLE, f"{file_range.file.id}: {error.strerror or error}")
 
 
-def _read_text(piece: Piece, problems: Problems, advance: Advance) -> Iterator[RawDocument]:
-    if piece.file.size_bytes > MAX_DOCUMENT_BYTES:
+def _read_text(file_range: FileRange, problems: Problems, advance: Advance) -> Iterator[RawDocument]:
+    if file_range.file.size_bytes > MAX_DOCUMENT_BYTES:
         problems.add(
-            TOO_LONG, f"{piece.file.id}: {piece.file.size_bytes} bytes, at most {MAX_DOCUMENT_BYTES} are taken"
+            TOO_LONG,
+            f"{file_range.file.id}: {file_range.file.size_bytes} bytes, at most {MAX_DOCUMENT_BYTES} are taken",
         )
     else:
-        yield RawDocument(id=piece.file.id, data=piece.file.path.read_bytes())
-    advance(piece.num_bytes)
+        yield RawDocument(id=file_range.file.id, data=file_range.file.path.read_bytes())
+    advance(file_range.num_bytes)
 
 
-def _read_jsonl(piece: Piece, problems: Problems, text_field: str, advance: Advance) -> Iterator[RawDocument]:
-    packed = not piece.file.path.name.endswith(".jsonl")
-    # A line belongs to the piece that it begins in. From the byte before the piece, the first newline ends either
-    # a line of the piece before or nothing.
-    first = max(piece.start - 1, 0)
-    with piece.file.path.open("rb", buffering=0) as file:
+def _read_jsonl(file_range: FileRange, problems: Problems, text_field: str, advance: Advance) -> Iterator[RawDocument]:
+    packed = not file_range.file.path.name.endswith(".jsonl")
+    # A line belongs to the range that it begins in, so that ranges together have every line once, wherever they end.
+    # Reading starts a byte early: the first newline from there ends a line of the range before, or nothing if the range
+    # begins exactly where a line does.
+    first = max(file_range.start - 1, 0)
+    with file_range.file.path.open("rb", buffering=0) as file:
         file.seek(first)
-        chunks = _unpacked(file, piece.file, problems, advance) if packed else _plain(file, advance)
-        lines = _lines(chunks, first)
-        if piece.start:
+        buffers = _unpacked(file, file_range.file, problems, advance) if packed else _plain(file, advance)
+        lines = _lines(buffers, first)
+        if file_range.start:
             next(lines, None)
         for offset, line in lines:
-            if piece.stop is not None and offset >= piece.stop:
+            if file_range.stop is not None and offset >= file_range.stop:
                 break
-            place = f"{piece.file.id}@{offset}"
+            document_id = f"{file_range.file.id}@{offset}"
             if line is None:
-                problems.add(TOO_LONG, f"{place}: a line of more than {MAX_LINE_BYTES} bytes")
+                problems.add(TOO_LONG, f"{document_id}: a line of more than {MAX_LINE_BYTES} bytes")
             elif line and not line.isspace():
                 # Some programs begin a UTF-8 file with the mark; JSON forbids it.
-                text = _text_of_line(line.removeprefix(codecs.BOM_UTF8), place, problems, text_field)
+                text = _text_of_line(line.removeprefix(codecs.BOM_UTF8), document_id, problems, text_field)
                 if text is not None:
-                    yield RawDocument(id=place, data=text)
+                    yield RawDocument(id=document_id, data=text)
 
 
 def _plain(file: Any, advance: Advance) -> Iterator[bytes]:
-    while chunk := file.read(_CHUNK_BYTES):
-        yield chunk
-        advance(len(chunk))
+    while buffer := file.read(_READ_BYTES):
+        yield buffer
+        advance(len(buffer))
 
 
 class _Unpacker(Protocol):
@@ -178,38 +182,40 @@ def _unpacked(file: Any, source: SourceFile, problems: Problems, advance: Advanc
     unpacker: _Unpacker | None = None
     position = unpacked = 0
     try:
-        while packed := file.read(_COMPRESSED_CHUNK_BYTES):
+        while packed := file.read(_COMPRESSED_READ_BYTES):
             num_packed = len(packed)
             while packed:
                 if unpacker is None:
                     if not (packed := packed if is_zst else packed.lstrip(b"\0")):  # gzip files may be padded
                         break
                     unpacker = _make_unpacker(is_zst)
-                chunk = unpacker.decompress(packed)
-                unpacked += len(chunk)
-                yield chunk
+                buffer = unpacker.decompress(packed)
+                unpacked += len(buffer)
+                yield buffer
                 packed = b""
                 if unpacker.eof:
                     packed, unpacker = unpacker.unused_data, None
             position = file.tell()
             advance(num_packed)
     except _UNPACK_ERRORS as error:
-        problems.add(UNREADABLE, f"{source.id}: damaged after byte {position} ({unpacked} bytes unpacked): {error}")
+        problems.add(UNREADABLE, f"{source.id}: damaged after byte {position} ({unpacked} bytes decompressed): {error}")
         return
     if unpacker is not None:
-        problems.add(TRUNCATED, f"{source.id}: at byte {position} ({unpacked} bytes unpacked), inside a packed block")
+        problems.add(
+            TRUNCATED, f"{source.id}: at byte {position} ({unpacked} bytes decompressed), inside a compressed block"
+        )
 
 
 def _make_unpacker(is_zst: bool) -> _Unpacker:
     return zstandard.ZstdDecompressor().decompressobj() if is_zst else zlib.decompressobj(31)
 
 
-def _lines(chunks: Iterator[bytes], offset: int) -> Iterator[tuple[int, bytes | None]]:
-    """(where it begins, line without newline) of what ``chunks`` hold from ``offset`` on; None: it was too long."""
+def _lines(buffers: Iterator[bytes], offset: int) -> Iterator[tuple[int, bytes | None]]:
+    """(where it begins, line without newline) of what ``buffers`` hold from ``offset`` on; None: it was too long."""
     waiting: list[bytes] = []
     num_waiting = 0
-    for chunk in chunks:
-        *whole, last = chunk.split(b"\n")
+    for buffer in buffers:
+        *whole, last = buffer.split(b"\n")
         for part in whole:
             size = num_waiting + len(part)
             line = b"".join([*waiting, part]) if waiting else part
@@ -218,29 +224,30 @@ def _lines(chunks: Iterator[bytes], offset: int) -> Iterator[tuple[int, bytes | 
             waiting, num_waiting = [], 0
         if last:
             num_waiting += len(last)
+            # Of a longer line nothing more is kept, only its length: the next line's offset depends on it.
             if num_waiting <= MAX_LINE_BYTES:
                 waiting.append(last)
     if num_waiting:
         yield offset, b"".join(waiting) if num_waiting <= MAX_LINE_BYTES else None
 
 
-def _text_of_line(line: bytes, place: str, problems: Problems, text_field: str) -> str | None:
+def _text_of_line(line: bytes, document_id: str, problems: Problems, text_field: str) -> str | None:
     try:
-        record = _parse(line, place, problems)
+        record = _parse(line, document_id, problems)
     except (ValueError, RecursionError) as error:
-        problems.add(NOT_JSON, f"{place}: {error}")
+        problems.add(NOT_JSON, f"{document_id}: {error}")
         return None
     if not isinstance(record, dict):
-        problems.add(NOT_JSON, f"{place}: a {type(record).__name__}")
+        problems.add(NOT_JSON, f"{document_id}: a {type(record).__name__}")
         return None
     text = record.get(text_field)
     if not isinstance(text, str):
-        problems.add(NO_TEXT, f"{place}: no string {text_field!r} (found {_describe_fields(record)})")
+        problems.add(NO_TEXT, f"{document_id}: no string {text_field!r} (found {_describe_fields(record)})")
         return None
-    return text if _fits(text, place, problems) else None
+    return text if _fits(text, document_id, problems) else None
 
 
-def _parse(line: bytes, place: str, problems: Problems) -> Any:
+def _parse(line: bytes, document_id: str, problems: Problems) -> Any:
     """orjson where it can: it refuses what json takes (lone surrogates, NaN), never the other way round."""
     if orjson is not None:
         with contextlib.suppress(orjson.JSONDecodeError):
@@ -248,17 +255,17 @@ def _parse(line: bytes, place: str, problems: Problems) -> Any:
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
-        problems.add(INVALID_UTF8, f"{place}: byte 0x{line[error.start]:02x} at byte {error.start} of the line")
+        problems.add(INVALID_UTF8, f"{document_id}: byte 0x{line[error.start]:02x} at byte {error.start} of the line")
         text = line.decode("utf-8", errors="replace")
     return json.loads(text)
 
 
-def _fits(text: str | bytes, place: str, problems: Problems) -> bool:
+def _fits(text: str | bytes, document_id: str, problems: Problems) -> bool:
     # A character is four bytes at most: most texts need no second look.
     num_bytes = len(text) if isinstance(text, bytes) or 4 * len(text) <= MAX_DOCUMENT_BYTES else _utf8_length(text)
     if num_bytes <= MAX_DOCUMENT_BYTES:
         return True
-    problems.add(TOO_LONG, f"{place}: {num_bytes} bytes, at most {MAX_DOCUMENT_BYTES} are taken")
+    problems.add(TOO_LONG, f"{document_id}: {num_bytes} bytes, at most {MAX_DOCUMENT_BYTES} are taken")
     return False
 
 
@@ -271,7 +278,7 @@ def _describe_fields(record: dict[str, object]) -> str:
     return ", ".join(names) if names else "no fields"
 
 
-def _cut_parquet(file: SourceFile, piece_bytes: int, problems: Problems) -> Iterator[Piece]:
+def _parquet_ranges(file: SourceFile, range_bytes: int, problems: Problems) -> Iterator[FileRange]:
     if pyarrow is None:
         raise UserError(f"{file.path}: pyarrow is needed to read it; pip install 'lightscale[corpus]'")
     try:
@@ -283,33 +290,35 @@ def _cut_parquet(file: SourceFile, piece_bytes: int, problems: Problems) -> Iter
     start = num_bytes = 0
     for group in range(num_groups):
         num_bytes += file.size_bytes // num_groups
-        if num_bytes >= piece_bytes or group == num_groups - 1:
-            yield Piece(file=file, start=start, stop=group + 1, num_bytes=num_bytes)
+        if num_bytes >= range_bytes or group == num_groups - 1:
+            yield FileRange(file=file, start=start, stop=group + 1, num_bytes=num_bytes)
             start, num_bytes = group + 1, 0
 
 
-def _read_parquet(piece: Piece, problems: Problems, text_field: str, advance: Advance) -> Iterator[RawDocument]:
+def _read_parquet(
+    file_range: FileRange, problems: Problems, text_field: str, advance: Advance
+) -> Iterator[RawDocument]:
     row = 0
     try:
-        with pyarrow.parquet.ParquetFile(piece.file.path, pre_buffer=False) as parquet:
+        with pyarrow.parquet.ParquetFile(file_range.file.path, pre_buffer=False) as parquet:
             if (fault := _column_fault(parquet.schema_arrow, text_field)) is not None:
-                problems.add(NO_TEXT, f"{piece.file.id}: {fault}")
+                problems.add(NO_TEXT, f"{file_range.file.id}: {fault}")
                 return
-            assert piece.stop is not None
-            row = sum(parquet.metadata.row_group(group).num_rows for group in range(piece.start))
-            for group in range(piece.start, piece.stop):
+            assert file_range.stop is not None
+            row = sum(parquet.metadata.row_group(group).num_rows for group in range(file_range.start))
+            for group in range(file_range.start, file_range.stop):
                 for batch in parquet.iter_batches(_ROWS, row_groups=[group], columns=[text_field]):
                     # As bytes: pyarrow does not check that its strings are UTF-8.
                     for data in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
-                        place = f"{piece.file.id}@{row}"
+                        document_id = f"{file_range.file.id}@{row}"
                         if data is None:
-                            problems.add(NO_TEXT, f"{place}: null in {text_field!r}")
-                        elif _fits(data, place, problems):
-                            yield RawDocument(id=place, data=data)
+                            problems.add(NO_TEXT, f"{document_id}: null in {text_field!r}")
+                        elif _fits(data, document_id, problems):
+                            yield RawDocument(id=document_id, data=data)
                         row += 1
-                advance(piece.num_bytes // (piece.stop - piece.start))
+                advance(file_range.num_bytes // (file_range.stop - file_range.start))
     except (OSError, pyarrow.ArrowException) as error:
-        problems.add(UNREADABLE, f"{piece.file.id}: after row {row}: {_one_line(error)}")
+        problems.add(UNREADABLE, f"{file_range.file.id}: after row {row}: {_one_line(error)}")
 
 
 def _column_fault(schema: Any, text_field: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What a preparation counted: ``report.json`` for programs. ``page.py`` makes ``report.html`` of it.
+"""What a preparation counted: ``report.json`` for programs. ``html_report.py`` makes ``report.html`` of it.
 
 Nothing in it depends on time, machine, workers or interruptions.
 """
@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from lightscale.data_pipeline.preparation.assemble import SPLITS, OutputSource, read_kept, unit_files
 from lightscale.data_pipeline.preparation.corpus import Corpus
-from lightscale.data_pipeline.preparation.counts import NUM_LENGTHS, Stage
-from lightscale.data_pipeline.preparation.plan import Plan
+from lightscale.data_pipeline.preparation.counts import NUM_LENGTHS, StepCounts
+from lightscale.data_pipeline.preparation.plan import PreparationPlan
 from lightscale.data_pipeline.preparation.sources import Problems
-from lightscale.data_pipeline.preparation.units import Context, UnitTally
+from lightscale.data_pipeline.preparation.units import Context, UnitCounts
 from lightscale.data_pipeline.store.format import Split, TokenizerIdentity
 
 
@@ -41,7 +41,7 @@ def make_report(
 
 
 def unigram_entropy(counts: NDArray[np.int64], under: NDArray[np.int64] | None = None) -> float:
-    """Nats per token that a model pays which knows nothing but how often each token is.
+    """Cross entropy in nats per token of a model that knows only how often each token is.
 
     ``counts``: (vocab_size,) occurrences in the text to be coded. ``under``: those in the text that the
     frequencies were learned from, one added to each so that none is impossible; none: ``counts`` themselves,
@@ -55,34 +55,34 @@ def unigram_entropy(counts: NDArray[np.int64], under: NDArray[np.int64] | None =
     return float(-(shares * np.log(learned)).sum())
 
 
-class Seen:
-    """What there was in a corpus of which nothing is left."""
+class DropSummary:
+    """Why nothing is left of a corpus: for the error that says so."""
 
     def __init__(self) -> None:
         self._problems = Problems()
         self._dropped: Counter[str] = Counter()
 
-    def add(self, tally: dict[str, Any]) -> None:
-        """Add the tally of a unit."""
-        self._problems.merge(tally["problems"])
-        for stage in tally["stages"].values():
-            self.drop(stage)
+    def add(self, counts: dict[str, Any]) -> None:
+        """Add the counts of a unit."""
+        self._problems.merge(counts["problems"])
+        for step in counts["stages"].values():
+            self.drop(step)
 
-    def drop(self, stage: dict[str, Any]) -> None:
-        """Add what a stage left out."""
-        for reason, dropped in stage["dropped"].items():
+    def drop(self, step: dict[str, Any]) -> None:
+        """Add what a step dropped."""
+        for reason, dropped in step["dropped"].items():
             self._dropped[reason] += dropped["documents"]
 
-    def words(self, corpus: Corpus, plan: Plan) -> str:
-        """All of it."""
+    def description(self, corpus: Corpus, plan: PreparationPlan) -> str:
+        """Files read, problems with some examples, documents dropped by reason, share held out."""
         for problems in plan.problems.values():
             self._problems.merge(problems)
         counts = sorted([*self._problems.counts.items(), *self._dropped.items()])
-        places = [place for examples in self._problems.examples.values() for place in examples][:3]
+        examples = [where for found in self._problems.examples.values() for where in found][:3]
         shares = {f"{corpus.validation_of(name):.0%}" for name in corpus.sources} - {"0%"}
         return (
             ", ".join([f"{plan.num_files} files read", *(f"{count} × {reason}" for reason, count in counts)])
-            + (f" ({'; '.join(places)})" if places else "")
+            + (f" ({'; '.join(examples)})" if examples else "")
             + (f"; {' and '.join(sorted(shares))} of the documents are held out" if shares else "")
         )
 
@@ -107,31 +107,31 @@ def _entropies(token_counts: dict[Split, NDArray[np.int64]]) -> dict[str, float]
 
 
 def _source_report(context: Context, source: str, problems: Problems) -> dict[str, Any]:
-    """The stages of one source of the corpus; adds what was wrong with it to ``problems``."""
-    tally, deduplicated = UnitTally(), Stage()
-    tally.problems.merge(context.plan.problems[source])
+    """The steps of one source of the corpus; adds what was wrong with it to ``problems``."""
+    total, deduplicated = UnitCounts(), StepCounts()
+    total.problems.merge(context.plan.problems[source])
     written = {split: {"documents": 0, "bytes": 0, "tokens": 0} for split in SPLITS}
     lengths = np.zeros(NUM_LENGTHS, dtype=np.int64)
     for unit in context.plan.units:
         if unit.source == source:
-            tally.merge(unit_files(context, unit).tally())
+            total.merge(unit_files(context, unit).counts())
             kept = read_kept(context, unit)
-            deduplicated.merge(Stage.from_json(kept["deduplicate"]))
+            deduplicated.merge(StepCounts.from_json(kept["deduplicate"]))
             for split, counts in kept["splits"].items():
                 lengths += counts["lengths"]
                 for key in written[split]:
                     written[split][key] += counts[key]
-    problems.merge(tally.problems.as_json())
+    problems.merge(total.problems.as_json())
     config = context.corpus.sources[source]
-    stages = {name: stage.as_json() for name, stage in tally.stages.items()}
-    stages["normalise"]["changed"] = {
-        change: {"documents": tally.changed_documents[change], "times": times}
-        for change, times in sorted(tally.changes.items())
+    steps = {name: step.as_json() for name, step in total.steps.items()}
+    steps["normalise"]["changed"] = {
+        change: {"documents": total.changed_documents[change], "times": times}
+        for change, times in sorted(total.changes.items())
     }
     tokens = {key: sum(counts[key] for counts in written.values()) for key in ("documents", "bytes", "tokens")}
     return {
         "language": config.language,
         "weight": config.weight,
-        "stages": {**stages, "deduplicate": deduplicated.as_json(), "tokenize": tokens, "write": written},
+        "stages": {**steps, "deduplicate": deduplicated.as_json(), "tokenize": tokens, "write": written},
         "lengths": lengths.tolist(),
     }

@@ -20,8 +20,7 @@ PARQUET_SUFFIX = ".parquet"
 DEFAULT_SUFFIXES = (*TEXT_SUFFIXES, *JSONL_SUFFIXES, PARQUET_SUFFIX)
 STDLIB = "stdlib"
 STDLIB_PATH = "python:stdlib"
-# The standard library's tests hold deliberately broken files and long tables; site-packages is not the
-# library.
+# The standard library's tests hold deliberately broken files and long tables; site-packages is not part of the library.
 _STDLIB_SKIPPED_DIRS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 _SKIPPED_DIRS = frozenset({"__pycache__"})
 _PATTERN_CHARACTERS = frozenset("*?[")
@@ -40,7 +39,7 @@ _MAX_EXAMPLES = 20
 
 
 class Problems:
-    """What went wrong while reading, counted by reason, with the first places of each.
+    """What went wrong while reading, counted by reason, with the first examples of each.
 
     With ``strict`` the first problem that loses or changes text raises ``UserError`` instead.
     """
@@ -50,14 +49,14 @@ class Problems:
         self.counts: Counter[str] = Counter()
         self.examples: dict[str, list[str]] = {}
 
-    def add(self, reason: str, place: str) -> None:
-        """Count ``reason`` at ``place``, a file's id with line and detail where there are any."""
+    def add(self, reason: str, where: str) -> None:
+        """Count ``reason`` at ``where``, a file's id with line and detail where there are any."""
         if self.strict and reason not in _HARMLESS:
-            raise UserError(f"{reason}: {place} (--strict stops here; without it this is counted)")
+            raise UserError(f"{reason}: {where} (--strict stops here; without it, this is counted and skipped)")
         self.counts[reason] += 1
         examples = self.examples.setdefault(reason, [])
         if len(examples) < _MAX_EXAMPLES:
-            examples.append(place)
+            examples.append(where)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values: by reason, ``count`` and ``examples``."""
@@ -96,12 +95,12 @@ class FileLister:
         self._seen: set[int] = after._seen if after else set()
 
     def files(self, entries: Sequence[str], *, suffixes: Sequence[str] = DEFAULT_SUFFIXES) -> Iterator[SourceFile]:
-        """The files of ``entries`` in order: the entries as given, what a pattern fits and what a directory holds
+        """The files of ``entries`` in order: the entries as given, what a pattern matches and what a directory holds
         by name.
 
         A path of a file is taken whatever its suffix. In directories only files with one of ``suffixes`` count,
-        and hidden entries (``.git``) and ``__pycache__`` are passed over; links are followed, a loop is counted
-        once. Raises ``UserError`` for a path that does not exist and a pattern that fits nothing.
+        and hidden entries (``.git``) and ``__pycache__`` are skipped; links are followed, a loop is counted
+        once. Raises ``UserError`` for a path that does not exist and a pattern that matches nothing.
         """
         for entry in entries:
             if entry == STDLIB_PATH:
@@ -112,7 +111,7 @@ class FileLister:
 
     def _once(self, files: Iterator[SourceFile]) -> Iterator[SourceFile]:
         for file in files:
-            # Path.resolve() is several times slower.
+            # By the real path: links may lead to one file twice. Path.resolve() is several times slower.
             digest = xxhash.xxh3_64_intdigest(os.fsencode(os.path.realpath(file.path)))
             if digest in self._seen:
                 self._problems.add(READ_TWICE, file.id)
@@ -122,13 +121,13 @@ class FileLister:
 
 
 def _expand(entry: str) -> list[Path]:
-    """The paths that an entry means: itself, or those that fit it as a pattern, by name."""
+    """The paths that an entry means: itself, or those that match it as a pattern, by name."""
     path = Path(entry)
     if not _PATTERN_CHARACTERS & set(entry) or path.is_symlink() or path.exists():
         return [path]
     found = sorted(glob.glob(entry, recursive=True))  # noqa: PTH207 - Path.glob cannot start at an absolute pattern
     if not found:
-        raise UserError(f"{entry}: no file fits this pattern")
+        raise UserError(f"{entry}: no file matches this pattern")
     return [Path(name) for name in found]
 
 
@@ -148,7 +147,7 @@ def _list_stdlib(problems: Problems) -> Iterator[SourceFile]:
     """The sources of this Python's standard library without its tests; ids are relative to the library."""
     root = Path(sysconfig.get_path("stdlib"))
     if not root.is_dir():
-        raise UserError(f"{root}: no sources of the standard library there; give a corpus by its path")
+        raise UserError(f"{root}: the standard library's sources are not there; use a path instead of {STDLIB_PATH}")
     yield from _walk(root.resolve(), "", (), (".py",), _STDLIB_SKIPPED_DIRS, problems)
 
 
@@ -163,6 +162,7 @@ def _walk(
     """Depth first. ``parents``: (device, inode) of the directories above; one that returns is a loop."""
     try:
         status = directory.stat()
+        # Sorted, because the order of a directory differs between file systems and documents get ids in this order.
         entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
     except OSError as error:
         problems.add(UNREADABLE, f"{id_prefix or directory}: {error.strerror}")

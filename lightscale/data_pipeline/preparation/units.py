@@ -3,8 +3,8 @@
 units/NNNNNN/tokens        uint32: the tokens of its documents, one after the other, without end of text
 units/NNNNNN/documents     a record a document: tokens, bytes, split
 units/NNNNNN/names         the documents' ids, a line each
-units/NNNNNN/exact-NNNN    keys of texts, near-NNNN keys of bands, for ``duplicates.py``
-units/NNNNNN/tally.json    counts, and what was left out
+units/NNNNNN/exact-NNNN    keys of texts, near-NNNN keys of bands, for ``deduplication.py``
+units/NNNNNN/counts.json    counts, and what was dropped
 """
 
 import json
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from lightscale.data_pipeline.executors import Advance
 from lightscale.data_pipeline.preparation.corpus import Corpus
-from lightscale.data_pipeline.preparation.counts import Stage
+from lightscale.data_pipeline.preparation.counts import StepCounts
 from lightscale.data_pipeline.preparation.dedup import (
     band_keys,
     document_key,
@@ -31,21 +31,22 @@ from lightscale.data_pipeline.preparation.dedup import (
 )
 from lightscale.data_pipeline.preparation.filters import Filter, make_filter
 from lightscale.data_pipeline.preparation.normalise import INVALID_UTF8, LONE_SURROGATE, normalise
-from lightscale.data_pipeline.preparation.plan import UNIT_SHIFT, Plan, UnitSummary, read_plan
+from lightscale.data_pipeline.preparation.plan import UNIT_SHIFT, PreparationPlan, UnitSummary, read_plan
 from lightscale.data_pipeline.preparation.readers import read
 from lightscale.data_pipeline.preparation.sources import EMPTY, Problems
-from lightscale.data_pipeline.preparation.tokenizer_sample import BlockSample
+from lightscale.data_pipeline.preparation.tokenizer_sample import TextSample
 from lightscale.data_pipeline.preparation.work_directory import WorkDirectory
 from lightscale.data_pipeline.store.format import TOKENIZER_DIR, Split
 from lightscale.data_pipeline.tokenizers import DESCRIPTION_FILE, Tokenizer, load_tokenizer, with_fast_path
 from lightscale.data_pipeline.whole_files import whole_directory, write_json
 
 DOCUMENT = np.dtype([("tokens", "<u4"), ("bytes", "<u4"), ("validation", "?")])
-STAGES_OF_A_UNIT = ("read", "normalise", "filter")
+STEPS_OF_A_UNIT = ("read", "normalise", "filter")
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 512, 2**20
 # Keys of so many documents are held in memory, then sorted and written.
 _KEYS_DOCUMENTS = 2**16
-# Which documents are held out and which blocks train the tokenizer must not depend on each other.
+# Which documents are held out and which excerpts train the tokenizer must not depend on each other, so
+# each hash has a seed of its own.
 _SPLIT_SEED = 1
 
 
@@ -61,7 +62,7 @@ class Context:
         self._filters: dict[str, Filter | None] = {}
 
     @cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> PreparationPlan:
         """All units."""
         return read_plan(self.work.plan)
 
@@ -73,7 +74,7 @@ class Context:
 
     @cached_property
     def encoder(self) -> Tokenizer:
-        """The same, as fast as can be."""
+        """The same with its fast path, where it has one."""
         return with_fast_path(self.tokenizer)
 
     def filter_of(self, source: str) -> Filter | None:
@@ -86,15 +87,15 @@ class Context:
 
 @lru_cache(maxsize=1)
 def _load_once(path: Path, changed_ns: int) -> Tokenizer:
-    """A process that leads and works needs it twice, and large ones take a second to load."""
+    """A process makes more than one context, and large tokenizers take a second to load."""
     return load_tokenizer(path)
 
 
 @dataclass(kw_only=True)
-class UnitTally:
+class UnitCounts:
     """Counts of a unit, or of several."""
 
-    stages: dict[str, Stage] = field(default_factory=lambda: {name: Stage() for name in STAGES_OF_A_UNIT})
+    steps: dict[str, StepCounts] = field(default_factory=lambda: {name: StepCounts() for name in STEPS_OF_A_UNIT})
     changed_documents: Counter[str] = field(default_factory=Counter)
     """By what normalising changed: in how many documents, and"""
     changes: Counter[str] = field(default_factory=Counter)
@@ -104,7 +105,7 @@ class UnitTally:
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
-            "stages": {name: stage.as_json() for name, stage in self.stages.items()},
+            "stages": {name: step.as_json() for name, step in self.steps.items()},
             "changed_documents": dict(sorted(self.changed_documents.items())),
             "changes": dict(sorted(self.changes.items())),
             "problems": self.problems.as_json(),
@@ -112,8 +113,8 @@ class UnitTally:
 
     def merge(self, content: dict[str, Any]) -> None:
         """Add what ``as_json`` gave for a later unit."""
-        for name, stage in content["stages"].items():
-            self.stages[name].merge(Stage.from_json(stage))
+        for name, step in content["stages"].items():
+            self.steps[name].merge(StepCounts.from_json(step))
         self.changed_documents.update(content["changed_documents"])
         self.changes.update(content["changes"])
         self.problems.merge(content["problems"])
@@ -140,12 +141,13 @@ def prepare_unit(context: Context, unit: UnitSummary, advance: Advance) -> None:
     if target.exists():
         advance(unit.num_bytes)
         return
-    tally = UnitTally(problems=Problems(strict=context.strict))
+    counts = UnitCounts(problems=Problems(strict=context.strict))
+    # The directory gets its name when everything in it is written: a unit that has its name is never half a unit.
     with whole_directory(target) as directory, UnitWriter(directory, unit, context) as writer:
-        for document in clean_documents(context, unit, tally, advance):
+        for document in clean_documents(context, unit, counts, advance):
             writer.append(document)
         writer.finish()
-        (directory / "tally.json").write_text(json.dumps(tally.as_json(), ensure_ascii=False), encoding="utf-8")
+        (directory / "counts.json").write_text(json.dumps(counts.as_json(), ensure_ascii=False), encoding="utf-8")
 
 
 def sample_unit(context: Context, unit: UnitSummary, advance: Advance) -> None:
@@ -155,30 +157,33 @@ def sample_unit(context: Context, unit: UnitSummary, advance: Advance) -> None:
         advance(unit.num_bytes)
         return
     validation = context.corpus.validation_of(unit.source)
-    sample = BlockSample()
+    sample = TextSample()
     # The pass that writes meets the same problems; it counts them.
-    tally = UnitTally(problems=Problems(strict=context.strict))
-    for document in clean_documents(context, unit, tally, advance):
+    counts = UnitCounts(problems=Problems(strict=context.strict))
+    for document in clean_documents(context, unit, counts, advance):
         if split_of(document.id, validation) == "train":
             sample.add(document.id, document.text)
-    write_json(target, {"sample": sample.as_json(), "tally": tally.as_json()})
+    write_json(target, {"sample": sample.as_json(), "counts": counts.as_json()})
 
 
-def clean_documents(context: Context, unit: UnitSummary, tally: UnitTally, advance: Advance) -> Iterator[CleanDocument]:
+def clean_documents(
+    context: Context, unit: UnitSummary, counts: UnitCounts, advance: Advance
+) -> Iterator[CleanDocument]:
     """The documents of a unit, in order, that are left after reading, normalising and filtering."""
+    # A generator, document after document: memory does not grow with the unit, and one pass does all four steps.
     rules = context.filter_of(unit.source)
     text_field = context.corpus.sources[unit.source].text_field
-    was_read, normalised, filtered = (tally.stages[name] for name in STAGES_OF_A_UNIT)
-    for piece in context.plan.pieces(unit):
-        for raw in read(piece, tally.problems, text_field=text_field, advance=advance):
+    was_read, normalised, filtered = (counts.steps[name] for name in STEPS_OF_A_UNIT)
+    for file_range in context.plan.file_ranges(unit):
+        for raw in read(file_range, counts.problems, text_field=text_field, advance=advance):
             data = raw.data
             was_read.keep(len(data) if isinstance(data, bytes) else len(data.encode(errors="surrogatepass")))
             clean = normalise(data)
             for change, times in clean.counts.items():
-                tally.changed_documents[change] += 1
-                tally.changes[change] += times
+                counts.changed_documents[change] += 1
+                counts.changes[change] += times
                 if change in (INVALID_UTF8, LONE_SURROGATE):
-                    tally.problems.add(change, raw.id)
+                    counts.problems.add(change, raw.id)
             text = clean.text
             num_bytes = len(text) if text.isascii() else len(text.encode())
             if not text or text.isspace():
@@ -193,7 +198,7 @@ def clean_documents(context: Context, unit: UnitSummary, tally: UnitTally, advan
 
 
 class UnitWriter:
-    """Tokens, records and keys of a unit's documents, batch by batch, in bounded memory."""
+    """Writes tokens, records and keys of a unit's documents batch by batch: memory does not grow with the unit."""
 
     def __init__(self, directory: Path, unit: UnitSummary, context: Context) -> None:
         self._directory = directory
@@ -235,6 +240,7 @@ class UnitWriter:
         batch = self._batch
         if not batch:
             return
+        # In batches: one call over many short documents costs less than a call for each.
         ids = self._tokenizer.encode_batch([document.text for document in batch])
         records = np.empty(len(batch), dtype=DOCUMENT)
         records["tokens"] = [len(tokens) for tokens in ids]
@@ -261,6 +267,7 @@ class UnitWriter:
             write_exact_records(self._directory / f"exact-{number}", self._keys, ids)
         if self._bands:
             write_band_records(self._directory / f"near-{number}", np.concatenate(self._bands), ids)
+        # Each file of keys is sorted by itself; a range of keys is then read from all of them by bisection.
         self._keys, self._bands = [], []
         self._num_keyed = self._num_documents
         self._num_key_files += 1
@@ -272,7 +279,7 @@ def _one_line(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitFiles:
-    """What a finished unit left."""
+    """The files of a finished unit."""
 
     directory: Path
 
@@ -299,7 +306,7 @@ class UnitFiles:
                     break
         return found
 
-    def tally(self) -> dict[str, Any]:
-        """Its counts, as ``UnitTally.as_json`` gave them."""
-        content: dict[str, Any] = json.loads((self.directory / "tally.json").read_bytes())
+    def counts(self) -> dict[str, Any]:
+        """Its counts, as ``UnitCounts.as_json`` gave them."""
+        content: dict[str, Any] = json.loads((self.directory / "counts.json").read_bytes())
         return content

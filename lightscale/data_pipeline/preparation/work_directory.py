@@ -5,8 +5,8 @@
     tokenizer/          the tokenizer, complete
     samples/NNNNNN.json texts that train it
     units/NNNNNN/       what became of the documents of a unit (``units.py``)
-    duplicates/         who is left out (``duplicates.py``)
-    kept/NNNNNN.json    what stays of a unit
+    duplicates/         which documents are dropped (``deduplication.py``)
+    kept/NNNNNN.json    what is kept of a unit
     shards/             hashes and counts of the finished shards
     store/              the store, until it gets its name
 
@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightscale.data_pipeline.whole_files import NO_ROOM, TEMPORARY_SUFFIX, write_json
+from lightscale.data_pipeline.whole_files import DISK_FULL_ERRNOS, TEMPORARY_SUFFIX, write_json
 from lightscale.errors import UserError
 
 _STATE_FILE, _LOCK_FILE = "state.json", "lock"
@@ -58,7 +58,7 @@ class WorkDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Make it and keep other preparations out. ``UserError`` where one is at work in it."""
+        """Make it and keep other preparations out. ``UserError`` where one is running in it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
@@ -71,11 +71,11 @@ class WorkDirectory:
                 raise UserError(f"{self.path}: another process is preparing this store ({error.strerror})") from error
             yield
         finally:
-            os.close(descriptor)
+            os.close(descriptor)  # releases the lock; so does the end of the process, however it ends
 
     def clean(self) -> None:
         """Remove what an interrupted process left half-written."""
-        # Workers of a killed preparation may be about to find out: what vanishes meanwhile is no error.
+        # Workers of a killed preparation may still be removing their own files: what vanishes meanwhile is no error.
         for directory, names, files in os.walk(self.path):
             for name in [name for name in names if name.endswith(TEMPORARY_SUFFIX)]:
                 names.remove(name)
@@ -94,6 +94,7 @@ class WorkDirectory:
     def empty(self) -> None:
         """Remove all that preparations put there, but for the lock."""
         self.clean()
+        # Only names that a preparation makes: the directory may hold files of a user by mistake.
         for entry in (self.path / name for name in _OWN_NAMES):
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry, ignore_errors=True)
@@ -104,7 +105,7 @@ class WorkDirectory:
         """``UserError`` where it has files of another origin."""
         others = [entry.name for entry in self.path.iterdir() if entry.name not in (*_OWN_NAMES, _LOCK_FILE)]
         if others := [name for name in others if not name.endswith(TEMPORARY_SUFFIX)]:
-            raise UserError(f"{self.path}: it is needed for work in progress and holds {others[0]}; move that away")
+            raise UserError(f"{self.path}: needed for work in progress, but it holds {others[0]}; move that away")
 
     def read_state(self) -> dict[str, Any] | None:
         """What is being made here; None where nothing is yet."""
@@ -113,7 +114,7 @@ class WorkDirectory:
         except FileNotFoundError:
             return None
         except ValueError as error:
-            raise UserError(f"{self.path / _STATE_FILE}: damaged ({error}); --restart begins anew") from error
+            raise UserError(f"{self.path / _STATE_FILE}: damaged ({error}); use --restart to begin again") from error
         return content
 
     def write_state(self, state: dict[str, Any]) -> None:
@@ -131,16 +132,16 @@ class WorkDirectory:
 
 
 @contextmanager
-def room_needed(work: WorkDirectory) -> Iterator[None]:
+def explain_full_disk(work: WorkDirectory) -> Iterator[None]:
     """A full disk in the block becomes a ``UserError`` that says how to go on."""
     try:
         yield
     except OSError as error:
-        if error.errno not in NO_ROOM:
+        if error.errno not in DISK_FULL_ERRNOS:
             raise
         raise UserError(
-            f"{work.path}: no room left ({error.strerror}); what is finished stays there: "
-            "free some space and give the same command again"
+            f"{work.path}: cannot write ({error.strerror}); finished work is kept there: "
+            "free some space and run the same command again"
         ) from error
 
 

@@ -5,7 +5,7 @@
     STORE/SOURCE/tokens/                 uint32, (tokens,): every document as [end-of-text, t1, …, tn]
     STORE/SOURCE/doc_ends/               uint64, (documents,): where each document ends in tokens, ascending
     STORE/tokenizer/                     the tokenizer, complete
-    STORE/report.json, report.html       what the preparation counted, for programs and for people
+    STORE/report.json, report.html       what the preparation counted, for programs and for browsers
 
 Hashes are XXH3-128: one for every shard file, and one of a source: the hash of its shards' hashes (binary,
 those of tokens, then those of doc_ends), so that several writers can make it without reading anything twice.
@@ -31,11 +31,11 @@ FORMAT = "lightscale-token-store"
 FORMAT_VERSION = 1
 SHARD_TOKENS = 64 * 2**20
 CHUNK_TOKENS = 64 * 2**10
-REPORT_FILE, REPORT_PAGE = "report.json", "report.html"
+REPORT_FILE, HTML_REPORT_FILE = "report.json", "report.html"
 VALIDATION_SUFFIX = "-validation"
 TOKENIZER_DIR = "tokenizer"
 _SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_RESERVED_NAMES = frozenset({TOKENIZER_DIR, REPORT_FILE, REPORT_PAGE, "zarr.json"})
+_RESERVED_NAMES = frozenset({TOKENIZER_DIR, REPORT_FILE, HTML_REPORT_FILE, "zarr.json"})
 Split = Literal["train", "validation"]
 
 
@@ -78,12 +78,13 @@ def check_source_name(name: str) -> None:
     if not _SOURCE_NAME.fullmatch(name) or name in _RESERVED_NAMES:
         raise UserError(
             f"source name {name!r}: a name is a letter or digit, then letters, digits, '_', '.' and '-'; "
-            f"{', '.join(sorted(_RESERVED_NAMES))} are taken"
+            f"{', '.join(sorted(_RESERVED_NAMES))} are reserved"
         )
 
 
 def hash_of_hashes(hashes: Sequence[str]) -> str:
     """The content hash of a source from those of its shards."""
+    # Of hashes and not of the content: each shard is hashed by the process that writes it, and nothing is read again.
     return xxhash.xxh3_128_hexdigest(b"".join(bytes.fromhex(digest) for digest in hashes))
 
 
@@ -116,6 +117,7 @@ def write_root(
     tokenizer.save(directory / TOKENIZER_DIR)
     text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
     (directory / REPORT_FILE).write_text(text, encoding="utf-8")
+    # Last, because a directory without zarr.json is no store: an interrupted write is never taken for one.
     attributes = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -169,12 +171,13 @@ def require_absent(path: Path) -> None:
     """``UserError`` if there is something at ``path`` other than an empty directory."""
     is_empty_dir = path.is_dir() and not path.is_symlink() and not any(path.iterdir())
     if (path.exists() or path.is_symlink()) and not is_empty_dir:
-        raise UserError(f"{path}: it exists and is never overwritten; remove it or choose another path")
+        raise UserError(f"{path}: it exists and is never overwritten; remove it or use another path")
 
 
 def publish(temporary: Path, path: Path) -> None:
     """Bring the store in ``temporary`` to the disk and give it its name, by one rename."""
+    # Content before name: after a power failure the name must not lead to files that never reached the disk.
     sync_tree(temporary)
-    require_absent(path)  # another process may have been faster
+    require_absent(path)  # another process may have written it meanwhile
     temporary.rename(path)
     sync(path.parent)

@@ -1,11 +1,10 @@
-"""One-dimensional zarr v3 arrays in large uncompressed shards: any zarr program can read them, we read them
-fast.
+"""One-dimensional zarr v3 arrays in large uncompressed shards: any zarr program can read them, this module fast.
 
 A shard file is, byte for byte, its values in order (little-endian, the last inner chunk filled up with zeros)
 and then an index: an (offset, bytes) pair of uint64 for every inner chunk of the shard, all bits set for a
 chunk beyond the end of the array, and the CRC-32C of that. Because nothing is compressed the index is known
 beforehand, so a writer streams values and holds no shard in memory, and a reader checks the index once and
-then reads the values where they lie.
+then reads values at offsets that it computes, without zarr: a training step makes thousands of small reads.
 """
 
 import bisect
@@ -41,7 +40,7 @@ _MAX_OPEN_SHARDS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class ShardLayout:
-    """How values lie in shard files."""
+    """How values are stored in shard files; the chunks here are zarr's."""
 
     dtype: str
     """zarr's name of the type: ``uint32`` or ``uint64``."""
@@ -53,8 +52,8 @@ class ShardLayout:
     def __post_init__(self) -> None:
         if self.chunk_length < 1 or self.shard_length < 1 or self.shard_length % self.chunk_length:
             raise ValueError(
-                f"a shard of {self.shard_length} values cannot be cut into chunks of {self.chunk_length}; "
-                "the first must be a multiple of the second"
+                f"a shard of {self.shard_length} values cannot be divided into zarr chunks of {self.chunk_length}; "
+                "use a multiple"
             )
 
     @property
@@ -73,6 +72,7 @@ class ShardLayout:
         entries = np.full((self.shard_length // self.chunk_length, 2), _NO_CHUNK, dtype="<u8")
         entries[:num_chunks, 0] = np.arange(num_chunks) * chunk_bytes
         entries[:num_chunks, 1] = chunk_bytes
+        # The CRC is of the index alone; the values are covered by the hash of the shard, which `verify` checks.
         raw = entries.tobytes()
         return raw + int(google_crc32c.value(raw)).to_bytes(4, "little")
 
@@ -108,7 +108,7 @@ class ShardFileWriter:
 
     def abandon(self) -> None:
         """Close the file after an error, without completing it."""
-        with contextlib.suppress(OSError):  # the disk may be full still; the file is about to be removed
+        with contextlib.suppress(OSError):  # the disk may still be full; the file is removed next
             self._file.close()
 
     def _write(self, raw: bytes) -> None:
@@ -177,7 +177,10 @@ def write_metadata(directory: Path, layout: ShardLayout, length: int) -> None:
 
 
 class _ShardFile:
-    """A file descriptor that closes when the last user lets go of it."""
+    """A file descriptor that is closed with the last reference.
+
+    The cache of open shards may drop one while another thread reads from it; closing it at once would break that read.
+    """
 
     __slots__ = ("descriptor",)
 
@@ -196,7 +199,10 @@ class ShardedArray:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Checks metadata and every shard's size and index. ``UserError`` names the file at fault."""
+        """Checks metadata and every shard's size and index, so that a damaged store fails here and not in a later step.
+
+        ``UserError`` names the damaged file.
+        """
         self.directory = directory
         self.length, self.layout = _read_metadata(directory / "zarr.json")
         self._dtype = self.layout.numpy_dtype
@@ -241,6 +247,7 @@ class ShardedArray:
         """For an ascending array: how many values are ≤ ``value``; touches about log2(length) of them."""
         if value < 0:
             return 0
+        # The last values say which shard; only that one is mapped, and its pages are few in a bisection.
         shard = bisect.bisect_right(self._last_values, value)
         if shard == self.num_shards:
             return self.length
@@ -261,7 +268,7 @@ class ShardedArray:
             firsts, ends = values.searchsorted(np.array([lows, highs], dtype=self._dtype), side="right")
             if firsts.all():  # nearly always: all of them are in one shard
                 counts = ends - firsts + 1
-                # Place i of the result holds value i + shift of the shard.
+                # Index i of the result holds value i + shift of the shard.
                 shifts = firsts - 1 - (np.cumsum(counts) - counts)
                 return values[np.arange(counts.sum()) + np.repeat(shifts, counts)], counts
         found = [self.between(low, high) for low, high in zip(lows.tolist(), highs.tolist(), strict=True)]
@@ -293,6 +300,7 @@ class ShardedArray:
     def _fill(self, shard: int, offset: int, out: NDArray[Any]) -> None:
         descriptor = self._open(shard).descriptor
         position = offset * self._dtype.itemsize
+        # preadv: into the caller's memory without a copy, and without a file position that threads would share.
         count = os.preadv(descriptor, [out.data], position)
         if count == out.nbytes:  # nearly always
             return
@@ -301,10 +309,11 @@ class ShardedArray:
             position += count
             count = os.preadv(descriptor, [view], position)
             if count == 0:
-                raise UserError(f"{self._path(shard)}: it ends at byte {position}; it was cut while in use")
+                raise UserError(f"{self._path(shard)}: it ends at byte {position}; it was truncated while in use")
 
     def _check_shard(self, shard: int, num_values: int, expected_index: bytes) -> None:
         path = self._path(shard)
+        # Size and index say that a shard is complete; opening a store reads no values.
         values_bytes = self.layout.padded_bytes(num_values)
         try:
             with path.open("rb", buffering=0) as file:

@@ -1,6 +1,6 @@
 """Token stores: written from documents, one process and one stream, or opened for reading.
 
-``store_format.py`` says what lies on disk; ``prepare.py`` writes the same by many processes.
+``format.py`` says what is on disk; ``preparation/assemble.py`` writes the same by many processes.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ from lightscale.data_pipeline.store.format import (
 )
 from lightscale.data_pipeline.store.shards import ShardedArray, ShardWriter, read_json
 from lightscale.data_pipeline.tokenizers import Tokenizer
-from lightscale.data_pipeline.whole_files import NO_ROOM
+from lightscale.data_pipeline.whole_files import DISK_FULL_ERRNOS
 from lightscale.errors import UserError
 
 _BUFFER_TOKENS = 2**18
@@ -79,7 +79,7 @@ class SourceWriter:
         write_source_attributes(self._directory, self._split, counts, hashes)
 
     def abandon(self) -> None:
-        """Let go of open files after an error."""
+        """Close open files after an error."""
         self._tokens.abandon()
         self._doc_ends.abandon()
 
@@ -133,16 +133,16 @@ class StoreWriter:
         for source in self._sources.values():
             source.abandon()
         shutil.rmtree(self._temporary, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in NO_ROOM:
+        if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
             raise UserError(
-                f"{self.path}: no room left for the store ({error.strerror}); what was written is removed"
+                f"{self.path}: cannot write the store ({error.strerror}); what was written is removed"
             ) from error
 
     def source(self, name: str, split: Split = "train") -> SourceWriter:
         """A new source. One that gets no document does not appear in the store."""
         check_source_name(name)
         if name in self._sources:
-            raise UserError(f"source name {name!r}: it is in the store already; every source needs its own")
+            raise UserError(f"source name {name!r}: it is in the store already; use another name")
         self._sources[name] = SourceWriter(self._temporary / name, self._tokenizer, split, self._layout)
         return self._sources[name]
 
@@ -177,6 +177,7 @@ class TokenSource:
         for array, expected in ((self._tokens, self.num_tokens), (self._doc_ends, self.num_documents)):
             if array.length != expected or expected < 1:
                 raise UserError(f"{array.directory}: {array.length} values, its source says {expected}")
+        # Cheap, and it finds arrays of two different preparations in one directory.
         last_end = int(self._doc_ends.read(self.num_documents - 1, self.num_documents)[0])
         if last_end != self.num_tokens:
             at_fault = self._doc_ends.directory

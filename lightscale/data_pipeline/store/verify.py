@@ -1,4 +1,4 @@
-"""Is a store what was written? Every shard's hash, document ends, range of the tokens, tokenizer."""
+"""Verifies a store: every shard's hash, the document ends, the range of the tokens, the tokenizer."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from lightscale.data_pipeline.executors import Meter, Progress
+from lightscale.data_pipeline.executors import Progress, ProgressMeter
 from lightscale.data_pipeline.store.format import TokenizerIdentity, hash_of_hashes, read_root
 from lightscale.data_pipeline.store.shards import read_json, shard_path
 from lightscale.data_pipeline.store.token_store import TokenSource, source_identity
@@ -50,13 +50,13 @@ def verify_store(path: Path, progress: Progress) -> Verification:
     except UserError as error:
         faults.append(str(error))
     files = (file for name in names for file in (path / name).glob("*/c/*"))
-    meter = Meter(_STEP, sum(file.stat().st_size for file in files), progress)
+    meter = ProgressMeter(_STEP, sum(file.stat().st_size for file in files), progress)
     for name in names:
         before = len(faults)
         faults.extend(_shard_faults(path / name, verification, meter))
         try:
             source = TokenSource(path / name, name)
-            if len(faults) == before:  # values of shards that are known to be wrong say nothing
+            if len(faults) == before:  # values of damaged shards would only repeat the fault
                 faults.extend(_value_faults(source, path / name, tokenizer))
         except UserError as error:
             if str(error) not in faults:
@@ -67,7 +67,7 @@ def verify_store(path: Path, progress: Progress) -> Verification:
     return verification
 
 
-def _shard_faults(directory: Path, verification: Verification, meter: Meter) -> Iterator[str]:
+def _shard_faults(directory: Path, verification: Verification, meter: ProgressMeter) -> Iterator[str]:
     """Files that do not have the hash that the source says, and files it does not know."""
     try:
         attributes = read_json(directory / "zarr.json")["attributes"]
@@ -84,7 +84,7 @@ def _shard_faults(directory: Path, verification: Verification, meter: Meter) -> 
     for array, hashes in written.items():
         known = {shard_path(directory / array, number) for number in range(len(hashes))}
         for file in sorted(set((directory / array / "c").glob("*")) - known):
-            yield f"{file}: no shard of this store"
+            yield f"{file}: not a shard of this store"
         for number, expected in enumerate(hashes):
             file = shard_path(directory / array, number)
             try:
@@ -96,19 +96,20 @@ def _shard_faults(directory: Path, verification: Verification, meter: Meter) -> 
                 yield f"{file}: content hash {found}, {expected} when it was written; the shard is damaged"
 
 
-def _hash(file: Path, verification: Verification, meter: Meter) -> str:
+def _hash(file: Path, verification: Verification, meter: ProgressMeter) -> str:
     digest = xxhash.xxh3_128()
     with file.open("rb") as raw:
-        while chunk := raw.read(_READ_BYTES):
-            digest.update(chunk)
-            verification.num_bytes += len(chunk)
-            meter.advance(len(chunk))
+        while data := raw.read(_READ_BYTES):
+            digest.update(data)
+            verification.num_bytes += len(data)
+            meter.advance(len(data))
     verification.num_shards += 1
     return digest.hexdigest()
 
 
 def _value_faults(source: TokenSource, directory: Path, tokenizer: TokenizerIdentity) -> Iterator[str]:
     """Ends that do not ascend, ids beyond the vocabulary, end-of-text tokens that do not begin documents."""
+    # Hashes hold what was written; these checks hold that what was written makes sense.
     begin = 0
     for first in range(0, source.num_documents, _READ_VALUES):
         ends = source.document_ends(first, min(first + _READ_VALUES, source.num_documents))
@@ -127,6 +128,6 @@ def _value_faults(source: TokenSource, directory: Path, tokenizer: TokenizerIden
         starts = source.document_starts(first, last)
         found = np.flatnonzero(tokens == tokenizer.eot_id) + first
         if not np.array_equal(found, starts[starts >= first]):
-            place = np.setxor1d(found, starts[starts >= first])[0]
-            yield f"{directory / 'tokens'}: token {place} begins a document or is end of text, but not both"
+            token = np.setxor1d(found, starts[starts >= first])[0]
+            yield f"{directory / 'tokens'}: token {token} begins a document or is end of text, but not both"
             return

@@ -22,7 +22,7 @@ EncodeBatch = Callable[[Sequence[str]], list[NDArray[np.uint32]]]
 
 # Which splitting pattern of gigatoken each of tiktoken's encodings uses.
 _GIGATOKEN_PATTERNS = {"gpt2": "gpt2", "r50k_base": "gpt2", "cl100k_base": "cl100k", "o200k_base": "o200k"}
-# gigatoken 0.10 keeps every word that it met; after so many characters it starts anew.
+# gigatoken 0.10 caches every word that it met without a limit; after so many characters it is made again.
 _CACHE_CHARACTERS = 2**28
 # At least so many documents of a batch are compared, and one in so many.
 _MIN_SAMPLE, _SAMPLE_EVERY = 8, 100
@@ -34,7 +34,7 @@ _FIRST_TEXTS = (
 
 
 class CheckedTokenizer:
-    """``reference`` in everything, but batches are encoded by another encoder that is held against it."""
+    """``reference`` in everything, but batches are encoded by another encoder that is compared with it."""
 
     def __init__(self, reference: Tokenizer, encode_fast: EncodeBatch, encoder: str) -> None:
         """``encoder`` names ``encode_fast`` in notes. Some hard texts are compared at once."""
@@ -53,7 +53,7 @@ class CheckedTokenizer:
         """What a report says of the fast encoder, one line; the same however the work was cut."""
         if self._fault:
             return [f"{self._encoder} is off, {self._reference.name} encodes: {self._fault}"]
-        return [f"{self._encoder} encodes; a sample of every batch was as {self._reference.name} has it"]
+        return [f"{self._encoder} encodes; a sample of every batch agreed with {self._reference.name}"]
 
     def encode(self, text: str) -> NDArray[np.uint32]:
         """See ``Tokenizer``; never by the fast encoder."""
@@ -71,6 +71,8 @@ class CheckedTokenizer:
         if len(encoded) != len(texts):
             self._switch_off(f"it gave {len(encoded)} results for {len(texts)} documents")
             return self._reference.encode_batch(texts)
+        # A sample and not all, which would cost what the fast encoder saves. Every batch has one, because a fault may
+        # depend on what the encoder met before.
         for index in _sample(len(texts)):
             if not np.array_equal(encoded[index], self._reference.encode(texts[index])):
                 self._switch_off(f"it differed in a document of {len(texts[index])} characters, {texts[index][:40]!r}")

@@ -77,6 +77,7 @@ class HuggingFaceTokenizer:
         write_description(directory, self, {"kind": "huggingface", "end_of_text": self._end_of_text})
 
     def _require_no_forgery(self, special: dict[str, int], origin: str) -> None:
+        # Tried and not read from the file: normalizers, added tokens and the model can each make a special token.
         for spelling in special:
             if not self._is_text[self.encode(f"a{spelling} {spelling}b")].all():
                 raise UserError(

@@ -21,14 +21,14 @@ PROBES = (
     "</s><unk><0x41><|endoftext|>",
     "\U0001f600\ufffd",
 )
-"""Texts that tokenizers like to lose."""
+"""Texts that tokenizers often change: spaces, control characters, compatibility forms, spelled special tokens."""
 
 
 class Tokenizer(Protocol):
     """What a store, the trainer and generation need of a tokenizer."""
 
     name: str
-    """For people: ``sentencepiece`` or the name of tiktoken's encoding."""
+    """For messages: ``sentencepiece``, ``huggingface`` or the name of tiktoken's encoding."""
     vocab_size: int
     """Number of ids, special ones included. Ids are 0 ... vocab_size - 1."""
     eot_id: int

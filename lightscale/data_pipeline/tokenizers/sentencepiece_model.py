@@ -21,7 +21,7 @@ from lightscale.data_pipeline.tokenizers.interface import (
 from lightscale.errors import UserError
 
 _MODEL_FILE = "sentencepiece.model"
-_BLOCK_CHARACTERS = 1000  # the trainer passes over sentences of more than 4192 bytes
+_SENTENCE_CHARACTERS = 1000  # the trainer skips sentences of more than 4192 bytes
 
 
 class SentencePieceTokenizer:
@@ -43,7 +43,7 @@ class SentencePieceTokenizer:
         self.vocab_size: int = self._processor.vocab_size()
         self.eot_id: int = self._processor.eos_id()
         if self.eot_id < 0:
-            raise UserError(f"{origin}: the model has no end-of-sentence token to begin documents with")
+            raise UserError(f"{origin}: the model has no end-of-sentence token, which would begin documents")
         pieces = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         self._space_mark_ids = np.array(pieces, dtype=np.uint32)
         lost = [probe for probe in PROBES if self.decode(self.encode(probe)) != probe]
@@ -56,6 +56,7 @@ class SentencePieceTokenizer:
 
     def encode(self, text: str) -> NDArray[np.uint32]:
         """See ``Tokenizer``."""
+        # Between real marks the model may encode as it likes; a mark itself must not become a space.
         texts = text.split(SPACE_MARK)
         parts = [np.asarray(self._processor.encode(part), dtype=np.uint32) for part in texts]
         if len(parts) == 1:
@@ -89,7 +90,7 @@ def train_sentencepiece(texts: Iterable[str], *, vocab_size: int) -> SentencePie
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_training_blocks(texts),
+            sentence_iterator=_training_sentences(texts),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -119,19 +120,19 @@ def load_sentencepiece(directory: Path, description: dict[str, Any]) -> Sentence
     return SentencePieceTokenizer(read_file(path), origin=str(path))
 
 
-def _training_blocks(texts: Iterable[str]) -> Iterator[str]:
-    """Blocks that the trainer takes: no NUL, no U+2581 (it would count as a space), none too long."""
+def _training_sentences(texts: Iterable[str]) -> Iterator[str]:
+    """Sentences that the trainer takes: no NUL, no U+2581 (it would count as a space), none too long."""
     for text in texts:
         for part in re.split("[\0\u2581]+", text):
-            for start in range(0, len(part), _BLOCK_CHARACTERS):
-                yield part[start : start + _BLOCK_CHARACTERS]
+            for start in range(0, len(part), _SENTENCE_CHARACTERS):
+                yield part[start : start + _SENTENCE_CHARACTERS]
 
 
 def _training_mistake(message: str, vocab_size: int) -> str:
     if too_high := re.search(r"value <= (\d+)", message):
-        return f"vocabulary size {vocab_size}: the corpus is too small, at most {too_high[1]} is possible"
+        return f"vocabulary size {vocab_size}: the corpus is too small, use at most {too_high[1]}"
     if too_low := re.search(r"(\d+) vs (\d+)", message):
-        return f"vocabulary size {vocab_size}: too small for the corpus, at least {too_low[2]} is needed"
+        return f"vocabulary size {vocab_size}: too small for the corpus, use at least {too_low[2]}"
     if "sentences_.empty()" in message:
         return "the corpus has no text to train a tokenizer on"
     return f"training the sentencepiece tokenizer failed: {message}"

@@ -28,7 +28,7 @@ class TiktokenTokenizer:
     ) -> None:
         """The arguments of ``tiktoken.Encoding``; ``special_tokens`` must have ``<|endoftext|>``."""
         if END_OF_TEXT not in special_tokens:
-            raise UserError(f"tiktoken encoding {name}: it has no {END_OF_TEXT} to begin documents with")
+            raise UserError(f"tiktoken encoding {name}: it has no {END_OF_TEXT}, which would begin documents")
         self.name = name
         self._encoding = tiktoken.Encoding(
             name, pat_str=pat_str, mergeable_ranks=mergeable_ranks, special_tokens=special_tokens

@@ -39,6 +39,10 @@ def test_prepare_then_inspect(corpus: Path, tmp_path: Path, capsys: pytest.Captu
         assert f"{source.num_tokens:,}" in shown
     assert "300 ids" in shown
     assert "[bold]not markup[/bold]" in shown
+    assert main(["data", "inspect", str(tmp_path / "store"), "--sample", "0"]) == 0
+    without_sample = capsys.readouterr().out
+    assert store.fingerprint() in without_sample
+    assert "not markup" not in without_sample
 
 
 def test_json_is_one_object_on_stdout(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,15 +64,6 @@ def test_json_is_one_object_on_stdout(corpus: Path, tmp_path: Path, capsys: pyte
         assert sample["text"].startswith("document ")
 
 
-def test_no_sample_is_shown_where_none_is_wanted(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prepare(corpus, tmp_path / "store")
-    capsys.readouterr()
-    assert main(["data", "inspect", str(tmp_path / "store"), "--sample", "0"]) == 0
-    assert "not markup" not in capsys.readouterr().out
-
-
 def test_suffixes_choose_the_files(corpus: Path, tmp_path: Path) -> None:
     (corpus / "table.csv").write_text("alpha,beta,gamma\n" * 2000)
     assert prepare(corpus, tmp_path / "store", "--suffixes", ".csv", "--validation", "0", "--vocab-size", "270") == 0
@@ -83,8 +78,8 @@ def test_a_corpus_file(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     arguments = ["data", "prepare", str(tmp_path / "corpus.toml"), "--out", str(tmp_path / "store")]
     assert main(arguments) == 0
     printed = capsys.readouterr().out
-    assert "numbered: filter left out 1 documents (0.00 MB): size" in printed
-    assert "numbered: deduplicate left out" in printed  # the documents differ in their numbers only
+    assert "numbered: filter dropped 1 documents (0.00 MB): size" in printed
+    assert "numbered: deduplicate dropped" in printed  # the documents differ in their numbers only
     assert f"see {tmp_path / 'store'}/report.html" in printed
     assert TokenStore(tmp_path / "store").source("numbered").split == "train"
 
@@ -114,15 +109,15 @@ def test_of_paths_every_document_stays_unless_a_language_is_given(
         (["prepare", "{tmp}", "--out", "{tmp}"], "never overwritten"),
         (["prepare", "{tmp}", "--out", "{tmp}/store", "--strict"], "unreadable file"),
         (["prepare", "{tmp}/none.toml", "--out", "{tmp}/store"], "cannot read the corpus file {tmp}/none.toml"),
-        (["prepare", "{tmp}/none.toml", "{tmp}", "--out", "{tmp}/store"], "exactly one of these is needed"),
+        (["prepare", "{tmp}/none.toml", "{tmp}", "--out", "{tmp}/store"], "use exactly one of these"),
         (
             ["prepare", "{tmp}/a.toml", "--name", "x", "--out", "{tmp}/s"],
-            "--name: with a corpus file this is said in it",
+            "--name: not possible with a corpus file; set the key in {tmp}/a.toml",
         ),
         (["prepare", "{tmp}", "--out", "{tmp}/store", "--validation", "1"], "validation = 1.0: must be a number >= 0"),
         (["prepare", "{tmp}", "--out", "{tmp}/store", "--name", "a b"], "source name 'a b'"),
         (["prepare", "{tmp}", "--out", "{tmp}/store", "--language", "fr"], 'language = "fr": must be "en" or "zh"'),
-        (["prepare", "{tmp}", "--out", "{tmp}/store", "--workers", "0"], "--workers 0: at least one process"),
+        (["prepare", "{tmp}", "--out", "{tmp}/store", "--workers", "0"], "--workers 0: use at least 1"),
         (["prepare", "{tmp}", "--out", "{tmp}/store", "--workers", "2", "--mpi"], "--workers and --mpi"),
         (["verify", "{tmp}/nowhere"], "no token store there"),
         (["inspect", "{tmp}/nowhere"], "no token store there"),

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from lightscale.config.schema import CurriculumStage, DataConfig
-from lightscale.data_pipeline.loading.curriculum import Curriculum, Skips
-from lightscale.data_pipeline.loading.loader import Layout, TokenLoader
+from lightscale.data_pipeline.loading.curriculum import Curriculum, SkippedRanges
+from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.errors import UserError
 
@@ -46,7 +46,7 @@ def test_stages_last_whole_steps_and_keep_the_tokens_of_a_step() -> None:
 
 @pytest.mark.parametrize("packing", ["concat", "whole"])
 def test_batches_have_the_shape_of_their_stage(store: TokenStore, packing: Any) -> None:
-    loader = make_loader(store, packing=packing, layout=Layout(data_rank=1, data_size=2, sequence_size=2))
+    loader = make_loader(store, packing=packing, layout=LoaderLayout(data_rank=1, data_size=2, sequence_size=2))
     shapes = []
     for step in range(14):
         stage = loader.stage_after(loader.tokens)
@@ -98,18 +98,20 @@ def test_any_layout_resumes_in_any_stage(store: TokenStore, packing: Any, num_st
     wanted = [row for batch in first.next_step() for row in batch.tokens.tolist()]
     got = []
     for rank in range(2):
-        second = make_loader(store, packing=packing, micro_batch_size=1, layout=Layout(data_rank=rank, data_size=2))
+        second = make_loader(
+            store, packing=packing, micro_batch_size=1, layout=LoaderLayout(data_rank=rank, data_size=2)
+        )
         second.load_state_dict(state)
         got += [row for batch in second.next_step() for row in batch.tokens.tolist()]
     assert sorted(got) == sorted(wanted)
 
 
-def test_another_curriculum_or_a_place_inside_a_step_is_refused(store: TokenStore) -> None:
+def test_another_curriculum_or_a_position_inside_a_step_is_refused(store: TokenStore) -> None:
     state = make_loader(store).state_dict()
     plain = TokenLoader(store, sequence_length=64, global_batch_size=4, micro_batch_size=2, seed=3)
     with pytest.raises(UserError, match="curriculum: 8 from 0, 16 from 1024, 64 from 2560 then, None now"):
         plain.load_state_dict(state)
-    with pytest.raises(UserError, match="the state's 64 tokens are no multiple of the 256 tokens of a step"):
+    with pytest.raises(UserError, match="the state's 64 tokens are not a multiple of the 256 tokens of a step"):
         make_loader(store).load_state_dict(state | {"tokens": 64})
     assert plain.tokens == 0
 
@@ -128,14 +130,14 @@ def test_stages_that_cannot_be_are_refused(stages: list[tuple[int, int]], messag
         DataConfig.model_validate({"store": "store", "sequence_length": 64, "curriculum": entries})
 
 
-def test_jumps_move_the_place() -> None:
-    skips = Skips().adding(200, 30).adding(100, 10).adding(100, 5)
+def test_skipped_data_moves_the_position() -> None:
+    skips = SkippedRanges().adding(200, 30).adding(100, 10).adding(100, 5)
     assert skips.records == ((100, 5), (100, 10), (200, 30))
-    assert [skips.place(tokens) for tokens in (0, 99, 100, 199, 200, 1000)] == [0, 99, 115, 214, 245, 1045]
-    assert Skips.of([[100, 10], [200, 30], [100, 5]]) == skips
+    assert [skips.position(tokens) for tokens in (0, 99, 100, 199, 200, 1000)] == [0, 99, 115, 214, 245, 1045]
+    assert SkippedRanges.of([[100, 10], [200, 30], [100, 5]]) == skips
     for record in ((-1, 5), (5, 0)):
         with pytest.raises(UserError, match="is not possible"):
-            Skips.of([record])
+            SkippedRanges.of([record])
 
 
 @pytest.mark.parametrize("packing", ["concat", "whole"])
@@ -154,5 +156,5 @@ def test_a_jump_leaves_out_exactly_the_steps_that_were_skipped(store: TokenStore
     resumed = make_loader(store, packing=packing)
     resumed.load_state_dict(jumping.state_dict())
     assert resumed.next_step()[0].tokens.equal(plain.batches_after(12 * 256)[0].tokens)
-    with pytest.raises(UserError, match="100 tokens are no whole steps of 256"):
+    with pytest.raises(UserError, match="100 tokens are not a multiple of the 256 of a step"):
         jumping.skip(100, 256)

@@ -10,7 +10,7 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightscale.data_pipeline.loading.loader import Layout, TokenLoader, validation_batches
+from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader, validation_batches
 from lightscale.data_pipeline.loading.order import Location
 from lightscale.data_pipeline.loading.windows import Batch
 from lightscale.data_pipeline.store.token_store import StoreWriter, TokenStore
@@ -142,8 +142,8 @@ def test_rows_longer_than_a_block_are_filled_whole(write_store: WriteStore) -> N
         for length, sequence_size in ((2 * block, 2), (3 * block + 2, 2), (block, 1)):
             joined: dict[str, list[int]] = {"tokens": [], "labels": [], "positions": []}
             for rank in range(sequence_size):
-                place = Layout(sequence_rank=rank, sequence_size=sequence_size)
-                loader = make_loader(store, sequence_length=length, global_batch_size=2, layout=place)
+                layout = LoaderLayout(sequence_rank=rank, sequence_size=sequence_size)
+                loader = make_loader(store, sequence_length=length, global_batch_size=2, layout=layout)
                 (batch,) = loader.batches_after(0)
                 for name, values in joined.items():
                     values += getattr(batch, name)[first // (3 * block)].tolist()
@@ -159,8 +159,8 @@ def test_what_was_found_ahead_is_what_a_new_loader_finds(write_store: WriteStore
     store = write_store({name: DOCUMENTS[name] for name in ("code", "text")}, shards=shards)
 
     def make() -> TokenLoader:
-        place = Layout(data_rank=1, data_size=3, sequence_rank=1, sequence_size=2)
-        return make_loader(store, sequence_length=6, layout=place)
+        layout = LoaderLayout(data_rank=1, data_size=3, sequence_rank=1, sequence_size=2)
+        return make_loader(store, sequence_length=6, layout=layout)
 
     loader = make()
     begun_before = 0
@@ -222,7 +222,7 @@ def test_data_ranks_share_the_global_batch_out(store: TokenStore, data_size: int
     num_micro_batches = 12 // (data_size * micro_batch_size)
     parts = []
     for rank in range(data_size):
-        layout = Layout(data_rank=rank, data_size=data_size)
+        layout = LoaderLayout(data_rank=rank, data_size=data_size)
         batches = step_batches(make_loader(store, micro_batch_size=micro_batch_size, layout=layout), 2)
         assert len(batches) == num_micro_batches
         parts.append([rows([batch]) for batch in batches])
@@ -233,11 +233,11 @@ def test_data_ranks_share_the_global_batch_out(store: TokenStore, data_size: int
 @pytest.mark.parametrize("sequence_size", [2, 4, 8, 16])
 def test_sequence_slices_join_to_the_whole(store: TokenStore, sequence_size: int) -> None:
     for data_rank in range(2):
-        whole = make_loader(store, layout=Layout(data_rank=data_rank, data_size=2))
+        whole = make_loader(store, layout=LoaderLayout(data_rank=data_rank, data_size=2))
         slices = [
             make_loader(
                 store,
-                layout=Layout(data_rank=data_rank, data_size=2, sequence_rank=rank, sequence_size=sequence_size),
+                layout=LoaderLayout(data_rank=data_rank, data_size=2, sequence_rank=rank, sequence_size=sequence_size),
             )
             for rank in range(sequence_size)
         ]
@@ -270,7 +270,7 @@ def test_any_layout_resumes_any_other(
             store,
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
-            layout=Layout(data_rank=rank, data_size=data_size),
+            layout=LoaderLayout(data_rank=rank, data_size=data_size),
         )
         for rank in range(data_size)
     ]
@@ -291,7 +291,7 @@ def test_next_step_goes_through_the_steps(store: TokenStore) -> None:
 def test_state_survives_json_and_is_equal_on_every_rank(store: TokenStore) -> None:
     states = []
     for rank in range(2):
-        loader = make_loader(store, layout=Layout(data_rank=rank, data_size=2))
+        loader = make_loader(store, layout=LoaderLayout(data_rank=rank, data_size=2))
         loader.next_step()
         states.append(loader.state_dict())
     assert states[0] == states[1] == json.loads(json.dumps(states[0]))
@@ -320,7 +320,7 @@ def test_other_data_is_refused_by_what_differs(store: TokenStore, write_store: W
 @pytest.mark.parametrize("tokens", [-16, 8, 17])
 def test_a_counter_between_samples_is_refused(store: TokenStore, tokens: int) -> None:
     loader = make_loader(store)
-    with pytest.raises(UserError, match="no multiple of sequence_length 16"):
+    with pytest.raises(UserError, match="not a multiple of sequence_length 16"):
         loader.load_state_dict(loader.state_dict() | {"tokens": tokens})
 
 
@@ -331,7 +331,7 @@ def test_what_is_left_at_the_end_of_a_source_is_counted(write_store: WriteStore,
     num_windows, left = (3, 0) if num_extra == 16 else (2, num_extra)
     assert {location.window for location in locate(loader, 0, 12)} == set(range(num_windows))
     assert loader.description() == [
-        f"a: 100.00% of the samples; {num_windows} sequences of 16 tokens, {left} tokens at its end left out"
+        f"a: 100.00% of the samples; {num_windows} sequences of 16 tokens, {left} tokens at its end skipped"
     ]
 
 
@@ -339,12 +339,12 @@ def test_what_is_left_at_the_end_of_a_source_is_counted(write_store: WriteStore,
     ("changes", "message"),
     [
         ({"sequence_length": 1000}, r"source \w+: \d+ tokens make no sequence of sequence_length 1000; 1001 are"),
-        ({"global_batch_size": 7}, r"global_batch_size 7 cannot be divided by micro_batch_size 2 × 1 data ranks \(2\)"),
-        ({"layout": Layout(data_size=5)}, r"global_batch_size 12 cannot be divided by .* × 5 data ranks \(10\)"),
+        ({"global_batch_size": 7}, r"global_batch_size 7 is not a multiple of micro_batch_size 2 × 1 data ranks \(2\)"),
+        ({"layout": LoaderLayout(data_size=5)}, r"global_batch_size 12 is not a multiple of .* × 5 data ranks \(10\)"),
         ({"micro_batch_size": 0}, "micro_batch_size 0"),
-        ({"layout": Layout(sequence_size=3)}, r"sequence_length 16 cannot be divided by .* sequence ranks \(3\)"),
+        ({"layout": LoaderLayout(sequence_size=3)}, r"sequence_length 16 is not a multiple of .* sequence ranks \(3\)"),
         ({"sources": {"prose": 1.0}}, "no source 'prose'; it has code, text, text-validation, tiny"),
-        ({"sources": {"text-validation": 1.0}}, "text-validation holds validation data, which is never trained on"),
+        ({"sources": {"text-validation": 1.0}}, "text-validation holds validation data, which is not trained on"),
         ({"sources": {"code": -1.0}}, "source code: the weight is -1.0"),
     ],
 )
@@ -361,7 +361,7 @@ def test_a_store_of_validation_data_alone_cannot_train(write_store: WriteStore) 
 @pytest.mark.parametrize("changes", [{"data_rank": 2, "data_size": 2}, {"sequence_rank": -1}, {"data_size": 0}])
 def test_a_rank_outside_its_axis_is_refused(changes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="ranks are 0"):
-        Layout(**changes)
+        LoaderLayout(**changes)
 
 
 @pytest.mark.parametrize("num_sequences", [1, 2, 5, 64])
@@ -378,7 +378,7 @@ def test_validation_reads_the_first_windows_once(
                 sequence_length=LENGTH,
                 num_sequences=num_sequences,
                 micro_batch_size=micro_batch_size,
-                layout=Layout(data_rank=rank, data_size=data_size),
+                layout=LoaderLayout(data_rank=rank, data_size=data_size),
             )
         )
         num_batches.add(len(batches))
@@ -394,11 +394,11 @@ def test_validation_reads_the_first_windows_once(
 
 
 def test_validation_slices_join_to_the_whole(store: TokenStore) -> None:
-    def read(**layout: int) -> list[Batch]:
+    def read(**ranks: int) -> list[Batch]:
         source = store.source("text-validation")
-        place = Layout(**layout)
+        layout = LoaderLayout(**ranks)
         return list(
-            validation_batches(source, sequence_length=LENGTH, num_sequences=5, micro_batch_size=2, layout=place)
+            validation_batches(source, sequence_length=LENGTH, num_sequences=5, micro_batch_size=2, layout=layout)
         )
 
     parts = [read(sequence_rank=rank, sequence_size=4) for rank in range(4)]
@@ -409,7 +409,7 @@ def test_validation_slices_join_to_the_whole(store: TokenStore) -> None:
 
 def test_validation_on_too_little_data_is_refused(store: TokenStore) -> None:
     batches = validation_batches(
-        store.source("tiny"), sequence_length=64, num_sequences=1, micro_batch_size=1, layout=Layout()
+        store.source("tiny"), sequence_length=64, num_sequences=1, micro_batch_size=1, layout=LoaderLayout()
     )
     with pytest.raises(UserError, match="source tiny: 41 tokens make no sequence of sequence_length 64; 65 are needed"):
         next(batches)

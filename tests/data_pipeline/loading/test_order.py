@@ -49,11 +49,11 @@ def test_every_window_comes_exactly_once(n: int, seed: int) -> None:
 
 @given(n=st.integers(1, 2**62), seed=st.integers(0, 2**64), indices=st.lists(st.integers(0, 2**62), min_size=1))
 def test_large_numbers_of_windows_are_shuffled_too(n: int, seed: int, indices: list[int]) -> None:
-    places = list({index % n for index in indices})
-    windows = Permutation(n, seed=seed, epoch=3, source="s")(np.array(places)).tolist()
+    chosen = list({index % n for index in indices})
+    windows = Permutation(n, seed=seed, epoch=3, source="s")(np.array(chosen)).tolist()
     assert all(0 <= window < n for window in windows)
-    assert len(set(windows)) == len(places)
-    assert windows == [plain_window(place, n, seed=seed, epoch=3, source="s") for place in places]
+    assert len(set(windows)) == len(chosen)
+    assert windows == [plain_window(index, n, seed=seed, epoch=3, source="s") for index in chosen]
 
 
 def test_the_order_is_the_same_in_every_version() -> None:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightscale.data_pipeline.loading import packing
-from lightscale.data_pipeline.loading.loader import Layout, TokenLoader
-from lightscale.data_pipeline.loading.packing import GROUP_WINDOWS, SMALL_SHARE, WholeWindows, pack_group
+from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader
+from lightscale.data_pipeline.loading.packing import REGION_WINDOWS, SMALL_SHARE, WholeWindows, pack_region
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.models.layers.context import SequenceContext
 
@@ -23,34 +23,34 @@ Window = list[tuple[int, int, int]]
 
 
 def windows_of(lengths: list[int], capacity: int) -> list[Window]:
-    """(document, offset, length) of the pieces of every window."""
-    packed = pack_group(np.array(lengths, dtype=np.int64), capacity)
-    pieces = list(
+    """(document, offset, length) of the ranges of every window."""
+    packed = pack_region(np.array(lengths, dtype=np.int64), capacity)
+    ranges = list(
         zip(packed.documents.tolist(), packed.offsets.tolist(), packed.lengths.tolist(), strict=True),
     )
     edges = packed.window_starts.tolist()
     assert packed.num_windows == len(edges) - 1
-    assert (edges[0], edges[-1]) == (0, len(pieces))
-    return [pieces[first:last] for first, last in itertools.pairwise(edges)]
+    assert (edges[0], edges[-1]) == (0, len(ranges))
+    return [ranges[first:last] for first, last in itertools.pairwise(edges)]
 
 
 @given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=80), capacity=st.integers(1, 100))
 @settings(max_examples=60)
 def test_every_token_is_packed_once_and_documents_stay_whole(lengths: list[int], capacity: int) -> None:
     windows = windows_of(lengths, capacity)
-    pieces = sorted(piece for window in windows for piece in window)
+    ranges = sorted(document_range for window in windows for document_range in window)
     for document, length in enumerate(lengths):
-        mine = [(offset, size) for number, offset, size in pieces if number == document]
-        # Full windows and one rest: a document that fits is in one piece.
+        mine = [(offset, size) for number, offset, size in ranges if number == document]
+        # Full windows and one rest: a document that fits is in one range.
         assert mine == [(offset, min(capacity, length - offset)) for offset in range(0, length, capacity)]
-    assert len(pieces) == sum(-(-length // capacity) for length in lengths)
+    assert len(ranges) == sum(-(-length // capacity) for length in lengths)
     for window in windows:
         assert 0 < sum(size for _, _, size in window) <= capacity
         assert window == sorted(window)
 
 
 def best_fit_decreasing(sizes: list[int], capacity: int) -> list[list[int]]:
-    """By the book: every piece looks at every window."""
+    """Plain: every range looks at every window."""
     left: list[int] = []
     held: list[list[int]] = []
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
@@ -67,13 +67,13 @@ def best_fit_decreasing(sizes: list[int], capacity: int) -> list[list[int]]:
 
 @given(sizes=st.lists(st.integers(7, 99), min_size=1, max_size=60))
 @settings(max_examples=40)
-def test_long_pieces_are_packed_best_fit_decreasing(sizes: list[int]) -> None:
+def test_long_ranges_are_packed_best_fit_decreasing(sizes: list[int]) -> None:
     assert all(size * SMALL_SHARE > 100 for size in sizes)
     windows = [[document for document, _, _ in window] for window in windows_of(sizes, 100)]
     assert windows == best_fit_decreasing(sizes, 100)
 
 
-def test_short_pieces_fill_up_in_the_order_of_the_text() -> None:
+def test_short_ranges_fill_up_in_the_order_of_the_text() -> None:
     # 90 and 80 leave 10 and 20; of 6, 3, 5, 6, 6 the first two fill the 10 up to 9, the rest the 20 up to 17.
     assert [[document for document, _, _ in window] for window in windows_of([6, 90, 3, 80, 5, 6, 6], 100)] == [
         [0, 1, 2],
@@ -85,13 +85,13 @@ def test_little_is_padding() -> None:
     """Lengths like those of real texts: a few long documents hold most tokens."""
     lengths = np.random.default_rng(0).lognormal(5, 1.3, 2000).astype(np.int64) + 1
     for capacity in (2048, 8192):
-        num_windows = pack_group(lengths, capacity).num_windows
+        num_windows = pack_region(lengths, capacity).num_windows
         assert lengths.sum() / (num_windows * capacity) > 0.96
     # First come, first served, for comparison: the next document opens a window where it does not fit.
     opened, left = 0, 0
     for length in np.minimum(lengths, 2048).tolist():
         opened, left = (opened, left - length) if length <= left else (opened + 1, 2048 - length)
-    assert pack_group(np.minimum(lengths, 2048), 2048).num_windows < 0.95 * opened
+    assert pack_region(np.minimum(lengths, 2048), 2048).num_windows < 0.95 * opened
 
 
 def random_documents(num_documents: int, max_length: int) -> list[list[int]]:
@@ -124,13 +124,13 @@ def documents_of_row(batch: Any, row: int) -> list[tuple[list[int], list[int]]]:
 @pytest.mark.parametrize("max_length", [6, 40, 300])
 def test_an_epoch_has_every_document_once(write_store: WriteStore, max_length: int) -> None:
     """Enough documents for several groups; the longest are longer than all windows of a group together."""
-    texts = random_documents(6 * GROUP_WINDOWS * LENGTH // max_length, max_length)
+    texts = random_documents(6 * REGION_WINDOWS * LENGTH // max_length, max_length)
     if max_length == 300:
-        texts[3] = [7] * (GROUP_WINDOWS * LENGTH * 2 + 3)
+        texts[3] = [7] * (REGION_WINDOWS * LENGTH * 2 + 3)
     loader = make_loader(write_store({"a": texts}), global_batch_size=1, micro_batch_size=1)
     (_, windows), *_ = ((here, here.windows["a"]) for here in loader._stages)
     assert isinstance(windows, WholeWindows)
-    assert windows.num_windows > 3 * GROUP_WINDOWS
+    assert windows.num_windows > 3 * REGION_WINDOWS
     wanted: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
     for ids in texts:
         tokens = [EOT, *ids, EOT]  # the next document's first token is the last label, also at the end of the source
@@ -161,7 +161,7 @@ def test_sequence_slices_join_to_the_whole(write_store: WriteStore, sequence_siz
     store = write_store({"a": random_documents(60, 12), "b": random_documents(9, 70)})
     whole = make_loader(store)
     parts = [
-        make_loader(store, layout=Layout(sequence_rank=rank, sequence_size=sequence_size))
+        make_loader(store, layout=LoaderLayout(sequence_rank=rank, sequence_size=sequence_size))
         for rank in range(sequence_size)
     ]
     for _ in range(6):
@@ -179,7 +179,7 @@ def test_the_index_is_the_same_by_any_blocks_and_kept(
     whole = WholeWindows(source, LENGTH, index_dir=tmp_path / "index")
     (file,) = (tmp_path / "index").iterdir()
     for block in (1, 7, 64, 741):
-        monkeypatch.setattr(packing, "_BLOCK_DOCUMENTS", block)
+        monkeypatch.setattr(packing, "_DOCUMENTS_AT_ONCE", block)
         assert WholeWindows(source, LENGTH)._first_window.tolist() == whole._first_window.tolist()
 
     def fail(*_: Any) -> None:

@@ -60,8 +60,8 @@ def test_it_reads_at_most_depth_steps_ahead(loader: TokenLoader, monkeypatch: py
     assert asked == sorted(set(asked))
 
 
-def test_another_place_drops_what_was_read(loader: TokenLoader) -> None:
-    wanted = {place: tokens_of(loader.batches_after(place)) for place in range(0, 64 * 12, 64)}
+def test_another_position_drops_what_was_read(loader: TokenLoader) -> None:
+    wanted = {tokens: tokens_of(loader.batches_after(tokens)) for tokens in range(0, 64 * 12, 64)}
     with Prefetcher(loader) as ahead:
         states = []
         for _ in range(3):

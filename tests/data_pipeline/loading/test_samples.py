@@ -14,7 +14,7 @@ import pytest
 from lightscale.config.files import to_toml
 from lightscale.config.schema import RunConfig
 from lightscale.data_pipeline.commands import data
-from lightscale.data_pipeline.loading.loader import Layout, TokenLoader
+from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader
 from lightscale.data_pipeline.loading.samples import SampleContent, run_loader, step_content
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.errors import UserError
@@ -72,7 +72,7 @@ class Failing:
         ranks = {}
         for data_rank in range(data):
             for sequence_rank in range(sequence):
-                layout = Layout(
+                layout = LoaderLayout(
                     data_rank=data_rank, data_size=data, sequence_rank=sequence_rank, sequence_size=sequence
                 )
                 loader = TokenLoader.of(config, self.store, layout=layout, index_dir=self.run / "packing")
@@ -80,7 +80,7 @@ class Failing:
                     loader.load_state_dict(json.loads(json.dumps(self.states[resume])))
                 ranks[data_rank, sequence_rank] = loader
         for step in range((resume or 0) + 1, last_step + 1):
-            batches = {place: loader.next_step() for place, loader in ranks.items()}
+            batches = {key: loader.next_step() for key, loader in ranks.items()}
             rows = []
             for data_rank in range(data):
                 for number, batch in enumerate(batches[data_rank, 0]):
@@ -192,7 +192,7 @@ def test_mistakes(make_run: MakeRun, write_store: WriteStore, tmp_path: Path) ->
         args = arguments(str(run), "--step", step)
         with pytest.raises(UserError, match=f"--step {step}: .* has the steps 1 … {NUM_STEPS}"):
             args.run_data(args)
-    with pytest.raises(UserError, match=r"no run directory, it has no config\.toml"):
+    with pytest.raises(UserError, match=r"not the directory of a run \(it has no config\.toml\)"):
         run_loader(tmp_path / "other")
     checkpoint = run / "checkpoints" / "step-00000002"
     checkpoint.mkdir(parents=True)

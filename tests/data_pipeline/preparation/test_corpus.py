@@ -67,10 +67,10 @@ def with_weights(**weights: float | None) -> dict[str, Any]:
     [
         (
             with_weights(a=0.5, b=0.3),
-            "weight: 0.5 + 0.3 is 0.8, weights are shares and add up to 1; in proportion: a = 0.625, b = 0.375",
+            "weight: 0.5 + 0.3 is 0.8, but weights are shares that add up to 1; use a = 0.625, b = 0.375",
         ),
-        (with_weights(a=0.5, b=None), "weight: a has one and b not; give it to all sources, or to none"),
-        (with_weights(a=2.0), "weight: 2 is 2, weights are shares"),
+        (with_weights(a=0.5, b=None), "weight: a has one and b not; set it for all sources, or for none"),
+        (with_weights(a=2.0), "weight: 2 is 2, but weights are shares"),
         (with_source(weight=0.0), "sources.a.weight = 0.0: must be a number > 0"),
         ({}, "sources is missing; it must be a table of NAME = a table"),
         ({"sources": {}}, "sources = {}: must be a table of NAME = a table, not empty"),
@@ -88,12 +88,12 @@ def with_weights(**weights: float | None) -> dict[str, Any]:
         (with_source() | {"tokenizer": "tiktoken:x", "vocab_size": 5}, "vocab_size = 5: tokenizer"),
         (
             with_source() | {"shard_tokens": 100, "chunk_tokens": 64},
-            "shard_tokens = 100 is no multiple of chunk_tokens = 64; 128 would do",
+            "shard_tokens = 100 is not a multiple of chunk_tokens = 64; use 128",
         ),
         ({"sources": {"a b": {"paths": ["x"]}}}, "source name 'a b'"),
         (
             {"sources": {"a": {"paths": ["x"]}, "a-validation": {"paths": ["y"]}}},
-            "sources.a-validation: the documents held out of a go there",
+            "sources.a-validation: this name is reserved for the held-out documents of a; use another",
         ),
     ],
 )

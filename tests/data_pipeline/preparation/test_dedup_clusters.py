@@ -24,10 +24,10 @@ SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd: small numbers become different ke
 Write = Callable[..., list[Path]]
 
 
-def drops(files: Sequence[Path], kind: Kind, num_pieces: int = 1) -> NDArray[np.uint64]:
-    """What the pieces together leave out."""
-    pieces = (find_pairs(files, kind, piece=piece, num_pieces=num_pieces) for piece in range(num_pieces))
-    return merge_pairs(pieces)[0]
+def drops(files: Sequence[Path], kind: Kind, num_ranges: int = 1) -> NDArray[np.uint64]:
+    """What the ranges together drop."""
+    parts = (find_pairs(files, kind, range_index=index, num_ranges=num_ranges) for index in range(num_ranges))
+    return merge_pairs(parts)[0]
 
 
 def plain_drops(keys: Sequence[Sequence[int]], documents: Sequence[int]) -> list[int]:
@@ -77,26 +77,26 @@ def test_the_lowest_of_each_cluster_stays(
     keys = generator.integers(0, num_keys, (num_documents, 14)).astype(np.uint64) * SPREAD
     expected = plain_drops(keys.tolist(), documents.tolist())
     directory = tmp_path_factory.mktemp("records")
-    for num_files, num_pieces in ((1, 1), (3, 4), (2, 70)):
+    for num_files, num_ranges in ((1, 1), (3, 4), (2, 70)):
         files = []
         for number in range(num_files):
             files.append(directory / f"{num_files}-{number}")
             write_band_records(files[-1], keys[number::num_files], documents[number::num_files])
-        found = drops(files[::-1], "near", num_pieces)
+        found = drops(files[::-1], "near", num_ranges)
         assert found.dtype == np.uint64
         assert found.tolist() == expected
 
 
-def test_pieces_merge_to_the_same_in_any_order_and_grouping(write: Write) -> None:
+def test_ranges_merge_to_the_same_in_any_order_and_grouping(write: Write) -> None:
     generator = np.random.default_rng(5)
     documents = np.arange(3000, dtype=np.uint64)
     keys = generator.integers(0, 9000, (3000, 6)).astype(np.uint64) * SPREAD
     files = write(keys, documents, 5)
     whole = find_pairs(files, "near")
-    pieces = [find_pairs(files, "near", piece=piece, num_pieces=6) for piece in range(6)]
-    assert sum(piece.shape[1] for piece in pieces) > whole.shape[1] > 0
-    two_ranks = [merge_pairs(pieces[::2]), merge_pairs(pieces[1::2])]
-    for order in (pieces, pieces[::-1], two_ranks, [*pieces, *pieces], [whole]):
+    parts = [find_pairs(files, "near", range_index=index, num_ranges=6) for index in range(6)]
+    assert sum(part.shape[1] for part in parts) > whole.shape[1] > 0
+    two_ranks = [merge_pairs(parts[::2]), merge_pairs(parts[1::2])]
+    for order in (parts, parts[::-1], two_ranks, [*parts, *parts], [whole]):
         np.testing.assert_array_equal(merge_pairs(order), whole)
     # What pairs say: the documents ascending, each with the lowest of its cluster, which is in no pair itself.
     assert (np.diff(whole[0].astype(np.int64)) > 0).all()
@@ -122,8 +122,8 @@ def test_exact_keys_are_compared_whole(tmp_path: Path) -> None:
     files = [tmp_path / "even", tmp_path / "odd"]
     for start, file in enumerate(files):
         write_exact_records(file, keys[start::2], documents[start::2])
-    for num_pieces in (1, 5):
-        assert drops(files, "exact", num_pieces).tolist() == [12, 15, 16]
+    for num_ranges in (1, 5):
+        assert drops(files, "exact", num_ranges).tolist() == [12, 15, 16]
 
 
 def test_the_key_of_a_text_is_xxh3_128_of_its_utf8() -> None:
@@ -153,7 +153,9 @@ def test_damaged_files_are_named(write: Write, tmp_path: Path) -> None:
     (path,) = write(keys, np.zeros(1, dtype=np.uint64))
     whole = path.read_bytes()
     path.write_bytes(whole[:-3])
-    with pytest.raises(UserError, match="records-0: 221 bytes are no whole number of near records"):
+    with pytest.raises(
+        UserError, match="records-0: 221 bytes are not a whole number of near records; the file is truncated"
+    ):
         drops([path], "near")
     path.write_bytes(whole[16:] + whole[:16])
     with pytest.raises(UserError, match="records-0: its records are not in order"):
@@ -164,10 +166,10 @@ def test_damaged_files_are_named(write: Write, tmp_path: Path) -> None:
     assert drops([tmp_path / "empty"], "near").tolist() == []
 
 
-def peak_bytes(files: Sequence[Path], num_pieces: int) -> int:
+def peak_bytes(files: Sequence[Path], num_ranges: int) -> int:
     tracemalloc.start()
     try:
-        drops(files, "near", num_pieces)
+        drops(files, "near", num_ranges)
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -183,7 +183,7 @@ def plain_signature(ids: Sequence[int]) -> list[int]:
 
 @pytest.mark.parametrize("block", [7, 64, 2**16])
 def test_signatures_are_what_their_definition_says(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr(minhash_module, "_BLOCK", block)
+    monkeypatch.setattr(minhash_module, "_SHINGLES_AT_ONCE", block)
     generator = np.random.default_rng(3)
     lengths = [*range(9), 200, 0, 63, 64, 65, 5, 30]
     documents = [generator.integers(0, 2**32 - 1, length, dtype=np.uint32) for length in lengths]

@@ -18,7 +18,7 @@ import pytest
 
 from lightscale.data_pipeline.preparation import assemble
 from lightscale.data_pipeline.preparation.corpus import load_corpus
-from lightscale.data_pipeline.preparation.prepare import Options, prepare
+from lightscale.data_pipeline.preparation.prepare import PrepareOptions, prepare
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer
 from lightscale.errors import UserError
@@ -43,29 +43,37 @@ weight = 0.5
 """
 
 
+def make_corpus(directory: Path, tokenizer: TiktokenTokenizer, random_texts: Callable[..., list[str]]) -> Path:
+    texts = random_texts(60, seed=7, max_words=120)
+    (directory / "bytes/tokenizer").mkdir(parents=True)
+    tokenizer.save(directory / "bytes/tokenizer")
+    lines = [{"text": text + " " + "words of every day"} for text in texts[:40] + texts[5:10]]
+    (directory / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (directory / "texts").mkdir()
+    for number, text in enumerate(texts[40:] + texts[50:55]):
+        (directory / "texts" / f"{number:02}.txt").write_text(text)
+    (directory / "corpus.toml").write_text(CORPUS)
+    return directory / "corpus.toml"
+
+
 @pytest.fixture
 def corpus(tmp_path: Path, byte_tokenizer: TiktokenTokenizer, random_texts: Callable[..., list[str]]) -> Path:
     """A corpus file of two sources, with duplicates in and between them."""
-    texts = random_texts(60, seed=7, max_words=120)
-    (tmp_path / "bytes/tokenizer").mkdir(parents=True)
-    byte_tokenizer.save(tmp_path / "bytes/tokenizer")
-    lines = [{"text": text + " " + "words of every day"} for text in texts[:40] + texts[5:10]]
-    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "texts").mkdir()
-    for number, text in enumerate(texts[40:] + texts[50:55]):
-        (tmp_path / "texts" / f"{number:02}.txt").write_text(text)
-    (tmp_path / "corpus.toml").write_text(CORPUS)
-    return tmp_path / "corpus.toml"
+    return make_corpus(tmp_path, byte_tokenizer, random_texts)
 
 
-@pytest.fixture
-def whole(corpus: Path, tmp_path: Path) -> Path:
-    """The store of a preparation that nothing stopped."""
-    report = prepare(load_corpus(corpus), tmp_path / "whole", Options(unit_bytes=UNIT_BYTES))
+@pytest.fixture(scope="module")
+def whole(
+    tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: TiktokenTokenizer, random_texts: Callable[..., list[str]]
+) -> Path:
+    """The store of a preparation that nothing stopped, of a copy of the corpus elsewhere: paths leave no trace."""
+    directory = tmp_path_factory.mktemp("whole")
+    corpus = load_corpus(make_corpus(directory, byte_tokenizer, random_texts))
+    report = prepare(corpus, directory / "store", PrepareOptions(unit_bytes=UNIT_BYTES))
     assert report["units"] > 8
     for source in ("lines", "texts"):
         assert report["corpus"][source]["stages"]["deduplicate"]["dropped"]["exact duplicate"]["documents"] > 1
-    return tmp_path / "whole"
+    return directory / "store"
 
 
 def contents(store: Path) -> dict[str, bytes]:
@@ -76,7 +84,7 @@ KILL_YOURSELF = """
     import os, random, signal, sys
     from pathlib import Path
     from lightscale.data_pipeline.preparation.corpus import load_corpus
-    from lightscale.data_pipeline.preparation.prepare import Options, prepare
+    from lightscale.data_pipeline.preparation.prepare import PrepareOptions, prepare
 
     corpus, out, generator = load_corpus(Path(sys.argv[1])), Path(sys.argv[2]), random.Random(int(sys.argv[3]))
     attempts = 0
@@ -102,7 +110,7 @@ KILL_YOURSELF = """
             os.rename, os.replace, os.fsync, os.unlink, os.mkdir = map(
                 deadly, (os.rename, os.replace, os.fsync, os.unlink, os.mkdir)
             )
-            prepare(corpus, out, Options(unit_bytes=int(sys.argv[4])))
+            prepare(corpus, out, PrepareOptions(unit_bytes=int(sys.argv[4])))
             os._exit(0)
         status = os.waitpid(child, 0)[1]
         if status == 0:
@@ -225,13 +233,13 @@ def interrupted(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with monkeypatch.context() as patched:
         patched.setattr(assemble, "write_shard", stop)
         with pytest.raises(KeyboardInterrupt):
-            prepare(load_corpus(corpus), tmp_path / "store", Options(unit_bytes=UNIT_BYTES))
+            prepare(load_corpus(corpus), tmp_path / "store", PrepareOptions(unit_bytes=UNIT_BYTES))
     assert finished_units(tmp_path / "store")
     return tmp_path / "store"
 
 
 def resume(corpus: Path, out: Path, **options: Any) -> dict[str, Any]:
-    return prepare(load_corpus(corpus), out, Options(unit_bytes=UNIT_BYTES, **options))
+    return prepare(load_corpus(corpus), out, PrepareOptions(unit_bytes=UNIT_BYTES, **options))
 
 
 def test_another_corpus_is_refused_by_key_until_restart(corpus: Path, interrupted: Path) -> None:
@@ -347,6 +355,6 @@ def test_a_full_disk_is_one_clear_error_and_the_work_goes_on_with_more_room(
             ballast.unlink()
     assert len(messages) > 1
     for message in messages:
-        assert "no room left (No space left on device)" in message
-        assert "give the same command again" in message
+        assert "cannot write (No space left on device)" in message
+        assert "run the same command again" in message
     assert contents(out) == contents(whole)

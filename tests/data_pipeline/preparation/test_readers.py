@@ -1,4 +1,4 @@
-"""Documents out of files of every kind: whole, in pieces, and damaged."""
+"""Documents out of files of every kind: whole, in ranges, and damaged."""
 
 import gzip
 import json
@@ -11,7 +11,7 @@ import pytest
 
 from lightscale.data_pipeline.preparation import readers
 from lightscale.data_pipeline.preparation.normalise import INVALID_UTF8
-from lightscale.data_pipeline.preparation.readers import RawDocument, cut, read
+from lightscale.data_pipeline.preparation.readers import RawDocument, cut_into_ranges, read
 from lightscale.data_pipeline.preparation.sources import (
     CHANGED,
     NO_TEXT,
@@ -30,14 +30,14 @@ zstandard = pytest.importorskip("zstandard", reason="zst files are read by zstan
 
 
 def read_file(
-    path: Path, *, piece_bytes: int = 10**9, text_field: str = "text", strict: bool = False
+    path: Path, *, range_bytes: int = 10**9, text_field: str = "text", strict: bool = False
 ) -> tuple[list[RawDocument], Problems]:
-    """All documents; every byte of the file is reported as progress exactly once, but for lines across pieces."""
+    """All documents; every byte of the file is reported as progress exactly once, but for lines across ranges."""
     problems = Problems(strict=strict)
     (file,) = FileLister(problems).files([str(path)])
     documents: list[RawDocument] = []
-    for piece in cut(file, piece_bytes, problems):
-        documents += read(piece, problems, text_field=text_field, advance=lambda num_bytes: None)
+    for file_range in cut_into_ranges(file, range_bytes, problems):
+        documents += read(file_range, problems, text_field=text_field, advance=lambda num_bytes: None)
     return documents, problems
 
 
@@ -101,17 +101,17 @@ def test_jsonl_lines_are_documents_and_bad_lines_are_counted_by_place(
     assert problems.examples[INVALID_UTF8] == [f"d.jsonl@{offsets[5]}: byte 0xe9 at byte 13 of the line"]
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 7, 100, 1000, 4096])
-def test_pieces_of_a_jsonl_file_have_every_line_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+@pytest.mark.parametrize("range_bytes", [1, 7, 100, 1000, 4096])
+def test_ranges_of_a_jsonl_file_have_every_line_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, range_bytes: int
 ) -> None:
-    monkeypatch.setattr(readers, "_CHUNK_BYTES", 64)
-    records = random_records(12 if piece_bytes < 100 else 60)
+    monkeypatch.setattr(readers, "_READ_BYTES", 64)
+    records = random_records(12 if range_bytes < 100 else 60)
     (tmp_path / "d.jsonl").write_bytes(as_lines(records))
     whole, _ = read_file(tmp_path / "d.jsonl")
     assert texts(whole) == [record["text"] for record in records]
-    in_pieces, problems = read_file(tmp_path / "d.jsonl", piece_bytes=piece_bytes)
-    assert in_pieces == whole
+    in_ranges, problems = read_file(tmp_path / "d.jsonl", range_bytes=range_bytes)
+    assert in_ranges == whole
     assert not problems.counts
 
 
@@ -129,19 +129,19 @@ PACKERS = {".jsonl.gz": pack_gz, ".jsonl.zst": pack_zst}
 
 @pytest.mark.parametrize("suffix", PACKERS)
 def test_packed_files_read_like_plain_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
-    monkeypatch.setattr(readers, "_COMPRESSED_CHUNK_BYTES", 50)
+    monkeypatch.setattr(readers, "_COMPRESSED_READ_BYTES", 50)
     raw = as_lines(random_records(40))
     (tmp_path / "d.jsonl").write_bytes(raw)
     (tmp_path / f"d{suffix}").write_bytes(PACKERS[suffix](raw))
     plain, _ = read_file(tmp_path / "d.jsonl")
-    packed, problems = read_file(tmp_path / f"d{suffix}", piece_bytes=10)
+    packed, problems = read_file(tmp_path / f"d{suffix}", range_bytes=10)
     assert texts(packed) == texts(plain)
     assert [item.id.split("@")[1] for item in packed] == [item.id.split("@")[1] for item in plain]
     assert not problems.counts
 
 
 @pytest.mark.parametrize("suffix", PACKERS)
-def test_a_truncated_file_gives_what_is_there_and_names_the_place(tmp_path: Path, suffix: str) -> None:
+def test_a_truncated_file_gives_what_is_there_and_names_the_position(tmp_path: Path, suffix: str) -> None:
     generator = random.Random(1)
     records = [{"text": "".join(generator.choices("abcdefghij", k=500))} for _ in range(2000)]
     packed = PACKERS[suffix](as_lines(records)).rstrip(b"\0")
@@ -174,12 +174,12 @@ def write_parquet(path: Path, columns: dict[str, Any], rows: int = 7) -> None:
     parquet.write_table(pyarrow.table(columns), path, row_group_size=rows)
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 2000, 10**9])
-def test_parquet_rows_are_documents_in_any_pieces(tmp_path: Path, piece_bytes: int) -> None:
+@pytest.mark.parametrize("range_bytes", [1, 2000, 10**9])
+def test_parquet_rows_are_documents_in_any_ranges(tmp_path: Path, range_bytes: int) -> None:
     found: list[str | None] = [record["text"] for record in random_records(50)]
     found[20] = None
     write_parquet(tmp_path / "d.parquet", {"id": list(range(50)), "text": found})
-    documents, problems = read_file(tmp_path / "d.parquet", piece_bytes=piece_bytes)
+    documents, problems = read_file(tmp_path / "d.parquet", range_bytes=range_bytes)
     assert texts(documents) == [text for text in found if text is not None]
     assert [item.id for item in documents] == [f"d.parquet@{row}" for row in range(50) if row != 20]
     assert problems.as_json() == {NO_TEXT: {"count": 1, "examples": ["d.parquet@20: null in 'text'"]}}
@@ -236,12 +236,10 @@ def test_a_parquet_file_damaged_inside_names_the_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["d.txt", "d.jsonl", "d.jsonl.gz", "d.parquet"])
-def test_enormous_documents_are_counted_and_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_enormous_documents_are_counted_and_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 100)
     monkeypatch.setattr(readers, "MAX_LINE_BYTES", 400)
-    monkeypatch.setattr(readers, "_CHUNK_BYTES", 64)
+    monkeypatch.setattr(readers, "_READ_BYTES", 64)
     wanted = ["a" * 100, "b" * 101, "字" * 34, "c" * 1000, "after"]
     raw = as_lines([{"text": text} for text in wanted])
     write: dict[str, Callable[[], object]] = {
@@ -261,10 +259,16 @@ def test_a_file_that_changes_or_vanishes_after_listing_is_counted(tmp_path: Path
     for name in names:
         (tmp_path / name).write_text(name)
     problems = Problems()
-    pieces = [piece for file in FileLister(problems).files([str(tmp_path)]) for piece in cut(file, 100, problems)]
+    ranges = [
+        file_range
+        for file in FileLister(problems).files([str(tmp_path)])
+        for file_range in cut_into_ranges(file, 100, problems)
+    ]
     (tmp_path / "a.txt").write_text("longer than before")
     (tmp_path / "b.txt").unlink()
-    documents = [item for piece in pieces for item in read(piece, problems, text_field="text", advance=lambda _: None)]
+    documents = [
+        item for file_range in ranges for item in read(file_range, problems, text_field="text", advance=lambda _: None)
+    ]
     assert texts(documents) == ["c.txt"]
     assert problems.counts == {CHANGED: 1, UNREADABLE: 1}
     assert "18 bytes, 5 when it was listed" in problems.examples[CHANGED][0]

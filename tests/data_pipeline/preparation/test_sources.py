@@ -51,7 +51,7 @@ def test_a_pattern_is_listed_by_name(tmp_path: Path) -> None:
     assert listed(tmp_path / "**" / "*.jsonl")[0] == ["a.jsonl", "b.jsonl", "c.jsonl"]
     assert listed(tmp_path / "de*")[0] == ["deep/er/c.jsonl"]
     assert listed(tmp_path / "[x].txt")[0] == ["[x].txt"]  # what is there is no pattern
-    with pytest.raises(UserError, match=r"none\*\.jsonl: no file fits this pattern"):
+    with pytest.raises(UserError, match=r"none\*\.jsonl: no file matches this pattern"):
         listed(tmp_path / "none*.jsonl")
 
 

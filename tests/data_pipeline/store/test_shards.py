@@ -17,11 +17,11 @@ from lightscale.errors import UserError
 SHARD, CHUNK = 64, 8
 
 
-def write(directory: Path, values: NDArray[Any], pieces: int = 1) -> ShardWriter:
+def write(directory: Path, values: NDArray[Any], parts: int = 1) -> ShardWriter:
     layout = ShardLayout(dtype=str(values.dtype), shard_length=SHARD, chunk_length=CHUNK)
     writer = ShardWriter(directory, layout)
-    for piece in np.array_split(values, pieces):
-        writer.append(piece)
+    for part in np.array_split(values, parts):
+        writer.append(part)
     writer.close()
     return writer
 
@@ -32,11 +32,11 @@ def files_under(directory: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("dtype", ["uint32", "uint64"])
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 63, 64, 65, 128, 130, 200])
-@pytest.mark.parametrize("pieces", [1, 3])
-def test_files_are_byte_for_byte_those_that_zarr_writes(tmp_path: Path, dtype: str, length: int, pieces: int) -> None:
+@pytest.mark.parametrize("parts", [1, 3])
+def test_files_are_byte_for_byte_those_that_zarr_writes(tmp_path: Path, dtype: str, length: int, parts: int) -> None:
     values = np.random.default_rng(length).integers(0, 2**31, length).astype(dtype)
     values[:20] = 0  # whole chunks of the fill value are written too
-    write(tmp_path / "ours", values, pieces)
+    write(tmp_path / "ours", values, parts)
     theirs = zarr.create_array(
         tmp_path / "theirs",
         shape=(length,),
@@ -183,5 +183,5 @@ def test_compressed_arrays_are_refused(tmp_path: Path) -> None:
 
 
 def test_shards_that_chunks_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="a shard of 60 values cannot be cut into chunks of 8"):
+    with pytest.raises(ValueError, match="a shard of 60 values cannot be divided into zarr chunks of 8"):
         ShardLayout(dtype="uint32", shard_length=60, chunk_length=8)

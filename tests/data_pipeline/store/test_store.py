@@ -83,7 +83,7 @@ def test_document_starts(write_store: WriteStore) -> None:
 
 @pytest.mark.parametrize("shards", [8, 64, 4096])
 @pytest.mark.parametrize("first", [0, 100])
-def test_document_starts_of_many_stretches(write_store: WriteStore, shards: int, first: int) -> None:
+def test_document_starts_of_many_ranges(write_store: WriteStore, shards: int, first: int) -> None:
     """All in one shard or not, the source's first document among them or not, in any order."""
     lengths = np.random.default_rng(0).integers(0, 12, 150).tolist()
     source = write_store({"a": [[1] * length for length in lengths]}, shards=shards).source("a")
@@ -206,7 +206,7 @@ def test_a_full_disk_is_one_clear_error(tiny_disk: Path, byte_tokenizer: Tiktoke
                 source.append(np.zeros(1000, dtype=np.uint32), num_bytes=1)
             store.finish({})
 
-    with pytest.raises(UserError, match=r"disk/store: no room left .*No space left on device"):
+    with pytest.raises(UserError, match=r"disk/store: cannot write the store .*No space left on device"):
         fill()
     assert [entry.name for entry in tiny_disk.iterdir()] == ["earlier"]
     assert (tiny_disk / "earlier").read_bytes() == b"kept" * 1000
@@ -245,7 +245,7 @@ def test_a_limit_on_file_size_is_met_like_a_full_disk(
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert "store: no room left" in result.stdout
+    assert "store: cannot write the store" in result.stdout
     assert os.strerror(errno.EFBIG) in result.stdout
     assert [entry.name for entry in tmp_path.iterdir()] == ["earlier"]
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY

@@ -114,7 +114,7 @@ def test_values_that_cannot_be_are_found_though_the_hashes_fit(
     ("damage", "message"),
     [
         (lambda store: (store / "code/tokens/c/1").unlink(), "code/tokens/c/1: No such file or directory"),
-        (lambda store: (store / "code/tokens/c/9").write_bytes(b""), "code/tokens/c/9: no shard of this store"),
+        (lambda store: (store / "code/tokens/c/9").write_bytes(b""), "code/tokens/c/9: not a shard of this store"),
         (lambda store: (store / "code/zarr.json").unlink(), "code/zarr.json: No such file"),
         (
             lambda store: edit_source(store, "code", content_hash="00"),

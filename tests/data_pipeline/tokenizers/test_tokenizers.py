@@ -167,7 +167,7 @@ def test_training_is_deterministic_and_takes_hard_text(random_texts: Callable[..
     first, second = (train_sentencepiece(iter(texts), vocab_size=350) for _ in range(2))
     assert first.sha256 == second.sha256
     assert first.vocab_size == 350
-    # The long line was not passed over: its words are pieces.
+    # The long line was not skipped: its words are pieces.
     assert len(first.encode(" without")) == 1
 
 
@@ -193,8 +193,8 @@ def test_a_space_mark_in_the_text_does_not_train_as_a_space() -> None:
 @pytest.mark.parametrize(
     ("texts", "vocab_size", "message"),
     [
-        (["hello world"] * 3, 4096, r"vocabulary size 4096: the corpus is too small, at most 284 is possible"),
-        ([HELLO_ALPHABET], 270, r"vocabulary size 270: too small for the corpus, at least 311 is needed"),
+        (["hello world"] * 3, 4096, r"vocabulary size 4096: the corpus is too small, use at most 284"),
+        ([HELLO_ALPHABET], 270, r"vocabulary size 270: too small for the corpus, use at least 311"),
         ([], 300, "no text"),
     ],
 )

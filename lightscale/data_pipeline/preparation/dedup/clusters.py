@@ -1,8 +1,8 @@
-"""From records to the documents to drop: of every cluster of duplicates the lowest id stays.
+"""From records to the documents to drop: of every cluster of duplicates the lowest id is kept.
 
 Documents that share a key are linked; a cluster is what is connected by links, also over documents between. The
-range of keys is cut into pieces that know nothing of each other; each gives the clusters that its keys show, and
-merging those gives the clusters of all keys, whatever the number of pieces and the order in which they come.
+keys are divided into ranges that know nothing of each other; each gives the clusters that its keys show, and merging
+those gives the clusters of all keys, whatever the number of ranges and the order in which they come.
 
 Clusters are kept as *pairs*, a (2, n) array of uint64: row 0 the documents that are not the lowest of their cluster,
 ascending, row 1 the lowest of each one's cluster. Only documents with a duplicate take memory. The README beside this
@@ -17,38 +17,40 @@ from numpy.typing import NDArray
 
 from lightscale.data_pipeline.preparation.dedup.records import KEY_SPACE, Kind, read_range
 
-_BLOCK = 2**16  # documents looked up at a time, to save memory
-_LINKS = 2**18  # links worked in at a time, for the same reason
+# Documents looked up, and links added, at a time: bounds the temporary arrays, whatever the size of a range.
+_LOOKED_UP_AT_ONCE = 2**16
+_LINKS_AT_ONCE = 2**18
 _NO_PAIRS = np.empty((2, 0), dtype=np.uint64)
 
 
-def find_pairs(files: Sequence[Path], kind: Kind, *, piece: int = 0, num_pieces: int = 1) -> NDArray[np.uint64]:
-    """The pairs that the keys of one piece show: ``piece`` of 0 ... ``num_pieces`` - 1, equal ranges of keys.
+def find_pairs(files: Sequence[Path], kind: Kind, *, range_index: int = 0, num_ranges: int = 1) -> NDArray[np.uint64]:
+    """The pairs that the keys of one range show: ``range_index`` of 0 ... ``num_ranges`` - 1, equal ranges of keys.
 
-    ``files``: what ``write_exact_records`` or ``write_band_records`` wrote. Tasks take a piece each; ``merge_pairs``
+    ``files``: what ``write_exact_records`` or ``write_band_records`` wrote. Tasks take a range each; ``merge_pairs``
     puts the results together, to the same for any order of ``files``, any way the records are spread over them, and
-    any ``num_pieces``. Raises ``UserError`` for a file that is missing or damaged.
+    any ``num_ranges``. Raises ``UserError`` for a file that is missing or damaged.
     """
-    assert 0 <= piece < num_pieces
-    start, stop = (KEY_SPACE * index // num_pieces for index in (piece, piece + 1))
+    assert 0 <= range_index < num_ranges
+    start, stop = (KEY_SPACE * index // num_ranges for index in (range_index, range_index + 1))
     return _connected(_links(read_range(files, kind, start, stop)))
 
 
-def merge_pairs(pieces: Iterable[NDArray[np.uint64]]) -> NDArray[np.uint64]:
-    """The pairs of all ``pieces`` together, one piece in memory at a time if they come one by one."""
+def merge_pairs(parts: Iterable[NDArray[np.uint64]]) -> NDArray[np.uint64]:
+    """The pairs of all ``parts`` together, one part in memory at a time if they come one by one."""
     pairs = _NO_PAIRS
-    for piece in pieces:
+    for part in parts:
         if pairs.shape[1] == 0:
-            pairs = piece
+            pairs = part
             continue
-        for start in range(0, piece.shape[1], _LINKS):
-            pairs = _merge(pairs, piece[:, start : start + _LINKS])
+        for start in range(0, part.shape[1], _LINKS_AT_ONCE):
+            pairs = _merge(pairs, part[:, start : start + _LINKS_AT_ONCE])
     return pairs
 
 
 def _links(records: NDArray[np.void]) -> NDArray[np.uint64]:
     """(2, n): each document that shares a key, and the lowest document with that key."""
     keys = [name for name in records.dtype.names or () if name != "document"]
+    # Linking each document to the lowest of its key and not to every other one: n links for n documents, not n².
     order = np.lexsort([records[name] for name in reversed(keys)])
     documents = records["document"][order]
     begins = np.arange(len(order)) == 0
@@ -64,6 +66,7 @@ def _links(records: NDArray[np.void]) -> NDArray[np.uint64]:
 
 def _merge(pairs: NDArray[np.uint64], links: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """``pairs`` with the clusters joined that ``links``, any (2, m) array of documents, connect."""
+    # Links between clusters, not documents: each end is replaced by the lowest of its cluster so far.
     joined = _connected(_lowest(pairs, links))
     if joined.shape[1] == 0:
         return pairs
@@ -84,11 +87,11 @@ def _lowest(pairs: NDArray[np.uint64], documents: NDArray[np.uint64]) -> NDArray
     if pairs.shape[1] == 0:
         return documents
     lowest = documents.ravel().copy()
-    for start in range(0, len(lowest), _BLOCK):
-        block = lowest[start : start + _BLOCK]
-        places = np.minimum(np.searchsorted(pairs[0], block), pairs.shape[1] - 1)
-        found = pairs[0][places] == block
-        block[found] = pairs[1][places[found]]
+    for start in range(0, len(lowest), _LOOKED_UP_AT_ONCE):
+        some = lowest[start : start + _LOOKED_UP_AT_ONCE]
+        indices = np.minimum(np.searchsorted(pairs[0], some), pairs.shape[1] - 1)
+        found = pairs[0][indices] == some
+        some[found] = pairs[1][indices[found]]
     return lowest.reshape(documents.shape)
 
 
@@ -98,11 +101,12 @@ def _connected(links: NDArray[np.uint64]) -> NDArray[np.uint64]:
     Union-find over arrays: every root hooks to the lowest root it is linked with, then all paths are halved until
     they are flat; what hooks is higher than what it hooks to, so the root of a finished cluster is its lowest.
     """
-    documents, places = np.unique(links, return_inverse=True)
-    ends = places.reshape(links.shape)
+    documents, indices = np.unique(links, return_inverse=True)
+    ends = indices.reshape(links.shape)
     parents = np.arange(len(documents))
     while True:
         roots = parents[ends]
+        # Links inside a cluster have done their work; what remains is fewer each round.
         open_links = roots[0] != roots[1]
         if not open_links.any():
             break

@@ -1,7 +1,7 @@
 """MinHash signatures of token ids, and the keys of their bands.
 
 A document is the set of its 5-grams of token ids. A signature keeps, for each of 112 hash functions, the lowest
-value over the set; two signatures agree at one place with probability J, the Jaccard similarity of the two sets
+value over the set; two signatures agree in one value with probability J, the Jaccard similarity of the two sets
 (Broder 1997). They are cut into 14 bands of 8; two documents with one equal band or more are candidates, which
 happens with probability 1 - (1 - J^8)^14 (Leskovec, Rajaraman and Ullman, Mining of Massive Datasets, 3.4). Token
 ids need no word boundaries, so Chinese and code are treated like English.
@@ -23,7 +23,7 @@ NUM_HASHES = NUM_BANDS * ROWS_PER_BAND
 _PADDING = np.uint32(2**32 - 1)
 # So many tokens, or shingles of a long document, are worked on at a time: few enough for the processor's second cache,
 # enough that the calls themselves cost nothing. Bounds the memory for any number of documents.
-_BLOCK = 2**16
+_SHINGLES_AT_ONCE = 2**16
 _SEED = 0x6C69676874  # part of what signatures are: another seed gives other signatures
 
 
@@ -35,7 +35,7 @@ def signatures(token_ids: Sequence[NDArray[np.uint32]]) -> NDArray[np.uint32]:
     its equals. Depends on nothing but the ids; beside the result, the memory is bounded by the longest document.
     """
     result = np.empty((len(token_ids), NUM_HASHES), dtype=np.uint32)
-    for start, stop in _groups(token_ids):
+    for start, stop in _batches(token_ids):
         result[start:stop] = _minima(*_shingles(token_ids[start:stop]))
     return result
 
@@ -53,10 +53,10 @@ def band_keys(signatures: NDArray[np.uint32]) -> NDArray[np.uint64]:
     return keys
 
 
-def _groups(token_ids: Sequence[NDArray[np.uint32]]) -> Iterator[tuple[int, int]]:
+def _batches(token_ids: Sequence[NDArray[np.uint32]]) -> Iterator[tuple[int, int]]:
     start, num_tokens = 0, 0
     for index, ids in enumerate(token_ids):
-        if num_tokens and num_tokens + len(ids) > _BLOCK:
+        if num_tokens and num_tokens + len(ids) > _SHINGLES_AT_ONCE:
             yield start, index
             start, num_tokens = index, 0
         num_tokens += len(ids)
@@ -70,6 +70,7 @@ def _shingles(token_ids: Sequence[NDArray[np.uint32]]) -> tuple[NDArray[np.uint3
     tokens = np.concatenate([part for pair in zip(token_ids, padding, strict=True) for part in pair])
     lengths = np.array([max(len(ids), SHINGLE_TOKENS) for ids in token_ids])
     num_windows = len(tokens) - SHINGLE_TOKENS + 1
+    # One polynomial over all documents at once; the few shingles that reach over a boundary are removed after.
     hashes = np.full(num_windows, _SEED, dtype=np.uint64)
     for offset in range(SHINGLE_TOKENS):
         hashes *= _MULTIPLIER
@@ -89,16 +90,17 @@ def _minima(hashes: NDArray[np.uint32], starts: NDArray[np.int64]) -> NDArray[np
     a is odd, so each function permutes the 2^32 values.
     """
     result = np.full((len(starts), NUM_HASHES), 2**32 - 1, dtype=np.uint32)
-    buffer = np.empty(_BLOCK, dtype=np.uint32)
-    for begin in range(0, len(hashes), _BLOCK):
-        block = hashes[begin : begin + _BLOCK]
-        values = buffer[: len(block)]
+    buffer = np.empty(_SHINGLES_AT_ONCE, dtype=np.uint32)
+    for begin in range(0, len(hashes), _SHINGLES_AT_ONCE):
+        some = hashes[begin : begin + _SHINGLES_AT_ONCE]
+        values = buffer[: len(some)]
+        # The documents with shingles here; the first may have begun before and the last may go on after.
         first = int(np.searchsorted(starts, begin, side="right")) - 1
-        last = int(np.searchsorted(starts, begin + len(block), side="left"))
+        last = int(np.searchsorted(starts, begin + len(some), side="left"))
         cuts = np.maximum(starts[first:last] - begin, 0)
         minima = np.empty((NUM_HASHES, last - first), dtype=np.uint32)
         for index in range(NUM_HASHES):
-            np.multiply(block, _FACTORS[index], out=values)
+            np.multiply(some, _FACTORS[index], out=values)
             np.add(values, _OFFSETS[index], out=values)
             np.minimum.reduceat(values, cuts, out=minima[index])
         np.minimum(result[first:last], minima.T, out=result[first:last])

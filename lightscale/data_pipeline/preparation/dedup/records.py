@@ -1,7 +1,7 @@
 """Files of (key, document) records: what the units of work leave for finding duplicates.
 
 One file a unit of work, raw little-endian records in ascending order of their keys, so that the records of a range
-of keys are one piece of each file and nothing else of it is read.
+of keys are contiguous in each file and nothing else of it is read.
 """
 
 from bisect import bisect_left
@@ -55,7 +55,7 @@ def read_range(files: Sequence[Path], kind: Kind, start: int, stop: int) -> NDAr
         records = _open(path, kind)
         part = np.array(records[bisect_left(records["high"], start) : bisect_left(records["high"], stop)])
         if np.any(part["high"][1:] < part["high"][:-1]):
-            raise UserError(f"{path}: its records are not in order; the file is damaged, make it again")
+            raise UserError(f"{path}: its records are not in order; the file is damaged, prepare with --restart")
         parts.append(part)
     return np.concatenate(parts)
 
@@ -70,7 +70,9 @@ def _open(path: Path, kind: Kind) -> NDArray[np.void]:
     try:
         num_bytes = path.stat().st_size
         if num_bytes % dtype.itemsize:
-            raise UserError(f"{path}: {num_bytes} bytes are no whole number of {kind} records; the file is cut off")
+            raise UserError(
+                f"{path}: {num_bytes} bytes are not a whole number of {kind} records; the file is truncated"
+            )
         return np.asarray(np.memmap(path, dtype=dtype, mode="r")) if num_bytes else np.empty(0, dtype=dtype)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; a file of {kind} records was expected there") from error

@@ -59,9 +59,9 @@ class DocumentView:
     @cached_property
     def chinese_characters(self) -> NDArray[np.uint32]:
         """(m,) those of ``characters`` that are Chinese."""
-        # Unsigned: what is below the first of a block wraps around to far above its size.
-        blocks = [self.characters - np.uint32(first) <= last - first for first, last in _CHINESE]
-        return self.characters[np.logical_or.reduce(blocks)]
+        # Unsigned: what is below the first of a range wraps around to far above its size.
+        ranges = [self.characters - np.uint32(first) <= last - first for first, last in _CHINESE]
+        return self.characters[np.logical_or.reduce(ranges)]
 
     @cached_property
     def num_units(self) -> int:
@@ -69,7 +69,7 @@ class DocumentView:
         return len(self.words if self.unit == "word" else self.chinese_characters)
 
     def ngrams(self) -> Ngrams:
-        """The n-grams of the units, from n = 1 on; what stands between Chinese characters is passed over."""
+        """The n-grams of the units, from n = 1 on; what stands between Chinese characters is skipped."""
         if self.unit == "word":
             return Ngrams(self.words.ids, self.words.characters)
         return Ngrams(self.chinese_characters.astype(np.uint64), None)

@@ -1,4 +1,4 @@
-"""A filter: the rules of a language with their limits, and what a person changes of them."""
+"""A filter: the rules of a language with their limits, and a user's changes to them."""
 
 import difflib
 import math
@@ -54,14 +54,14 @@ def make_filter(language: str, overrides: Mapping[str, Any] | None = None) -> Fi
             limits[name] = _changed(RULES[name], limits.get(name, THRESHOLDS[language].get(name, {})), choice)
         else:
             raise UserError(
-                f"filter rule {name} = {choice!r}: it is true, false, or a table of its limits ({_names(RULES[name])})"
+                f"filter rule {name} = {choice!r}: must be true, false, or a table of limits ({_names(RULES[name])})"
             )
     return Filter(language, limits)
 
 
 def _with_defaults(rule: Rule, language: str) -> Limits:
     if rule.limits and rule.name not in THRESHOLDS[language]:
-        raise UserError(f"filter rule {rule.name} = true: {language} has no limits for it; give {_names(rule)}")
+        raise UserError(f"filter rule {rule.name} = true: {language} has no limits for it; set {_names(rule)}")
     return THRESHOLDS[language].get(rule.name, {})
 
 
@@ -70,11 +70,11 @@ def _changed(rule: Rule, limits: Limits, choice: Mapping[str, Any]) -> Limits:
         key = f"filter rule {rule.name}.{name}"
         if rule.limits == N_GRAMS:
             if not (name.isascii() and name.isdigit() and 1 <= int(name) <= _MAX_N):
-                raise UserError(f"{key}: its limits are named by n, a number from 1 to {_MAX_N}")
+                raise UserError(f"{key}: its limits are named by n; use a number from 1 to {_MAX_N}")
         elif name not in rule.limits:
             raise UserError(f"{key}: {_nearest(name, rule.limits)}")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-            raise UserError(f"{key} = {value!r}: it is a number that is not negative")
+            raise UserError(f"{key} = {value!r}: must be a number ≥ 0")
     changed = {**limits, **choice}
     missing = [name for name in rule.limits if rule.limits != N_GRAMS and name not in changed]
     one_is_enough = set(rule.limits) == {"min", "max"} and changed
@@ -94,4 +94,4 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     if not known:
         return "it has no limits, only true and false"
     close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
+    return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(known)}"

@@ -36,18 +36,18 @@ class Ngrams:
             self.n += 1
         return True
 
-    def groups(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(units - n + 1,) places of the n-grams, equal ones together; (different,) where each group begins there."""
+    def equal_runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(units - n + 1,) indices of the n-grams, equal ones together; (different,) where each run of them begins."""
         order = np.argsort(self.hashes)
         ordered = self.hashes[order]
         return order, np.concatenate([[0], (ordered[1:] != ordered[:-1]).nonzero()[0] + 1])
 
-    def characters(self, places: NDArray[np.int64] | slice = slice(None)) -> NDArray[np.int64]:
-        """(places,) characters of the n-grams there; without ``places``, of all."""
+    def characters(self, indices: NDArray[np.int64] | slice = slice(None)) -> NDArray[np.int64]:
+        """(indices,) characters of the n-grams there; without ``indices``, of all."""
         if self._ends is None:
             lengths = np.ones(len(self._ids), dtype=np.int64) if self._lengths is None else self._lengths
             self._ends = np.concatenate([[0], np.cumsum(lengths)])
-        return self._ends[self.n :][places] - self._ends[: -self.n][places]
+        return self._ends[self.n :][indices] - self._ends[: -self.n][indices]
 
     def longest(self) -> int:
         """Characters of the longest n-gram."""
@@ -76,7 +76,7 @@ def top_ngram_exceeds(ngrams: Ngrams, limits: Mapping[int, float]) -> bool:
         # No n-gram is more frequent than the shorter ones within it.
         if most and most * ngrams.longest() <= allowed:
             continue
-        order, starts = ngrams.groups()
+        order, starts = ngrams.equal_runs()
         if len(starts) == len(order):
             return False
         counts = np.append(starts[1:], len(order)) - starts
@@ -96,7 +96,7 @@ def repeated_ngrams_exceed(ngrams: Ngrams, limits: Mapping[int, float]) -> bool:
             return False
         # A longer repeated n-gram is covered by repeated shorter ones: below the lowest limit nothing can follow.
         lowest = min(other for size, other in limits.items() if size >= n) * ngrams.num_characters
-        order, starts = ngrams.groups()
+        order, starts = ngrams.equal_runs()
         if (len(order) - len(starts)) * ngrams.longest() <= lowest:
             return False
         repeated = np.ones(len(order), dtype=bool)

@@ -148,7 +148,7 @@ RULES = {
             name="size",
             drops=_outside(lambda document: document.num_units),
             effect="with fewer or more units (words; Chinese characters)",
-            source=f"{GOPHER}; its upper limit of 100,000 words is left out, because long documents are wanted",
+            source=f"{GOPHER}; its upper limit of 100,000 words is not used, because long documents are wanted",
             limits=("min", "max"),
         ),
         Rule(
