@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -150,6 +151,20 @@ def test_imports_go_one_way() -> None:
 def test_every_exception_is_still_needed() -> None:
     late = {(item.importer, item.imported) for item in imports(modules(ROOT)) if item.in_function}
     assert late >= LATE
+
+
+def test_private_methods_of_megatron_are_called_in_one_file() -> None:
+    """Names with an underscore, of other objects than the class's own, where Megatron is used."""
+    found = set()
+    for name, tree in modules(ROOT).items():
+        if package(name) not in ("parallel", "models") and "megatron" not in ast.dump(tree):
+            continue
+        for node in ast.walk(tree):
+            # Methods of named tuples begin so too.
+            private = isinstance(node, ast.Attribute) and re.match(r"_(?!_|asdict$|replace$)", node.attr)
+            if private and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                found.add(name)
+    assert found == {"lightscale.parallel.megatron_optimizer"}
 
 
 @pytest.mark.parametrize(

@@ -54,9 +54,10 @@ class MegatronOptimizer(Optimizer):
         )
         for part in self.megatron.chained_optimizers:
             # Optimizers make their state in the first step, and a checkpoint may be read before it. Megatron's own
-            # loading does the same: a step on zero gradients, which at lr 0 changes no weight. It counts as one.
+            # loading does the same: a step on zero gradients, which at lr 0 changes no weight. It counts as one, and
+            # weight decay that is part of the gradient writes state, so it is undone.
             part._init_optimizer_states_with_dummy_values()
-        self._set_steps(0)
+        self._zero_state()
 
     def zero_grad(self) -> None:
         """See ``Optimizer``."""
@@ -88,12 +89,7 @@ class MegatronOptimizer(Optimizer):
     def reset(self) -> None:
         """See ``Optimizer``."""
         self.copy_from_model()
-        for part in self.megatron.chained_optimizers:
-            # Reaches past Megatron: it has no way back to the state before the first step.
-            for state in part.optimizer.state.values():
-                for value in state.values():
-                    value.zero_()
-        self._set_steps(0)
+        self._zero_state()
 
     def copy_from_model(self) -> None:
         """See ``Optimizer``."""
@@ -131,6 +127,14 @@ class MegatronOptimizer(Optimizer):
     def set_counters(self, counters: Mapping[str, int]) -> None:
         """See ``Optimizer``."""
         self._set_steps(counters[self.spec.step_counter])
+
+    def _zero_state(self) -> None:
+        """The state before the first step, to which Megatron itself has no way back."""
+        for part in self.megatron.chained_optimizers:
+            for state in part.optimizer.state.values():
+                for value in state.values():
+                    value.zero_()
+        self._set_steps(0)
 
     def _steps(self) -> Iterator[float]:
         """PyTorch's optimizers count for each parameter, fused ones for each group."""
