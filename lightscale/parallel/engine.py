@@ -26,7 +26,11 @@ from lightscale.parallel.shards import TensorShard
 
 
 class MicroBatch(Protocol):
-    """What one rank holds of one micro-batch; every tensor (b, n), n the tokens of this rank's segment."""
+    """What one rank holds of one micro-batch; every tensor (b, n), n the tokens of this rank's segment.
+
+    Every pipeline and tensor rank of a segment gets the same one: the first stage reads the tokens, the last one the
+    labels, and layers between them the documents from ``positions``.
+    """
 
     @property
     def tokens(self) -> Tensor:
@@ -70,7 +74,7 @@ def share_over_stages(parameter: nn.Parameter, *, stage: int) -> None:
     """
     parameter.summed_over_stages = True  # type: ignore[attr-defined]
     # Megatron's marks: not in the norm but on the first stage; a bucket of its own, so that the distributed optimizer
-    # cuts it at the same places on every stage.
+    # cuts it alike on every stage, where other parameters would stand before it.
     parameter.shared = stage > 0  # type: ignore[attr-defined]
     parameter.shared_embedding = True  # type: ignore[attr-defined]
 
@@ -79,7 +83,8 @@ class Engine:
     """One model on one mesh.
 
     Args:
-        model: the layers of this pipeline rank, one module per virtual stage; their weights are already drawn.
+        model: the layers of this pipeline rank, one module per virtual stage (Megatron's "model chunks", here
+            ``chunks``); their weights are already drawn.
         config: the model's Megatron configuration.
         mesh: the axes and groups of this process.
         optimizer: None for a model that is only evaluated.
@@ -113,15 +118,18 @@ class Engine:
         return module
 
     def _wrap(self, spec: OptimizerSpec) -> None:
-        # The distributed optimizer knows fp32, bf16 and fp16 weights; fp64 (parity checks) goes without it.
+        # The distributed optimizer refuses fp64 weights. fp64 runs, which only compare gradients with those of other
+        # layouts, go without an optimizer, and their gradients are reduced in fp64 too.
         double = self.config.params_dtype == torch.float64
         on_gpu = self.mesh.device.type == "cuda"
         self.models = [
             DistributedDataParallel(
                 config=self.config,
                 ddp_config=DistributedDataParallelConfig(
+                    # Sums of bf16 gradients over many ranks and micro-batches would lose the small ones.
                     grad_reduce_in_fp32=not double,
                     use_distributed_optimizer=not double,
+                    # gloo's collectives run on the cores that compute: beside the computation they gain nothing.
                     overlap_grad_reduce=on_gpu,
                     overlap_param_gather=on_gpu,
                 ),
@@ -133,6 +141,8 @@ class Engine:
             for number, chunk in enumerate(self.chunks)
         ]
         self.config.finalize_model_grads_func = self._finalize_gradients
+        # With overlap a bucket's reduction starts in the backward pass as soon as its last gradient is there; only the
+        # last micro-batch's is complete, which is when the schedules call these.
         if on_gpu:
             # The schedule without stages wants a function, the interleaved one a list.
             no_sync, start_sync = zip(*((model.no_sync, model.start_grad_sync) for model in self.models), strict=True)
@@ -143,6 +153,7 @@ class Engine:
             self.optimizer = build_optimizer(spec, self.models, self.config, on_gpu=on_gpu)
 
     def _finalize_gradients(self, model: list[nn.Module], *args: Any, **kwargs: Any) -> None:
+        # Sums over data and sequence ranks, and divides by the number of valid tokens of all of them.
         finalize_model_grads(model, *args, **{**kwargs, "pg_collection": self.mesh.groups})
         copies: dict[str, list[Tensor]] = {}
         for chunk in self.chunks:
@@ -150,7 +161,8 @@ class Engine:
                 if getattr(parameter, "summed_over_stages", False):
                     copies.setdefault(name, []).append(parameter.main_grad)  # type: ignore[attr-defined]
         for gradients in copies.values():
-            # Virtual stages have copies too.
+            # Virtual stages have copies too. Names come in the order of the modules, the same on every stage, so all
+            # ranks issue these sums in one order. In it every stage gets the same bits, and so the copies stay equal.
             total = torch.stack(gradients).sum(dim=0)
             dist.all_reduce(total, group=self.mesh.groups.pp)
             for gradient in gradients:
@@ -174,14 +186,15 @@ class Engine:
 
     def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> LossSums:
         run = get_forward_backward_func()
-        # The stages of a curriculum differ in both.
+        # Taken from the batch: a curriculum's stages differ in both.
         micro_batch_size, rank_tokens = batches[0].tokens.shape
         outputs: list[Tensor] = run(
             forward_step_func=self._forward_step,
-            # Every virtual stage goes through all micro-batches.
+            # Every virtual stage goes through all micro-batches by itself.
             data_iterator=[iter(batches) for _ in self.chunks] if len(self.chunks) > 1 else iter(batches),
             model=self.models or self.chunks,
             num_microbatches=len(batches),
+            # Of the whole row: for the shapes that stages send, Megatron divides by tensor and sequence ranks itself.
             seq_length=rank_tokens * self.mesh.sequence,
             micro_batch_size=micro_batch_size,
             forward_only=forward_only,
@@ -197,19 +210,24 @@ class Engine:
 
     def _sum_losses(self, batch: MicroBatch, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(sum of the losses, number of valid tokens, sums to report (2, buckets) fp64) of one micro-batch."""
+        # A sum and a count, not a mean: ranks and micro-batches have different numbers of valid tokens, and a mean of
+        # their means would weigh a token by the layout. Megatron (calculate_per_token_loss) adds up both over
+        # micro-batches and ranks, and divides the gradients once, in _finalize_gradients.
         masked = losses * batch.loss_mask
         total = masked.sum()
         n = losses.size(1)
         lengths = batch.lengths or [n] * self.mesh.sequence
         first = sum(lengths[: self.mesh.sequence_rank])
-        places = torch.arange(first, first + n, device=losses.device)
-        bucket = places * self.position_buckets // sum(lengths)
+        # Buckets are of the index in the row, which sequence ranks begin in the middle of.
+        indices = torch.arange(first, first + n, device=losses.device)
+        bucket = indices * self.position_buckets // sum(lengths)
         sums = torch.zeros(2, self.position_buckets, dtype=torch.float64, device=losses.device)
         sums[0].index_add_(0, bucket, masked.detach().double().sum(dim=0))
         sums[1].index_add_(0, bucket, batch.loss_mask.double().sum(dim=0))
         return total, batch.loss_mask.sum().int(), sums
 
     def _reduce(self, outputs: Sequence[Tensor]) -> LossSums:
+        # Only the last stage has outputs; the others take part with zeros, so that all groups make the same calls.
         sums = torch.zeros(2, self.position_buckets, dtype=torch.float64, device=self.mesh.device)
         for output in outputs:
             sums += output
@@ -248,10 +266,11 @@ class Engine:
         self.optimizer.reset()
 
     def flat_weights(self) -> Iterator[Tensor]:
-        """Everything that is trained, (data x sequence ranks, n): row r is what the optimizer of rank r writes.
+        """Everything that is trained, flat, (data x sequence ranks, n): row r is what the optimizer of rank r writes.
 
         Between two steps, once the forward pass has gathered them, all rows are the same on all these ranks.
         """
+        # The buffers are Megatron's, the buckets' own memory and no copies: what a bit flip changes is seen here.
         for buffer in [buffer for model in self.models for buffer in model.buffers]:
             for bucket in buffer.buckets:
                 yield bucket.param_data.view(buffer.data_parallel_world_size, -1)
@@ -263,6 +282,7 @@ class Engine:
         """
         if self.optimizer is not None:
             return list(optimizer_shards(self.chunks, self.optimizer, copies=False, state=True))
+        # Data and sequence ranks all hold the weights whole: the first of them writes.
         return list(weight_shards(self.chunks, copies=False)) if self.mesh.groups.dp_cp.rank() == 0 else []
 
     def wanted_shards(self, *, weights_only: bool) -> list[TensorShard]:
@@ -279,6 +299,7 @@ class Engine:
         """Make the model what the optimizer's weights say, as after a step; ``counters`` as from ``counters()``."""
         if self.optimizer is None:
             return
+        # Each rank has filled its own part; gathering gives the model the others', as at the end of a step.
         self.optimizer.copy_to_model()
         for model in self.models:
             model.start_param_sync(force_sync=True)
