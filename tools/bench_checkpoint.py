@@ -107,17 +107,17 @@ def _rank(rank: int, folder: str, settings: Settings) -> None:
     ) as mesh:
         engine = build_engine(config, mesh, vocab_size=config.model.vocab_size, trainable=True)
         turns = _measure(engine, mesh, Path(folder) / "checkpoints", settings.repeats)
-        state = sum(piece.data.nbytes for piece in engine.owned_pieces())
+        state = sum(piece.data.nbytes for piece in engine.owned_shards())
         torch.save({"turns": turns, "state_bytes": state}, Path(folder) / f"rank-{rank}")
 
 
 def _measure(engine: Engine, mesh: Mesh, directory: Path, repeats: int) -> list[dict[str, float]]:
     saver = Saver(directory, mesh)
     saver.reserve(engine)
-    places = [torch.zeros_like(piece.data) for piece in engine.owned_pieces()]
+    places = [torch.zeros_like(piece.data) for piece in engine.owned_shards()]
 
     def copy() -> None:
-        for place, piece in zip(places, engine.owned_pieces(), strict=True):
+        for place, piece in zip(places, engine.owned_shards(), strict=True):
             place.copy_(piece.data)
 
     turns = []
@@ -128,7 +128,7 @@ def _measure(engine: Engine, mesh: Mesh, directory: Path, repeats: int) -> list[
             "synchronous_s": _timed(lambda step=step: saver.save(engine, step=step, common={}, facts={}), mesh),  # type: ignore[misc]
         }
         stall = _timed(lambda step=step: saver.begin(engine, step=step + 1, common={}, facts={}), mesh)  # type: ignore[misc]
-        for piece in engine.owned_pieces():
+        for piece in engine.owned_shards():
             piece.data.add_(1.0)
         saved = saver.finish()
         turns.append({**seconds, "stall_s": stall, "write_s": saved.write_s})
@@ -143,9 +143,9 @@ def _measure(engine: Engine, mesh: Mesh, directory: Path, repeats: int) -> list[
 
 def _check(engine: Engine, mesh: Mesh, directory: Path, step: int) -> None:
     """The bytes saved are those at the call: one less than what was made of them meanwhile."""
-    changed = [piece.data.clone() for piece in engine.owned_pieces()]
+    changed = [piece.data.clone() for piece in engine.owned_shards()]
     assert Checkpoints(directory, mesh).restore(engine, step=step) is not None
-    for piece, after in zip(engine.owned_pieces(), changed, strict=True):
+    for piece, after in zip(engine.owned_shards(), changed, strict=True):
         if not torch.equal(piece.data + 1.0, after):
             raise RuntimeError(f"{piece.box.key}: the checkpoint has not what was there when it was begun")
 

@@ -22,6 +22,7 @@ _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "zeros_like", "empty_l
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+        # Only CUDA is redirected: "meta" tensors, for instance, stay what they are.
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
             kwargs["device"] = _CPU
         return factory(*args, **kwargs)
@@ -69,6 +70,7 @@ def _redirections() -> list[tuple[object, str, Any]]:
     ]
 
 
+# Once: a second call would wrap the wrappers. There is no way back, because by then Megatron's modules hold them.
 @functools.cache
 def redirect_megatron_to_cpu() -> None:
     """Apply the redirections once for this process. Raises RuntimeError where a GPU is visible."""

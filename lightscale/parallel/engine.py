@@ -5,36 +5,32 @@ of the mean loss over all valid tokens of the step, on every layout. ``gradient_
 anything has changed, and ``apply`` clips and applies them; ``step`` is both.
 """
 
-import bisect
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.optimizer import ChainedOptimizer
-from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from lightscale.parallel.mesh import Mesh
-from lightscale.parallel.pieces import Box, Piece, stretch_boxes
-
-# What stands before a parameter's name in checkpoints: its weights, and AdamW's two running means.
-_WEIGHTS, _MOMENTS = "model.", ("exp_avg.", "exp_avg_sq.")
+from lightscale.parallel.model_shards import optimizer_shards, weight_shards
+from lightscale.parallel.optimizer_interface import Optimizer, build_optimizer
+from lightscale.parallel.optimizer_spec import OptimizerSpec
+from lightscale.parallel.shards import TensorShard
 
 
 class MicroBatch(Protocol):
-    """What one rank holds of one micro-batch; every tensor (b, n), n this rank's stretch of the sequence."""
+    """What one rank holds of one micro-batch; every tensor (b, n), n the tokens of this rank's segment.
+
+    Every pipeline and tensor rank of a segment gets the same one: the first stage reads the tokens, the last one the
+    labels, and layers between them the documents from ``positions``.
+    """
 
     @property
     def tokens(self) -> Tensor:
@@ -58,16 +54,6 @@ class MicroBatch(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW:
-    """The optimizer's constants; ``lr`` is set at every step."""
-
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    grad_clip: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class LossSums:
     """Sums over all valid tokens of a step and all ranks, fp64 on the host."""
 
@@ -81,10 +67,6 @@ class LossSums:
         return self.loss / max(self.tokens, 1)
 
 
-def _decays_no_weight(parameter: nn.Parameter) -> bool:
-    return parameter.dim() == 1 or getattr(parameter, "no_weight_decay", False)
-
-
 def share_over_stages(parameter: nn.Parameter, *, stage: int) -> None:
     """Mark a parameter of which every pipeline stage holds a copy: the engine keeps the copies equal.
 
@@ -92,7 +74,7 @@ def share_over_stages(parameter: nn.Parameter, *, stage: int) -> None:
     """
     parameter.summed_over_stages = True  # type: ignore[attr-defined]
     # Megatron's marks: not in the norm but on the first stage; a bucket of its own, so that the distributed optimizer
-    # cuts it at the same places on every stage.
+    # cuts it alike on every stage, where other parameters would stand before it.
     parameter.shared = stage > 0  # type: ignore[attr-defined]
     parameter.shared_embedding = True  # type: ignore[attr-defined]
 
@@ -101,11 +83,12 @@ class Engine:
     """One model on one mesh.
 
     Args:
-        model: the layers of this pipeline rank, one module per virtual stage; their weights are already drawn.
+        model: the layers of this pipeline rank, one module per virtual stage (Megatron's "model chunks", here
+            ``chunks``); their weights are already drawn.
         config: the model's Megatron configuration.
-        mesh: the place of this process.
-        adamw: None for a model that is only evaluated.
-        position_buckets: into how many equal stretches of ``sequence_length`` losses are summed apart.
+        mesh: the axes and groups of this process.
+        optimizer: None for a model that is only evaluated.
+        position_buckets: into how many equal parts of ``sequence_length`` losses are summed apart.
     """
 
     def __init__(
@@ -116,34 +99,37 @@ class Engine:
         *,
         sequence_length: int,
         micro_batch_size: int,
-        adamw: AdamW | None = None,
+        optimizer: OptimizerSpec | None = None,
         position_buckets: int = 1,
     ) -> None:
-        self.mesh, self.config, self.adamw = mesh, config, adamw
+        self.mesh, self.config = mesh, config
         self.sequence_length, self.micro_batch_size = sequence_length, micro_batch_size
         self.position_buckets = position_buckets
         self.chunks: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
         self.models: list[DistributedDataParallel] = []
-        self.optimizer: ChainedOptimizer | None = None
-        if adamw is not None:
-            self._wrap(adamw)
+        self.optimizer: Optimizer | None = None
+        if optimizer is not None:
+            self._wrap(optimizer)
 
     @property
     def module(self) -> nn.Module:
-        """The model of a rank that holds one stretch of it."""
+        """The model of a rank without virtual stages."""
         (module,) = self.chunks
         return module
 
-    def _wrap(self, adamw: AdamW) -> None:
-        # The distributed optimizer knows fp32, bf16 and fp16 weights; fp64 (parity checks) goes without it.
+    def _wrap(self, spec: OptimizerSpec) -> None:
+        # The distributed optimizer refuses fp64 weights. fp64 runs, which only compare gradients with those of other
+        # layouts, go without an optimizer, and their gradients are reduced in fp64 too.
         double = self.config.params_dtype == torch.float64
         on_gpu = self.mesh.device.type == "cuda"
         self.models = [
             DistributedDataParallel(
                 config=self.config,
                 ddp_config=DistributedDataParallelConfig(
+                    # Sums of bf16 gradients over many ranks and micro-batches would lose the small ones.
                     grad_reduce_in_fp32=not double,
                     use_distributed_optimizer=not double,
+                    # gloo's collectives run on the cores that compute: beside the computation they gain nothing.
                     overlap_grad_reduce=on_gpu,
                     overlap_param_gather=on_gpu,
                 ),
@@ -155,40 +141,19 @@ class Engine:
             for number, chunk in enumerate(self.chunks)
         ]
         self.config.finalize_model_grads_func = self._finalize_gradients
+        # With overlap a bucket's reduction starts in the backward pass as soon as its last gradient is there; only the
+        # last micro-batch's is complete, which is when the schedules call these.
         if on_gpu:
             # The schedule without stages wants a function, the interleaved one a list.
             no_sync, start_sync = zip(*((model.no_sync, model.start_grad_sync) for model in self.models), strict=True)
             single = len(self.models) == 1
             self.config.no_sync_func = no_sync[0] if single else list(no_sync)
             self.config.grad_sync_func = start_sync[0] if single else list(start_sync)
-        if double:
-            return
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=0.0,
-                weight_decay=adamw.weight_decay,
-                adam_beta1=adamw.betas[0],
-                adam_beta2=adamw.betas[1],
-                adam_eps=adamw.eps,
-                clip_grad=adamw.grad_clip,
-                bf16=self.config.bf16,
-                params_dtype=self.config.params_dtype,
-                use_distributed_optimizer=True,
-                overlap_param_gather=on_gpu,
-            ),
-            self.models,
-            config_overrides={
-                ParamKey(predicate=ParamPredicate(name="no_weight_decay", fn=_decays_no_weight)): {"wd_mult": 0.0}
-            },
-            use_gloo_process_groups=on_gpu,
-        )
-        # The first step makes the moments, and a checkpoint may be read before it. At lr 0 this one changes nothing.
-        for part in self.optimizer.chained_optimizers:
-            part._init_optimizer_states_with_dummy_values()
-        self._set_adam_steps(0)
+        if not double:
+            self.optimizer = build_optimizer(spec, self.models, self.config, on_gpu=on_gpu)
 
     def _finalize_gradients(self, model: list[nn.Module], *args: Any, **kwargs: Any) -> None:
+        # Sums over data and sequence ranks, and divides by the number of valid tokens of all of them.
         finalize_model_grads(model, *args, **{**kwargs, "pg_collection": self.mesh.groups})
         copies: dict[str, list[Tensor]] = {}
         for chunk in self.chunks:
@@ -196,7 +161,8 @@ class Engine:
                 if getattr(parameter, "summed_over_stages", False):
                     copies.setdefault(name, []).append(parameter.main_grad)  # type: ignore[attr-defined]
         for gradients in copies.values():
-            # Virtual stages have copies too.
+            # Virtual stages have copies too. Names come in the order of the modules, the same on every stage, so all
+            # ranks issue these sums in one order. In it every stage gets the same bits, and so the copies stay equal.
             total = torch.stack(gradients).sum(dim=0)
             dist.all_reduce(total, group=self.mesh.groups.pp)
             for gradient in gradients:
@@ -220,14 +186,15 @@ class Engine:
 
     def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> LossSums:
         run = get_forward_backward_func()
-        # The stages of a curriculum differ in both.
+        # Taken from the batch: a curriculum's stages differ in both.
         micro_batch_size, rank_tokens = batches[0].tokens.shape
         outputs: list[Tensor] = run(
             forward_step_func=self._forward_step,
-            # Every virtual stage goes through all micro-batches.
+            # Every virtual stage goes through all micro-batches by itself.
             data_iterator=[iter(batches) for _ in self.chunks] if len(self.chunks) > 1 else iter(batches),
             model=self.models or self.chunks,
             num_microbatches=len(batches),
+            # Of the whole row: for the shapes that stages send, Megatron divides by tensor and sequence ranks itself.
             seq_length=rank_tokens * self.mesh.sequence,
             micro_batch_size=micro_batch_size,
             forward_only=forward_only,
@@ -243,19 +210,24 @@ class Engine:
 
     def _sum_losses(self, batch: MicroBatch, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(sum of the losses, number of valid tokens, sums to report (2, buckets) fp64) of one micro-batch."""
+        # A sum and a count, not a mean: ranks and micro-batches have different numbers of valid tokens, and a mean of
+        # their means would weigh a token by the layout. Megatron (calculate_per_token_loss) adds up both over
+        # micro-batches and ranks, and divides the gradients once, in _finalize_gradients.
         masked = losses * batch.loss_mask
         total = masked.sum()
         n = losses.size(1)
         lengths = batch.lengths or [n] * self.mesh.sequence
         first = sum(lengths[: self.mesh.sequence_rank])
-        places = torch.arange(first, first + n, device=losses.device)
-        bucket = places * self.position_buckets // sum(lengths)
+        # Buckets are of the index in the row, which sequence ranks begin in the middle of.
+        indices = torch.arange(first, first + n, device=losses.device)
+        bucket = indices * self.position_buckets // sum(lengths)
         sums = torch.zeros(2, self.position_buckets, dtype=torch.float64, device=losses.device)
         sums[0].index_add_(0, bucket, masked.detach().double().sum(dim=0))
         sums[1].index_add_(0, bucket, batch.loss_mask.double().sum(dim=0))
         return total, batch.loss_mask.sum().int(), sums
 
     def _reduce(self, outputs: Sequence[Tensor]) -> LossSums:
+        # Only the last stage has outputs; the others take part with zeros, so that all groups make the same calls.
         sums = torch.zeros(2, self.position_buckets, dtype=torch.float64, device=self.mesh.device)
         for output in outputs:
             sums += output
@@ -275,23 +247,12 @@ class Engine:
         NaN or infinite where a gradient of any rank is.
         """
         assert self.optimizer is not None, "this engine has no optimizer"
-        # With scaled losses, Megatron looks for what is not finite itself.
-        if self.optimizer.prepare_grads():
-            return math.inf
-        return float(self.optimizer.get_grad_norm())
+        return self.optimizer.gradient_norm()
 
     def apply(self, lr: float, grad_norm: float) -> None:
         """Clip the gradients, whose ``gradient_norm()`` was ``grad_norm``, and apply them at learning rate ``lr``."""
-        assert self.optimizer is not None and self.adamw is not None, "this engine has no optimizer"
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-            # Megatron only notes the override; its scheduler, which is not used here, would apply it.
-            group["weight_decay"] = self.adamw.weight_decay * group["wd_mult"]
-        if self.adamw.grad_clip > 0:
-            for part in self.optimizer.chained_optimizers:
-                if parameters := part.get_parameters():
-                    clip_grad_by_total_norm_fp32(parameters, self.adamw.grad_clip, grad_norm)
-        self.optimizer.step_with_ready_grads()
+        assert self.optimizer is not None, "this engine has no optimizer"
+        self.optimizer.apply(lr, grad_norm)
 
     def step(self, lr: float) -> float:
         """Apply the gradients, whatever they are; returns their global norm before clipping."""
@@ -299,146 +260,55 @@ class Engine:
         self.apply(lr, grad_norm)
         return grad_norm
 
-    def forget_steps(self) -> None:
+    def reset_optimizer(self) -> None:
         """The optimizer as before the first step, for the weights as they are now."""
         assert self.optimizer is not None, "this engine has no optimizer"
-        self.optimizer.reload_model_params()
-        for part in self.optimizer.chained_optimizers:
-            for moments in part.optimizer.state.values():
-                for value in moments.values():
-                    value.zero_()
-            for group in part.optimizer.param_groups:
-                # Where fused optimizers count.
-                if "step" in group:
-                    group["step"] = 0
+        self.optimizer.reset()
 
     def flat_weights(self) -> Iterator[Tensor]:
-        """Everything that is trained, (data x sequence ranks, n): row r is what the optimizer of rank r writes.
+        """Everything that is trained, flat, (data x sequence ranks, n): row r is what the optimizer of rank r writes.
 
         Between two steps, once the forward pass has gathered them, all rows are the same on all these ranks.
         """
+        # The buffers are Megatron's, the buckets' own memory and no copies: what a bit flip changes is seen here.
         for buffer in [buffer for model in self.models for buffer in model.buffers]:
             for bucket in buffer.buckets:
                 yield bucket.param_data.view(buffer.data_parallel_world_size, -1)
 
-    def owned_pieces(self) -> list[Piece]:
+    def owned_shards(self) -> list[TensorShard]:
         """What this rank writes of weights and optimizer state: every element is one rank's, on any layout.
 
         With an optimizer its fp32 weights stand for the model's, which are those in the model's number format.
         """
-        if self.optimizer is None:
-            return [
-                Piece(box=replace(part.box, key=f"{_WEIGHTS}{part.box.key}"), data=part.data)
-                for _, part, is_copy in self._weight_parts()
-                if not is_copy and self.mesh.groups.dp_cp.rank() == 0
-            ]
-        return list(self._optimizer_pieces(copies=False, names=(_WEIGHTS, *_MOMENTS)))
-
-    def wanted_pieces(self, *, weights_only: bool) -> list[Piece]:
-        """What this rank needs of a checkpoint, as places to fill; ``finish_loading`` must follow."""
         if self.optimizer is not None:
-            for model in self.models:
-                # A gathering of weights that is still on its way would overwrite what is read.
-                model.start_param_sync(force_sync=True)
-            return list(self._optimizer_pieces(copies=True, names=(_WEIGHTS, *(() if weights_only else _MOMENTS))))
-        return [
-            Piece(box=replace(part.box, key=f"{_WEIGHTS}{part.box.key}"), data=part.data)
-            for _, part, _ in self._weight_parts()
-        ]
+            return list(optimizer_shards(self.chunks, self.optimizer, copies=False, state=True))
+        # Data and sequence ranks all hold the weights whole: the first of them writes.
+        return list(weight_shards(self.chunks, copies=False)) if self.mesh.groups.dp_cp.rank() == 0 else []
+
+    def wanted_shards(self, *, weights_only: bool) -> list[TensorShard]:
+        """What this rank needs of a checkpoint, to be filled in place; ``finish_loading`` must follow."""
+        if self.optimizer is None:
+            return list(weight_shards(self.chunks, copies=True))
+        for model in self.models:
+            # A gathering of weights that is still on its way would overwrite what is read.
+            model.start_param_sync(force_sync=True)
+        return list(optimizer_shards(self.chunks, self.optimizer, copies=True, state=not weights_only))
 
     @torch.no_grad()
     def finish_loading(self, counters: Mapping[str, int] | None) -> None:
         """Make the model what the optimizer's weights say, as after a step; ``counters`` as from ``counters()``."""
         if self.optimizer is None:
             return
-        for part in self.optimizer.chained_optimizers:
-            part._copy_main_params_to_model_params()
+        # Each rank has filled its own part; gathering gives the model the others', as at the end of a step.
+        self.optimizer.copy_to_model()
         for model in self.models:
             model.start_param_sync(force_sync=True)
         if counters is not None:
-            self._set_adam_steps(counters["adam_steps"])
+            self.optimizer.set_counters(counters)
 
     def counters(self) -> dict[str, int]:
         """The optimizer's state that is no tensor of a parameter's shape; the same on every rank."""
-        steps = [0] if self.optimizer is None else [*self._adam_steps(), 0]
-        return {"adam_steps": int(steps[0])}
-
-    def _adam_steps(self) -> Iterator[float]:
-        """PyTorch's AdamW counts for each parameter, fused ones for each group."""
-        assert self.optimizer is not None
-        for part in self.optimizer.chained_optimizers:
-            for holder in (*part.optimizer.state.values(), *part.optimizer.param_groups):
-                if "step" in holder:
-                    yield float(holder["step"])
-
-    def _set_adam_steps(self, steps: int) -> None:
-        assert self.optimizer is not None
-        for part in self.optimizer.chained_optimizers:
-            states = [state for state in part.optimizer.state.values() if "step" in state]
-            for state in states:
-                # A tensor of its own for each: AdamW adds to them one by one.
-                state["step"] = torch.tensor(float(steps), dtype=torch.float32)
-            if not states:
-                for group in part.optimizer.param_groups:
-                    group["step"] = steps
-
-    def _weight_parts(self) -> Iterator[tuple[nn.Parameter, Piece, bool]]:
-        """(parameter, a part of it, whether another model-parallel rank holds that part too) of this rank.
-
-        A parameter has several parts where its rows come from several places of the whole tensor, as the gate and up
-        halves of a linear unit do.
-        """
-        for chunk in self.chunks:
-            parameters = sorted(chunk.parameters(), key=Tensor.data_ptr)
-            starts = [parameter.data_ptr() for parameter in parameters]
-            state = chunk.sharded_state_dict()  # type: ignore[operator]
-            apply_factories(state)
-            for tensor in nested_values(state):
-                if not isinstance(tensor, ShardedTensor):
-                    assert not getattr(tensor, "data", None), f"{tensor}: only parameters are kept in checkpoints"
-                    continue
-                parameter = parameters[bisect.bisect_right(starts, tensor.data.data_ptr()) - 1]
-                part = Piece(
-                    box=Box(
-                        key=tensor.key,
-                        shape=tuple(tensor.global_shape),
-                        offset=tuple(tensor.global_offset),
-                        sizes=tuple(tensor.local_shape),
-                    ),
-                    data=tensor.data.detach(),
-                )
-                assert part.data.is_contiguous() and not tensor.prepend_axis_num, tensor.key
-                yield parameter, part, any(tensor.replica_id[:-1])
-
-    def _optimizer_pieces(self, *, copies: bool, names: Sequence[str]) -> Iterator[Piece]:
-        """The stretches that this data rank owns of the parameters, for each of ``names`` (fp32 weights, moments).
-
-        ``copies``: also of parameters that a tensor or pipeline rank before this one holds as well.
-        """
-        assert self.optimizer is not None
-        owners = {
-            parameter: part
-            for part in self.optimizer.chained_optimizers
-            for parameter in part.model_param_group_index_map
-        }
-        for parameter, part, is_copy in self._weight_parts():
-            if parameter not in owners or (is_copy and not copies):
-                continue
-            owner = owners[parameter]
-            own = owner._get_model_param_range_map(parameter)["param"]
-            tensors = owner._get_main_param_and_optimizer_states(parameter)
-            # Where the part begins in the flattened parameter.
-            begin = (part.data.data_ptr() - parameter.data_ptr()) // parameter.element_size()
-            first, last = max(own.start, begin), min(own.end, begin + part.data.numel())
-            for offset, sizes in stretch_boxes(part.box.sizes, first - begin, last - begin):
-                numel = math.prod(sizes)
-                place = slice(first - own.start, first - own.start + numel)
-                first += numel
-                at = tuple(a + b for a, b in zip(part.box.offset, offset, strict=True))
-                for name in names:
-                    flat = tensors["param" if name == _WEIGHTS else name.removesuffix(".")].detach().view(-1)
-                    box = Box(key=f"{name}{part.box.key}", shape=part.box.shape, offset=at, sizes=sizes)
-                    yield Piece(box=box, data=flat[place].view(sizes))
+        return {} if self.optimizer is None else self.optimizer.counters()
 
     def gradients(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """(local name, parameter, gradient) of this rank after ``forward_backward``, reduced over all ranks.

@@ -46,6 +46,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     layers: Any = model.get_submodule("decoder.layers")
     for name, parameter in model.named_parameters():
         match = _LAYER.match(name)
+        # Megatron counts layers of the whole model from 1.
         if match:
             name = f"decoder.layers.{layers[int(match.group(1))].layer_number - 1}.{name[match.end() :]}"
         elif name == "output_layer.weight" and getattr(parameter, "shared_embedding", False):
@@ -62,6 +63,8 @@ def shard(whole: Tensor, parameter: nn.Parameter, rank: int, size: int) -> Tenso
     if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return whole
     split: Any = parameter  # Megatron's attributes are unknown to the type
+    # As ColumnParallelLinear expects a GLU's weight: [gate; up] on each rank. Rows first … last of the whole matrix
+    # would give the first ranks the gate and the last ones the other half.
     stacked = whole.chunk(split.partition_stride, dim=split.partition_dim)
     own = [part.chunk(size, dim=split.partition_dim)[rank] for part in stacked]
     return torch.cat(own, dim=split.partition_dim)
@@ -74,7 +77,11 @@ def draw_weights(model: nn.Module, *, seed: int, tensor_rank: int, tensor_size: 
         shape = list(parameter.shape)
         if tensor_size > 1 and getattr(parameter, "tensor_model_parallel", False):
             shape[parameter.partition_dim] *= tensor_size  # type: ignore[attr-defined]
+        # Whole, in fp32, on the CPU, whatever the model's: the numbers must depend neither on how many ranks share it
+        # nor on its number format nor on the device's generator. One tensor at a time, so memory is no matter.
         whole = torch.empty(shape, dtype=torch.float32, device="cpu")
+        # A stream for each name: adding a parameter, or a pipeline rank drawing only some, changes no other's weights.
+        # Part of what a seed means for ever, so neither the text nor the hash may change.
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         draw: DrawWeights | None = getattr(parameter, "draw_weights", None)

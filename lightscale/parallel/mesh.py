@@ -20,12 +20,13 @@ from lightscale.config.schema import Exchange
 from lightscale.errors import UserError
 from lightscale.parallel.sequence import Gather, Ring, StateExchange, TwoLevel
 
+# Writing a checkpoint waits for the slowest rank's disk, without a limit that would fit every file system.
 _SAVING_TIMEOUT = timedelta(hours=6)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The place of this process on the four axes, and the groups it takes part in.
+    """Where this process stands on the four axes, and the groups it takes part in.
 
     ``groups`` is Megatron's own collection (``tp``, ``pp``, ``cp``, ``dp_cp``, …). ``exchange`` passes the states of
     mixers along ``sequence``, None where every rank holds whole sequences. ``control`` is a gloo group of all
@@ -101,7 +102,7 @@ def start_mesh(
     Args:
         exchange: how states pass along the sequence.
         ranks_per_node: neighbouring ranks that share a node, for ``two_level``; None: all.
-        virtual_stages: stretches of layers that each pipeline rank holds.
+        virtual_stages: parts of the layers that each pipeline rank holds, not neighbours in the model.
 
     Raises:
         UserError: ``world_size`` is not a multiple of ``tensor * pipeline * sequence``, the nodes do not cut it into
@@ -113,17 +114,18 @@ def start_mesh(
             f"{world_size} processes cannot be split into parallel.tensor = {tensor} x parallel.pipeline = {pipeline} "
             f"x parallel.sequence = {sequence}: their number must be a multiple of {inner}"
         )
-    place = _choose_device(device, local_rank)
-    if place.type == "cpu":
+    chosen = _choose_device(device, local_rank)
+    if chosen.type == "cpu":
         # Imported only here: on a GPU the redirection must not even be loaded.
         from lightscale.parallel.cpu import redirect_megatron_to_cpu  # noqa: PLC0415
 
         redirect_megatron_to_cpu()
     else:
-        torch.cuda.set_device(place)
+        # Before any group is made: NCCL takes the current device.
+        torch.cuda.set_device(chosen)
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(
-        backend="nccl" if place.type == "cuda" else "gloo",
+        backend="nccl" if chosen.type == "cuda" else "gloo",
         init_method=init_method,
         rank=rank,
         world_size=world_size,
@@ -137,12 +139,13 @@ def start_mesh(
             virtual_pipeline_model_parallel_size=virtual_stages if virtual_stages > 1 else None,
             # Becomes a timedelta: parts of a minute are welcome.
             distributed_timeout_minutes=timeout_s / 60,
-            create_gloo_process_groups=place.type == "cuda",
+            # Megatron wants gloo beside NCCL, for what it does on the host; on CPUs its groups are gloo's already.
+            create_gloo_process_groups=chosen.type == "cuda",
         )
         # Megatron's layers fork named random streams; weights are drawn elsewhere (parallel/initialization.py).
         tensor_parallel.model_parallel_cuda_manual_seed(0)
         yield Mesh(
-            device=place,
+            device=chosen,
             rank=rank,
             world_size=world_size,
             tensor=tensor,
@@ -151,19 +154,23 @@ def start_mesh(
             data=world_size // inner,
             virtual_stages=virtual_stages,
             sequence_rank=parallel_state.get_context_parallel_rank(),
+            # Without the sequence ranks, which read parts of the same rows.
             data_rank=parallel_state.get_data_parallel_rank(with_context_parallel=False),
             groups=ProcessGroupCollection.use_mpu_process_groups(),
             exchange=_state_exchange(exchange, ranks_per_node or world_size, timeout) if sequence > 1 else None,
             control=dist.new_group(backend="gloo", timeout=timeout),
-            # A rank may wait long for another one's disk; one that is gone is noticed at once.
+            # gloo notices a rank that is gone at once, whatever the limit; it is for one that is slow.
             saving=dist.new_group(backend="gloo", timeout=_SAVING_TIMEOUT),
         )
     finally:
+        # Megatron's groups are global variables: tests start several meshes in one process.
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
 
 def _state_exchange(kind: Exchange, ranks_per_node: int, timeout: timedelta) -> StateExchange:
+    # Not Megatron's group, though the ranks are the same: exchanges run on a thread or stream of their own, and what
+    # Megatron sends over its group meanwhile would meet them in another order on each rank, which hangs.
     ranks = dist.get_process_group_ranks(parallel_state.get_context_parallel_group())
     states = _new_group(ranks, timeout)
     if kind == "ring":
@@ -176,16 +183,17 @@ def _state_exchange(kind: Exchange, ranks_per_node: int, timeout: timedelta) -> 
     if len({len(node) for node in nodes.values()}) > 1:
         raise UserError(
             f'parallel.exchange = "two_level" needs as many sequence ranks on every node; with {ranks_per_node} ranks '
-            f'a node (parallel.ranks_per_node) they are {[len(node) for node in nodes.values()]}; "gather" would do'
+            f'a node (parallel.ranks_per_node) they are {[len(node) for node in nodes.values()]}; use "gather"'
         )
     own = nodes[dist.get_rank() // ranks_per_node]
-    place = own.index(dist.get_rank())
-    across = [node[place] for node in nodes.values()]
+    across = [node[own.index(dist.get_rank())] for node in nodes.values()]
     return TwoLevel(states, node=_new_group(own, timeout), across=_new_group(across, timeout))
 
 
 def _new_group(mine: list[int], timeout: timedelta) -> dist.ProcessGroup:
-    """A communicator of its own over the ranks ``mine``. Every process must take part in making every group."""
+    """A new communicator over the ranks ``mine``; called by all processes together."""
+    # PyTorch makes a group only with all processes of the world, all groups in one order: so each learns what the
+    # others want, and makes theirs too.
     every: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(every, mine)
     made = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sorted({tuple(ranks) for ranks in every})}

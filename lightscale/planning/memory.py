@@ -8,10 +8,10 @@ from lightscale.kernels.cross_entropy.chunked import WORKSPACE_BYTES
 from lightscale.planning.communication import Group, exchange_buffer_bytes
 from lightscale.planning.hardware import H100, Hardware
 from lightscale.planning.workload import RECOMPUTE, StageWork, Workload
+from lightscale.training.optimizer.registry import optimizer_spec
 
 _FP32_BYTES = 4
 _BF16_BYTES = 2
-_ADAM_BYTES = 2 * _FP32_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +46,12 @@ def weight_bytes(config: RunConfig) -> int:
 def assumptions(config: RunConfig, *, searched: bool = False) -> list[str]:
     """What the estimate counts, in sentences; `searched`: for all ways to recompute, not only the configured one."""
     fp32 = weight_bytes(config) == _FP32_BYTES
+    state = optimizer_spec(config.optimizer).state_description
     precision = f"train.precision = {config.train.precision}, train.device = {config.train.device}"
     return [
         f"weights and activations in {'fp32' if fp32 else 'bf16'} ({precision})",
         "gradients in fp32, whole on each data and sequence rank",
-        f"optimizer: {'' if fp32 else 'main weights and '}Adam's two moments in fp32, shared out over the data and "
-        "sequence ranks",
+        f"optimizer: {'' if fp32 else 'main weights and '}{state} in fp32, shared out over the data and sequence ranks",
         *(sentence for kind, sentence in _KEPT.items() if searched or kind == config.train.recompute),
         "exchange along sequence: the gathered states of one layer, and each layer's incoming state; of softmax "
         "attention the keys and values of all ranks",
@@ -104,6 +104,7 @@ def stage_memory(
     held = work.stages(tensor=layout.tensor, pipeline=layout.pipeline)[stage]
     parameters = held.parameters
     main = _FP32_BYTES if size < _FP32_BYTES else 0
+    state = optimizer_spec(config.optimizer).state_bytes
     tokens = layout.micro_batch_size * layout.rank_sequence_tokens
     # 1F1B: the first stage runs as many micro-batches ahead as there are stages, the last none.
     in_flight = min(layout.num_microbatches, layout.pipeline - stage)
@@ -112,7 +113,7 @@ def stage_memory(
         parameters=parameters,
         weights_bytes=size * parameters,
         gradients_bytes=_FP32_BYTES * parameters,
-        optimizer_bytes=-(-(main + _ADAM_BYTES) * parameters // (layout.data * layout.sequence)),
+        optimizer_bytes=-(-(main + state) * parameters // (layout.data * layout.sequence)),
         activations_bytes=tokens * _activation_values(held, recompute, in_flight) * size // layout.tensor,
         exchange_bytes=_exchange_bytes(layout, work, held, in_flight, size, recompute, exchange, hardware),
         logits_bytes=_logits_bytes(work, tokens, layout.tensor, size) if held.last else 0,

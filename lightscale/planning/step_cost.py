@@ -21,10 +21,9 @@ from lightscale.planning.hardware import Hardware
 from lightscale.planning.memory import RankMemory, stage_memory, weight_bytes
 from lightscale.planning.prediction import Prediction, Times
 from lightscale.planning.workload import LayerWork, StageWork, Workload
+from lightscale.training.optimizer.registry import optimizer_spec
 
 _FP32_BYTES = 4
-# Adam reads and writes main weight and two moments, reads the gradient and writes the weight.
-_OPTIMIZER_TRAFFIC_BYTES = 30
 # In bf16, beside the matrix products: the softmax reads the logits; backward their gradient is put in their place.
 _LOGIT_FORWARD_BYTES, _LOGIT_BACKWARD_BYTES = 2, 4
 # Megatron's buckets of gradients and weights: parameters, at least, and per rank.
@@ -120,6 +119,7 @@ class _Place:
 
     def __init__(self, model: CostModel, layout: Layout, recompute: Recompute, exchange: Exchange) -> None:
         self.work, self.hw, self.size = model.work, model.hardware, model.size
+        self.optimizer = optimizer_spec(model.config.optimizer)
         self.layout, self.recompute, self.exchange = layout, recompute, exchange
         self.tokens = layout.micro_batch_size * layout.rank_sequence_tokens
         self.hidden_size, self.vocab_size = self.work.model.hidden_size, self.work.model.vocab_size
@@ -313,7 +313,7 @@ class _Place:
         return waited_s, total_s
 
     def optimizer_s(self, stage: StageWork) -> float:
-        """Adam on this rank's share, and the global norm of the gradients."""
+        """The optimizer on this rank's share, and the global norm of the gradients."""
         share = stage.parameters / self.replicas.ranks
         norm_s = self.hw.collective_us * 1e-6 if self.layout.world_size > 1 else 0.0
-        return share * _OPTIMIZER_TRAFFIC_BYTES / self.hw.memory_bytes_s + norm_s
+        return share * self.optimizer.step_traffic_bytes / self.hw.memory_bytes_s + norm_s

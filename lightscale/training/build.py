@@ -8,9 +8,10 @@ from torch import nn
 from lightscale.config.schema import RunConfig, TrainConfig
 from lightscale.kernels.common.backends import set_default_backend
 from lightscale.models.language_model import language_model_chunks, transformer_config
-from lightscale.parallel.engine import AdamW, Engine
+from lightscale.parallel.engine import Engine
 from lightscale.parallel.initialization import draw_weights
 from lightscale.parallel.mesh import Mesh
+from lightscale.training.optimizer.registry import optimizer_spec
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -35,20 +36,13 @@ def build_engine(config: RunConfig, mesh: Mesh, *, vocab_size: int, trainable: b
     megatron = transformer_config(model, mesh, dtype, recompute=config.train.recompute)
     chunks = language_model_chunks(megatron, model, vocab_size=vocab_size, mesh=mesh)
     _draw(chunks, config.train.seed, mesh)
-    optimizer = config.optimizer
-    adamw = AdamW(
-        betas=optimizer.betas,
-        eps=optimizer.eps,
-        weight_decay=optimizer.weight_decay,
-        grad_clip=optimizer.grad_clip,
-    )
     return Engine(
         chunks,
         megatron,
         mesh,
         sequence_length=config.data.sequence_length,
         micro_batch_size=config.train.micro_batch_size,
-        adamw=adamw if trainable else None,
+        optimizer=optimizer_spec(config.optimizer) if trainable else None,
         position_buckets=config.metrics.position_buckets,
     )
 
@@ -56,7 +50,7 @@ def build_engine(config: RunConfig, mesh: Mesh, *, vocab_size: int, trainable: b
 def start_again(engine: Engine, seed: int) -> None:
     """Make weights and optimizer of ``engine`` what ``build_engine`` made them."""
     _draw(engine.chunks, seed, engine.mesh)
-    engine.forget_steps()
+    engine.reset_optimizer()
 
 
 def _draw(chunks: Iterable[nn.Module], seed: int, mesh: Mesh) -> None:

@@ -19,10 +19,11 @@ from torch import Tensor
 from lightscale.config.schema import ModelConfig
 from lightscale.models.language_model import LanguageModel, transformer_config
 from lightscale.models.registry import MIXERS
-from lightscale.parallel.engine import AdamW, Engine
+from lightscale.parallel.engine import Engine
 from lightscale.parallel.initialization import draw_weights, named_parameters
 from lightscale.parallel.mesh import start_mesh
 from lightscale.runs.run_directory import read_metrics
+from lightscale.training.optimizer.adamw import AdamW
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,7 +55,7 @@ def loss_and_gradients(rank: int, world_size: int, init_method: str, mixer: str,
         config = transformer_config(model, mesh, dtype)
         module = LanguageModel(config, model, vocab_size=512, mesh=mesh)
         draw_weights(module, seed=0, tensor_rank=0, tensor_size=1)
-        engine = Engine(module, config, mesh, sequence_length=512, micro_batch_size=2, adamw=AdamW())
+        engine = Engine(module, config, mesh, sequence_length=512, micro_batch_size=2, optimizer=AdamW())
         tokens = torch.randint(0, 512, (2, 513), generator=torch.Generator().manual_seed(1))
         positions = torch.arange(512).repeat(2, 1)
         positions[0, 200:] -= 200

@@ -17,9 +17,10 @@ from lightscale.config.files import load
 from lightscale.config.schema import ModelConfig
 from lightscale.models.language_model import language_model_chunks, transformer_config
 from lightscale.models.registry import MIXERS
-from lightscale.parallel.engine import AdamW, Engine
+from lightscale.parallel.engine import Engine
 from lightscale.parallel.initialization import draw_weights, shard
 from lightscale.parallel.mesh import Mesh, start_mesh
+from lightscale.training.optimizer.adamw import AdamW
 from lightscale.training.schedule import learning_rate
 
 tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tiny_engine.py"))))
@@ -130,7 +131,7 @@ def engine_on(case: Case, rank: int, world_size: int, init_method: str, dtype: t
         for chunk in chunks:
             draw_weights(chunk, seed=0, tensor_rank=mesh.groups.tp.rank(), tensor_size=mesh.tensor)
         yield Engine(
-            chunks, config, mesh, sequence_length=TOKENS, micro_batch_size=ROWS, adamw=AdamW(), position_buckets=4
+            chunks, config, mesh, sequence_length=TOKENS, micro_batch_size=ROWS, optimizer=AdamW(), position_buckets=4
         )
 
 
@@ -148,7 +149,7 @@ def set_weights(engine: Engine, new: dict[str, Tensor]) -> None:
         for name, parameter in named(engine):
             parameter.copy_(shard(new[name], parameter, engine.mesh.groups.tp.rank(), engine.mesh.tensor))
     if engine.optimizer is not None:
-        engine.optimizer.reload_model_params()
+        engine.optimizer.copy_from_model()
 
 
 def disturbed(engine: Engine) -> dict[str, Tensor]:
@@ -257,7 +258,8 @@ def _along(engine: Engine, case: Case, trajectory: list[Any], first_step: int = 
 def _freely(engine: Engine, case: Case, trajectory: list[Any], after: dict[str, Tensor]) -> dict[str, float]:
     """The same steps with this layout's own weights from the first one's on."""
     errors: dict[str, float] = {}
-    forget_moments(engine)
+    assert engine.optimizer is not None
+    engine.optimizer.reset()
     set_weights(engine, trajectory[0][0])
     for step, (_, expected, _, _) in enumerate(trajectory):
         sums = engine.forward_backward(step_batches(step, engine.mesh, case))
@@ -266,14 +268,6 @@ def _freely(engine: Engine, case: Case, trajectory: list[Any], after: dict[str, 
     for name, weight in weights(engine).items():
         _raise(errors, f"weight {name}", error(weight, after[name]))
     return errors
-
-
-def forget_moments(engine: Engine) -> None:
-    assert engine.optimizer is not None
-    for part in engine.optimizer.chained_optimizers:
-        for state in part.optimizer.state.values():
-            for value in state.values():
-                value.zero_()
 
 
 def _raise(errors: dict[str, float], name: str, value: float) -> None:

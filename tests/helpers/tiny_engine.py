@@ -120,9 +120,9 @@ def whole(parameter: Any, own: Tensor, mesh: Mesh) -> Tensor:
 
 def own_state(engine: Engine) -> dict[str, Any]:
     """Everything that this rank holds: weights, the optimizer's fp32 weights, means and counters."""
-    assert engine.optimizer is not None
+    optimizer: Any = engine.optimizer
     state: dict[str, Any] = {name: parameter.detach().clone() for name, parameter in named(engine)}
-    for number, part in enumerate(engine.optimizer.chained_optimizers):
+    for number, part in enumerate(optimizer.megatron.chained_optimizers):
         for place, group in enumerate(part.optimizer.param_groups):
             state[f"{number} group {place}"] = {
                 # Those two are set before every step from the schedule and the engine's constants.

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from lightscale.config.schema import ModelConfig
 from lightscale.models.language_model import LanguageModel, transformer_config
-from lightscale.parallel.engine import AdamW, Engine, LossSums
+from lightscale.parallel.engine import Engine, LossSums
 from lightscale.parallel.initialization import draw_weights
 from lightscale.parallel.mesh import Mesh, start_mesh
+from lightscale.training.optimizer.adamw import AdamW
 
 tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "tiny_engine.py")))
 
@@ -25,7 +26,7 @@ MODEL = ModelConfig(num_layers=2, hidden_size=32, num_heads=4, intermediate_size
 VOCAB_SIZE, TOKENS, BUCKETS = 60, 22, 4
 
 
-def build(mesh: Mesh, adamw: AdamW | None, dtype: torch.dtype = torch.float32) -> Engine:
+def build(mesh: Mesh, optimizer: AdamW | None, dtype: torch.dtype = torch.float32) -> Engine:
     config = transformer_config(MODEL, mesh, dtype)
     stage = mesh.groups.pp.rank()
     model = LanguageModel(
@@ -33,7 +34,7 @@ def build(mesh: Mesh, adamw: AdamW | None, dtype: torch.dtype = torch.float32) -
     )
     draw_weights(model, seed=0, tensor_rank=mesh.groups.tp.rank(), tensor_size=mesh.tensor)
     return Engine(
-        model, config, mesh, sequence_length=TOKENS, micro_batch_size=2, adamw=adamw, position_buckets=BUCKETS
+        model, config, mesh, sequence_length=TOKENS, micro_batch_size=2, optimizer=optimizer, position_buckets=BUCKETS
     )
 
 

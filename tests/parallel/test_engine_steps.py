@@ -23,10 +23,10 @@ RunRanks = Callable[..., list[Any]]
 
 def megatron_step(engine: Engine, lr: float) -> float:
     """Megatron's step in one go."""
-    assert engine.optimizer is not None and engine.adamw is not None
-    for group in engine.optimizer.param_groups:
-        group["lr"], group["weight_decay"] = lr, engine.adamw.weight_decay * group["wd_mult"]
-    return float(engine.optimizer.step()[1])
+    optimizer: Any = engine.optimizer
+    for group in optimizer.megatron.param_groups:
+        group["lr"], group["weight_decay"] = lr, optimizer.spec.weight_decay * group["wd_mult"]
+    return float(optimizer.megatron.step()[1])
 
 
 def good_step(
@@ -105,7 +105,7 @@ def split_norm(rank: int, world_size: int, init_method: str) -> float:
     """Megatron reports what is not finite by itself where losses are scaled."""
     with tiny.engine_on((1, 1, 1, 1), rank, init_method) as engine:
         engine.forward_backward(tiny.step_batches(0, engine.mesh))
-        with mock.patch.object(engine.optimizer, "prepare_grads", return_value=True):
+        with mock.patch.object(engine.optimizer.megatron, "prepare_grads", return_value=True):
             return engine.gradient_norm()
 
 

@@ -15,6 +15,7 @@ RMSE(reference). Batches have document boundaries, masked labels that differ by 
 vocabulary. One start of the processes runs many cases; a failure shows its case, rank and stack.
 """
 
+import functools
 import itertools
 import runpy
 from collections.abc import Callable
@@ -36,6 +37,8 @@ record, follow = parity.record, parity.follow
 # Every spawn has its own, shorter limit; a slow machine must not be taken for a hang.
 pytestmark = pytest.mark.timeout(1800)
 RunRanks = Callable[..., list[Any]]
+OneProcess = Callable[[torch.dtype, int], str]
+Results = dict[str, list[dict[str, Any]]]  # what every rank found, by case
 ALL = list(parity.MODELS)
 
 # On one process: what changes only how the same numbers come about.
@@ -76,7 +79,7 @@ EIGHT = [
     "sequence=4 exchange=two_level ranks_per_node=2",
     "sequence=8",
 ]
-# Without tensor and pipeline ranks, stretches may have any length.
+# Without tensor and pipeline ranks, segments may have any length.
 UNEVEN = [
     "sequence=3 cuts=0,50,51",
     "sequence=3 cuts=0,0,95 recompute=full",
@@ -93,8 +96,8 @@ def some(layouts: list[str], share: int = 3) -> list[str]:
     """Each layout with a part of the models, each model with a part of the layouts."""
     return [
         f"{name} {layout}".strip()
-        for (number, layout), (place, name) in itertools.product(enumerate(layouts), enumerate(ALL))
-        if (number + place) % share == 0
+        for (number, layout), (other, name) in itertools.product(enumerate(layouts), enumerate(ALL))
+        if (number + other) % share == 0
     ]
 
 
@@ -103,21 +106,40 @@ def rest(layouts: list[str], share: int = 3) -> list[str]:
     return [case for case in every(layouts) if case not in taken]
 
 
+@pytest.fixture(scope="module")
+def one_process(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> OneProcess:
+    """The file with the one-process runs of all models, for a dtype and a number of steps; each is made once."""
+
+    @functools.cache
+    def recorded(dtype: torch.dtype, steps: int) -> str:
+        path = str(tmp_path_factory.mktemp("one-process") / "runs")
+        run_ranks(record, 1, path, dtype, ALL, steps, timeout_s=300)
+        return path
+
+    return recorded
+
+
 def check(
-    run_ranks: RunRanks, tmp_path: Path, world_size: int, cases: list[str], dtype: torch.dtype, steps: int
-) -> dict[str, list[dict[str, Any]]]:
-    """The cases against one process; returns what every rank found, by case."""
-    path, names = str(tmp_path / "one"), sorted({case.split()[0] for case in cases})
-    run_ranks(record, 1, path, dtype, names, steps, timeout_s=240)
+    run_ranks: RunRanks, one_process: OneProcess, world_size: int, cases: list[str], dtype: torch.dtype, steps: int
+) -> Results:
+    """Run the cases and hold them to one process."""
+    path = one_process(dtype, steps)
     ranks = run_ranks(follow, world_size, path, dtype, cases, timeout_s=120 + 20 * len(cases))
+    results = {case: [found[case] for found in ranks] for case in cases}
+    hold(results, path, dtype)
+    return results
+
+
+def hold(results: Results, path: str, dtype: torch.dtype) -> None:
+    """Every rank of every case equals the one-process run in ``path``, and ranks made the same collectives."""
     exact = dtype == FP64
     limits = {"loss": 1e-10 if exact else 1e-6, "gradient": 1e-10 if exact else 1e-5}
     limits |= {"logits": limits["gradient"], "weight": limits["gradient"]}
     expected = torch.load(path, weights_only=False)
-    for case in cases:
+    for case, ranks in results.items():
         compared: set[str] = set()
         for rank, found in enumerate(ranks):
-            for name, value in found[case]["errors"].items():
+            for name, value in found["errors"].items():
                 limit = limits[name.split()[0]]
                 assert value <= limit, f"{case} in {dtype}, rank {rank}: {name} is off by {value:.1e}, {limit} allowed"
                 compared.add(name)
@@ -125,9 +147,8 @@ def check(
         wanted = {"loss", "logits"} | {f"gradient of {name}" for name in trajectory[0][3]}
         wanted |= set() if exact else {f"weight {name}" for name in trajectory[0][3]} | {"gradient norm"}
         assert wanted <= compared, f"{case}: {wanted - compared} compared on no rank"
-        by_rank = [found[case]["collectives"] for found in ranks]
-        assert collectives.check_equal(by_rank, case) > 0 or world_size == 1
-    return {case: [found[case] for found in ranks] for case in cases}
+        by_rank = [found["collectives"] for found in ranks]
+        assert collectives.check_equal(by_rank, case) > 0 or len(ranks) == 1
 
 
 def states_sent(text: str, dtype: torch.dtype) -> tuple[int, int]:
@@ -151,47 +172,55 @@ _NORM_SUM = ("allreduce", ((parity.TOKENS, parity.ROWS), "torch.float64"))
 # ----- the default selection -----------------------------------------------------------------------------------------
 
 
-def test_one_process_recomputes_to_the_same(run_ranks: RunRanks, tmp_path: Path) -> None:
-    check(run_ranks, tmp_path, 1, some(ONE, 2), FP64, steps=1)
+STATES = [name for name in ALL if name not in ("llama", "hybrid")]
+RECOMPUTED = [f"sequence=2{option}" for option in ("", " recompute=full", " recompute=selective")]
 
 
-@pytest.mark.parametrize("dtype", [FP32, FP64], ids=["fp32", "fp64"])
-def test_two_ranks_equal_one(run_ranks: RunRanks, tmp_path: Path, dtype: torch.dtype) -> None:
-    cases = every(["tensor=2", "pipeline=2", "sequence=2"]) if dtype == FP64 else some(TWO, 6)
-    check(run_ranks, tmp_path, 2, cases, dtype, steps=1 if dtype == FP64 else 3)
+@pytest.fixture(scope="module")
+def two_in_fp64(run_ranks: RunRanks, one_process: OneProcess) -> Results:
+    """Every axis with every model, some options, and what the tests of traffic look at; in one start of the ranks."""
+    cases = [*every(["tensor=2", "pipeline=2", "sequence=2"]), *some(TWO[4:], 3), *every(RECOMPUTED, STATES)]
+    cases = list(dict.fromkeys(cases))
+    ranks = run_ranks(follow, 2, one_process(FP64, 1), FP64, cases, timeout_s=120 + 20 * len(cases))
+    return {case: [found[case] for found in ranks] for case in cases}
 
 
-def test_two_ranks_equal_one_whatever_the_options(run_ranks: RunRanks, tmp_path: Path) -> None:
-    check(run_ranks, tmp_path, 2, some(TWO[4:], 3), FP64, steps=1)
+def test_one_process_recomputes_to_the_same(run_ranks: RunRanks, one_process: OneProcess) -> None:
+    check(run_ranks, one_process, 1, some(ONE, 2), FP64, steps=1)
 
 
-def test_three_sequence_ranks_equal_one(run_ranks: RunRanks, tmp_path: Path) -> None:
-    check(run_ranks, tmp_path, 3, some(THREE + UNEVEN, 3), FP64, steps=1)
+def test_two_ranks_equal_one_in_fp64(two_in_fp64: Results, one_process: OneProcess) -> None:
+    hold(two_in_fp64, one_process(FP64, 1), FP64)
 
 
-def test_four_ranks_equal_one(run_ranks: RunRanks, tmp_path: Path) -> None:
-    check(run_ranks, tmp_path, 4, some(FOUR, 6), FP64, steps=1)
+def test_two_ranks_equal_one_in_fp32(run_ranks: RunRanks, one_process: OneProcess) -> None:
+    check(run_ranks, one_process, 2, some(TWO, 6), FP32, steps=3)
 
 
-def test_eight_ranks_equal_one(run_ranks: RunRanks, tmp_path: Path) -> None:
-    check(run_ranks, tmp_path, 8, some(EIGHT[:4], 6), FP64, steps=1)
+def test_three_sequence_ranks_equal_one(run_ranks: RunRanks, one_process: OneProcess) -> None:
+    check(run_ranks, one_process, 3, some(THREE + UNEVEN, 3), FP64, steps=1)
 
 
-def test_exchanges_are_as_many_and_as_large_as_the_formulas_say(run_ranks: RunRanks, tmp_path: Path) -> None:
+def test_four_ranks_equal_one(run_ranks: RunRanks, one_process: OneProcess) -> None:
+    check(run_ranks, one_process, 4, some(FOUR, 6), FP64, steps=1)
+
+
+def test_eight_ranks_equal_one(run_ranks: RunRanks, one_process: OneProcess) -> None:
+    check(run_ranks, one_process, 8, some(EIGHT[:4], 6), FP64, steps=1)
+
+
+def test_exchanges_are_as_many_and_as_large_as_the_formulas_say(two_in_fp64: Results) -> None:
     """And not one more when activations are recomputed. (Softmax attention gathers tokens, not states.)"""
-    names = [name for name in ALL if name not in ("llama", "hybrid")]
-    layouts = ["sequence=2", "sequence=2 recompute=full", "sequence=2 recompute=selective"]
-    found = check(run_ranks, tmp_path, 2, every(layouts, names), FP64, steps=1)
-    for case, by_rank in found.items():
+    for case in every(RECOMPUTED, STATES):
         calls, payload_bytes = states_sent(case, FP64)
-        for result in by_rank:
+        for result in two_in_fp64[case]:
             assert result["calls"] == calls * result["num_batches"], case
             assert result["payload_bytes"] == payload_bytes * result["num_batches"], case
 
 
-def test_a_norm_over_split_heads_costs_one_number_per_token(run_ranks: RunRanks, tmp_path: Path) -> None:
+def test_a_norm_over_split_heads_costs_one_number_per_token(two_in_fp64: Results) -> None:
     """One small all-reduce forward and one backward in every layer, beside what Megatron's layers send."""
-    (by_rank,) = check(run_ranks, tmp_path, 2, ["tnl tensor=2"], FP64, steps=1).values()
+    by_rank = two_in_fp64["tnl tensor=2"]
     operations = next(entries for entries in by_rank[0]["collectives"].values() if _NORM_SUM in entries)
     small = [entry for entry in operations if entry == _NORM_SUM]
     batches, layers = by_rank[0]["num_batches"], parity.MODELS["tnl"].num_layers
@@ -203,31 +232,31 @@ def test_a_norm_over_split_heads_costs_one_number_per_token(run_ranks: RunRanks,
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [FP32, FP64], ids=["fp32", "fp64"])
-def test_two_ranks_equal_one_in_every_case(run_ranks: RunRanks, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_two_ranks_equal_one_in_every_case(run_ranks: RunRanks, one_process: OneProcess, dtype: torch.dtype) -> None:
     if dtype == FP64:
-        check(run_ranks, tmp_path, 2, every(TWO[4:]), dtype, steps=1)
+        check(run_ranks, one_process, 2, every(TWO[4:]), dtype, steps=1)
     else:
-        check(run_ranks, tmp_path, 2, some(TWO, 2), dtype, steps=3)
+        check(run_ranks, one_process, 2, some(TWO, 2), dtype, steps=3)
 
 
 @pytest.mark.long
-def test_three_sequence_ranks_equal_one_in_every_case(run_ranks: RunRanks, tmp_path: Path) -> None:
-    check(run_ranks, tmp_path, 3, every(THREE + UNEVEN), FP64, steps=1)
-    check(run_ranks, tmp_path, 3, some(THREE + UNEVEN[:1]), FP32, steps=3)
+def test_three_sequence_ranks_equal_one_in_every_case(run_ranks: RunRanks, one_process: OneProcess) -> None:
+    check(run_ranks, one_process, 3, every(THREE + UNEVEN), FP64, steps=1)
+    check(run_ranks, one_process, 3, some(THREE + UNEVEN[:1]), FP32, steps=3)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [FP32, FP64], ids=["fp32", "fp64"])
-def test_four_ranks_equal_one_in_every_case(run_ranks: RunRanks, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_four_ranks_equal_one_in_every_case(run_ranks: RunRanks, one_process: OneProcess, dtype: torch.dtype) -> None:
     if dtype == FP64:
-        check(run_ranks, tmp_path, 4, rest(FOUR, 6), dtype, steps=1)
+        check(run_ranks, one_process, 4, rest(FOUR, 6), dtype, steps=1)
     else:
-        check(run_ranks, tmp_path, 4, some(FOUR, 4), dtype, steps=3)
+        check(run_ranks, one_process, 4, some(FOUR, 4), dtype, steps=3)
 
 
 @pytest.mark.long
-def test_eight_ranks_equal_one_in_every_case(run_ranks: RunRanks, tmp_path: Path) -> None:
-    check(run_ranks, tmp_path, 8, some(EIGHT, 3), FP64, steps=1)
+def test_eight_ranks_equal_one_in_every_case(run_ranks: RunRanks, one_process: OneProcess) -> None:
+    check(run_ranks, one_process, 8, some(EIGHT, 3), FP64, steps=1)
 
 
 @pytest.mark.long
@@ -274,52 +303,52 @@ NUDGED = ("decoder.layers.0.self_attention.kv_proj.weight", "decoder.layers.0.ml
 
 
 def freely(
-    rank: int, world_size: int, init_method: str, cases: list[str], steps: int, nudged: str | None = None
-) -> dict[str, list[float]]:
-    """The losses of ``steps`` steps; ``nudged`` names the weight that the control changes."""
+    rank: int, world_size: int, init_method: str, cases: list[str], steps: int, nudges: tuple[str, ...] = ("",)
+) -> dict[tuple[str, str], list[float]]:
+    """The losses of ``steps`` steps by case and nudge: the weight that a control changes, "" for none."""
     found = {}
-    for number, text in enumerate(cases):
+    for number, (text, nudged) in enumerate(itertools.product(cases, nudges)):
         case = parity.Case.of(text)
         with parity.engine_on(case, rank, world_size, f"{init_method}-{number}", FP32) as engine:
-            if nudged is not None:
+            if nudged:
                 start = parity.weights(engine)
                 flat = start[nudged].view(-1)
                 flat[7] = torch.nextafter(flat[7], torch.tensor(torch.inf))
                 parity.set_weights(engine, start)
-            found[text] = []
+            losses = found[text, nudged] = []
             for step in range(steps):
-                found[text].append(engine.forward_backward(parity.step_batches(step, engine.mesh, case)).mean)
+                losses.append(engine.forward_backward(parity.step_batches(step, engine.mesh, case)).mean)
                 engine.step(learning_rate(parity.SHIPPED.optimizer, step + 1, parity.SHIPPED.total_steps))
     return found
 
 
 def test_free_runs_stay_within_ten_times_the_control(run_ranks: RunRanks) -> None:
     steps = 25
-    base = run_ranks(freely, 1, ["tnl"], steps)[0]["tnl"]
-    controls = [run_ranks(freely, 1, ["tnl"], steps, name)[0]["tnl"] for name in NUDGED]
+    base, *controls = run_ranks(freely, 1, ["tnl"], steps, ("", *NUDGED))[0].values()
+    assert len(controls) == len(NUDGED)
     assert all(control != base for control in controls), "a control must differ, or it allows nothing"
     for found in run_ranks(freely, 2, every(["tensor=2", "pipeline=2", "sequence=2"], ["tnl"]), steps, timeout_s=240):
-        for case, losses in found.items():
+        for (case, _), losses in found.items():
             allowed = 1e-6
             for step in range(steps):
                 allowed = max(allowed, *(10 * abs(control[step] - base[step]) for control in controls))
                 assert abs(losses[step] - base[step]) <= allowed, f"{case}, step {step}"
 
 
-def test_the_harness_notices_a_wrong_gradient(run_ranks: RunRanks, tmp_path: Path) -> None:
+def test_the_harness_notices_a_wrong_gradient(run_ranks: RunRanks, one_process: OneProcess, tmp_path: Path) -> None:
     """A trajectory whose gradients are off by one part in a thousand must fail."""
-    path = tmp_path / "one"
-    run_ranks(record, 1, str(path), FP32, ["tnl"], 1)
-    runs = torch.load(path, weights_only=False)
+    path = str(tmp_path / "changed")
+    trajectory, after = torch.load(one_process(FP32, 3), weights_only=False)["tnl"]
     name = "decoder.layers.1.self_attention.kv_proj.weight"
-    runs["tnl"][0][0][3][name] *= 1.001
-    torch.save(runs, path)
-    (found,) = run_ranks(follow, 1, str(path), FP32, ["tnl"])
-    assert found["tnl"]["errors"][f"gradient of {name}"] > 1e-5
+    trajectory[0][3][name] *= 1.001
+    torch.save({"tnl": (trajectory, after)}, path)
+    (found,) = run_ranks(follow, 1, path, FP32, ["tnl"])
+    with pytest.raises(AssertionError, match=f"gradient of {name} is off"):
+        hold({"tnl": [found["tnl"]]}, path, FP32)
 
 
 def test_the_harness_notices_other_collectives() -> None:
-    """What one rank leaves out, does in another order, or sends to nobody."""
+    """What one rank skips, does in another order, or sends to nobody."""
     first, second = ("allreduce", ((4,), "torch.float32")), ("broadcast", ((4,), "torch.float32"))
     group = (0, 1, "1")
     assert collectives.check_equal([{group: [first, second]}] * 2, "") == 2

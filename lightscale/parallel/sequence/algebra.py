@@ -70,6 +70,7 @@ class Diagonal(Algebra):
         return (torch.zeros_like(summary[0]),)
 
     def apply(self, summary: Tensors, state: Tensors) -> Tensors:
+        # combine calls it too. Exchanges group these sums differently, so their results differ by rounding.
         S, D = summary
         return (S + _scaled(D, state[0]),)
 
@@ -95,6 +96,7 @@ class LogSumExp(Algebra):
         return *self.apply(later, earlier[:2]), earlier[2] * later[2]
 
     def empty(self, summary: Tensors) -> Tensors:
+        # Weights that sum to e^-inf = 0: merging takes all of the other state.
         return self.identity(summary)[:2]
 
     def apply(self, summary: Tensors, state: Tensors) -> Tensors:
@@ -102,6 +104,8 @@ class LogSumExp(Algebra):
         return tuple(merge(LightNetState(*state), LightNetState(z, S), through[:, 0]))
 
     def transition(self, summary: Tensors, state: Tensors) -> Tensor:
+        # The share of the weights that come from before the segment. It depends on the incoming state, not on the
+        # segment alone as a decay does, and so it is kept in the forward pass.
         z, _, through = summary
         return passed_share(state[0], z, through[:, 0])
 
@@ -111,6 +115,7 @@ class LogSumExp(Algebra):
 
 
 def _scaled(weight: Tensor, x: Tensor) -> Tensor:
+    # 0 x inf is NaN: an overflow in one document would otherwise reach the next one.
     return torch.where(weight == 0, 0.0, weight * x)
 
 

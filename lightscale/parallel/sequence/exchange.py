@@ -34,6 +34,7 @@ class StateExchange(ABC):
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.num_calls = 0
         self.payload_bytes = 0
+        # Made by the first exchange, which knows the device of what it sends.
         self._beside: _Beside | None = None
 
     @abstractmethod
@@ -57,6 +58,7 @@ class StateExchange(ABC):
 
     def _all_gather(self, tensors: Tensors, group: dist.ProcessGroup) -> list[Tensors]:
         """The ``tensors`` (equal shapes and one dtype on all ranks) of every rank of ``group``, in one collective."""
+        # One message instead of one per tensor: for payloads this small the latency counts.
         flat = _packed(tensors)
         gathered = flat.new_empty(group.size() * flat.numel())
         dist.all_gather_into_tensor(gathered, flat, group=group)
@@ -65,7 +67,10 @@ class StateExchange(ABC):
 
 
 class Gather(StateExchange):
-    """One all-gather per direction. Kept are the transitions of all segments."""
+    """One all-gather per direction. Kept are the transitions of all segments.
+
+    Every rank folds for itself what it received: more work on each, but none waits for another's sums as in ``Ring``.
+    """
 
     def forward(self, algebra: Algebra, summary: Tensors) -> tuple[Tensors, Tensors]:
         entering, transitions = _fold(algebra, self._all_gather(summary, self.group))
@@ -82,7 +87,7 @@ class TwoLevel(StateExchange):
     Args:
         group: all ranks of the sequence.
         node: the ranks of this node, neighbours in ``group``; as many on every node.
-        across: the ranks with the same place in each node.
+        across: the ranks with the same index in their nodes.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, node: dist.ProcessGroup, across: dist.ProcessGroup) -> None:
@@ -90,10 +95,12 @@ class TwoLevel(StateExchange):
         self.node, self.across = node, across
 
     def forward(self, algebra: Algebra, summary: Tensors) -> tuple[Tensors, Tensors]:
+        # The order of the three is the same on all ranks, node then across then node, and each has its communicator.
         inside = self._all_gather(summary, self.node)
         of_node = algebra.identity(summary)
         for segment in inside:
             of_node = algebra.combine(of_node, segment)
+        # All ranks of the node have the same sum now; each takes its share of the heads to the other nodes.
         shares = self._all_gather(self._share(of_node), self.across)
         entering_nodes, between = _fold(algebra, shares)
         entering_node = self._join(entering_nodes[self.across.rank()], algebra.empty(summary))
@@ -113,10 +120,12 @@ class TwoLevel(StateExchange):
         ranks, own = self.node.size(), self.node.rank()
 
         def share(x: Tensor) -> Tensor:
+            # Such as ``through`` of LogSumExp, one number per row.
             if x.size(1) == 1:
                 return x.contiguous()
             heads = -(-x.size(1) // ranks)
             part = x[:, own * heads : (own + 1) * heads]
+            # All-gathers want equal shapes; zeros in z are as good as any, because _join drops them.
             padding = [0, 0] * (x.dim() - 2) + [0, heads - part.size(1)]
             return torch.nn.functional.pad(part, padding)
 
@@ -135,6 +144,7 @@ class Ring(StateExchange):
     """A message from each rank to the next per direction; the time grows with the number of ranks."""
 
     def forward(self, algebra: Algebra, summary: Tensors) -> tuple[Tensors, Tensors]:
+        # A chain of waits, begun before the outputs: what a rank does between receiving and sending is one ``apply``.
         state = algebra.empty(summary)
         if self.rank > 0:
             state = self._receive(state, self.rank - 1)
@@ -143,6 +153,7 @@ class Ring(StateExchange):
         return state, (algebra.transition(summary, state),)
 
     def backward(self, algebra: Algebra, kept: Tensors, reads: Tensors) -> Tensors:
+        # The other way round: nothing reads the state that leaves the last rank.
         leaving = tuple(torch.zeros_like(x) for x in reads)
         if self.rank < self.size - 1:
             leaving = self._receive(leaving, self.rank + 1)
@@ -201,13 +212,17 @@ class _Beside(ABC):
 
 
 class _OnThread(_Beside):
-    """One thread, so that exchanges keep their order. Waiting raises what the exchange raised."""
+    """One thread, so that exchanges keep the order in which they were submitted, the same on every rank.
+
+    Waiting raises what the exchange raised.
+    """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="state-exchange")
 
     def submit(self, name: str, work: Callable[..., Any], args: tuple[Any, ...]) -> Wait:
         def run() -> Any:
+            # Autograd's mode and the profiler's ranges belong to a thread: this one has neither.
             with torch.no_grad(), torch.profiler.record_function(name):
                 return work(*args)
 
@@ -221,6 +236,7 @@ class _OnStream(_Beside):
         self._stream = torch.cuda.Stream(device)
 
     def submit(self, name: str, work: Callable[..., Any], args: tuple[Any, ...]) -> Wait:
+        # What is sent was computed on the current stream, and may not be ready yet.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.no_grad(), torch.cuda.stream(self._stream), torch.profiler.record_function(name):
             result = work(*args)
@@ -232,6 +248,7 @@ class _OnStream(_Beside):
         def wait() -> Any:
             current = torch.cuda.current_stream()
             current.wait_event(done)
+            # The same the other way round: taken on the exchange's stream, used on the computing one.
             for tensor in _tensors(result):
                 tensor.record_stream(current)
             return result

@@ -29,6 +29,7 @@ def _padded(x: Tensor, length: int) -> Tensor:
 
 
 def _all_gather(exchange: StateExchange, x: Tensor, sizes: Sequence[int]) -> Tensor:
+    # All-gathers want equal shapes: the longest segment's. The padding is cut off again, never attended to.
     own = _padded(x, max(sizes)).contiguous()
     gathered = own.new_empty(exchange.size, *own.shape)
     dist.all_gather_into_tensor(gathered.flatten(0, 1), own, group=exchange.group)

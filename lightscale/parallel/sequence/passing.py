@@ -30,6 +30,9 @@ class Replay(defaultdict[str, deque[_Incoming]]):
 
     The first pass of such a layer runs without gradients and leaves its state here; the second one, in the backward
     pass, takes it. Micro-batches are recomputed in the order in which they came, hence first in, first out.
+
+    A second exchange would cost as much again, in the middle of the backward pass, where little runs beside it. And
+    the state is the very same bits, which outputs computed twice must have.
     """
 
     def __init__(self) -> None:
@@ -41,7 +44,7 @@ def begin(
 ) -> Callable[..., Tensor]:
     """Start ``scan`` over rows that are split along the sequence over the ranks of ``exchange``, in rank order.
 
-    Stretches may differ in length from rank to rank, and be empty. One exchange forward and one backward.
+    Segments may differ in length from rank to rank, and be empty. One exchange forward and one backward.
 
     Args:
         written: the scan's inputs that do not read the state.
@@ -51,9 +54,11 @@ def begin(
     Returns:
         A function of the scan's inputs that read the state, to be called once; it gives the outputs.
     """
+    # With gradients, a layer that is recomputed runs for the second time. (Checkpointed layers run without them first.)
     if replay is not None and torch.is_grad_enabled():
         incoming = replay[name].popleft()
         return lambda *read: _PassStates.apply(scan, exchange, lambda: incoming, *written, *read)
+    # The exchange is no part of autograd's graph: _PassStates computes its gradients itself, exchange included.
     with torch.no_grad():
         summary = scan.summarize(written)
     wait = exchange.submit(exchange.forward, scan.algebra, summary)
@@ -78,10 +83,12 @@ class _PassStates(torch.autograd.Function):
         arrive: Callable[[], _Incoming],
         *inputs: Tensor | None,
     ) -> Tensor:
+        # Everything that does not need the other ranks, before waiting for them.
         with torch.profiler.record_function("outputs within the rank"):
             early = scan.early_outputs(inputs)
         incoming = arrive()
         ctx.scan, ctx.exchange = scan, exchange
+        # All tensors by autograd's own means: kept on ctx, they would escape its checks for changes in place.
         ctx.sizes = len(inputs), len(incoming.state), len(incoming.kept)
         ctx.save_for_backward(*inputs, *incoming.state, *incoming.kept, *incoming.remembered)
         return scan.outputs(inputs, early, incoming.state)
@@ -93,6 +100,8 @@ class _PassStates(torch.autograd.Function):
         inputs, rest = ctx.saved_tensors[:num_inputs], ctx.saved_tensors[num_inputs:]
         state, kept, remembered = rest[:num_state], rest[num_state : num_state + num_kept], rest[num_state + num_kept :]
         scan, exchange = ctx.scan, ctx.exchange
+        # Mirrors the forward pass: what later ranks wait for is computed first, then what they do not need. Autograd
+        # runs layers in reverse order on every rank alike, so exchanges meet in one order again.
         wait = exchange.submit(exchange.backward, scan.algebra, kept, scan.reads(inputs, do, state))
         with torch.profiler.record_function("gradients within the rank"):
             gradients = scan.own_gradients(inputs, do, state)

@@ -1,4 +1,4 @@
-"""The operators in the pieces that sequence parallelism needs: before, during and after an exchange.
+"""The operators in the passes that sequence parallelism needs: before, during and after an exchange.
 
 Inputs come in two parts. What is written to the state (keys, values, decays) is known first and summed up, and the
 exchange begins; what reads it (queries) may be computed meanwhile, and so are the outputs and gradients that do not
@@ -53,7 +53,7 @@ class Scan(ABC):
 
     @abstractmethod
     def outputs(self, inputs: Inputs, early: Tensor | None, state: Tensors) -> Tensor:
-        """The outputs of this rank's tokens. ``early`` may be overwritten."""
+        """The outputs of this rank's tokens. ``early`` may be overwritten: nothing else reads it."""
 
     def remember(self, summary: Tensors, state: Tensors) -> Tensors:
         """What ``leaving_gradients`` needs beside the inputs and the incoming state."""

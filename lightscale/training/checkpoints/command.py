@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lightscale.errors import UserError
-from lightscale.parallel.pieces import Box, Piece, copy_overlap
+from lightscale.parallel.shards import Box, TensorShard, copy_overlap
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.training.checkpoints.directories import (
     TENSORS,
@@ -238,7 +238,7 @@ def _whole(parts: list[tuple[TensorFile, Box]]) -> Tensor:
     """The tensor that the boxes are parts of, one dimension at least."""
     (_, box), files = parts[0], list(dict.fromkeys(file for file, _ in parts))
     stored = [piece for file in files for piece in file.pieces() if piece.box.key == box.key]
-    whole = Piece(
+    whole = TensorShard(
         box=Box(key=box.key, shape=box.shape, offset=tuple(0 for _ in box.shape), sizes=box.shape),
         data=torch.empty(box.shape, dtype=stored[0].data.dtype),
     )

@@ -24,7 +24,7 @@ from lightscale.errors import UserError
 from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.mesh import Mesh
-from lightscale.parallel.pieces import Piece, copy_overlap, fault_of_cover
+from lightscale.parallel.shards import TensorShard, copy_overlap, fault_of_cover
 from lightscale.runs.run_directory import is_named
 from lightscale.training.checkpoints.directories import (
     STATE,
@@ -152,9 +152,9 @@ class Checkpoints:
 
     def _read(self, engine: Engine, path: Path, contents: _Contents, weights_only: bool) -> dict[str, Any]:
         reach("load:read")
-        wanted = engine.wanted_pieces(weights_only=weights_only)
+        wanted = engine.wanted_shards(weights_only=weights_only)
         self._check_same_model(path, wanted, contents.tensors)
-        by_key: dict[str, list[Piece]] = {}
+        by_key: dict[str, list[TensorShard]] = {}
         for piece in wanted:
             by_key.setdefault(piece.box.key, []).append(piece)
 
@@ -173,7 +173,7 @@ class Checkpoints:
             set_random_states(contents.random)
         return common
 
-    def _check_same_model(self, path: Path, wanted: Sequence[Piece], files: Sequence[TensorFile]) -> None:
+    def _check_same_model(self, path: Path, wanted: Sequence[TensorShard], files: Sequence[TensorFile]) -> None:
         """Refuse a checkpoint whose weights are not those of the model, naming the first that differs."""
         own = {piece.box.key: piece.box.shape for piece in wanted}
         here = {key: shape for part in self._ranks.on_all(lambda: own) for key, shape in part.items()}

@@ -21,7 +21,7 @@ from lightscale.errors import UserError
 from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.mesh import Mesh
-from lightscale.parallel.pieces import Box, Piece, Shape, fault_of_cover
+from lightscale.parallel.shards import Box, Shape, TensorShard, fault_of_cover
 from lightscale.training.checkpoints.directories import (
     STATE,
     TENSORS,
@@ -74,7 +74,7 @@ class _Snapshot:
     """The state of one rank at one step, apart from what training goes on to change."""
 
     step: int
-    pieces: Sequence[Piece]
+    pieces: Sequence[TensorShard]
     state: str
     random: str
     facts: Mapping[str, Any]
@@ -100,7 +100,7 @@ class Saver:
 
     def reserve(self, engine: Engine) -> None:
         """Allocate the memory of the copies, as much as the rank's own state, before a step has to wait for it."""
-        self._copy(engine.owned_pieces())
+        self._copy(engine.owned_shards())
 
     def begin(
         self,
@@ -126,7 +126,7 @@ class Saver:
         """
         assert self._written is None, "the save before has not been finished"
         began = time.perf_counter()
-        pieces = self._copy(engine.owned_pieces())
+        pieces = self._copy(engine.owned_shards())
         state = json.dumps({**common, "step": step, "optimizer": engine.counters()})
         snapshot = _Snapshot(
             step=step,
@@ -179,7 +179,7 @@ class Saver:
         self.begin(engine, step=step, common=common, facts=facts, about=about, retention=retention)
         return self.finish()
 
-    def _copy(self, pieces: Iterable[Piece]) -> list[Piece]:
+    def _copy(self, pieces: Iterable[TensorShard]) -> list[TensorShard]:
         copied = []
         for piece in pieces:
             place, data = (piece.box.key, piece.box.offset), piece.data

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import xxhash
 
-from lightscale.parallel.pieces import Box, Piece
+from lightscale.parallel.shards import Box, TensorShard
 from lightscale.training.checkpoints.manifest import DamagedCheckpoint, FileRecord
 from lightscale.training.health.faults import reach
 
@@ -44,7 +44,7 @@ class _Entry:
     first_byte: int
 
 
-def write_tensors(path: Path, pieces: Sequence[Piece]) -> FileRecord:
+def write_tensors(path: Path, pieces: Sequence[TensorShard]) -> FileRecord:
     """Write ``pieces`` (on the CPU, contiguous) to the new file ``path``; it is on disk when this returns."""
     # The widest numbers first, so that all are aligned.
     ordered = sorted(pieces, key=lambda piece: -piece.data.element_size())
@@ -61,7 +61,7 @@ def write_tensors(path: Path, pieces: Sequence[Piece]) -> FileRecord:
     return FileRecord(num_bytes=size, xxh3_128=digest.hexdigest())
 
 
-def _blocks(pieces: Sequence[Piece]) -> Iterator[memoryview]:
+def _blocks(pieces: Sequence[TensorShard]) -> Iterator[memoryview]:
     yield memoryview(_header(pieces))
     for piece in pieces:
         content = piece.data.reshape(-1).view(torch.uint8).numpy().data
@@ -69,7 +69,7 @@ def _blocks(pieces: Sequence[Piece]) -> Iterator[memoryview]:
             yield content[start : start + _BLOCK_BYTES]
 
 
-def _header(pieces: Sequence[Piece]) -> bytes:
+def _header(pieces: Sequence[TensorShard]) -> bytes:
     shapes = {piece.box.key: piece.box.shape for piece in pieces}
     header: dict[str, Any] = {"__metadata__": {"shapes": json.dumps(shapes)}}
     end = 0
@@ -99,7 +99,7 @@ class TensorFile:
         """What the file holds."""
         return [entry.box for entry in self._entries]
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TensorShard]:
         """The boxes with their elements, mapped from the file: changing them does not change it.
 
         One at a time, so that what was read takes no memory while the next is read.
@@ -109,7 +109,8 @@ class TensorFile:
                 if entry.box.numel:
                     shape = (entry.box.numel * entry.dtype.itemsize,)
                     mapped = np.memmap(file, dtype=np.uint8, mode="c", offset=entry.first_byte, shape=shape)
-                    yield Piece(box=entry.box, data=torch.frombuffer(mapped, dtype=entry.dtype).view(entry.box.sizes))
+                    data = torch.frombuffer(mapped, dtype=entry.dtype).view(entry.box.sizes)
+                    yield TensorShard(box=entry.box, data=data)
 
 
 def _read_header(path: Path) -> list[_Entry]:

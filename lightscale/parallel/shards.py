@@ -1,7 +1,7 @@
 """Boxes of whole tensors: how a rank says which part of the model and of the optimizer it holds.
 
 Every layout cuts the same whole tensors into other boxes: tensor ranks along a dim, pipeline ranks by layer, and the
-distributed optimizer into stretches of the flattened parameters. A checkpoint is the boxes of the ranks that wrote
+distributed optimizer into ranges of the flattened parameters. A checkpoint is the boxes of the ranks that wrote
 it, and another layout reads the intersections with its own.
 """
 
@@ -30,14 +30,14 @@ class Box:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A box and its elements; ``data`` has the box's sizes and is what the rank itself computes with."""
+class TensorShard:
+    """A box and its elements, ``data`` of the box's sizes: a view, through which the rank's own state is written."""
 
     box: Box
     data: Tensor
 
 
-def stretch_boxes(sizes: Shape, first: int, last: int) -> Iterator[tuple[Shape, Shape]]:
+def range_boxes(sizes: Shape, first: int, last: int) -> Iterator[tuple[Shape, Shape]]:
     """(offset, sizes) of boxes that together are the elements first … last - 1 of a flattened tensor of ``sizes``.
 
     In order, and few: at most 2 d - 1 of them for d dims (the ends of the first and last row, and whole rows between).
@@ -49,6 +49,7 @@ def stretch_boxes(sizes: Shape, first: int, last: int) -> Iterator[tuple[Shape, 
         return
     row = math.prod(sizes[1:])
     whole_first, whole_last = -(-first // row), last // row
+    # First and last element are in one row, and neither at its end.
     if whole_first > whole_last:
         yield from _in_row(sizes, whole_last, first, last)
         return
@@ -62,11 +63,11 @@ def stretch_boxes(sizes: Shape, first: int, last: int) -> Iterator[tuple[Shape, 
 
 def _in_row(sizes: Shape, row: int, first: int, last: int) -> Iterator[tuple[Shape, Shape]]:
     start = row * math.prod(sizes[1:])
-    for offset, inner in stretch_boxes(sizes[1:], first - start, last - start):
+    for offset, inner in range_boxes(sizes[1:], first - start, last - start):
         yield (row, *offset), (1, *inner)
 
 
-def copy_overlap(source: Piece, target: Piece) -> int:
+def copy_overlap(source: TensorShard, target: TensorShard) -> int:
     """Copy what both hold of the same tensor to ``target``, in its number format; the number of elements copied."""
     at_source, at_target = [], []
     for source_start, source_size, start, size in zip(
@@ -77,9 +78,9 @@ def copy_overlap(source: Piece, target: Piece) -> int:
             return 0
         at_source.append(slice(first - source_start, last - source_start))
         at_target.append(slice(first - start, last - start))
-    place = target.data[tuple(at_target)]
-    place.copy_(source.data[tuple(at_source)])
-    return place.numel()
+    overlap = target.data[tuple(at_target)]
+    overlap.copy_(source.data[tuple(at_source)])
+    return overlap.numel()
 
 
 def fault_of_cover(boxes: Iterable[Box]) -> str | None:

@@ -1,0 +1,159 @@
+"""Megatron's distributed optimizer behind ``Optimizer``; the one file that calls private methods of Megatron.
+
+Written for megatron-core 0.16 (read in 0.16.1). Each private method has a comment that says why; who raises the bound
+in pyproject.toml reads them again there. The structure they reach into: ``get_megatron_optimizer`` gives a
+``ChainedOptimizer`` of one ``DistributedOptimizer`` per kind of buffer; each has the fused or PyTorch optimizer as
+``.optimizer``, whose parameters are this rank's parts of the model's, flat and in fp32.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from lightscale.parallel.optimizer_interface import Optimizer, OwnedState
+from lightscale.parallel.optimizer_spec import MegatronSpec
+
+
+def _decays_no_weight(parameter: nn.Parameter) -> bool:
+    return parameter.dim() == 1 or getattr(parameter, "no_weight_decay", False)
+
+
+class MegatronOptimizer(Optimizer):
+    """Megatron's distributed optimizer. Knows fp32, bf16 and fp16 weights; it refuses fp64."""
+
+    spec: MegatronSpec
+
+    def __init__(
+        self, spec: MegatronSpec, models: Sequence[DistributedDataParallel], config: TransformerConfig, *, on_gpu: bool
+    ) -> None:
+        super().__init__(spec, models, config, on_gpu=on_gpu)
+        self.megatron: ChainedOptimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                lr=0.0,
+                weight_decay=spec.weight_decay,
+                clip_grad=spec.grad_clip,
+                bf16=config.bf16,
+                params_dtype=config.params_dtype,
+                use_distributed_optimizer=True,
+                overlap_param_gather=on_gpu,
+                **spec.megatron_options(),
+            ),
+            list(models),
+            config_overrides={
+                ParamKey(predicate=ParamPredicate(name="no_weight_decay", fn=_decays_no_weight)): {"wd_mult": 0.0}
+            },
+            use_gloo_process_groups=on_gpu,
+        )
+        for part in self.megatron.chained_optimizers:
+            # Optimizers make their state in the first step, and a checkpoint may be read before it. Megatron's own
+            # loading does the same: a step on zero gradients, which at lr 0 changes no weight. It counts as one, and
+            # weight decay that is part of the gradient writes state, so it is undone.
+            part._init_optimizer_states_with_dummy_values()
+        self._zero_state()
+
+    def zero_grad(self) -> None:
+        """See ``Optimizer``."""
+        self.megatron.zero_grad()
+
+    def gradient_norm(self) -> float:
+        """See ``Optimizer``."""
+        # Where losses are scaled, Megatron looks for what is not finite itself and answers True.
+        if self.megatron.prepare_grads():
+            return math.inf
+        return float(self.megatron.get_grad_norm())
+
+    def apply(self, lr: float, grad_norm: float) -> None:
+        """See ``Optimizer``.
+
+        Megatron's ``step()`` is one call from the norm to the new weights. Here it is two, so that the guard can judge
+        the norm and skip a step of which nothing has changed yet.
+        """
+        for group in self.megatron.param_groups:
+            group["lr"] = lr
+            # Megatron only notes the override; its scheduler, which is not used here, would apply it.
+            group["weight_decay"] = self.spec.weight_decay * group["wd_mult"]
+        if self.spec.grad_clip > 0:
+            for part in self.megatron.chained_optimizers:
+                if parameters := part.get_parameters():
+                    clip_grad_by_total_norm_fp32(parameters, self.spec.grad_clip, grad_norm)
+        self.megatron.step_with_ready_grads()
+
+    def reset(self) -> None:
+        """See ``Optimizer``."""
+        self.copy_from_model()
+        self._zero_state()
+
+    def copy_from_model(self) -> None:
+        """See ``Optimizer``."""
+        self.megatron.reload_model_params()
+
+    def copy_to_model(self) -> None:
+        """See ``Optimizer``."""
+        for part in self.megatron.chained_optimizers:
+            # Public methods copy them only as the end of a step.
+            part._copy_main_params_to_model_params()
+
+    def owned(self, parameter: nn.Parameter) -> OwnedState | None:
+        """See ``Optimizer``."""
+        for part in self.megatron.chained_optimizers:
+            # Public, but only DistributedOptimizer has it: the parameters of which this rank has a part.
+            if parameter not in part.model_param_group_index_map:
+                continue
+            # Which elements of the flattened parameter this rank owns. Megatron's sharded_state_dict says it too, but
+            # gathers the whole optimizer on one rank for the format that any layout can read.
+            own = part._get_model_param_range_map(parameter)["param"]
+            # The fp32 weights and the state by name, as they are, wherever the optimizer keeps them.
+            tensors = part._get_main_param_and_optimizer_states(parameter)
+            return OwnedState(
+                first=own.start,
+                last=own.end,
+                weights=_flat(tensors["param"]),
+                state={name: _flat(tensors[name]) for name in self.spec.state},
+            )
+        return None
+
+    def counters(self) -> dict[str, int]:
+        """See ``Optimizer``. A rank without parameters has taken 0 steps."""
+        return {self.spec.step_counter: int(next(self._steps(), 0))}
+
+    def set_counters(self, counters: Mapping[str, int]) -> None:
+        """See ``Optimizer``."""
+        self._set_steps(counters[self.spec.step_counter])
+
+    def _zero_state(self) -> None:
+        """The state before the first step, to which Megatron itself has no way back."""
+        for part in self.megatron.chained_optimizers:
+            for state in part.optimizer.state.values():
+                for value in state.values():
+                    value.zero_()
+        self._set_steps(0)
+
+    def _steps(self) -> Iterator[float]:
+        """PyTorch's optimizers count for each parameter, fused ones for each group."""
+        for part in self.megatron.chained_optimizers:
+            for holder in (*part.optimizer.state.values(), *part.optimizer.param_groups):
+                if "step" in holder:
+                    yield float(holder["step"])
+
+    def _set_steps(self, steps: int) -> None:
+        # Megatron restores the number only with all of its own state dict, which checkpoints here do not have.
+        for part in self.megatron.chained_optimizers:
+            states = [state for state in part.optimizer.state.values() if "step" in state]
+            for state in states:
+                # A tensor of its own for each: PyTorch adds to them one by one.
+                state["step"] = torch.tensor(float(steps), dtype=torch.float32)
+            if not states:
+                for group in part.optimizer.param_groups:
+                    group["step"] = steps
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1)

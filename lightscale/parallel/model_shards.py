@@ -1,0 +1,99 @@
+"""Which shards of the whole tensors a rank holds: of the model's weights, and of the optimizer's state.
+
+Names and global shapes come from Megatron's ``sharded_state_dict``, so that a layer says once how it is cut. What the
+distributed optimizer owns comes from ``Optimizer.owned``.
+"""
+
+import bisect
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from torch import Tensor, nn
+
+from lightscale.parallel.optimizer_interface import Optimizer
+from lightscale.parallel.shards import Box, TensorShard, range_boxes
+
+# What stands before a parameter's name in checkpoints: ``model.`` for weights, the state's name for optimizer state.
+_WEIGHTS = "model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WeightShard:
+    parameter: nn.Parameter
+    shard: TensorShard
+    is_copy: bool
+    """Whether another tensor or pipeline rank holds it too, and comes before this one."""
+
+
+def weight_shards(chunks: Sequence[nn.Module], *, copies: bool) -> Iterator[TensorShard]:
+    """This rank's weights in the model's number format; ``copies``: also what an earlier model-parallel rank holds."""
+    for part in _weight_shards(chunks):
+        if copies or not part.is_copy:
+            yield _named(_WEIGHTS, part.shard)
+
+
+def optimizer_shards(
+    chunks: Sequence[nn.Module], optimizer: Optimizer, *, copies: bool, state: bool
+) -> Iterator[TensorShard]:
+    """What this data rank owns of the fp32 weights and, with ``state``, of the optimizer's state.
+
+    With a distributed optimizer a rank owns ranges of flattened parameters, which need not end where rows do: each
+    becomes a few boxes of the whole tensor.
+    """
+    for part in _weight_shards(chunks):
+        if part.is_copy and not copies:
+            continue
+        owned = optimizer.owned(part.parameter)
+        if owned is None:
+            continue
+        tensors = {_WEIGHTS: owned.weights, **(owned.state if state else {})}
+        # Where the shard begins in the flattened parameter.
+        begin = (part.shard.data.data_ptr() - part.parameter.data_ptr()) // part.parameter.element_size()
+        first, last = max(owned.first, begin), min(owned.last, begin + part.shard.data.numel())
+        box = part.shard.box
+        for offset, sizes in range_boxes(box.sizes, first - begin, last - begin):
+            numel = math.prod(sizes)
+            own = slice(first - owned.first, first - owned.first + numel)
+            first += numel
+            at = tuple(a + b for a, b in zip(box.offset, offset, strict=True))
+            for name, flat in tensors.items():
+                yield _named(name, TensorShard(box=replace(box, offset=at, sizes=sizes), data=flat[own].view(sizes)))
+
+
+def _named(prefix: str, shard: TensorShard) -> TensorShard:
+    return replace(shard, box=replace(shard.box, key=f"{prefix}.{shard.box.key}"))
+
+
+def _weight_shards(chunks: Sequence[nn.Module]) -> Iterator[_WeightShard]:
+    """Every shard of this rank's parameters, by its global name.
+
+    A parameter has several where its rows are not neighbours in the whole tensor, as the gate and up halves of a
+    linear unit are not.
+    """
+    for chunk in chunks:
+        parameters = sorted(chunk.parameters(), key=Tensor.data_ptr)
+        starts = [parameter.data_ptr() for parameter in parameters]
+        tensors = chunk.sharded_state_dict()  # type: ignore[operator]
+        apply_factories(tensors)
+        for tensor in nested_values(tensors):
+            if not isinstance(tensor, ShardedTensor):
+                assert not getattr(tensor, "data", None), f"{tensor}: only parameters are kept in checkpoints"
+                continue
+            # Megatron gives views, under names that need not be the parameter's (a tied output layer has the
+            # embedding's): the address says which parameter one belongs to.
+            parameter = parameters[bisect.bisect_right(starts, tensor.data.data_ptr()) - 1]
+            shard = TensorShard(
+                box=Box(
+                    key=tensor.key,
+                    shape=tuple(tensor.global_shape),
+                    offset=tuple(tensor.global_offset),
+                    sizes=tuple(tensor.local_shape),
+                ),
+                data=tensor.data.detach(),
+            )
+            assert shard.data.is_contiguous() and not tensor.prepend_axis_num, tensor.key
+            # The last number of a replica is its data rank, and data ranks share by Optimizer.owned.
+            yield _WeightShard(parameter=parameter, shard=shard, is_copy=any(tensor.replica_id[:-1]))

@@ -1,0 +1,36 @@
+"""AdamW: Adam with weight decay apart from the gradient (arXiv 1711.05101)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from lightscale.config.schema import OptimizerConfig
+from lightscale.parallel.optimizer_spec import MegatronSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(MegatronSpec):
+    """w ← w - lr (m̂ / (√v̂ + eps) + weight_decay w), with means m of g and v of g², and their corrections for bias."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the means m and v, per step."""
+    eps: float = 1e-8
+
+    state: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    step_counter: ClassVar[str] = "adam_steps"
+    state_description: ClassVar[str] = "Adam's two moments"
+
+    @classmethod
+    def from_config(cls, config: OptimizerConfig) -> Self:
+        """The constants that section [optimizer] gives."""
+        return cls(betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, grad_clip=config.grad_clip)
+
+    def megatron_options(self) -> Mapping[str, Any]:
+        """As Megatron names them."""
+        return {
+            "optimizer": "adam",
+            "decoupled_weight_decay": True,
+            "adam_beta1": self.betas[0],
+            "adam_beta2": self.betas[1],
+            "adam_eps": self.eps,
+        }

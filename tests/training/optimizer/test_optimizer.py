@@ -1,0 +1,207 @@
+"""The optimizer's interface: others than AdamW train, are saved, resumed and planned, by one line in the table.
+
+Two are added here: Adam whose weight decay is part of the gradient, which Megatron computes, and momentum, of which
+nothing is Megatron's.
+"""
+
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar, Self
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightscale.config.layout import check_layout
+from lightscale.config.schema import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+from lightscale.parallel.engine import Engine
+from lightscale.parallel.optimizer_interface import Optimizer, OwnedState
+from lightscale.parallel.optimizer_spec import MegatronSpec, OptimizerSpec
+from lightscale.planning.memory import assumptions, rank_memory
+from lightscale.training.checkpoints.restore import Checkpoints
+from lightscale.training.checkpoints.saving import Saver
+from lightscale.training.optimizer.registry import DEFAULT, OPTIMIZERS
+
+tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "tiny_engine.py")))
+
+RunRanks = Callable[..., list[Any]]
+MODEL = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
+RATE, DECAY, BETAS, EPS = 0.9, 0.3, (0.8, 0.98), 1e-7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam(MegatronSpec):
+    state: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    step_counter: ClassVar[str] = "steps of Adam"
+    state_description: ClassVar[str] = "two means"
+
+    @classmethod
+    def from_config(cls, config: OptimizerConfig) -> Self:
+        return cls(weight_decay=DECAY, grad_clip=0.0)
+
+    def megatron_options(self) -> Mapping[str, Any]:
+        betas = {"adam_beta1": BETAS[0], "adam_beta2": BETAS[1]}
+        return {"optimizer": "adam", "decoupled_weight_decay": False, "adam_eps": EPS, **betas}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentumSpec(OptimizerSpec):
+    state: ClassVar[tuple[str, ...]] = ("velocity",)
+    step_counter: ClassVar[str] = "steps of momentum"
+    state_description: ClassVar[str] = "the velocity"
+    implementation: ClassVar[str] = "module_of_a_test:Momentum"
+
+    @classmethod
+    def from_config(cls, config: OptimizerConfig) -> Self:
+        return cls(weight_decay=0.0, grad_clip=0.0)
+
+
+class Momentum(Optimizer):
+    """Of one rank, in fp32."""
+
+    def __init__(self, spec: OptimizerSpec, models: Sequence[Any], config: Any, *, on_gpu: bool) -> None:
+        super().__init__(spec, models, config, on_gpu=on_gpu)
+        self.velocity = {p: torch.zeros_like(p) for model in models for p in model.parameters()}
+        self.steps = 0
+
+    def zero_grad(self) -> None:
+        pass
+
+    def gradient_norm(self) -> float:
+        return float(torch.cat([p.main_grad.flatten() for p in self.velocity]).norm())  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def apply(self, lr: float, grad_norm: float) -> None:
+        for parameter, velocity in self.velocity.items():
+            velocity.mul_(RATE).add_(parameter.main_grad)  # type: ignore[attr-defined]
+            parameter.sub_(lr * velocity)
+        self.steps += 1
+
+    def reset(self) -> None:
+        self.steps = 0
+        for velocity in self.velocity.values():
+            velocity.zero_()
+
+    def copy_from_model(self) -> None:
+        pass
+
+    def copy_to_model(self) -> None:
+        pass
+
+    def owned(self, parameter: Any) -> OwnedState:
+        velocity = self.velocity[parameter].view(-1)
+        weights = parameter.detach().view(-1)
+        return OwnedState(first=0, last=len(velocity), weights=weights, state={"velocity": velocity})
+
+    def counters(self) -> dict[str, int]:
+        return {self.spec.step_counter: self.steps}
+
+    def set_counters(self, counters: Mapping[str, int]) -> None:
+        self.steps = counters[self.spec.step_counter]
+
+
+SPECS: dict[str, type[OptimizerSpec]] = {"adam": Adam, "momentum": MomentumSpec}
+
+
+def held(engine: Engine) -> dict[str, Tensor]:
+    """Weights and state, by the names of a checkpoint."""
+    shards = {f"{shard.box.key} {shard.box.offset}": shard.data.clone() for shard in engine.owned_shards()}
+    return {**shards, "counters": torch.tensor(list(engine.counters().values()))}
+
+
+def trained(rank: int, world_size: int, init_method: str, folder: str) -> dict[str, dict[str, Any]]:
+    """Two steps, a checkpoint, a third step; and that step again from the checkpoint, in an engine of other weights."""
+    module: Any = ModuleType("module_of_a_test")
+    module.Momentum = Momentum
+    sys.modules["module_of_a_test"] = module
+    found = {}
+    for name, spec in SPECS.items():
+        with mock.patch.dict(OPTIMIZERS, {DEFAULT: spec}):
+            with tiny.engine_on((1, 1, 1, 1), rank, f"{init_method}-{name}", **MODEL) as engine:
+                before, first = tiny.weights(engine), held(engine)
+                steps = tiny.train(engine, 0, 2)
+                Saver(Path(folder) / name, engine.mesh).save(engine, step=2, common={}, facts={})
+                counters = engine.counters()
+                steps += tiny.train(engine, 2, 3)
+                last = held(engine)
+                engine.reset_optimizer()
+                reset = held(engine)
+            with tiny.engine_on((1, 1, 1, 1), rank, f"{init_method}-{name}-2", seed=7, **MODEL) as engine:
+                assert Checkpoints(Path(folder) / name, engine.mesh).restore(engine) is not None
+                tiny.train(engine, 2, 3)
+                resumed = tiny.differing(last, held(engine))
+        found[name] = {
+            "weights": [before, *(weights for _, _, weights in steps)],
+            "gradients": [gradients for _, gradients, _ in steps],
+            "keys": {key.partition(".")[0] for key in last} - {"counters"},
+            "counters": counters,
+            "resumed": resumed,
+            # The state of a first step, and the weights of the last.
+            "reset": [key for key in tiny.differing(first, reset) if not key.startswith("model.")],
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def optimized(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    (found,) = run_ranks(trained, 1, str(tmp_path_factory.mktemp("optimizers")))
+    result: dict[str, dict[str, Any]] = found
+    return result
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_another_optimizer_is_saved_resumed_and_reset(optimized: dict[str, dict[str, Any]], name: str) -> None:
+    found = optimized[name]
+    assert found["keys"] == {"model", *SPECS[name].state}
+    assert found["counters"] == {SPECS[name].step_counter: 2}
+    assert found["resumed"] == []
+    assert found["reset"] == []
+
+
+def test_another_optimizer_of_megatron_computes_by_its_options(optimized: dict[str, dict[str, Any]]) -> None:
+    """Weight decay as a part of the gradient, so that the means contain it."""
+    weights, gradients = optimized["adam"]["weights"], optimized["adam"]["gradients"]
+    for name in weights[0]:
+        decay = 0.0 if weights[0][name].dim() == 1 or name.endswith("theta") else DECAY
+        mean = square = torch.zeros_like(weights[0][name], dtype=torch.float64)
+        for step, gradient in enumerate(gradients, start=1):
+            before = weights[step - 1][name].double()
+            g = gradient[name].double() + decay * before
+            mean = mean.lerp(g, 1 - BETAS[0])
+            square = square.lerp(g * g, 1 - BETAS[1])
+            root = (square / (1 - BETAS[1] ** step)).sqrt() + EPS
+            change = -tiny.LR * mean / (1 - BETAS[0] ** step) / root
+            assert tiny.error(weights[step][name].double() - before, change) < 1e-3, (step, name)
+
+
+def test_a_plan_counts_the_state_of_the_optimizer() -> None:
+    config = RunConfig(
+        model=ModelConfig(**MODEL, vocab_size=128),  # type: ignore[arg-type]
+        data=DataConfig(store=Path("store"), sequence_length=48),
+        optimizer=OptimizerConfig(lr=1e-3),
+        train=TrainConfig(steps=1, global_batch_size=1, precision="bf16"),
+    )
+    layout = check_layout(config, 1)
+    adamw = rank_memory(config, layout, 0)
+    with mock.patch.dict(OPTIMIZERS, {DEFAULT: MomentumSpec}):
+        momentum = rank_memory(config, layout, 0)
+        assert any("main weights and the velocity in fp32" in line for line in assumptions(config))
+    assert adamw.optimizer_bytes == 12 * adamw.parameters
+    assert momentum.optimizer_bytes == 8 * momentum.parameters
+    assert OPTIMIZERS[DEFAULT].from_config(config.optimizer).step_traffic_bytes == 30
+    assert MomentumSpec().step_traffic_bytes == 22
+
+
+def test_a_spec_is_read_without_torch() -> None:
+    code = (
+        "import sys, lightscale.training.optimizer.registry\n"
+        "print({'torch', 'megatron', 'numpy'} & set(sys.modules) or 'neither')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.stderr.strip()) == ("neither", "")
