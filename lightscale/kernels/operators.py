@@ -143,7 +143,7 @@ _OPERATORS: dict[str, Operator] = {}
 
 
 def register(operator: Operator) -> Operator:
-    """Make an operator known in this process, and return it.
+    """Make an operator known in this process, and return the one that is known: the first of equal ones.
 
     Raises:
         UserError: the name is that of another operator.
@@ -151,7 +151,7 @@ def register(operator: Operator) -> Operator:
     known = _OPERATORS.setdefault(operator.name, operator)
     if known != operator:
         raise UserError(f"operator {operator.name!r} is registered already, with another description: {known}")
-    return operator
+    return known
 
 
 def get_operator(name: str) -> Operator:
@@ -162,6 +162,12 @@ def get_operator(name: str) -> Operator:
             "another one is described by lightscale.kernels.operators.register"
         )
     return _OPERATORS[name]
+
+
+def state_grows(name: str) -> bool:
+    """Whether the operator called ``name`` has a state whose size depends on the number of tokens."""
+    state = get_operator(name).state
+    return state is not None and state.grows
 
 
 def operator_names() -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightscale.config.schema import ModelConfig, ParallelConfig
 from lightscale.errors import UserError
-from lightscale.kernels.operators import get_operator
+from lightscale.kernels.operators import get_operator, state_grows
 from lightscale.models.accounting import parameter_shapes
 from lightscale.models.flops import forward_flops_per_token
 from lightscale.models.layers.tpe import TPE
@@ -33,7 +33,7 @@ tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers
 
 HYBRID = "all in one stack"
 PATTERNS: dict[str, list[str]] = {name: [f"{name}*2"] for name in MIXERS} | {HYBRID: list(MIXERS)}
-GROWING = {"llama"}
+GROWING = {name for name in MIXERS if state_grows(mixer_class(name).operator)}
 """Mixers whose state grows with the tokens, and whose operations per token do."""
 SHAPE: dict[str, Any] = {"hidden_size": 24, "num_heads": 3, "intermediate_size": 20, "vocab_size": 53}
 MODELS = {
