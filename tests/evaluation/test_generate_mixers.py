@@ -11,13 +11,14 @@ import pytest
 from lightscale.config.files import load
 from lightscale.evaluation.generate import Document
 from lightscale.evaluation.model import LoadedModel, load_model
-from lightscale.models.registry import MIXERS
+from lightscale.kernels.operators import state_grows
+from lightscale.models.registry import MIXERS, mixer_class
 from lightscale.runs.run_directory import RunDirectory
 
 tnl = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("test_generate.py"))))
 
 STACKS: dict[str, str | list[str]] = {**{name: name for name in MIXERS}, "hybrid": ["tnl*3", "llama"]}
-GROWING = {"llama", "hybrid"}
+GROWING = {"hybrid", *(name for name in MIXERS if state_grows(mixer_class(name).operator))}
 POSITIONS = (100, 3000)
 RunRanks = Callable[..., list[Any]]
 

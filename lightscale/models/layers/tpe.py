@@ -15,6 +15,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from torch import Tensor, nn
 
 from lightscale.config.schema import ModelConfig
+from lightscale.kernels.operators import get_operator
 from lightscale.kernels.tpe import recurrent_step, state_dtype, tpe_scan
 from lightscale.models.layers.context import SequenceContext
 from lightscale.models.layers.states import Shapes, incoming_state
@@ -22,7 +23,6 @@ from lightscale.parallel.initialization import normal, set_initializer
 from lightscale.parallel.sequence import TPEScan
 
 LONGEST_SCALE_TOKENS = 4096
-_CHUNK_TOKENS = 64
 STATE_NAME = "tpe"
 
 
@@ -65,7 +65,7 @@ class TPE(MegatronModule):
     @staticmethod
     def forward_flops_per_token(model: ModelConfig) -> float:
         """A short Toeplitz product, and the state read and written, per channel."""
-        return model.hidden_size * (2 * _CHUNK_TOKENS + 4 * model.head_dim)
+        return model.hidden_size * (2 * get_operator("tpe").chunk_size + 4 * model.head_dim)
 
     @staticmethod
     def exchange_values(model: ModelConfig, *, rows: int) -> tuple[int, int]:

@@ -40,7 +40,8 @@ class CosFormer2(GatedMixer):
     @staticmethod
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
         """Projections, gate, and attention in chunks."""
-        return projection_flops(model, gated=True) + chunked_flops(model, sequence_length, key_width=2 * model.head_dim)
+        attention = chunked_flops(model, sequence_length, operator=CosFormer2.operator, key_width=2 * model.head_dim)
+        return projection_flops(model, gated=True) + attention
 
     @staticmethod
     def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:

@@ -11,12 +11,10 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from lightscale.config.schema import ModelConfig
+from lightscale.kernels.operators import get_operator
 from lightscale.models.layers.common import ReplicatedLinear, column_parallel, gated_norm_split, row_parallel
 from lightscale.models.layers.context import SequenceContext
 from lightscale.models.layers.states import Shapes
-
-CHUNK_TOKENS = 128
-"""Chunk of the linear-attention kernels on GPUs, in tokens."""
 
 
 class Mixer(MegatronModule, ABC):
@@ -36,7 +34,7 @@ class Mixer(MegatronModule, ABC):
     """Axes along which the mixer can be split; a degree on any other is refused before anything is built."""
 
     operator: ClassVar[str]
-    """The folder in ``kernels`` that computes it, or what else does."""
+    """What computes it, as ``kernels.operators`` describes it."""
 
     shared: ClassVar[frozenset[str]] = frozenset()
     """What the model holds once for all layers of this kind: "tpe", "lower_bounds"."""
@@ -161,7 +159,11 @@ def projection_flops(model: ModelConfig, *, gated: bool) -> float:
     return 2 * (4 * d * d + (2 * d * gate_rank(model) if gated else 0))
 
 
-def chunked_flops(model: ModelConfig, sequence_length: int, *, key_width: int) -> float:
-    """Operations of chunked linear attention per token: 2 C (k + v) in the chunk, 4 k v with the state, per head."""
+def chunked_flops(model: ModelConfig, sequence_length: int, *, operator: str, key_width: int) -> float:
+    """Operations of chunked linear attention per token: 2 C (k + v) in the chunk, 4 k v with the state, per head.
+
+    C is the chunk of ``operator``.
+    """
     k, v = key_width, model.head_dim
-    return model.num_heads * (2 * min(CHUNK_TOKENS, sequence_length) * (k + v) + 4 * k * v)
+    chunk = min(get_operator(operator).chunk_size, sequence_length)
+    return model.num_heads * (2 * chunk * (k + v) + 4 * k * v)

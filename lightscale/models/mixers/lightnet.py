@@ -46,7 +46,8 @@ class LightNet(GatedMixer):
     @staticmethod
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
         """Projections, gate, and attention in chunks."""
-        return projection_flops(model, gated=True) + chunked_flops(model, sequence_length, key_width=2 * model.head_dim)
+        attention = chunked_flops(model, sequence_length, operator=LightNet.operator, key_width=2 * model.head_dim)
+        return projection_flops(model, gated=True) + attention
 
     @staticmethod
     def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:

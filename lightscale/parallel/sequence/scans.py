@@ -13,17 +13,31 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightscale.errors import UserError
 from lightscale.kernels import gla, lightnet, lightning, tpe
 from lightscale.kernels.common.angles import angles_of
 from lightscale.kernels.gla import boundary_states as gla_boundary
 from lightscale.kernels.lightnet import LightNetState, StateCotangent
 from lightscale.kernels.lightnet import boundary_states as lightnet_boundary
 from lightscale.kernels.lightning import boundary_states as lightning_boundary
+from lightscale.kernels.operators import StateAlgebra, get_operator
 from lightscale.kernels.tpe import boundary_states as tpe_boundary
 from lightscale.parallel.sequence.algebra import DIAGONAL, LOG_SUM_EXP, Algebra, Tensors
 
 Inputs = tuple[Any, ...]
 """Tensors, some of them optional; each scan says which."""
+
+_ALGEBRAS = {StateAlgebra.DIAGONAL: DIAGONAL, StateAlgebra.LOG_SUM_EXP: LOG_SUM_EXP}
+
+
+def algebra_of(operator: str) -> Algebra:
+    """How the states of an operator are combined, by its description; UserError for states that cannot be passed."""
+    state = get_operator(operator).state
+    if state is None or state.algebra not in _ALGEBRAS:
+        algebra = "no state" if state is None else f"a state whose algebra is {state.algebra.value!r}"
+        known = ", ".join(algebra.value for algebra in _ALGEBRAS)
+        raise UserError(f"operator {operator!r} has {algebra}; states are passed along sequence ranks for: {known}")
+    return _ALGEBRAS[state.algebra]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +51,7 @@ class Scan(ABC):
     continues: Tensor
     cu_seqlens: Tensor | None
 
-    algebra: ClassVar[Algebra] = DIAGONAL
+    algebra: ClassVar[Algebra]
 
     @abstractmethod
     def summarize(self, written: Inputs) -> Tensors:
@@ -94,6 +108,8 @@ class LightningScan(DiagonalScan):
     """Lightning attention. Written: k (B, T, H, K), v (B, T, H, V), log_decay (H,), (B, T, H) or None, and the angles
     of LRPE or two None: theta (H, K), positions (B, T) in the whole document, not beside decays (B, T, H). Reads: q.
     """
+
+    algebra: ClassVar[Algebra] = algebra_of("lightning")
 
     def summarize(self, written: Inputs) -> Tensors:
         k, v, log_decay, *angles = written
@@ -152,6 +168,8 @@ class LightningScan(DiagonalScan):
 class GatedScan(DiagonalScan):
     """Gated linear attention. Written: k (B, T, H, K), v (B, T, H, V), log_decay (B, T, H, K). Reads: q."""
 
+    algebra: ClassVar[Algebra] = algebra_of("gla")
+
     def summarize(self, written: Inputs) -> Tensors:
         k, v, log_decay = written
         state, decay = gla.state_fwd(k, v, log_decay, self.cu_seqlens)
@@ -183,6 +201,8 @@ class GatedScan(DiagonalScan):
 @dataclass(frozen=True, kw_only=True)
 class TPEScan(DiagonalScan):
     """Toeplitz positional encoding. Written: x (B, T, D), log_decay (E,). Reads: gamma (D, E)."""
+
+    algebra: ClassVar[Algebra] = algebra_of("tpe")
 
     def summarize(self, written: Inputs) -> Tensors:
         x, log_decay = written
@@ -222,7 +242,7 @@ class LightNetScan(Scan):
     before scales each channel of the queries.
     """
 
-    algebra: ClassVar[Algebra] = LOG_SUM_EXP
+    algebra: ClassVar[Algebra] = algebra_of("lightnet")
 
     def summarize(self, written: Inputs) -> Tensors:
         k, v, *angles = written
