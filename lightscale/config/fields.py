@@ -13,14 +13,18 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from lightscale.config.mixers import known_mixers, mixer_options_type
 from lightscale.config.schema import RunConfig
 
 SECTIONS: tuple[str, ...] = tuple(RunConfig.model_fields)
+MIXER_OPTIONS = ("model", "mixer_options")
+"""The table of tables whose types are the mixers' own."""
 
 # Keys that have another name now.
 _RENAMED = {
     ("model", "width"): ("model", "hidden_size"),
     ("model", "glu_width"): ("model", "intermediate_size"),
+    ("model", "gate_rank"): (*MIXER_OPTIONS, "NAME", "gate_rank"),
 }
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _WORDS = {
@@ -36,7 +40,10 @@ _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 @dataclass(frozen=True, kw_only=True)
 class FieldDescription:
-    """One field: dotted key (NAME where the user chooses one), what it takes, default as TOML, meaning."""
+    """One field: dotted key (NAME where the user chooses one), what it takes, default as TOML, meaning.
+
+    Options of mixers have the mixer's name in their key.
+    """
 
     key: str
     type: str
@@ -45,12 +52,20 @@ class FieldDescription:
 
 
 def describe_fields() -> list[FieldDescription]:
-    """Every field of a run's configuration, in the order of the sections."""
+    """Every field of a run's configuration, in the order of the sections; the options of all known mixers too.
+
+    UserError where another package's mixer cannot be loaded.
+    """
     return list(_describe(RunConfig, ()))
 
 
 def _describe(section: type[BaseModel], path: tuple[str, ...]) -> Iterator[FieldDescription]:
     for name, field in section.model_fields.items():
+        if (*path, name) == MIXER_OPTIONS:
+            for mixer in known_mixers():
+                options = mixer_options_type(mixer)
+                yield from () if options is None else _describe(options, (*MIXER_OPTIONS, mixer))
+            continue
         inner, named = table_type(field.annotation)
         if inner is not None:
             yield from _describe(inner, (*path, name, "NAME") if named else (*path, name))
@@ -111,6 +126,8 @@ def nearest_key(path: tuple[str, ...]) -> str:
     if len(path) == 1:
         near = difflib.get_close_matches(path[0], [*SECTIONS, "extends"], n=1)
         return f"did you mean {near[0]}?" if near else f"the sections are {', '.join(SECTIONS)}"
+    if path[:2] == MIXER_OPTIONS:
+        return _nearest_option(path)
     by_name: dict[str, list[str]] = {}
     for field in describe_fields():
         by_name.setdefault(field.key.rpartition(".")[2], []).append(field.key)
@@ -123,6 +140,18 @@ def nearest_key(path: tuple[str, ...]) -> str:
     if near := difflib.get_close_matches(path[-1], by_name, n=1):
         return f"did you mean {by_name[near[0]][0]}?"
     return f"[{key_text(path[:-1])}] has {', '.join(siblings)}"
+
+
+def _nearest_option(path: tuple[str, ...]) -> str:
+    """Advice on an unknown option of a mixer: model.mixer_options.NAME.OPTION."""
+    mixer = path[2]
+    options = mixer_options_type(mixer)
+    names = [] if options is None else list(options.model_fields)
+    if not names:
+        return f"the mixer {mixer} has no options"
+    if near := difflib.get_close_matches(path[3], names, n=1):
+        return f"did you mean {key_text((*path[:3], near[0]))}?"
+    return f"the mixer {mixer} has the options {', '.join(names)}"
 
 
 def key_text(path: Sequence[str]) -> str:

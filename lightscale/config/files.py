@@ -14,8 +14,17 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from lightscale.config.fields import field_words, key_text, nearest_key, table_type, toml_value, type_words
-from lightscale.config.schema import RunConfig
+from lightscale.config.fields import (
+    MIXER_OPTIONS,
+    field_words,
+    key_text,
+    nearest_key,
+    table_type,
+    toml_value,
+    type_words,
+)
+from lightscale.config.mixers import known_mixers, mixer_options_type
+from lightscale.config.schema import RunConfig, Section
 from lightscale.errors import UserError
 
 Key = tuple[str, ...]
@@ -151,7 +160,7 @@ def _parse_file(path: Path, context: str) -> dict[str, Any]:
 
 
 def _parse_override(text: str) -> tuple[Key, Any]:
-    """'model.hidden_size=64' -> (("model", "width"), 64). A value that is not TOML is text."""
+    """'model.hidden_size=64' -> (("model", "hidden_size"), 64). A value that is not TOML is text."""
     name, equals, value = text.partition("=")
     try:
         key = [] if not equals else list(_leaves(tomllib.loads(f"{name} = 0"), ()))
@@ -171,7 +180,9 @@ def _explain(error: dict[str, Any], merged: _Merged, path: Path) -> str:
     key, words = _locate(error["loc"])
     origin, value = merged.origin(key) or path, merged.value(key)
     if error["type"] == "value_error":
-        return f"{path}: {error['ctx']['error']}"
+        # A check of a section names its keys itself, one of a field or of a mixer's options only says what is wrong.
+        where = path if len(key) == 1 else f"{origin}: {key_text(key)} = {toml_value(value)}"
+        return f"{where}: {error['ctx']['error']}"
     if error["type"] == "extra_forbidden":
         return f"{origin}: unknown key {key_text(key)}; {nearest_key(key)}"
     if value is None and len(key) == 1:
@@ -202,6 +213,8 @@ def _locate(location: Sequence[int | str]) -> tuple[Key, str]:
         if get_origin(field.annotation) is dict and (name := next(parts, None)) is not None:
             key.append(name)
             words = type_words(get_args(field.annotation)[1])
+            if tuple(key[:-1]) == MIXER_OPTIONS:
+                section = (mixer_options_type(name) or Section) if name in known_mixers() else None
     return tuple(key), words
 
 

@@ -4,6 +4,7 @@
 imports neither torch nor any part of lightscale but the errors.
 """
 
+import difflib
 import math
 import re
 from collections.abc import Iterable
@@ -16,12 +17,16 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    SerializeAsAny,
+    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
+from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError
 
 from lightscale.config.arithmetic import near_divisor, near_multiple
+from lightscale.config.mixers import known_mixers, mixer_entry, mixer_options_type
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -82,8 +87,8 @@ class ModelConfig(Section):
     """Added to the mean square in the norms."""
     init_std: Positive = 0.02
     """Standard deviation of the initial weights; output projections take it divided by sqrt(2 num_layers)."""
-    gate_rank: Count | None = None
-    """Rank of a mixer's output gate, in channels; none: the head width."""
+    mixer_options: Annotated[dict[str, SerializeAsAny[Section]], Field(validate_default=True)] = {}
+    """Options of the mixers in use: a table [model.mixer_options.NAME] for each that has options."""
 
     @cached_property
     def head_dim(self) -> int:
@@ -95,6 +100,42 @@ class ModelConfig(Section):
         """The mixer's name for each layer, first to last; length num_layers."""
         period = _mixer_period(self.mixer)
         return tuple(period * (self.num_layers // len(period)))
+
+    def layer_options(self, layer: int) -> Section:
+        """The options of the mixer of layer ``layer`` (from 0), in the type that the mixer names."""
+        return self.mixer_options.get(self.layers[layer], Section())
+
+    @field_validator("mixer")
+    @classmethod
+    def _known(cls, mixer: str | list[str]) -> str | list[str]:
+        for name in dict.fromkeys(_mixer_period(mixer)):
+            mixer_entry(name)
+        return mixer
+
+    @field_validator("mixer_options", mode="plain")
+    @classmethod
+    def _typed_options(cls, tables: Any, info: ValidationInfo) -> dict[str, Section]:
+        """Of every mixer in use its options, complete with defaults, in its own type."""
+        if "mixer" not in info.data:
+            return {}  # an error already, and nobody knows what is in use
+        if not isinstance(tables, dict):
+            raise PydanticKnownError("dict_type")
+        used = dict.fromkeys(_mixer_period(info.data["mixer"]))
+        errors = [_unused_options(name, tables[name], list(used)) for name in tables if name not in used]
+        typed = {}
+        for name in used:
+            try:
+                options = (mixer_options_type(name) or Section).model_validate(tables.get(name, {}))
+            except ValidationError as error:
+                # Under the mixer's name, so that messages name the whole key.
+                errors += [_inside(name, dict(item)) for item in error.errors(include_url=False)]
+                continue
+            assert isinstance(options, Section), f"the options of mixer {name} are no Section"
+            if type(options).model_fields:
+                typed[name] = options
+        if errors:
+            raise ValidationError.from_exception_data("mixer_options", errors)
+        return typed
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -387,6 +428,25 @@ class RunConfig(Section):
         return self
 
 
+def _unused_options(name: str, table: object, used: list[str]) -> InitErrorDetails:
+    """The error of options for a mixer that no layer has."""
+    if not isinstance(table, dict):
+        text = f"options stand in a table [model.mixer_options.NAME], NAME a mixer of the model: {', '.join(used)}"
+    else:
+        what = "no layer uses this mixer" if name in known_mixers() else "no mixer has this name"
+        near = difflib.get_close_matches(name, used, n=1)
+        text = f"{what}; did you mean {near[0]}?" if near else f"{what}; the model has {', '.join(used)}"
+    error = PydanticCustomError("value_error", "{error}", {"error": text})
+    return InitErrorDetails(type=error, loc=(name,), input=table)
+
+
+def _inside(name: str, error: dict[str, Any]) -> InitErrorDetails:
+    """One of pydantic's errors in a table, as an error in the table of tables."""
+    return InitErrorDetails(
+        type=error["type"], loc=(name, *error["loc"]), input=error["input"], ctx=error.get("ctx", {})
+    )
+
+
 def _mixer_period(mixer: str | Iterable[str]) -> list[str]:
     """["tnl*2", "llama"] -> ["tnl", "tnl", "llama"]."""
     entries = [mixer] if isinstance(mixer, str) else list(mixer)
@@ -394,8 +454,8 @@ def _mixer_period(mixer: str | Iterable[str]) -> list[str]:
     for entry in entries:
         match = _MIXER_ENTRY.fullmatch(entry)
         if match is None:
-            raise ValueError(f'model.mixer: "{entry}" must be NAME or NAME*COUNT, like "tnl" or "tnl*7"')
+            raise ValueError(f'"{entry}" must be NAME or NAME*COUNT, like "tnl" or "tnl*7"')
         period += [match["name"]] * int(match["count"] or 1)
     if not period:
-        raise ValueError('model.mixer = [] names no mixer; "tnl" would do')
+        raise ValueError('names no mixer; use a name or a list of names, like "tnl"')
     return period

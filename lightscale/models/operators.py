@@ -25,7 +25,7 @@ def describe_operators(model: ModelConfig, dtype: torch.dtype, device: torch.dev
     """
     like = torch.empty(0, dtype=dtype, device=device)
     names = [mixer_class(name).operator for name in model.layers]
-    names += ["tpe"] if "tpe" in shared_parts(model) else []
+    names += [part.operator for part in shared_parts(model) if part.operator is not None]
     names += ["norm", "glu", "cross_entropy"]
     chosen = {name: _BACKENDS[name](like) if name in _BACKENDS else "PyTorch" for name in names}
     return "kernels: " + ", ".join(f"{name} {backend}" for name, backend in chosen.items())

@@ -5,16 +5,17 @@ What runs is held to one process in tests/parallel/test_parity.py.
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
 
 from lightscale.config.layout import check_layout
+from lightscale.config.mixers import MIXERS
 from lightscale.config.schema import ModelConfig, ParallelConfig, RunConfig
 from lightscale.errors import UserError
-from lightscale.models import registry
 from lightscale.models.mixers.tnl import TNL
-from lightscale.models.registry import MIXERS, check_mixers
+from lightscale.models.registry import check_mixers
 
 AXES = ("tensor", "pipeline", "sequence")
 # Of the model below: 4 layers, width 64, 4 heads, GLU width 128, 512 ids; sequences of 64 tokens, 4 a step.
@@ -47,7 +48,7 @@ class Whole(TNL):
 @pytest.mark.parametrize("axis", AXES)
 def test_a_layer_that_cannot_be_split_says_so(axis: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it stands in the model, and whatever stands beside it."""
-    monkeypatch.setitem(registry.MIXERS, "whole", Whole)
+    monkeypatch.setitem(MIXERS, "whole", replace(MIXERS["tnl"], cls=f"{__name__}:Whole"))
     model = ModelConfig(
         mixer=["tnl", "tnl", "whole"], num_layers=3, hidden_size=64, num_heads=4, intermediate_size=96, vocab_size=128
     )
@@ -57,7 +58,7 @@ def test_a_layer_that_cannot_be_split_says_so(axis: str, monkeypatch: pytest.Mon
         return
     with pytest.raises(UserError) as refused:
         check_mixers(model, parallel)
-    for part in (f"parallel.{axis} = 2", "layer 2 (whole)", f"parallel.{axis} = 1 would work", "pipeline"):
+    for part in (f"parallel.{axis} = 2", "layer 2 (whole)", f"use parallel.{axis} = 1,", "pipeline"):
         assert part in str(refused.value)
 
 

@@ -13,10 +13,11 @@ from torch import Tensor
 from lightscale import cli
 from lightscale.config.files import load
 from lightscale.config.layout import check_layout
+from lightscale.config.mixers import MIXERS
 from lightscale.config.schema import ModelConfig, RunConfig
 from lightscale.errors import UserError
 from lightscale.models.language_model import LanguageModel, transformer_config
-from lightscale.models.registry import MIXERS
+from lightscale.models.registry import mixer_class
 from lightscale.parallel.initialization import draw_weights
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.planning.communication import EXCHANGES
@@ -196,7 +197,7 @@ def test_mistakes_are_named(
 
 
 def test_an_axis_that_a_mixer_cannot_be_split_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MIXERS["tnl"], "axes", frozenset({"data"}))
+    monkeypatch.setattr(mixer_class("tnl"), "axes", frozenset({"data"}))
     with pytest.raises(UserError, match=r"parallel\.sequence = 2: layer 0 \(tnl\)"):
         plan(config("tnl-tiny", "parallel.sequence=2"))
 
