@@ -59,7 +59,7 @@ def mixer_entry(name: str) -> MixerEntry:
     """
     if name in MIXERS:
         return MIXERS[name]
-    return _package_entry(name)
+    return package_entry(name)
 
 
 def mixer_options_type(name: str) -> type[BaseModel] | None:
@@ -78,7 +78,7 @@ def imported_class(name: str) -> Any:
 
 
 @cache
-def _package_entry(name: str) -> MixerEntry:
+def package_entry(name: str) -> MixerEntry:
     """The entry of another package's mixer; kept, because all installed packages are searched for it."""
     points = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
     if not points:
