@@ -20,7 +20,7 @@ from bench_subjects import BOTH, FLA, FORWARD, OURS, PASSES, Setting, Subject, s
 from rich.table import Table
 from torch import Tensor
 
-from lightscale.kernels.lightning import backend_of
+from lightscale.kernels.common.backends import choose_backend
 
 # (rows, tokens of a row): from 8K to 1M tokens.
 SHAPES = ((1, 8192), (1, 32768), (1, 131072), (16, 8192), (1, 1048576))
@@ -276,7 +276,7 @@ def facts(bench: Bench) -> dict[str, Any]:
     setting, on_gpu = bench.setting, bench.setting.device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(setting.device) if on_gpu else "cpu",
-        "backend": backend_of(torch.empty(1, dtype=setting.dtype, device=setting.device)),
+        "backend": choose_backend("lightning", torch.empty(1, dtype=setting.dtype, device=setting.device)),
         "versions": {name: _version(name) for name in ("triton", "fla-core")},
         "dtype": str(setting.dtype).removeprefix("torch."),
         "heads": setting.num_heads,

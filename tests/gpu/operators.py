@@ -5,19 +5,23 @@ Nothing here knows of a GPU: `test_comparing.py` runs it on CPUs at small sizes,
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightscale.errors import UserError
 from lightscale.kernels.common.angles import angles_of
+from lightscale.kernels.common.backends import implementation
 from lightscale.kernels.cross_entropy import linear_cross_entropy
 from lightscale.kernels.gla import gla
 from lightscale.kernels.glu import glu
 from lightscale.kernels.lightnet import LightNetState, StateCotangent, lightnet_attention
-from lightscale.kernels.lightning import lightning_attention
+from lightscale.kernels.lightning import lightning_attention, token_decays
 from lightscale.kernels.norm import norm
+from lightscale.kernels.operators import get_operator
 from lightscale.kernels.tpe import tpe_scan
 from lightscale.models.layers.positions import lrpe_angles
 
@@ -62,7 +66,9 @@ class Draw:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operator:
+class Case:
+    operator: str
+    """As ``lightscale.kernels.operators`` describes it; another is refused."""
     draw: Callable[[Draw], dict[str, Tensor]]
     """Inputs by name, but for states."""
     form: Callable[..., dict[str, Tensor]]
@@ -71,6 +77,25 @@ class Operator:
     """The state that enters, as inputs."""
     by_token: tuple[str, ...]
     """Inputs and outputs whose dim 1 are tokens."""
+    passes: Callable[["Passes"], dict[str, Any]] | None = None
+    """What the passes of state passing give, where it has any."""
+    chunked: ModuleType | None = None
+    """The passes that are compared with, where the chunked back-end's are not those of these inputs."""
+
+    def __post_init__(self) -> None:
+        get_operator(self.operator)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """Passes of an operator and what they are called with."""
+
+    forms: Any
+    """Has state_fwd, out_fwd, state_bwd and grad_bwd: a module."""
+    inputs: dict[str, Tensor]
+    cu_seqlens: Tensor
+    cotangent: Callable[[Tensor], Tensor]
+    """A random one, like a tensor."""
 
 
 def _gla_draw(draw: Draw) -> dict[str, Tensor]:
@@ -157,8 +182,9 @@ def _gated_norm(backend: str, cu_seqlens: None, x: Tensor, gate: Tensor, weight:
     return {"y": norm(x, weight, gate=gate, gate_activation="sigmoid", backend=backend)}
 
 
-def _glu(activation: str) -> Operator:
-    return Operator(
+def _glu(activation: str) -> Case:
+    return Case(
+        operator="glu",
         draw=lambda draw: {"x": draw(draw.shape.rows, draw.shape.tokens, 2 * draw.shape.K)},
         form=lambda backend, cu_seqlens, x: {"out": glu(x, activation, backend=backend)},
         by_token=("x", "out"),
@@ -181,45 +207,119 @@ def _state(draw: Draw) -> dict[str, Tensor]:
     return {"state": draw.wide(x.rows, x.heads, x.K, x.V)}
 
 
+def _decayed_passes(given: Passes) -> dict[str, Any]:
+    """Of lightning attention and gated linear attention, whose arguments are the same."""
+    x, forms, cut = given.inputs, given.forms, given.cu_seqlens
+    learned = {"with_decay": True} if x["log_decay"].dim() == 3 else {}
+    row = (x["q"], x["k"], x["v"], x["log_decay"])
+    do, dend = given.cotangent(x["v"]), given.cotangent(x["state"])
+    return {
+        "local": forms.state_fwd(*row[1:], cut)[0],
+        "out": forms.out_fwd(*row, x["state"], cut),
+        "own": forms.state_bwd(x["q"], do, x["log_decay"], cut),
+        "gradient": forms.grad_bwd(*row, do, x["state"], dend, cut, **learned),
+    }
+
+
+def _lightnet_passes(given: Passes) -> dict[str, Any]:
+    x, forms, cut = given.inputs, given.forms, given.cu_seqlens
+    row = (x["q"], x["k"], x["v"], angles_of(x.get("theta"), x.get("positions")))
+    state = LightNetState(x["z"], x["S"])
+    do, dend = given.cotangent(x["v"]), StateCotangent(given.cotangent(x["S"]), given.cotangent(x["z"]))
+    return {
+        "local": forms.state_fwd(*row[1:], cut)[0],
+        "out": forms.out_fwd(*row, state, cut),
+        "own": forms.state_bwd(*row, do, state, cut),
+        "gradient": forms.grad_bwd(*row, do, state, dend, cut),
+    }
+
+
+def _tpe_passes(given: Passes) -> dict[str, Any]:
+    x, forms, cut = given.inputs, given.forms, given.cu_seqlens
+    row = (x["x"], x["log_decay"], x["gamma"])
+    dy, dend = given.cotangent(x["x"]), given.cotangent(x["state"])
+    return {
+        "local": forms.state_fwd(*row[:2], cut)[0],
+        "out": forms.out_fwd(*row, x["state"], cut),
+        "own": forms.state_bwd(dy, *row[1:], cut),
+        "gradient": forms.grad_bwd(*row, dy, x["state"], dend, cut),
+    }
+
+
 MIXERS = {
-    "lightning by token": Operator(
-        draw=_token_decay_draw, form=_token_decay, state=_state, by_token=("q", "k", "v", "log_decay", "o")
+    "lightning by token": Case(
+        operator="lightning",
+        draw=_token_decay_draw,
+        form=_token_decay,
+        state=_state,
+        by_token=("q", "k", "v", "log_decay", "o"),
+        passes=_decayed_passes,
+        chunked=token_decays,
     ),
-    "gla": Operator(draw=_gla_draw, form=_gla, state=_state, by_token=("q", "k", "v", "log_decay", "o")),
-    "lightnet": Operator(
-        draw=Draw.qkv, form=_lightnet, state=lambda draw: _lightnet_state(draw, 1), by_token=("q", "k", "v", "o")
+    "gla": Case(
+        operator="gla",
+        draw=_gla_draw,
+        form=_gla,
+        state=_state,
+        by_token=("q", "k", "v", "log_decay", "o"),
+        passes=_decayed_passes,
     ),
-    "lightnet with LRPE": Operator(
+    "lightnet": Case(
+        operator="lightnet",
+        draw=Draw.qkv,
+        form=_lightnet,
+        state=lambda draw: _lightnet_state(draw, 1),
+        by_token=("q", "k", "v", "o"),
+        passes=_lightnet_passes,
+    ),
+    "lightnet with LRPE": Case(
+        operator="lightnet",
         draw=lambda draw: draw.qkv() | _angles(draw),
         form=_lightnet,
         state=lambda draw: _lightnet_state(draw, 2),
         by_token=("q", "k", "v", "positions", "o"),
+        passes=_lightnet_passes,
     ),
 }
 OPERATORS = MIXERS | {
-    "tpe": Operator(
+    "tpe": Case(
+        operator="tpe",
+        passes=_tpe_passes,
         draw=_tpe_draw,
         form=_tpe,
         state=lambda draw: {"state": draw.wide(draw.shape.rows, draw.shape.K, draw.shape.V)},
         by_token=("x", "y"),
     ),
-    "norm": Operator(
+    "norm": Case(
+        operator="norm",
         draw=lambda draw: {"x": draw(draw.shape.rows, draw.shape.tokens, draw.shape.K)},
         form=lambda backend, cu_seqlens, x: {"y": norm(x, backend=backend)},
         by_token=("x", "y"),
     ),
-    "gated norm": Operator(draw=_norm_draw, form=_gated_norm, by_token=("x", "gate", "y")),
+    "gated norm": Case(operator="norm", draw=_norm_draw, form=_gated_norm, by_token=("x", "gate", "y")),
     "glu": _glu("none"),
     "glu silu": _glu("silu"),
     "glu sigmoid": _glu("sigmoid"),
-    "cross entropy": Operator(draw=_cross_entropy_draw, form=_cross_entropy, by_token=("hidden", "labels", "loss")),
+    "cross entropy": Case(
+        operator="cross_entropy",
+        draw=_cross_entropy_draw,
+        form=_cross_entropy,
+        by_token=("hidden", "labels", "loss"),
+    ),
 }
+
+
+def case_of(name: str) -> Case:
+    """The case called ``name``; UserError with the known ones otherwise."""
+    if name not in OPERATORS:
+        raise UserError(f"no case {name!r} of an operator; known: {', '.join(OPERATORS)}")
+    return OPERATORS[name]
 
 
 def draw(name: str, shape: Shape, dtype: torch.dtype, device: str, *, with_state: bool) -> dict[str, Tensor]:
     """Inputs of an operator."""
-    source, operator = Draw(shape, dtype, device), OPERATORS[name]
-    return operator.draw(source) | (operator.state(source) if with_state else {})
+    source, case = Draw(shape, dtype, device), case_of(name)
+    return case.draw(source) | (case.state(source) if with_state else {})
 
 
 def results(
@@ -239,11 +339,11 @@ def results(
     for key, x in inputs.items():
         x = x.detach().double() if exact and x.is_floating_point() else x.detach()
         leaves[key] = x if key in FIXED else x.requires_grad_()
-    outputs = OPERATORS[name].form(backend, cu_seqlens, **leaves)
+    outputs = case_of(name).form(backend, cu_seqlens, **leaves)
     learned = {key: x for key, x in leaves.items() if x.requires_grad}
     cotangents = []
     for number, (key, y) in enumerate(outputs.items()):
-        counted = y[:, -last:] if last and key in OPERATORS[name].by_token else y
+        counted = y[:, -last:] if last and key in case_of(name).by_token else y
         generator = torch.Generator(y.device).manual_seed(100 + number)
         drawn = torch.randn(counted.shape, dtype=torch.bfloat16, device=y.device, generator=generator).to(y.dtype)
         cotangents.append(drawn if counted is y else torch.zeros_like(y))
@@ -256,42 +356,32 @@ def results(
 
 def last_tokens(name: str, tensors: dict[str, Tensor], count: int) -> dict[str, Tensor]:
     """Inputs or results of the row's last tokens; what has no tokens stays as it is."""
-    by_token = {*OPERATORS[name].by_token, *(f"d{key}" for key in OPERATORS[name].by_token)}
+    named = case_of(name).by_token
+    by_token = {*named, *(f"d{key}" for key in named)}
     return {key: x[:, -count:] if key in by_token else x for key, x in tensors.items()}
 
 
-def pieces(
+def passes(
     name: str, forms: Any, inputs: dict[str, Tensor], cu_seqlens: Tensor, *, exact: bool = False
 ) -> dict[str, Tensor]:
     """What a sequence rank computes by ``forms``: its own state, its outputs, and the gradients both ways."""
-    x = {key: y.double() if exact and y.is_floating_point() else y for key, y in inputs.items()}
-    learned = {"with_decay": True} if name.startswith("lightning") else {}
+    compute = case_of(name).passes
+    assert compute is not None, f"{name} has no passes"
     generator = torch.Generator(cu_seqlens.device).manual_seed(7)
 
     def cotangent(like: Tensor) -> Tensor:
         drawn = torch.randn(like.shape, dtype=torch.bfloat16, device=like.device, generator=generator)
         return drawn.to(like.dtype)
 
-    if name == "tpe":
-        of_state, of_row = (x["x"], x["log_decay"]), (x["x"], x["log_decay"], x["gamma"])
-        dy, dend = cotangent(x["x"]), cotangent(x["state"])
-        state, own = x["state"], forms.state_bwd(dy, *of_row[1:], cu_seqlens)
-    elif name in ("gla", "lightning by token"):
-        of_state, of_row = (x["k"], x["v"], x["log_decay"]), (x["q"], x["k"], x["v"], x["log_decay"])
-        dy, dend = cotangent(x["v"]), cotangent(x["state"])
-        state, own = x["state"], forms.state_bwd(x["q"], dy, x["log_decay"], cu_seqlens)
-    else:
-        of_row = (x["q"], x["k"], x["v"], angles_of(x.get("theta"), x.get("positions")))
-        of_state, state = of_row[1:], LightNetState(x["z"], x["S"])
-        dy, dend = cotangent(x["v"]), StateCotangent(cotangent(x["S"]), cotangent(x["z"]))
-        own = forms.state_bwd(*of_row, dy, state, cu_seqlens)
-    groups = {
-        "local": forms.state_fwd(*of_state, cu_seqlens)[0],
-        "out": forms.out_fwd(*of_row, state, cu_seqlens),
-        "own": own,
-        "gradient": forms.grad_bwd(*of_row, dy, state, dend, cu_seqlens, **learned),
-    }
-    return {key: y for group, found in groups.items() for key, y in _flat(group, found)}
+    x = {key: y.double() if exact and y.is_floating_point() else y for key, y in inputs.items()}
+    found = compute(Passes(forms=forms, inputs=x, cu_seqlens=cu_seqlens, cotangent=cotangent))
+    return {key: y for group, parts in found.items() for key, y in _flat(group, parts)}
+
+
+def chunked_passes(name: str) -> Any:
+    """The passes in PyTorch that a case is compared with."""
+    case = case_of(name)
+    return case.chunked or implementation(case.operator, "chunked")
 
 
 def _flat(name: str, found: Any) -> Iterator[tuple[str, Tensor]]:

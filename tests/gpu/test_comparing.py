@@ -5,17 +5,15 @@ import os
 import runpy
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lightscale.kernels import gla, lightnet, lightning, tpe
-from lightscale.kernels.gla import chunked as gla_chunked
-from lightscale.kernels.lightnet import chunked as lightnet_chunked
-from lightscale.kernels.lightning import token_decays
-from lightscale.kernels.tpe import chunked as tpe_chunked
+from lightscale.errors import UserError
+from lightscale.kernels import operators as described
 
 operators = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("operators.py"))))
 FULL = torch.float32
@@ -54,17 +52,28 @@ def test_the_last_document_by_itself(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*operators.MIXERS, "tpe"])
-def test_pieces(name: str) -> None:
+def test_passes(name: str) -> None:
     inputs = operators.draw(name, shape(name), FULL, "cpu", with_state=True)
-    module, chunked = {
-        "gla": (gla, gla_chunked), "tpe": (tpe, tpe_chunked), "lightning by token": (lightning, token_decays),
-    }.get(name, (lightnet, lightnet_chunked))  # fmt: skip
+    package = import_module(f"lightscale.kernels.{operators.case_of(name).operator}")
     cut = torch.tensor([0, 15, 20, 40])
-    ratios = operators.errors(
-        operators.pieces(name, module, inputs, cut), operators.pieces(name, chunked, inputs, cut, exact=True)
-    )
+    expected = operators.passes(name, operators.chunked_passes(name), inputs, cut, exact=True)
+    ratios = operators.errors(operators.passes(name, package, inputs, cut), expected)
     assert len(ratios) >= 6
     assert not operators.wrong(ratios, FULL), ratios
+
+
+def test_every_described_operator_has_a_case() -> None:
+    """Or a GPU would never compute it; what PyTorch computes has no back-ends to compare."""
+    ours = {name for name in described.operator_names() if described.get_operator(name).backends}
+    assert {case.operator for case in operators.OPERATORS.values()} == ours
+
+
+def test_unknown_operators_are_refused() -> None:
+    with pytest.raises(UserError, match="no case 'delta' of an operator; known: lightning by token, gla, .* tpe, norm"):
+        operators.draw("delta", shape("gla"), FULL, "cpu", with_state=False)
+    known = operators.case_of("gla")
+    with pytest.raises(UserError, match="no operator 'delta'; known: .*gla, glu, lightnet"):
+        operators.Case(operator="delta", draw=known.draw, form=known.form, by_token=known.by_token)
 
 
 def test_outcomes_and_errors_are_kept(tmp_path: Path, root: Path) -> None:

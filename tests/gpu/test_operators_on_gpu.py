@@ -6,6 +6,7 @@ Lightning attention with decays of heads has a module of its own.
 
 import runpy
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightscale.kernels import cross_entropy, gla, glu, lightnet, lightning, norm, tpe
-from lightscale.kernels.gla import chunked as gla_chunked
-from lightscale.kernels.lightnet import chunked as lightnet_chunked
-from lightscale.kernels.lightning import token_decays
-from lightscale.kernels.tpe import chunked as tpe_chunked
+from lightscale.kernels.common.backends import choose_backend
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,14 +24,6 @@ pytestmark = [
 ]
 operators = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("operators.py"))))
 Shape, LIMITS = operators.Shape, operators.LIMITS
-MODULES = {
-    "gla": gla, "lightnet": lightnet, "lightning": lightning, "tpe": tpe, "norm": norm, "glu": glu,
-    "cross entropy": cross_entropy,
-}  # fmt: skip
-PIECES = {
-    "gla": (gla, gla_chunked), "lightnet": (lightnet, lightnet_chunked), "lightning": (lightning, token_decays),
-    "tpe": (tpe, tpe_chunked),
-}  # fmt: skip
 HALF, FULL = torch.bfloat16, torch.float32
 
 # Each shape compiles kernels anew, so not every width is tried in every dtype.
@@ -72,9 +61,8 @@ def test_equals_the_reference_in_fp64(
     name: str, dtype: torch.dtype, K: int, V: int, cut: bool, record_property: Callable[[str, Any], None]
 ) -> None:
     inputs = operators.draw(name, Shape(rows=2, tokens=300, heads=3, K=K, V=V), dtype, "cuda", with_state=True)
-    module = MODULES[next(known for known in MODULES if known in name)]
     first = next(iter(inputs.values()))
-    assert module.backend_of(first) == "triton"
+    assert choose_backend(operators.case_of(name).operator, first) == "triton"
     expected = operators.results(name, inputs, "reference", boundaries(cut), exact=True)
     found = operators.results(name, inputs, "auto", boundaries(cut))
     ratios = operators.errors(found, expected)
@@ -126,12 +114,12 @@ def test_more_than_two_to_the_31_elements(
 
 
 @pytest.mark.parametrize("name", [*operators.MIXERS, "tpe"])
-def test_pieces_of_sequence_parallelism(name: str, record_property: Callable[[str, Any], None]) -> None:
+def test_passes_of_sequence_parallelism(name: str, record_property: Callable[[str, Any], None]) -> None:
     """What one rank computes of its part of a row, with a state that enters and a cotangent that comes back."""
     inputs = operators.draw(name, Shape(rows=2, tokens=1000, heads=2, K=128, V=128), HALF, "cuda", with_state=True)
     cut = torch.tensor([0, 900, 1000, 2000], device="cuda")
-    forms, chunked = next((forms, chunked) for known, (forms, chunked) in PIECES.items() if known in name)
-    expected = operators.pieces(name, chunked, inputs, cut, exact=True)
-    ratios = operators.errors(operators.pieces(name, forms, inputs, cut), expected)
+    package = import_module(f"lightscale.kernels.{operators.case_of(name).operator}")
+    expected = operators.passes(name, operators.chunked_passes(name), inputs, cut, exact=True)
+    ratios = operators.errors(operators.passes(name, package, inputs, cut), expected)
     record_property("errors", ratios)
     assert not operators.wrong(ratios, HALF), ratios

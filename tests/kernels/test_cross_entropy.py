@@ -209,7 +209,7 @@ def test_vocabulary_split_over_ranks(run_ranks: Callable[..., list[Any]]) -> Non
         ({"weight": torch.ones(6, 4, device="meta")}, "weight is on meta, but hidden is on cpu"),
         ({"num_ids": 0}, "num_ids must be at least 1 and first_id at least 0, got 0 and 0"),
         ({"chunk_tokens": 0}, "chunk_tokens must be at least 1, got 0"),
-        ({"backend": "cuda"}, "linear_cross_entropy has no backend 'cuda'"),
+        ({"backend": "cuda"}, "cross_entropy has no backend 'cuda'"),
         ({"reduce": lambda t, how: None, "backend": "reference"}, "backend 'reference' has no `reduce`"),
     ],
 )

@@ -184,7 +184,7 @@ def test_equals_pytorch() -> None:
         ({"weight": torch.ones(8, device="meta")}, "weight is on meta, but x is on cpu"),
         ({"gate_activation": "tanh"}, "gate_activation must be one of none, sigmoid, silu, got 'tanh'"),
         ({"width": 16}, "width 16 is not x's 8: a mean over more channels needs `reduce`"),
-        ({"backend": "cuda"}, "norm has no backend 'cuda'; known here: auto, chunked, triton, reference"),
+        ({"backend": "cuda"}, "norm has no backend 'cuda'; known here: auto, triton, chunked, reference"),
         ({"reduce": lambda t: None, "backend": "reference"}, "backend 'reference' has no `reduce`"),
     ],
 )

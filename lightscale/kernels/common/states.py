@@ -16,13 +16,13 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def without_autocast(piece: Callable[Concatenate[Tensor, _P], _R]) -> Callable[Concatenate[Tensor, _P], _R]:
-    """Keep autocast, which would round the fp32 states to bf16 before each product, out of ``piece``."""
+def without_autocast(function: Callable[Concatenate[Tensor, _P], _R]) -> Callable[Concatenate[Tensor, _P], _R]:
+    """Keep autocast, which would round the fp32 states to bf16 before each product, out of ``function``."""
 
-    @wraps(piece)
+    @wraps(function)
     def run(first: Tensor, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         with torch.autocast(first.device.type, enabled=False):
-            return piece(first, *args, **kwargs)
+            return function(first, *args, **kwargs)
 
     return run
 

@@ -12,15 +12,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightscale.errors import UserError
-from lightscale.kernels.common.backends import AUTO, choose_backend, preload_triton, triton_forms
+from lightscale.kernels.common.backends import AUTO, choose_backend, implementation, preload_backends
 from lightscale.kernels.common.states import state_dtype
 from lightscale.kernels.cross_entropy import chunked
 from lightscale.kernels.cross_entropy.chunked import Ids, Softmax, Statistics
 from lightscale.kernels.cross_entropy.reference import linear_cross_entropy_reference
 
-__all__ = ["BACKENDS", "backend_of", "linear_cross_entropy", "linear_cross_entropy_reference"]
-
-BACKENDS = ("chunked", "triton", "reference")
+__all__ = ["linear_cross_entropy", "linear_cross_entropy_reference"]
 
 Reduce = Callable[[Tensor, Literal["max", "sum"]], None]
 """Takes the maximum or the sum of a tensor over ranks, in place."""
@@ -75,20 +73,6 @@ def _over_ranks(found: Statistics, reduce: Reduce) -> Statistics:
     return Statistics(largest, both[0], both[1])
 
 
-def _softmax(name: str) -> Softmax:
-    forms: Softmax = triton_forms("cross_entropy") if name == "triton" else chunked
-    return forms
-
-
-def backend_of(x: Tensor, backend: str = AUTO) -> str:
-    """Which of BACKENDS computes inputs like ``x`` (dtype, device count), for logs.
-
-    Raises:
-        UserError: a backend that is not known or cannot compute x.
-    """
-    return choose_backend(backend, x, BACKENDS, operator="linear_cross_entropy")
-
-
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -117,8 +101,8 @@ def linear_cross_entropy(
             never in backward.
         loss_mask: (...), what each loss is multiplied by; None for 1.
         chunk_tokens: tokens whose logits exist at a time; by default as many as ``chunked.WORKSPACE_BYTES`` hold.
-        backend: "auto", or one of BACKENDS: "triton", "chunked" (PyTorch's operators), "reference" (all logits at
-            once, by autograd; one rank).
+        backend: "auto", "triton", "chunked" (PyTorch's operators), "reference" (all logits at once, by
+            autograd; one rank).
 
     Returns:
         The losses (...) in nats, fp32 (fp64 for fp64 inputs).
@@ -128,7 +112,7 @@ def linear_cross_entropy(
             labels are checked on a CPU only, where reading them costs nothing.
     """
     _check(hidden, weight, labels, num_ids, first_id, loss_mask, chunk_tokens)
-    name = backend_of(hidden, backend)
+    name = choose_backend("cross_entropy", hidden, backend)
     if name == "reference":
         if reduce is not None:
             raise UserError("linear_cross_entropy: backend 'reference' has no `reduce`; use 'auto' or 'chunked'")
@@ -139,7 +123,7 @@ def linear_cross_entropy(
     ids = Ids(first_id, min(max(num_ids - first_id, 0), weight.shape[0]))
     flat = hidden.reshape(-1, hidden.shape[-1])
     losses: Tensor = _LinearCrossEntropy.apply(
-        flat, weight, labels.reshape(-1), ids, reduce, _softmax(name), chunk_tokens
+        flat, weight, labels.reshape(-1), ids, reduce, implementation("cross_entropy", name), chunk_tokens
     )
     losses = losses.view(labels.shape)
     return losses if loss_mask is None else torch.where(loss_mask == 0, 0.0, losses * loss_mask)
@@ -181,4 +165,4 @@ def _check(
             raise UserError(f"labels must be ids from 0 to {num_ids - 1}, got {wrong[0]}")
 
 
-preload_triton("cross_entropy")
+preload_backends("cross_entropy")

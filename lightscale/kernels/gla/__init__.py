@@ -2,26 +2,29 @@
 
 S_t = diag(f_t) S_{t-1} + k_t v_tᵀ and o_t = S_tᵀ q_t (Yang et al., Gated Linear Attention, arXiv 2312.06635,
 Eq. 3; Qin et al., HGRN2, arXiv 2404.07904, where k = 1 - f). ``gla`` is the operator; sequence parallelism and
-generation are built from the pieces beside it. README.md in this folder has the mathematics.
+generation are built from the passes beside it. README.md in this folder has the mathematics.
 """
-
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lightscale.errors import UserError
-from lightscale.kernels.common.backends import AUTO, choose_backend, preload_triton, triton_forms
+from lightscale.kernels.common.backends import (
+    AUTO,
+    choose_backend,
+    dispatch_pass,
+    dispatch_step,
+    implementation,
+    preload_backends,
+)
 from lightscale.kernels.common.checks import check_device, check_inputs, check_state
 from lightscale.kernels.common.documents import check_cu_seqlens
 from lightscale.kernels.common.states import state_dtype
+from lightscale.kernels.gla import chunked
 from lightscale.kernels.gla.chunked import DEFAULT_CHUNK_SIZE, ChunkedGLA
-from lightscale.kernels.gla.pieces import grad_bwd, out_fwd, recurrent_step, state_bwd, state_fwd
 from lightscale.kernels.gla.reference import gla_reference
 
 __all__ = [
-    "BACKENDS",
-    "backend_of",
     "gla",
     "gla_reference",
     "grad_bwd",
@@ -33,32 +36,11 @@ __all__ = [
 ]
 
 
-class _Backend(Protocol):
-    """What computes the operator once its arguments are checked: (o, final state)."""
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor,
-        initial_state: Tensor | None,
-        cu_seqlens: Tensor | None,
-        chunk_size: int,
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-def _chunked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor]:
-    o, state = ChunkedGLA.apply(q, k, v, log_decay, initial_state, cu_seqlens, chunk_size)
-    return o, state
+state_fwd = dispatch_pass("gla", chunked.state_fwd)
+out_fwd = dispatch_pass("gla", chunked.out_fwd)
+state_bwd = dispatch_pass("gla", chunked.state_bwd)
+grad_bwd = dispatch_pass("gla", chunked.grad_bwd)
+recurrent_step = dispatch_step("gla", chunked.recurrent_step)
 
 
 def _reference(
@@ -68,7 +50,6 @@ def _reference(
     log_decay: Tensor,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-    chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence in the dtype of the states, which is wider than that of half-precision inputs."""
     dtype = state_dtype(q.dtype)
@@ -81,31 +62,6 @@ def _reference(
         cu_seqlens=cu_seqlens,
     )
     return o.to(v.dtype), state
-
-
-def _triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor]:
-    o, state = triton_forms("gla").triton_gla(q, k, v, log_decay, initial_state, cu_seqlens)
-    return o, state
-
-
-BACKENDS: dict[str, _Backend] = {"triton": _triton, "chunked": _chunked, "reference": _reference}
-
-
-def backend_of(x: Tensor, backend: str = AUTO) -> str:
-    """Which of BACKENDS computes inputs like ``x`` (dtype and device count), for logs.
-
-    Raises:
-        UserError: a backend that is not known or cannot compute x.
-    """
-    return choose_backend(backend, x, BACKENDS, operator="gla")
 
 
 def gla(
@@ -134,8 +90,8 @@ def gla(
         cu_seqlens: (N+1,) int32 or int64 document boundaries over the flattened B·T tokens, every row start
             included. No state passes from one document to the next.
         chunk_size: tokens that the chunked form computes at once; a matter of its speed only.
-        backend: one of BACKENDS: "triton" (GPUs; fp16, bf16, fp32), "chunked", "reference" (one token at a time,
-            slow); or "auto": what ``set_default_backend`` says, else Triton on GPUs and chunks elsewhere.
+        backend: "triton" (GPUs; fp16, bf16, fp32), "chunked", "reference" (one token at a time, slow); or "auto": what
+            ``set_default_backend`` says, else Triton on GPUs and chunks elsewhere.
 
     Returns:
         The outputs (B, T, H, V) in v's dtype, and None or the final state (B, H, K, V), fp32 (fp64 for fp64
@@ -153,8 +109,13 @@ def gla(
         check_cu_seqlens(cu_seqlens, num_rows=q.shape[0], num_tokens=q.shape[1])
     if chunk_size < 1:
         raise UserError(f"chunk_size must be at least 1 token, got {chunk_size}")
-    compute = BACKENDS[backend_of(q, backend)]
-    o, state = compute(q, k, v, log_decay, initial_state, cu_seqlens, chunk_size)
+    name = choose_backend("gla", q, backend)
+    if name == "reference":
+        o, state = _reference(q, k, v, log_decay, initial_state, cu_seqlens)
+    elif name == "triton":
+        o, state = implementation("gla", name).triton_gla(q, k, v, log_decay, initial_state, cu_seqlens)
+    else:
+        o, state = ChunkedGLA.apply(q, k, v, log_decay, initial_state, cu_seqlens, chunk_size)
     return o, state if output_final_state else None
 
 
@@ -174,4 +135,4 @@ def _check_decay(log_decay: Tensor, q: Tensor) -> None:
         )
 
 
-preload_triton("gla")
+preload_backends("gla")

@@ -2,23 +2,28 @@
 
 z_t = logaddexp(z_{t-1}, k_t), k̄_t = exp(k_t - z_t), S_t = diag(1 - k̄_t) S_{t-1} + φ(k̄_t) v_tᵀ, o_t = S_tᵀ φ(q_t)
 (LightNet, equation 7; φ is LRPE, or nothing). ``lightnet_attention`` is the operator, ``lightnet_noncausal`` its form
-over whole documents; sequence parallelism and generation are built from the pieces beside them. README.md in
+over whole documents; sequence parallelism and generation are built from the passes beside them. README.md in
 this folder has the mathematics.
 """
-
-from typing import Protocol
 
 from torch import Tensor
 
 from lightscale.errors import UserError
 from lightscale.kernels.common.angles import Angles, check_angles, parts_of
-from lightscale.kernels.common.backends import AUTO, choose_backend, preload_triton, triton_forms
+from lightscale.kernels.common.backends import (
+    AUTO,
+    choose_backend,
+    dispatch_pass,
+    dispatch_step,
+    implementation,
+    preload_backends,
+)
 from lightscale.kernels.common.checks import check_device, check_inputs
 from lightscale.kernels.common.documents import check_cu_seqlens
 from lightscale.kernels.common.states import state_dtype
+from lightscale.kernels.lightnet import chunked
 from lightscale.kernels.lightnet.chunked import DEFAULT_CHUNK_SIZE, ChunkedLightNetAttention
 from lightscale.kernels.lightnet.noncausal import noncausal
-from lightscale.kernels.lightnet.pieces import grad_bwd, out_fwd, recurrent_step, state_bwd, state_fwd
 from lightscale.kernels.lightnet.reference import lightnet_attention_reference
 from lightscale.kernels.lightnet.state import (
     LightNetState,
@@ -31,11 +36,9 @@ from lightscale.kernels.lightnet.state import (
 )
 
 __all__ = [
-    "BACKENDS",
     "Angles",
     "LightNetState",
     "StateCotangent",
-    "backend_of",
     "carried_cotangent",
     "empty_state",
     "grad_bwd",
@@ -53,19 +56,11 @@ __all__ = [
 ]
 
 
-class _Backend(Protocol):
-    """What computes the operator once its arguments are checked: (o, final state)."""
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        angles: Angles | None,
-        initial_state: LightNetState | None,
-        cu_seqlens: Tensor | None,
-        chunk_size: int,
-    ) -> tuple[Tensor, LightNetState]: ...
+state_fwd = dispatch_pass("lightnet", chunked.state_fwd)
+out_fwd = dispatch_pass("lightnet", chunked.out_fwd)
+state_bwd = dispatch_pass("lightnet", chunked.state_bwd)
+grad_bwd = dispatch_pass("lightnet", chunked.grad_bwd)
+recurrent_step = dispatch_step("lightnet", chunked.recurrent_step)
 
 
 def _chunked(
@@ -89,7 +84,6 @@ def _reference(
     angles: Angles | None,
     initial_state: LightNetState | None,
     cu_seqlens: Tensor | None,
-    chunk_size: int,
 ) -> tuple[Tensor, LightNetState]:
     """The recurrence in the dtype of the states, which is wider than that of half-precision inputs."""
     dtype = state_dtype(q.dtype)
@@ -104,32 +98,6 @@ def _reference(
         cu_seqlens=cu_seqlens,
     )
     return o.to(v.dtype), state
-
-
-def _triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    angles: Angles | None,
-    initial_state: LightNetState | None,
-    cu_seqlens: Tensor | None,
-    chunk_size: int,
-) -> tuple[Tensor, LightNetState]:
-    forms = triton_forms("lightnet")
-    o, state = forms.triton_lightnet_attention(q, k, v, angles, initial_state, cu_seqlens)
-    return o, state
-
-
-BACKENDS: dict[str, _Backend] = {"triton": _triton, "chunked": _chunked, "reference": _reference}
-
-
-def backend_of(x: Tensor, backend: str = AUTO) -> str:
-    """Which of BACKENDS computes inputs like ``x`` (dtype and device count), for logs.
-
-    Raises:
-        UserError: a backend that is not known or cannot compute x.
-    """
-    return choose_backend(backend, x, BACKENDS, operator="lightnet_attention")
 
 
 def lightnet_attention(
@@ -160,8 +128,8 @@ def lightnet_attention(
         cu_seqlens: (N+1,) int32 or int64 document boundaries over the flattened B·T tokens, every row start
             included. No state passes from one document to the next.
         chunk_size: tokens that the chunked form computes at once; a matter of speed only.
-        backend: one of BACKENDS: "triton" (GPUs; fp16, bf16, fp32), "chunked", "reference" (one token at a time,
-            slow); or "auto": what ``set_default_backend`` says, else Triton on GPUs and chunks elsewhere.
+        backend: "triton" (GPUs; fp16, bf16, fp32), "chunked", "reference" (one token at a time, slow); or "auto": what
+            ``set_default_backend`` says, else Triton on GPUs and chunks elsewhere.
 
     Returns:
         The outputs (B, T, H, V) in v's dtype, and None or the final state, fp32 (fp64 for fp64 inputs).
@@ -176,8 +144,14 @@ def lightnet_attention(
     _check_documents(cu_seqlens, q)
     if chunk_size < 1:
         raise UserError(f"chunk_size must be at least 1 token, got {chunk_size}")
-    compute = BACKENDS[backend_of(q, backend)]
-    o, state = compute(q, k, v, angles, initial_state, cu_seqlens, chunk_size)
+    name = choose_backend("lightnet", q, backend)
+    if name == "reference":
+        o, state = _reference(q, k, v, angles, initial_state, cu_seqlens)
+    elif name == "triton":
+        triton = implementation("lightnet", name)
+        o, state = triton.triton_lightnet_attention(q, k, v, angles, initial_state, cu_seqlens)
+    else:
+        o, state = _chunked(q, k, v, angles, initial_state, cu_seqlens, chunk_size)
     return o, state if output_final_state else None
 
 
@@ -230,4 +204,4 @@ def _check_documents(cu_seqlens: Tensor | None, q: Tensor) -> None:
     check_cu_seqlens(cu_seqlens, num_rows=q.shape[0], num_tokens=q.shape[1])
 
 
-preload_triton("lightnet")
+preload_backends("lightnet")

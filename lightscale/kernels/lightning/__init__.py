@@ -2,32 +2,39 @@
 
 S_t = λ_h S_{t-1} + k_t v_tᵀ and o_t = S_tᵀ q_t (Qin et al., TransNormerLLM, arXiv 2307.14995; Lightning
 Attention-2, arXiv 2401.04658). ``lightning_attention`` is the operator; sequence parallelism and generation
-are built from the pieces beside it. README.md in this folder has the mathematics.
+are built from the passes beside it. README.md in this folder has the mathematics.
 """
 
-from typing import Protocol
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightscale.errors import UserError
-from lightscale.kernels.common.angles import Angles, check_angles, feature_width, parts_of
-from lightscale.kernels.common.backends import AUTO, choose_backend, preload_triton, triton_forms
+from lightscale.kernels.common.angles import Angles, check_angles, feature_width, features, parts_of, phases_of
+from lightscale.kernels.common.backends import (
+    AUTO,
+    choose_backend,
+    dispatch_pass,
+    dispatch_step,
+    implementation,
+    preload_backends,
+)
 from lightscale.kernels.common.checks import check_device, check_inputs, check_state
 from lightscale.kernels.common.documents import check_cu_seqlens
 from lightscale.kernels.common.states import state_dtype
 from lightscale.kernels.gla.chunked import DEFAULT_CHUNK_SIZE as GLA_CHUNK_SIZE
 from lightscale.kernels.gla.chunked import ChunkedGLA
+from lightscale.kernels.lightning import chunked, token_decays
 from lightscale.kernels.lightning.chunked import DEFAULT_CHUNK_SIZE, ChunkedLightningAttention
-from lightscale.kernels.lightning.pieces import grad_bwd, out_fwd, recurrent_step, state_bwd, state_fwd
 from lightscale.kernels.lightning.reference import lightning_attention_reference
-from lightscale.kernels.lightning.token_decays import by_channel
 
 __all__ = [
-    "BACKENDS",
     "DEFAULT_CHUNK_SIZE",
     "Angles",
-    "backend_of",
     "grad_bwd",
     "lightning_attention",
     "lightning_attention_reference",
@@ -38,21 +45,41 @@ __all__ = [
     "state_fwd",
 ]
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
-class _Backend(Protocol):
-    """What computes the operator once its arguments are checked: (o, final state)."""
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor | None,
-        angles: Angles | None,
-        initial_state: Tensor | None,
-        cu_seqlens: Tensor | None,
-        chunk_size: int,
-    ) -> tuple[Tensor, Tensor]: ...
+def _by_decay(per_head: Callable[_P, _R], per_token: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A pass of the chunked back-end: ``per_token`` where log_decay is (B, T, H), else ``per_head``."""
+    position = list(inspect.signature(per_head).parameters).index("log_decay")
+
+    @wraps(per_head)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        log_decay: Any = args[position] if position < len(args) else kwargs["log_decay"]
+        compute = per_token if log_decay is not None and log_decay.dim() == 3 else per_head
+        return compute(*args, **kwargs)
+
+    return run
+
+
+state_fwd = dispatch_pass("lightning", _by_decay(chunked.state_fwd, token_decays.state_fwd))
+out_fwd = dispatch_pass("lightning", _by_decay(chunked.out_fwd, token_decays.out_fwd))
+state_bwd = dispatch_pass("lightning", _by_decay(chunked.state_bwd, token_decays.state_bwd))
+grad_bwd = dispatch_pass("lightning", _by_decay(chunked.grad_bwd, token_decays.grad_bwd))
+_recurrent_step = dispatch_step("lightning", chunked.recurrent_step)
+
+
+def recurrent_step(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, S: Tensor, *, angles: Angles | None = None
+) -> tuple[Tensor, Tensor]:
+    """``chunked.recurrent_step`` by the back-end that fits, with angles whose positions are (B,).
+
+    S is (B, H, F, V); angles spread q and k (B, H, K) to the F = 2K features of the state before it.
+    """
+    if angles is not None:
+        phases = phases_of(angles, S.dtype)
+        q, k = features(q, phases).to(v.dtype), features(k, phases).to(v.dtype)
+    return _recurrent_step(q, k, v, log_decay, S)
 
 
 def _chunked(
@@ -66,7 +93,8 @@ def _chunked(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     if log_decay is not None and log_decay.dim() == 3:
-        o, state = ChunkedGLA.apply(q, k, v, by_channel(log_decay, k), initial_state, cu_seqlens, GLA_CHUNK_SIZE)
+        by_channel = token_decays.by_channel(log_decay, k)
+        o, state = ChunkedGLA.apply(q, k, v, by_channel, initial_state, cu_seqlens, GLA_CHUNK_SIZE)
         return o, state
     o, state = ChunkedLightningAttention.apply(
         q, k, v, log_decay, *parts_of(angles), initial_state, cu_seqlens, chunk_size
@@ -82,7 +110,6 @@ def _reference(
     angles: Angles | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-    chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence in the dtype of the states, which is wider than that of half-precision inputs."""
     dtype = state_dtype(q.dtype)
@@ -98,33 +125,6 @@ def _reference(
         cu_seqlens=cu_seqlens,
     )
     return o.to(v.dtype), state
-
-
-def _triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    angles: Angles | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor]:
-    forms = triton_forms("lightning")
-    o, state = forms.triton_lightning_attention(q, k, v, log_decay, angles, initial_state, cu_seqlens)
-    return o, state
-
-
-BACKENDS: dict[str, _Backend] = {"triton": _triton, "chunked": _chunked, "reference": _reference}
-
-
-def backend_of(x: Tensor, backend: str = AUTO) -> str:
-    """Which of BACKENDS computes inputs like ``x`` (dtype and device count), for logs.
-
-    Raises:
-        UserError: a backend that is not known or cannot compute x.
-    """
-    return choose_backend(backend, x, BACKENDS, operator="lightning_attention")
 
 
 def lightning_attention(
@@ -156,8 +156,8 @@ def lightning_attention(
         cu_seqlens: (N+1,) int32 or int64 document boundaries over the flattened B·T tokens, every row start
             included. No state passes from one document to the next.
         chunk_size: tokens that the chunked form computes at once; a matter of its speed only.
-        backend: one of BACKENDS: "triton" (GPUs; fp16, bf16, fp32), "chunked", "reference" (one token at a time,
-            slow); or "auto": what ``set_default_backend`` says, else Triton on GPUs and chunks elsewhere.
+        backend: "triton" (GPUs; fp16, bf16, fp32), "chunked", "reference" (one token at a time, slow); or "auto": what
+            ``set_default_backend`` says, else Triton on GPUs and chunks elsewhere.
 
     Returns:
         The outputs (B, T, H, V) in v's dtype, and None or the final state (B, H, K, V), fp32 (fp64 for fp64
@@ -178,8 +178,14 @@ def lightning_attention(
         check_cu_seqlens(cu_seqlens, num_rows=q.shape[0], num_tokens=q.shape[1])
     if chunk_size < 1:
         raise UserError(f"chunk_size must be at least 1 token, got {chunk_size}")
-    compute = BACKENDS[backend_of(q, backend)]
-    o, state = compute(q, k, v, log_decay, angles, initial_state, cu_seqlens, chunk_size)
+    name = choose_backend("lightning", q, backend)
+    if name == "reference":
+        o, state = _reference(q, k, v, log_decay, angles, initial_state, cu_seqlens)
+    elif name == "triton":
+        triton = implementation("lightning", name)
+        o, state = triton.triton_lightning_attention(q, k, v, log_decay, angles, initial_state, cu_seqlens)
+    else:
+        o, state = _chunked(q, k, v, log_decay, angles, initial_state, cu_seqlens, chunk_size)
     return o, state if output_final_state else None
 
 
@@ -202,4 +208,4 @@ def _check_decay(log_decay: Tensor | None, q: Tensor) -> None:
         )
 
 
-preload_triton("lightning")
+preload_backends("lightning")

@@ -12,22 +12,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightscale.errors import UserError
-from lightscale.kernels.common.backends import AUTO, choose_backend, preload_triton, triton_forms
+from lightscale.kernels.common.backends import AUTO, choose_backend, implementation, preload_backends
 from lightscale.kernels.common.states import state_dtype
 from lightscale.kernels.glu.activations import check_activation
-from lightscale.kernels.norm import eager
-from lightscale.kernels.norm.eager import WIDEST, NormGradients, NormInputs
+from lightscale.kernels.norm.eager import NormGradients, NormInputs
 from lightscale.kernels.norm.reference import norm_reference
 
-__all__ = ["BACKENDS", "backend_of", "norm", "norm_reference"]
-
-BACKENDS = ("chunked", "triton", "reference")
+__all__ = ["norm", "norm_reference"]
 
 Reduce = Callable[[Tensor], None]
 """Sums a tensor over ranks, in place."""
 
 
-class _Pieces(Protocol):
+class _Backend(Protocol):
     """What a backend gives; see ``eager``."""
 
     def square_sums(self, x: Tensor) -> Tensor: ...
@@ -56,15 +53,15 @@ class _Norm(torch.autograd.Function):
         eps: float,
         width: int,
         reduce: Reduce | None,
-        pieces: _Pieces,
+        backend: _Backend,
     ) -> Tensor:
         sums = None
         if reduce is not None:
-            sums = pieces.square_sums(x)
+            sums = backend.square_sums(x)
             reduce(sums)
-        y, rstd = pieces.norm_fwd(NormInputs(x, weight, gate, gate_activation), width, eps, sums)
+        y, rstd = backend.norm_fwd(NormInputs(x, weight, gate, gate_activation), width, eps, sums)
         ctx.save_for_backward(x, weight, gate, rstd)
-        ctx.gate_activation, ctx.width, ctx.reduce, ctx.pieces = gate_activation, width, reduce, pieces
+        ctx.gate_activation, ctx.width, ctx.reduce, ctx.backend = gate_activation, width, reduce, backend
         return y
 
     @staticmethod
@@ -75,23 +72,9 @@ class _Norm(torch.autograd.Function):
         sums = None
         if ctx.reduce is not None:
             # Every rank scales its own channels by the common mean square, so its cotangents are summed too.
-            sums = ctx.pieces.cotangent_sums(inputs, rstd, dy)
+            sums = ctx.backend.cotangent_sums(inputs, rstd, dy)
             ctx.reduce(sums)
-        return (*ctx.pieces.norm_bwd(inputs, rstd, dy, ctx.width, sums), None, None, None, None, None)
-
-
-def _pieces(name: str) -> _Pieces:
-    forms: _Pieces = triton_forms("norm") if name == "triton" else eager
-    return forms
-
-
-def backend_of(x: Tensor, backend: str = AUTO) -> str:
-    """Which of BACKENDS computes inputs like ``x`` (dtype, device and width count), for logs.
-
-    Raises:
-        UserError: a backend that is not known or cannot compute x.
-    """
-    return choose_backend(backend, x, BACKENDS if x.shape[-1] <= WIDEST else ("chunked", "reference"), operator="norm")
+        return (*ctx.backend.norm_bwd(inputs, rstd, dy, ctx.width, sums), None, None, None, None, None)
 
 
 def norm(
@@ -118,7 +101,7 @@ def norm(
         width: channels that the mean is over, where x holds this rank's part of them; D when None.
         reduce: sums a tensor of one number per row in place over the ranks that hold the other channels; called once
             forward and once backward. Needed when ``width`` is not D.
-        backend: "auto", or one of BACKENDS: "triton", "chunked" (PyTorch's operators, as for every operator),
+        backend: "auto", "triton" (D up to 4096), "chunked" (PyTorch's operators, in no chunks here),
             "reference" (by autograd, no ``reduce``).
 
     Returns:
@@ -130,10 +113,10 @@ def norm(
     _check(x, weight, gate, width, reduce)
     check_activation("gate_activation", gate_activation)
     width = x.shape[-1] if width is None else width
-    name = backend_of(x, backend)
+    name = choose_backend("norm", x, backend)
     if name == "reference":
         return _reference(x, weight, gate, gate_activation, eps, reduce)
-    y: Tensor = _Norm.apply(x, weight, gate, gate_activation, eps, width, reduce, _pieces(name))
+    y: Tensor = _Norm.apply(x, weight, gate, gate_activation, eps, width, reduce, implementation("norm", name))
     return y
 
 
@@ -168,4 +151,4 @@ def _check(x: Tensor, weight: Tensor | None, gate: Tensor | None, width: int | N
         raise UserError(f"width {width} is not x's {x.shape[-1]}: a mean over more channels needs `reduce`")
 
 
-preload_triton("norm")
+preload_backends("norm")

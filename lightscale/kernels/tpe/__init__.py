@@ -1,26 +1,29 @@
 """The scan of Toeplitz positional encoding: a causal convolution per channel, by a sum of decaying modes.
 
 u_t[c, r] = λ_r u_{t-1}[c, r] + x_t[c] and y_t[c] = Σ_r γ[c, r] u_t[c, r] (LightNet, equation 11). ``tpe_scan`` is the
-operator; sequence parallelism and generation are built from the pieces beside it. README.md in this folder has the
+operator; sequence parallelism and generation are built from the passes beside it. README.md in this folder has the
 mathematics.
 """
-
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lightscale.errors import UserError
-from lightscale.kernels.common.backends import AUTO, choose_backend, preload_triton, triton_forms
+from lightscale.kernels.common.backends import (
+    AUTO,
+    choose_backend,
+    dispatch_pass,
+    dispatch_step,
+    implementation,
+    preload_backends,
+)
 from lightscale.kernels.common.documents import check_cu_seqlens
 from lightscale.kernels.common.states import state_dtype
+from lightscale.kernels.tpe import chunked
 from lightscale.kernels.tpe.chunked import DEFAULT_CHUNK_SIZE, ChunkedTPEScan
-from lightscale.kernels.tpe.pieces import grad_bwd, out_fwd, recurrent_step, state_bwd, state_fwd
 from lightscale.kernels.tpe.reference import tpe_scan_reference
 
 __all__ = [
-    "BACKENDS",
-    "backend_of",
     "grad_bwd",
     "out_fwd",
     "recurrent_step",
@@ -32,30 +35,11 @@ __all__ = [
 ]
 
 
-class _Backend(Protocol):
-    """What computes the operator once its arguments are checked: (y, final state)."""
-
-    def __call__(
-        self,
-        x: Tensor,
-        log_decay: Tensor,
-        gamma: Tensor,
-        initial_state: Tensor | None,
-        cu_seqlens: Tensor | None,
-        chunk_size: int,
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-def _chunked(
-    x: Tensor,
-    log_decay: Tensor,
-    gamma: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor]:
-    y, state = ChunkedTPEScan.apply(x, log_decay, gamma, initial_state, cu_seqlens, chunk_size)
-    return y, state
+state_fwd = dispatch_pass("tpe", chunked.state_fwd)
+out_fwd = dispatch_pass("tpe", chunked.out_fwd)
+state_bwd = dispatch_pass("tpe", chunked.state_bwd)
+grad_bwd = dispatch_pass("tpe", chunked.grad_bwd)
+recurrent_step = dispatch_step("tpe", chunked.recurrent_step)
 
 
 def _reference(
@@ -64,7 +48,6 @@ def _reference(
     gamma: Tensor,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-    chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence in the dtype of the states, which is wider than that of half-precision inputs."""
     dtype = state_dtype(x.dtype)
@@ -72,30 +55,6 @@ def _reference(
         x.to(dtype), log_decay.to(dtype), gamma.to(dtype), initial_state=initial_state, cu_seqlens=cu_seqlens
     )
     return y.to(x.dtype), state
-
-
-def _triton(
-    x: Tensor,
-    log_decay: Tensor,
-    gamma: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor]:
-    y, state = triton_forms("tpe").triton_tpe_scan(x, log_decay, gamma, initial_state, cu_seqlens)
-    return y, state
-
-
-BACKENDS: dict[str, _Backend] = {"chunked": _chunked, "reference": _reference, "triton": _triton}
-
-
-def backend_of(x: Tensor, backend: str = AUTO) -> str:
-    """Which of BACKENDS computes inputs like ``x`` (dtype and device count), for logs.
-
-    Raises:
-        UserError: a backend that is not known or cannot compute x.
-    """
-    return choose_backend(backend, x, BACKENDS, operator="tpe_scan")
 
 
 def tpe_scan(
@@ -123,8 +82,8 @@ def tpe_scan(
         cu_seqlens: (N+1,) int32 or int64 document boundaries over the flattened B·T tokens, every row start
             included. No state passes from one document to the next.
         chunk_size: tokens that the chunked form computes at once; a matter of its speed only.
-        backend: one of BACKENDS: "triton" (GPUs; fp16, bf16, fp32), "chunked", "reference" (one token at a time,
-            slow); or "auto": what ``set_default_backend`` says, else Triton on GPUs and chunks elsewhere.
+        backend: "triton" (GPUs; fp16, bf16, fp32), "chunked", "reference" (one token at a time, slow); or "auto": what
+            ``set_default_backend`` says, else Triton on GPUs and chunks elsewhere.
 
     Returns:
         y (B, T, D) in x's dtype, and None or the final state (B, D, E), fp32 (fp64 for fp64 inputs).
@@ -140,8 +99,13 @@ def tpe_scan(
         check_cu_seqlens(cu_seqlens, num_rows=x.shape[0], num_tokens=x.shape[1])
     if chunk_size < 1:
         raise UserError(f"chunk_size must be at least 1 token, got {chunk_size}")
-    name = backend_of(x, backend)
-    y, state = BACKENDS[name](x, log_decay, gamma, initial_state, cu_seqlens, chunk_size)
+    name = choose_backend("tpe", x, backend)
+    if name == "reference":
+        y, state = _reference(x, log_decay, gamma, initial_state, cu_seqlens)
+    elif name == "triton":
+        y, state = implementation("tpe", name).triton_tpe_scan(x, log_decay, gamma, initial_state, cu_seqlens)
+    else:
+        y, state = ChunkedTPEScan.apply(x, log_decay, gamma, initial_state, cu_seqlens, chunk_size)
     return y, state if output_final_state else None
 
 
@@ -186,4 +150,4 @@ def _check_device(name: str, tensor: Tensor, x: Tensor) -> None:
         raise UserError(f"{name} is on {tensor.device}, but x is on {x.device}")
 
 
-preload_triton("tpe")
+preload_backends("tpe")

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightscale.errors import UserError
 from lightscale.kernels import gla as package
-from lightscale.kernels.common.backends import set_default_backend
+from lightscale.kernels.common.backends import choose_backend, set_default_backend
 from lightscale.kernels.gla import chunked, gla, gla_reference, triton
 from lightscale.kernels.gla.triton import passes, tiling
 
@@ -326,16 +326,16 @@ def default_backend() -> Iterator[Callable[[str], None]]:
 
 def test_choice_of_the_backend(default_backend: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(1, 3, 1, 16)
-    assert package.backend_of(x) == "chunked"
-    assert package.backend_of(x, "triton") == "triton"
+    assert choose_backend("gla", x) == "chunked"
+    assert choose_backend("gla", x, "triton") == "triton"
     default_backend("triton")
-    assert package.backend_of(x) == "triton"
-    assert package.backend_of(x, "reference") == "reference"
+    assert choose_backend("gla", x) == "triton"
+    assert choose_backend("gla", x, "reference") == "reference"
     with pytest.raises(UserError, match=r"gla: backend 'triton' computes fp16, bf16 and fp32, not torch\.float64"):
-        package.backend_of(x.double())
+        choose_backend("gla", x.double())
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(UserError, match="'triton' needs a GPU, but q is on cpu"):
-        package.backend_of(x)
+    with pytest.raises(UserError, match="'triton' needs a GPU, but the inputs are on cpu"):
+        choose_backend("gla", x)
 
 
 @pytest.mark.usefixtures("small_tiles")

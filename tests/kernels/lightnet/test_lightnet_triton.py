@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from lightscale.errors import UserError
 from lightscale.kernels import lightnet
 from lightscale.kernels.common.angles import angles_of
-from lightscale.kernels.common.backends import set_default_backend
+from lightscale.kernels.common.backends import choose_backend, set_default_backend
 from lightscale.kernels.lightnet import Angles, LightNetState, StateCotangent, chunked, lightnet_attention, triton
 from lightscale.kernels.lightnet.triton import kernels, keys, passes, queries, states, tiling
 
@@ -491,12 +491,12 @@ def default_backend() -> Iterator[Callable[[str], None]]:
 
 def test_choice_of_the_backend(default_backend: Callable[[str], None]) -> None:
     x = torch.ones(1, 3, 1, 16)
-    assert lightnet.backend_of(x) == "chunked"
+    assert choose_backend("lightnet", x) == "chunked"
     default_backend("triton")
-    assert lightnet.backend_of(x) == "triton"
-    assert lightnet.backend_of(x, "reference") == "reference"
+    assert choose_backend("lightnet", x) == "triton"
+    assert choose_backend("lightnet", x, "reference") == "reference"
     with pytest.raises(UserError, match=r"computes fp16, bf16 and fp32, not torch\.float64"):
-        lightnet.backend_of(x.double())
+        choose_backend("lightnet", x.double())
 
 
 @pytest.mark.usefixtures("small_tiles")

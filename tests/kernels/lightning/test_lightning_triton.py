@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from lightscale.errors import UserError
 from lightscale.kernels import lightning
 from lightscale.kernels.common.angles import Angles, angles_of
-from lightscale.kernels.common.backends import set_default_backend
+from lightscale.kernels.common.backends import choose_backend, set_default_backend
 from lightscale.kernels.lightning import chunked, lightning_attention, lightning_attention_reference, triton
 from lightscale.kernels.lightning.triton import tiling
 
@@ -363,16 +363,16 @@ def default_backend() -> Iterator[Callable[[str], None]]:
 
 def test_choice_of_the_backend(default_backend: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(1, 3, 1, 16)
-    assert lightning.backend_of(x) == "chunked"
-    assert lightning.backend_of(x, "triton") == "triton"
+    assert choose_backend("lightning", x) == "chunked"
+    assert choose_backend("lightning", x, "triton") == "triton"
     default_backend("triton")
-    assert lightning.backend_of(x) == "triton"
-    assert lightning.backend_of(x, "reference") == "reference"
+    assert choose_backend("lightning", x) == "triton"
+    assert choose_backend("lightning", x, "reference") == "reference"
     with pytest.raises(UserError, match=r"computes fp16, bf16 and fp32, not torch\.float64"):
-        lightning.backend_of(x.double())
+        choose_backend("lightning", x.double())
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(UserError, match="'triton' needs a GPU, but q is on cpu"):
-        lightning.backend_of(x)
+    with pytest.raises(UserError, match="'triton' needs a GPU, but the inputs are on cpu"):
+        choose_backend("lightning", x)
 
 
 @pytest.mark.usefixtures("small_tiles")

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightscale.errors import UserError
 from lightscale.kernels import tpe
-from lightscale.kernels.common.backends import set_default_backend
+from lightscale.kernels.common.backends import choose_backend, set_default_backend
 from lightscale.kernels.tpe import tpe_scan, tpe_scan_reference, triton
 
 comparing = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "comparing.py")))
@@ -263,9 +263,9 @@ def test_one_token_at_a_time() -> None:
 
 def test_choice_of_the_backend(by_triton: None) -> None:
     x = torch.ones(1, 2, 1)
-    assert tpe.backend_of(x) == "triton"
-    assert tpe.backend_of(x, "chunked") == "chunked"
+    assert choose_backend("tpe", x) == "triton"
+    assert choose_backend("tpe", x, "chunked") == "chunked"
     set_default_backend("auto")
-    assert tpe.backend_of(x) == "chunked"
+    assert choose_backend("tpe", x) == "chunked"
     with pytest.raises(UserError, match=r"backend 'triton' computes fp16, bf16 and fp32, not torch.float64"):
-        tpe.backend_of(x.double(), "triton")
+        choose_backend("tpe", x.double(), "triton")

@@ -1,5 +1,10 @@
 from typing import Any, ClassVar
 
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from lightscale.config.schema import ModelConfig
+from lightscale.kernels.common.backends import choose_backend, implementation
 from lightscale.kernels.operators import (
     Backend,
     CostClass,
@@ -9,11 +14,6 @@ from lightscale.kernels.operators import (
     StateTensor,
     register,
 )
-from megatron.core.transformer import TransformerConfig
-from torch import Tensor, nn
-
-from lightscale.config.schema import ModelConfig
-from lightscale.kernels.common.backends import choose_backend, implementation
 from lightscale.models.layers.context import SequenceContext
 from lightscale.models.layers.linear import column_parallel, row_parallel
 from lightscale.models.layers.shared_parts import EmbeddingPart, PartParameter, SharedPart, StagePart

@@ -3,7 +3,7 @@ from torch import Tensor
 
 
 def decayed_sum(x: Tensor, decay: float, positions: Tensor, before: Tensor | None = None) -> Tensor:
-    """x (b, n, d) -> y_t = x_t + decay y_{t-1}, from 0 in every document; ``before``: y (b, d) before the first token."""
+    """x (b, n, d) -> y_t = x_t + decay y_{t-1}, from 0 in every document; ``before``: y (b, d) at first."""
     y = torch.zeros_like(x[:, 0]) if before is None else before
     outputs = []
     for t in range(x.size(1)):

@@ -1,0 +1,243 @@
+"""Every operator that a model is made of, described: what computes it, its chunks, its cost, its state.
+
+An operator is named after its folder beside this file; the run's log, the planner, FLOP counts and the tests on GPUs
+read its description here. A new operator is its folder and one entry of the table at the end, or, from another package,
+a call of ``register``. Nothing here imports torch, so that planning works without it: the modules that compute are
+named, and ``common/backends.py`` imports them when they are first used.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from lightscale.errors import UserError
+
+BackendName = Literal["triton", "chunked", "reference"]
+
+PYTORCH = "PyTorch"
+"""What computes an operator without back-ends."""
+
+
+class CostClass(Enum):
+    """What bounds the time of an operator: which speed of ``planning.hardware.Hardware`` a prediction takes."""
+
+    SCAN = "scan"
+    """Matrix products in chunks around a state whose decay is per head, per mode, or none."""
+    GATED_SCAN = "gated_scan"
+    """The same with a decay per key channel and token, whose products are made in smaller tiles."""
+    SOFTMAX = "softmax"
+    """Each token with all tokens before it: grows with the square of the sequence."""
+    MEMORY = "memory"
+    """Element by element: what is read and written counts, not what is computed."""
+    LOSS = "loss"
+    """Matrix products with the output layer's weight, whose results are not kept."""
+
+
+class StateAlgebra(Enum):
+    """How the tokens of a segment act on the state that enters it."""
+
+    DIAGONAL = "diagonal"
+    """S_out = D ⊙ S_in + S_loc."""
+    LOG_SUM_EXP = "log_sum_exp"
+    """z_out = logaddexp(z_in, z_loc); S_out is the average of S_in and S_loc by exp of z_in and z_loc."""
+    CONCATENATION = "concatenation"
+    """The tokens themselves, after those before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateTensor:
+    """One tensor of a state."""
+
+    name: str
+    shape: tuple[str, ...]
+    """Symbols: B rows, T tokens, H heads, K width of keys (of what LRPE makes of them: R), V width of values,
+    D channels, E modes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateDescription:
+    """What an operator keeps of the tokens before."""
+
+    tensors: tuple[StateTensor, ...]
+    algebra: StateAlgebra
+    dtype: Literal["fp32", "inputs"] = "fp32"
+    """"fp32": also for half-precision inputs, and fp64 for those of fp64; "inputs": that of the inputs."""
+
+    @property
+    def grows(self) -> bool:
+        """Whether its size depends on the number of tokens."""
+        return any("T" in tensor.shape for tensor in self.tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """One implementation of an operator."""
+
+    name: BackendName
+    """As ``train.kernels`` and the argument ``backend`` name it."""
+    module: str
+    """Its module by its full name, imported when it is first used. Where the operator has passes (``state_fwd``,
+    ``out_fwd``, ``state_bwd``, ``grad_bwd``, ``recurrent_step``), those of the back-ends have one signature."""
+    chunk_size: int | None = None
+    """Tokens of a chunk for half-precision inputs; None where there are no chunks."""
+    fp32_chunk_size: int | None = None
+    """Tokens of a chunk for fp32 inputs, where these are others."""
+    max_width: int | None = None
+    """Most elements of the inputs' last dimension; None for any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """One operator.
+
+    Its back-end is what the call, or else ``train.kernels``, asks for. For "auto" it is the first of ``backends`` that
+    can compute the inputs: Triton on a GPU for fp16, bf16 and fp32 up to its width, else the next.
+
+    Raises:
+        UserError: two back-ends of one name, or one that ``train.kernels`` cannot name.
+    """
+
+    name: str
+    """As ``Mixer.operator`` names it; that of the folder where it has one."""
+    cost: CostClass
+    backends: tuple[Backend, ...] = ()
+    """In the order of preference; none for what PyTorch computes, whatever is asked for."""
+    state: StateDescription | None = None
+    """None for an operator whose tokens are independent of each other."""
+
+    def __post_init__(self) -> None:
+        names = [backend.name for backend in self.backends]
+        known = BackendName.__args__  # type: ignore[attr-defined]
+        if not self.name or len(set(names)) < len(names) or not set(names) <= set(known):
+            raise UserError(
+                f"operator {self.name!r}: back-ends {', '.join(names) or 'none'}; an operator has a name, and each "
+                f"back-end once, out of {', '.join(known)}"
+            )
+
+    @property
+    def backend_names(self) -> tuple[str, ...]:
+        """Of ``backends``, in their order."""
+        return tuple(backend.name for backend in self.backends)
+
+    def backend(self, name: str) -> Backend:
+        """The back-end called ``name``; UserError with those that there are."""
+        for backend in self.backends:
+            if backend.name == name:
+                return backend
+        raise UserError(f"{self.name} has no backend {name!r}; known here: {', '.join(self.backend_names) or PYTORCH}")
+
+    @property
+    def chunk_size(self) -> int:
+        """The chunk by which FLOPs are counted: of the first back-end that has one, in half precision.
+
+        Raises:
+            UserError: no back-end has chunks.
+        """
+        for backend in self.backends:
+            if backend.chunk_size is not None:
+                return backend.chunk_size
+        raise UserError(f"operator {self.name!r} has no back-end with a chunk_size, by which FLOPs could be counted")
+
+
+_OPERATORS: dict[str, Operator] = {}
+
+
+def register(operator: Operator) -> Operator:
+    """Make an operator known in this process, and return it.
+
+    Raises:
+        UserError: the name is that of another operator.
+    """
+    known = _OPERATORS.setdefault(operator.name, operator)
+    if known != operator:
+        raise UserError(f"operator {operator.name!r} is registered already, with another description: {known}")
+    return operator
+
+
+def get_operator(name: str) -> Operator:
+    """The operator called ``name``; UserError with the known ones otherwise."""
+    if name not in _OPERATORS:
+        raise UserError(
+            f"no operator {name!r}; known: {', '.join(sorted(_OPERATORS))}; "
+            "another one is described by lightscale.kernels.operators.register"
+        )
+    return _OPERATORS[name]
+
+
+def operator_names() -> tuple[str, ...]:
+    """Of all operators that are known, in the order in which they were registered."""
+    return tuple(_OPERATORS)
+
+
+def _backends(
+    folder: str,
+    *,
+    triton_chunk: int | None = None,
+    triton_fp32_chunk: int | None = None,
+    chunk: int | None = None,
+    chunked: str = "chunked",
+    max_width: int | None = None,
+) -> tuple[Backend, ...]:
+    """Triton, PyTorch in chunks, and the reference, as all folders have them."""
+    module = f"{__name__.rpartition('.')[0]}.{folder}"
+    return (
+        Backend(
+            name="triton",
+            module=f"{module}.triton",
+            chunk_size=triton_chunk,
+            fp32_chunk_size=triton_fp32_chunk,
+            max_width=max_width,
+        ),
+        Backend(name="chunked", module=f"{module}.{chunked}", chunk_size=chunk),
+        Backend(name="reference", module=f"{module}.reference"),
+    )
+
+
+def _state(algebra: StateAlgebra, dtype: Literal["fp32", "inputs"] = "fp32", **shapes: str) -> StateDescription:
+    """A state of tensors whose symbols are written together."""
+    tensors = tuple(StateTensor(name=name, shape=tuple(shape)) for name, shape in shapes.items())
+    return StateDescription(tensors=tensors, algebra=algebra, dtype=dtype)
+
+
+register(
+    Operator(
+        name="lightning",
+        cost=CostClass.SCAN,
+        backends=_backends("lightning", triton_chunk=128, triton_fp32_chunk=64, chunk=64),
+        state=_state(StateAlgebra.DIAGONAL, S="BHRV"),
+    )
+)
+register(
+    Operator(
+        name="gla",
+        cost=CostClass.GATED_SCAN,
+        backends=_backends("gla", triton_chunk=64, triton_fp32_chunk=32, chunk=16),
+        state=_state(StateAlgebra.DIAGONAL, S="BHKV"),
+    )
+)
+register(
+    Operator(
+        name="lightnet",
+        cost=CostClass.SCAN,
+        backends=_backends("lightnet", triton_chunk=128, triton_fp32_chunk=64, chunk=64),
+        state=_state(StateAlgebra.LOG_SUM_EXP, z="BHK", S="BHRV"),
+    )
+)
+register(
+    Operator(
+        name="tpe",
+        cost=CostClass.SCAN,
+        backends=_backends("tpe", triton_chunk=16, chunk=64),
+        state=_state(StateAlgebra.DIAGONAL, u="BDE"),
+    )
+)
+register(
+    Operator(
+        name="SDPA",
+        cost=CostClass.SOFTMAX,
+        state=_state(StateAlgebra.CONCATENATION, "inputs", k="BTHK", v="BTHV"),
+    )
+)
+register(Operator(name="norm", cost=CostClass.MEMORY, backends=_backends("norm", chunked="eager", max_width=4096)))
+register(Operator(name="glu", cost=CostClass.MEMORY, backends=_backends("glu", chunked="eager")))
+register(Operator(name="cross_entropy", cost=CostClass.LOSS, backends=_backends("cross_entropy")))
