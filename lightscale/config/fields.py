@@ -1,4 +1,4 @@
-"""What the configuration's fields are, in words: for `lightscale config --describe` and for errors."""
+"""The fields of a configuration as text: for `lightscale config --describe` and for error messages."""
 
 import difflib
 import itertools
@@ -27,7 +27,7 @@ _RENAMED = {
     ("model", "gate_rank"): (*MIXER_OPTIONS, "NAME", "gate_rank"),
 }
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
-_WORDS = {
+_TYPE_NAMES = {
     int: "a whole number",
     float: "a number",
     str: "text",
@@ -73,7 +73,7 @@ def _describe(section: type[BaseModel], path: tuple[str, ...]) -> Iterator[Field
         default = "(required)" if field.is_required() else toml_value(field.default)
         yield FieldDescription(
             key=key_text((*path, name)),
-            type=field_words(field),
+            type=field_type_text(field),
             default=default,
             description=field.description or "",
         )
@@ -86,28 +86,28 @@ def table_type(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     return (inner, named) if isinstance(inner, type) and issubclass(inner, BaseModel) else (None, False)
 
 
-def field_words(field: FieldInfo) -> str:
+def field_type_text(field: FieldInfo) -> str:
     """What the field takes, such as "a whole number >= 1"."""
-    return type_words(field.annotation, field.metadata)
+    return type_text(field.annotation, field.metadata)
 
 
-def type_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """What a value of the type `annotation` with pydantic's `metadata` may be."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         base, *notes = arguments
         inner = [note.metadata if isinstance(note, FieldInfo) else [note] for note in notes]
-        return type_words(base, [*metadata, *itertools.chain(*inner)])
+        return type_text(base, [*metadata, *itertools.chain(*inner)])
     if origin in (Union, types.UnionType):
-        return " or ".join(type_words(argument) for argument in arguments)
+        return " or ".join(type_text(argument) for argument in arguments)
     if origin is Literal:
         return " or ".join(f'"{argument}"' for argument in arguments)
     if origin is dict:
-        return f"a table of NAME = {type_words(arguments[1])}"
+        return f"a table of NAME = {type_text(arguments[1])}"
     if origin is list:
-        return f"a list of {type_words(arguments[0])}"
+        return f"a list of {type_text(arguments[0])}"
     if origin is tuple:
-        return f"a list of {len(arguments)}, each {type_words(arguments[0])}"
+        return f"a list of {len(arguments)}, each {type_text(arguments[0])}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "a table"
     bounds = [
@@ -116,7 +116,7 @@ def type_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         for name, sign in _BOUNDS.items()
         if getattr(item, name, None) is not None
     ]
-    return f"{_WORDS[annotation]} {' and '.join(bounds)}".strip()
+    return f"{_TYPE_NAMES[annotation]} {' and '.join(bounds)}".strip()
 
 
 def nearest_key(path: tuple[str, ...]) -> str:

@@ -16,12 +16,12 @@ from pydantic import BaseModel, ValidationError
 
 from lightscale.config.fields import (
     MIXER_OPTIONS,
-    field_words,
+    field_type_text,
     key_text,
     nearest_key,
     table_type,
     toml_value,
-    type_words,
+    type_text,
 )
 from lightscale.config.mixers import known_mixers, mixer_options_type
 from lightscale.config.schema import RunConfig, Section
@@ -177,7 +177,7 @@ def _parse_override(text: str) -> tuple[Key, Any]:
 
 def _explain(error: dict[str, Any], merged: _Merged, path: Path) -> str:
     """One line for one of pydantic's errors."""
-    key, words = _locate(error["loc"])
+    key, type_name = _locate(error["loc"])
     origin, value = merged.origin(key) or path, merged.value(key)
     if error["type"] == "value_error":
         # A check of a section names its keys itself, one of a field or of a mixer's options only says what is wrong.
@@ -188,8 +188,8 @@ def _explain(error: dict[str, Any], merged: _Merged, path: Path) -> str:
     if value is None and len(key) == 1:
         return f"{origin}: the section [{key_text(key)}] is missing; it needs {', '.join(_required(key[0]))}"
     if value is None:
-        return f"{origin}: {key_text(key)} is missing; it must be {words}"
-    return f"{origin}: {key_text(key)} = {toml_value(value)}: must be {words}"
+        return f"{origin}: {key_text(key)} is missing; it must be {type_name}"
+    return f"{origin}: {key_text(key)} = {toml_value(value)}: must be {type_name}"
 
 
 def _locate(location: Sequence[int | str]) -> tuple[Key, str]:
@@ -199,7 +199,7 @@ def _locate(location: Sequence[int | str]) -> tuple[Key, str]:
     """
     key: list[str] = []
     section: type[BaseModel] | None = RunConfig
-    words = "a table"
+    expected = "a table"
     parts = iter(map(str, location))
     for part in parts:
         if section is None:
@@ -208,14 +208,14 @@ def _locate(location: Sequence[int | str]) -> tuple[Key, str]:
         field = section.model_fields.get(part)
         if field is None:
             break
-        words = field_words(field)
+        expected = field_type_text(field)
         section, _ = table_type(field.annotation)
         if get_origin(field.annotation) is dict and (name := next(parts, None)) is not None:
             key.append(name)
-            words = type_words(get_args(field.annotation)[1])
+            expected = type_text(get_args(field.annotation)[1])
             if tuple(key[:-1]) == MIXER_OPTIONS:
                 section = (mixer_options_type(name) or Section) if name in known_mixers() else None
-    return tuple(key), words
+    return tuple(key), expected
 
 
 def _required(section: str) -> list[str]:

@@ -175,7 +175,7 @@ def test_exit_code_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> Non
         (["--nodes", "1", "--layout", "context=2"], ["--layout context=2", "tensor, pipeline, sequence, data"]),
         (["--nodes", "1", "--layout", "recompute=all"], ["recompute", "none, selective, full"]),
         (["--nodes", "1", "--layout", "tensor=8"], ["model.num_heads = 4", "parallel.tensor = 8"]),
-        (["--nodes", "1", "--layout", "pipeline=8"], ["model.num_layers = 4", "parallel.pipeline = 4 would do"]),
+        (["--nodes", "1", "--layout", "pipeline=8"], ["model.num_layers = 4", "use parallel.pipeline = 4"]),
         (["--nodes", "1", "--layout", "sequence=3"], ["8 processes", "parallel.sequence = 3"]),
         (["--nodes", "1", "--layout", "tensor=2,data=8"], ["8 processes", "parallel.data = 8"]),
         (["--nodes", "3", "--layout", "sequence=24"], ["data.sequence_length = 512", "parallel.sequence = 24"]),

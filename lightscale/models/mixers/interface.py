@@ -83,7 +83,7 @@ class Mixer(MegatronModule, ABC):
 
     @staticmethod
     def check(model: ModelConfig) -> None:
-        """UserError for a shape of the model that the mixer cannot have; naming key, value and what would do."""
+        """UserError for a shape of the model that the mixer cannot have; naming key, value and what to use instead."""
 
     @abstractmethod
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
