@@ -14,6 +14,7 @@ from itertools import groupby
 
 from lightscale.config.layout import Layout
 from lightscale.config.schema import Exchange, Recompute, RunConfig
+from lightscale.kernels.operators import CostClass
 from lightscale.models.flops import training_flops_per_token
 from lightscale.planning.communication import Group, all_gather_s, all_reduce_s, exchange_s
 from lightscale.planning.exchange_sizes import Summary
@@ -154,10 +155,10 @@ class _Place:
     def _compute(self, layer: LayerWork) -> Times:
         hw, share = self.hw, self.tokens / self.layout.tensor
         speed = {
-            "scan": hw.scan_share,
-            "gated_scan": hw.scan_share / hw.gated_slowdown,
-            "softmax": hw.softmax_share / (2 - 1 / self.layout.sequence),
-        }[layer.operator]
+            CostClass.SCAN: hw.scan_share,
+            CostClass.GATED_SCAN: hw.scan_share / hw.gated_slowdown,
+            CostClass.SOFTMAX: hw.softmax_share / (2 - 1 / self.layout.sequence),
+        }[layer.cost]
         return Times(
             products_s=share * layer.product_flops / (hw.peak_flops * hw.product_share),
             operators_s=share * layer.operator_flops / (hw.peak_flops * speed),

@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Literal, get_args
+from typing import get_args
 
 from lightscale.config.schema import ModelConfig, Recompute
+from lightscale.errors import UserError
+from lightscale.kernels.operators import CostClass, Operator, get_operator
 from lightscale.models.accounting import rank_parameters
 from lightscale.models.layers.shared_parts import EmbeddingPart
 from lightscale.models.registry import mixer_class, shared_parts
@@ -13,10 +15,25 @@ from lightscale.models.stages import layer_stages
 from lightscale.planning.exchange_sizes import Summary
 
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
-Operator = Literal["scan", "gated_scan", "softmax"]
 
-# By `Mixer.operator`; all others scan at the speed of a decay per head or none.
-_OPERATORS: dict[str, Operator] = {"SDPA": "softmax", "gla": "gated_scan"}
+# Those that a mixer's operator can have: `Hardware` has a speed for each.
+_COSTS = (CostClass.SCAN, CostClass.GATED_SCAN, CostClass.SOFTMAX)
+
+
+def mixer_operator(name: str) -> Operator:
+    """The operator of the mixer called `name`.
+
+    Raises:
+        UserError: an unknown mixer, an operator that is not described, or one of a cost class without a speed.
+    """
+    operator = get_operator(mixer_class(name).operator)
+    if operator.cost not in _COSTS:
+        able = ", ".join(cost.value for cost in _COSTS)
+        raise UserError(
+            f"mixer {name!r}: its operator {operator.name!r} has cost class {operator.cost.value!r}, for which a "
+            f"mixer's time cannot be predicted; use one of: {able}"
+        )
+    return operator
 
 
 def activation_values(model: ModelConfig, layer: int, recompute: Recompute = "none") -> int:
@@ -28,7 +45,7 @@ def activation_values(model: ModelConfig, layer: int, recompute: Recompute = "no
     weights = mixer.parameter_shapes(model, layer)
     projected = sum(shape[0] for name, shape in weights.items() if name.endswith(".weight") and "out_proj" not in name)
     # Outputs, and those behind norm and gate, which softmax attention has not.
-    outputs = d if mixer.operator == "SDPA" else 2 * d
+    outputs = d if mixer_operator(model.layers[layer]).cost is CostClass.SOFTMAX else 2 * d
     # Gate and up, and their product.
     return 4 * d + projected + 2 * d + outputs + (0 if recompute == "selective" else 3 * g)
 
@@ -45,7 +62,8 @@ class LayerWork:
     """Matrix products with the GLU's weights."""
     operator_flops: float
     """What the mixer does between its projections."""
-    operator: Operator
+    cost: CostClass
+    """What bounds the operator's time."""
     values: tuple[int, ...]
     """Activations kept, for each of `RECOMPUTE`."""
     num_column_parallel: int
@@ -138,20 +156,20 @@ class Workload:
 
     def _layer(self, layer: int) -> LayerWork:
         model = self.model
-        mixer = mixer_class(model.layers[layer])
+        mixer, operator = mixer_class(model.layers[layer]), mixer_operator(model.layers[layer])
         shapes = mixer.parameter_shapes(model, layer)
         flops = {weight: 2 * prod(shape) for weight, shape in shapes.items() if weight.endswith(".weight")}
         mixer_flops = sum(flops.values())
         columns = [weight for weight in flops if weight.endswith("_proj.weight") and weight != "out_proj.weight"]
-        exchange = mixer.exchange_values(model, layer)
+        has_state = operator.state is not None and not operator.state.grows
         return LayerWork(
             mixer_flops=mixer_flops,
             query_flops=sum(count for weight, count in flops.items() if weight.startswith(("q_proj.", "gate_"))),
             glu_flops=2 * 3 * model.hidden_size * model.intermediate_size,
             operator_flops=mixer.forward_flops_per_token(model, layer, self.sequence_length) - mixer_flops,
-            operator=_OPERATORS.get(mixer.operator, "scan"),
+            cost=operator.cost,
             values=tuple(activation_values(model, layer, recompute) for recompute in RECOMPUTE),
             num_column_parallel=len(columns) + 1,
             gate_rank=shapes["gate_down.weight"][0] if "gate_down.weight" in shapes else 0,
-            exchange=exchange if any(exchange) else None,
+            exchange=mixer.exchange_values(model, layer) if has_state else None,
         )

@@ -215,7 +215,8 @@ def test_pipeline_by_hand() -> None:
     n, d = 256, 64
     model = CostModel(config("hgrn2-tiny", *TINY), n, ROUND)
     step = model.predict(layout(1, 2, 1, 2, length=n, rounds=5))
-    layer = 2 * (4 * d * d + 3 * d * 128) / 5e11 + 4 * (2 * 128 * 32 + 4 * 16 * 16) / 2e10
+    # Chunks of 64 tokens.
+    layer = 2 * (4 * d * d + 3 * d * 128) / 5e11 + 4 * (2 * 64 * 32 + 4 * 16 * 16) / 2e10
     layer += 2 * 2 * (4 * d + 4 * d + 2 * d + 2 * d - d + 3 * 128) / 5e11
     first = n * 2 * 3 * layer
     last = first + n * 512 * (8 * d + 6) / 5e11

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightscale.config.schema import ModelConfig
+from lightscale.kernels.operators import get_operator
 from lightscale.kernels.tpe import recurrent_step, state_dtype, tpe_scan
 from lightscale.models.layers.context import SequenceContext
 from lightscale.models.layers.shared_parts import EmbeddingPart, PartExchange, PartParameter
@@ -19,7 +20,6 @@ from lightscale.parallel.initialization import normal
 from lightscale.parallel.sequence import TPEScan
 
 LONGEST_SCALE_TOKENS = 4096
-_CHUNK_TOKENS = 64
 STATE_NAME = "tpe"
 DECAYS_TERM = "TPE decays"
 """What the decays count as."""
@@ -68,7 +68,7 @@ class TPE(EmbeddingPart):
     @staticmethod
     def forward_flops_per_token(model: ModelConfig) -> float:
         """A short Toeplitz product, and the state read and written, per channel."""
-        return model.hidden_size * (2 * _CHUNK_TOKENS + 4 * model.head_dim)
+        return model.hidden_size * (2 * get_operator("tpe").chunk_size + 4 * model.head_dim)
 
     @staticmethod
     def exchange_values(model: ModelConfig) -> PartExchange:

@@ -42,8 +42,8 @@ class CosFormer2(GatedMixer):
     @staticmethod
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
         """Projections, gate, and attention in chunks."""
-        chunks = chunked_flops(model, sequence_length, key_width=2 * model.head_dim)
-        return gated_projection_flops(model, layer) + chunks
+        attention = chunked_flops(model, sequence_length, operator=CosFormer2.operator, key_width=2 * model.head_dim)
+        return gated_projection_flops(model, layer) + attention
 
     @staticmethod
     def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:

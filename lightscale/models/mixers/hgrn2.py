@@ -100,7 +100,8 @@ class HGRN2(Mixer):
     @staticmethod
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
         """Projections, and attention in chunks."""
-        return projection_flops(model) + chunked_flops(model, sequence_length, key_width=model.head_dim)
+        attention = chunked_flops(model, sequence_length, operator=HGRN2.operator, key_width=model.head_dim)
+        return projection_flops(model) + attention
 
     @staticmethod
     def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:

@@ -11,15 +11,13 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from lightscale.config.schema import ModelConfig
+from lightscale.kernels.operators import get_operator
 from lightscale.models.layers.context import SequenceContext
 from lightscale.models.layers.linear import ReplicatedLinear, column_parallel, row_parallel
 from lightscale.models.layers.norms import gated_norm_split
 from lightscale.models.layers.shared_parts import SharedPart
 from lightscale.models.layers.states import Shapes
 from lightscale.models.mixers.options import GatedMixerOptions
-
-CHUNK_TOKENS = 128
-"""Chunk of the linear-attention kernels on GPUs, in tokens."""
 
 
 class Mixer(MegatronModule, ABC):
@@ -39,7 +37,7 @@ class Mixer(MegatronModule, ABC):
     """Axes along which the mixer can be split; a degree on any other is refused before anything is built."""
 
     operator: ClassVar[str]
-    """The folder in ``kernels`` that computes it, or what else does."""
+    """What computes it, as ``kernels.operators`` describes it."""
 
     shared: ClassVar[tuple[type[SharedPart], ...]] = ()
     """What the model holds once for all layers of this kind."""
@@ -178,7 +176,11 @@ def gated_projection_flops(model: ModelConfig, layer: int) -> float:
     return projection_flops(model) + 2 * 2 * model.hidden_size * gate_rank(model, layer)
 
 
-def chunked_flops(model: ModelConfig, sequence_length: int, *, key_width: int) -> float:
-    """Operations of chunked linear attention per token: 2 C (k + v) in the chunk, 4 k v with the state, per head."""
+def chunked_flops(model: ModelConfig, sequence_length: int, *, operator: str, key_width: int) -> float:
+    """Operations of chunked linear attention per token: 2 C (k + v) in the chunk, 4 k v with the state, per head.
+
+    C is the chunk of ``operator``.
+    """
     k, v = key_width, model.head_dim
-    return model.num_heads * (2 * min(CHUNK_TOKENS, sequence_length) * (k + v) + 4 * k * v)
+    chunk = min(get_operator(operator).chunk_size, sequence_length)
+    return model.num_heads * (2 * chunk * (k + v) + 4 * k * v)

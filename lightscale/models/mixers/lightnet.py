@@ -48,8 +48,8 @@ class LightNet(GatedMixer):
     @staticmethod
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
         """Projections, gate, and attention in chunks."""
-        chunks = chunked_flops(model, sequence_length, key_width=2 * model.head_dim)
-        return gated_projection_flops(model, layer) + chunks
+        attention = chunked_flops(model, sequence_length, operator=LightNet.operator, key_width=2 * model.head_dim)
+        return gated_projection_flops(model, layer) + attention
 
     @staticmethod
     def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:

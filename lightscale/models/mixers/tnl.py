@@ -63,7 +63,7 @@ class TNL(GatedMixer):
     @staticmethod
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
         """Projections, gate, and attention in chunks."""
-        chunks = chunked_flops(model, sequence_length, key_width=_key_width(model, layer))
+        chunks = chunked_flops(model, sequence_length, operator=TNL.operator, key_width=_key_width(model, layer))
         return gated_projection_flops(model, layer) + chunks
 
     @staticmethod
