@@ -85,6 +85,7 @@ class _Merged:
 
     def merge(self, table: Mapping[str, Any], origin: str) -> None:
         """Lay a file's table over what is there."""
+        # Key by key, with the origin of each: an error then names the file that set the value, not the last one read.
         values = dict(_leaves(table, ()))
         self._drop_alternatives(values)
         for key, value in values.items():
@@ -200,6 +201,7 @@ def _locate(location: Sequence[int | str]) -> tuple[Key, str]:
     key: list[str] = []
     section: type[BaseModel] | None = RunConfig
     expected = "a table"
+    # The walk goes by types: what pydantic adds behind the key cannot be told from a key by its looks.
     parts = iter(map(str, location))
     for part in parts:
         if section is None:

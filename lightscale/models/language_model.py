@@ -71,6 +71,7 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         params_dtype=dtype,
         pipeline_dtype=dtype,
+        # Weights are drawn by their global names, the same on every layout (parallel.initialization).
         init_method=leave_unset,
         output_layer_init_method=leave_unset,
         embedding_init_method=leave_unset,
@@ -83,8 +84,10 @@ def transformer_config(
             megatron_layout(model.num_layers, mesh.pipeline * mesh.virtual_stages) if mesh.pipeline > 1 else None
         ),
         **_RECOMPUTE[recompute],
+        # Megatron's "context" is our sequence axis; its "sequence parallel" splits activations over the tensor ranks.
         context_parallel_size=mesh.sequence,
         sequence_parallel=mesh.tensor > 1,
+        # NCCL runs sends and receives one after the other: both neighbours' must go out together, or each waits.
         batch_p2p_comm=mesh.device.type == "cuda",
         deterministic_mode=mesh.device.type == "cpu",
     )
@@ -201,9 +204,11 @@ class LanguageModel(LanguageModule):
         self.share_embeddings_and_output_weights = True
         self.model_type = ModelType.encoder_or_decoder
         self.exchange = mesh.exchange
-        # Layers whose activations are all recomputed would exchange their states twice.
+        # Layers whose activations are all recomputed would exchange their states twice: the second time they take what
+        # came in the first time.
         self.replay = Replay() if config.recompute_granularity == "full" else None
 
+        # Stages are counted as they follow in the model: virtual stages go round the pipeline ranks.
         parts, stage = shared_parts(model), (vp_stage or 0) * mesh.pipeline + groups.pp.rank()
         of_stages = [part for part in parts if issubclass(part, StagePart)]
         self.stage_parts = _added(self, of_stages, config, model, groups, stage=stage)
@@ -288,12 +293,14 @@ class LanguageModel(LanguageModule):
             hidden, shared[name] = for_all_layers(hidden, self.get_submodule(name)(context))
         context = replace(context, shared=shared)
         if not self.pre_process:
+            # Megatron's block takes its input from where the schedule left it, not from its argument.
             self.decoder.set_input_tensor(hidden)
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=context)
         if not self.post_process:
             return hidden
         if last_only:
             hidden = hidden[-1:]
+        # A stage that has the embedding too uses its weight; a last stage of several has a copy in its output layer.
         weight = self.shared_embedding_or_output_weight() if self.pre_process else None
         labels = None if labels is None else labels.transpose(0, 1)
         output, _ = self.output_layer(hidden, weight, labels=labels, vocab_size=self.vocab_size)

@@ -174,7 +174,7 @@ def test_the_first_pipeline_stage_runs_ahead() -> None:
     [
         (["{configs}/tln-70m.toml"], ["tln-70m.toml", "did you mean", "tnl-70m.toml"]),
         (["{configs}/tnl-71m.toml"], ["tnl-71m.toml", "did you mean", "tnl-70m.toml"]),
-        (["{configs}/tnl-tiny.toml", "model.mixer=hgrn"], ["'hgrn'", "did you mean hgrn2"]),
+        (["{configs}/tnl-tiny.toml", "model.mixer=hgrn"], ['model.mixer = "hgrn"', "did you mean hgrn2"]),
         (["{configs}/tnl-tiny.toml", "--processes", "0"], ["--processes 0", "at least 1"]),
         (["{configs}/tnl-tiny.toml", "--processes", "3"], ["train.global_batch_size = 8", "data ranks"]),
         (["{configs}/tnl-tiny.toml", "model.num_heads=5"], ["model.hidden_size = 64", "model.num_heads = 5"]),

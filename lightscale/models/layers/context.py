@@ -9,7 +9,7 @@ from torch import Tensor
 from lightscale.parallel.sequence import Replay, Scan, StateExchange, begin
 
 MixerState = dict[str, Tensor]
-"""The tensors that a mixer carries from one call to the next, by name; each has the batch as its first dim."""
+"""The tensors that a mixer keeps from one call to the next, by name; each has the batch as its first dim."""
 
 Finish = Callable[[Tensor], Tensor]
 """The second half of an operator: queries (b, n, h, k) to outputs (b, n, h, v)."""

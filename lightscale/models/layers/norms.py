@@ -47,6 +47,7 @@ def gated_norm_split(x: Tensor, gate: Tensor | None, *, width: int, eps: float, 
 
     One all-reduce of a number per token each way; without tensor parallelism none.
     """
+    # The mean square is over all heads, and each tensor rank has some of them: their sums are added up.
     reduce = partial(dist.all_reduce, group=group) if group.size() > 1 else None
     activation = "none" if gate is None else "sigmoid"
     return norm(x, gate=gate, gate_activation=activation, eps=eps, width=width, reduce=reduce)

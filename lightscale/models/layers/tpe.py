@@ -85,6 +85,7 @@ class TPE(EmbeddingPart):
             return x + y.transpose(0, 1)
         state = incoming_state(context, STATE_NAME, {"u": (rows.size(0), *self.gamma.shape)}, state_dtype(x.dtype))
         before = None if state is None else state["u"]
+        # One token: the recurrence, whose cost does not depend on how many tokens came before.
         if before is not None and rows.size(1) == 1:
             one, after = recurrent_step(rows[:, 0], log_decay, self.gamma, before)
             context.states[STATE_NAME] = {"u": after}

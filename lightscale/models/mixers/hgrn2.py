@@ -137,6 +137,7 @@ class HGRN2(Mixer):
         shape = (q.size(0), q.size(2), q.size(3), v.size(3))
         state = incoming_state(context, self.state_name, {"S": shape}, state_dtype(q.dtype))
         before = None if state is None else state["S"]
+        # One token: the recurrence, whose cost does not depend on how many tokens came before.
         if before is not None and q.size(1) == 1:
             o, after = recurrent_step(q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], before)
             context.states[self.state_name] = {"S": after}

@@ -54,6 +54,7 @@ class Mixer(MegatronModule, ABC):
         cp_comm_type: str | None = None,
     ) -> None:
         super().__init__(config)
+        # Megatron counts layers from 1 over all stages; lightscale from 0, in names of states and everywhere else.
         self.layer = layer_number - 1
         self.state_name = f"layer-{self.layer}"
         self.model = model

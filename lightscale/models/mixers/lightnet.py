@@ -79,6 +79,7 @@ class LightNet(GatedMixer):
         # No weight before the document's start: log 0.
         state = incoming_state(context, self.state_name, shapes, state_dtype(q.dtype), empty={"z": -math.inf})
         before = None if state is None else LightNetState(**state)
+        # One token: the recurrence, whose cost does not depend on how many tokens came before.
         if before is not None and q.size(1) == 1:
             here = Angles(angles.theta, angles.positions[:, 0])
             o, after = recurrent_step(q[:, 0], k[:, 0], v[:, 0], before, here)

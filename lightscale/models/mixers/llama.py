@@ -75,6 +75,7 @@ class LLaMA(Mixer):
 
     def _begin(self, k: Tensor, v: Tensor, context: SequenceContext) -> Finish:
         if context.exchange is not None:
+            # All keys and values are needed, and their number grows with the sequence: no state stands for them.
             wait = begin_gather(torch.stack([k, v], dim=2), context.exchange, context.lengths)
             return lambda q: self._across_ranks(q, wait(), context)
         if context.states is not None:
@@ -114,10 +115,10 @@ class LLaMA(Mixer):
 
 def _seen(positions: Tensor, num_keys: int) -> Tensor:
     """(b, 1, n, keys): the last ``n`` of ``num_keys`` tokens see those from their document's start up to themselves."""
-    place = torch.arange(num_keys, device=positions.device)
-    own = place[num_keys - positions.size(1) :].expand_as(positions)
+    keys = torch.arange(num_keys, device=positions.device)
+    own = keys[num_keys - positions.size(1) :].expand_as(positions)
     start = own - positions
-    return ((place >= start[..., None]) & (place <= own[..., None]))[:, None]
+    return ((keys >= start[..., None]) & (keys <= own[..., None]))[:, None]
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
