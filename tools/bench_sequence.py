@@ -24,12 +24,13 @@ import torch.multiprocessing as mp
 from rich.table import Table
 from torch import Tensor, nn
 
+from lightscale.config.mixers import MIXERS
 from lightscale.config.schema import ModelConfig
 from lightscale.models.language_model import transformer_config
 from lightscale.models.layers.context import SequenceContext
+from lightscale.models.layers.shared_parts import StagePart
 from lightscale.models.layers.tpe import TPE
-from lightscale.models.mixers.hgrn2 import LowerBounds
-from lightscale.models.registry import MIXERS, mixer_class
+from lightscale.models.registry import mixer_class
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.parallel.sequence import Gather, Ring, StateExchange, TwoLevel
 from lightscale.planning.communication import EXCHANGES, Exchange
@@ -136,8 +137,7 @@ def _expected(settings: Settings, kind: str, exchange: str, tokens: int, rank: i
         # Keys and values of the stretch; their gradients for every rank's stretch.
         keys = row_bytes * 2 * tokens * settings.heads * settings.width
         return {"forward": [1, keys], "backward": [1, keys * ranks]}
-    summary = work.tpe_summary(1) if kind == "tpe" else work.summary(layer, 1)
-    assert summary is not None
+    summary = work.embedding_part_summaries(1)["tpe"] if kind == "tpe" else work.summary(layer, 1)
     sent = contribution(cast(Exchange, exchange), summary, min(settings.ranks_per_node, ranks))
     forward, backward = [sent.num_calls, row_bytes * sent.forward], [sent.num_calls, row_bytes * sent.backward]
     if exchange == "ring":
@@ -228,24 +228,23 @@ def _operator(settings: Settings, kind: str, mesh: Mesh) -> Callable[[Tensor, St
     model = settings.model(kind)
     config = transformer_config(model, mesh, torch.float32)
     module: nn.Module
-    bounds = None
+    parts: list[StagePart] = []
     if kind == "tpe":
-        module = TPE(config, model, mesh.groups.tp)
+        module = TPE(config, model, mesh.groups, stage=0)
     else:
         module = mixer_class(kind)(config, _LAYER + 1, model, mesh.groups)
-        if "lower_bounds" in mixer_class(kind).shared:
-            bounds = LowerBounds(config, model, mesh.groups, virtual_stage=0)
+        shared = [part for part in mixer_class(kind).shared if issubclass(part, StagePart)]
+        parts = [part(config, model, mesh.groups, stage=0) for part in shared]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in [*module.parameters(), *(bounds.parameters() if bounds else [])]:
+        for parameter in [parameter for one in (module, *parts) for parameter in one.parameters()]:
             parameter.draw_weights(parameter, generator)
 
     def apply(x: Tensor, exchange: StateExchange | None) -> Tensor:
         first = mesh.sequence_rank * x.size(0)
         positions = (first + torch.arange(x.size(0))).repeat(x.size(1), 1)
-        context = SequenceContext.of(
-            positions, exchange=exchange, lower_bounds=None if bounds is None else bounds().detach()
-        )
+        context = SequenceContext.of(positions, exchange=exchange)
+        context = dataclasses.replace(context, shared={part.name: part(context).detach() for part in parts})
         output = module(x, context) if kind == "tpe" else module.mix(x, context)
         return cast(Tensor, output)
 

@@ -1,4 +1,4 @@
-"""What the configuration's fields are, in words: for `lightscale config --describe` and for errors."""
+"""The fields of a configuration as text: for `lightscale config --describe` and for error messages."""
 
 import difflib
 import itertools
@@ -13,17 +13,21 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from lightscale.config.mixers import known_mixers, mixer_options_type
 from lightscale.config.schema import RunConfig
 
 SECTIONS: tuple[str, ...] = tuple(RunConfig.model_fields)
+MIXER_OPTIONS = ("model", "mixer_options")
+"""The table of tables whose types are the mixers' own."""
 
 # Keys that have another name now.
 _RENAMED = {
     ("model", "width"): ("model", "hidden_size"),
     ("model", "glu_width"): ("model", "intermediate_size"),
+    ("model", "gate_rank"): (*MIXER_OPTIONS, "NAME", "gate_rank"),
 }
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
-_WORDS = {
+_TYPE_NAMES = {
     int: "a whole number",
     float: "a number",
     str: "text",
@@ -36,7 +40,10 @@ _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 @dataclass(frozen=True, kw_only=True)
 class FieldDescription:
-    """One field: dotted key (NAME where the user chooses one), what it takes, default as TOML, meaning."""
+    """One field: dotted key (NAME where the user chooses one), what it takes, default as TOML, meaning.
+
+    Options of mixers have the mixer's name in their key.
+    """
 
     key: str
     type: str
@@ -45,12 +52,20 @@ class FieldDescription:
 
 
 def describe_fields() -> list[FieldDescription]:
-    """Every field of a run's configuration, in the order of the sections."""
+    """Every field of a run's configuration, in the order of the sections; the options of all known mixers too.
+
+    UserError where another package's mixer cannot be loaded.
+    """
     return list(_describe(RunConfig, ()))
 
 
 def _describe(section: type[BaseModel], path: tuple[str, ...]) -> Iterator[FieldDescription]:
     for name, field in section.model_fields.items():
+        if (*path, name) == MIXER_OPTIONS:
+            for mixer in known_mixers():
+                options = mixer_options_type(mixer)
+                yield from () if options is None else _describe(options, (*MIXER_OPTIONS, mixer))
+            continue
         inner, named = table_type(field.annotation)
         if inner is not None:
             yield from _describe(inner, (*path, name, "NAME") if named else (*path, name))
@@ -58,7 +73,7 @@ def _describe(section: type[BaseModel], path: tuple[str, ...]) -> Iterator[Field
         default = "(required)" if field.is_required() else toml_value(field.default)
         yield FieldDescription(
             key=key_text((*path, name)),
-            type=field_words(field),
+            type=field_type_text(field),
             default=default,
             description=field.description or "",
         )
@@ -71,28 +86,28 @@ def table_type(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     return (inner, named) if isinstance(inner, type) and issubclass(inner, BaseModel) else (None, False)
 
 
-def field_words(field: FieldInfo) -> str:
+def field_type_text(field: FieldInfo) -> str:
     """What the field takes, such as "a whole number >= 1"."""
-    return type_words(field.annotation, field.metadata)
+    return type_text(field.annotation, field.metadata)
 
 
-def type_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """What a value of the type `annotation` with pydantic's `metadata` may be."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         base, *notes = arguments
         inner = [note.metadata if isinstance(note, FieldInfo) else [note] for note in notes]
-        return type_words(base, [*metadata, *itertools.chain(*inner)])
+        return type_text(base, [*metadata, *itertools.chain(*inner)])
     if origin in (Union, types.UnionType):
-        return " or ".join(type_words(argument) for argument in arguments)
+        return " or ".join(type_text(argument) for argument in arguments)
     if origin is Literal:
         return " or ".join(f'"{argument}"' for argument in arguments)
     if origin is dict:
-        return f"a table of NAME = {type_words(arguments[1])}"
+        return f"a table of NAME = {type_text(arguments[1])}"
     if origin is list:
-        return f"a list of {type_words(arguments[0])}"
+        return f"a list of {type_text(arguments[0])}"
     if origin is tuple:
-        return f"a list of {len(arguments)}, each {type_words(arguments[0])}"
+        return f"a list of {len(arguments)}, each {type_text(arguments[0])}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "a table"
     bounds = [
@@ -101,7 +116,7 @@ def type_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         for name, sign in _BOUNDS.items()
         if getattr(item, name, None) is not None
     ]
-    return f"{_WORDS[annotation]} {' and '.join(bounds)}".strip()
+    return f"{_TYPE_NAMES[annotation]} {' and '.join(bounds)}".strip()
 
 
 def nearest_key(path: tuple[str, ...]) -> str:
@@ -111,6 +126,8 @@ def nearest_key(path: tuple[str, ...]) -> str:
     if len(path) == 1:
         near = difflib.get_close_matches(path[0], [*SECTIONS, "extends"], n=1)
         return f"did you mean {near[0]}?" if near else f"the sections are {', '.join(SECTIONS)}"
+    if path[:2] == MIXER_OPTIONS:
+        return _nearest_option(path)
     by_name: dict[str, list[str]] = {}
     for field in describe_fields():
         by_name.setdefault(field.key.rpartition(".")[2], []).append(field.key)
@@ -123,6 +140,18 @@ def nearest_key(path: tuple[str, ...]) -> str:
     if near := difflib.get_close_matches(path[-1], by_name, n=1):
         return f"did you mean {by_name[near[0]][0]}?"
     return f"[{key_text(path[:-1])}] has {', '.join(siblings)}"
+
+
+def _nearest_option(path: tuple[str, ...]) -> str:
+    """Advice on an unknown option of a mixer: model.mixer_options.NAME.OPTION."""
+    mixer = path[2]
+    options = mixer_options_type(mixer)
+    names = [] if options is None else list(options.model_fields)
+    if not names:
+        return f"the mixer {mixer} has no options"
+    if near := difflib.get_close_matches(path[3], names, n=1):
+        return f"did you mean {key_text((*path[:3], near[0]))}?"
+    return f"the mixer {mixer} has the options {', '.join(names)}"
 
 
 def key_text(path: Sequence[str]) -> str:

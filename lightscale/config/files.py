@@ -14,8 +14,17 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from lightscale.config.fields import field_words, key_text, nearest_key, table_type, toml_value, type_words
-from lightscale.config.schema import RunConfig
+from lightscale.config.fields import (
+    MIXER_OPTIONS,
+    field_type_text,
+    key_text,
+    nearest_key,
+    table_type,
+    toml_value,
+    type_text,
+)
+from lightscale.config.mixers import known_mixers, mixer_options_type
+from lightscale.config.schema import RunConfig, Section
 from lightscale.errors import UserError
 
 Key = tuple[str, ...]
@@ -76,6 +85,7 @@ class _Merged:
 
     def merge(self, table: Mapping[str, Any], origin: str) -> None:
         """Lay a file's table over what is there."""
+        # Key by key, with the origin of each: an error then names the file that set the value, not the last one read.
         values = dict(_leaves(table, ()))
         self._drop_alternatives(values)
         for key, value in values.items():
@@ -151,7 +161,7 @@ def _parse_file(path: Path, context: str) -> dict[str, Any]:
 
 
 def _parse_override(text: str) -> tuple[Key, Any]:
-    """'model.hidden_size=64' -> (("model", "width"), 64). A value that is not TOML is text."""
+    """'model.hidden_size=64' -> (("model", "hidden_size"), 64). A value that is not TOML is text."""
     name, equals, value = text.partition("=")
     try:
         key = [] if not equals else list(_leaves(tomllib.loads(f"{name} = 0"), ()))
@@ -168,17 +178,19 @@ def _parse_override(text: str) -> tuple[Key, Any]:
 
 def _explain(error: dict[str, Any], merged: _Merged, path: Path) -> str:
     """One line for one of pydantic's errors."""
-    key, words = _locate(error["loc"])
+    key, type_name = _locate(error["loc"])
     origin, value = merged.origin(key) or path, merged.value(key)
     if error["type"] == "value_error":
-        return f"{path}: {error['ctx']['error']}"
+        # A check of a section names its keys itself, one of a field or of a mixer's options only says what is wrong.
+        where = path if len(key) == 1 else f"{origin}: {key_text(key)} = {toml_value(value)}"
+        return f"{where}: {error['ctx']['error']}"
     if error["type"] == "extra_forbidden":
         return f"{origin}: unknown key {key_text(key)}; {nearest_key(key)}"
     if value is None and len(key) == 1:
         return f"{origin}: the section [{key_text(key)}] is missing; it needs {', '.join(_required(key[0]))}"
     if value is None:
-        return f"{origin}: {key_text(key)} is missing; it must be {words}"
-    return f"{origin}: {key_text(key)} = {toml_value(value)}: must be {words}"
+        return f"{origin}: {key_text(key)} is missing; it must be {type_name}"
+    return f"{origin}: {key_text(key)} = {toml_value(value)}: must be {type_name}"
 
 
 def _locate(location: Sequence[int | str]) -> tuple[Key, str]:
@@ -188,7 +200,8 @@ def _locate(location: Sequence[int | str]) -> tuple[Key, str]:
     """
     key: list[str] = []
     section: type[BaseModel] | None = RunConfig
-    words = "a table"
+    expected = "a table"
+    # The walk goes by types: what pydantic adds behind the key cannot be told from a key by its looks.
     parts = iter(map(str, location))
     for part in parts:
         if section is None:
@@ -197,12 +210,14 @@ def _locate(location: Sequence[int | str]) -> tuple[Key, str]:
         field = section.model_fields.get(part)
         if field is None:
             break
-        words = field_words(field)
+        expected = field_type_text(field)
         section, _ = table_type(field.annotation)
         if get_origin(field.annotation) is dict and (name := next(parts, None)) is not None:
             key.append(name)
-            words = type_words(get_args(field.annotation)[1])
-    return tuple(key), words
+            expected = type_text(get_args(field.annotation)[1])
+            if tuple(key[:-1]) == MIXER_OPTIONS:
+                section = (mixer_options_type(name) or Section) if name in known_mixers() else None
+    return tuple(key), expected
 
 
 def _required(section: str) -> list[str]:

@@ -31,7 +31,7 @@ class Layout:
 def check_layout(config: RunConfig, world_size: int) -> Layout:
     """The layout of `config` on `world_size` processes; pure arithmetic, no process group is touched.
 
-    Raises UserError that names both fields, their values, and a value that would work.
+    Raises UserError that names both fields, their values, and a value to use instead.
     """
     parallel = config.parallel
     data = _data_ranks(parallel, world_size)
@@ -47,7 +47,7 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
     if batch % (micro * data):
         raise UserError(
             f"train.global_batch_size = {batch} is not divisible by train.micro_batch_size = {micro} times "
-            f"the {data} data ranks (parallel.data); {near_multiple(batch, micro * data)} sequences would do"
+            f"the {data} data ranks (parallel.data); use {near_multiple(batch, micro * data)} sequences"
         )
     num_microbatches = batch // (micro * data)
     if parallel.virtual_stages > 1 and num_microbatches % parallel.pipeline:
@@ -55,7 +55,7 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
         raise UserError(
             f"parallel.virtual_stages = {parallel.virtual_stages} takes micro-batches in groups of parallel.pipeline = "
             f"{parallel.pipeline}, but train.global_batch_size = {batch} makes {num_microbatches} of them on every "
-            f"data rank; {near_multiple(batch, unit)} sequences would do"
+            f"data rank; use {near_multiple(batch, unit)} sequences"
         )
     return Layout(
         tensor=tensor,
@@ -74,7 +74,7 @@ def _check_length(name: str, length: int, parallel: ParallelConfig) -> None:
         raise UserError(
             f"{name} = {length} is not divisible by parallel.sequence = {parallel.sequence} times parallel.tensor = "
             f"{parallel.tensor} (tensor ranks hold shards of the activations too); "
-            f"{near_multiple(length, parallel.sequence * parallel.tensor)} tokens would do"
+            f"use {near_multiple(length, parallel.sequence * parallel.tensor)} tokens"
         )
 
 
@@ -83,14 +83,14 @@ def _check_stages(config: RunConfig) -> None:
     if parallel.virtual_stages > 1 and parallel.pipeline == 1:
         raise UserError(
             f"parallel.virtual_stages = {parallel.virtual_stages} needs parallel.pipeline of at least 2; "
-            "parallel.virtual_stages = 1 would do"
+            "use parallel.virtual_stages = 1"
         )
     stages = parallel.pipeline * parallel.virtual_stages
     if stages > num_layers:
         raise UserError(
             f"model.num_layers = {num_layers} is fewer than the {stages} stages of parallel.pipeline = "
             f"{parallel.pipeline} times parallel.virtual_stages = {parallel.virtual_stages}, and every stage needs a "
-            f"layer; parallel.pipeline = {max(1, num_layers // parallel.virtual_stages)} would do"
+            f"layer; use parallel.pipeline = {max(1, num_layers // parallel.virtual_stages)}"
         )
 
 
@@ -102,15 +102,15 @@ def _data_ranks(parallel: ParallelConfig, world_size: int) -> int:
     if parallel.data is None:
         if world_size % inner:
             raise UserError(
-                f"{world_size} processes cannot be shared out to {axes} (together {inner}); "
-                f"{near_multiple(world_size, inner)} processes would do"
+                f"{world_size} processes cannot be divided among {axes} (together {inner}); "
+                f"use {near_multiple(world_size, inner)} processes"
             )
         return world_size // inner
     if inner * parallel.data != world_size:
         rest = f", or parallel.data = {world_size // inner}" if world_size % inner == 0 else ""
         raise UserError(
             f"{world_size} processes are not the product of {axes}, parallel.data = {parallel.data}; "
-            f"{inner * parallel.data} processes would do{rest}"
+            f"use {inner * parallel.data} processes{rest}"
         )
     return parallel.data
 
@@ -119,5 +119,5 @@ def _require_divisible(name: str, size: int, axis: str, ranks: int) -> None:
     if size % ranks:
         raise UserError(
             f"{name} = {size} is not divisible by {axis} = {ranks}; "
-            f"{axis} = {near_divisor(size, ranks)} or {name} = {near_multiple(size, ranks)} would do"
+            f"use {axis} = {near_divisor(size, ranks)} or {name} = {near_multiple(size, ranks)}"
         )

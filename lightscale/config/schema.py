@@ -1,9 +1,10 @@
-"""The configuration of a run: one frozen type per section, and the layout it gives on a number of processes.
+"""The configuration of a run: one frozen type per section, with all checks that need nothing but the values.
 
-`lightscale.config.files` reads it from TOML files and overrides. Everything may import this module, so it
-imports neither torch nor any part of lightscale but the errors.
+`lightscale.config.files` reads it from TOML files and overrides. Everything may import this module, so it imports
+neither torch nor any part of lightscale outside `config` but the errors.
 """
 
+import difflib
 import math
 import re
 from collections.abc import Iterable
@@ -16,12 +17,16 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    SerializeAsAny,
+    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
+from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError
 
 from lightscale.config.arithmetic import near_divisor, near_multiple
+from lightscale.config.mixers import known_mixers, mixer_entry, mixer_options_type
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -82,8 +87,8 @@ class ModelConfig(Section):
     """Added to the mean square in the norms."""
     init_std: Positive = 0.02
     """Standard deviation of the initial weights; output projections take it divided by sqrt(2 num_layers)."""
-    gate_rank: Count | None = None
-    """Rank of a mixer's output gate, in channels; none: the head width."""
+    mixer_options: Annotated[dict[str, SerializeAsAny[Section]], Field(validate_default=True)] = {}
+    """Options of the mixers in use: a table [model.mixer_options.NAME] for each that has options."""
 
     @cached_property
     def head_dim(self) -> int:
@@ -96,18 +101,54 @@ class ModelConfig(Section):
         period = _mixer_period(self.mixer)
         return tuple(period * (self.num_layers // len(period)))
 
+    def layer_options(self, layer: int) -> Section:
+        """The options of the mixer of layer ``layer`` (from 0), in the type that the mixer names."""
+        return self.mixer_options.get(self.layers[layer], Section())
+
+    @field_validator("mixer")
+    @classmethod
+    def _known(cls, mixer: str | list[str]) -> str | list[str]:
+        for name in dict.fromkeys(_mixer_period(mixer)):
+            mixer_entry(name)
+        return mixer
+
+    @field_validator("mixer_options", mode="plain")
+    @classmethod
+    def _typed_options(cls, tables: Any, info: ValidationInfo) -> dict[str, Section]:
+        """Of every mixer in use its options, complete with defaults, in its own type."""
+        if "mixer" not in info.data:
+            return {}  # an error already, and nobody knows what is in use
+        if not isinstance(tables, dict):
+            raise PydanticKnownError("dict_type")
+        used = dict.fromkeys(_mixer_period(info.data["mixer"]))
+        errors = [_unused_options(name, tables[name], list(used)) for name in tables if name not in used]
+        typed = {}
+        for name in used:
+            try:
+                options = (mixer_options_type(name) or Section).model_validate(tables.get(name, {}))
+            except ValidationError as error:
+                # Under the mixer's name, so that messages name the whole key.
+                errors += [_inside(name, dict(item)) for item in error.errors(include_url=False)]
+                continue
+            assert isinstance(options, Section), f"the options of mixer {name} are no Section"
+            if type(options).model_fields:
+                typed[name] = options
+        if errors:
+            raise ValidationError.from_exception_data("mixer_options", errors)
+        return typed
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"model.hidden_size = {self.hidden_size} is not divisible by model.num_heads = {self.num_heads}; "
-                f"{near_divisor(self.hidden_size, self.num_heads)} heads would do"
+                f"use {near_divisor(self.hidden_size, self.num_heads)} heads"
             )
         period = len(_mixer_period(self.mixer))
         if self.num_layers % period:
             raise ValueError(
                 f"model.num_layers = {self.num_layers} is not divisible by the {period} layers of the "
-                f"pattern model.mixer = {self.mixer}; {near_multiple(self.num_layers, period)} would do"
+                f"pattern model.mixer = {self.mixer}; use {near_multiple(self.num_layers, period)}"
             )
         return self
 
@@ -129,7 +170,7 @@ class CurriculumStage(Section):
     sequence_length: Count
     """Length of a sequence, in tokens; divides data.sequence_length."""
     until_tokens: TokenCount
-    """Place in the data, in tokens, where the stage ends; rounded up to whole steps, may be written like 10e9."""
+    """Tokens of the run after which it ends; rounded up to whole steps, may be written like 10e9."""
 
 
 class DataConfig(Section):
@@ -144,7 +185,7 @@ class DataConfig(Section):
     packing: Literal["concat", "whole"] = "concat"
     """concat: windows over the stream of documents; whole: only documents longer than a sequence are cut."""
     curriculum: list[CurriculumStage] = []
-    """Stages of shorter sequences at first, {sequence_length, until_tokens} each; steps keep their tokens."""
+    """Curriculum stages of shorter sequences, {sequence_length, until_tokens} each; steps keep their tokens."""
     seed: CountOrZero = 0
     """Decides the order of the samples."""
     validation: dict[str, ValidationSet] = {}
@@ -155,8 +196,7 @@ class DataConfig(Section):
         for name, validation in self.validation.items():
             if not _SET_NAME.fullmatch(name):
                 raise ValueError(
-                    f"data.validation: the name {name!r} becomes part of metric names; "
-                    "letters, digits, '_' and '-' would do"
+                    f"data.validation: the name {name!r} becomes part of metric names; use letters, digits, '_' and '-'"
                 )
             if validation.source in self.sources and validation.store in (None, self.store):
                 raise ValueError(
@@ -168,12 +208,12 @@ class DataConfig(Section):
                 raise ValueError(
                     f"data.curriculum: sequence_length = {stage.sequence_length} does not divide "
                     f"data.sequence_length = {self.sequence_length}, so that steps could not keep their tokens; "
-                    f"{near_divisor(self.sequence_length, stage.sequence_length)} would do"
+                    f"use {near_divisor(self.sequence_length, stage.sequence_length)}"
                 )
             if before is not None and stage.until_tokens <= before.until_tokens:
                 raise ValueError(
                     f"data.curriculum: until_tokens = {stage.until_tokens} comes after {before.until_tokens}; "
-                    "list the stages in the order of the run"
+                    "list the curriculum stages in the order of the run"
                 )
         return self
 
@@ -190,9 +230,9 @@ class ParallelConfig(Section):
     data: Count | None = None
     """Ranks that share the batch; none: the rest of the processes."""
     virtual_stages: Count = 1
-    """Stretches of layers on every pipeline rank, interleaved for a smaller bubble; 1: one stretch (1F1B)."""
+    """Pipeline stages on every pipeline rank, interleaved for a smaller bubble; 1: one stage each (1F1B)."""
     exchange: Exchange = "gather"
-    """How states pass along the sequence: gathered by all, inside nodes and then between them, from rank to rank."""
+    """How states pass along the sequence: gathered by all ranks, in nodes and then between them, or rank to rank."""
     ranks_per_node: Count | None = None
     """Processes that share a node, for two_level; none: as they were started."""
 
@@ -215,7 +255,7 @@ class OptimizerConfig(Section):
     eps: Positive = 1e-8
     """Added to the root of Adam's second moment."""
     weight_decay: PositiveOrZero = 0.1
-    """Share of a weight taken off per step, times lr; not on norms, biases and decay parameters."""
+    """Decoupled weight decay per step, times lr; not on norms, biases and decay parameters."""
     grad_clip: PositiveOrZero = 1.0
     """Largest global gradient norm, gradients are scaled down to it; 0: off."""
 
@@ -226,7 +266,7 @@ class OptimizerConfig(Section):
         if self.schedule != "wsd" and self.decay_steps is not None:
             raise ValueError(
                 f"optimizer.decay_steps = {self.decay_steps} has no effect with optimizer.schedule = "
-                f'"{self.schedule}"; leave it out or set the schedule to "wsd"'
+                f'"{self.schedule}"; remove it or set the schedule to "wsd"'
             )
         return self
 
@@ -266,7 +306,7 @@ class TrainConfig(Section):
             raise ValueError(f"exactly one of train.steps and train.tokens sets the run's length; {found}")
         if self.profile_steps and self.profile_steps[0] > self.profile_steps[1]:
             first, last = self.profile_steps
-            raise ValueError(f"train.profile_steps = [{first}, {last}] runs backwards; [{last}, {first}] would do")
+            raise ValueError(f"train.profile_steps = [{first}, {last}] runs backwards; use [{last}, {first}]")
         if self.init_from is not None and not _RUN_AT_STEP.fullmatch(self.init_from):
             raise ValueError(f'train.init_from = "{self.init_from}" must be RUN@STEP, like "runs/first@1000"')
         return self
@@ -282,26 +322,26 @@ class CheckpointConfig(Section):
     keep: Annotated[int, Field(ge=2)] = 2
     """Number of newest checkpoints that are kept."""
     keep_every: Count | None = None
-    """Checkpoints at multiples of this many steps stay for ever; none: no such."""
+    """Checkpoints at multiples of this many steps are never removed; none: all but the newest are."""
     asynchronous: bool = True
-    """Write in the background: training waits only for the copy of its state."""
+    """Write in the background: training waits only until its state is copied."""
     max_failures: Count = 3
     """Saves that fail in a row before the run is stopped."""
 
 
 class GuardConfig(Section):
-    """[guard]: steps that are left out because their numbers are bad, and going back when that does not help."""
+    """[guard]: steps that are skipped because their numbers are bad, and rollbacks when that does not help."""
 
     window: Annotated[int, Field(ge=8)] = 100
     """Steps whose medians are the usual loss and gradient norm; before there are as many, only NaN and Inf are bad."""
     max_loss_rise: Positive | None = 1.0
-    """Nats above the median loss from which a step is left out; none: any finite loss is good."""
+    """Nats above the median loss from which a step is skipped; none: any finite loss is good."""
     max_grad_norm_ratio: Positive | None = 20.0
-    """Multiple of the median gradient norm from which a step is left out; none: any finite norm is good."""
+    """Multiple of the median gradient norm from which a step is skipped; none: any finite norm is good."""
     max_skips: Count = 3
-    """Steps left out in a row, after which the run goes back to a checkpoint and jumps over that data."""
+    """Steps skipped in a row, after which the run goes back to a checkpoint and jumps over that data."""
     max_rollbacks: CountOrZero = 3
-    """Times that the run goes back; at the next one it stops for a person to look."""
+    """Rollbacks of a run; at the next one it stops and needs attention."""
     compare_replicas_every: CountOrZero = 0
     """Steps between comparisons of weights that several ranks hold, to find silent corruption; 0: never."""
 
@@ -310,7 +350,7 @@ class RestartConfig(Section):
     """[restart]: how failures are noticed, and how often the ranks are started again."""
 
     max_cycles: Count = 3
-    """Starts in a row that end without a new checkpoint, after which the run is given up."""
+    """Starts in a row that end without a new checkpoint, after which the run is stopped."""
     hang_timeout_s: Positive = 60.0
     """Least time without any progress after which a rank counts as hanging; slow steps extend it."""
     collective_timeout_s: Positive = 600.0
@@ -360,14 +400,14 @@ class RunConfig(Section):
         if optimizer.schedule == "cosine" and optimizer.warmup_steps >= steps:
             raise ValueError(
                 f"optimizer.warmup_steps = {optimizer.warmup_steps} leaves nothing of the run's {steps} "
-                f"steps (train.steps or train.tokens) to the cosine; {steps // 10} would do"
+                f"steps (train.steps or train.tokens) to the cosine; use {steps // 10}"
             )
         decay_steps = optimizer.decay_steps or 0
         if optimizer.schedule == "wsd" and optimizer.warmup_steps + decay_steps > steps:
             raise ValueError(
                 f"optimizer.warmup_steps = {optimizer.warmup_steps} and optimizer.decay_steps = "
                 f"{decay_steps} are together longer than the run's {steps} steps (train.steps or "
-                f"train.tokens); {steps // 10} and {max(1, steps // 5)} would do"
+                f"train.tokens); use {steps // 10} and {max(1, steps // 5)}"
             )
         if self.train.profile_steps and self.train.profile_steps[1] > steps:
             raise ValueError(
@@ -387,6 +427,25 @@ class RunConfig(Section):
         return self
 
 
+def _unused_options(name: str, table: object, used: list[str]) -> InitErrorDetails:
+    """The error of options for a mixer that no layer has."""
+    if not isinstance(table, dict):
+        text = f"options stand in a table [model.mixer_options.NAME], NAME a mixer of the model: {', '.join(used)}"
+    else:
+        what = "no layer uses this mixer" if name in known_mixers() else "no mixer has this name"
+        near = difflib.get_close_matches(name, used, n=1)
+        text = f"{what}; did you mean {near[0]}?" if near else f"{what}; the model has {', '.join(used)}"
+    error = PydanticCustomError("value_error", "{error}", {"error": text})
+    return InitErrorDetails(type=error, loc=(name,), input=table)
+
+
+def _inside(name: str, error: dict[str, Any]) -> InitErrorDetails:
+    """One of pydantic's errors in a table, as an error in the table of tables."""
+    return InitErrorDetails(
+        type=error["type"], loc=(name, *error["loc"]), input=error["input"], ctx=error.get("ctx", {})
+    )
+
+
 def _mixer_period(mixer: str | Iterable[str]) -> list[str]:
     """["tnl*2", "llama"] -> ["tnl", "tnl", "llama"]."""
     entries = [mixer] if isinstance(mixer, str) else list(mixer)
@@ -394,8 +453,8 @@ def _mixer_period(mixer: str | Iterable[str]) -> list[str]:
     for entry in entries:
         match = _MIXER_ENTRY.fullmatch(entry)
         if match is None:
-            raise ValueError(f'model.mixer: "{entry}" must be NAME or NAME*COUNT, like "tnl" or "tnl*7"')
+            raise ValueError(f'"{entry}" must be NAME or NAME*COUNT, like "tnl" or "tnl*7"')
         period += [match["name"]] * int(match["count"] or 1)
     if not period:
-        raise ValueError('model.mixer = [] names no mixer; "tnl" would do')
+        raise ValueError('names no mixer; use a name or a list of names, like "tnl"')
     return period

@@ -2,13 +2,11 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable
 from math import prod
 
 from lightscale.config.schema import ModelConfig
+from lightscale.models.layers.shared_parts import PartParameter
 from lightscale.models.layers.states import Shapes
-from lightscale.models.layers.tpe import TPE
-from lightscale.models.mixers.hgrn2 import LowerBounds
 from lightscale.models.registry import mixer_class, shared_parts
 from lightscale.models.stages import layer_stages
 
@@ -16,15 +14,9 @@ EMBEDDING = "embedding"
 """The term of the embedding, which is the output layer too."""
 NORM_WEIGHTS = "norm weights"
 LRPE_ANGLES = "LRPE angles"
-TPE_DECAYS = "TPE decays"
 
 _EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"
-# Where the parts in `Mixer.shared` stand in the model.
-_SHARED: dict[str, tuple[str, Callable[[ModelConfig], Shapes]]] = {
-    "lower_bounds": ("lower_bounds", LowerBounds.parameter_shapes),
-    "tpe": ("embedding.tpe", TPE.parameter_shapes),
-}
-# The first that is found in a parameter's name says what it is.
+# The first that is found in a parameter's name says what it is; shared parts say it themselves.
 _TERMS = {
     "word_embeddings.": EMBEDDING,
     "layernorm.": NORM_WEIGHTS,
@@ -32,21 +24,16 @@ _TERMS = {
     ".gate_": "gates",
     "_proj.": "projections",
     ".lrpe.theta": LRPE_ANGLES,
-    "lower_bounds.": "lower bounds",
-    ".tpe.gamma": "TPE",
-    ".tpe.decay_logit": TPE_DECAYS,
 }
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-_WHOLE_ON_TENSOR_RANKS = re.compile(r"layernorm\.|\.gate_down\.|\.tpe\.decay_logit")
+_MIXER = re.compile(rf"{_LAYER.pattern}self_attention\.")
 
 
 def parameter_shapes(model: ModelConfig) -> Shapes:
     """Unsplit shape of every parameter by its global name, as in `parallel.initialization.named_parameters`."""
     d, g = model.hidden_size, model.intermediate_size
     shapes: Shapes = {_EMBEDDING_WEIGHT: (model.vocab_size, d)}
-    for part in sorted(shared_parts(model)):
-        place, shapes_of = _SHARED[part]
-        shapes |= {f"{place}.{name}": shape for name, shape in shapes_of(model).items()}
+    shapes |= {name: parameter.shape for name, parameter in _part_parameters(model).items()}
     weighted_norm = model.norm == "rmsnorm"
     for layer, mixer in enumerate(model.layers):
         block = f"decoder.layers.{layer}"
@@ -63,19 +50,24 @@ def parameter_shapes(model: ModelConfig) -> Shapes:
 def parameter_terms(model: ModelConfig) -> dict[str, int]:
     """Number of parameters of each kind, the embedding first; the sum is all that the built model has."""
     terms: Counter[str] = Counter()
+    of_parts = _part_parameters(model)
     for name, shape in parameter_shapes(model).items():
-        terms[_term(name)] += prod(shape)
+        terms[of_parts[name].term if name in of_parts else _term(name)] += prod(shape)
     return dict(terms)
+
+
+def _part_parameters(model: ModelConfig) -> dict[str, PartParameter]:
+    """Those of the shared parts, by their global names."""
+    return {
+        f"{part.prefix()}{name}": parameter
+        for part in shared_parts(model)
+        for name, parameter in part.parameters_of(model).items()
+    }
 
 
 def _term(name: str) -> str:
     # A new mixer's parameter that is none of the known kinds is listed under its own name.
-    return next((term for part, term in _TERMS.items() if part in name), name.removeprefix(_layer_prefix(name)))
-
-
-def _layer_prefix(name: str) -> str:
-    match = _LAYER.match(name)
-    return f"{match.group()}self_attention." if match else ""
+    return next((term for part, term in _TERMS.items() if part in name), _MIXER.sub("", name))
 
 
 def rank_parameters(model: ModelConfig, *, tensor: int, pipeline: int, stage: int) -> int:
@@ -85,11 +77,19 @@ def rank_parameters(model: ModelConfig, *, tensor: int, pipeline: int, stage: in
     """
     layers = layer_stages(model.num_layers, pipeline)[stage]
     last = pipeline - 1
-    held = 0
+    held, whole = 0, _whole_on_tensor_ranks(model)
     for name, shape in parameter_shapes(model).items():
-        ranks = 1 if _WHOLE_ON_TENSOR_RANKS.search(name) else tensor
+        ranks = 1 if name in whole or "layernorm." in name else tensor
         held += _copies(name, stage, last, layers) * (prod(shape) // ranks)
     return held
+
+
+def _whole_on_tensor_ranks(model: ModelConfig) -> set[str]:
+    """Global names of the parameters that tensor ranks do not split, of mixers and parts; norms are others."""
+    whole = {name for name, parameter in _part_parameters(model).items() if parameter.split_dim is None}
+    for layer, mixer in enumerate(model.layers):
+        whole |= {f"decoder.layers.{layer}.self_attention.{name}" for name in mixer_class(mixer).whole_on_tensor_ranks}
+    return whole
 
 
 def _copies(name: str, stage: int, last: int, layers: range) -> int:

@@ -4,7 +4,6 @@ The quadratic formula of softmax attention never stands in for a linear mixer.
 """
 
 from lightscale.config.schema import ModelConfig
-from lightscale.models.layers.tpe import TPE
 from lightscale.models.registry import mixer_class, shared_parts
 
 
@@ -16,8 +15,8 @@ def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
         mixer_class(name).forward_flops_per_token(model, layer, sequence_length)
         for layer, name in enumerate(model.layers)
     )
-    tpe = TPE.forward_flops_per_token(model) if "tpe" in shared_parts(model) else 0
-    return tpe + mixers + model.num_layers * glu + logits
+    parts = sum(part.forward_flops_per_token(model) for part in shared_parts(model))
+    return parts + mixers + model.num_layers * glu + logits
 
 
 def training_flops_per_token(model: ModelConfig, sequence_length: int) -> float:

@@ -4,7 +4,7 @@ Blocks, their pipeline split and their activation recomputation are Megatron's; 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +19,13 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig, Transformer
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightscale.config.schema import ModelConfig, Recompute
-from lightscale.models.layers.common import GatedLinearUnit, OutputLayer, RMSNorm, SRMSNorm, leave_unset, residual_sum
 from lightscale.models.layers.context import MixerState, SequenceContext
-from lightscale.models.layers.shared import for_all_layers
-from lightscale.models.layers.tpe import TPE
-from lightscale.models.mixers.hgrn2 import LowerBounds
+from lightscale.models.layers.linear import GatedLinearUnit, OutputLayer, leave_unset
+from lightscale.models.layers.norms import RMSNorm, SRMSNorm
+from lightscale.models.layers.shared_parts import EmbeddingPart, SharedPart, StagePart, for_all_layers
 from lightscale.models.registry import mixer_class, shared_parts
 from lightscale.models.stages import layer_stages, megatron_layout
 from lightscale.parallel.initialization import normal, set_initializer
@@ -72,6 +71,7 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         params_dtype=dtype,
         pipeline_dtype=dtype,
+        # Weights are drawn by their global names, the same on every layout (parallel.initialization).
         init_method=leave_unset,
         output_layer_init_method=leave_unset,
         embedding_init_method=leave_unset,
@@ -84,11 +84,22 @@ def transformer_config(
             megatron_layout(model.num_layers, mesh.pipeline * mesh.virtual_stages) if mesh.pipeline > 1 else None
         ),
         **_RECOMPUTE[recompute],
+        # Megatron's "context" is our sequence axis; its "sequence parallel" splits activations over the tensor ranks.
         context_parallel_size=mesh.sequence,
         sequence_parallel=mesh.tensor > 1,
+        # NCCL runs sends and receives one after the other: both neighbours' must go out together, or each waits.
         batch_p2p_comm=mesh.device.type == "cuda",
         deterministic_mode=mesh.device.type == "cpu",
     )
+
+
+def _residual_sum(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+    """Megatron's hook between a sublayer and the residual stream: a plain sum (no bias, no dropout)."""
+
+    def add(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        return residual + output[0]
+
+    return add
 
 
 def _layer_spec(model: ModelConfig, mixer: str) -> ModuleSpec:
@@ -98,49 +109,70 @@ def _layer_spec(model: ModelConfig, mixer: str) -> ModuleSpec:
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=ModuleSpec(module=mixer_class(mixer), params={"model": model}),
-            self_attn_bda=residual_sum,
+            self_attn_bda=_residual_sum,
             pre_mlp_layernorm=norm,
             # A class, not a spec of one, of which Megatron would warn that it does not know it.
             mlp=GatedLinearUnit,
-            mlp_bda=residual_sum,
+            mlp_bda=_residual_sum,
         ),
     )
 
 
 class Embedding(MegatronModule):
-    """Token ids (b, n) to activations (n / tensor, b, d)."""
+    """Token ids (b, n) to activations (n / tensor, b, d): word embeddings, then the parts in the order given."""
 
     def __init__(
-        self, config: TransformerConfig, model: ModelConfig, group: dist.ProcessGroup, *, with_tpe: bool
+        self,
+        config: TransformerConfig,
+        model: ModelConfig,
+        groups: ProcessGroupCollection,
+        parts: Sequence[type[EmbeddingPart]],
     ) -> None:
         super().__init__(config)
-        self.group = group
-        self.tpe = TPE(config, model, group) if with_tpe else None
+        self.group: dist.ProcessGroup = groups.tp
+        self.parts = _added(self, parts, config, model, groups, stage=0)
         self.word_embeddings = VocabParallelEmbedding(
             model.vocab_size,
             model.hidden_size,
             init_method=leave_unset,
-            # TPE scans whole sequences: tensor ranks then share the tokens out behind it.
-            reduce_scatter_embeddings=config.sequence_parallel and not with_tpe,
+            # Parts see all tokens of a segment: tensor ranks share the tokens out behind the last one.
+            reduce_scatter_embeddings=config.sequence_parallel and not parts,
             config=config,
-            tp_group=group,
+            tp_group=self.group,
         )
 
     def forward(self, tokens: Tensor, context: SequenceContext) -> Tensor:
         """tokens: (b, n) int64."""
         embedded: Tensor = self.word_embeddings(tokens)
-        if self.tpe is None and self.config.sequence_parallel:
+        if not self.parts and self.config.sequence_parallel:
             return embedded
         hidden = embedded.transpose(0, 1).contiguous()
-        if self.tpe is None:
-            return hidden
-        if not self.config.sequence_parallel:
-            return self.tpe(hidden, context)
+        split = bool(self.parts) and self.config.sequence_parallel
         # All tokens of some channels, then some tokens of all channels.
-        channels = self.tpe(scatter_to_tensor_model_parallel_region(hidden, group=self.group), context)
+        channels = scatter_to_tensor_model_parallel_region(hidden, group=self.group) if split else hidden
+        for name in self.parts:
+            channels = self.get_submodule(name)(channels, context)
+        if not split:
+            return channels
         n, b, _ = channels.shape
         tokens_of: Tensor = all_to_all_hp2sp(channels.flatten(0, 1), group=self.group)
         return tokens_of.view(n // self.group.size(), b, -1)
+
+
+def _added(
+    module: nn.Module,
+    parts: Iterable[type[SharedPart]],
+    config: TransformerConfig,
+    model: ModelConfig,
+    groups: ProcessGroupCollection,
+    *,
+    stage: int,
+) -> tuple[str, ...]:
+    """Build ``parts`` as submodules of ``module`` under their own names, which begin the names of their parameters."""
+    for part in parts:
+        assert not hasattr(module, part.name), f"{type(module).__name__} has a {part.name} of its own"
+        module.add_module(part.name, part(config, model, groups, stage=stage))
+    return tuple(part.name for part in parts)
 
 
 class LanguageModel(LanguageModule):
@@ -150,7 +182,7 @@ class LanguageModel(LanguageModule):
         config: see ``transformer_config``.
         model: the shape of the whole model.
         vocab_size: ids in use; the rows of ``model.vocab_size`` beyond them are padding and take no probability.
-        mesh: the place of this process.
+        mesh: where this process stands.
         pre_process, post_process: whether this stage holds the embedding, and the output layer.
     """
 
@@ -172,17 +204,18 @@ class LanguageModel(LanguageModule):
         self.share_embeddings_and_output_weights = True
         self.model_type = ModelType.encoder_or_decoder
         self.exchange = mesh.exchange
-        # Layers whose activations are all recomputed would exchange their states twice.
+        # Layers whose activations are all recomputed would exchange their states twice: the second time they take what
+        # came in the first time.
         self.replay = Replay() if config.recompute_granularity == "full" else None
 
-        shared = shared_parts(model)
-        self.lower_bounds = (
-            LowerBounds(config, model, groups, virtual_stage=vp_stage or 0) if "lower_bounds" in shared else None
-        )
+        # Stages are counted as they follow in the model: virtual stages go round the pipeline ranks.
+        parts, stage = shared_parts(model), (vp_stage or 0) * mesh.pipeline + groups.pp.rank()
+        of_stages = [part for part in parts if issubclass(part, StagePart)]
+        self.stage_parts = _added(self, of_stages, config, model, groups, stage=stage)
         if pre_process:
-            self.embedding = Embedding(config, model, groups.tp, with_tpe="tpe" in shared)
-        stages = layer_stages(model.num_layers, mesh.pipeline * mesh.virtual_stages)
-        own = stages[(vp_stage or 0) * mesh.pipeline + groups.pp.rank()]
+            of_embedding = [part for part in parts if issubclass(part, EmbeddingPart)]
+            self.embedding = Embedding(config, model, groups, of_embedding)
+        own = layer_stages(model.num_layers, mesh.pipeline * mesh.virtual_stages)[stage]
         mixers = model.layers[own.start : own.stop]
         self.decoder = TransformerBlock(
             config=config,
@@ -234,7 +267,7 @@ class LanguageModel(LanguageModule):
         states: dict[str, MixerState] | None = None,
         last_only: bool = False,
     ) -> Tensor:
-        """One pass over this rank's stretch of the rows.
+        """One pass over this rank's segment of the rows.
 
         Args:
             tokens, positions: (b, n) int64; see ``SequenceContext``.
@@ -255,16 +288,19 @@ class LanguageModel(LanguageModule):
             states=states,
         )
         hidden = self.embedding(tokens, context) if self.pre_process else self.decoder.input_tensor
-        if self.lower_bounds is not None:
-            hidden, bounds = for_all_layers(hidden, self.lower_bounds())
-            context = replace(context, lower_bounds=bounds)
+        shared: dict[str, Tensor] = {}
+        for name in self.stage_parts:
+            hidden, shared[name] = for_all_layers(hidden, self.get_submodule(name)(context))
+        context = replace(context, shared=shared)
         if not self.pre_process:
+            # Megatron's block takes its input from where the schedule left it, not from its argument.
             self.decoder.set_input_tensor(hidden)
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=context)
         if not self.post_process:
             return hidden
         if last_only:
             hidden = hidden[-1:]
+        # A stage that has the embedding too uses its weight; a last stage of several has a copy in its output layer.
         weight = self.shared_embedding_or_output_weight() if self.pre_process else None
         labels = None if labels is None else labels.transpose(0, 1)
         output, _ = self.output_layer(hidden, weight, labels=labels, vocab_size=self.vocab_size)
@@ -280,7 +316,7 @@ class LanguageModel(LanguageModule):
 def language_model_chunks(
     config: TransformerConfig, model: ModelConfig, *, vocab_size: int, mesh: Mesh
 ) -> list[LanguageModel]:
-    """What this pipeline rank holds of the model, a stretch per virtual stage; arguments as ``LanguageModel``."""
+    """What this pipeline rank holds of the model, a module per virtual stage; arguments as ``LanguageModel``."""
     first, last = mesh.groups.pp.rank() == 0, mesh.is_last_stage
     final = mesh.virtual_stages - 1
     return [

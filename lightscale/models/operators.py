@@ -18,6 +18,6 @@ def describe_operators(model: ModelConfig, dtype: torch.dtype, device: torch.dev
     """
     like = torch.empty(0, dtype=dtype, device=device)
     names = [mixer_class(name).operator for name in model.layers]
-    names += ["tpe"] if "tpe" in shared_parts(model) else []
+    names += [part.operator for part in shared_parts(model) if part.operator is not None]
     chosen = {name: choose_backend(name, like) for name in (*names, *_IN_EVERY_MODEL)}
     return "kernels: " + ", ".join(f"{name} {backend}" for name, backend in chosen.items())

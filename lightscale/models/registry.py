@@ -1,41 +1,42 @@
-"""The token mixers by name. A new architecture is one file, one line here, one kernel folder, one configuration."""
+"""From a model's configuration to the classes of its mixers and shared parts, and what they refuse.
 
-import difflib
+Which mixers there are stands in ``lightscale.config.mixers``, without torch.
+"""
 
+from lightscale.config.mixers import imported_class
 from lightscale.config.schema import ModelConfig, ParallelConfig
 from lightscale.errors import UserError
-from lightscale.models.mixers.cosformer2 import CosFormer2
-from lightscale.models.mixers.hgrn2 import HGRN2
+from lightscale.models.layers.shared_parts import SharedPart
 from lightscale.models.mixers.interface import Mixer
-from lightscale.models.mixers.lightnet import LightNet
-from lightscale.models.mixers.llama import LLaMA
-from lightscale.models.mixers.tnl import TNL
-
-MIXERS: dict[str, type[Mixer]] = {
-    "tnl": TNL,
-    "hgrn2": HGRN2,
-    "cosformer2": CosFormer2,
-    "lightnet": LightNet,
-    "llama": LLaMA,
-}
 
 
 def mixer_class(name: str) -> type[Mixer]:
     """The mixer called ``name``; UserError with the nearest known names otherwise."""
-    if name not in MIXERS:
-        near = difflib.get_close_matches(name, MIXERS, n=3, cutoff=0.3)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise UserError(f"model.mixer = {name!r}: no such mixer; {hint}known: {', '.join(sorted(MIXERS))}")
-    return MIXERS[name]
+    found = imported_class(name)
+    assert isinstance(found, type) and issubclass(found, Mixer), f"mixer {name}: {found} is no Mixer"
+    return found
 
 
-def shared_parts(model: ModelConfig) -> frozenset[str]:
-    """What the model holds once because one of its mixers needs it: see ``Mixer.shared``."""
-    return frozenset().union(*(mixer_class(name).shared for name in model.layers))
+def shared_parts(model: ModelConfig) -> tuple[type[SharedPart], ...]:
+    """What the model holds once because one of its mixers needs it, by name: see ``Mixer.shared``.
+
+    UserError where mixers of several packages have different parts of one name.
+    """
+    parts: dict[str, type[SharedPart]] = {}
+    for name in dict.fromkeys(model.layers):
+        for part in mixer_class(name).shared:
+            if parts.setdefault(part.name, part) is not part:
+                raise UserError(
+                    f"model.mixer: {name} shares a part {part.name!r} that is another than that of a mixer beside it; "
+                    "the two cannot stand in one model"
+                )
+    return tuple(parts[name] for name in sorted(parts))
 
 
 def check_mixers(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Refuse unknown mixers, shapes that one cannot have, and axes that a layer cannot be split on; builds nothing."""
+    """Refuse shapes that a mixer or its parts cannot have, and axes that a layer cannot be split on; builds nothing."""
+    for part in shared_parts(model):
+        part.check(model)
     for layer, name in enumerate(model.layers):
         mixer = mixer_class(name)
         mixer.check(model)
@@ -45,5 +46,5 @@ def check_mixers(model: ModelConfig, parallel: ParallelConfig) -> None:
                 able = ", ".join(sorted(mixer.axes - {"data"})) or "none"
                 raise UserError(
                     f"parallel.{axis} = {degree}: layer {layer} ({name}) cannot be split along {axis} yet; "
-                    f"parallel.{axis} = 1 would work, with more data ranks or another axis of: {able}"
+                    f"use parallel.{axis} = 1, with more data ranks or another axis of: {able}"
                 )

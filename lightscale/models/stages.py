@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds."""
+"""Which layers each pipeline stage holds: one answer for the model, the counts and the planner."""
 
 
 def layer_stages(num_layers: int, num_stages: int) -> list[range]:

@@ -32,6 +32,11 @@ def normal(std: float) -> DrawWeights:
     return draw
 
 
+def ones(weight: Tensor, generator: torch.Generator) -> None:
+    """Draws nothing: every element is 1."""
+    weight.fill_(1.0)
+
+
 def set_initializer(parameter: nn.Parameter, draw: DrawWeights) -> None:
     """Say how ``parameter`` is drawn. Every parameter of a model must have it."""
     parameter.draw_weights = draw  # type: ignore[attr-defined]

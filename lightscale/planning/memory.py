@@ -150,8 +150,7 @@ def _exchange_bytes(
     row_bytes = _FP32_BYTES * layout.micro_batch_size
     summaries = [work.summary(layer, layout.tensor) for layer in held.layers if layer.has_state]
     num_softmax = len(held.layers) - len(summaries)
-    tpe = work.tpe_summary(layout.tensor) if held.first else None
-    summaries += [tpe] if tpe else []
+    summaries += work.embedding_part_summaries(layout.tensor).values() if held.first else []
     buffers = [exchange_buffer_bytes(exchange, group, row_bytes * one.numbers, one.heads) for one in summaries]
     # Keys and values of all ranks stay for the backward pass; computed again with their block, those of one block do.
     # While they are put together, the parts as they arrived stand beside them.

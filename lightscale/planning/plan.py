@@ -50,7 +50,7 @@ class StateExchange:
     """
 
     mixer: str
-    """Or "tpe", the positional encoding behind the embedding."""
+    """Or "tpe", or another part behind the embedding."""
     layers: tuple[int, int] | None
     """First and last of consecutive layers, from 0, of which the same is true; None: no layer's."""
     forward_bytes: int | None
@@ -127,9 +127,8 @@ def _exchanges(config: RunConfig, layout: Layout) -> Iterator[StateExchange]:
         sizes = row_bytes * sent.forward, row_bytes * sent.backward
         return StateExchange(mixer=mixer, layers=layers, forward_bytes=sizes[0], backward_bytes=sizes[1])
 
-    tpe = work.tpe_summary(layout.tensor)
-    if tpe is not None:
-        yield exchange("tpe", None, tpe)
+    for part, summary in work.embedding_part_summaries(layout.tensor).items():
+        yield exchange(part, None, summary)
     alike = itertools.groupby(range(model.num_layers), key=lambda layer: (model.layers[layer], work.layers[layer]))
     for (name, layer), group in alike:
         numbers = list(group)

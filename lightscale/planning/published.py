@@ -12,9 +12,12 @@ from pathlib import Path
 from lightscale.config.files import load
 from lightscale.config.schema import ModelConfig
 from lightscale.errors import UserError
-from lightscale.models.accounting import LRPE_ANGLES, NORM_WEIGHTS, TPE_DECAYS
+from lightscale.models.accounting import LRPE_ANGLES, NORM_WEIGHTS
+from lightscale.models.layers.tpe import DECAYS_TERM
+from lightscale.models.mixers.interface import gate_rank
+from lightscale.models.mixers.options import GatedMixerOptions
 
-_NOT_COUNTED = (NORM_WEIGHTS, LRPE_ANGLES, TPE_DECAYS)
+_NOT_COUNTED = (NORM_WEIGHTS, LRPE_ANGLES, DECAYS_TERM)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +29,7 @@ class Symbols:
     h: int
     g: int
     t: int
-    """Rank of the output gate."""
+    """Rank of the output gate, 0 without."""
     e: int
     """Decays of the Toeplitz positional encoding."""
     block: int
@@ -43,7 +46,7 @@ class Symbols:
             d=model.hidden_size,
             h=model.num_heads,
             g=model.intermediate_size,
-            t=model.gate_rank or model.head_dim,
+            t=gate_rank(model, 0) if isinstance(model.layer_options(0), GatedMixerOptions) else 0,
             e=model.head_dim,
             block=model.head_dim,
             n=n,

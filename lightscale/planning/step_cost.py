@@ -196,9 +196,11 @@ class _Place:
         double = 2 if backward else 1
         times = Times()
         if stage.first:
-            # The positional encoding wants all tokens of some channels: twice the traffic.
-            embedded_s = (2 if self.work.tpe_flops else 1) * one_s
-            times += Times(operators_s=double * self._tpe_s(), tensor_s=embedded_s, tensor_total_s=embedded_s)
+            # Parts behind the embedding want all tokens of some channels: twice the traffic.
+            embedded_s = (2 if self.work.embedding_parts else 1) * one_s
+            times += Times(
+                operators_s=double * self._embedding_parts_s(), tensor_s=embedded_s, tensor_total_s=embedded_s
+            )
         if stage.last:
             share = self.tokens * self.vocab_size / self.layout.tensor
             # The logits are computed again in the backward pass.
@@ -214,8 +216,9 @@ class _Place:
             )
         return times
 
-    def _tpe_s(self) -> float:
-        return self.tokens / self.layout.tensor * self.work.tpe_flops / (self.hw.peak_flops * self.hw.scan_share)
+    def _embedding_parts_s(self) -> float:
+        flops_s = self.hw.peak_flops * self.hw.scan_share
+        return self.tokens / self.layout.tensor * self.work.embedding_part_flops / flops_s
 
     def _activations_s(self) -> float:
         """A gather or a reduce-scatter of one layer's activations over the tensor ranks."""
@@ -250,12 +253,12 @@ class _Place:
 
     def _states(self, stage: StageWork, *, backward: bool) -> Times:
         """All exchanges of states in one pass of `stage`."""
-        # (seconds of the exchange, seconds of work beside it) of each layer, the positional encoding's first.
+        # (seconds of the exchange, seconds of work beside it) of each layer, those of the embedding's parts first.
         exchanges: list[tuple[float, float] | None] = []
-        tpe = self.work.tpe_summary(self.layout.tensor)
-        if stage.first and tpe is not None:
-            beside_s = self._beside_s(self._tpe_s(), backward=backward)
-            exchanges.append((self._exchange_s(tpe, backward=backward), beside_s))
+        of_parts = self.work.embedding_part_summaries(self.layout.tensor).values() if stage.first else ()
+        for summary in of_parts:
+            beside_s = self._beside_s(self._embedding_parts_s() / len(of_parts), backward=backward)
+            exchanges.append((self._exchange_s(summary, backward=backward), beside_s))
         by_layer = {layer: self._layer_exchange(layer, backward=backward) for layer in set(stage.layers)}
         exchanges += [by_layer[layer] for layer in stage.layers]
         waited_s = total_s = 0.0

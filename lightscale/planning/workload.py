@@ -9,7 +9,7 @@ from lightscale.config.schema import ModelConfig, Recompute
 from lightscale.errors import UserError
 from lightscale.kernels.operators import CostClass, Operator, get_operator
 from lightscale.models.accounting import rank_parameters
-from lightscale.models.layers.tpe import TPE
+from lightscale.models.layers.shared_parts import EmbeddingPart
 from lightscale.models.registry import mixer_class, shared_parts
 from lightscale.models.stages import layer_stages
 from lightscale.planning.exchange_sizes import Summary
@@ -116,30 +116,28 @@ class Workload:
         return tuple(self._layer(layer) for layer in range(self.model.num_layers))
 
     @cached_property
-    def tpe_flops(self) -> float:
-        """Of the Toeplitz positional encoding, forward and per token; 0 without."""
-        return TPE.forward_flops_per_token(self.model) if self._has_tpe else 0.0
+    def embedding_parts(self) -> tuple[type[EmbeddingPart], ...]:
+        """What stands behind the word embedding, such as a positional encoding."""
+        return tuple(part for part in shared_parts(self.model) if issubclass(part, EmbeddingPart))
+
+    @cached_property
+    def embedding_part_flops(self) -> float:
+        """Of the parts behind the embedding, forward and per token; 0 without."""
+        return sum(part.forward_flops_per_token(self.model) for part in self.embedding_parts)
 
     def summary(self, layer: LayerWork, tensor: int) -> Summary:
         """What each of `tensor` ranks exchanges for `layer`, which has a state."""
         assert layer.exchange is not None
         return Summary.of_mixer(self.model.num_heads, *layer.exchange, tensor=tensor)
 
-    def tpe_summary(self, tensor: int) -> Summary | None:
-        """What each of `tensor` ranks exchanges for the positional encoding; None without."""
-        if not self._has_tpe:
-            return None
-        shapes = TPE.parameter_shapes(self.model)
-        # Tensor ranks share out the channels; all of them have the same decays.
-        return Summary(
-            heads=self.model.hidden_size // tensor,
-            state=prod(shapes["gamma"]) // tensor,
-            whole=prod(shapes["decay_logit"]),
-        )
-
-    @cached_property
-    def _has_tpe(self) -> bool:
-        return "tpe" in shared_parts(self.model)
+    def embedding_part_summaries(self, tensor: int) -> dict[str, Summary]:
+        """What each of `tensor` ranks exchanges for the parts behind the embedding that have a state."""
+        sent = {part.name: part.exchange_values(self.model) for part in self.embedding_parts}
+        return {
+            name: Summary(heads=values.channels // tensor, state=values.state // tensor, whole=values.whole)
+            for name, values in sent.items()
+            if values is not None
+        }
 
     def stages(self, *, tensor: int, pipeline: int) -> tuple[StageWork, ...]:
         """The stages of a layout, first to last."""

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from lightscale.config.fields import describe_fields, toml_value
 from lightscale.config.files import difference, load, to_toml
+from lightscale.config.mixers import MIXERS
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
+from lightscale.models.mixers.options import GatedMixerOptions
 
 TinyConfig = Callable[..., RunConfig]
 
@@ -55,6 +57,37 @@ def refusal(path: Path, *overrides: str) -> str:
         ("data.validation.v=3", "data.validation.v = 3: must be a table"),
         ("train.profile_steps=5", "train.profile_steps = 5: must be a list of 2"),
         ("train.tokens=1.5", "train.tokens = 1.5: must be a whole number >= 1"),
+        (
+            "model.mixer=tnt",
+            'model.mixer = "tnt": no mixer is called tnt; did you mean tnl or lightnet? '
+            "known: cosformer2, hgrn2, lightnet, llama, tnl",
+        ),
+        (
+            "model.mixer_options.tnl.gate_rank=0",
+            'model.mixer_options.tnl.gate_rank = 0: must be a whole number >= 1 or "none"',
+        ),
+        (
+            "model.mixer_options.tnl.gate_rnk=8",
+            "unknown key model.mixer_options.tnl.gate_rnk; did you mean model.mixer_options.tnl.gate_rank?",
+        ),
+        (
+            "model.mixer_options.tnl.zebra=8",
+            "unknown key model.mixer_options.tnl.zebra; the mixer tnl has the options gate_rank",
+        ),
+        (
+            "model.mixer_options.tln.gate_rank=8",
+            "model.mixer_options.tln = {gate_rank = 8}: no mixer has this name; did you mean tnl?",
+        ),
+        (
+            "model.mixer_options.lightnet.gate_rank=8",
+            "model.mixer_options.lightnet = {gate_rank = 8}: no layer uses this mixer; the model has tnl",
+        ),
+        (
+            "model.mixer_options.gate_rank=8",
+            "model.mixer_options.gate_rank = 8: options stand in a table [model.mixer_options.NAME]",
+        ),
+        ("model.mixer_options.tnl=8", "model.mixer_options.tnl = 8: must be a table"),
+        ("model.mixer_options=8", "model.mixer_options = 8: must be a table of NAME = a table"),
     ],
 )
 def test_mistake_in_an_override_names_it_and_what_is_right(tiny_run: Path, override: str, words: str) -> None:
@@ -78,7 +111,38 @@ def test_mistakes_in_a_file_name_the_file_that_holds_them(tiny_run: Path, tmp_pa
     ]
 
 
-@pytest.mark.parametrize(("old", "new"), [("width", "hidden_size"), ("glu_width", "intermediate_size")])
+def test_options_of_a_mixer_without_any_are_refused(tiny_run: Path) -> None:
+    message = refusal(tiny_run, "model.mixer=llama", "model.mixer_options.llama.gate_rank=8")
+    assert message.endswith("unknown key model.mixer_options.llama.gate_rank; the mixer llama has no options")
+
+
+def test_options_are_those_of_the_mixers_in_use(tiny_run: Path, tmp_path: Path) -> None:
+    tiny_run.write_text(
+        tiny_run.read_text(encoding="utf-8") + "[model.mixer_options.tnl]\ngate_rank = 3\n", encoding="utf-8"
+    )
+    stack = ['model.mixer=["tnl", "lightnet", "hgrn2", "llama"]', "model.mixer_options.lightnet.gate_rank=5"]
+    config = load(tiny_run, stack)
+    assert config.model.mixer_options == {
+        "tnl": GatedMixerOptions(gate_rank=3),
+        "lightnet": GatedMixerOptions(gate_rank=5),
+    }
+    assert config.model.layer_options(1) == GatedMixerOptions(gate_rank=5)
+    assert config.model.layer_options(3).model_dump() == {}
+    assert load(tiny_run, ["model.mixer_options.tnl.gate_rank=none"]).model.layer_options(0) == GatedMixerOptions()
+    path = tmp_path / "resolved.toml"
+    path.write_text(to_toml(config), encoding="utf-8")
+    assert "[model.mixer_options.tnl]\ngate_rank = 3\n" in path.read_text(encoding="utf-8")
+    assert load(path) == config
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("width", "hidden_size"),
+        ("glu_width", "intermediate_size"),
+        ("gate_rank", "mixer_options.NAME.gate_rank"),
+    ],
+)
 def test_an_old_name_of_a_key_is_refused_with_the_new_one(tiny_run: Path, old: str, new: str) -> None:
     assert f"unknown key model.{old}; it is called model.{new} now" in refusal(tiny_run, f"model.{old}=64")
 
@@ -200,7 +264,9 @@ def test_resolved_form_reads_back_as_the_same_configuration(tiny_config: TinyCon
 
 
 def test_resolved_form_holds_every_field(tiny_config: TinyConfig) -> None:
-    resolved = tomllib.loads(to_toml(tiny_config("data.validation.v.source=x")))
+    # Of all mixers: a configuration holds the options of those in use.
+    mixers = ["data.validation.v.source=x", f"model.mixer={[*MIXERS]}", f"model.num_layers={len(MIXERS)}"]
+    resolved = tomllib.loads(to_toml(tiny_config(*mixers)))
     for field in describe_fields():
         value = resolved
         for part in field.key.replace("NAME", "v").split("."):

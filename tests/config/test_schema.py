@@ -100,7 +100,7 @@ def test_run_length_in_tokens_is_rounded_up_to_steps(tiny_config: TinyConfig) ->
     ("overrides", "words"),
     [
         (["model.num_heads=5"], ["model.hidden_size = 64", "model.num_heads = 5", "4 heads"]),
-        (['model.mixer=["tnl*2", "llama"]'], ["model.num_layers = 4", "the 3 layers", "3 would do"]),
+        (['model.mixer=["tnl*2", "llama"]'], ["model.num_layers = 4", "the 3 layers", "use 3"]),
         (["model.mixer=[]"], ["model.mixer = []"]),
         (["model.mixer=tnl*0"], ["model.mixer", '"tnl*0"', "NAME*COUNT"]),
         (["train.steps=none"], ["train.steps", "train.tokens", "neither"]),
@@ -181,7 +181,7 @@ def test_data_axis_takes_the_rest_of_the_processes(
         (
             ["parallel.pipeline=5"],
             5,
-            ["model.num_layers = 4", "parallel.pipeline = 5", "parallel.pipeline = 4 would do"],
+            ["model.num_layers = 4", "parallel.pipeline = 5", "use parallel.pipeline = 4"],
             "parallel.pipeline=4",
             4,
         ),

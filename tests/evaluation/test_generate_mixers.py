@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from lightscale.config.files import load
+from lightscale.config.mixers import MIXERS
 from lightscale.evaluation.generate import Document
 from lightscale.evaluation.model import LoadedModel, load_model
 from lightscale.kernels.operators import state_grows
-from lightscale.models.registry import MIXERS, mixer_class
+from lightscale.models.registry import mixer_class
 from lightscale.runs.run_directory import RunDirectory
 
 tnl = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("test_generate.py"))))

@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightscale.config.mixers import MIXERS
 from lightscale.config.schema import ModelConfig
 from lightscale.models.language_model import LanguageModel, transformer_config
-from lightscale.models.registry import MIXERS
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.initialization import draw_weights, named_parameters
 from lightscale.parallel.mesh import start_mesh

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from lightscale.config.files import load
+from lightscale.config.mixers import MIXERS
 from lightscale.config.schema import ModelConfig
 from lightscale.models.language_model import language_model_chunks, transformer_config
-from lightscale.models.registry import MIXERS
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.initialization import draw_weights, shard
 from lightscale.parallel.mesh import Mesh, start_mesh

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from lightscale.config.files import load
+from lightscale.config.mixers import MIXERS, MixerEntry
 from lightscale.config.schema import ModelConfig
 from lightscale.models.accounting import parameter_shapes, parameter_terms, rank_parameters
 from lightscale.models.language_model import LanguageModel, transformer_config
 from lightscale.models.layers.states import Shapes
 from lightscale.models.mixers.interface import Mixer
-from lightscale.models.registry import MIXERS, check_mixers
+from lightscale.models.registry import check_mixers, mixer_class
 from lightscale.parallel.initialization import named_parameters
 from lightscale.parallel.mesh import Mesh, start_mesh
 
@@ -65,7 +66,7 @@ def shapes_and_shares(
         method = f"{init_method}-{axis}"
         with start_mesh(device="cpu", rank=rank, world_size=world_size, init_method=method, **degrees) as mesh:
             for name, model in split.items():
-                if axis in MIXERS[name].axes:
+                if axis in mixer_class(name).axes:
                     shares[axis, name] = sum(parameter.numel() for parameter in build(model, mesh).parameters())
     return shapes, shares, num_bytes
 
@@ -96,7 +97,7 @@ def test_a_real_model_has_the_counted_bytes(built: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "axis"), [(name, axis) for name in MIXERS for axis in AXES if axis in MIXERS[name].axes]
+    ("name", "axis"), [(name, axis) for name in MIXERS for axis in AXES if axis in mixer_class(name).axes]
 )
 def test_each_rank_holds_the_counted_share(built: list[Any], name: str, axis: str) -> None:
     degrees = {"tensor": 1, "pipeline": 1, **AXES[axis]}
@@ -110,7 +111,7 @@ def test_each_rank_holds_the_counted_share(built: list[Any], name: str, axis: st
     ("model", "terms"),
     [
         (tiny("tnl"), {"gates": 4 * 2 * 64 * 16, "LRPE angles": 64}),
-        (tiny("tnl", gate_rank=8), {"gates": 4 * 2 * 64 * 8, "LRPE angles": 64}),
+        (tiny("tnl", mixer_options={"tnl": {"gate_rank": 8}}), {"gates": 4 * 2 * 64 * 8, "LRPE angles": 64}),
         (tiny("hgrn2"), {"lower bounds": 4 * 64}),
         (
             tiny("cosformer2"),
@@ -132,13 +133,14 @@ def test_terms_are_the_formulas(model: ModelConfig, terms: dict[str, int]) -> No
     assert next(iter(parameter_terms(model))) == "embedding"
 
 
-def test_an_unknown_kind_of_parameter_is_named_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Convolution(Mixer):
-        @staticmethod
-        def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
-            return {"out_proj.weight": (model.hidden_size, model.hidden_size), "conv.weight": (model.hidden_size, 4)}
+class Convolution(Mixer):
+    @staticmethod
+    def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
+        return {"out_proj.weight": (model.hidden_size, model.hidden_size), "conv.weight": (model.hidden_size, 4)}
 
-    monkeypatch.setitem(MIXERS, "convolution", Convolution)
+
+def test_an_unknown_kind_of_parameter_is_named_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MIXERS, "convolution", MixerEntry(cls=f"{__name__}:Convolution"))
     model = tiny("convolution")
     check_mixers(model, load(CONFIGS / "tnl-tiny.toml").parallel)
     assert parameter_terms(model)["conv.weight"] == 4 * 64 * 4

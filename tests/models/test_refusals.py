@@ -5,16 +5,17 @@ What runs is held to one process in tests/parallel/test_parity.py.
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
 
 from lightscale.config.layout import check_layout
+from lightscale.config.mixers import MIXERS
 from lightscale.config.schema import ModelConfig, ParallelConfig, RunConfig
 from lightscale.errors import UserError
-from lightscale.models import registry
 from lightscale.models.mixers.tnl import TNL
-from lightscale.models.registry import MIXERS, check_mixers
+from lightscale.models.registry import check_mixers
 
 AXES = ("tensor", "pipeline", "sequence")
 # Of the model below: 4 layers, width 64, 4 heads, GLU width 128, 512 ids; sequences of 64 tokens, 4 a step.
@@ -22,7 +23,7 @@ ABLE = {"tensor": {1, 2, 4}, "pipeline": {1, 2, 3, 4}, "sequence": {1, 2, 4, 8, 
 
 
 @pytest.mark.parametrize(("name", "axis"), list(itertools.product(MIXERS, AXES)))
-def test_every_degree_runs_or_is_refused_with_what_would_work(
+def test_every_degree_runs_or_is_refused_with_what_to_use(
     name: str, axis: str, tiny_config: Callable[..., RunConfig]
 ) -> None:
     for degree in (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128):
@@ -35,7 +36,7 @@ def test_every_degree_runs_or_is_refused_with_what_would_work(
             check_layout(config, degree)
         message = str(refused.value)
         assert f"parallel.{axis} = {degree}" in message or f"parallel.{axis} = {degree} times" in message
-        assert "would do" in message
+        assert "; use " in message
 
 
 class Whole(TNL):
@@ -47,7 +48,7 @@ class Whole(TNL):
 @pytest.mark.parametrize("axis", AXES)
 def test_a_layer_that_cannot_be_split_says_so(axis: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it stands in the model, and whatever stands beside it."""
-    monkeypatch.setitem(registry.MIXERS, "whole", Whole)
+    monkeypatch.setitem(MIXERS, "whole", replace(MIXERS["tnl"], cls=f"{__name__}:Whole"))
     model = ModelConfig(
         mixer=["tnl", "tnl", "whole"], num_layers=3, hidden_size=64, num_heads=4, intermediate_size=96, vocab_size=128
     )
@@ -57,7 +58,7 @@ def test_a_layer_that_cannot_be_split_says_so(axis: str, monkeypatch: pytest.Mon
         return
     with pytest.raises(UserError) as refused:
         check_mixers(model, parallel)
-    for part in (f"parallel.{axis} = 2", "layer 2 (whole)", f"parallel.{axis} = 1 would work", "pipeline"):
+    for part in (f"parallel.{axis} = 2", "layer 2 (whole)", f"use parallel.{axis} = 1,", "pipeline"):
         assert part in str(refused.value)
 
 
@@ -68,12 +69,12 @@ def test_a_layer_that_cannot_be_split_says_so(axis: str, monkeypatch: pytest.Mon
         (
             ["parallel.virtual_stages=3", "parallel.pipeline=2"],
             2,
-            ["model.num_layers = 4", "6 stages", "parallel.pipeline = 1 would do"],
+            ["model.num_layers = 4", "6 stages", "use parallel.pipeline = 1"],
         ),
         (
             ["parallel.virtual_stages=2", "parallel.pipeline=2", "train.global_batch_size=3"],
             2,
-            ["train.global_batch_size = 3", "groups of parallel.pipeline = 2", "4 sequences would do"],
+            ["train.global_batch_size = 3", "groups of parallel.pipeline = 2", "use 4 sequences"],
         ),
     ],
 )

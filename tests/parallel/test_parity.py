@@ -26,8 +26,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightscale.models.layers.tpe import TPE
-from lightscale.models.registry import mixer_class
+from lightscale.models.registry import mixer_class, shared_parts
 from lightscale.training.schedule import learning_rate
 
 parity = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "parity.py")))
@@ -160,9 +159,11 @@ def states_sent(text: str, dtype: torch.dtype) -> tuple[int, int]:
         sent = mixer_class(name).exchange_values(model, layer)
         calls += 2 if any(sent) else 0
         values += parity.ROWS * sum(sent)
-    if any("tpe" in mixer_class(name).shared for name in model.layers):
-        calls += 2
-        values += sum(TPE.exchange_values(model, rows=parity.ROWS))
+    for part in shared_parts(model):
+        of_part = part.exchange_values(model)
+        if of_part is not None:
+            calls += 2
+            values += parity.ROWS * (2 * of_part.state + of_part.whole)
     return calls, values * dtype.itemsize
 
 

@@ -13,10 +13,11 @@ from torch import Tensor
 from lightscale import cli
 from lightscale.config.files import load
 from lightscale.config.layout import check_layout
+from lightscale.config.mixers import MIXERS
 from lightscale.config.schema import ModelConfig, RunConfig
 from lightscale.errors import UserError
 from lightscale.models.language_model import LanguageModel, transformer_config
-from lightscale.models.registry import MIXERS
+from lightscale.models.registry import mixer_class
 from lightscale.parallel.initialization import draw_weights
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.planning.communication import EXCHANGES
@@ -173,7 +174,7 @@ def test_the_first_pipeline_stage_runs_ahead() -> None:
     [
         (["{configs}/tln-70m.toml"], ["tln-70m.toml", "did you mean", "tnl-70m.toml"]),
         (["{configs}/tnl-71m.toml"], ["tnl-71m.toml", "did you mean", "tnl-70m.toml"]),
-        (["{configs}/tnl-tiny.toml", "model.mixer=hgrn"], ["'hgrn'", "did you mean hgrn2"]),
+        (["{configs}/tnl-tiny.toml", "model.mixer=hgrn"], ['model.mixer = "hgrn"', "did you mean hgrn2"]),
         (["{configs}/tnl-tiny.toml", "--processes", "0"], ["--processes 0", "at least 1"]),
         (["{configs}/tnl-tiny.toml", "--processes", "3"], ["train.global_batch_size = 8", "data ranks"]),
         (["{configs}/tnl-tiny.toml", "model.num_heads=5"], ["model.hidden_size = 64", "model.num_heads = 5"]),
@@ -196,7 +197,7 @@ def test_mistakes_are_named(
 
 
 def test_an_axis_that_a_mixer_cannot_be_split_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MIXERS["tnl"], "axes", frozenset({"data"}))
+    monkeypatch.setattr(mixer_class("tnl"), "axes", frozenset({"data"}))
     with pytest.raises(UserError, match=r"parallel\.sequence = 2: layer 0 \(tnl\)"):
         plan(config("tnl-tiny", "parallel.sequence=2"))
 

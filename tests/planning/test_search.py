@@ -12,7 +12,7 @@ from lightscale.config.files import load
 from lightscale.config.layout import check_layout
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
-from lightscale.models.registry import MIXERS
+from lightscale.models.registry import mixer_class
 from lightscale.planning.hardware import H100, with_settings
 from lightscale.planning.search import Fixed, best_layouts
 from lightscale.planning.step_cost import CostModel
@@ -96,7 +96,7 @@ def test_what_is_fixed_stays() -> None:
 
 
 def test_an_axis_that_a_mixer_cannot_be_split_on_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MIXERS["tnl"], "axes", frozenset({"data", "pipeline"}))
+    monkeypatch.setattr(mixer_class("tnl"), "axes", frozenset({"data", "pipeline"}))
     found = best_layouts(config("tnl-1b"), nodes=1, sequence_length=8 * K, hardware=H100, fixed=FREE)
     assert {(one.layout.tensor, one.layout.sequence) for one in found} == {(1, 1)}
 
@@ -175,7 +175,7 @@ def test_exit_code_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> Non
         (["--nodes", "1", "--layout", "context=2"], ["--layout context=2", "tensor, pipeline, sequence, data"]),
         (["--nodes", "1", "--layout", "recompute=all"], ["recompute", "none, selective, full"]),
         (["--nodes", "1", "--layout", "tensor=8"], ["model.num_heads = 4", "parallel.tensor = 8"]),
-        (["--nodes", "1", "--layout", "pipeline=8"], ["model.num_layers = 4", "parallel.pipeline = 4 would do"]),
+        (["--nodes", "1", "--layout", "pipeline=8"], ["model.num_layers = 4", "use parallel.pipeline = 4"]),
         (["--nodes", "1", "--layout", "sequence=3"], ["8 processes", "parallel.sequence = 3"]),
         (["--nodes", "1", "--layout", "tensor=2,data=8"], ["8 processes", "parallel.data = 8"]),
         (["--nodes", "3", "--layout", "sequence=24"], ["data.sequence_length = 512", "parallel.sequence = 24"]),

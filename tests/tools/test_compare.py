@@ -118,7 +118,7 @@ def test_runs_differ_in_the_architecture_only(folder: Path) -> None:
     tnl, llama = (load(folder / "runs" / name / "config.toml") for name in ("tnl", "llama"))
     assert tnl.model.layers == ("tnl",) * 4
     assert (llama.model.layers, llama.model.norm, llama.model.glu_activation) == (("llama",) * 4, "rmsnorm", "silu")
-    changes = {"mixer": "tnl", "norm": "srmsnorm", "glu_activation": "none"}
+    changes = {"mixer": "tnl", "mixer_options": tnl.model.mixer_options, "norm": "srmsnorm", "glu_activation": "none"}
     assert llama.model_copy(update={"model": llama.model.model_copy(update=changes)}) == tnl
 
 

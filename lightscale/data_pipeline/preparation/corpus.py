@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from lightscale.config.fields import field_words, key_text, table_type, toml_value
+from lightscale.config.fields import field_type_text, key_text, table_type, toml_value
 from lightscale.config.schema import Count, Fraction, Positive, Section
 from lightscale.data_pipeline.preparation.filters import make_filter
 from lightscale.data_pipeline.preparation.sources import DEFAULT_SUFFIXES
@@ -217,7 +217,7 @@ def _locate(location: tuple[int | str, ...]) -> tuple[tuple[str, ...], str, list
         field = section.model_fields.get(part)
         if field is None:
             break
-        expected = field_words(field) if field.annotation != dict[str, Any] else "a table"
+        expected = field_type_text(field) if field.annotation != dict[str, Any] else "a table"
         section, named = table_type(field.annotation)
         if named and (name := next(parts, None)) is not None:
             key.append(name)

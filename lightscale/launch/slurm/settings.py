@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from lightscale.config.fields import field_words, toml_value
+from lightscale.config.fields import field_type_text, toml_value
 from lightscale.config.files import launch_tables
 from lightscale.config.schema import Section
 from lightscale.errors import UserError
@@ -95,7 +95,7 @@ def _explain(key: str, kind: str, values: Mapping[str, Any], origins: Mapping[st
     where, field = origins.get(key, "[launch]"), LaunchSettings.model_fields.get(key)
     if kind == "extra_forbidden" or field is None:
         return f"{where}: unknown key launch.{key}; there are {', '.join(LaunchSettings.model_fields)}"
-    return f"{where}: launch.{key} = {toml_value(values[key])}: must be {field_words(field)}"
+    return f"{where}: launch.{key} = {toml_value(values[key])}: must be {field_type_text(field)}"
 
 
 def _seconds(time: str) -> int:

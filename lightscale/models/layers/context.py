@@ -1,7 +1,7 @@
 """What a layer must know about the tokens it sees, besides their activations."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from lightscale.parallel.sequence import Replay, Scan, StateExchange, begin
 
 MixerState = dict[str, Tensor]
-"""The tensors that a mixer carries from one call to the next, by name; each has the batch as its first dim."""
+"""The tensors that a mixer keeps from one call to the next, by name; each has the batch as its first dim."""
 
 Finish = Callable[[Tensor], Tensor]
 """The second half of an operator: queries (b, n, h, k) to outputs (b, n, h, v)."""
@@ -25,11 +25,11 @@ class SequenceContext:
     cu_seqlens: (N + 1,) int64, boundaries over the flattened b·n tokens, every row start included; None when no
         document starts inside a row, so that kernels do no work for boundaries.
     continues: (b,) bool, whether a row's first token continues a document of the sequence rank before.
-    exchange: the ranks that hold the other stretches of these rows; None when every row is whole.
+    exchange: the ranks that hold the other segments of these rows; None when every row is whole.
     replay: where layers that are recomputed keep their incoming states; None when none is.
     lengths: n of every sequence rank where they differ; None when they are equal.
     states: layer name to state, in generation: read as the incoming state, then replaced by the outgoing one.
-    lower_bounds: (l, d / tensor), HGRN2's β of every layer and of this tensor rank's channels.
+    shared: what the model's parts for all layers gave (``StagePart.forward``), by the name of the part.
     """
 
     positions: Tensor
@@ -39,7 +39,7 @@ class SequenceContext:
     replay: Replay | None = None
     lengths: Sequence[int] | None = None
     states: dict[str, MixerState] | None = None
-    lower_bounds: Tensor | None = None
+    shared: Mapping[str, Tensor] = field(default_factory=dict)
 
     def begin(self, scan: type[Scan], *written: Tensor | None, layer: str | None) -> Callable[..., Tensor]:
         """Start passing states along the sequence ranks; see ``parallel.sequence.begin``.
@@ -59,7 +59,7 @@ class SequenceContext:
         replay: Replay | None = None,
         lengths: Sequence[int] | None = None,
         states: dict[str, MixerState] | None = None,
-        lower_bounds: Tensor | None = None,
+        shared: Mapping[str, Tensor] | None = None,
     ) -> "SequenceContext":
         """The context of rows with these ``positions`` (b, n)."""
         b, n = positions.shape
@@ -80,5 +80,5 @@ class SequenceContext:
             replay=replay,
             lengths=lengths,
             states=states,
-            lower_bounds=lower_bounds,
+            shared=shared or {},
         )

@@ -1,4 +1,4 @@
-"""Positional encodings."""
+"""Positions in queries and keys, by rotations: LRPE with learnable angles, RoPE with fixed ones."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The states that layers carry from one call to the next, and checks of those that come from elsewhere."""
+"""The states that layers keep from one call to the next, and checks of those that come from elsewhere."""
 
 from collections.abc import Mapping
 

@@ -7,7 +7,7 @@
 adds a Toeplitz positional encoding after the embedding.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,17 +17,19 @@ from torch import Tensor
 from lightscale.config.schema import ModelConfig
 from lightscale.models.layers.context import SequenceContext
 from lightscale.models.layers.positions import LRPE
+from lightscale.models.layers.shared_parts import SharedPart
 from lightscale.models.layers.states import Shapes
-from lightscale.models.mixers.interface import GatedMixer, chunked_flops, projection_flops
-from lightscale.models.mixers.lightning import begin_attention
+from lightscale.models.layers.tpe import TPE
+from lightscale.models.mixers.interface import GatedMixer, chunked_flops, gated_projection_flops
+from lightscale.models.mixers.linear_attention import begin_attention
 
 
 class CosFormer2(GatedMixer):
-    """(n / tensor, b, d) -> (n / tensor, b, d). The state is ``S``: (b, h, 2 k, k), k the head width."""
+    """(n / tensor, b, d) -> (n / tensor, b, d). The state is ``S``: (b, h, 2 k, k), k head_dim."""
 
     operator = "lightning"
 
-    shared = frozenset({"tpe"})
+    shared: ClassVar[tuple[type[SharedPart], ...]] = (TPE,)
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, model: ModelConfig, *args: Any, **kwargs: Any
@@ -41,7 +43,7 @@ class CosFormer2(GatedMixer):
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
         """Projections, gate, and attention in chunks."""
         attention = chunked_flops(model, sequence_length, operator=CosFormer2.operator, key_width=2 * model.head_dim)
-        return projection_flops(model, gated=True) + attention
+        return gated_projection_flops(model, layer) + attention
 
     @staticmethod
     def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:

@@ -3,29 +3,25 @@
     f = β + (1 - β) sigmoid(x W_f);  k = 1 - f;  q = silu(x W_q);  v = x W_v
     S_t = diag(f_t) S_{t-1} + k_t v_tᵀ;  out = W_o norm(concat S_tᵀ q_t)
 
-(arXiv 2404.07904.) The lower bounds β of all layers come from one table Γ that the model holds (``lower_bounds``).
+(arXiv 2404.07904.) The lower bounds β of all layers come from one table Γ that the model holds once
+(``LowerBounds``).
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
-from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
 from lightscale.config.schema import ModelConfig
 from lightscale.kernels.gla import gla, recurrent_step, state_dtype
-from lightscale.models.layers.common import column_parallel, ones, row_parallel
 from lightscale.models.layers.context import Finish, SequenceContext
+from lightscale.models.layers.linear import column_parallel, row_parallel
+from lightscale.models.layers.shared_parts import PartParameter, SharedPart, StagePart
 from lightscale.models.layers.states import Shapes, incoming_state
 from lightscale.models.mixers.interface import Mixer, chunked_flops, projection_flops
-from lightscale.parallel.engine import share_over_stages
-from lightscale.parallel.initialization import set_initializer
+from lightscale.parallel.initialization import ones
 from lightscale.parallel.sequence import GatedScan
 
 
@@ -57,61 +53,38 @@ def log_forget(logits: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(bounded, torch.where(large, near_one, near_zero), F.logsigmoid(logits)), key
 
 
-class LowerBounds(MegatronModule):
-    """The table Γ of a model, (l, d), ones at first; split over the tensor ranks by channel. Gives β.
+class LowerBounds(StagePart):
+    """The table Γ of a model, (l, d), ones at first; split over the tensor ranks by channel. Gives β."""
 
-    One parameter that all layers read: every pipeline stage has a copy, and the engine sums their gradients.
-    """
+    name = "lower_bounds"
 
-    def __init__(
-        self, config: TransformerConfig, model: ModelConfig, groups: ProcessGroupCollection, *, virtual_stage: int
-    ) -> None:
-        super().__init__(config)
-        self.tp_group: dist.ProcessGroup = groups.tp
-        self.stage: int = virtual_stage * groups.pp.size() + groups.pp.rank()
-        wide = torch.promote_types(config.params_dtype, torch.float32)
-        own = model.hidden_size // groups.tp.size()
-        self.table = nn.Parameter(torch.empty(model.num_layers, own, dtype=wide, device=torch.cuda.current_device()))
-        self.table.tensor_model_parallel = True  # type: ignore[attr-defined]
-        self.table.partition_dim, self.table.partition_stride = 1, 1  # type: ignore[attr-defined]
-        self.table.no_weight_decay = True  # type: ignore[attr-defined]
-        set_initializer(self.table, ones)
-        if groups.pp.size() > 1:
-            share_over_stages(self.table, stage=self.stage)
+    table: nn.Parameter
 
     @staticmethod
-    def parameter_shapes(model: ModelConfig) -> Shapes:
-        """By their names in the module."""
-        return {"table": (model.num_layers, model.hidden_size)}
-
-    def forward(self) -> Tensor:
-        """β, (l, d / tensor), fp32 at least."""
-        return lower_bounds(self.table)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Megatron's description for checkpoints: split along dim 1, written by the first stage."""
-        key, data_group = f"{prefix}table", ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
+    def parameters_of(model: ModelConfig) -> dict[str, PartParameter]:
+        """One ``table`` that all layers read."""
         return {
-            key: make_tp_sharded_tensor_for_checkpoint(
-                self.table,
-                key,
-                1,
-                replica_id=(self.stage, 0, data_group.rank()),
-                prepend_offsets=sharded_offsets,
-                tp_group=self.tp_group,
-                dp_cp_group=data_group,
+            "table": PartParameter(
+                shape=(model.num_layers, model.hidden_size),
+                draw=ones,
+                term="lower bounds",
+                split_dim=1,
+                keep_wide=True,
+                weight_decay=False,
             )
         }
 
+    def forward(self, context: SequenceContext) -> Tensor:
+        """β, (l, d / tensor), fp32 at least; the same for all sequences."""
+        return lower_bounds(self.table)
+
 
 class HGRN2(Mixer):
-    """(n / tensor, b, d) -> (n / tensor, b, d). The state is ``S``: (b, h, k, k), k the head width."""
+    """(n / tensor, b, d) -> (n / tensor, b, d). The state is ``S``: (b, h, k, k), k head_dim."""
 
     operator = "gla"
 
-    shared = frozenset({"lower_bounds"})
+    shared: ClassVar[tuple[type[SharedPart], ...]] = (LowerBounds,)
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, model: ModelConfig, *args: Any, **kwargs: Any
@@ -128,7 +101,7 @@ class HGRN2(Mixer):
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
         """Projections, and attention in chunks."""
         attention = chunked_flops(model, sequence_length, operator=HGRN2.operator, key_width=model.head_dim)
-        return projection_flops(model, gated=False) + attention
+        return projection_flops(model) + attention
 
     @staticmethod
     def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
@@ -144,9 +117,9 @@ class HGRN2(Mixer):
 
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
-        assert context.lower_bounds is not None, "the model holds the table of lower bounds"
         f, v = self._heads(self.fv_proj, x, 2)
-        log_decay, k = log_forget(f, context.lower_bounds[self.layer].view(self.num_heads, -1))
+        bounds = context.shared[LowerBounds.name]
+        log_decay, k = log_forget(f, bounds[self.layer].view(self.num_heads, -1))
         finish = self._begin(k.to(v.dtype), v, log_decay, context)
         (q,) = self._heads(self.q_proj, x)
         out: Tensor = self.out_proj(self._norm(finish(F.silu(q))))[0]
@@ -164,6 +137,7 @@ class HGRN2(Mixer):
         shape = (q.size(0), q.size(2), q.size(3), v.size(3))
         state = incoming_state(context, self.state_name, {"S": shape}, state_dtype(q.dtype))
         before = None if state is None else state["S"]
+        # One token: the recurrence, whose cost does not depend on how many tokens came before.
         if before is not None and q.size(1) == 1:
             o, after = recurrent_step(q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], before)
             context.states[self.state_name] = {"S": after}

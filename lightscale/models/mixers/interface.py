@@ -12,9 +12,12 @@ from torch import Tensor, nn
 
 from lightscale.config.schema import ModelConfig
 from lightscale.kernels.operators import get_operator
-from lightscale.models.layers.common import ReplicatedLinear, column_parallel, gated_norm_split, row_parallel
 from lightscale.models.layers.context import SequenceContext
+from lightscale.models.layers.linear import ReplicatedLinear, column_parallel, row_parallel
+from lightscale.models.layers.norms import gated_norm_split
+from lightscale.models.layers.shared_parts import SharedPart
 from lightscale.models.layers.states import Shapes
+from lightscale.models.mixers.options import GatedMixerOptions
 
 
 class Mixer(MegatronModule, ABC):
@@ -36,8 +39,11 @@ class Mixer(MegatronModule, ABC):
     operator: ClassVar[str]
     """What computes it, as ``kernels.operators`` describes it."""
 
-    shared: ClassVar[frozenset[str]] = frozenset()
-    """What the model holds once for all layers of this kind: "tpe", "lower_bounds"."""
+    shared: ClassVar[tuple[type[SharedPart], ...]] = ()
+    """What the model holds once for all layers of this kind."""
+
+    whole_on_tensor_ranks: ClassVar[frozenset[str]] = frozenset()
+    """Names of the parameters that tensor ranks do not split: each of them holds them whole."""
 
     def __init__(
         self,
@@ -48,9 +54,11 @@ class Mixer(MegatronModule, ABC):
         cp_comm_type: str | None = None,
     ) -> None:
         super().__init__(config)
+        # Megatron counts layers from 1 over all stages; lightscale from 0, in names of states and everywhere else.
         self.layer = layer_number - 1
         self.state_name = f"layer-{self.layer}"
         self.model = model
+        self.options = model.layer_options(self.layer)
         self.group: dist.ProcessGroup = pg_collection.tp
         self.num_heads = model.num_heads // self.group.size()
         self.heads = slice(self.group.rank() * self.num_heads, (self.group.rank() + 1) * self.num_heads)
@@ -74,7 +82,7 @@ class Mixer(MegatronModule, ABC):
 
     @staticmethod
     def check(model: ModelConfig) -> None:
-        """UserError for a shape of the model that the mixer cannot have; naming key, value and what would do."""
+        """UserError for a shape of the model that the mixer cannot have; naming key, value and what to use instead."""
 
     @abstractmethod
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
@@ -110,7 +118,11 @@ class GatedMixer(Mixer):
 
     Keys and values come first: what they write to the state travels to other sequence ranks while the queries and the
     gate are computed. Hence two projections (with tensor ranks the input is gathered for each of them).
+
+    Its options are ``GatedMixerOptions``, or a subclass.
     """
+
+    whole_on_tensor_ranks: ClassVar[frozenset[str]] = frozenset({"gate_down.weight"})
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, model: ModelConfig, *args: Any, **kwargs: Any
@@ -120,7 +132,7 @@ class GatedMixer(Mixer):
         # Rows are ordered head by head, k and v of a head together, so that a contiguous shard holds whole heads.
         self.kv_proj = column_parallel(config, d, 2 * d, std=std, group=group)
         self.q_proj = column_parallel(config, d, d, std=std, group=group)
-        rank = gate_rank(model)
+        rank = gate_rank(model, self.layer)
         self.gate_down = ReplicatedLinear(config, d, rank, std=std)
         self.gate_up = column_parallel(config, rank, d, std=std, group=group)
         self.out_proj = row_parallel(config, d, d, std=self.output_std, group=group)
@@ -128,7 +140,7 @@ class GatedMixer(Mixer):
     @staticmethod
     def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
         """Projections and gate."""
-        d, rank = model.hidden_size, gate_rank(model)
+        d, rank = model.hidden_size, gate_rank(model, layer)
         return {
             "kv_proj.weight": (2 * d, d),
             "q_proj.weight": (d, d),
@@ -148,15 +160,21 @@ class GatedMixer(Mixer):
         return out
 
 
-def gate_rank(model: ModelConfig) -> int:
-    """Inner width of the low-rank gate."""
-    return model.gate_rank or model.head_dim
+def gate_rank(model: ModelConfig, layer: int) -> int:
+    """Inner width of the low-rank gate of layer ``layer`` (from 0), whose mixer is a ``GatedMixer``."""
+    options = model.layer_options(layer)
+    assert isinstance(options, GatedMixerOptions), f"the options of {model.layers[layer]} have no gate_rank"
+    return options.gate_rank or model.head_dim
 
 
-def projection_flops(model: ModelConfig, *, gated: bool) -> float:
-    """Operations of the projections (and of the gate) of one mixer's forward pass, per token."""
-    d = model.hidden_size
-    return 2 * (4 * d * d + (2 * d * gate_rank(model) if gated else 0))
+def projection_flops(model: ModelConfig) -> float:
+    """Operations of the four projections of one mixer's forward pass, per token."""
+    return 2 * 4 * model.hidden_size**2
+
+
+def gated_projection_flops(model: ModelConfig, layer: int) -> float:
+    """The same of a ``GatedMixer``, with its gate."""
+    return projection_flops(model) + 2 * 2 * model.hidden_size * gate_rank(model, layer)
 
 
 def chunked_flops(model: ModelConfig, sequence_length: int, *, operator: str, key_width: int) -> float:

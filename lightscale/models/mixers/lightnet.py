@@ -8,7 +8,7 @@ after the embedding.
 """
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,20 +19,22 @@ from lightscale.config.schema import ModelConfig
 from lightscale.kernels.lightnet import Angles, LightNetState, lightnet_attention, recurrent_step, state_dtype
 from lightscale.models.layers.context import Finish, SequenceContext
 from lightscale.models.layers.positions import lrpe_angles
+from lightscale.models.layers.shared_parts import SharedPart
 from lightscale.models.layers.states import incoming_state
-from lightscale.models.mixers.interface import GatedMixer, chunked_flops, projection_flops
+from lightscale.models.layers.tpe import TPE
+from lightscale.models.mixers.interface import GatedMixer, chunked_flops, gated_projection_flops
 from lightscale.parallel.sequence import LightNetScan
 
 
 class LightNet(GatedMixer):
     """(n / tensor, b, d) -> (n / tensor, b, d).
 
-    The state is ``z``: (b, h, k), the log of the weights so far, and ``S``: (b, h, 2 k, k), k the head width.
+    The state is ``z``: (b, h, k), the log of the weights so far, and ``S``: (b, h, 2 k, k), k head_dim.
     """
 
     operator = "lightnet"
 
-    shared = frozenset({"tpe"})
+    shared: ClassVar[tuple[type[SharedPart], ...]] = (TPE,)
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, model: ModelConfig, *args: Any, **kwargs: Any
@@ -47,7 +49,7 @@ class LightNet(GatedMixer):
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
         """Projections, gate, and attention in chunks."""
         attention = chunked_flops(model, sequence_length, operator=LightNet.operator, key_width=2 * model.head_dim)
-        return projection_flops(model, gated=True) + attention
+        return gated_projection_flops(model, layer) + attention
 
     @staticmethod
     def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
@@ -77,6 +79,7 @@ class LightNet(GatedMixer):
         # No weight before the document's start: log 0.
         state = incoming_state(context, self.state_name, shapes, state_dtype(q.dtype), empty={"z": -math.inf})
         before = None if state is None else LightNetState(**state)
+        # One token: the recurrence, whose cost does not depend on how many tokens came before.
         if before is not None and q.size(1) == 1:
             here = Angles(angles.theta, angles.positions[:, 0])
             o, after = recurrent_step(q[:, 0], k[:, 0], v[:, 0], before, here)

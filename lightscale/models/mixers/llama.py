@@ -1,6 +1,6 @@
 """LLaMA's token mixer, the softmax baseline: causal attention with rotary positions.
 
-    q, k = RoPE(x W_q), RoPE(x W_k);  v = x W_v;  o_t = Σ_{s ≤ t} softmax(q_t·k_s / sqrt(head width)) v_s
+    q, k = RoPE(x W_q), RoPE(x W_k);  v = x W_v;  o_t = Σ_{s ≤ t} softmax(q_t·k_s / sqrt(head_dim)) v_s
 
 (arXiv 2302.13971.) Documents do not see each other. The state is the cache of keys and values, which grows.
 """
@@ -16,8 +16,8 @@ from torch import Tensor
 from lightscale.config.schema import ModelConfig
 from lightscale.errors import UserError
 from lightscale.kernels.common.angles import Angles, phases_of
-from lightscale.models.layers.common import column_parallel, row_parallel
 from lightscale.models.layers.context import Finish, SequenceContext
+from lightscale.models.layers.linear import column_parallel, row_parallel
 from lightscale.models.layers.positions import rope, rotary_angles
 from lightscale.models.layers.states import Shapes, check_state
 from lightscale.models.mixers.interface import Mixer, projection_flops
@@ -25,7 +25,7 @@ from lightscale.parallel.sequence import begin_gather
 
 
 class LLaMA(Mixer):
-    """(n / tensor, b, d) -> (n / tensor, b, d). The state is ``k`` and ``v``: (b, tokens so far, h, head width)."""
+    """(n / tensor, b, d) -> (n / tensor, b, d). The state is ``k`` and ``v``: (b, tokens so far, h, head_dim)."""
 
     operator = "SDPA"
 
@@ -43,7 +43,7 @@ class LLaMA(Mixer):
     @staticmethod
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
         """Projections, and two products with half of the other tokens on average."""
-        return projection_flops(model, gated=False) + 2 * model.hidden_size * sequence_length
+        return projection_flops(model) + 2 * model.hidden_size * sequence_length
 
     @staticmethod
     def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
@@ -56,9 +56,9 @@ class LLaMA(Mixer):
         """Rotary positions turn channels in pairs: head_dim must be even."""
         if model.head_dim % 2:
             raise UserError(
-                f"model.hidden_size = {model.hidden_size} and model.num_heads = {model.num_heads} give llama a head_dim "
-                f"of {model.head_dim}, but it rotates channels in pairs; use an even one, such as model.hidden_size = "
-                f"{(model.head_dim + 1) * model.num_heads}"
+                f"model.hidden_size = {model.hidden_size} and model.num_heads = {model.num_heads} give llama heads of "
+                f"{model.head_dim} channels, but it rotates channels in pairs; use an even number, such as "
+                f"model.hidden_size = {(model.head_dim + 1) * model.num_heads}"
             )
 
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
@@ -75,6 +75,7 @@ class LLaMA(Mixer):
 
     def _begin(self, k: Tensor, v: Tensor, context: SequenceContext) -> Finish:
         if context.exchange is not None:
+            # All keys and values are needed, and their number grows with the sequence: no state stands for them.
             wait = begin_gather(torch.stack([k, v], dim=2), context.exchange, context.lengths)
             return lambda q: self._across_ranks(q, wait(), context)
         if context.states is not None:
@@ -114,10 +115,10 @@ class LLaMA(Mixer):
 
 def _seen(positions: Tensor, num_keys: int) -> Tensor:
     """(b, 1, n, keys): the last ``n`` of ``num_keys`` tokens see those from their document's start up to themselves."""
-    place = torch.arange(num_keys, device=positions.device)
-    own = place[num_keys - positions.size(1) :].expand_as(positions)
+    keys = torch.arange(num_keys, device=positions.device)
+    own = keys[num_keys - positions.size(1) :].expand_as(positions)
     start = own - positions
-    return ((place >= start[..., None]) & (place <= own[..., None]))[:, None]
+    return ((keys >= start[..., None]) & (keys <= own[..., None]))[:, None]
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:

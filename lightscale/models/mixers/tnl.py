@@ -19,8 +19,8 @@ from lightscale.config.schema import ModelConfig
 from lightscale.models.layers.context import SequenceContext
 from lightscale.models.layers.positions import LRPE, lrpe_angles
 from lightscale.models.layers.states import Shapes
-from lightscale.models.mixers.interface import GatedMixer, chunked_flops, projection_flops
-from lightscale.models.mixers.lightning import begin_attention
+from lightscale.models.mixers.interface import GatedMixer, chunked_flops, gated_projection_flops
+from lightscale.models.mixers.linear_attention import begin_attention
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
@@ -44,7 +44,7 @@ def log_decays(num_heads: int, layer: int, num_layers: int) -> Tensor:
 class TNL(GatedMixer):
     """(n / tensor, b, d) -> (n / tensor, b, d). Heads are split over the tensor ranks, tokens over the sequence ranks.
 
-    The state is ``S``: (b, h, k, head width), k the head width, doubled on the first layer.
+    The state is ``S``: (b, h, k, head_dim), k head_dim, doubled on the first layer.
     """
 
     operator = "lightning"
@@ -64,7 +64,7 @@ class TNL(GatedMixer):
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
         """Projections, gate, and attention in chunks."""
         chunks = chunked_flops(model, sequence_length, operator=TNL.operator, key_width=_key_width(model, layer))
-        return projection_flops(model, gated=True) + chunks
+        return gated_projection_flops(model, layer) + chunks
 
     @staticmethod
     def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:

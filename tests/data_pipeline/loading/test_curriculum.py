@@ -119,7 +119,7 @@ def test_another_curriculum_or_a_position_inside_a_step_is_refused(store: TokenS
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        ([(48, 100)], "sequence_length = 48 does not divide data.sequence_length = 64.*; (32|64) would do"),
+        ([(48, 100)], "sequence_length = 48 does not divide data.sequence_length = 64.*; use (32|64)"),
         ([(8, 100), (16, 100)], "until_tokens = 100 comes after 100"),
         ([(128, 100)], "sequence_length = 128 does not divide"),
     ],

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightscale.config.mixers import MIXERS
 from lightscale.config.schema import ModelConfig
 from lightscale.models.layers.context import SequenceContext
 from lightscale.models.layers.tpe import TPE
-from lightscale.models.registry import MIXERS
+from lightscale.models.registry import mixer_class
 
 plain = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "plain_models.py")))
 
@@ -112,7 +113,7 @@ def test_time_scales_begin_between_one_token_and_4096(built: dict[str, Any]) -> 
 
 
 def test_a_model_has_it_once_if_a_mixer_asks_for_it(built: dict[str, Any]) -> None:
-    asking = {name for name, mixer in MIXERS.items() if "tpe" in mixer.shared}
+    asking = {name for name in MIXERS if TPE in mixer_class(name).shared}
     assert asking >= {"cosformer2", "lightnet"}
     assert {name for name, places in built["with"].items() if places} == asking | {"hybrid"}
     assert all(places in ([], ["embedding.tpe"]) for places in built["with"].values())

@@ -16,7 +16,13 @@ from lightscale.models.layers.context import SequenceContext
 plain = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "plain_models.py")))
 
 MODEL = ModelConfig(
-    mixer="cosformer2", num_layers=3, hidden_size=27, num_heads=3, intermediate_size=37, vocab_size=101, gate_rank=5
+    mixer="cosformer2",
+    num_layers=3,
+    hidden_size=27,
+    num_heads=3,
+    intermediate_size=37,
+    vocab_size=101,
+    mixer_options={"cosformer2": {"gate_rank": 5}},
 )
 RunRanks = Callable[..., list[Any]]
 

@@ -2,6 +2,7 @@
 
 import runpy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +49,12 @@ def forget_rows(mixer: Any) -> Tensor:
     return mixer.fv_proj.weight.view(MODEL.num_heads, 2, MODEL.head_dim, MODEL.hidden_size)[:, 0]
 
 
+def with_bounds(module: Any) -> SequenceContext:
+    """What the model's layers are told of two rows."""
+    context = SequenceContext.of(torch.arange(TOKENS).repeat(2, 1))
+    return replace(context, shared={"lower_bounds": module.lower_bounds(context)})
+
+
 def without_forget_projection(module: Any) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor]:
     """Input, output, projections and β of the second layer's mixer with W_f = 0: f is the same at all tokens."""
     mixer = module.decoder.layers[1].self_attention
@@ -56,10 +63,10 @@ def without_forget_projection(module: Any) -> tuple[Tensor, Tensor, dict[str, Te
         # One β for all channels: then it is one decay per head.
         module.lower_bounds.table.copy_(torch.tensor([[0.3], [0.5], [-0.1]]))
         forget_rows(mixer).zero_()
-        bounds = module.lower_bounds()
-        out = mixer.mix(x, SequenceContext.of(torch.arange(TOKENS).repeat(2, 1), lower_bounds=bounds))
+        context = with_bounds(module)
+        out = mixer.mix(x, context)
     names = ("fv_proj.weight", "q_proj.weight")
-    return x, out, {name: mixer.get_parameter(name).detach().clone() for name in names}, bounds
+    return x, out, {name: mixer.get_parameter(name).detach().clone() for name in names}, context.shared["lower_bounds"]
 
 
 def extremes(module: Any) -> dict[str, Any]:
@@ -79,8 +86,7 @@ def extremes(module: Any) -> dict[str, Any]:
             forget_rows(mixer)[:, :, 0] = EXTREME * signs
         module.zero_grad()
         x.grad = None
-        context = SequenceContext.of(torch.arange(TOKENS).repeat(2, 1), lower_bounds=module.lower_bounds())
-        out = mixer.mix(x, context)
+        out = mixer.mix(x, with_bounds(module))
         out.square().sum().backward()
         table, projection = module.lower_bounds.table.grad, mixer.fv_proj.weight.grad
         found[f"layer {layer}"] = {"out": out.detach(), "x": x.grad, "table": table.clone(), "fv_proj": projection}

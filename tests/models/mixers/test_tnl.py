@@ -30,7 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "glu_activation": "silu",
         "norm": "rmsnorm",
         "norm_eps": 1e-3,
-        "gate_rank": 5,
+        "mixer_options": {"tnl": {"gate_rank": 5}},
     },
 }
 

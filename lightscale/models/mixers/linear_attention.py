@@ -1,4 +1,7 @@
-"""Lightning attention as the mixers use it: whole rows, rows split over ranks, or with carried states."""
+"""Linear attention with a decay per head or none, as TNL and cosFormer2 use it: the operator lightning attention.
+
+Three ways to the same numbers: whole rows, segments of rows on several ranks, and rows that continue a state.
+"""
 
 from torch import Tensor
 
@@ -44,6 +47,7 @@ def _attend(
     shape = (q.size(0), q.size(2), feature_width(q, angles), v.size(3))
     state = incoming_state(context, state_name, {"S": shape}, state_dtype(q.dtype))
     before = None if state is None else state["S"]
+    # One token: the recurrence, whose cost does not depend on how many tokens came before.
     if before is not None and q.size(1) == 1:
         here = None if angles is None else Angles(angles.theta, angles.positions[:, 0])
         o, after = recurrent_step(q[:, 0], k[:, 0], v[:, 0], log_decay, before, angles=here)

@@ -1,0 +1,112 @@
+"""The token mixers that ``model.mixer`` can name, and where each is implemented.
+
+A mixer's class needs torch, and reading a configuration must not wait for torch. So entries are import strings. The
+class is imported where a model is counted or built (``lightscale.models.registry``), the type of its options where
+a configuration is checked; the module of the options must not import torch.
+
+Other packages add mixers without a change here, by entry points of the group ``lightscale.mixers``::
+
+    [project.entry-points."lightscale.mixers"]
+    mymixer = "mypackage:ENTRY"  # a MixerEntry; mypackage itself must not import torch either
+"""
+
+import difflib
+import importlib
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from pydantic import BaseModel
+
+from lightscale.errors import UserError
+
+ENTRY_POINT_GROUP = "lightscale.mixers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixerEntry:
+    """Where a mixer is found; both as "module:name"."""
+
+    cls: str
+    """A subclass of ``lightscale.models.mixers.interface.Mixer``."""
+    options: str | None = None
+    """A subclass of ``lightscale.config.schema.Section``, the keys of [model.mixer_options.NAME]; None: no options."""
+
+
+_MODULES = "lightscale.models.mixers"
+
+MIXERS: dict[str, MixerEntry] = {
+    "tnl": MixerEntry(cls=f"{_MODULES}.tnl:TNL", options=f"{_MODULES}.options:GatedMixerOptions"),
+    "hgrn2": MixerEntry(cls=f"{_MODULES}.hgrn2:HGRN2"),
+    "cosformer2": MixerEntry(cls=f"{_MODULES}.cosformer2:CosFormer2", options=f"{_MODULES}.options:GatedMixerOptions"),
+    "lightnet": MixerEntry(cls=f"{_MODULES}.lightnet:LightNet", options=f"{_MODULES}.options:GatedMixerOptions"),
+    "llama": MixerEntry(cls=f"{_MODULES}.llama:LLaMA"),
+}
+"""The built-in ones. An entry point of the same name is not looked at."""
+
+
+def known_mixers() -> list[str]:
+    """The names of all mixers, built in and of installed packages; those of packages are not imported."""
+    return [*MIXERS, *sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)} - MIXERS.keys())]
+
+
+def mixer_entry(name: str) -> MixerEntry:
+    """The entry of the mixer ``name``.
+
+    Raises UserError for a name that nobody provides, with the nearest and all known names, and for an entry point that
+    cannot be loaded.
+    """
+    if name in MIXERS:
+        return MIXERS[name]
+    return package_entry(name)
+
+
+def mixer_options_type(name: str) -> type[BaseModel] | None:
+    """The type of the options of the mixer ``name``; None when it has none. UserError as ``mixer_entry``."""
+    options = mixer_entry(name).options
+    if options is None:
+        return None
+    found = _imported(name, options, "the type of its options")
+    assert isinstance(found, type) and issubclass(found, BaseModel), f"{options} of mixer {name} is {found}, no Section"
+    return found
+
+
+def imported_class(name: str) -> Any:
+    """The class of the mixer ``name``, which needs torch. UserError as ``mixer_entry``."""
+    return _imported(name, mixer_entry(name).cls, "its class")
+
+
+@cache
+def package_entry(name: str) -> MixerEntry:
+    """The entry of another package's mixer; kept, because all installed packages are searched for it."""
+    points = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
+    if not points:
+        known = known_mixers()
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise UserError(f"no mixer is called {name}; {hint}known: {', '.join(sorted(known))}")
+    if len(points) > 1:
+        packages = ", ".join(sorted({_package(point) for point in points}))
+        raise UserError(f"several packages have a mixer {name}: {packages}; uninstall all but one")
+    what = f"the entry point of {_package(points[0])}"
+    entry = _imported(name, points[0].value, what)
+    if not isinstance(entry, MixerEntry):
+        raise UserError(
+            f"mixer {name}: {what}, {points[0].value}, is a {type(entry).__name__}; "
+            "it must be a lightscale.config.mixers.MixerEntry"
+        )
+    return entry
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else "an unknown package"
+
+
+def _imported(mixer: str, path: str, what: str) -> Any:
+    """What the import string ``path`` names. UserError where it cannot be imported: the package is broken."""
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"mixer {mixer}: {what}, {path}, cannot be imported: {error}") from error

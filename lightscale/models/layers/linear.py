@@ -1,0 +1,104 @@
+"""Linear layers: Megatron's, with their initial weights, the gated linear unit and the output layer."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from torch import Tensor, nn
+
+from lightscale.kernels.glu import glu
+from lightscale.parallel.cross_entropy import vocab_parallel_linear_cross_entropy
+from lightscale.parallel.initialization import normal, set_initializer
+
+
+def leave_unset(weight: Tensor) -> Tensor:
+    """An initializer for Megatron that does nothing: its own depend on the layout; weights are drawn by name."""
+    return weight
+
+
+def column_parallel(
+    config: TransformerConfig, width_in: int, width_out: int, *, std: float, group: dist.ProcessGroup
+) -> ColumnParallelLinear:
+    """(n / tensor, b, width_in) -> (n, b, width_out / tensor): the rows of the weight are split. No bias."""
+    layer = ColumnParallelLinear(
+        width_in, width_out, config=config, init_method=leave_unset, bias=False, gather_output=False, tp_group=group
+    )
+    set_initializer(layer.weight, normal(std))
+    return layer
+
+
+def row_parallel(
+    config: TransformerConfig, width_in: int, width_out: int, *, std: float, group: dist.ProcessGroup
+) -> RowParallelLinear:
+    """(n, b, width_in / tensor) -> (n / tensor, b, width_out): the columns of the weight are split. No bias."""
+    layer = RowParallelLinear(
+        width_in,
+        width_out,
+        config=config,
+        init_method=leave_unset,
+        bias=False,
+        input_is_parallel=True,
+        skip_bias_add=True,
+        tp_group=group,
+    )
+    set_initializer(layer.weight, normal(std))
+    return layer
+
+
+class ReplicatedLinear(nn.Module):
+    """A linear layer that every tensor rank holds whole and applies to its own tokens."""
+
+    def __init__(self, config: TransformerConfig, width_in: int, width_out: int, *, std: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(
+            torch.empty(width_out, width_in, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        # Each rank's gradient is that of its own tokens: the engine sums it over the tensor ranks.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        set_initializer(self.weight, normal(std))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., width_in) -> (..., width_out)."""
+        return F.linear(x, self.weight)
+
+
+class GatedLinearUnit(MLP):
+    """Megatron's feed-forward layer, x -> W_2 (activation(gate) * up), its product in one pass.
+
+    (n / tensor, b, d) -> (n / tensor, b, d); gate and up come from one projection.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+        self.activation = "silu" if config.activation_func is F.silu else "none"
+
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Megatron's calling convention: the second result is a bias, None here."""
+        projected, _bias = self.linear_fc1(hidden_states)
+        out, bias = self.linear_fc2(glu(projected, self.activation))
+        return out, bias
+
+
+class OutputLayer(ColumnParallelLinear):
+    """Megatron's output layer, which with labels gives losses and never holds the logits.
+
+    The losses are computed inside the module, because Megatron waits for the gathered weights of a module, and
+    begins to gather the next ones, when its forward is called.
+    """
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor | None = None, *, labels: Tensor | None = None, vocab_size: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden: (n / tensor, b, d) -> logits (n, b, V / tensor), or with labels (n, b) their losses (n, b)."""
+        if labels is None:
+            logits, bias = super().forward(hidden, weight=weight)
+            return logits, bias
+        rows = self.weight if weight is None else weight
+        losses = vocab_parallel_linear_cross_entropy(hidden, rows, labels, vocab_size=vocab_size, group=self.tp_group)
+        return losses, None

@@ -1,0 +1,203 @@
+"""What a model holds once because a mixer asks for it: the interface, and how layers read what is computed once.
+
+A mixer lists the classes of its parts in ``Mixer.shared``. The language model, the counts of parameters and FLOPs and
+the planner know them by this interface alone. Two kinds differ by where they stand:
+
+- an ``EmbeddingPart`` changes the embedded tokens, on the first pipeline stage only (TPE);
+- a ``StagePart`` gives a tensor that the layers read. Every pipeline stage holds a copy (HGRN2's lower bounds).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
+from torch import Tensor, nn
+
+from lightscale.config.schema import ModelConfig
+from lightscale.models.layers.context import SequenceContext
+from lightscale.parallel.engine import share_over_stages
+from lightscale.parallel.initialization import DrawWeights, set_initializer
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartParameter:
+    """A parameter of a shared part, as it is on one process."""
+
+    shape: tuple[int, ...]
+    draw: DrawWeights
+    """Fills in its initial values."""
+    term: str
+    """What it counts as in ``lightscale plan``."""
+    split_dim: int | None = None
+    """The dim that tensor ranks share out; None: each of them holds the whole parameter."""
+    keep_wide: bool = False
+    """Kept in fp32 in half-precision models."""
+    weight_decay: bool = True
+    """False: none for this parameter, whatever its shape."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartExchange:
+    """What a part contributes to an exchange along the sequence: fp32 numbers per row, of all tensor ranks."""
+
+    channels: int
+    """By which the state is shared out, over tensor ranks and for some ways of exchange."""
+    state: int
+    """Numbers of the state; as many come back as its cotangent."""
+    whole: int
+    """Decays that every tensor rank needs and sends, forward only."""
+
+
+class SharedPart(MegatronModule, ABC):
+    """A part of the model outside the layers. Its parameters are ``parameters_of(model)``, on this tensor rank.
+
+    Args:
+        config: the model's Megatron configuration.
+        model: the shape of the whole model.
+        groups: Megatron's process groups.
+        stage: of the model's pipeline stages, virtual ones included, the one that this copy is for.
+    """
+
+    name: ClassVar[str]
+    """Its module's name, which begins the names of its parameters, and its key in ``SequenceContext.shared``."""
+
+    operator: ClassVar[str | None] = None
+    """The operator (``lightscale.kernels.operators``) that computes it; None: PyTorch."""
+
+    def __init__(
+        self, config: TransformerConfig, model: ModelConfig, groups: ProcessGroupCollection, *, stage: int
+    ) -> None:
+        super().__init__(config)
+        self.tp_group: dist.ProcessGroup = groups.tp
+        self.stage = stage
+        self._described = self.parameters_of(model)
+        for name, described in self._described.items():
+            self.register_parameter(name, self._parameter(described, config))
+
+    @staticmethod
+    @abstractmethod
+    def parameters_of(model: ModelConfig) -> dict[str, PartParameter]:
+        """The part's parameters by their names in the module."""
+
+    @staticmethod
+    def check(model: ModelConfig) -> None:
+        """UserError for a model that cannot have the part; naming key, value and what to use instead."""
+
+    @staticmethod
+    def forward_flops_per_token(model: ModelConfig) -> float:
+        """Operations of one forward pass, per token."""
+        return 0.0
+
+    @staticmethod
+    def exchange_values(model: ModelConfig) -> PartExchange | None:
+        """What the part exchanges with other sequence ranks; None: it has no state."""
+        return None
+
+    @classmethod
+    def prefix(cls) -> str:
+        """What stands before the names of the part's parameters in the model, the dot included."""
+        return f"{cls.name}."
+
+    def _parameter(self, described: PartParameter, config: TransformerConfig) -> nn.Parameter:
+        shape, dim = list(described.shape), described.split_dim
+        if dim is not None:
+            shape[dim] //= self.tp_group.size()
+        dtype = config.params_dtype
+        if described.keep_wide:
+            dtype = torch.promote_types(dtype, torch.float32)
+        made: Any = nn.Parameter(torch.empty(shape, dtype=dtype, device=torch.cuda.current_device()))
+        if dim is None:
+            # Tensor ranks use it for other channels each: the engine sums its gradient over them.
+            made.sequence_parallel = config.sequence_parallel
+        else:
+            made.tensor_model_parallel, made.partition_dim, made.partition_stride = True, dim, 1
+        if not described.weight_decay:
+            made.no_weight_decay = True
+        set_initializer(made, described.draw)
+        parameter: nn.Parameter = made
+        return parameter
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Megatron's description of the parameters: how they are split, and that the first stage's copy counts."""
+        data_group = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
+        where = {"tp_group": self.tp_group, "dp_cp_group": data_group, "prepend_offsets": sharded_offsets}
+        described = {}
+        for name, parameter in self.named_parameters():
+            key, dim = f"{prefix}{name}", self._described[name].split_dim
+            if dim is None:
+                replica = (self.stage, self.tp_group.rank(), data_group.rank())
+                described[key] = make_sharded_tensor_for_checkpoint(parameter, key, replica_id=replica, **where)
+            else:
+                replica = (self.stage, 0, data_group.rank())
+                described[key] = make_tp_sharded_tensor_for_checkpoint(parameter, key, dim, replica_id=replica, **where)
+        return described
+
+
+class EmbeddingPart(SharedPart):
+    """A part that changes the embedded tokens. It stands in the embedding, which the first pipeline stage alone has.
+
+    It works on all tokens of a sequence rank's segment for some channels: tensor ranks share the channels out, so that
+    a part may scan along the sequence without an exchange between them.
+    """
+
+    @classmethod
+    def prefix(cls) -> str:
+        """It is a module of the embedding."""
+        return f"embedding.{cls.name}."
+
+    @abstractmethod
+    def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
+        """x: (n, b, d / tensor), this tensor rank's channels of all tokens -> the same."""
+
+
+class StagePart(SharedPart):
+    """A part that layers of every pipeline stage read: each stage has a copy, whose gradients the engine sums."""
+
+    def __init__(
+        self, config: TransformerConfig, model: ModelConfig, groups: ProcessGroupCollection, *, stage: int
+    ) -> None:
+        super().__init__(config, model, groups, stage=stage)
+        if groups.pp.size() > 1:
+            for parameter in self.parameters():
+                share_over_stages(parameter, stage=stage)
+
+    @abstractmethod
+    def forward(self, context: SequenceContext) -> Tensor:
+        """What the layers find under the part's name in ``SequenceContext.shared``."""
+
+
+def for_all_layers(hidden: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """``hidden`` as it enters the layers, and ``value`` for the layers to read, however they run.
+
+    Layers whose activations are recomputed run a backward pass of their own each. Through ``value`` every one of them
+    would go on to what it was computed from, a second time, and hand a part of that gradient to its reduction. So
+    layers get a leaf, which collects their gradients, and the sum is passed on when ``hidden`` gets its own, behind
+    the last layer; it is zero where no layer read it.
+    """
+    leaf = value.detach().requires_grad_(value.requires_grad)
+    passed: Tensor = _Collect.apply(hidden, value, lambda: leaf.grad)
+    return passed, leaf
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, value: Tensor, collected: Callable[[], Tensor | None]) -> Tensor:
+        # Not the leaf itself: as an input it would wait for this node, which must run behind it. (The engine runs what
+        # was created last first: all that leads from the layers to the leaf comes before.)
+        ctx.collected, ctx.zero = collected, torch.zeros_like(value)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        collected = ctx.collected()
+        return grad, ctx.zero if collected is None else collected, None
