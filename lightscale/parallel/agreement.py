@@ -33,10 +33,14 @@ class Agreement:
             result = (None, error)
         except Exception as error:  # noqa: BLE001 - raised below, once the others know
             result, fault = (None, RuntimeError(f"rank {self.rank}: {type(error).__name__}: {error}")), error
+        # Before anything is raised: a rank that left now would let the others wait here until the time limit.
         every: list[Any] = [None] * self.size
         dist.all_gather_object(every, result, group=self._group)
+        # Where it happened the original goes on, with its traceback; exceptions of other libraries need not survive
+        # pickling, so the others get only its message.
         if fault is not None:
             raise fault
+        # By rank, so that all raise the same one when several failed.
         for _, failure in every:
             if failure is not None:
                 raise failure

@@ -1,7 +1,7 @@
 """Cross entropy over a vocabulary that is split over the tensor ranks.
 
 Megatron's own casts to fp32 whatever comes in, which hides fp64 comparisons, and knows no padding rows. This one
-computes in fp32 for half precision and in the dtype of the logits otherwise, and leaves padding rows out of the sum.
+computes in fp32 for half precision and in the dtype of the logits otherwise, and skips padding rows in the sum.
 """
 
 from typing import Literal
@@ -34,6 +34,8 @@ def vocab_parallel_linear_cross_entropy(
     def reduce(x: Tensor, how: Literal["max", "sum"]) -> None:
         dist.all_reduce(x, op=dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM, group=group)
 
+    # Activations are split by token between layers (Megatron's sequence parallelism), but a rank's rows of the
+    # vocabulary need every token. Backward the mapping sums the ranks' parts and shares them out by token again.
     gathered = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
     first_id = group.rank() * weight.size(0)
     return linear_cross_entropy(gathered, weight, labels, num_ids=vocab_size, first_id=first_id, reduce=reduce)

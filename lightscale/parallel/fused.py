@@ -4,6 +4,8 @@ import importlib.metadata
 from importlib.machinery import ModuleSpec, PathFinder
 
 
+# What is looked for are the very modules that Megatron imports: it takes them silently where they are, and its results
+# then differ in rounding, so the log has to say which ran.
 def describe_fused_kernels() -> str:
     """Which optional libraries Megatron takes fused kernels from, and a wrong ``apex`` if there is one."""
     found = [

@@ -85,6 +85,7 @@ def build_optimizer(
     spec: OptimizerSpec, models: Sequence[DistributedDataParallel], config: TransformerConfig, *, on_gpu: bool
 ) -> Optimizer:
     """The optimizer that ``spec`` names, over ``models``."""
+    # By name, because a spec is read where torch must not be loaded, and imports none of this.
     implementation: Any = pkgutil.resolve_name(spec.implementation)
     optimizer: Optimizer = implementation(spec, models, config, on_gpu=on_gpu)
     return optimizer

@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Self
 
 from lightscale.config.schema import OptimizerConfig
 
+# Weights and state of a step are fp32 in every precision: bf16 has 8 bits, and a step smaller than 1/256 of a weight
+# would be lost in it.
 _FP32_BYTES = 4
 _BF16_BYTES = 2
 

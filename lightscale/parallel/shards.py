@@ -48,6 +48,7 @@ def range_boxes(sizes: Shape, first: int, last: int) -> Iterator[tuple[Shape, Sh
         yield (), ()
         return
     row = math.prod(sizes[1:])
+    # The rows that are wholly inside; what is left at either end is a range of one row, a tensor of a dim less.
     whole_first, whole_last = -(-first // row), last // row
     # First and last element are in one row, and neither at its end.
     if whole_first > whole_last:
@@ -68,7 +69,10 @@ def _in_row(sizes: Shape, row: int, first: int, last: int) -> Iterator[tuple[Sha
 
 
 def copy_overlap(source: TensorShard, target: TensorShard) -> int:
-    """Copy what both hold of the same tensor to ``target``, in its number format; the number of elements copied."""
+    """Copy what both hold of the same tensor to ``target``, in its number format; the number of elements copied.
+
+    Both boxes must be of one key and shape.
+    """
     at_source, at_target = [], []
     for source_start, source_size, start, size in zip(
         source.box.offset, source.box.sizes, target.box.offset, target.box.sizes, strict=True
@@ -95,7 +99,8 @@ def fault_of_cover(boxes: Iterable[Box]) -> str | None:
         found, whole = sum(box.numel for box in parts), math.prod(parts[0].shape)
         if found != whole:
             return f"{key} of {parts[0].shape} has {whole} elements, and {found} are held"
-        # As many elements as the tensor has, none twice: then all.
+        # As many elements as the tensor has, none twice: then all. In order of the first dim a box is compared only
+        # with those that begin before it ends, a few, not with all of a checkpoint of thousands.
         ordered = sorted(parts, key=lambda box: box.offset)
         for number, box in enumerate(ordered):
             for other in ordered[number + 1 :]:
