@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench import machine, positive
 from rich.console import Console
 from rich.table import Table
 
+from bench import machine, positive
 from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
 from lightscale.data_pipeline.store.token_store import TokenStore
@@ -54,7 +54,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class ArchitectureResult:
     """What a finished run says. Losses are in nats per token."""
 
     run: str
@@ -185,14 +185,14 @@ def train(run: Run, args: argparse.Namespace) -> int:
         return process.wait()
 
 
-def collect(run: Run) -> Result:
+def collect(run: Run) -> ArchitectureResult:
     """Read the metrics of a finished run."""
     lines = read_metrics(run.directory.metrics)
     losses = [line["loss"] for line in lines]
     name = next(iter(run.config.data.validation))
     validation = {line["step"]: line["validation"][name]["loss"] for line in lines if "validation" in line}
     terms = parameter_terms(run.config.model)
-    return Result(
+    return ArchitectureResult(
         run=str(run.directory.path),
         parameters=sum(terms.values()),
         parameters_without_embedding=sum(terms.values()) - terms[EMBEDDING],
@@ -205,7 +205,7 @@ def collect(run: Run) -> Result:
 
 
 def record(
-    results: dict[str, Result],
+    results: dict[str, ArchitectureResult],
     config: RunConfig,
     entropies: dict[str, float],
     *,

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench import machine, saved_as
-from bench_plot import check_matplotlib
 from rich.console import Console
 from rich.table import Table
 
+from bench import machine, saved_as
 from lightscale.errors import UserError
 from lightscale.runs.run_directory import write_atomically
+from plot_kernels import check_matplotlib
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = "{results}"

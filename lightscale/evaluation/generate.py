@@ -145,7 +145,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def decode_stream(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
-    """The text of ``ids`` in pieces, each as soon as its characters are complete; joined they are ``decode(ids)``."""
+    """The text of ``ids`` in parts, each as soon as its characters are complete; joined they are ``decode(ids)``."""
     waiting: list[int] = []
     shown, text = 0, ""
     for token in ids:

@@ -42,11 +42,11 @@ def run(args: argparse.Namespace) -> int:
         tokenizer = loaded.tokenizer
         prompt_ids = encode_prompt(tokenizer, prompt)
         timed = _Timed(generate(loaded.model, tokenizer, prompt_ids, max_tokens=args.tokens, sampling=sampling))
-        pieces = decode_stream(tokenizer, timed)
+        parts = decode_stream(tokenizer, timed)
         if args.json:
-            print(json.dumps(_record(args, loaded, prompt, "".join(pieces), timed), ensure_ascii=False))
+            print(json.dumps(_record(args, loaded, prompt, "".join(parts), timed), ensure_ascii=False))
         else:
-            _show(prompt, pieces)
+            _show(prompt, parts)
             print(f"{timed.summary()}, from {loaded.checkpoint}", file=sys.stderr)
     return 0
 
@@ -108,10 +108,10 @@ def _read_text(path: Path) -> str:
         raise UserError(f"--prompt-file {path}: not valid UTF-8 at byte {error.start}") from error
 
 
-def _show(prompt: str, pieces: Iterable[str]) -> None:
+def _show(prompt: str, parts: Iterable[str]) -> None:
     sys.stdout.write(prompt)
-    for piece in pieces:
-        sys.stdout.write(piece)
+    for part in parts:
+        sys.stdout.write(part)
         sys.stdout.flush()
     sys.stdout.write("\n")
     sys.stdout.flush()

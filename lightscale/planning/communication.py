@@ -27,7 +27,7 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class RankGroup:
     """Ranks that talk to each other, every `stride`-th of all, and where they stand."""
 
     ranks: int
@@ -78,12 +78,12 @@ def chain_s(hops: int, payload_bytes: float, link: Link) -> float:
     return hops * link.message_s(payload_bytes)
 
 
-def gather_s(group: Group, payload_bytes: float) -> float:
+def gather_s(group: RankGroup, payload_bytes: float) -> float:
     """One flat all-gather of states."""
     return all_gather_s(group.ranks, payload_bytes, group.collective(bulk=False))
 
 
-def two_level_s(group: Group, payload_bytes: float, heads: int) -> float:
+def two_level_s(group: RankGroup, payload_bytes: float, heads: int) -> float:
     """Gather inside nodes; gather the nodes' combined states, each rank some heads; gather these inside nodes.
 
     Only (nodes - 1) P / g bytes come in by a NIC, g the ranks in a node, if they divide the heads. Within one node it
@@ -92,7 +92,7 @@ def two_level_s(group: Group, payload_bytes: float, heads: int) -> float:
     g = group.per_node
     if not _is_two_level(group):
         return gather_s(group, payload_bytes)
-    within = Group(ranks=g, stride=group.stride, hardware=group.hardware).collective(bulk=False)
+    within = RankGroup(ranks=g, stride=group.stride, hardware=group.hardware).collective(bulk=False)
     across = Link(latency_s=within.latency_s, bytes_s=group.pair(within=False).bytes_s)
     share = _share_bytes(payload_bytes, heads, g)
     return (
@@ -102,7 +102,7 @@ def two_level_s(group: Group, payload_bytes: float, heads: int) -> float:
     )
 
 
-def _is_two_level(group: Group) -> bool:
+def _is_two_level(group: RankGroup) -> bool:
     return group.nodes > 1 and group.per_node > 1
 
 
@@ -111,7 +111,7 @@ def _share_bytes(payload_bytes: float, heads: int, ranks: int) -> float:
     return payload_bytes * math.ceil(heads / ranks) / heads
 
 
-def ring_s(group: Group, payload_bytes: float) -> float:
+def ring_s(group: RankGroup, payload_bytes: float) -> float:
     """From the first rank to the last, within nodes by NVLink and between them by NICs."""
     across = group.nodes - 1
     within = group.ranks - 1 - across
@@ -120,7 +120,7 @@ def ring_s(group: Group, payload_bytes: float) -> float:
     )
 
 
-def exchange_s(exchange: Exchange, group: Group, payload_bytes: float, heads: int) -> float:
+def exchange_s(exchange: Exchange, group: RankGroup, payload_bytes: float, heads: int) -> float:
     """From when every rank has its summary, of so many heads, until the last has all that it needs."""
     if group.ranks == 1:
         return 0.0
@@ -129,7 +129,7 @@ def exchange_s(exchange: Exchange, group: Group, payload_bytes: float, heads: in
     return two_level_s(group, payload_bytes, heads) if exchange == "two_level" else gather_s(group, payload_bytes)
 
 
-def exchange_buffer_bytes(exchange: Exchange, group: Group, payload_bytes: float, heads: int) -> float:
+def exchange_buffer_bytes(exchange: Exchange, group: RankGroup, payload_bytes: float, heads: int) -> float:
     """What a rank holds while it exchanges, beside its own payload."""
     if group.ranks == 1:
         return 0.0

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from lightscale.config.layout import Layout
 from lightscale.config.schema import Exchange, Recompute, RunConfig
 from lightscale.kernels.cross_entropy.chunked import WORKSPACE_BYTES
-from lightscale.planning.communication import Group, exchange_buffer_bytes
+from lightscale.planning.communication import RankGroup, exchange_buffer_bytes
 from lightscale.planning.hardware import H100, Hardware
 from lightscale.planning.workload import RECOMPUTE, StageWork, Workload
 
@@ -145,7 +145,7 @@ def _exchange_bytes(
 ) -> int:
     if layout.sequence == 1:
         return 0
-    group = Group(ranks=layout.sequence, stride=layout.tensor, hardware=hardware)
+    group = RankGroup(ranks=layout.sequence, stride=layout.tensor, hardware=hardware)
     row_bytes = _FP32_BYTES * layout.micro_batch_size
     summaries = [work.summary(layer, layout.tensor) for layer in held.layers if layer.has_state]
     num_softmax = len(held.layers) - len(summaries)

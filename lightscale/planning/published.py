@@ -2,7 +2,7 @@
 
 These are the counts that its scaling laws are fitted to: parameters without the embedding, and training FLOPs per
 step without the logits. They are not what a model needs: MFU takes `lightscale.models.flops`. As in the study, 2 stands
-for a multiplication and addition, 3 for forward and backward, and kernels work on blocks of B = d/h tokens.
+for a multiplication and addition, 3 for forward and backward, and kernels compute chunks of B = d/h tokens.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,8 @@ class Symbols:
     """Rank of the output gate."""
     e: int
     """Decays of the Toeplitz positional encoding."""
-    block: int
+    chunk: int
+    """Tokens that a kernel computes together; the study calls it B."""
     n: int = 0
     """Tokens of a sequence."""
     batch: int = 0
@@ -45,7 +46,7 @@ class Symbols:
             g=model.intermediate_size,
             t=model.gate_rank or model.head_dim,
             e=model.head_dim,
-            block=model.head_dim,
+            chunk=model.head_dim,
             n=n,
             batch=batch,
         )
@@ -80,20 +81,20 @@ def _llama_flops(s: Symbols) -> float:
 
 
 def _tnl_flops(s: Symbols) -> float:
-    projections_and_states = 8 * s.n * s.d**2 + 4 * s.n * s.d**2 / s.h + s.n * s.d**2 / (s.block * s.h)
-    blocks = 4 * s.n * s.block * s.d + s.n * s.block * s.h
-    return projections_and_states + blocks + 4 * s.n * s.t * s.d + 2 * s.n * s.d
+    projections_and_states = 8 * s.n * s.d**2 + 4 * s.n * s.d**2 / s.h + s.n * s.d**2 / (s.chunk * s.h)
+    within_chunks = 4 * s.n * s.chunk * s.d + s.n * s.chunk * s.h
+    return projections_and_states + within_chunks + 4 * s.n * s.t * s.d + 2 * s.n * s.d
 
 
 def _hgrn2_flops(s: Symbols) -> float:
-    projections_and_states = 8 * s.n * s.d**2 + 4 * s.n * s.d**2 / s.h + s.n * s.d**2 / (s.block * s.h)
-    return projections_and_states + 4 * s.n * s.block * s.d + s.n * s.block * s.h + 5 * s.n * s.d
+    projections_and_states = 8 * s.n * s.d**2 + 4 * s.n * s.d**2 / s.h + s.n * s.d**2 / (s.chunk * s.h)
+    return projections_and_states + 4 * s.n * s.chunk * s.d + s.n * s.chunk * s.h + 5 * s.n * s.d
 
 
 def _cosformer2_flops(s: Symbols) -> float:
-    projections_and_states = 8 * s.n * s.d**2 + 8 * s.n * s.d**2 / s.h + 2 * s.n * s.d**2 / (s.block * s.h)
-    blocks = 6 * s.n * s.block * s.d + s.n * s.block * s.h
-    return projections_and_states + blocks + 4 * s.n * s.t * s.d + 2 * s.n * s.d
+    projections_and_states = 8 * s.n * s.d**2 + 8 * s.n * s.d**2 / s.h + 2 * s.n * s.d**2 / (s.chunk * s.h)
+    within_chunks = 6 * s.n * s.chunk * s.d + s.n * s.chunk * s.h
+    return projections_and_states + within_chunks + 4 * s.n * s.t * s.d + 2 * s.n * s.d
 
 
 _COUNTS = {

@@ -149,8 +149,8 @@ def _exchanges(model: CostModel, layout: Layout, fixed: Fixed) -> list[Exchange]
     if fixed.exchange is None and not (has_states and layout.sequence > 1):
         return ["gather"]
     # Every node must have as many of a sequence's ranks as the others.
-    span, node = layout.sequence * layout.tensor, model.hardware.gpus_per_node
-    even = span % node == 0 or node % span == 0
+    sequence_gpus, node = layout.sequence * layout.tensor, model.hardware.gpus_per_node
+    even = sequence_gpus % node == 0 or node % sequence_gpus == 0
     wanted = (fixed.exchange,) if fixed.exchange else EXCHANGES
     return [exchange for exchange in wanted if even or exchange != "two_level"]
 

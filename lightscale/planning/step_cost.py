@@ -15,7 +15,7 @@ from itertools import groupby
 from lightscale.config.layout import Layout
 from lightscale.config.schema import Exchange, Recompute, RunConfig
 from lightscale.models.flops import training_flops_per_token
-from lightscale.planning.communication import Group, all_gather_s, all_reduce_s, exchange_s
+from lightscale.planning.communication import RankGroup, all_gather_s, all_reduce_s, exchange_s
 from lightscale.planning.exchange_sizes import Summary
 from lightscale.planning.hardware import Hardware
 from lightscale.planning.memory import RankMemory, stage_memory, weight_bytes
@@ -25,7 +25,7 @@ from lightscale.planning.workload import LayerWork, StageWork, Workload
 _FP32_BYTES = 4
 # Adam reads and writes main weight and two moments, reads the gradient and writes the weight.
 _OPTIMIZER_TRAFFIC_BYTES = 30
-# In bf16, beside the matrix products: the softmax reads the logits; backward their gradient is put in their place.
+# In bf16, beside the matrix products: the softmax reads the logits; backward their gradient is put in their cost.
 _LOGIT_FORWARD_BYTES, _LOGIT_BACKWARD_BYTES = 2, 4
 # Megatron's buckets of gradients and weights: parameters, at least, and per rank.
 _BUCKET, _BUCKET_PER_RANK = 40e6, 1e6
@@ -83,16 +83,16 @@ class CostModel:
 
     def predict(self, layout: Layout, *, recompute: Recompute = "none", exchange: Exchange = "gather") -> Prediction:
         """What a step on `layout` takes."""
-        place = _Place(self, layout, recompute, exchange)
+        cost = _MicroBatchCost(self, layout, recompute, exchange)
         stages = self.work.stages(tensor=layout.tensor, pipeline=layout.pipeline)
         distinct = {stage.kind: stage for stage in stages}
-        by_kind = {kind: (place.forward(stage), place.backward(stage)) for kind, stage in distinct.items()}
+        by_kind = {kind: (cost.forward(stage), cost.backward(stage)) for kind, stage in distinct.items()}
         passes = [by_kind[stage.kind] for stage in stages]
         busy = [(forward + backward).busy_s for forward, backward in passes]
         slowest = busy.index(max(busy))
         work = (passes[slowest][0] + passes[slowest][1]) * layout.num_microbatches
         data = [
-            place.data(stage, forward.busy_s, backward.busy_s)
+            cost.data(stage, forward.busy_s, backward.busy_s)
             for stage, (forward, backward) in zip(stages, passes, strict=True)
         ]
         memory = self.memory(layout, recompute=recompute, exchange=exchange)
@@ -104,10 +104,10 @@ class CostModel:
             sequence_length=self.work.sequence_length,
             work=work,
             bubble_s=sum(busy) - max(busy),
-            messages_s=place.messages_s(),
+            messages_s=cost.messages_s(),
             data_s=max(exposed_s for exposed_s, _ in data),
             data_total_s=max(total_s for _, total_s in data),
-            optimizer_s=max(place.optimizer_s(stage) for stage in stages),
+            optimizer_s=max(cost.optimizer_s(stage) for stage in stages),
             memory=memory,
             fits=self.fits(memory),
             flops=tokens * self._flops_per_token,
@@ -115,7 +115,7 @@ class CostModel:
         )
 
 
-class _Place:
+class _MicroBatchCost:
     """One micro-batch on a rank of one layout."""
 
     def __init__(self, model: CostModel, layout: Layout, recompute: Recompute, exchange: Exchange) -> None:
@@ -123,9 +123,9 @@ class _Place:
         self.layout, self.recompute, self.exchange = layout, recompute, exchange
         self.tokens = layout.micro_batch_size * layout.rank_sequence_tokens
         self.hidden_size, self.vocab_size = self.work.model.hidden_size, self.work.model.vocab_size
-        self.tensor = Group(ranks=layout.tensor, stride=1, hardware=self.hw)
-        self.sequence = Group(ranks=layout.sequence, stride=layout.tensor, hardware=self.hw)
-        self.replicas = Group(ranks=layout.sequence * layout.data, stride=layout.tensor, hardware=self.hw)
+        self.tensor = RankGroup(ranks=layout.tensor, stride=1, hardware=self.hw)
+        self.sequence = RankGroup(ranks=layout.sequence, stride=layout.tensor, hardware=self.hw)
+        self.replicas = RankGroup(ranks=layout.sequence * layout.data, stride=layout.tensor, hardware=self.hw)
 
     def forward(self, stage: StageWork) -> Times:
         """A forward pass of `stage`."""

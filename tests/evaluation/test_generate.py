@@ -113,8 +113,8 @@ def continued(loaded: LoadedModel, max_tokens: int = 30, **sampling: Any) -> lis
     return list(generate(loaded.model, loaded.tokenizer, prompt, max_tokens=max_tokens, sampling=Sampling(**sampling)))
 
 
-# Of the prompt's pieces: one token at a time from the start, then splits at, before and after a chunk's edges.
-PIECES = ([1] * 200, [200], [64, 64, 64, 8], [1, 62, 1, 65, 71], [130, *[1] * 70], [7] * 28 + [4])
+# Of the prompt's parts: one token at a time from the start, then splits at, before and after a chunk's edges.
+CUTS = ([1] * 200, [200], [64, 64, 64, 8], [1, 62, 1, 65, 71], [130, *[1] * 70], [7] * 28 + [4])
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -123,16 +123,16 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def deviations(loaded: LoadedModel) -> list[list[float]]:
-    """For each way to cut 200 tokens, the error of the logits against the parallel form at the end of each piece."""
+    """For each way to cut 200 tokens, the error of the logits against the parallel form at the end of each part."""
     ids = torch.randint(420, (200,), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         parallel = loaded.model(ids[None], torch.arange(200)[None])[0, :, :420]
 
     errors = [[error(Document(loaded.model).feed(ids.tolist(), chunk_tokens=33), parallel[-1])]]
-    for pieces in PIECES:
+    for parts in CUTS:
         document, of_pieces = Document(loaded.model), []
-        for piece in ids.split(pieces):
-            logits = document.feed(piece.tolist())
+        for part in ids.split(parts):
+            logits = document.feed(part.tolist())
             of_pieces.append(error(logits, parallel[document.position - 1]))
         errors.append(of_pieces)
     return errors
@@ -249,7 +249,7 @@ def facts(runs: Path, run_ranks: RunRanks) -> dict[str, Any]:
 
 
 def test_the_recurrent_form_is_the_parallel_form_at_every_position(facts: dict[str, Any]) -> None:
-    assert [len(of_pieces) for of_pieces in facts["deviations"]] == [1, *map(len, PIECES)]
+    assert [len(of_pieces) for of_pieces in facts["deviations"]] == [1, *map(len, CUTS)]
     assert max(map(max, facts["deviations"])) < 1e-5
 
 
@@ -373,9 +373,9 @@ NAMES = pytest.mark.parametrize("name", ["sentencepiece", "bytes"])
 @given(text=st.text())
 def test_characters_come_whole(tokenizers: dict[str, Tokenizer], name: str, text: str) -> None:
     tokenizer = tokenizers[name]
-    pieces = list(decode_stream(tokenizer, tokenizer.encode(text).tolist()))
-    assert "".join(pieces) == text
-    assert all(pieces)
+    parts = list(decode_stream(tokenizer, tokenizer.encode(text).tolist()))
+    assert "".join(parts) == text
+    assert all(parts)
 
 
 @NAMES
@@ -388,8 +388,8 @@ def test_broken_characters_come_as_in_the_whole(tokenizers: dict[str, Tokenizer]
 def test_text_comes_as_soon_as_it_is_complete(tokenizers: dict[str, Tokenizer]) -> None:
     ids = iter([*"a😀b".encode()])
     read: list[int] = []
-    pieces = decode_stream(tokenizers["bytes"], (read.append(token) or token for token in ids))  # type: ignore[func-returns-value]
-    assert [(next(pieces), len(read)) for _ in range(3)] == [("a", 1), ("😀", 5), ("b", 6)]
+    parts = decode_stream(tokenizers["bytes"], (read.append(token) or token for token in ids))  # type: ignore[func-returns-value]
+    assert [(next(parts), len(read)) for _ in range(3)] == [("a", 1), ("😀", 5), ("b", 6)]
 
 
 def parse(*words: str) -> argparse.Namespace:

@@ -11,8 +11,8 @@ import pytest
 
 from lightscale.errors import UserError
 from lightscale.planning.communication import (
-    Group,
     Link,
+    RankGroup,
     all_gather_s,
     all_reduce_s,
     chain_s,
@@ -40,8 +40,8 @@ ROUND = Hardware(
 )
 
 
-def group(ranks: int, stride: int = 1, hardware: Hardware = ROUND) -> Group:
-    return Group(ranks=ranks, stride=stride, hardware=hardware)
+def group(ranks: int, stride: int = 1, hardware: Hardware = ROUND) -> RankGroup:
+    return RankGroup(ranks=ranks, stride=stride, hardware=hardware)
 
 
 def test_primitives_by_hand() -> None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from bench_turns import Report, Ways, compare, passes, positive, time_in_turns
 from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 
+from benchmarks.turns import BenchmarkReport, Ways, compare, passes, positive, time_in_turns
 from lightscale.kernels.gla import gla, gla_reference
 from lightscale.kernels.lightnet import Angles, lightnet_attention, lightnet_attention_reference
 from lightscale.kernels.lightning import (
@@ -42,7 +42,7 @@ def lightning_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_lightning(args: argparse.Namespace) -> Iterator[Report]:
+def run_lightning(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
     """Lightning attention in chunks, by its recurrence under autograd, and causal softmax attention."""
     generator = torch.Generator().manual_seed(0)
     shape = (1, args.tokens, args.heads, args.width)
@@ -193,7 +193,7 @@ def mixers_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_mixers(args: argparse.Namespace) -> Iterator[Report]:
+def run_mixers(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
     """Every mixer's operator at several lengths, and its recurrence at the smallest; softmax attention beside them."""
     lengths = sorted(set(args.tokens))
     # About the same work in a sample of every length.
@@ -210,7 +210,7 @@ def run_mixers(args: argparse.Namespace) -> Iterator[Report]:
         for name, samples in samples_s.items()
     }
     options = {name: getattr(args, name) for name in ("heads", "width", "clock", "repeats")}
-    yield Report(
+    yield BenchmarkReport(
         settings={"dtype": "float32", "rows": 1, "tokens": lengths} | options,
         figures={
             "targets": {"speedup": LEAST_SPEEDUP, "growth_aim": GROWTH_AIM, "growth_limit": GROWTH_LIMIT},

@@ -14,7 +14,7 @@ import torch
 from lightscale.config.files import load
 from lightscale.models.flops import training_flops_per_token
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CONFIG = str(ROOT / "configs" / "tnl-tiny.toml")
 SHAPE = [CONFIG, "--lengths", "256", "64", "--tokens-per-step", "512", "--micro-batch-tokens", "256"]
 
@@ -24,7 +24,7 @@ def tool() -> Iterator[ModuleType]:
     sys.path.insert(0, str(ROOT / "tools"))
     import bench
 
-    yield bench.bench_train
+    yield bench.train
     sys.path.remove(str(ROOT / "tools"))
 
 
@@ -77,7 +77,9 @@ def sweep(tool: ModuleType, fits: dict[str, int], *lengths: int, recompute: str 
         speed = {"none": 100.0, "selective": 90.0, "full": 75.0}[case.recompute]
         return row(speed - case.length / 2**19, recompute=case.recompute)
 
-    settings = tool.Settings(config_path="configs/tnl-1b.toml", tokens_per_step=2**19, micro_batch_tokens=1, steps=1)
+    settings = tool.TrainSettings(
+        config_path="configs/tnl-1b.toml", tokens_per_step=2**19, micro_batch_tokens=1, steps=1
+    )
     *_, figures = tool.run(settings, lengths, recompute=recompute, measure_one=measure)
     return figures, tried
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightscale.kernels.gla import gla_reference
 from lightscale.kernels.lightning import lightning_attention_reference
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 OPERATORS = [
     "constant decay", "constant decay 64 x 32", "constant decay with LRPE", "decay per token", "decay per channel",
     "LightNet", "LightNet with LRPE", "softmax attention",
@@ -26,11 +26,10 @@ def tools() -> Iterator[SimpleNamespace]:
     """The modules of the tool, which import each other from their folder."""
     sys.path.insert(0, str(ROOT / "tools"))
     import bench
-    import bench_kernels
-    import bench_plot
-    import bench_subjects
+    import plot_kernels
+    from benchmarks import gpu_kernels, subjects
 
-    yield SimpleNamespace(bench=bench, kernels=bench_kernels, plot=bench_plot, subjects=bench_subjects)
+    yield SimpleNamespace(bench=bench, kernels=gpu_kernels, plot=plot_kernels, subjects=subjects)
     sys.path.remove(str(ROOT / "tools"))
 
 

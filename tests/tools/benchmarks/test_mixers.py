@@ -25,7 +25,7 @@ def bench_mixers(root: Path, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     found: dict[str, Any] = json.loads(bench_mixers(root, "--json", *OPTIONS))
     print(json.dumps(found["mixers"]))
     return found

@@ -68,7 +68,7 @@ def measure_apart(case: Case) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class TrainSettings:
     """What all lengths share."""
 
     config_path: str
@@ -96,7 +96,7 @@ class Settings:
 
 
 def run(
-    settings: Settings, lengths: Sequence[int], *, recompute: str = "auto", measure_one: Measure = measure_apart
+    settings: TrainSettings, lengths: Sequence[int], *, recompute: str = "auto", measure_one: Measure = measure_apart
 ) -> Iterator[dict[str, Any]]:
     """The figures so far, after every length, the shortest first.
 
@@ -137,7 +137,7 @@ def run(
 class Attempts:
     """Measures with as little recomputation as memory allows. What did not fit is not tried at longer lengths."""
 
-    def __init__(self, settings: Settings, levels: list[str], measure_one: Measure) -> None:
+    def __init__(self, settings: TrainSettings, levels: list[str], measure_one: Measure) -> None:
         self._settings, self._levels, self._measure_one = settings, levels, measure_one
         self.failures: list[dict[str, Any]] = []
 
@@ -296,7 +296,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_arguments(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """``run`` with the defaults of this machine."""
     on_gpu = torch.cuda.is_available()
-    settings = Settings(
+    settings = TrainSettings(
         config_path=args.config or (GPU_CONFIG if on_gpu else CPU_CONFIG),
         tokens_per_step=args.tokens_per_step or (TOKENS_PER_STEP if on_gpu else CPU_TOKENS_PER_STEP),
         micro_batch_tokens=args.micro_batch_tokens,

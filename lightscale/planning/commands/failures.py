@@ -27,7 +27,7 @@ from lightscale.runs.save_interval import SaveInterval, best_interval_s
 _HOUR_S = 3600.0
 _TIME = re.compile(r"(?P<hours>[0-9]+):(?P<minutes>[0-5][0-9])")
 # The best interval times these.
-_GRID = tuple(2 ** (half / 2) for half in range(-6, 7))
+_INTERVAL_FACTORS = tuple(2 ** (half / 2) for half in range(-6, 7))
 # A run that fails more often than this many times shows no more by being simulated to its end.
 _MOST_FAILURES = 1000
 # Below, the closed form is all that is given: a simulated run would hardly finish a save.
@@ -83,7 +83,7 @@ _OPTIONS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class GoodputRow:
     """One interval."""
 
     name: str
@@ -107,10 +107,10 @@ class FailurePlan:
     young_s: float
     daly_s: float
     """The intervals by their formulas."""
-    best: Row
+    best: GoodputRow
     """Daly's interval, but no shorter than saves allow."""
-    configured: Row
-    rows: tuple[Row, ...]
+    configured: GoodputRow
+    rows: tuple[GoodputRow, ...]
     """By interval, these two among them."""
     simulated_s: float
     """Wall time of a simulated run."""
@@ -223,7 +223,8 @@ def _plan(config: RunConfig, regime: Regime, values: dict[str, Any]) -> FailureP
             f"{duration(regime.save_s)}: with any interval the run makes next to no progress; fewer --gpus, a shorter "
             "--restart-s or a shorter --save-s would do"
         )
-    names = {best_s * factor: "" for factor in _GRID if regime.shortest_interval_s <= best_s * factor <= work_s}
+    intervals = [best_s * factor for factor in _INTERVAL_FACTORS]
+    names = {interval_s: "" for interval_s in intervals if regime.shortest_interval_s <= interval_s <= work_s}
     names[_configured_s(config, regime.stall_s, work_s / config.total_steps)] = "configured"
     # Last, so that it has its name where it is the configured one too.
     names[best_s] = "best"
@@ -248,13 +249,13 @@ def _plan(config: RunConfig, regime: Regime, values: dict[str, Any]) -> FailureP
 
 def _rows(
     regime: Regime, names: dict[float, str], duration_s: float, *, seed: int, runs: int | None
-) -> tuple[Row, ...]:
+) -> tuple[GoodputRow, ...]:
     expected = {interval_s: expected_shares(regime, interval_s) for interval_s in sorted(names)}
     played = [interval_s for interval_s, shares in expected.items() if shares.progress >= _LEAST_PROGRESS]
     estimates = simulate(regime, played, duration_s=duration_s, seed=seed, runs=runs)
     simulated = dict(zip(played, estimates, strict=True))
     return tuple(
-        Row(name=names[one], interval_s=one, expected=shares, simulated=simulated.get(one))
+        GoodputRow(name=names[one], interval_s=one, expected=shares, simulated=simulated.get(one))
         for one, shares in expected.items()
     )
 
@@ -304,7 +305,7 @@ def _record(config: RunConfig, planned: FailurePlan) -> dict[str, Any]:
     }
 
 
-def _row_record(row: Row) -> dict[str, Any]:
+def _row_record(row: GoodputRow) -> dict[str, Any]:
     record: dict[str, Any] = {"interval_s": row.interval_s, "expected": dataclasses.asdict(row.expected)}
     one = row.simulated
     if one is not None:
@@ -369,7 +370,7 @@ def _advice(config: RunConfig, planned: FailurePlan) -> Iterable[str]:
     yield ""
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def _table(rows: Sequence[GoodputRow]) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,

@@ -1,6 +1,6 @@
-"""lightscale's side of ``tools/bench_prepare.py``: read, filter, tokenize, duplicates, store, in a process of its own.
+"""lightscale's side of ``prepare.py``: read, filter, tokenize, duplicates, store, in a process of its own.
 
-python tools/bench_prepare_lightscale.py OUT WORKERS PARTS [--gigatoken]
+python tools/benchmarks/prepare_lightscale.py OUT WORKERS PARTS [--gigatoken]
 """
 
 import functools

@@ -15,7 +15,7 @@ from lightscale.errors import UserError
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "tools" / "bench_prepare.py"
+    path = Path(__file__).resolve().parents[3] / "tools" / "benchmarks" / "prepare.py"
     spec = importlib.util.spec_from_file_location("bench_prepare", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -56,7 +56,7 @@ def test_the_hugging_face_form_gives_the_same_ids(tool: ModuleType, tmp_path: Pa
     tokenizers = pytest.importorskip("tokenizers", reason="datatrove's tokenizer")
     tool.write_huggingface(tmp_path / "tokenizer.json")
     theirs, ours = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), load_tiktoken("cl100k_base")
-    sources = sorted(Path(__file__).resolve().parents[2].glob("lightscale/**/*.py"))
+    sources = sorted(Path(__file__).resolve().parents[3].glob("lightscale/**/*.py"))
     texts = ["世界，你好！ 12345 it's\r\n\t\u3000é", *(path.read_text() for path in sources[:30])]
     for text in texts:
         assert theirs.encode(text).ids == ours.encode(text).tolist()
@@ -67,7 +67,7 @@ def test_tiktoken_encodes_unless_gigatoken_is_asked_for(
     tool: ModuleType, tmp_path: Path, flags: list[str], encodes: bool
 ) -> None:
     pytest.importorskip("gigatoken", reason="the faster encoder")
-    script = Path(tool.__file__ or "").with_name("bench_prepare_lightscale.py")
+    script = Path(tool.__file__ or "").with_name("prepare_lightscale.py")
     # As a worker does: the script's own name is another there.
     program = f"import runpy; runpy.run_path({str(script)!r}, run_name='__mp_main__'); import gigatoken"
     command = [sys.executable, "-c", program, str(tmp_path), "2", "parts", *flags]

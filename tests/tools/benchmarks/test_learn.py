@@ -12,16 +12,16 @@ import pytest
 from lightscale.cli import main
 from lightscale.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
 def tools() -> Iterator[SimpleNamespace]:
     sys.path.insert(0, str(ROOT / "tools"))
     import bench
-    import bench_learn
+    from benchmarks import learn
 
-    yield SimpleNamespace(bench=bench, learn=bench_learn)
+    yield SimpleNamespace(bench=bench, learn=learn)
     sys.path.remove(str(ROOT / "tools"))
 
 

@@ -12,9 +12,9 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from bench_kernels import Bench, Failure
-from bench_subjects import OURS, subjects
 
+from benchmarks.gpu_kernels import Bench, Failure
+from benchmarks.subjects import OURS, subjects
 from lightscale.errors import UserError
 
 
@@ -23,7 +23,7 @@ class Search:
     """What is tried of an operator's tiles, and by what it is judged."""
 
     subjects: tuple[str, ...]
-    """Of ``bench_subjects.py``: the sum of their times, forward and with backward, counts."""
+    """Of ``subjects.py``: the sum of their times, forward and with backward, counts."""
     changes: tuple[dict[str, int], ...]
     """Of the tiles for half precision."""
 
@@ -71,7 +71,7 @@ LEAST_GAIN = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class TileTrial:
     """One choice of tiles."""
 
     changes: dict[str, int]
@@ -86,12 +86,12 @@ class Trial:
 class Found:
     """The search so far."""
 
-    tried: list[Trial] = field(default_factory=list)
+    tried: list[TileTrial] = field(default_factory=list)
     best: dict[str, int] | None = None
     """Changes of the shipped tiles; None where nothing ran."""
     best_ns: float | None = None
 
-    def add(self, trial: Trial) -> None:
+    def add(self, trial: TileTrial) -> None:
         """Keep ``trial``, and as the best one if it is."""
         self.tried.append(trial)
         if trial.total_ns is None:
@@ -140,7 +140,7 @@ def tune(bench: Bench, *, tokens: int = 65536) -> Iterator[dict[str, dict[str, A
             yield dict(figures)
 
 
-def _trial(bench: Bench, search: Search, changes: dict[str, int], tokens: int) -> Trial:
+def _trial(bench: Bench, search: Search, changes: dict[str, int], tokens: int) -> TileTrial:
     known = {subject.name: subject for subject in subjects(bench.setting, with_fla=False)}
     ns: dict[str, dict[str, float | str]] = {}
     times: list[float | None] = []
@@ -149,7 +149,7 @@ def _trial(bench: Bench, search: Search, changes: dict[str, int], tokens: int) -
         ns[name] = {x.passes: x.reason if isinstance(x, Failure) else x.ns_per_token_head for x in lines}
         times += [None if isinstance(x, Failure) else x.ns_per_token_head for x in lines]
     total = None if None in times else sum(filter(None, times))
-    return Trial(changes=changes, ns=ns, total_ns=total)
+    return TileTrial(changes=changes, ns=ns, total_ns=total)
 
 
 def said(figures: dict[str, dict[str, Any]]) -> Iterator[str]:

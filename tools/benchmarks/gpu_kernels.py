@@ -14,12 +14,11 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import bench_subjects
 import torch
-from bench_subjects import BOTH, FLA, FORWARD, OURS, PASSES, Setting, Subject, subjects
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.subjects import BOTH, FLA, FORWARD, OURS, PASSES, Cost, Form, Setting, Subject, subjects
 from lightscale.kernels.lightning import backend_of
 
 # (rows, tokens of a row): from 8K to 1M tokens.
@@ -77,13 +76,13 @@ class Rates:
     matmul_flops: float
     """FLOP/s of a large product in the dtype of the measurement."""
 
-    def floor_ns(self, cost: bench_subjects.Cost) -> float:
+    def floor_ns(self, cost: Cost) -> float:
         """The least time for ``cost``."""
         return max(cost.bytes / self.copy_bytes_per_s, cost.flops / self.matmul_flops) * 1e9
 
 
 class Timer:
-    """Milliseconds of one piece of work, with the device's second-level cache emptied before."""
+    """Milliseconds of one computation, with the device's second-level cache emptied before."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -124,7 +123,7 @@ class Timer:
         return Rates(copy_bytes_per_s=2 * num_bytes / copy_ms * 1e3, matmul_flops=2 * side**3 / product_ms * 1e3)
 
 
-def works(form: bench_subjects.Form, inputs: Sequence[Tensor], do: Tensor) -> dict[str, Callable[[], object]]:
+def works(form: Form, inputs: Sequence[Tensor], do: Tensor) -> dict[str, Callable[[], object]]:
     """``form`` forward, and with its backward."""
     leaves = [x for x in inputs if x.requires_grad]
 
@@ -192,7 +191,7 @@ def difference(subject: Subject, rows: int, tokens: int) -> dict[str, float]:
     do = torch.randn_like(inputs[2])
     leaves = [x for x in inputs if x.requires_grad]
 
-    def results(form: bench_subjects.Form) -> list[Tensor]:
+    def results(form: Form) -> list[Tensor]:
         o = form(*inputs)
         return [o.detach(), *torch.autograd.grad(o, leaves, do)]
 
@@ -213,17 +212,17 @@ def judge(figures: dict[str, Any]) -> dict[str, Any]:
 
     A line reaches its target on the device that targets are set for, and is to be faster than fla-core on any.
     """
-    times = {_place(line): line["ns_per_token_head"] for line in figures["lines"]}
-    failed = {_place(failure): failure["reason"] for failure in figures["failures"]}
+    times = {_case(line): line["ns_per_token_head"] for line in figures["lines"]}
+    failed = {_case(failure): failure["reason"] for failure in figures["failures"]}
     with_targets = TARGET_DEVICE in figures["device"]
     judged, missed, not_compared = [], [], []
-    for place in [place for place in (*times, *failed) if place[1] == OURS]:
-        operator, _, passes, *shape = place
+    for case in [case for case in (*times, *failed) if case[1] == OURS]:
+        operator, _, passes, *shape = case
         named = f"{operator}, {passes}, {shape[0]} x {shape[1]}"
-        if place in failed:
-            missed.append(f"{named}: {failed[place]}")
+        if case in failed:
+            missed.append(f"{named}: {failed[case]}")
             continue
-        ours, fla = times[place], times.get((operator, FLA, *place[2:]))
+        ours, fla = times[case], times.get((operator, FLA, *case[2:]))
         target = figures["targets_ns"].get(operator, {}).get(passes) if with_targets else None
         if target is not None and ours > target:
             missed.append(f"{named}: {ours:.2f} ns, target {target:.2f}")
@@ -232,13 +231,13 @@ def judge(figures: dict[str, Any]) -> dict[str, Any]:
         elif ours >= fla:
             missed.append(f"{named}: {ours:.2f} ns, fla-core {fla:.2f}")
         judged.append(
-            dict(zip(("operator", "way", "passes", "rows", "tokens"), place, strict=True))
+            dict(zip(("operator", "way", "passes", "rows", "tokens"), case, strict=True))
             | {"ns": ours, "target_ns": target, "fla_ns": fla, "times_faster_than_fla": fla and fla / ours}
         )
     return {"lines": judged, "missed": missed, "not_compared_with_fla": not_compared}
 
 
-def _place(line: dict[str, Any]) -> tuple[Any, ...]:
+def _case(line: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(line[name] for name in ("operator", "way", "passes", "rows", "tokens"))
 
 
@@ -261,11 +260,11 @@ def sweep(bench: Bench, shapes: Sequence[tuple[int, int]], *, with_fla: bool) ->
     }
     for subject in found:
         figures["difference_from_ours"][subject.name] = difference(subject, *shapes[0])
-    for number, place in enumerate(shapes):
+    for number, shape in enumerate(shapes):
         # Others' kernels last: one that reads where it must not costs the process its GPU.
         for others in (False, True):
             for subject, way in [(s, way) for s in found for way in s.ways if (way == FLA) == others]:
-                for one in bench.measure(subject, way, place, compiled=number > 0):
+                for one in bench.measure(subject, way, shape, compiled=number > 0):
                     print(said(one), file=sys.stderr, flush=True)
                     figures["failures" if isinstance(one, Failure) else "lines"].append(asdict(one))
                     yield figures | {"verdict": judge(figures)}

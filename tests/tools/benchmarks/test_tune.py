@@ -15,7 +15,7 @@ from lightscale.kernels.gla import gla
 from lightscale.kernels.lightnet import lightnet_attention
 from lightscale.kernels.lightning import lightning_attention
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -23,16 +23,14 @@ def tools() -> Iterator[SimpleNamespace]:
     """The modules of the tool, which import each other from their folder."""
     sys.path.insert(0, str(ROOT / "tools"))
     import bench
-    import bench_kernels
-    import bench_subjects
-    import bench_tune
+    from benchmarks import gpu_kernels, subjects, tune
 
-    yield SimpleNamespace(bench=bench, kernels=bench_kernels, subjects=bench_subjects, tune=bench_tune)
+    yield SimpleNamespace(bench=bench, kernels=gpu_kernels, subjects=subjects, tune=tune)
     sys.path.remove(str(ROOT / "tools"))
 
 
 def tiles_of(operator: str) -> Any:
-    return import_module(f"lightscale.kernels.{operator}.triton_tiling")
+    return import_module(f"lightscale.kernels.{operator}.triton.tiling")
 
 
 def bench_of(tools: SimpleNamespace, ms: Callable[[], float]) -> Any:
@@ -136,7 +134,7 @@ OPERATORS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 def launches_of(operator: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Of forward and backward passes with and without angles, at widths and lengths that every tile cuts."""
     run, kernels = OPERATORS[operator]
-    passes, launches = import_module(f"lightscale.kernels.{operator}.triton_passes"), list[Any]()
+    passes, launches = import_module(f"lightscale.kernels.{operator}.triton.passes"), list[Any]()
     for kernel in kernels:
         monkeypatch.setattr(passes, kernel, Recorder(launches))
     shape = (1, 600, 1, 512)

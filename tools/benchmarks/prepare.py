@@ -1,4 +1,4 @@
-"""The whole preparation of a corpus, timed: ``python tools/bench_prepare.py [--json]``.
+"""The whole preparation of a corpus, timed: ``python tools/benchmarks/prepare.py [--json]``.
 
 Two questions. How fast is it beside datatrove? And does its memory grow with the corpus?
 
@@ -66,7 +66,7 @@ def run(
             "text_bytes": sum(len(json.loads(line)["text"].encode()) for path in parts for line in path.open()),
             "workers": WORKERS,
         }
-        ours = ["bench_prepare_lightscale.py", str(parts[0].parent)]
+        ours = ["prepare_lightscale.py", str(parts[0].parent)]
         ways = {"lightscale": ours}
         if (missing := _missing("gigatoken")) is None:
             ways["lightscale_gigatoken"] = [*ours, "--gigatoken"]
@@ -75,7 +75,7 @@ def run(
         if (missing := _missing("datatrove", "spacy", "nltk", "tokenizers", "xxhash")) is None:
             tokenizer = folder / "tokenizer.json"
             write_huggingface(tokenizer)
-            ways["datatrove"] = ["bench_prepare_datatrove.py", str(parts[0].parent), str(tokenizer)]
+            ways["datatrove"] = ["prepare_datatrove.py", str(parts[0].parent), str(tokenizer)]
         else:
             result["datatrove"] = missing
         result["ways"] = _take_turns(ways, folder, repeats, result)
@@ -119,7 +119,7 @@ def _parts(documents: Path, folder: Path) -> list[Path]:
 
 def _pages(folder: Path) -> Path:
     """English pages of two Debian packages, in one file."""
-    tool = _load(Path(__file__).with_name("real_text.py"))
+    tool = _load(Path(__file__).parents[1] / "real_text.py")
     target = folder / "pages.jsonl"
     try:
         target.write_bytes(b"".join(tool.fetch(name, folder).read_bytes() for name in ("en", "kernel")))

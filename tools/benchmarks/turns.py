@@ -23,7 +23,7 @@ SLOW_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class BenchmarkReport:
     """What a benchmark found: its settings, its figures for machines, and a table of them for people."""
 
     settings: dict[str, Any]
@@ -78,7 +78,7 @@ def time_in_turns(
     return samples_s
 
 
-def compare(ways: Ways, *, subject: str, settings: dict[str, Any], repeats: int) -> Report:
+def compare(ways: Ways, *, subject: str, settings: dict[str, Any], repeats: int) -> BenchmarkReport:
     """Medians of all ways, and how many times longer than ``subject`` the others take."""
     samples_s = time_in_turns(ways, repeats)
     median_s = {
@@ -97,7 +97,7 @@ def compare(ways: Ways, *, subject: str, settings: dict[str, Any], repeats: int)
     for way, by_name in median_s.items():
         cells = [(f"{seconds * 1e3:.1f}", f"{ratios[way][name]:.1f}") for name, seconds in by_name.items()]
         table.add_row(way, *(cell for pair in cells for cell in pair))
-    return Report(
+    return BenchmarkReport(
         settings=settings | {"repeats": repeats},
         figures={"subject": subject, "median_s": median_s, "ratios": ratios, "samples_s": samples_s},
         table=table,

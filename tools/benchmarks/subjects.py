@@ -1,7 +1,7 @@
 """The operators that ``bench.py kernels`` times: inputs, whom they are compared with, and what their passes cost.
 
 fla-core is an optional package; its kernels are called with its published arguments, so that they compute the same
-function as ours (``bench_kernels.py`` measures by how much they differ).
+function as ours (``gpu_kernels.py`` measures by how much they differ).
 """
 
 import sys

@@ -34,7 +34,7 @@ MOST_OF_SYNCHRONOUS, MOST_OF_COPY = 0.3, 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class CheckpointSettings:
     """What is measured, the same on every rank."""
 
     ranks: int = 2
@@ -45,7 +45,7 @@ class Settings:
     """Where the checkpoints go; None: where temporary files do."""
 
 
-def run(settings: Settings) -> dict[str, Any]:
+def run(settings: CheckpointSettings) -> dict[str, Any]:
     """Median seconds of the slowest rank for each way, the ratios, and whether they are what they should be."""
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=settings.folder) as folder:
         started = mp.spawn(_rank, args=(folder, settings), nprocs=settings.ranks, join=False)
@@ -74,7 +74,7 @@ def run(settings: Settings) -> dict[str, Any]:
     return figures
 
 
-def _model(settings: Settings) -> ModelConfig:
+def _model(settings: CheckpointSettings) -> ModelConfig:
     """As wide as the ranks need to have so much state: tensor ranks share it out evenly."""
     weights = settings.state_bytes * settings.ranks / _BYTES_PER_WEIGHT
     # 4 d² of the mixer, 3 d · 2 d of the linear unit, and an embedding of 8 d² / layers.
@@ -89,7 +89,7 @@ def _model(settings: Settings) -> ModelConfig:
     )
 
 
-def _rank(rank: int, folder: str, settings: Settings) -> None:
+def _rank(rank: int, folder: str, settings: CheckpointSettings) -> None:
     torch.set_num_threads(1)
     config = RunConfig(
         model=_model(settings),

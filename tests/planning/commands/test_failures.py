@@ -14,7 +14,7 @@ from lightscale.planning.hardware import H100
 from lightscale.planning.search import Fixed, best_layouts
 from lightscale.runs.save_interval import best_interval_s
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 TINY, LARGE = str(CONFIGS / "tnl-tiny.toml"), str(CONFIGS / "tnl-7b.toml")
 FEW = ["--simulations", "3"]
 

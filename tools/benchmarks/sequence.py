@@ -44,7 +44,7 @@ _TIMEOUT_S = 100.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class SequenceSettings:
     """What is measured, the same on every rank."""
 
     kinds: tuple[str, ...] = KINDS
@@ -71,12 +71,12 @@ class Settings:
         )
 
 
-def run(settings: Settings | None = None) -> dict[str, Any]:
+def run(settings: SequenceSettings | None = None) -> dict[str, Any]:
     """``{"settings": …, "cases": […]}``, a case for every kind, length, number of ranks and way to exchange.
 
     Raises RuntimeError where a rank did not send what the formula says, and what failed in a rank.
     """
-    settings = settings or Settings()
+    settings = settings or SequenceSettings()
     cases = [case for ranks in settings.ranks for case in _on_ranks(settings, ranks)]
     for case in cases:
         check(case)
@@ -92,7 +92,7 @@ def check(case: dict[str, Any]) -> None:
             raise RuntimeError(f"{where}, {direction}: every rank's calls and bytes are {sent}, should be {expected}")
 
 
-def _on_ranks(settings: Settings, ranks: int) -> list[dict[str, Any]]:
+def _on_ranks(settings: SequenceSettings, ranks: int) -> list[dict[str, Any]]:
     """All cases of one number of processes, what the ranks found put together."""
     with tempfile.TemporaryDirectory(prefix="bench-sequence-") as folder:
         started = mp.spawn(_rank, args=(ranks, folder, settings), nprocs=ranks, join=False)
@@ -107,7 +107,7 @@ def _on_ranks(settings: Settings, ranks: int) -> list[dict[str, Any]]:
     return [_merged(settings, ranks, list(of_ranks)) for of_ranks in zip(*found, strict=True)]
 
 
-def _merged(settings: Settings, ranks: int, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def _merged(settings: SequenceSettings, ranks: int, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
     kind, exchange, tokens = (of_ranks[0][name] for name in ("kind", "exchange", "tokens"))
     case: dict[str, Any] = {"kind": kind, "exchange": exchange, "ranks": ranks, "tokens": tokens}
     for direction in ("forward", "backward"):
@@ -124,7 +124,9 @@ def _merged(settings: Settings, ranks: int, of_ranks: list[dict[str, Any]]) -> d
     return case
 
 
-def _expected(settings: Settings, kind: str, exchange: str, tokens: int, rank: int, ranks: int) -> dict[str, Any]:
+def _expected(
+    settings: SequenceSettings, kind: str, exchange: str, tokens: int, rank: int, ranks: int
+) -> dict[str, Any]:
     """[calls, bytes] of one rank, by formula."""
     nothing = [0, 0]
     if ranks == 1:
@@ -184,7 +186,7 @@ class Stopwatch:
             exchange.submit = submit  # type: ignore[method-assign]
 
 
-def _rank(rank: int, ranks: int, folder: str, settings: Settings) -> None:
+def _rank(rank: int, ranks: int, folder: str, settings: SequenceSettings) -> None:
     """What each process does: all cases in one order, the ways to exchange in turns."""
     torch.set_num_threads(1)
     torch.manual_seed(rank)
@@ -203,7 +205,7 @@ def _rank(rank: int, ranks: int, folder: str, settings: Settings) -> None:
     torch.save(found, Path(folder) / f"rank-{rank}")
 
 
-def mixer_has_state(settings: Settings, kind: str) -> bool:
+def mixer_has_state(settings: SequenceSettings, kind: str) -> bool:
     """Whether ``kind`` exchanges states, and not keys and values."""
     return kind == "tpe" or any(mixer_class(kind).exchange_values(settings.model(kind), _LAYER))
 
@@ -223,7 +225,7 @@ def _exchanges(mesh: Mesh, ranks_per_node: int) -> dict[str, StateExchange | Non
     return {name: made[name] for name in EXCHANGES}
 
 
-def _operator(settings: Settings, kind: str, mesh: Mesh) -> Callable[[Tensor, StateExchange | None], Tensor]:
+def _operator(settings: SequenceSettings, kind: str, mesh: Mesh) -> Callable[[Tensor, StateExchange | None], Tensor]:
     """x (n, b, d) and an exchange to the layer's output, in fp32."""
     model = settings.model(kind)
     config = transformer_config(model, mesh, torch.float32)
@@ -253,7 +255,7 @@ def _operator(settings: Settings, kind: str, mesh: Mesh) -> Callable[[Tensor, St
 
 
 def _in_turns(
-    settings: Settings,
+    settings: SequenceSettings,
     kind: str,
     tokens: int,
     operator: Callable[[Tensor, StateExchange | None], Tensor],
@@ -325,7 +327,7 @@ def table(found: dict[str, Any]) -> Table:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The processes, and the shape of the layer."""
-    default = Settings()
+    default = SequenceSettings()
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="mixers (default: all)")
     for name, text in (("ranks", "numbers of processes"), ("tokens", "tokens of a rank's stretch")):
         values = list(getattr(default, name))
@@ -339,11 +341,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def settings_of(args: argparse.Namespace) -> Settings:
+def settings_of(args: argparse.Namespace) -> SequenceSettings:
     """The settings on a command line with ``add_arguments`` and ``--repeats``."""
-    names = [field.name for field in dataclasses.fields(Settings)]
+    names = [field.name for field in dataclasses.fields(SequenceSettings)]
     given: dict[str, Sequence[Any] | int] = {name: getattr(args, name) for name in names}
     for ranks in args.ranks:
         if ranks % min(ranks, args.ranks_per_node):
             raise SystemExit(f"--ranks {ranks}: they do not fill nodes of --ranks-per-node {args.ranks_per_node}")
-    return Settings(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})  # type: ignore[arg-type]
+    return SequenceSettings(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Draws what ``bench.py kernels --save`` has written: ``python tools/bench_plot.py FILE.json`` writes FILE.png."""
+"""Draws what ``bench.py kernels --save`` has written: ``python tools/plot_kernels.py FILE.json`` writes FILE.png."""
 
 import argparse
 import json
@@ -8,9 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from bench_kernels import TARGET_DEVICE
-from bench_subjects import FLA, OURS, PASSES, SOFTMAX
-
+from benchmarks.gpu_kernels import TARGET_DEVICE
+from benchmarks.subjects import FLA, OURS, PASSES, SOFTMAX
 from lightscale.errors import UserError
 
 COLORS = {OURS: "tab:blue", FLA: "tab:orange", SOFTMAX: "tab:gray"}

@@ -1,6 +1,6 @@
-"""datatrove's side of ``tools/bench_prepare.py``: read, filter, near-duplicates, tokenize, with its own steps.
+"""datatrove's side of ``prepare.py``: read, filter, near-duplicates, tokenize, with its own steps.
 
-python tools/bench_prepare_datatrove.py OUT WORKERS PARTS TOKENIZER.json
+python tools/benchmarks/prepare_datatrove.py OUT WORKERS PARTS TOKENIZER.json
 """
 
 import json

@@ -31,17 +31,17 @@ NUMBERS = {
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ModuleType]:
     """The processes that it starts find it on the path too."""
-    tools = str(Path(__file__).resolve().parents[2] / "tools")
+    tools = str(Path(__file__).resolve().parents[3] / "tools")
     sys.path.insert(0, tools)
     try:
-        yield importlib.import_module("bench_sequence")
+        yield importlib.import_module("benchmarks.sequence")
     finally:
         sys.path.remove(tools)
 
 
 @pytest.fixture(scope="module")
 def found(bench: ModuleType) -> dict[str, Any]:
-    settings = bench.Settings(ranks=(2,), tokens=LENGTHS, rows=ROWS, heads=HEADS, width=WIDTH, repeats=2)
+    settings = bench.SequenceSettings(ranks=(2,), tokens=LENGTHS, rows=ROWS, heads=HEADS, width=WIDTH, repeats=2)
     record: dict[str, Any] = bench.run(settings)
     return record
 
@@ -98,9 +98,9 @@ def test_command_line(bench: ModuleType) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=5)
     bench.add_arguments(parser)
-    assert bench.settings_of(parser.parse_args([])) == bench.Settings()
+    assert bench.settings_of(parser.parse_args([])) == bench.SequenceSettings()
     given = parser.parse_args(["--ranks", "1", "4", "--kinds", "tnl", "--repeats", "7", "--width", "16"])
-    assert bench.settings_of(given) == bench.Settings(ranks=(1, 4), kinds=("tnl",), repeats=7, width=16)
+    assert bench.settings_of(given) == bench.SequenceSettings(ranks=(1, 4), kinds=("tnl",), repeats=7, width=16)
     with pytest.raises(SystemExit, match=r"--ranks 3: .* --ranks-per-node 2"):
         bench.settings_of(parser.parse_args(["--ranks", "3"]))
 
@@ -110,7 +110,9 @@ def test_command_line(bench: ModuleType) -> None:
 def test_one_rank_and_two_nodes_of_two(bench: ModuleType, ranks: int) -> None:
     """One rank exchanges nothing."""
     shape = {"rows": ROWS, "heads": HEADS, "width": WIDTH}
-    settings = bench.Settings(ranks=(ranks,), kinds=("tnl", "lightnet", "tpe"), tokens=LENGTHS, repeats=1, **shape)
+    settings = bench.SequenceSettings(
+        ranks=(ranks,), kinds=("tnl", "lightnet", "tpe"), tokens=LENGTHS, repeats=1, **shape
+    )
     cases = bench.run(settings)["cases"]
     assert len(cases) == 3 * len(LENGTHS) * (1 if ranks == 1 else 3)
     for case in cases:

@@ -13,16 +13,16 @@ from rich.console import Console
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ModuleType]:
     """The processes that it starts find it on the path too."""
-    tools = str(Path(__file__).resolve().parents[2] / "tools")
+    tools = str(Path(__file__).resolve().parents[3] / "tools")
     sys.path.insert(0, tools)
     try:
-        yield importlib.import_module("bench_checkpoint")
+        yield importlib.import_module("benchmarks.checkpoint")
     finally:
         sys.path.remove(tools)
 
 
 def test_the_figures_are_those_of_the_turns(bench: ModuleType, tmp_path: Path) -> None:
-    figures = bench.run(bench.Settings(state_bytes=2_000_000, repeats=3, folder=tmp_path))
+    figures = bench.run(bench.CheckpointSettings(state_bytes=2_000_000, repeats=3, folder=tmp_path))
     assert all(0.5 * 2_000_000 < size < 2 * 2_000_000 for size in figures["state_bytes"])
     samples = figures["samples_s"]
     for name in ("copy_s", "stall_s", "synchronous_s", "write_s"):
@@ -43,7 +43,7 @@ def test_a_wrong_checkpoint_is_an_error(bench: ModuleType, tmp_path: Path) -> No
     from lightscale.training.build import build_engine
     from lightscale.training.checkpoints.saving import Saver
 
-    settings = bench.Settings(ranks=1, state_bytes=200_000)
+    settings = bench.CheckpointSettings(ranks=1, state_bytes=200_000)
     config = bench.RunConfig(
         model=bench._model(settings),
         data=bench.DataConfig(store=Path("store"), sequence_length=64),

@@ -1,6 +1,6 @@
 """``lightscale plan``: what a run would take, without building its model; the study's table of sizes.
 
-With ``--nodes`` it predicts speed: `scaling_command`; with ``--failures`` goodput: `failures_command`.
+With ``--nodes`` it predicts speed: `scaling`; with ``--failures`` goodput: `failures`.
 """
 
 import argparse
@@ -18,9 +18,9 @@ from rich.table import Table
 from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
-from lightscale.planning import failures_command, scaling_command
+from lightscale.planning.commands import failures, scaling
 from lightscale.planning.memory import assumptions
-from lightscale.planning.plan import Parameters, Plan, StateExchange, plan
+from lightscale.planning.plan import Parameters, RunPlan, StateExchangeSize, plan
 from lightscale.planning.published import Comparison, StudyRow, study_table
 
 EXIT_DISAGREES = 1
@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="all sizes and architectures of the scaling-law study beside its Table 7 (CONFIG: default configs)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    scaling_command.add_arguments(parser)
-    failures_command.add_arguments(parser)
+    scaling.add_arguments(parser)
+    failures.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,17 +55,17 @@ def run(args: argparse.Namespace) -> int:
     if sum(kinds.values()) > 1:
         raise UserError(f"{' and '.join(kind for kind, is_given in kinds.items() if is_given)}: give one")
     if args.nodes is None:
-        scaling_command.refuse_without_nodes(args)
+        scaling.refuse_without_nodes(args)
     if not args.failures:
-        failures_command.refuse_without_failures(args)
+        failures.refuse_without_failures(args)
     if args.study:
         return _study(args)
     if args.config is None:
         raise UserError("no CONFIG given; name the run's TOML file, or --study for the table of the study")
     if args.nodes is not None:
-        return scaling_command.run(args)
+        return scaling.run(args)
     if args.failures:
-        return failures_command.run(args)
+        return failures.run(args)
     if args.processes is not None and args.processes < 1:
         raise UserError(f"--processes {args.processes}: must be at least 1")
     config = load(args.config, args.overrides)
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _record(config: RunConfig, planned: Plan) -> dict[str, Any]:
+def _record(config: RunConfig, planned: RunPlan) -> dict[str, Any]:
     parameters, memory = planned.parameters, planned.memory
     return {
         "layout": {**dataclasses.asdict(planned.layout), "processes": planned.layout.world_size},
@@ -93,7 +93,7 @@ def _record(config: RunConfig, planned: Plan) -> dict[str, Any]:
     }
 
 
-def _show(path: Path, config: RunConfig, planned: Plan) -> None:
+def _show(path: Path, config: RunConfig, planned: RunPlan) -> None:
     # Wider than a pipe's 80 columns, so that no line of numbers is broken.
     console = Console(highlight=False, markup=False, width=max(Console().width, 110))
     layout = planned.layout
@@ -122,7 +122,7 @@ def _parameter_lines(parameters: Parameters) -> Iterable[tuple[str, str, str]]:
     yield "together", f"{parameters.total:,}", ""
 
 
-def _flops_lines(planned: Plan) -> Iterable[tuple[str, str, str]]:
+def _flops_lines(planned: RunPlan) -> Iterable[tuple[str, str, str]]:
     mfu = "all matrix products that the model needs, logits too"
     yield "for MFU", f"{planned.mfu_flops:.4g}", mfu
     if planned.study_flops is None:
@@ -131,7 +131,7 @@ def _flops_lines(planned: Plan) -> Iterable[tuple[str, str, str]]:
         yield "of the study", f"{planned.study_flops:.4g}", f"as {_STUDY} counts, logits left out"
 
 
-def _memory_lines(planned: Plan) -> Iterable[tuple[str, str, str]]:
+def _memory_lines(planned: RunPlan) -> Iterable[tuple[str, str, str]]:
     memory = planned.memory
     yield "weights", _gib(memory.weights_bytes), f"{memory.parameters:,} parameters on this rank"
     yield "gradients", _gib(memory.gradients_bytes), ""
@@ -144,9 +144,9 @@ def _memory_lines(planned: Plan) -> Iterable[tuple[str, str, str]]:
     yield "together", _gib(memory.total_bytes), ""
 
 
-def _exchange_lines(planned: Plan) -> Iterable[tuple[str, str, str]]:
+def _exchange_lines(planned: RunPlan) -> Iterable[tuple[str, str, str]]:
     for exchange in planned.exchanges:
-        where = _place(exchange)
+        where = _layers_of(exchange)
         if exchange.forward_bytes is None:
             yield where, "—", "no state of constant size: grows with the sequence"
         else:
@@ -154,7 +154,7 @@ def _exchange_lines(planned: Plan) -> Iterable[tuple[str, str, str]]:
             yield where, both, "" if planned.layout.sequence > 1 else "if sequence were more than 1"
 
 
-def _place(exchange: StateExchange) -> str:
+def _layers_of(exchange: StateExchangeSize) -> str:
     if exchange.layers is None:
         return f"{exchange.mixer}, once"
     first, last = exchange.layers
