@@ -130,11 +130,11 @@ def deviations(loaded: LoadedModel) -> list[list[float]]:
 
     errors = [[error(Document(loaded.model).feed(ids.tolist(), chunk_tokens=33), parallel[-1])]]
     for parts in CUTS:
-        document, of_pieces = Document(loaded.model), []
+        document, of_parts = Document(loaded.model), []
         for part in ids.split(parts):
             logits = document.feed(part.tolist())
-            of_pieces.append(error(logits, parallel[document.position - 1]))
-        errors.append(of_pieces)
+            of_parts.append(error(logits, parallel[document.position - 1]))
+        errors.append(of_parts)
     return errors
 
 
@@ -249,7 +249,7 @@ def facts(runs: Path, run_ranks: RunRanks) -> dict[str, Any]:
 
 
 def test_the_recurrent_form_is_the_parallel_form_at_every_position(facts: dict[str, Any]) -> None:
-    assert [len(of_pieces) for of_pieces in facts["deviations"]] == [1, *map(len, CUTS)]
+    assert [len(of_parts) for of_parts in facts["deviations"]] == [1, *map(len, CUTS)]
     assert max(map(max, facts["deviations"])) < 1e-5
 
 
