@@ -99,7 +99,7 @@ def data_arguments(parser: argparse.ArgumentParser) -> None:
     """What is measured of the corpus pipeline."""
     parser.add_argument("--documents", type=Path, help="English jsonl (default: pages of Debian packages)")
     parser.add_argument("--only", choices=("loader", "prepare"), help="one half (default: both)")
-    parser.add_argument("--no-memory", action="store_true", help="leave out the peaks of memory, which take longest")
+    parser.add_argument("--no-memory", action="store_true", help="skip peak memory, which takes longest")
 
 
 def run_data(args: argparse.Namespace) -> Iterator[BenchmarkReport]:

@@ -109,7 +109,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def compare(args: argparse.Namespace, command: str) -> int:
     """Everything, once the command line is read."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("the picture needs matplotlib; `pip install matplotlib` would do")
+        raise UserError("the picture needs matplotlib; use `pip install matplotlib`")
     runs = [make_run(name, args) for name in args.architecture or ARCHITECTURES]
     entropies = unigram_entropies(runs[0].config)
     for number, run in enumerate(runs, start=1):

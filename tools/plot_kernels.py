@@ -22,7 +22,7 @@ def check_matplotlib() -> None:
         UserError: there is no matplotlib.
     """
     if find_spec("matplotlib") is None:
-        raise UserError("the picture needs matplotlib, of the extra `dev`; `pip install matplotlib` would do")
+        raise UserError("the picture needs matplotlib, of the extra `dev`; use `pip install matplotlib`")
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Memory of a training rank, from the configuration alone: an estimate, with what it counts and what it leaves out."""
+"""Memory of a training rank, from the configuration alone: an estimate, with what it counts and what it does not."""
 
 from dataclasses import dataclass, replace
 
@@ -64,7 +64,7 @@ _KEPT: dict[Recompute, str] = {
     "none": "activations without recomputation, under 1F1B: inputs and outputs of a block's norms; a mixer's "
     "projections, gates, activated queries and keys, its output, and that behind norm and gate; a "
     "GLU's two halves and their product",
-    "selective": "activations with selective recomputation: the same, those of the GLU left out but for one block",
+    "selective": "activations with selective recomputation: the same without those of the GLU, except for one block",
     "full": "activations with full recomputation: each block's input, and one block without recomputation",
 }
 

@@ -29,7 +29,7 @@ class Parameters:
     study: int | None
     """Outside the embedding as the scaling-law study counts; None for hybrids and mixers that it does not know."""
     only_exact: dict[str, int]
-    """The terms that the study leaves out."""
+    """The terms that the study does not count."""
 
     @property
     def rest(self) -> int:
@@ -65,7 +65,7 @@ class RunPlan:
     layout: Layout
     parameters: Parameters
     study_flops: float | None
-    """Training FLOPs per step as the study counts them, logits left out; None where it has no such architecture."""
+    """Training FLOPs per step as the study counts them, without logits; None where it has no such architecture."""
     mfu_flops: float
     """Training FLOPs per step that MFU takes: the matrix products of projections, mixers, GLUs and logits."""
     tokens_per_step: int

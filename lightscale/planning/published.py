@@ -122,7 +122,7 @@ def _counts(model: ModelConfig) -> Counts | None:
 
 
 def study_parameters(model: ModelConfig) -> int | None:
-    """Parameters as the study counts them, the embedding left out; None for what it cannot count."""
+    """Parameters as the study counts them, without the embedding; None for what it cannot count."""
     counts = _counts(model)
     if counts is None:
         return None
@@ -136,7 +136,7 @@ def exact_only(terms: dict[str, int]) -> dict[str, int]:
 
 
 def study_training_flops(model: ModelConfig, *, sequence_length: int, batch_size: int) -> float | None:
-    """Training FLOPs of one step as the study counts them, the logits left out; None for what is not in the study."""
+    """Training FLOPs of one step as the study counts them, without the logits; None for what is not in the study."""
     counts = _counts(model)
     if counts is None or counts.mixer_flops is None:
         return None
@@ -230,7 +230,7 @@ def _study_row(configs: Path, architecture: str, size: str, published: Published
     if parameters is None or flops is None:
         raise UserError(
             f"{configs / f'{architecture}-{size}.toml'}: model.mixer = {model.mixer!r} is not in the study; "
-            f'"{architecture}" would do'
+            f'use "{architecture}"'
         )
     return StudyRow(
         architecture=architecture,

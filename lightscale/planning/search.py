@@ -94,13 +94,13 @@ def explain_none(config: RunConfig, *, nodes: int, sequence_length: int, hardwar
         config, nodes=nodes, sequence_length=sequence_length, hardware=hardware, fixed=replace(fixed, exchange=None)
     ):
         return UserError(
-            f"--layout exchange=two_level: no layout of {gpus} GPUs has as many ranks of a sequence on every node of "
-            f"{hardware.gpus_per_node}; exchange=gather would do"
+            f"--layout exchange=two_level: no layout of {gpus} GPUs has the same number of ranks of a sequence on "
+            f"every node of {hardware.gpus_per_node}; use exchange=gather"
         )
     return UserError(
         f"no layout of {gpus} GPUs trains on sequences of {sequence_length} tokens with the {config.tokens_per_step} "
         f"tokens a step of the configuration, {BATCH_TOLERANCE:.0%} more or less: heads, layers and sequences cannot "
-        "be shared out further; fewer --nodes or a larger train.global_batch_size would do"
+        "be divided further; use fewer --nodes or a larger train.global_batch_size"
     )
 
 

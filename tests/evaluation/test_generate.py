@@ -408,11 +408,11 @@ def parse(*words: str) -> argparse.Namespace:
         (["{runs}/one", "--store", "{runs}/no-store"], "--store {runs}/no-store: no token store there"),
         (["{runs}/moved"], "elsewhere: the token store that {runs}/moved/config.toml names is not there"),
         (["{runs}/one", "--store", "{runs}/one"], "{runs}/one/tokenizer/tokenizer.json"),
-        (["{runs}/one", "--prompt", ""], "--prompt: no text in it"),
+        (["{runs}/one", "--prompt", ""], "--prompt: empty"),
         (["{runs}/one", "--prompt", "a\udcff"], "--prompt: not valid UTF-8 at character 1"),
         (["{runs}/one", "--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file both"),
         (["{runs}/one", "--prompt-file", "{runs}/none.txt"], "--prompt-file {runs}/none.txt: No such file"),
-        (["{runs}/one", "--prompt-file", "{runs}/blank.txt"], "--prompt-file {runs}/blank.txt: no text in it"),
+        (["{runs}/one", "--prompt-file", "{runs}/blank.txt"], "--prompt-file {runs}/blank.txt: empty"),
         (["{runs}/one", "--prompt-file", "{runs}/latin.txt"], "{runs}/latin.txt: not valid UTF-8 at byte 3"),
         (["{runs}/one", "--tokens", "0"], "--tokens 0"),
         (["{runs}/one", "--temperature", "-1"], "temperature -1"),
@@ -459,8 +459,8 @@ def test_the_command_writes_the_text_and_nothing_else(runs: Path, tmp_path: Path
     code, text, messages = plain
     assert code == 0, messages
     warning, summary = messages.splitlines()
-    assert warning.startswith(f"passed over a damaged checkpoint: {bad}/")
-    assert summary.endswith(f"a second after the prompt), from {good}")
+    assert warning.startswith(f"skipped a damaged checkpoint: {bad}/")
+    assert summary.endswith(f"tokens/s after the prompt), from {good}")
 
     assert (as_json[0], as_json[2]) == (0, "")
     record = json.loads(as_json[1])

@@ -208,7 +208,7 @@ def _ways(
         try:
             ways[name] = through(make(mapped, folder / f"{name}-{length}", length))
         except ImportError as error:
-            missing.append(f"{name} is left out: {error}")
+            missing.append(f"{name} is skipped: {error}")
     yield ways, missing
 
 

@@ -249,7 +249,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Time the preparation of a corpus beside datatrove.")
     parser.add_argument("--documents", type=Path, help="jsonl with English texts (default: pages of Debian packages)")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--no-memory", action="store_true", help="leave out the peaks of memory")
+    parser.add_argument("--no-memory", action="store_true", help="skip peak memory")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--measure-one", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)

@@ -59,7 +59,7 @@ _OPTIONS = {
         default=60.0,
         kind=float,
         metavar="S",
-        help="seconds from a save's beginning until it is whole on disk (default 60, assumed); as many as --stall-s "
+        help="seconds from the start of a save until it is complete on disk (default 60, assumed); equal to --stall-s "
         "where saves are not asynchronous",
     ),
     "restart_s": _Option(
@@ -77,7 +77,10 @@ _OPTIONS = {
     ),
     "seed": _Option(default=0, kind=int, metavar="N", zero=True, help="of the simulated failures (default 0)"),
     "simulations": _Option(
-        default=None, kind=int, metavar="N", help="simulated runs for each interval (default: as many as take seconds)"
+        default=None,
+        kind=int,
+        metavar="N",
+        help="simulated runs for each interval (default: as many as take a few seconds)",
     ),
 }
 
@@ -128,13 +131,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--stop-every",
         metavar="H:MM",
-        help="wall time between scheduled stops, the time limit of a job for instance, before which the run saves "
+        help="wall time between scheduled stops, such as the time limit of a job, before which the run saves "
         "(default: none)",
     )
     group.add_argument(
         "--unannounced",
         action="store_true",
-        help="the stops come without warning, like preemptions: at random times, --stop-every apart in the mean",
+        help="the stops come without warning, like preemptions: at random times, --stop-every apart on average",
     )
 
 
@@ -142,15 +145,15 @@ def refuse_without_failures(args: argparse.Namespace) -> None:
     """UserError for an option that would be without effect."""
     for name in (*_OPTIONS, "stop_every"):
         if getattr(args, name) is not None:
-            raise UserError(f"--{name.replace('_', '-')} goes with --failures")
+            raise UserError(f"--{name.replace('_', '-')} requires --failures")
     if args.unannounced:
-        raise UserError("--unannounced goes with --failures and --stop-every")
+        raise UserError("--unannounced requires --failures and --stop-every")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan."""
     if args.processes is not None:
-        raise UserError(f"--processes {args.processes} and --failures: give the number of GPUs by --gpus")
+        raise UserError(f"--processes {args.processes} and --failures: use --gpus for the number of GPUs")
     values = {name: _value(args, name) for name in _OPTIONS}
     regime = _regime(values, args.stop_every, unannounced=args.unannounced)
     config = load(args.config, args.overrides)
@@ -179,7 +182,7 @@ def _regime(values: dict[str, Any], stop_every: str | None, *, unannounced: bool
             f"--save-s {save_s:g} is less than --stall-s {stall_s:g}: a save takes at least as long as it stalls"
         )
     if unannounced and stop_every is None:
-        raise UserError("--unannounced goes with --stop-every H:MM, the mean time between the stops")
+        raise UserError("--unannounced requires --stop-every H:MM, the mean time between the stops")
     regime = Regime(
         failures_per_s=values["gpus"] * values["failures_per_gpu_day"] / DAY_S,
         stall_s=stall_s,
@@ -190,7 +193,7 @@ def _regime(values: dict[str, Any], stop_every: str | None, *, unannounced: bool
     )
     if regime.losses_per_s == 0:
         raise UserError(
-            "--failures-per-gpu-day 0 and no --unannounced stops: nothing is ever lost, and no checkpoint pays"
+            "--failures-per-gpu-day 0 and no --unannounced stops: nothing is ever lost, so that no interval is best"
         )
     if regime.stop_every_s is not None and not unannounced and regime.stop_every_s <= restart_s + save_s:
         raise UserError(
@@ -215,13 +218,13 @@ def _plan(config: RunConfig, regime: Regime, values: dict[str, Any]) -> FailureP
     if best_s > work_s:
         raise UserError(
             f"the run is {duration(work_s)} of work, and the best interval {duration(best_s)}: the checkpoint at its "
-            "end is the only one that pays; give a longer run by --hours"
+            "end is the only one needed; use a longer run, by --hours"
         )
     if expected_shares(regime, best_s).progress < _LEAST_PROGRESS:
         raise UserError(
             f"work is lost every {duration(regime.mtbf_s)}, a restart takes {duration(regime.restart_s)} and a save "
-            f"{duration(regime.save_s)}: with any interval the run makes next to no progress; fewer --gpus, a shorter "
-            "--restart-s or a shorter --save-s would do"
+            f"{duration(regime.save_s)}: the run makes almost no progress with any interval; use fewer --gpus, "
+            "a shorter --restart-s or a shorter --save-s"
         )
     intervals = [best_s * factor for factor in _INTERVAL_FACTORS]
     names = {interval_s: "" for interval_s in intervals if regime.shortest_interval_s <= interval_s <= work_s}
@@ -251,9 +254,9 @@ def _rows(
     regime: Regime, names: dict[float, str], duration_s: float, *, seed: int, runs: int | None
 ) -> tuple[GoodputRow, ...]:
     expected = {interval_s: expected_shares(regime, interval_s) for interval_s in sorted(names)}
-    played = [interval_s for interval_s, shares in expected.items() if shares.progress >= _LEAST_PROGRESS]
-    estimates = simulate(regime, played, duration_s=duration_s, seed=seed, runs=runs)
-    simulated = dict(zip(played, estimates, strict=True))
+    simulated_intervals = [interval_s for interval_s, shares in expected.items() if shares.progress >= _LEAST_PROGRESS]
+    estimates = simulate(regime, simulated_intervals, duration_s=duration_s, seed=seed, runs=runs)
+    simulated = dict(zip(simulated_intervals, estimates, strict=True))
     return tuple(
         GoodputRow(name=names[one], interval_s=one, expected=shares, simulated=simulated.get(one))
         for one, shares in expected.items()
@@ -265,8 +268,8 @@ def _predicted_s(config: RunConfig, gpus: int) -> float:
     node = H100.gpus_per_node
     if gpus > node and gpus % node:
         raise UserError(
-            f"--gpus {gpus}: speed is predicted for whole nodes of {node}; {round(gpus / node) * node} would do, or "
-            "the run's length by --hours"
+            f"--gpus {gpus}: speed is predicted for whole nodes of {node}; use --gpus {round(gpus / node) * node}, "
+            "or give the run's length by --hours"
         )
     hardware = dataclasses.replace(H100, gpus_per_node=min(gpus, node))
     where = {"nodes": max(1, gpus // node), "sequence_length": config.data.sequence_length}
@@ -275,7 +278,7 @@ def _predicted_s(config: RunConfig, gpus: int) -> float:
         raise explain_none(config, **where, hardware=hardware, fixed=Fixed())
     if not found[0].fits:
         raise UserError(
-            f"--gpus {gpus}: no layout is predicted to fit into memory; give more, or the run's length by --hours"
+            f"--gpus {gpus}: no layout is predicted to fit into memory; use more, or give the run's length by --hours"
         )
     return config.total_steps * config.tokens_per_step / found[0].tokens_per_s
 
@@ -322,7 +325,7 @@ def _show(path: str, config: RunConfig, planned: FailurePlan) -> None:
     console.print(_table(planned.rows))
     for sentence in _advice(config, planned):
         console.print(sentence, soft_wrap=True)
-    console.print("Assumed:")
+    console.print("Assumptions:")
     for sentence in _ASSUMPTIONS:
         console.print(Padding(sentence, (0, 0, 0, 2), expand=False))
 
@@ -330,8 +333,8 @@ def _show(path: str, config: RunConfig, planned: FailurePlan) -> None:
 _ASSUMPTIONS = (
     "goodput: share of the wall time that goes into work which is kept; waiting in a queue is not counted",
     "failures are Poisson, at the same rate throughout, also during restarts",
-    "a save stalls training and is then written beside it; a failure meanwhile loses it, and the next one waits for it",
-    "a restart takes the same time after a failure as after a stop, and finds the newest whole checkpoint good",
+    "a save stalls training and is then written beside it; a failure meanwhile loses it, the next save waits for it",
+    "a restart takes the same time after a failure as after a stop, and finds the newest complete checkpoint undamaged",
 )
 
 
@@ -344,11 +347,11 @@ def _circumstances(path: str, config: RunConfig, planned: FailurePlan) -> Iterab
     often = f"every {duration(1 / regime.failures_per_s)}, " if regime.failures_per_s else ""
     yield f"failures: {often}{failures:.2g} in that time"
     if regime.stop_every_s is not None:
-        how = "announced" if regime.stops_announced else "without warning, in the mean"
+        how = "announced" if regime.stops_announced else "without warning, on average"
         stops = planned.work_s / regime.stop_every_s
         yield f"stops: every {duration(regime.stop_every_s)} {how}, {stops:.2g} in that time"
     yield (
-        f"a save stalls {duration(regime.stall_s)} and is whole after {duration(regime.save_s)}; "
+        f"a save stalls training for {duration(regime.stall_s)} and is complete after {duration(regime.save_s)}; "
         f"a restart takes {duration(regime.restart_s)}"
     )
 
@@ -358,7 +361,7 @@ def _advice(config: RunConfig, planned: FailurePlan) -> Iterable[str]:
     assert estimate is not None
     shortest, longest = map(duration, planned.as_good)
     formulas = f"Daly {duration(planned.daly_s)}, Young {duration(planned.young_s)}"
-    as_good = f"{shortest} to {longest} are as good" if shortest != longest else f"none is as good as {shortest}"
+    as_good = f"{shortest} to {longest} are equally good" if shortest != longest else f"best at {shortest}"
     yield f"best interval: {duration(best.interval_s)} ({formulas}); simulated: {as_good}"
     more_s = planned.work_s / best.expected.progress - planned.work_s
     yield f"expected goodput: {best.expected.progress:.2%}, {duration(more_s)} on top of {duration(planned.work_s)}"
@@ -377,7 +380,7 @@ def _table(rows: Sequence[GoodputRow]) -> Table:
         caption="shares of the wall time; all but the simulated goodput (± standard error) by closed forms",
         caption_justify="left",
     )
-    for heading in ("interval", "goodput", "simulated", "saves stall", "lost work", "restarts", "stops"):
+    for heading in ("interval", "goodput", "simulated", "save stalls", "lost work", "restarts", "stops"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("")
     for row in rows:

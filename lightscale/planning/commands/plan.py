@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--study",
         action="store_true",
-        help="all sizes and architectures of the scaling-law study beside its Table 7 (CONFIG: default configs)",
+        help="compare all sizes and architectures of the scaling-law study with its Table 7 (CONFIG: default configs)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     scaling.add_arguments(parser)
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     """
     kinds = {"--study": args.study, "--nodes": args.nodes is not None, "--failures": args.failures}
     if sum(kinds.values()) > 1:
-        raise UserError(f"{' and '.join(kind for kind, is_given in kinds.items() if is_given)}: give one")
+        raise UserError(f"{' and '.join(kind for kind, is_given in kinds.items() if is_given)}: use only one of them")
     if args.nodes is None:
         scaling.refuse_without_nodes(args)
     if not args.failures:
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if args.study:
         return _study(args)
     if args.config is None:
-        raise UserError("no CONFIG given; name the run's TOML file, or --study for the table of the study")
+        raise UserError("no CONFIG given; use the TOML file of a run, or --study for the table of the study")
     if args.nodes is not None:
         return scaling.run(args)
     if args.failures:
@@ -101,25 +101,25 @@ def _show(path: Path, config: RunConfig, planned: RunPlan) -> None:
     console.print(f"{path} on {_plural(layout.world_size, 'process', 'processes')}: {axes}\n")
     console.print(_table(("parameters", "", ""), _parameter_lines(planned.parameters)))
     console.print(_table(("training FLOPs per step", "", ""), _flops_lines(planned)))
-    lines = [("tokens a step", planned.tokens_per_step), ("steps", planned.steps), ("tokens", planned.tokens)]
+    lines = [("tokens per step", planned.tokens_per_step), ("steps", planned.steps), ("tokens", planned.tokens)]
     console.print(_table(("run", "", ""), [(name, f"{count:,}", "") for name, count in lines]))
     stages = f", stage {planned.memory.stage + 1} of {layout.pipeline}" if layout.pipeline > 1 else ""
     console.print(_table((f"memory per rank{stages}", "GiB", ""), _memory_lines(planned)))
     exchange = ("state exchange of a rank", "bytes", "per layer and micro-batch: forward / backward pass")
     console.print(_table(exchange, _exchange_lines(planned)))
-    console.print("The memory is an estimate:")
+    console.print("Memory is an estimate. Assumptions:")
     for sentence in assumptions(config):
         console.print(Padding(sentence, (0, 0, 0, 2), expand=False))
 
 
 def _parameter_lines(parameters: Parameters) -> Iterable[tuple[str, str, str]]:
-    yield "embedding", f"{parameters.embedding:,}", "also the output layer"
+    yield "embedding", f"{parameters.embedding:,}", "shared with the output layer"
     for name, count in parameters.terms.items():
         yield name, f"{count:,}", f"not counted by {_STUDY}" if name in parameters.only_exact else ""
-    yield "outside the embedding", f"{parameters.rest:,}", "all that the built model has"
+    yield "outside the embedding", f"{parameters.rest:,}", "all parameters of the built model"
     study = "—" if parameters.study is None else f"{parameters.study:,}"
     yield "", study, f"as {_STUDY} counts" if parameters.study is not None else f"{_STUDY} has no such model"
-    yield "together", f"{parameters.total:,}", ""
+    yield "total", f"{parameters.total:,}", ""
 
 
 def _flops_lines(planned: RunPlan) -> Iterable[tuple[str, str, str]]:
@@ -128,7 +128,7 @@ def _flops_lines(planned: RunPlan) -> Iterable[tuple[str, str, str]]:
     if planned.study_flops is None:
         yield "of the study", "—", f"{_STUDY} has no such model"
     else:
-        yield "of the study", f"{planned.study_flops:.4g}", f"as {_STUDY} counts, logits left out"
+        yield "of the study", f"{planned.study_flops:.4g}", f"as {_STUDY} counts, without logits"
 
 
 def _memory_lines(planned: RunPlan) -> Iterable[tuple[str, str, str]]:
@@ -141,7 +141,7 @@ def _memory_lines(planned: RunPlan) -> Iterable[tuple[str, str, str]]:
     if memory.exchange_bytes:
         yield "exchange of states", _gib(memory.exchange_bytes), ""
     yield "logits", _gib(memory.logits_bytes), ""
-    yield "together", _gib(memory.total_bytes), ""
+    yield "total", _gib(memory.total_bytes), ""
 
 
 def _exchange_lines(planned: RunPlan) -> Iterable[tuple[str, str, str]]:
@@ -151,7 +151,7 @@ def _exchange_lines(planned: RunPlan) -> Iterable[tuple[str, str, str]]:
             yield where, "—", "no state of constant size: grows with the sequence"
         else:
             both = f"{exchange.forward_bytes:,} / {exchange.backward_bytes:,}"
-            yield where, both, "" if planned.layout.sequence > 1 else "if sequence were more than 1"
+            yield where, both, "" if planned.layout.sequence > 1 else "with parallel.sequence above 1"
 
 
 def _layers_of(exchange: StateExchangeSize) -> str:
@@ -213,7 +213,8 @@ def _show_study(rows: list[StudyRow]) -> None:
     )
     for heading in ("size", "architecture"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("l", "d", "h", "g", "params", "paper", "diff", "within", "PFLOPs", "paper", "diff", "within", ""):
+    shape = ("layers", "hidden", "heads", "interm.")
+    for heading in (*shape, "params", "paper", "diff", "within", "PFLOPs", "paper", "diff", "within", ""):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*_study_cells(row), end_section=row.architecture == rows[-1].architecture)

@@ -53,11 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--layout",
         metavar="AXIS=N,…",
-        help="what is not searched: tensor, pipeline, sequence, data, recompute, exchange",
+        help="choices to fix instead of searching them: tensor, pipeline, sequence, data, recompute, exchange",
     )
-    group.add_argument("--hardware", choices=HARDWARE, help="kind of GPU (default h100)")
+    group.add_argument("--hardware", choices=HARDWARE, help="kind of GPU (default: h100)")
     group.add_argument(
-        "--set", dest="settings", action="append", metavar="NAME=NUMBER", help="replace a number of the hardware"
+        "--set", dest="settings", action="append", metavar="NAME=NUMBER", help="replace a hardware number"
     )
 
 
@@ -66,13 +66,15 @@ def refuse_without_nodes(args: argparse.Namespace) -> None:
     for name in _OPTIONS:
         if getattr(args, name) is not None:
             option = "set" if name == "settings" else name
-            raise UserError(f"--{option} goes with --nodes, the number of nodes to predict for; --nodes 1 would do")
+            raise UserError(f"--{option} requires --nodes, the number of nodes to predict for; use --nodes 1 for one")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the prediction; 1 where no layout fits anywhere."""
     if args.processes is not None:
-        raise UserError(f"--processes {args.processes} and --nodes {args.nodes}: give one; a node has one rank per GPU")
+        raise UserError(
+            f"--processes {args.processes} and --nodes {args.nodes}: use only one of them; a node has one rank per GPU"
+        )
     hardware = with_settings(HARDWARE[args.hardware or "h100"], args.settings or [])
     fixed = Fixed.parse(args.layout or "")
     nodes = _series("--nodes", args.nodes)
@@ -101,7 +103,7 @@ def _series(option: str, text: str) -> list[int]:
         first, dots, last = part.partition("..")
         number, end = _number(option, first), _number(option, last) if dots else _number(option, first)
         if end < number:
-            raise UserError(f"{option} {part}: runs backwards; {last}..{first} would do")
+            raise UserError(f"{option} {part}: runs backwards; use {last}..{first}")
         while number <= end:
             numbers.append(number)
             number *= 2
@@ -112,7 +114,7 @@ def _number(option: str, text: str) -> int:
     match = _NUMBER.fullmatch(text.strip())
     if match is None or int(match[1]) == 0:
         like = "8, 1,8,128 or 1..128" if option == "--nodes" else "8192, 8K, 8K,1M or 8K..4M"
-        raise UserError(f"{option}: {text!r} is not a number of at least 1; like {like}")
+        raise UserError(f"{option}: {text!r} is not a number of at least 1; use {like}")
     return int(match[1]) * _UNITS[match[2].lower()]
 
 
@@ -184,7 +186,7 @@ def _show(path: str, config: RunConfig, hardware: Hardware, points: list[Point])
     else:
         console.print(_points_table((point, point.layouts[0] if point.layouts else None) for point in points))
     console.print(_hardware_table(hardware))
-    console.print("And:")
+    console.print("Assumptions:")
     for sentence in _sentences(config):
         console.print(Padding(sentence, (0, 0, 0, 2), expand=False))
 
@@ -193,8 +195,8 @@ def _points_table(rows: Iterable[tuple[Point, Prediction | None]]) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
-        caption="t·p·s·d: ranks along tensor, pipeline, sequence, data. exposed: share of the step that waits for "
-        "communication and other stages",
+        caption="t·p·s·d: ranks along tensor, pipeline, sequence, data. exposed: share of the step spent waiting "
+        "for communication and other stages",
         caption_justify="left",
     )
     left = ("t·p·s·d", "recompute", "exchange")
@@ -222,14 +224,14 @@ def _cells(one: Prediction) -> list[str]:
 
 
 def _show_one(console: Console, path: str, hardware: Hardware, best: Prediction) -> None:
-    console.print(_lines_table(("a step of the first layout", "seconds", "share", ""), _time_lines(best)))
-    usable = f"of {_gib(hardware.usable_bytes)} that may be filled"
-    console.print(_lines_table(("memory of a GPU", "GiB", "", ""), _memory_lines(best, usable)))
+    console.print(_lines_table(("time of a step, first layout", "seconds", "share", ""), _time_lines(best)))
+    usable = f"of {_gib(hardware.usable_bytes)} usable"
+    console.print(_lines_table(("memory of a GPU, first layout", "GiB", "", ""), _memory_lines(best, usable)))
     layout = best.layout
     keys = [f"parallel.{axis}={getattr(layout, axis)}" for axis in AXES[:3]]
     keys += [f"parallel.exchange={best.exchange}", f"train.recompute={best.recompute}"]
     keys += [f"data.sequence_length={best.sequence_length}", f"train.global_batch_size={best.global_batch_size}"]
-    console.print("Its layout as overrides:")
+    console.print("Overrides for this layout:")
     console.print(Padding(f"{path} {' '.join(keys)}", (0, 0, 1, 2), expand=False))
 
 
@@ -237,17 +239,17 @@ def _time_lines(one: Prediction) -> Iterable[tuple[str, str, str, str]]:
     work = one.work
     seconds = (
         ("matrix products", work.products_s, ""),
-        ("operators of the mixers", work.operators_s, ""),
+        ("mixer operators", work.operators_s, ""),
         ("elementwise work", work.elementwise_s, ""),
         ("recomputation", work.replay_s, ""),
-        ("launching kernels", work.launch_s, ""),
+        ("kernel launches", work.launch_s, ""),
         ("optimizer", one.optimizer_s, ""),
         ("tensor: activations", work.tensor_s, f"of {work.tensor_total_s:.4f} s of communication"),
         ("sequence: states, keys and values", work.sequence_s, f"of {work.sequence_total_s:.4f} s"),
         ("pipeline: bubble", one.bubble_s, ""),
         ("pipeline: messages", one.messages_s, ""),
         ("data: gradients and weights", one.data_s, f"of {one.data_total_s:.4f} s"),
-        ("together", one.step_s, f"{one.tokens_per_step:,} tokens"),
+        ("total", one.step_s, f"{one.tokens_per_step:,} tokens"),
     )
     for name, value, note in seconds:
         yield name, f"{value:.4f}", f"{value / one.step_s:.1%}", note
@@ -256,12 +258,12 @@ def _time_lines(one: Prediction) -> Iterable[tuple[str, str, str, str]]:
 def _memory_lines(one: Prediction, usable: str) -> Iterable[tuple[str, str, str, str]]:
     for name in ("weights", "gradients", "optimizer", "activations", "exchange", "logits"):
         yield name, _gib(getattr(one.memory, f"{name}_bytes")), "", ""
-    yield "together", _gib(one.memory.total_bytes), "", usable if one.fits else f"{usable}: does not fit"
+    yield "total", _gib(one.memory.total_bytes), "", usable if one.fits else f"{usable}: does not fit"
 
 
 def _hardware_table(hardware: Hardware) -> Table:
     rows = ((name, f"{value:g}", meaning, source) for name, value, meaning, source in hardware.assumptions())
-    return _lines_table(("assumed of the hardware (--set)", "", "", "source"), rows)
+    return _lines_table(("hardware numbers (change with --set)", "", "", "source"), rows)
 
 
 def _lines_table(headings: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> Table:

@@ -119,10 +119,10 @@ def test_people_see_a_table_and_what_to_do(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--failures", "--nodes", "1"], ["--nodes and --failures: give one"]),
+        (["--failures", "--nodes", "1"], ["--nodes and --failures: use only one of them"]),
         (["--failures", "--processes", "2"], ["--processes 2", "--gpus"]),
         (["--failures", "--gpus", "0"], ["--gpus 0", "greater than 0"]),
-        (["--failures", "--gpus", "12"], ["--gpus 12", "16 would do", "--hours"]),
+        (["--failures", "--gpus", "12"], ["--gpus 12", "use --gpus 16", "--hours"]),
         (["--failures", "--gpus", "4096"], ["no layout of 4096 GPUs"]),
         (["--failures"], ["best interval 39 min 56 s", "end is the only one", "--hours"]),
         (["--failures", "--failures-per-gpu-day", "-1"], ["--failures-per-gpu-day -1", "at least 0"]),
@@ -134,12 +134,15 @@ def test_people_see_a_table_and_what_to_do(capsys: pytest.CaptureFixture[str]) -
         (["--failures", "--stop-every", "1:60"], ["--stop-every 1:60", "H:MM"]),
         (["--failures", "--stop-every", "0:06"], ["--stop-every 0:06", "no time to train"]),
         (["--failures", "--unannounced"], ["--unannounced", "--stop-every"]),
-        (["--failures", "--hours", "9", "--failures-per-gpu-day", "50"], ["work is lost every 27 s", "no progress"]),
-        (["--gpus", "8"], ["--gpus goes with --failures"]),
-        (["--stop-every", "8:00"], ["--stop-every goes with --failures"]),
-        (["--unannounced"], ["--unannounced goes with --failures"]),
-        (["--nodes", "1", "--seed", "1"], ["--seed goes with --failures"]),
-        (["--failures", "--hardware", "a100"], ["--hardware goes with --nodes"]),
+        (
+            ["--failures", "--hours", "9", "--failures-per-gpu-day", "50"],
+            ["work is lost every 27 s", "almost no progress"],
+        ),
+        (["--gpus", "8"], ["--gpus requires --failures"]),
+        (["--stop-every", "8:00"], ["--stop-every requires --failures"]),
+        (["--unannounced"], ["--unannounced requires --failures"]),
+        (["--nodes", "1", "--seed", "1"], ["--seed requires --failures"]),
+        (["--failures", "--hardware", "a100"], ["--hardware requires --nodes"]),
     ],
 )
 def test_mistakes_are_named(arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
