@@ -51,6 +51,7 @@ def load_model(
     """
     directory = RunDirectory(run)
     config = _read_config(directory)
+    # One process whatever the run's layout: the shards of a checkpoint say which part of a tensor they are.
     check_mixers(config.model, ParallelConfig())
     _check_step(directory, step)
     chosen = _choose_store(directory, config, store)

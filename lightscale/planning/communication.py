@@ -1,7 +1,8 @@
 """Closed forms for the time of exchanges between ranks: latency, bytes, and links, nothing about models.
 
-P is what a rank contributes, in bytes. (Time of a collective: one latency, and the bytes that a rank receives over the
-bandwidth at which it receives; no form knows congestion.)
+P is what a rank contributes, in bytes. A message takes latency + bytes / bandwidth (Hockney's model), a collective one
+latency and the bytes that a rank receives by a ring algorithm (Thakur et al. 2005, doi 10.1177/1094342005051521) over
+the bandwidth at which it receives. No form knows congestion.
 """
 
 import math
@@ -58,6 +59,8 @@ class RankGroup:
         hw = self.hardware
         gbytes_s = hw.nvlink_gbytes_s * hw.nvlink_collective_share
         if self.nodes > 1:
+            # Every rank of the node brings its NIC. A flat collective keeps only a share of them busy, a small one when
+            # messages are of some MBs; a node with a single rank of the group does as well as a pair.
             share = hw.nic_bulk_share if bulk else hw.nic_state_share
             gbytes_s = min(gbytes_s, hw.nic_gbytes_s * max(hw.nic_pair_share, self.per_node * share))
         return Link(latency_s=hw.collective_us * 1e-6, bytes_s=gbytes_s * 1e9)
@@ -93,6 +96,7 @@ def two_level_s(group: RankGroup, payload_bytes: float, heads: int) -> float:
     if not _is_two_level(group):
         return gather_s(group, payload_bytes)
     within = RankGroup(ranks=g, stride=group.stride, hardware=group.hardware).collective(bulk=False)
+    # Ranks with the same heads of all nodes are a group of its own: each has a NIC to itself, as in a pair.
     across = Link(latency_s=within.latency_s, bytes_s=group.pair(within=False).bytes_s)
     share = _share_bytes(payload_bytes, heads, g)
     return (
@@ -113,6 +117,7 @@ def _share_bytes(payload_bytes: float, heads: int, ranks: int) -> float:
 
 def ring_s(group: RankGroup, payload_bytes: float) -> float:
     """From the first rank to the last, within nodes by NVLink and between them by NICs."""
+    # Neighbours in the ring are neighbours in the nodes, so that it leaves each node once.
     across = group.nodes - 1
     within = group.ranks - 1 - across
     return chain_s(within, payload_bytes, group.pair(within=True)) + chain_s(
@@ -134,6 +139,7 @@ def exchange_buffer_bytes(exchange: Exchange, group: RankGroup, payload_bytes: f
     if group.ranks == 1:
         return 0.0
     if exchange == "ring":
+        # The state that comes in, and the one that goes out.
         return 2 * payload_bytes
     if exchange == "two_level" and _is_two_level(group):
         share = _share_bytes(payload_bytes, heads, group.per_node)

@@ -45,6 +45,7 @@ def simulate(
     if runs is None:
         saves = sum(duration_s / (interval_s + regime.stall_s) for interval_s in intervals_s)
         runs = min(max(int(_BUDGET_SAVES / max(saves, 1.0)), _FEWEST_RUNS), _MOST_RUNS)
+    # A generator for each run, seeded by its number: what one interval draws does not shift the failures of another.
     histories = [_failures(regime, duration_s, random.Random(f"{seed}/{run}")) for run in range(runs)]
     estimates = []
     for interval_s in intervals_s:
@@ -118,6 +119,7 @@ def _run_attempt(
     # When the newest save is written, and the work that is in it.
     written_at, written, due = -math.inf, 0.0, now + interval_s
     while True:
+        # A save that is due waits until the one before is written; training goes on meanwhile.
         begins = due if due > written_at else written_at
         until = begins if begins < stop_at else max(now, stop_at)
         worked += until - now
@@ -136,6 +138,7 @@ def _run_attempt(
         due = now + interval_s
     if now >= end:
         return _Attempt(ended=now, restarting=restart_s, worked=worked, saved=saved, stalled=stalled)
+    # The last save before an announced stop: nothing is left to train beside it, so that all of it is waited for.
     left = min(now + save_s, end)
     has_left = left < end
     return _Attempt(

@@ -67,6 +67,7 @@ def best_layouts(
         for layout in _layouts(config, gpus, sequence_length, hardware, fixed)
         for exchange in _exchanges(model, layout, fixed)
     ]
+    # What does not fit is kept, so that its memory can be shown.
     # Where none fits, the one that is nearest to fitting comes first.
     return sorted(found, key=lambda one: (not one.fits, -one.tokens_per_s if one.fits else one.memory.total_bytes))
 
@@ -107,6 +108,7 @@ def explain_none(config: RunConfig, *, nodes: int, sequence_length: int, hardwar
 def _layouts(config: RunConfig, gpus: int, sequence_length: int, hardware: Hardware, fixed: Fixed) -> Iterator[Layout]:
     shape, micro = config.model, config.train.micro_batch_size
     wanted_tokens = max(config.tokens_per_step, micro * sequence_length)
+    # Tensor ranks exchange activations in every layer: never beyond a node, where only NVLink connects them.
     for tensor in _degrees("tensor", config, fixed, gpus, most=hardware.gpus_per_node):
         if any(size % tensor for size in (shape.num_heads, shape.intermediate_size, shape.vocab_size)):
             continue

@@ -89,6 +89,8 @@ class CostModel:
         by_kind = {kind: (cost.forward(stage), cost.backward(stage)) for kind, stage in distinct.items()}
         passes = [by_kind[stage.kind] for stage in stages]
         busy = [(forward + backward).busy_s for forward, backward in passes]
+        # 1F1B (Narayanan et al. 2021, arXiv 2104.04473, section 2.2): the pipeline goes at the speed of the slowest
+        # stage, which waits besides while the first micro-batch comes through the others and the last one's gradient goes back.
         slowest = busy.index(max(busy))
         work = (passes[slowest][0] + passes[slowest][1]) * layout.num_microbatches
         data = [
@@ -294,6 +296,7 @@ class _MicroBatchCost:
         # Stages are as far apart as can be: on one node only if all ranks are.
         link = self.replicas.pair(within=self.layout.world_size <= self.hw.gpus_per_node)
         message_s = link.message_s(self.tokens * self.hidden_size * self.size / self.layout.tensor)
+        # Forward and back: through all stages once, then one more for each micro-batch that follows.
         return 2 * message_s * (stages - 1 + self.layout.num_microbatches - 1)
 
     def data(self, stage: StageWork, forward_s: float, backward_s: float) -> tuple[float, float]:
@@ -305,6 +308,8 @@ class _MicroBatchCost:
         bucket = min(stage.parameters, max(_BUCKET, _BUCKET_PER_RANK * ranks))
         waited_s = total_s = 0.0
         for value_bytes, work_s in ((_FP32_BYTES, backward_s), (self.size, forward_s)):
+            # One bucket has no work beside it: the last gradients are reduced when the backward pass is over, and the
+            # first weights are gathered before the forward pass begins.
             one_s = all_gather_s(ranks, bucket * value_bytes / ranks, link)
             all_s = one_s + link.latency_s * (math.ceil(stage.parameters / bucket) - 1)
             all_s += (ranks - 1) / ranks * (stage.parameters - bucket) * value_bytes / link.bytes_s

@@ -218,7 +218,7 @@ def _show_study(rows: list[StudyRow]) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*_study_cells(row), end_section=row.architecture == rows[-1].architecture)
-    console = Console(highlight=False, markup=False, width=max(Console().width, 130))
+    console = Console(highlight=False, markup=False, width=max(Console().width, 140))
     console.print(table)
     outside = [f"{row.architecture}-{row.size}" for row in rows if not row.agrees]
     console.print(f"outside the tolerances: {', '.join(outside)}" if outside else f"all {len(rows)} agree")
