@@ -72,7 +72,7 @@ class ArchitectureResult:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, collect, write; exit code 0, 1, that of a failed run, or 78 for a person's mistake."""
+    """Train, collect, write; exit code 0, 1, that of a failed run, or 78 for a mistake of the user."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     args = parse(words)
     try:
@@ -93,15 +93,33 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         "--architecture",
         action="append",
         metavar="NAME",
-        help=f"of configs/arch; once for each (default: {', '.join(ARCHITECTURES)})",
+        help=f"architecture in configs/arch; repeat for several (default: {', '.join(ARCHITECTURES)})",
     )
-    add("--size", default="1M", metavar="NAME", help="of configs/size (default: %(default)s)")
+    add("--size", default="1M", metavar="NAME", help="size in configs/size (default: %(default)s)")
     add("--steps", type=positive, metavar="N", help="optimizer steps of every run (default: the recipe's)")
     processes = min(2, torch.cuda.device_count()) or 2
-    add("--processes", type=positive, default=processes, metavar="N", help="of a run (default: %(default)s)")
-    add("--runs", type=Path, default=Path("runs/compare"), metavar="DIR", help="of the runs (default: %(default)s)")
-    add("--out", type=Path, default=Path("benchmarks"), metavar="DIR", help="of the results (default: %(default)s)")
-    add("--note", action="append", default=[], metavar="TEXT", help="a remark to record, such as what else ran")
+    add("--processes", type=positive, default=processes, metavar="N", help="processes per run (default: %(default)s)")
+    add(
+        "--runs",
+        type=Path,
+        default=Path("runs/compare"),
+        metavar="DIR",
+        help="directory of the runs (default: %(default)s)",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=Path("benchmarks"),
+        metavar="DIR",
+        help="directory of the results (default: %(default)s)",
+    )
+    add(
+        "--note",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="note to record, such as what else ran on the machine",
+    )
     add("--json", action="store_true", help="print the results as JSON, not as a table")
     return parser.parse_intermixed_args(words)
 
@@ -116,7 +134,9 @@ def compare(args: argparse.Namespace, command: str) -> int:
         console.rule(f"[bold]{run.architecture}[/bold], {number} of {len(runs)}")
         code = train(run, args)
         if code:
-            hint = "another --runs begins anew" if code == UserError.EXIT_CODE else "the same command goes on"
+            hint = (
+                "use another --runs to begin anew" if code == UserError.EXIT_CODE else "run the same command to resume"
+            )
             console.print(f"{run.architecture} has not finished (exit code {code}); {hint}")
             return code
     results = {run.architecture: collect(run) for run in runs}

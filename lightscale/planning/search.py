@@ -108,7 +108,7 @@ def explain_none(config: RunConfig, *, nodes: int, sequence_length: int, hardwar
 def _layouts(config: RunConfig, gpus: int, sequence_length: int, hardware: Hardware, fixed: Fixed) -> Iterator[Layout]:
     shape, micro = config.model, config.train.micro_batch_size
     wanted_tokens = max(config.tokens_per_step, micro * sequence_length)
-    # Tensor ranks exchange activations in every layer: never beyond a node, where only NVLink connects them.
+    # Tensor ranks exchange activations in every layer: they stay within a node, where NVLink connects them.
     for tensor in _degrees("tensor", config, fixed, gpus, most=hardware.gpus_per_node):
         if any(size % tensor for size in (shape.num_heads, shape.intermediate_size, shape.vocab_size)):
             continue

@@ -90,7 +90,8 @@ class CostModel:
         passes = [by_kind[stage.kind] for stage in stages]
         busy = [(forward + backward).busy_s for forward, backward in passes]
         # 1F1B (Narayanan et al. 2021, arXiv 2104.04473, section 2.2): the pipeline goes at the speed of the slowest
-        # stage, which waits besides while the first micro-batch comes through the others and the last one's gradient goes back.
+        # stage, which waits besides while the first micro-batch comes through the others and the last gradient goes
+        # back through them.
         slowest = busy.index(max(busy))
         work = (passes[slowest][0] + passes[slowest][1]) * layout.num_microbatches
         data = [

@@ -138,14 +138,11 @@ def deviations(loaded: LoadedModel) -> list[list[float]]:
     return errors
 
 
-def texts(loaded: LoadedModel) -> dict[str, Any]:
-    """What a model writes under several settings, each twice."""
-    return {
-        "greedy": [continued(loaded, temperature=0) for _ in range(2)],
-        "seed 0": [continued(loaded, seed=0) for _ in range(2)],
-        "seed 1": [continued(loaded, seed=1) for _ in range(2)],
-        "narrow": [continued(loaded, top_k=40, top_p=0.9) for _ in range(2)],
-    }
+def texts(loaded: LoadedModel, times: int = 2) -> dict[str, Any]:
+    """What a model writes under several settings, each so many times."""
+    settings: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, "seed 0": {"seed": 0}, "seed 1": {"seed": 1}}
+    settings["narrow"] = {"top_k": 40, "top_p": 0.9}
+    return {name: [continued(loaded, **sampling) for _ in range(times)] for name, sampling in settings.items()}
 
 
 def weights(loaded: LoadedModel) -> dict[str, torch.Tensor]:
@@ -222,10 +219,10 @@ def measure(rank: int, world_size: int, init_method: str, folder: Path) -> dict[
     facts: dict[str, Any] = {"texts": {}, "weights differ": []}
     for name in ("one", *LAYOUTS):
         with load_model(folder / name, device="cpu") as loaded:
-            facts["texts"][name] = {"step": loaded.step, **texts(loaded)}
+            facts["texts"][name] = {"step": loaded.step, **texts(loaded, times=1)}
             if name == "one":
                 expected = weights(loaded)
-                facts |= {"deviations": deviations(loaded), "costs": costs(loaded)}
+                facts["costs"] = costs(loaded)
                 facts |= endings(loaded)
             elif any(not torch.equal(weight, expected[key]) for key, weight in weights(loaded).items()):
                 facts["weights differ"].append(name)
@@ -248,23 +245,11 @@ def facts(runs: Path, run_ranks: RunRanks) -> dict[str, Any]:
     return dict(measured)
 
 
-def test_the_recurrent_form_is_the_parallel_form_at_every_position(facts: dict[str, Any]) -> None:
-    assert [len(of_parts) for of_parts in facts["deviations"]] == [1, *map(len, CUTS)]
-    assert max(map(max, facts["deviations"])) < 1e-5
-
-
 def test_any_layout_loads_on_one_process(facts: dict[str, Any]) -> None:
     assert facts["weights differ"] == []
     for name in LAYOUTS:
         assert facts["texts"][name] == facts["texts"]["one"], name
     assert facts["texts"]["one"]["step"] == STEP
-
-
-def test_the_same_seed_gives_the_same_text(facts: dict[str, Any]) -> None:
-    one = facts["texts"]["one"]
-    for setting in ("greedy", "seed 0", "seed 1", "narrow"):
-        assert one[setting][0] == one[setting][1], setting
-    assert one["seed 0"] != one["seed 1"]
 
 
 def test_the_tokenizer_must_be_the_one_of_the_run(facts: dict[str, Any], runs: Path) -> None:

@@ -1,6 +1,6 @@
 """Sequence parallelism on CPUs: what ranks send, held to the formulas, and how long they wait for it.
 
-``run`` starts processes that pass states by gloo, one per sequence rank. Every mixer works on its rank's stretch of
+``run`` starts processes that pass states by gloo, one per sequence rank. Every mixer works on its rank's segment of
 some rows, forward and backward, with every way to exchange states in turns. What ``StateExchange`` counts must be
 exactly what ``lightscale.planning.exchange_sizes`` says, at every length; a difference is an error. Waiting is the time
 between asking for the states and having them; the exchange runs beside the computation, on a thread. Where there are
@@ -50,7 +50,7 @@ class SequenceSettings:
     kinds: tuple[str, ...] = KINDS
     ranks: tuple[int, ...] = (1, 2, 4)
     tokens: tuple[int, ...] = (512, 2048)
-    """Lengths of a rank's stretch."""
+    """Lengths of a rank's segment."""
     rows: int = 2
     heads: int = 4
     width: int = 32
@@ -135,7 +135,7 @@ def _expected(
     layer = work.layers[_LAYER]
     row_bytes = _FP32_BYTES * settings.rows
     if kind != "tpe" and not layer.has_state:
-        # Keys and values of the stretch; their gradients for every rank's stretch.
+        # Keys and values of the segment; their gradients for every rank's segment.
         keys = row_bytes * 2 * tokens * settings.heads * settings.width
         return {"forward": [1, keys], "backward": [1, keys * ranks]}
     summary = work.tpe_summary(1) if kind == "tpe" else work.summary(layer, 1)
@@ -329,7 +329,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The processes, and the shape of the layer."""
     default = SequenceSettings()
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="mixers (default: all)")
-    for name, text in (("ranks", "numbers of processes"), ("tokens", "tokens of a rank's stretch")):
+    for name, text in (("ranks", "numbers of processes"), ("tokens", "tokens of a rank's segment")):
         values = list(getattr(default, name))
         shown = " ".join(map(str, values))
         parser.add_argument(f"--{name}", type=int, nargs="+", default=values, help=f"{text} (default {shown})")
@@ -337,7 +337,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         value = getattr(default, name)
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{text} (default {value})")
     parser.add_argument(
-        "--ranks-per-node", type=int, default=default.ranks_per_node, help="as two_level sees them (default 2)"
+        "--ranks-per-node",
+        type=int,
+        default=default.ranks_per_node,
+        help="ranks that share a node, for two_level (default 2)",
     )
 
 

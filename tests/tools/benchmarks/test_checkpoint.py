@@ -1,13 +1,13 @@
 """The benchmark of checkpoints, on a small state: its ratios are those of its turns, and it saves what it says."""
 
 import importlib
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from rich.console import Console
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +21,14 @@ def bench() -> Iterator[ModuleType]:
         sys.path.remove(tools)
 
 
-def test_the_figures_are_those_of_the_turns(bench: ModuleType, tmp_path: Path) -> None:
-    figures = bench.run(bench.CheckpointSettings(state_bytes=2_000_000, repeats=3, folder=tmp_path))
+@pytest.mark.usefixtures("bench")
+def test_the_figures_are_those_of_the_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the command, which prints them as JSON."""
+    options = ["--ranks", "2", "--state-mb", "2", "--repeats", "3", "--folder", str(tmp_path)]
+    assert importlib.import_module("bench").main(["checkpoint", *options, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["benchmark"] == "checkpoint"
+    assert figures.keys() > {"machine", "settings"}
     assert all(0.5 * 2_000_000 < size < 2 * 2_000_000 for size in figures["state_bytes"])
     samples = figures["samples_s"]
     for name in ("copy_s", "stall_s", "synchronous_s", "write_s"):
@@ -32,10 +38,8 @@ def test_the_figures_are_those_of_the_turns(bench: ModuleType, tmp_path: Path) -
     assert figures["stall_to_synchronous"] == pytest.approx(ratios[1])
     assert figures["reached"] == (figures["stall_to_synchronous"] <= 0.3 and figures["stall_to_copy"] <= 2.0)
     assert list(tmp_path.iterdir()) == []
-    console = Console(width=100, file=(tmp_path / "table").open("w"))
-    console.print(bench.table(figures))
-    console.file.close()
-    assert "stall to synchronous" in (tmp_path / "table").read_text()
+    table = importlib.import_module("benchmarks.checkpoint").table(figures)
+    assert any("stall to synchronous" in str(cell) for column in table.columns for cell in column.cells)
 
 
 def test_a_wrong_checkpoint_is_an_error(bench: ModuleType, tmp_path: Path) -> None:
