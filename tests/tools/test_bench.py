@@ -3,22 +3,10 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-
-@pytest.fixture(scope="module")
-def in_process() -> Iterator[ModuleType]:
-    """bench.py without the seconds of a start."""
-    tools = str(Path(__file__).resolve().parents[2] / "tools")
-    sys.path.insert(0, tools)
-    import bench as module
-
-    yield module
-    sys.path.remove(tools)
 
 
 def bench(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -51,10 +39,10 @@ def test_chunked_lightning_attention_is_the_fastest(root: Path) -> None:
 
 
 def test_report_for_people_names_the_machine_and_the_ways(
-    in_process: ModuleType, capsys: pytest.CaptureFixture[str]
+    bench_in_process: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["lightning", "--tokens", "70", "--heads", "1", "--width", "8", "--repeats", "1"]
-    assert in_process.main(arguments) == 0
+    assert bench_in_process.main(arguments) == 0
     header, settings, *table = capsys.readouterr().out.splitlines()
     assert header.startswith("lightning on ")
     assert "torch" in header
@@ -70,10 +58,10 @@ def test_report_for_people_names_the_machine_and_the_ways(
     ],
 )
 def test_bad_arguments_are_named(
-    in_process: ModuleType, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    bench_in_process: ModuleType, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as left:
-        in_process.main(arguments)
+        bench_in_process.main(arguments)
     assert left.value.code == 2
     assert message in capsys.readouterr().err
 

@@ -3,7 +3,6 @@
 import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,12 +17,10 @@ SKIPPED = GOOD | {"test": "a::skipped", "outcome": "skipped"}
 
 
 @pytest.fixture(scope="module")
-def tool() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(ROOT / "tools"))
+def tool(tools_path: Path) -> ModuleType:
     import gpu_check
 
-    yield gpu_check
-    sys.path.remove(str(ROOT / "tools"))
+    return gpu_check
 
 
 def pytest_part(tool: ModuleType, code: int, *lines: dict[str, Any]) -> Any:

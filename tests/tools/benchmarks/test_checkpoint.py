@@ -2,8 +2,6 @@
 
 import importlib
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -11,21 +9,17 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[ModuleType]:
+def bench(tools_path: Path) -> ModuleType:
     """The processes that it starts find it on the path too."""
-    tools = str(Path(__file__).resolve().parents[3] / "tools")
-    sys.path.insert(0, tools)
-    try:
-        yield importlib.import_module("benchmarks.checkpoint")
-    finally:
-        sys.path.remove(tools)
+    return importlib.import_module("benchmarks.checkpoint")
 
 
-@pytest.mark.usefixtures("bench")
-def test_the_figures_are_those_of_the_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_figures_are_those_of_the_turns(
+    bench: ModuleType, bench_in_process: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By the command, which prints them as JSON."""
     options = ["--ranks", "2", "--state-mb", "2", "--repeats", "3", "--folder", str(tmp_path)]
-    assert importlib.import_module("bench").main(["checkpoint", *options, "--json"]) == 0
+    assert bench_in_process.main(["checkpoint", *options, "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["benchmark"] == "checkpoint"
     assert figures.keys() > {"machine", "settings"}
@@ -38,7 +32,7 @@ def test_the_figures_are_those_of_the_turns(tmp_path: Path, capsys: pytest.Captu
     assert figures["stall_to_synchronous"] == pytest.approx(ratios[1])
     assert figures["reached"] == (figures["stall_to_synchronous"] <= 0.3 and figures["stall_to_copy"] <= 2.0)
     assert list(tmp_path.iterdir()) == []
-    table = importlib.import_module("benchmarks.checkpoint").table(figures)
+    table = bench.table(figures)
     assert any("stall to synchronous" in str(cell) for column in table.columns for cell in column.cells)
 
 

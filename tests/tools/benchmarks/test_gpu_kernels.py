@@ -1,7 +1,6 @@
 """The benchmark of kernels: what it measures without a GPU, what it counts, how it judges, what it draws."""
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -22,15 +21,13 @@ OPERATORS = [
 
 
 @pytest.fixture(scope="module")
-def tools() -> Iterator[SimpleNamespace]:
+def tools(tools_path: Path) -> SimpleNamespace:
     """The modules of the tool, which import each other from their folder."""
-    sys.path.insert(0, str(ROOT / "tools"))
     import bench
     import plot_kernels
     from benchmarks import gpu_kernels, subjects
 
-    yield SimpleNamespace(bench=bench, kernels=gpu_kernels, plot=plot_kernels, subjects=subjects)
-    sys.path.remove(str(ROOT / "tools"))
+    return SimpleNamespace(bench=bench, kernels=gpu_kernels, plot=plot_kernels, subjects=subjects)
 
 
 def test_without_a_gpu_it_says_so_and_measures_what_is_there(

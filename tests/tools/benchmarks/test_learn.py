@@ -1,8 +1,6 @@
 """``tools/bench.py learn``: a real run of training, and whether its loss fell."""
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +14,11 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
-def tools() -> Iterator[SimpleNamespace]:
-    sys.path.insert(0, str(ROOT / "tools"))
+def tools(tools_path: Path) -> SimpleNamespace:
     import bench
     from benchmarks import learn
 
-    yield SimpleNamespace(bench=bench, learn=learn)
-    sys.path.remove(str(ROOT / "tools"))
+    return SimpleNamespace(bench=bench, learn=learn)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -64,9 +65,9 @@ def test_chunked_forms_are_faster_than_recurrences_and_linear_in_the_length(resu
     assert found["growth"] < softmax["growth"]
 
 
-def test_table_for_people(root: Path) -> None:
-    arguments = ["--tokens", "40", "--heads", "1", "--width", "4", "--repeats", "1"]
-    lines = bench_mixers(root, *arguments).splitlines()
+def test_table_for_people(bench_in_process: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_in_process.main(["mixers", "--tokens", "40", "--heads", "1", "--width", "4", "--repeats", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("mixers on ")
     assert "clock cpu" in lines[1]
     assert all(any(name in line for line in lines[2:]) for name in (*LINEAR, "llama", "speed-up", "growth"))

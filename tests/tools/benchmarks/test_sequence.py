@@ -5,8 +5,6 @@ import copy
 import importlib
 import io
 import math
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,14 +27,9 @@ NUMBERS = {
 
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[ModuleType]:
+def bench(tools_path: Path) -> ModuleType:
     """The processes that it starts find it on the path too."""
-    tools = str(Path(__file__).resolve().parents[3] / "tools")
-    sys.path.insert(0, tools)
-    try:
-        yield importlib.import_module("benchmarks.sequence")
-    finally:
-        sys.path.remove(tools)
+    return importlib.import_module("benchmarks.sequence")
 
 
 @pytest.fixture(scope="module")

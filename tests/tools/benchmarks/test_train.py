@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import ModuleType
@@ -20,12 +19,10 @@ SHAPE = [CONFIG, "--lengths", "256", "64", "--tokens-per-step", "512", "--micro-
 
 
 @pytest.fixture(scope="module")
-def tool() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(ROOT / "tools"))
+def tool(tools_path: Path) -> ModuleType:
     import bench
 
-    yield bench.train
-    sys.path.remove(str(ROOT / "tools"))
+    return bench.train
 
 
 def run(*arguments: str) -> int:

@@ -1,7 +1,6 @@
 """The search for tiles: what it tries, keeps and says, by times that are made up; and that launches read the tiles."""
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from importlib import import_module
 from pathlib import Path
@@ -19,14 +18,12 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
-def tools() -> Iterator[SimpleNamespace]:
+def tools(tools_path: Path) -> SimpleNamespace:
     """The modules of the tool, which import each other from their folder."""
-    sys.path.insert(0, str(ROOT / "tools"))
     import bench
     from benchmarks import gpu_kernels, subjects, tune
 
-    yield SimpleNamespace(bench=bench, kernels=gpu_kernels, subjects=subjects, tune=tune)
-    sys.path.remove(str(ROOT / "tools"))
+    return SimpleNamespace(bench=bench, kernels=gpu_kernels, subjects=subjects, tune=tune)
 
 
 def tiles_of(operator: str) -> Any:
