@@ -48,7 +48,7 @@ COMMANDS: dict[str, Command] = {
         module="lightscale.launch.chaos.command", help="try out whether a run survives kills, damage and bad disks"
     ),
     "plan": Command(
-        module="lightscale.planning.plan_command", help="parameters, FLOPs, memory, speed and goodput of a run"
+        module="lightscale.planning.commands.plan", help="parameters, FLOPs, memory, speed and goodput of a run"
     ),
     "generate": Command(module="lightscale.evaluation.generate_command", help="continue a text with a model"),
 }

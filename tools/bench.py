@@ -12,21 +12,23 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import bench_checkpoint
-import bench_kernels
-import bench_learn
-import bench_loader
-import bench_operators
-import bench_plot
-import bench_prepare
-import bench_sequence
-import bench_train
-import bench_tune
 import torch
-from bench_turns import Report, positive
 from rich.console import Console
 from rich.table import Table
 
+import plot_kernels
+from benchmarks import (
+    checkpoint,
+    gpu_kernels,
+    learn,
+    loader,
+    operators,
+    prepare,
+    sequence,
+    train,
+    tune,
+)
+from benchmarks.turns import BenchmarkReport, positive
 from lightscale.errors import UserError
 from lightscale.runs.run_directory import write_atomically
 
@@ -37,7 +39,7 @@ class Benchmark:
 
     summary: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], Iterator[Report]]
+    run: Callable[[argparse.Namespace], Iterator[BenchmarkReport]]
     """Yields what is known so far, at least once: what takes long and is cut off keeps what it has."""
     threads: int | None = None
     """Threads of torch unless the command line says otherwise; None: torch's choice."""
@@ -47,71 +49,71 @@ class Benchmark:
     """Draws what was saved, as a PNG beside it."""
 
 
-def run_kernels(args: argparse.Namespace) -> Iterator[Report]:
+def run_kernels(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
     """The Triton kernels on a GPU; elsewhere their chunked forms, at sizes for a CPU."""
     if args.tune:
-        bench_tune.check_device()
-    bench = bench_kernels.Bench.here(args.repeats)
+        tune.check_device()
+    bench = gpu_kernels.Bench.here(args.repeats)
     settings = {"repeats": args.repeats}
     figures: dict[str, Any] = {}
-    for figures in bench_kernels.run(bench, args.shapes):
-        yield Report(settings=settings, figures=figures, table=bench_kernels.table(figures))
-    for tuned in bench_tune.tune(bench) if args.tune else ():
-        table = bench_kernels.table(figures)
-        table.caption = "\n".join([str(table.caption), *bench_tune.said(tuned)])
-        yield Report(settings=settings, figures=figures | {"tiles": tuned}, table=table)
+    for figures in gpu_kernels.run(bench, args.shapes):
+        yield BenchmarkReport(settings=settings, figures=figures, table=gpu_kernels.table(figures))
+    for tuned in tune.tune(bench) if args.tune else ():
+        table = gpu_kernels.table(figures)
+        table.caption = "\n".join([str(table.caption), *tune.said(tuned)])
+        yield BenchmarkReport(settings=settings, figures=figures | {"tiles": tuned}, table=table)
 
 
-def run_train(args: argparse.Namespace) -> Iterator[Report]:
+def run_train(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
     """Whole training steps over growing lengths."""
-    for figures in bench_train.run_arguments(args):
+    for figures in train.run_arguments(args):
         settings = {name: figures[name] for name in ("config", "tokens_per_step")}
         others = {name: value for name, value in figures.items() if name not in settings}
-        yield Report(settings=settings, figures=others, table=bench_train.table(figures))
+        yield BenchmarkReport(settings=settings, figures=others, table=train.table(figures))
 
 
-def run_learn(args: argparse.Namespace) -> Iterator[Report]:
+def run_learn(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
     """A short run of training."""
-    figures = bench_learn.run(args.config, steps=args.steps, store=args.store, overrides=args.overrides)
+    figures = learn.run(args.config, steps=args.steps, store=args.store, overrides=args.overrides)
     settings = {name: getattr(args, name) for name in ("config", "steps", "overrides")}
-    yield Report(settings=settings, figures=figures, table=bench_learn.table(figures))
+    yield BenchmarkReport(settings=settings, figures=figures, table=learn.table(figures))
 
 
-def run_sequence(args: argparse.Namespace) -> Iterator[Report]:
+def run_sequence(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
     """What the exchanges of states send, against the formulas, and for how long they are waited for."""
-    settings = bench_sequence.settings_of(args)
-    figures = bench_sequence.run(settings)
-    yield Report(settings=asdict(settings), figures=figures, table=bench_sequence.table(figures))
+    settings = sequence.settings_of(args)
+    figures = sequence.run(settings)
+    yield BenchmarkReport(settings=asdict(settings), figures=figures, table=sequence.table(figures))
 
 
-def run_checkpoint(args: argparse.Namespace) -> Iterator[Report]:
+def run_checkpoint(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
     """What a step waits for when the run is saved."""
-    settings = bench_checkpoint.Settings(
+    settings = checkpoint.CheckpointSettings(
         ranks=args.ranks, state_bytes=round(args.state_mb * 1e6), repeats=args.repeats, folder=args.folder
     )
-    figures = bench_checkpoint.run(settings)
-    yield Report(settings=figures.pop("settings"), figures=figures, table=bench_checkpoint.table(figures))
+    figures = checkpoint.run(settings)
+    yield BenchmarkReport(settings=figures.pop("settings"), figures=figures, table=checkpoint.table(figures))
 
 
 def data_arguments(parser: argparse.ArgumentParser) -> None:
     """What is measured of the corpus pipeline."""
     parser.add_argument("--documents", type=Path, help="English jsonl (default: pages of Debian packages)")
     parser.add_argument("--only", choices=("loader", "prepare"), help="one half (default: both)")
-    parser.add_argument("--no-memory", action="store_true", help="leave out the peaks of memory, which take longest")
+    parser.add_argument("--no-memory", action="store_true", help="skip peak memory, which takes longest")
 
 
-def run_data(args: argparse.Namespace) -> Iterator[Report]:
+def run_data(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
     """The loader beside a raw copy, zarr and other loaders; the whole pipeline beside datatrove."""
     figures: dict[str, Any] = {}
     if args.only != "prepare":
-        figures["loader"] = bench_loader.run(repeats=args.repeats)
+        figures["loader"] = loader.run(repeats=args.repeats)
     if args.only != "loader":
-        figures["prepare"] = bench_prepare.run(args.documents, repeats=args.repeats, memory=not args.no_memory)
+        figures["prepare"] = prepare.run(args.documents, repeats=args.repeats, memory=not args.no_memory)
     table = Table("figure")
     table.add_column("value", justify="right")
     for name, value in _flat(figures):
         table.add_row(name, f"{value:,.4g}" if isinstance(value, float) else str(value))
-    yield Report(settings={"repeats": args.repeats}, figures=figures, table=table)
+    yield BenchmarkReport(settings={"repeats": args.repeats}, figures=figures, table=table)
 
 
 def _flat(nested: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -126,44 +128,44 @@ def _flat(nested: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 BENCHMARKS = {
     "lightning": Benchmark(
         summary="lightning attention on the CPU: chunked, naive recurrence, softmax attention (SDPA)",
-        add_arguments=bench_operators.lightning_arguments,
-        run=bench_operators.run_lightning,
+        add_arguments=operators.lightning_arguments,
+        run=operators.run_lightning,
     ),
     "mixers": Benchmark(
         summary="the operators of all mixers on the CPU: chunked at growing lengths, naive recurrence, SDPA",
-        add_arguments=bench_operators.mixers_arguments,
-        run=bench_operators.run_mixers,
+        add_arguments=operators.mixers_arguments,
+        run=operators.run_mixers,
         # Two threads that wait for each other are slowed many times over by a third that wants a core.
         threads=1,
     ),
     "kernels": Benchmark(
         summary="Triton kernels beside fla-core's and PyTorch's flash attention, and their floor (on a GPU)",
-        add_arguments=bench_kernels.add_arguments,
+        add_arguments=gpu_kernels.add_arguments,
         run=run_kernels,
         repeats=10,
-        draw=bench_plot.draw,
+        draw=plot_kernels.draw,
     ),
     "train": Benchmark(
         summary="tokens/s, MFU and memory of whole training steps over growing lengths, on one device",
-        add_arguments=bench_train.add_arguments,
+        add_arguments=train.add_arguments,
         run=run_train,
         # A step of half a million tokens takes seconds, and there are nine lengths.
         repeats=2,
     ),
     "learn": Benchmark(
         summary="a short training run by `lightscale train`: losses, tokens/s",
-        add_arguments=bench_learn.add_arguments,
+        add_arguments=learn.add_arguments,
         run=run_learn,
     ),
     "sequence": Benchmark(
         summary="exchanges of states between sequence ranks: calls, bytes, and time waited for, on CPU processes",
-        add_arguments=bench_sequence.add_arguments,
+        add_arguments=sequence.add_arguments,
         run=run_sequence,
         threads=1,
     ),
     "checkpoint": Benchmark(
         summary="saving on CPU processes: what a step waits for, beside a plain copy and a synchronous save",
-        add_arguments=bench_checkpoint.add_arguments,
+        add_arguments=checkpoint.add_arguments,
         run=run_checkpoint,
         threads=1,
     ),
@@ -253,7 +255,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         path = None if args.save is None else saved_as(args.save, args.name, host)
         if path is not None and BENCHMARKS[args.name].draw is not None:
-            bench_plot.check_matplotlib()
+            plot_kernels.check_matplotlib()
         for report in BENCHMARKS[args.name].run(args):
             figures = {"benchmark": args.name, "machine": host, "settings": report.settings} | report.figures
             if path is not None:

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench import machine, positive
 from rich.console import Console
 from rich.table import Table
 
+from bench import machine, positive
 from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
 from lightscale.data_pipeline.store.token_store import TokenStore
@@ -54,7 +54,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class ArchitectureResult:
     """What a finished run says. Losses are in nats per token."""
 
     run: str
@@ -72,7 +72,7 @@ class Result:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, collect, write; exit code 0, 1, that of a failed run, or 78 for a person's mistake."""
+    """Train, collect, write; exit code 0, 1, that of a failed run, or 78 for a mistake of the user."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     args = parse(words)
     try:
@@ -93,15 +93,33 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         "--architecture",
         action="append",
         metavar="NAME",
-        help=f"of configs/arch; once for each (default: {', '.join(ARCHITECTURES)})",
+        help=f"architecture in configs/arch; repeat for several (default: {', '.join(ARCHITECTURES)})",
     )
-    add("--size", default="1M", metavar="NAME", help="of configs/size (default: %(default)s)")
+    add("--size", default="1M", metavar="NAME", help="size in configs/size (default: %(default)s)")
     add("--steps", type=positive, metavar="N", help="optimizer steps of every run (default: the recipe's)")
     processes = min(2, torch.cuda.device_count()) or 2
-    add("--processes", type=positive, default=processes, metavar="N", help="of a run (default: %(default)s)")
-    add("--runs", type=Path, default=Path("runs/compare"), metavar="DIR", help="of the runs (default: %(default)s)")
-    add("--out", type=Path, default=Path("benchmarks"), metavar="DIR", help="of the results (default: %(default)s)")
-    add("--note", action="append", default=[], metavar="TEXT", help="a remark to record, such as what else ran")
+    add("--processes", type=positive, default=processes, metavar="N", help="processes per run (default: %(default)s)")
+    add(
+        "--runs",
+        type=Path,
+        default=Path("runs/compare"),
+        metavar="DIR",
+        help="directory of the runs (default: %(default)s)",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=Path("benchmarks"),
+        metavar="DIR",
+        help="directory of the results (default: %(default)s)",
+    )
+    add(
+        "--note",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="note to record, such as what else ran on the machine",
+    )
     add("--json", action="store_true", help="print the results as JSON, not as a table")
     return parser.parse_intermixed_args(words)
 
@@ -109,14 +127,16 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def compare(args: argparse.Namespace, command: str) -> int:
     """Everything, once the command line is read."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("the picture needs matplotlib; `pip install matplotlib` would do")
+        raise UserError("the picture needs matplotlib; use `pip install matplotlib`")
     runs = [make_run(name, args) for name in args.architecture or ARCHITECTURES]
     entropies = unigram_entropies(runs[0].config)
     for number, run in enumerate(runs, start=1):
         console.rule(f"[bold]{run.architecture}[/bold], {number} of {len(runs)}")
         code = train(run, args)
         if code:
-            hint = "another --runs begins anew" if code == UserError.EXIT_CODE else "the same command goes on"
+            hint = (
+                "use another --runs to begin anew" if code == UserError.EXIT_CODE else "run the same command to resume"
+            )
             console.print(f"{run.architecture} has not finished (exit code {code}); {hint}")
             return code
     results = {run.architecture: collect(run) for run in runs}
@@ -185,14 +205,14 @@ def train(run: Run, args: argparse.Namespace) -> int:
         return process.wait()
 
 
-def collect(run: Run) -> Result:
+def collect(run: Run) -> ArchitectureResult:
     """Read the metrics of a finished run."""
     lines = read_metrics(run.directory.metrics)
     losses = [line["loss"] for line in lines]
     name = next(iter(run.config.data.validation))
     validation = {line["step"]: line["validation"][name]["loss"] for line in lines if "validation" in line}
     terms = parameter_terms(run.config.model)
-    return Result(
+    return ArchitectureResult(
         run=str(run.directory.path),
         parameters=sum(terms.values()),
         parameters_without_embedding=sum(terms.values()) - terms[EMBEDDING],
@@ -205,7 +225,7 @@ def collect(run: Run) -> Result:
 
 
 def record(
-    results: dict[str, Result],
+    results: dict[str, ArchitectureResult],
     config: RunConfig,
     entropies: dict[str, float],
     *,

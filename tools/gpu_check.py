@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench import machine, saved_as
-from bench_plot import check_matplotlib
 from rich.console import Console
 from rich.table import Table
 
+from bench import machine, saved_as
 from lightscale.errors import UserError
 from lightscale.runs.run_directory import write_atomically
+from plot_kernels import check_matplotlib
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = "{results}"
@@ -82,7 +82,7 @@ def check_device() -> None:
         raise UserError(f"{needs} and the package triton, which is not installed")
     check_matplotlib()
     if find_spec("fla") is None:
-        console.print("fla-core is not installed: no kernels of its stand beside ours (`pip install fla-core`)")
+        console.print("fla-core is not installed: comparison with its kernels skipped; use `pip install fla-core`")
 
 
 def run_part(part: Part, results: Path, folder: Path, limit_s: float) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def run_part(part: Part, results: Path, folder: Path, limit_s: float) -> dict[st
         code = process.wait(limit_s)
     except subprocess.TimeoutExpired:
         code = TIMED_OUT
-        console.print(f"[red]ended after its limit of {limit_s:g} s[/red]")
+        console.print(f"[red]stopped after the limit of {limit_s:g} s[/red]")
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -163,8 +163,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0, 1 if anything failed or missed its target, 78 without a GPU."""
     parser = argparse.ArgumentParser(prog="gpu_check.py", description="Checks that need a GPU, and their figures.")
     parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS), help="parts (default: all)")
-    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks", metavar="FOLDER", help="(default benchmarks)")
-    parser.add_argument("--limit-s", type=float, default=1800.0, help="of each part (default 1800)")
+    parser.add_argument(
+        "--save",
+        type=Path,
+        default=ROOT / "benchmarks",
+        metavar="FOLDER",
+        help="folder of the results (default: benchmarks)",
+    )
+    parser.add_argument("--limit-s", type=float, default=1800.0, help="limit of each part, in seconds (default 1800)")
     args = parser.parse_args(arguments)
     try:
         check_device()

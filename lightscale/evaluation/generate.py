@@ -145,7 +145,9 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def decode_stream(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
-    """The text of ``ids`` in pieces, each as soon as its characters are complete; joined they are ``decode(ids)``."""
+    """The text of ``ids`` in parts, each as soon as its characters are complete; joined they are ``decode(ids)``."""
+    # Tokens may end within a character: its bytes decode to replacement characters until the last one has come. They
+    # are held back, at most as many as a character may lack, because a text may also hold a real replacement character.
     waiting: list[int] = []
     shown, text = 0, ""
     for token in ids:

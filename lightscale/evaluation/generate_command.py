@@ -25,9 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, default=0.8, metavar="T", help=temperature)
     add("--top-k", type=int, metavar="K", help="only the K most probable tokens (default: all)")
     add("--top-p", type=float, metavar="P", help="only the most probable tokens that together have P (default: all)")
-    add("--seed", type=int, default=0, help="of the random choices (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of the random choices (default: %(default)s)")
     add("--store", type=Path, metavar="PATH", help="token store with the tokenizer (default: that of the run)")
-    add("--json", action="store_true", help="print the text and what it took as JSON")
+    add("--json", action="store_true", help="print the text and its timings as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,15 +38,15 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--tokens {args.tokens}: must be at least 1")
     with load_model(args.run, step=args.step, store=args.store) as loaded:
         for reason in loaded.refused:
-            print(f"passed over a damaged checkpoint: {reason}", file=sys.stderr)
+            print(f"skipped a damaged checkpoint: {reason}", file=sys.stderr)
         tokenizer = loaded.tokenizer
         prompt_ids = encode_prompt(tokenizer, prompt)
         timed = _Timed(generate(loaded.model, tokenizer, prompt_ids, max_tokens=args.tokens, sampling=sampling))
-        pieces = decode_stream(tokenizer, timed)
+        parts = decode_stream(tokenizer, timed)
         if args.json:
-            print(json.dumps(_record(args, loaded, prompt, "".join(pieces), timed), ensure_ascii=False))
+            print(json.dumps(_record(args, loaded, prompt, "".join(parts), timed), ensure_ascii=False))
         else:
-            _show(prompt, pieces)
+            _show(prompt, parts)
             print(f"{timed.summary()}, from {loaded.checkpoint}", file=sys.stderr)
     return 0
 
@@ -78,12 +78,12 @@ class _Timed:
         if not self.ids:
             return "the model ended the text at once"
         count = f"{len(self.ids)} token{'' if len(self.ids) == 1 else 's'} in {self.times_s[-1]:.2f} s"
-        return count if self.tokens_per_s is None else f"{count} ({self.tokens_per_s:.0f} a second after the prompt)"
+        return count if self.tokens_per_s is None else f"{count} ({self.tokens_per_s:.0f} tokens/s after the prompt)"
 
 
 def _read_prompt(args: argparse.Namespace) -> str:
     if args.prompt is not None and args.prompt_file is not None:
-        raise UserError("--prompt and --prompt-file both name the text to continue: one of the two is enough")
+        raise UserError("--prompt and --prompt-file both name the text to continue; use only one of them")
     if args.prompt_file is None:
         text, origin = args.prompt, "--prompt"
     else:
@@ -91,7 +91,7 @@ def _read_prompt(args: argparse.Namespace) -> str:
     if text is None:
         return ""
     if not text:
-        raise UserError(f"{origin}: no text in it; leave the option out to let the model begin a document")
+        raise UserError(f"{origin}: empty; omit the option to let the model begin a document")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -108,10 +108,10 @@ def _read_text(path: Path) -> str:
         raise UserError(f"--prompt-file {path}: not valid UTF-8 at byte {error.start}") from error
 
 
-def _show(prompt: str, pieces: Iterable[str]) -> None:
+def _show(prompt: str, parts: Iterable[str]) -> None:
     sys.stdout.write(prompt)
-    for piece in pieces:
-        sys.stdout.write(piece)
+    for part in parts:
+        sys.stdout.write(part)
         sys.stdout.flush()
     sys.stdout.write("\n")
     sys.stdout.flush()

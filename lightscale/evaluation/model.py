@@ -30,7 +30,7 @@ class LoadedModel:
     """Optimizer steps that the weights have seen."""
     checkpoint: Path
     refused: tuple[str, ...]
-    """Why newer checkpoints were passed over, one line each."""
+    """Why newer checkpoints were skipped, one line each."""
 
 
 @contextmanager
@@ -51,6 +51,7 @@ def load_model(
     """
     directory = RunDirectory(run)
     config = _read_config(directory)
+    # One process whatever the run's layout: the shards of a checkpoint say which part of a tensor they are.
     check_mixers(config.model, ParallelConfig())
     _check_step(directory, step)
     chosen = _choose_store(directory, config, store)
@@ -101,7 +102,7 @@ def _choose_store(directory: RunDirectory, config: RunConfig, store: Path | None
     if not config.data.store.exists():
         raise UserError(
             f"{config.data.store}: the token store that {directory.config} names is not there, and its tokenizer is "
-            "needed. The path counts from the directory in which the run was started: go there, or give --store PATH"
+            "needed. The path is relative to the directory where the run was started: change to it, or use --store PATH"
         )
     return config.data.store
 
@@ -111,5 +112,5 @@ def _check_tokenizer(tokenizer: Tokenizer, store: Path, restored: Restored) -> N
     if tokenizer.sha256 != expected:
         raise UserError(
             f"{store}: its tokenizer ({tokenizer.name}, sha256 {tokenizer.sha256[:16]}…) is not the one that "
-            f"{restored.path} was trained with (sha256 {expected[:16]}…); give the store of the run with --store"
+            f"{restored.path} was trained with (sha256 {expected[:16]}…); use the store of the run, by --store"
         )

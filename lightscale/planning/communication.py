@@ -1,7 +1,8 @@
 """Closed forms for the time of exchanges between ranks: latency, bytes, and links, nothing about models.
 
-P is what a rank contributes, in bytes. (Time of a collective: one latency, and the bytes that a rank receives over the
-bandwidth at which it receives; no form knows congestion.)
+P is what a rank contributes, in bytes. A message takes latency + bytes / bandwidth (Hockney's model), a collective one
+latency and the bytes that a rank receives by a ring algorithm (Thakur et al. 2005, doi 10.1177/1094342005051521) over
+the bandwidth at which it receives. No form knows congestion.
 """
 
 import math
@@ -27,7 +28,7 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class RankGroup:
     """Ranks that talk to each other, every `stride`-th of all, and where they stand."""
 
     ranks: int
@@ -58,6 +59,8 @@ class Group:
         hw = self.hardware
         gbytes_s = hw.nvlink_gbytes_s * hw.nvlink_collective_share
         if self.nodes > 1:
+            # Every rank of the node brings its NIC. A flat collective keeps only a share of them busy, a small one when
+            # messages are of some MBs; a node with a single rank of the group does as well as a pair.
             share = hw.nic_bulk_share if bulk else hw.nic_state_share
             gbytes_s = min(gbytes_s, hw.nic_gbytes_s * max(hw.nic_pair_share, self.per_node * share))
         return Link(latency_s=hw.collective_us * 1e-6, bytes_s=gbytes_s * 1e9)
@@ -78,12 +81,12 @@ def chain_s(hops: int, payload_bytes: float, link: Link) -> float:
     return hops * link.message_s(payload_bytes)
 
 
-def gather_s(group: Group, payload_bytes: float) -> float:
+def gather_s(group: RankGroup, payload_bytes: float) -> float:
     """One flat all-gather of states."""
     return all_gather_s(group.ranks, payload_bytes, group.collective(bulk=False))
 
 
-def two_level_s(group: Group, payload_bytes: float, heads: int) -> float:
+def two_level_s(group: RankGroup, payload_bytes: float, heads: int) -> float:
     """Gather inside nodes; gather the nodes' combined states, each rank some heads; gather these inside nodes.
 
     Only (nodes - 1) P / g bytes come in by a NIC, g the ranks in a node, if they divide the heads. Within one node it
@@ -92,7 +95,8 @@ def two_level_s(group: Group, payload_bytes: float, heads: int) -> float:
     g = group.per_node
     if not _is_two_level(group):
         return gather_s(group, payload_bytes)
-    within = Group(ranks=g, stride=group.stride, hardware=group.hardware).collective(bulk=False)
+    within = RankGroup(ranks=g, stride=group.stride, hardware=group.hardware).collective(bulk=False)
+    # Ranks with the same heads of all nodes are a group of its own: each has a NIC to itself, as in a pair.
     across = Link(latency_s=within.latency_s, bytes_s=group.pair(within=False).bytes_s)
     share = _share_bytes(payload_bytes, heads, g)
     return (
@@ -102,7 +106,7 @@ def two_level_s(group: Group, payload_bytes: float, heads: int) -> float:
     )
 
 
-def _is_two_level(group: Group) -> bool:
+def _is_two_level(group: RankGroup) -> bool:
     return group.nodes > 1 and group.per_node > 1
 
 
@@ -111,8 +115,9 @@ def _share_bytes(payload_bytes: float, heads: int, ranks: int) -> float:
     return payload_bytes * math.ceil(heads / ranks) / heads
 
 
-def ring_s(group: Group, payload_bytes: float) -> float:
+def ring_s(group: RankGroup, payload_bytes: float) -> float:
     """From the first rank to the last, within nodes by NVLink and between them by NICs."""
+    # Neighbours in the ring are neighbours in the nodes, so that it leaves each node once.
     across = group.nodes - 1
     within = group.ranks - 1 - across
     return chain_s(within, payload_bytes, group.pair(within=True)) + chain_s(
@@ -120,7 +125,7 @@ def ring_s(group: Group, payload_bytes: float) -> float:
     )
 
 
-def exchange_s(exchange: Exchange, group: Group, payload_bytes: float, heads: int) -> float:
+def exchange_s(exchange: Exchange, group: RankGroup, payload_bytes: float, heads: int) -> float:
     """From when every rank has its summary, of so many heads, until the last has all that it needs."""
     if group.ranks == 1:
         return 0.0
@@ -129,11 +134,12 @@ def exchange_s(exchange: Exchange, group: Group, payload_bytes: float, heads: in
     return two_level_s(group, payload_bytes, heads) if exchange == "two_level" else gather_s(group, payload_bytes)
 
 
-def exchange_buffer_bytes(exchange: Exchange, group: Group, payload_bytes: float, heads: int) -> float:
+def exchange_buffer_bytes(exchange: Exchange, group: RankGroup, payload_bytes: float, heads: int) -> float:
     """What a rank holds while it exchanges, beside its own payload."""
     if group.ranks == 1:
         return 0.0
     if exchange == "ring":
+        # The state that comes in, and the one that goes out.
         return 2 * payload_bytes
     if exchange == "two_level" and _is_two_level(group):
         share = _share_bytes(payload_bytes, heads, group.per_node)

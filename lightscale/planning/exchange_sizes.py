@@ -27,6 +27,7 @@ class Summary:
     def of_mixer(num_heads: int, forward: int, backward: int, *, tensor: int) -> "Summary":
         """Of the numbers that a mixer names for all `tensor` ranks: those beyond the state are decays."""
         decays = forward - backward
+        # `backward` counts the gradient of the state alone.
         # LightNet's flag says for all heads at once whether a document begins.
         whole = decays % num_heads
         return Summary(

@@ -45,11 +45,13 @@ def simulate(
     if runs is None:
         saves = sum(duration_s / (interval_s + regime.stall_s) for interval_s in intervals_s)
         runs = min(max(int(_BUDGET_SAVES / max(saves, 1.0)), _FEWEST_RUNS), _MOST_RUNS)
+    # A generator for each run, seeded by its number: what one interval draws does not shift the failures of another.
     histories = [_failures(regime, duration_s, random.Random(f"{seed}/{run}")) for run in range(runs)]
-    return [
-        _estimate(interval_s, [play(regime, interval_s, duration_s=duration_s, failures=one) for one in histories])
-        for interval_s in intervals_s
-    ]
+    estimates = []
+    for interval_s in intervals_s:
+        runs_shares = [simulate_run(regime, interval_s, duration_s=duration_s, failures=one) for one in histories]
+        estimates.append(_estimate(interval_s, runs_shares))
+    return estimates
 
 
 def as_good_as_best(estimates: Sequence[Estimate]) -> list[Estimate]:
@@ -63,7 +65,7 @@ def as_good_as_best(estimates: Sequence[Estimate]) -> list[Estimate]:
     return [one for one in estimates if is_close(one)]
 
 
-def play(regime: Regime, interval_s: float, *, duration_s: float, failures: Iterable[float]) -> Shares:
+def simulate_run(regime: Regime, interval_s: float, *, duration_s: float, failures: Iterable[float]) -> Shares:
     """One run of `duration_s`, with failures at these times, in ascending order.
 
     It begins with a step, and what is done at its end counts as saved.
@@ -75,15 +77,15 @@ def play(regime: Regime, interval_s: float, *, duration_s: float, failures: Iter
     now, restart_s, is_after_stop = 0.0, 0.0, False
     progress = stalls = lost = restarts = stops = 0.0
     while now < duration_s:
-        life = _live(
+        attempt = _run_attempt(
             regime, interval_s, began=now, restart_s=restart_s, leave_at=leave_at, end=min(failure, duration_s)
         )
-        kept = life.worked if life.ended >= duration_s else life.saved
-        progress, lost, stalls = progress + kept, lost + life.worked - kept, stalls + life.stalled
-        stops += life.leaving + (life.restarting if is_after_stop else 0.0)
-        restarts += 0.0 if is_after_stop else life.restarting
-        now, restart_s, is_after_stop = life.ended, regime.restart_s, life.has_left
-        if life.has_left:
+        kept = attempt.worked if attempt.ended >= duration_s else attempt.saved
+        progress, lost, stalls = progress + kept, lost + attempt.worked - kept, stalls + attempt.stalled
+        stops += attempt.leaving + (attempt.restarting if is_after_stop else 0.0)
+        restarts += 0.0 if is_after_stop else attempt.restarting
+        now, restart_s, is_after_stop = attempt.ended, regime.restart_s, attempt.has_left
+        if attempt.has_left:
             leave_at = now + job_s - regime.save_s
         else:
             failure = next(coming, math.inf)
@@ -91,7 +93,7 @@ def play(regime: Regime, interval_s: float, *, duration_s: float, failures: Iter
     return Shares(**{name: seconds / duration_s for name, seconds in parts.items()})
 
 
-class _Life(NamedTuple):
+class _Attempt(NamedTuple):
     """From one start to what ended it; seconds."""
 
     ended: float
@@ -105,16 +107,19 @@ class _Life(NamedTuple):
     """By itself, with everything saved."""
 
 
-def _live(regime: Regime, interval_s: float, *, began: float, restart_s: float, leave_at: float, end: float) -> _Life:
+def _run_attempt(
+    regime: Regime, interval_s: float, *, began: float, restart_s: float, leave_at: float, end: float
+) -> _Attempt:
     """From checkpoint to checkpoint, until `end` ends it, or it leaves by itself at `leave_at`."""
     now = began + restart_s
     if now >= end:
-        return _Life(ended=end, restarting=end - began)
+        return _Attempt(ended=end, restarting=end - began)
     stall_s, save_s, stop_at = regime.stall_s, regime.save_s, min(leave_at, end)
     worked = saved = stalled = 0.0
     # When the newest save is written, and the work that is in it.
     written_at, written, due = -math.inf, 0.0, now + interval_s
     while True:
+        # A save that is due waits until the one before is written; training goes on meanwhile.
         begins = due if due > written_at else written_at
         until = begins if begins < stop_at else max(now, stop_at)
         worked += until - now
@@ -132,10 +137,11 @@ def _live(regime: Regime, interval_s: float, *, began: float, restart_s: float, 
         stalled += stall_s
         due = now + interval_s
     if now >= end:
-        return _Life(ended=now, restarting=restart_s, worked=worked, saved=saved, stalled=stalled)
+        return _Attempt(ended=now, restarting=restart_s, worked=worked, saved=saved, stalled=stalled)
+    # The last save before an announced stop: nothing is left to train beside it, so that all of it is waited for.
     left = min(now + save_s, end)
     has_left = left < end
-    return _Life(
+    return _Attempt(
         ended=left,
         restarting=restart_s,
         worked=worked,

@@ -70,6 +70,7 @@ def expected_shares(regime: Regime, interval_s: float) -> Shares:
     Announced stops take their share of the time once, and leave the rest as it is.
     """
     rate, stall_s = regime.losses_per_s, regime.stall_s
+    # All means are per loss, that is per 1/rate of wall time; multiplied by the rate they are shares of it.
     # After a start the first save is due by the interval; the others may have to wait for the one before.
     first_s = interval_s + stall_s
     period_s = max(first_s, regime.save_s)
@@ -95,7 +96,10 @@ def expected_shares(regime: Regime, interval_s: float) -> Shares:
 
 
 def daly_interval_s(stall_s: float, mtbf_s: float) -> float:
-    """The interval of training between saves that costs least, to the higher order of Daly (2006)."""
+    """The interval of training between saves that costs least, by Daly (2006, doi 10.1016/j.future.2004.11.016).
+
+    The first term is Young's (1974); the others matter where a save takes more than some hundredths of the MTBF.
+    """
     if stall_s >= 2 * mtbf_s:
         return mtbf_s
     share = math.sqrt(stall_s / (2 * mtbf_s))

@@ -27,7 +27,7 @@ class Hardware:
     """Of the values that are not the defaults; by field."""
 
     gpus_per_node: int = _number(8, "GPUs of a node, each with a NIC of its own", _SHEET)
-    peak_tflops: float = _number(989, "dense bf16 products of a GPU, TFLOP/s", _SHEET)
+    peak_tflops: float = _number(989, "dense bf16 matrix products of a GPU, TFLOP/s", _SHEET)
     memory_gib: float = _number(79.6, "memory of a GPU, GiB", "nvidia-smi, H100 SXM")
     reserved_gib: float = _number(6, "kept free for CUDA, NCCL and the allocator's gaps, GiB")
     memory_gbytes_s: float = _number(3350, "memory bandwidth of a GPU, Gbytes/s", _SHEET)
@@ -39,10 +39,10 @@ class Hardware:
     forward_passes: float = _number(2, "reads and writes of each kept activation by elementwise work, forward")
     backward_passes: float = _number(4, "the same, backward")
     layer_launch_us: float = _number(200, "least time of a layer forward, for launching kernels, µs; twice backward")
-    nvlink_gbytes_s: float = _number(450, "NVLink of a GPU in one direction, Gbytes/s", _SHEET)
+    nvlink_gbytes_s: float = _number(450, "NVLink bandwidth of a GPU in one direction, Gbytes/s", _SHEET)
     nvlink_pair_share: float = _number(0.45, "share of it between two ranks")
     nvlink_collective_share: float = _number(0.67, "share of it in collectives within a node")
-    nic_gbytes_s: float = _number(50, "a NIC in one direction, Gbytes/s", "400 Gbit/s, data sheet")
+    nic_gbytes_s: float = _number(50, "bandwidth of a NIC in one direction, Gbytes/s", "400 Gbit/s, data sheet")
     nic_pair_share: float = _number(0.8, "share of it between two ranks")
     nic_state_share: float = _number(0.375, "share of all NICs of a node in flat collectives on states (MBs)")
     nic_bulk_share: float = _number(0.75, "the same in collectives on gradients, weights, keys and values")
@@ -112,8 +112,8 @@ def with_settings(hardware: Hardware, settings: Iterable[str]) -> Hardware:
         name, _, text = setting.partition("=")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it knows {', '.join(known)}"
-            raise UserError(f"--set {setting}: no such number of the hardware; {hint}")
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+            raise UserError(f"--set {setting}: no such hardware number; {hint}")
         values[name] = _value(setting, text, whole=known[name].type is int)
     given = dict.fromkeys(values, "given by --set")
     return dataclasses.replace(hardware, sources={**hardware.sources, **given}, **values)  # type: ignore[arg-type]
@@ -124,6 +124,4 @@ def _value(setting: str, text: str, *, whole: bool) -> float:
         return int(text) if whole else float(text)
     except ValueError:
         kind = "a whole number" if whole else "a number"
-        raise UserError(
-            f"--set {setting}: {text!r} is not {kind}; NAME=NUMBER, like nic_gbytes_s=50, would do"
-        ) from None
+        raise UserError(f"--set {setting}: {text!r} is not {kind}; use NAME=NUMBER, such as nic_gbytes_s=50") from None

@@ -1,11 +1,11 @@
-"""Memory of a training rank, from the configuration alone: an estimate, with what it counts and what it leaves out."""
+"""Memory of a training rank, from the configuration alone: an estimate, with what it counts and what it does not."""
 
 from dataclasses import dataclass, replace
 
 from lightscale.config.layout import Layout
 from lightscale.config.schema import Exchange, Recompute, RunConfig
 from lightscale.kernels.cross_entropy.chunked import WORKSPACE_BYTES
-from lightscale.planning.communication import Group, exchange_buffer_bytes
+from lightscale.planning.communication import RankGroup, exchange_buffer_bytes
 from lightscale.planning.hardware import H100, Hardware
 from lightscale.planning.workload import RECOMPUTE, StageWork, Workload
 from lightscale.training.optimizer.registry import optimizer_spec
@@ -64,7 +64,7 @@ _KEPT: dict[Recompute, str] = {
     "none": "activations without recomputation, under 1F1B: inputs and outputs of a block's norms; a mixer's "
     "projections, gates, activated queries and keys, its output, and that behind norm and gate; a "
     "GLU's two halves and their product",
-    "selective": "activations with selective recomputation: the same, those of the GLU left out but for one block",
+    "selective": "activations with selective recomputation: the same without those of the GLU, except for one block",
     "full": "activations with full recomputation: each block's input, and one block without recomputation",
 }
 
@@ -146,7 +146,7 @@ def _exchange_bytes(
 ) -> int:
     if layout.sequence == 1:
         return 0
-    group = Group(ranks=layout.sequence, stride=layout.tensor, hardware=hardware)
+    group = RankGroup(ranks=layout.sequence, stride=layout.tensor, hardware=hardware)
     row_bytes = _FP32_BYTES * layout.micro_batch_size
     summaries = [work.summary(layer, layout.tensor) for layer in held.layers if layer.has_state]
     num_softmax = len(held.layers) - len(summaries)

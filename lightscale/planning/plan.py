@@ -9,7 +9,7 @@ from lightscale.config.schema import ModelConfig, RunConfig
 from lightscale.models.accounting import EMBEDDING, parameter_terms
 from lightscale.models.flops import training_flops_per_token
 from lightscale.models.registry import check_mixers
-from lightscale.planning.communication import Group
+from lightscale.planning.communication import RankGroup
 from lightscale.planning.exchange_sizes import Summary, contribution
 from lightscale.planning.hardware import H100
 from lightscale.planning.memory import RankMemory, fullest_rank
@@ -29,7 +29,7 @@ class Parameters:
     study: int | None
     """Outside the embedding as the scaling-law study counts; None for hybrids and mixers that it does not know."""
     only_exact: dict[str, int]
-    """The terms that the study leaves out."""
+    """The terms that the study does not count."""
 
     @property
     def rest(self) -> int:
@@ -43,7 +43,7 @@ class Parameters:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateExchange:
+class StateExchangeSize:
     """What each rank contributes to an exchange of states along `sequence`, per layer and micro-batch.
 
     By `parallel.exchange`; the first and the last rank of a ring send only one way.
@@ -59,20 +59,20 @@ class StateExchange:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RunPlan:
     """All of it."""
 
     layout: Layout
     parameters: Parameters
     study_flops: float | None
-    """Training FLOPs per step as the study counts them, logits left out; None where it has no such architecture."""
+    """Training FLOPs per step as the study counts them, without logits; None where it has no such architecture."""
     mfu_flops: float
     """Training FLOPs per step that MFU takes: the matrix products of projections, mixers, GLUs and logits."""
     tokens_per_step: int
     steps: int
     memory: RankMemory
     """Of the ranks that hold most."""
-    exchanges: tuple[StateExchange, ...]
+    exchanges: tuple[StateExchangeSize, ...]
 
     @property
     def tokens(self) -> int:
@@ -80,7 +80,7 @@ class Plan:
         return self.steps * self.tokens_per_step
 
 
-def plan(config: RunConfig, processes: int | None = None) -> Plan:
+def plan(config: RunConfig, processes: int | None = None) -> RunPlan:
     """The plan of a run on `processes` ranks; None: as few as the layout allows.
 
     Raises UserError for an unknown mixer and for a layout that would not run.
@@ -88,7 +88,7 @@ def plan(config: RunConfig, processes: int | None = None) -> Plan:
     check_mixers(config.model, config.parallel)
     layout = check_layout(config, processes or _fewest_processes(config))
     model, data, train = config.model, config.data, config.train
-    return Plan(
+    return RunPlan(
         layout=layout,
         parameters=count_parameters(model),
         study_flops=study_training_flops(
@@ -114,26 +114,26 @@ def _fewest_processes(config: RunConfig) -> int:
     return parallel.tensor * parallel.pipeline * parallel.sequence * (parallel.data or 1)
 
 
-def _exchanges(config: RunConfig, layout: Layout) -> Iterator[StateExchange]:
+def _exchanges(config: RunConfig, layout: Layout) -> Iterator[StateExchangeSize]:
     model, parallel = config.model, config.parallel
     work = Workload(model, config.data.sequence_length)
     # Where nobody says how many ranks share a node, as many as there are GPUs in one.
     hardware = replace(H100, gpus_per_node=parallel.ranks_per_node or H100.gpus_per_node)
-    per_node = Group(ranks=layout.sequence, stride=layout.tensor, hardware=hardware).per_node
+    per_node = RankGroup(ranks=layout.sequence, stride=layout.tensor, hardware=hardware).per_node
     row_bytes = _STATE_BYTES * layout.micro_batch_size
 
-    def exchange(mixer: str, layers: tuple[int, int] | None, summary: Summary) -> StateExchange:
+    def exchange(mixer: str, layers: tuple[int, int] | None, summary: Summary) -> StateExchangeSize:
         sent = contribution(parallel.exchange, summary, per_node)
         sizes = row_bytes * sent.forward, row_bytes * sent.backward
-        return StateExchange(mixer=mixer, layers=layers, forward_bytes=sizes[0], backward_bytes=sizes[1])
+        return StateExchangeSize(mixer=mixer, layers=layers, forward_bytes=sizes[0], backward_bytes=sizes[1])
 
     for part, summary in work.embedding_part_summaries(layout.tensor).items():
         yield exchange(part, None, summary)
     alike = itertools.groupby(range(model.num_layers), key=lambda layer: (model.layers[layer], work.layers[layer]))
     for (name, layer), group in alike:
         numbers = list(group)
-        place = numbers[0], numbers[-1]
+        first_and_last = numbers[0], numbers[-1]
         if layer.has_state:
-            yield exchange(name, place, work.summary(layer, layout.tensor))
+            yield exchange(name, first_and_last, work.summary(layer, layout.tensor))
         else:
-            yield StateExchange(mixer=name, layers=place, forward_bytes=None, backward_bytes=None)
+            yield StateExchangeSize(mixer=name, layers=first_and_last, forward_bytes=None, backward_bytes=None)

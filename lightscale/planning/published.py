@@ -2,7 +2,7 @@
 
 These are the counts that its scaling laws are fitted to: parameters without the embedding, and training FLOPs per
 step without the logits. They are not what a model needs: MFU takes `lightscale.models.flops`. As in the study, 2 stands
-for a multiplication and addition, 3 for forward and backward, and kernels work on blocks of B = d/h tokens.
+for a multiplication and addition, 3 for forward and backward, and kernels compute chunks of B = d/h tokens.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,8 @@ class Symbols:
     """Rank of the output gate, 0 without."""
     e: int
     """Decays of the Toeplitz positional encoding."""
-    block: int
+    chunk: int
+    """Tokens that a kernel computes together; the study calls it B."""
     n: int = 0
     """Tokens of a sequence."""
     batch: int = 0
@@ -48,7 +49,7 @@ class Symbols:
             g=model.intermediate_size,
             t=gate_rank(model, 0) if isinstance(model.layer_options(0), GatedMixerOptions) else 0,
             e=model.head_dim,
-            block=model.head_dim,
+            chunk=model.head_dim,
             n=n,
             batch=batch,
         )
@@ -83,20 +84,20 @@ def _llama_flops(s: Symbols) -> float:
 
 
 def _tnl_flops(s: Symbols) -> float:
-    projections_and_states = 8 * s.n * s.d**2 + 4 * s.n * s.d**2 / s.h + s.n * s.d**2 / (s.block * s.h)
-    blocks = 4 * s.n * s.block * s.d + s.n * s.block * s.h
-    return projections_and_states + blocks + 4 * s.n * s.t * s.d + 2 * s.n * s.d
+    projections_and_states = 8 * s.n * s.d**2 + 4 * s.n * s.d**2 / s.h + s.n * s.d**2 / (s.chunk * s.h)
+    within_chunks = 4 * s.n * s.chunk * s.d + s.n * s.chunk * s.h
+    return projections_and_states + within_chunks + 4 * s.n * s.t * s.d + 2 * s.n * s.d
 
 
 def _hgrn2_flops(s: Symbols) -> float:
-    projections_and_states = 8 * s.n * s.d**2 + 4 * s.n * s.d**2 / s.h + s.n * s.d**2 / (s.block * s.h)
-    return projections_and_states + 4 * s.n * s.block * s.d + s.n * s.block * s.h + 5 * s.n * s.d
+    projections_and_states = 8 * s.n * s.d**2 + 4 * s.n * s.d**2 / s.h + s.n * s.d**2 / (s.chunk * s.h)
+    return projections_and_states + 4 * s.n * s.chunk * s.d + s.n * s.chunk * s.h + 5 * s.n * s.d
 
 
 def _cosformer2_flops(s: Symbols) -> float:
-    projections_and_states = 8 * s.n * s.d**2 + 8 * s.n * s.d**2 / s.h + 2 * s.n * s.d**2 / (s.block * s.h)
-    blocks = 6 * s.n * s.block * s.d + s.n * s.block * s.h
-    return projections_and_states + blocks + 4 * s.n * s.t * s.d + 2 * s.n * s.d
+    projections_and_states = 8 * s.n * s.d**2 + 8 * s.n * s.d**2 / s.h + 2 * s.n * s.d**2 / (s.chunk * s.h)
+    within_chunks = 6 * s.n * s.chunk * s.d + s.n * s.chunk * s.h
+    return projections_and_states + within_chunks + 4 * s.n * s.t * s.d + 2 * s.n * s.d
 
 
 _COUNTS = {
@@ -124,7 +125,7 @@ def _counts(model: ModelConfig) -> Counts | None:
 
 
 def study_parameters(model: ModelConfig) -> int | None:
-    """Parameters as the study counts them, the embedding left out; None for what it cannot count."""
+    """Parameters as the study counts them, without the embedding; None for what it cannot count."""
     counts = _counts(model)
     if counts is None:
         return None
@@ -138,7 +139,7 @@ def exact_only(terms: dict[str, int]) -> dict[str, int]:
 
 
 def study_training_flops(model: ModelConfig, *, sequence_length: int, batch_size: int) -> float | None:
-    """Training FLOPs of one step as the study counts them, the logits left out; None for what is not in the study."""
+    """Training FLOPs of one step as the study counts them, without the logits; None for what is not in the study."""
     counts = _counts(model)
     if counts is None or counts.mixer_flops is None:
         return None
@@ -232,7 +233,7 @@ def _study_row(configs: Path, architecture: str, size: str, published: Published
     if parameters is None or flops is None:
         raise UserError(
             f"{configs / f'{architecture}-{size}.toml'}: model.mixer = {model.mixer!r} is not in the study; "
-            f'"{architecture}" would do'
+            f'use "{architecture}"'
         )
     return StudyRow(
         architecture=architecture,

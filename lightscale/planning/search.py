@@ -67,6 +67,7 @@ def best_layouts(
         for layout in _layouts(config, gpus, sequence_length, hardware, fixed)
         for exchange in _exchanges(model, layout, fixed)
     ]
+    # What does not fit is kept, so that its memory can be shown.
     # Where none fits, the one that is nearest to fitting comes first.
     return sorted(found, key=lambda one: (not one.fits, -one.tokens_per_s if one.fits else one.memory.total_bytes))
 
@@ -94,19 +95,20 @@ def explain_none(config: RunConfig, *, nodes: int, sequence_length: int, hardwar
         config, nodes=nodes, sequence_length=sequence_length, hardware=hardware, fixed=replace(fixed, exchange=None)
     ):
         return UserError(
-            f"--layout exchange=two_level: no layout of {gpus} GPUs has as many ranks of a sequence on every node of "
-            f"{hardware.gpus_per_node}; exchange=gather would do"
+            f"--layout exchange=two_level: no layout of {gpus} GPUs has the same number of ranks of a sequence on "
+            f"every node of {hardware.gpus_per_node}; use exchange=gather"
         )
     return UserError(
         f"no layout of {gpus} GPUs trains on sequences of {sequence_length} tokens with the {config.tokens_per_step} "
         f"tokens a step of the configuration, {BATCH_TOLERANCE:.0%} more or less: heads, layers and sequences cannot "
-        "be shared out further; fewer --nodes or a larger train.global_batch_size would do"
+        "be divided further; use fewer --nodes or a larger train.global_batch_size"
     )
 
 
 def _layouts(config: RunConfig, gpus: int, sequence_length: int, hardware: Hardware, fixed: Fixed) -> Iterator[Layout]:
     shape, micro = config.model, config.train.micro_batch_size
     wanted_tokens = max(config.tokens_per_step, micro * sequence_length)
+    # Tensor ranks exchange activations in every layer: they stay within a node, where NVLink connects them.
     for tensor in _degrees("tensor", config, fixed, gpus, most=hardware.gpus_per_node):
         if any(size % tensor for size in (shape.num_heads, shape.intermediate_size, shape.vocab_size)):
             continue
@@ -149,8 +151,8 @@ def _exchanges(model: CostModel, layout: Layout, fixed: Fixed) -> list[Exchange]
     if fixed.exchange is None and not (has_states and layout.sequence > 1):
         return ["gather"]
     # Every node must have as many of a sequence's ranks as the others.
-    span, node = layout.sequence * layout.tensor, model.hardware.gpus_per_node
-    even = span % node == 0 or node % span == 0
+    sequence_gpus, node = layout.sequence * layout.tensor, model.hardware.gpus_per_node
+    even = sequence_gpus % node == 0 or node % sequence_gpus == 0
     wanted = (fixed.exchange,) if fixed.exchange else EXCHANGES
     return [exchange for exchange in wanted if even or exchange != "two_level"]
 

@@ -16,7 +16,7 @@ from lightscale.config.layout import Layout
 from lightscale.config.schema import Exchange, Recompute, RunConfig
 from lightscale.kernels.operators import CostClass
 from lightscale.models.flops import training_flops_per_token
-from lightscale.planning.communication import Group, all_gather_s, all_reduce_s, exchange_s
+from lightscale.planning.communication import RankGroup, all_gather_s, all_reduce_s, exchange_s
 from lightscale.planning.exchange_sizes import Summary
 from lightscale.planning.hardware import Hardware
 from lightscale.planning.memory import RankMemory, stage_memory, weight_bytes
@@ -83,16 +83,19 @@ class CostModel:
 
     def predict(self, layout: Layout, *, recompute: Recompute = "none", exchange: Exchange = "gather") -> Prediction:
         """What a step on `layout` takes."""
-        place = _Place(self, layout, recompute, exchange)
+        cost = _MicroBatchCost(self, layout, recompute, exchange)
         stages = self.work.stages(tensor=layout.tensor, pipeline=layout.pipeline)
         distinct = {stage.kind: stage for stage in stages}
-        by_kind = {kind: (place.forward(stage), place.backward(stage)) for kind, stage in distinct.items()}
+        by_kind = {kind: (cost.forward(stage), cost.backward(stage)) for kind, stage in distinct.items()}
         passes = [by_kind[stage.kind] for stage in stages]
         busy = [(forward + backward).busy_s for forward, backward in passes]
+        # 1F1B (Narayanan et al. 2021, arXiv 2104.04473, section 2.2): the pipeline goes at the speed of the slowest
+        # stage, which waits besides while the first micro-batch comes through the others and the last gradient goes
+        # back through them.
         slowest = busy.index(max(busy))
         work = (passes[slowest][0] + passes[slowest][1]) * layout.num_microbatches
         data = [
-            place.data(stage, forward.busy_s, backward.busy_s)
+            cost.data(stage, forward.busy_s, backward.busy_s)
             for stage, (forward, backward) in zip(stages, passes, strict=True)
         ]
         memory = self.memory(layout, recompute=recompute, exchange=exchange)
@@ -104,10 +107,10 @@ class CostModel:
             sequence_length=self.work.sequence_length,
             work=work,
             bubble_s=sum(busy) - max(busy),
-            messages_s=place.messages_s(),
+            messages_s=cost.messages_s(),
             data_s=max(exposed_s for exposed_s, _ in data),
             data_total_s=max(total_s for _, total_s in data),
-            optimizer_s=max(place.optimizer_s(stage) for stage in stages),
+            optimizer_s=max(cost.optimizer_s(stage) for stage in stages),
             memory=memory,
             fits=self.fits(memory),
             flops=tokens * self._flops_per_token,
@@ -115,7 +118,7 @@ class CostModel:
         )
 
 
-class _Place:
+class _MicroBatchCost:
     """One micro-batch on a rank of one layout."""
 
     def __init__(self, model: CostModel, layout: Layout, recompute: Recompute, exchange: Exchange) -> None:
@@ -124,9 +127,9 @@ class _Place:
         self.layout, self.recompute, self.exchange = layout, recompute, exchange
         self.tokens = layout.micro_batch_size * layout.rank_sequence_tokens
         self.hidden_size, self.vocab_size = self.work.model.hidden_size, self.work.model.vocab_size
-        self.tensor = Group(ranks=layout.tensor, stride=1, hardware=self.hw)
-        self.sequence = Group(ranks=layout.sequence, stride=layout.tensor, hardware=self.hw)
-        self.replicas = Group(ranks=layout.sequence * layout.data, stride=layout.tensor, hardware=self.hw)
+        self.tensor = RankGroup(ranks=layout.tensor, stride=1, hardware=self.hw)
+        self.sequence = RankGroup(ranks=layout.sequence, stride=layout.tensor, hardware=self.hw)
+        self.replicas = RankGroup(ranks=layout.sequence * layout.data, stride=layout.tensor, hardware=self.hw)
 
     def forward(self, stage: StageWork) -> Times:
         """A forward pass of `stage`."""
@@ -298,6 +301,7 @@ class _Place:
         # Stages are as far apart as can be: on one node only if all ranks are.
         link = self.replicas.pair(within=self.layout.world_size <= self.hw.gpus_per_node)
         message_s = link.message_s(self.tokens * self.hidden_size * self.size / self.layout.tensor)
+        # Forward and back: through all stages once, then one more for each micro-batch that follows.
         return 2 * message_s * (stages - 1 + self.layout.num_microbatches - 1)
 
     def data(self, stage: StageWork, forward_s: float, backward_s: float) -> tuple[float, float]:
@@ -309,6 +313,8 @@ class _Place:
         bucket = min(stage.parameters, max(_BUCKET, _BUCKET_PER_RANK * ranks))
         waited_s = total_s = 0.0
         for value_bytes, work_s in ((_FP32_BYTES, backward_s), (self.size, forward_s)):
+            # One bucket has no work beside it: the last gradients are reduced when the backward pass is over, and the
+            # first weights are gathered before the forward pass begins.
             one_s = all_gather_s(ranks, bucket * value_bytes / ranks, link)
             all_s = one_s + link.latency_s * (math.ceil(stage.parameters / bucket) - 1)
             all_s += (ranks - 1) / ranks * (stage.parameters - bucket) * value_bytes / link.bytes_s

@@ -11,8 +11,8 @@ import pytest
 
 from lightscale.errors import UserError
 from lightscale.planning.communication import (
-    Group,
     Link,
+    RankGroup,
     all_gather_s,
     all_reduce_s,
     chain_s,
@@ -40,8 +40,8 @@ ROUND = Hardware(
 )
 
 
-def group(ranks: int, stride: int = 1, hardware: Hardware = ROUND) -> Group:
-    return Group(ranks=ranks, stride=stride, hardware=hardware)
+def group(ranks: int, stride: int = 1, hardware: Hardware = ROUND) -> RankGroup:
+    return RankGroup(ranks=ranks, stride=stride, hardware=hardware)
 
 
 def test_primitives_by_hand() -> None:
@@ -191,7 +191,7 @@ def test_every_number_has_a_meaning_and_a_source() -> None:
     ("setting", "words"),
     [
         ("nic_gbyte_s=50", ["did you mean nic_gbytes_s"]),
-        ("speed=1", ["it knows gpus_per_node"]),
+        ("speed=1", ["known: gpus_per_node"]),
         ("nic_gbytes_s", ["'' is not a number"]),
         ("nic_gbytes_s=fast", ["'fast' is not a number", "nic_gbytes_s=50"]),
         ("gpus_per_node=2.5", ["'2.5' is not a whole number"]),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightscale.planning.failure_simulation import Estimate, as_good_as_best, play, simulate
+from lightscale.planning.failure_simulation import Estimate, as_good_as_best, simulate, simulate_run
 from lightscale.planning.failures import DAY_S, Regime, Shares, daly_interval_s, expected_shares
 from lightscale.runs.save_interval import best_interval_s
 
@@ -75,7 +75,7 @@ def simulated(name: str, factors: list[float], runs: int = 10) -> list[Estimate]
 def test_a_run_played_by_hand(failures: list[float], changes: dict[str, Any], expected: Shares) -> None:
     """Of 100 s: 20 s of work between saves, which stall 1 s and take 3 s; a restart takes 10 s."""
     regime = Regime(failures_per_s=1.0, stall_s=1, save_s=3, restart_s=10)
-    found = play(dataclasses.replace(regime, **changes), 20, duration_s=100, failures=failures)
+    found = simulate_run(dataclasses.replace(regime, **changes), 20, duration_s=100, failures=failures)
     assert total(found) == pytest.approx(1)
     assert dataclasses.asdict(found) == pytest.approx({k: v / 100 for k, v in dataclasses.asdict(expected).items()})
 

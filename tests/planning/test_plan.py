@@ -260,7 +260,7 @@ def test_study_reads_the_folder_in_the_current_directory(
 
 
 def loss_of(model: ModelConfig, mesh: Mesh) -> tuple[LanguageModel, Callable[[], Tensor]]:
-    """A model in fp32, and its loss on rows of one document each, this rank's stretch of them."""
+    """A model in fp32, and its loss on rows of one document each, this rank's segment of them."""
     module = LanguageModel(
         transformer_config(model, mesh, torch.float32), model, vocab_size=model.vocab_size, mesh=mesh
     )

@@ -17,7 +17,7 @@ import pytest
 from lightscale.config.files import load
 from lightscale.config.layout import Layout
 from lightscale.config.schema import RunConfig
-from lightscale.planning.communication import Group, all_gather_s, gather_s, ring_s
+from lightscale.planning.communication import RankGroup, all_gather_s, gather_s, ring_s
 from lightscale.planning.hardware import A100, H100, Hardware
 from lightscale.planning.memory import fullest_rank, rank_memory
 from lightscale.planning.prediction import Prediction, Times
@@ -308,7 +308,7 @@ def lasp_step_s(name: str, length: int, ranks: int) -> float:
     """A step of LASP on A100s: by FSDP all ranks are in the same layer, so that the chain is waited for in each."""
     step = on_one_axis(name, length, ranks, A100, recompute="full")
     model = config(name).model
-    chain = ring_s(Group(ranks=ranks, stride=1, hardware=A100), 4 * model.hidden_size * model.head_dim)
+    chain = ring_s(RankGroup(ranks=ranks, stride=1, hardware=A100), 4 * model.hidden_size * model.head_dim)
     return step.step_s - step.work.sequence_s + 2 * model.num_layers * chain
 
 
@@ -326,7 +326,7 @@ def test_lasp_2_is_faster_than_lasp() -> None:
     """[LASP-2] By 15.2 %; the model has no local work on the chain, and finds somewhat less."""
     gathered = on_one_axis("tnl-1b", 2048 * K, 64, A100, recompute="full")
     model = config("tnl-1b").model
-    waited = gather_s(Group(ranks=64, stride=1, hardware=A100), 4 * model.hidden_size * model.head_dim)
+    waited = gather_s(RankGroup(ranks=64, stride=1, hardware=A100), 4 * model.hidden_size * model.head_dim)
     lasp_2_s = gathered.step_s - gathered.work.sequence_s + 2 * model.num_layers * waited
     assert 1.01 < lasp_step_s("tnl-1b", 2048 * K, 64) / lasp_2_s < 1.4
 
@@ -336,7 +336,7 @@ def ring_attention_s(length: int, ranks: int) -> float:
     run = config("tnl-1b").model
     step = on_one_axis("tnl-1b", length, ranks, A100, recompute="full")
     message = 2 * (length // ranks) * run.hidden_size * 2
-    spread = Group(ranks=ranks, stride=1, hardware=A100)
+    spread = RankGroup(ranks=ranks, stride=1, hardware=A100)
     hop_s = spread.pair(within=False).message_s(message)
     return step.step_s - step.work.sequence_s + 3 * run.num_layers * (ranks - 1) * hop_s
 
@@ -353,7 +353,7 @@ def test_order_of_lasp_ulysses_and_megatron() -> None:
     model, tokens = config("tnl-1b").model, length // ranks
     step = on_one_axis("tnl-1b", length, ranks, A100, recompute="full")
     compute_s = step.step_s - step.work.sequence_s
-    spread = Group(ranks=ranks, stride=1, hardware=A100)
+    spread = RankGroup(ranks=ranks, stride=1, hardware=A100)
     # Ulysses: four all-to-alls a direction, nearly all of it to other nodes. Megatron: two gathers of the whole
     # sequence's activations and two reduce-scatters.
     exchanged = 8 * tokens * model.hidden_size * (ranks - 1) / ranks

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -37,10 +38,12 @@ def test_chunked_lightning_attention_is_the_fastest(root: Path) -> None:
         assert result["ratios"][way]["forward_backward"] >= 1.5
 
 
-def test_report_for_people_names_the_machine_and_the_ways(root: Path) -> None:
-    finished = bench(root, "lightning", "--tokens", "70", "--heads", "1", "--width", "8", "--repeats", "1")
-    assert finished.returncode == 0, finished.stderr
-    header, settings, *table = finished.stdout.splitlines()
+def test_report_for_people_names_the_machine_and_the_ways(
+    bench_in_process: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["lightning", "--tokens", "70", "--heads", "1", "--width", "8", "--repeats", "1"]
+    assert bench_in_process.main(arguments) == 0
+    header, settings, *table = capsys.readouterr().out.splitlines()
     assert header.startswith("lightning on ")
     assert "torch" in header
     assert settings == "dtype float32, rows 1, tokens 70, heads 1, width 8, chunk_size 64, repeats 1"
@@ -54,24 +57,24 @@ def test_report_for_people_names_the_machine_and_the_ways(root: Path) -> None:
         (["lightnin"], "invalid choice: 'lightnin'"),
     ],
 )
-def test_bad_arguments_are_named(root: Path, arguments: list[str], message: str) -> None:
-    finished = bench(root, *arguments)
-    assert finished.returncode == 2
-    assert message in finished.stderr
+def test_bad_arguments_are_named(
+    bench_in_process: ModuleType, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        bench_in_process.main(arguments)
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 COMMANDS = {
-    "checkpoint": ("checkpoint", "--ranks", "1", "--state-mb", "2"),
     "sequence": ("sequence", "--ranks", "2", "--tokens", "64", "--rows", "1", "--heads", "2", "--width", "8"),
     "data": ("data", "--only", "loader"),
 }
 
 
 # The others' commands are run by the tests of their figures.
-@pytest.mark.parametrize(
-    "name",
-    ["checkpoint", pytest.param("sequence", marks=pytest.mark.long), pytest.param("data", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", COMMANDS)
 def test_commands_end_with_their_figures(root: Path, name: str) -> None:
     finished = bench(root, *COMMANDS[name], "--repeats", "1", "--json")
     assert finished.returncode == 0, finished.stderr

@@ -3,7 +3,6 @@
 import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,16 +13,14 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = {"test": "a::good", "outcome": "passed", "seconds": 1.0, "errors": {"o": 0.001}}
 BAD = GOOD | {"test": "a::bad", "outcome": "failed"}
-LEFT_OUT = GOOD | {"test": "a::left_out", "outcome": "skipped"}
+SKIPPED = GOOD | {"test": "a::skipped", "outcome": "skipped"}
 
 
 @pytest.fixture(scope="module")
-def tool() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(ROOT / "tools"))
+def tool(tools_path: Path) -> ModuleType:
     import gpu_check
 
-    yield gpu_check
-    sys.path.remove(str(ROOT / "tools"))
+    return gpu_check
 
 
 def pytest_part(tool: ModuleType, code: int, *lines: dict[str, Any]) -> Any:
@@ -52,10 +49,10 @@ def check(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, **par
 
 
 def test_everything_well(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    parts = {"operators": pytest_part(tool, 0, GOOD, LEFT_OUT), "train": benchmark_part(tool, "train")}
+    parts = {"operators": pytest_part(tool, 0, GOOD, SKIPPED), "train": benchmark_part(tool, "train")}
     code, found = check(tool, monkeypatch, tmp_path, **parts)
     assert code == 0
-    assert found["operators"]["tests"] == [GOOD, LEFT_OUT]
+    assert found["operators"]["tests"] == [GOOD, SKIPPED]
     assert found["train"]["missed"] == []
     assert (tmp_path / found["train"]["saved"]).exists()
 
@@ -76,12 +73,12 @@ def test_later_parts_run_after_a_failure(tool: ModuleType, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     "part",
     [
-        lambda tool: pytest_part(tool, 0, LEFT_OUT),
+        lambda tool: pytest_part(tool, 0, SKIPPED),
         lambda tool: pytest_part(tool, 0),
         lambda tool: benchmark_part(tool, "train", verdict={"missed": ["MFU at 8192: 0.490, target 0.5"]}),
         lambda tool: benchmark_part(tool, "train", complete=False),
     ],
-    ids=["all left out", "no tests", "target missed", "cut off"],
+    ids=["all skipped", "no tests", "target missed", "cut off"],
 )
 def test_what_has_shown_nothing_or_missed_its_target_fails(
     tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: Any

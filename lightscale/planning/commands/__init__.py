@@ -1,0 +1,1 @@
+"""``lightscale plan``: its module, and those of its options ``--nodes`` and ``--failures``."""

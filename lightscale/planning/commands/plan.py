@@ -1,0 +1,251 @@
+"""``lightscale plan``: what a run would take, without building its model; the study's table of sizes.
+
+With ``--nodes`` it predicts speed: `scaling`; with ``--failures`` goodput: `failures`.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+
+from lightscale.config.files import load
+from lightscale.config.schema import RunConfig
+from lightscale.errors import UserError
+from lightscale.planning.commands import failures, scaling
+from lightscale.planning.memory import assumptions
+from lightscale.planning.plan import Parameters, RunPlan, StateExchangeSize, plan
+from lightscale.planning.published import Comparison, StudyRow, study_table
+
+EXIT_DISAGREES = 1
+_STUDY = "the study (arXiv 2406.16690)"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``lightscale plan``."""
+    parser.add_argument(
+        "config", nargs="?", type=Path, metavar="CONFIG", help="TOML file of the run; with --study the folder of runs"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="ranks (default: as few as the configured layout takes)"
+    )
+    parser.add_argument(
+        "--study",
+        action="store_true",
+        help="compare all sizes and architectures of the scaling-law study with its Table 7 (CONFIG: default configs)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    scaling.add_arguments(parser)
+    failures.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan, the study's table, or a prediction.
+
+    1 where the table disagrees with the published one, or where no layout fits on any of the nodes.
+    """
+    kinds = {"--study": args.study, "--nodes": args.nodes is not None, "--failures": args.failures}
+    if sum(kinds.values()) > 1:
+        raise UserError(f"{' and '.join(kind for kind, is_given in kinds.items() if is_given)}: use only one of them")
+    if args.nodes is None:
+        scaling.refuse_without_nodes(args)
+    if not args.failures:
+        failures.refuse_without_failures(args)
+    if args.study:
+        return _study(args)
+    if args.config is None:
+        raise UserError("no CONFIG given; use the TOML file of a run, or --study for the table of the study")
+    if args.nodes is not None:
+        return scaling.run(args)
+    if args.failures:
+        return failures.run(args)
+    if args.processes is not None and args.processes < 1:
+        raise UserError(f"--processes {args.processes}: must be at least 1")
+    config = load(args.config, args.overrides)
+    planned = plan(config, args.processes)
+    if args.json:
+        print(json.dumps({"config": str(args.config), **_record(config, planned)}, indent=2))
+    else:
+        _show(args.config, config, planned)
+    return 0
+
+
+def _record(config: RunConfig, planned: RunPlan) -> dict[str, Any]:
+    parameters, memory = planned.parameters, planned.memory
+    return {
+        "layout": {**dataclasses.asdict(planned.layout), "processes": planned.layout.world_size},
+        "parameters": {**dataclasses.asdict(parameters), "rest": parameters.rest, "total": parameters.total},
+        "training_flops_per_step": {"study": planned.study_flops, "mfu": planned.mfu_flops},
+        "run": {"tokens_per_step": planned.tokens_per_step, "steps": planned.steps, "tokens": planned.tokens},
+        "memory": {
+            **dataclasses.asdict(memory),
+            "total_bytes": memory.total_bytes,
+            "assumptions": assumptions(config),
+        },
+        "state_exchange": [dataclasses.asdict(exchange) for exchange in planned.exchanges],
+    }
+
+
+def _show(path: Path, config: RunConfig, planned: RunPlan) -> None:
+    # Wider than a pipe's 80 columns, so that no line of numbers is broken.
+    console = Console(highlight=False, markup=False, width=max(Console().width, 110))
+    layout = planned.layout
+    axes = ", ".join(f"{axis} {getattr(layout, axis)}" for axis in ("tensor", "pipeline", "sequence", "data"))
+    console.print(f"{path} on {_plural(layout.world_size, 'process', 'processes')}: {axes}\n")
+    console.print(_table(("parameters", "", ""), _parameter_lines(planned.parameters)))
+    console.print(_table(("training FLOPs per step", "", ""), _flops_lines(planned)))
+    lines = [("tokens per step", planned.tokens_per_step), ("steps", planned.steps), ("tokens", planned.tokens)]
+    console.print(_table(("run", "", ""), [(name, f"{count:,}", "") for name, count in lines]))
+    stages = f", stage {planned.memory.stage + 1} of {layout.pipeline}" if layout.pipeline > 1 else ""
+    console.print(_table((f"memory per rank{stages}", "GiB", ""), _memory_lines(planned)))
+    exchange = ("state exchange of a rank", "bytes", "per layer and micro-batch: forward / backward pass")
+    console.print(_table(exchange, _exchange_lines(planned)))
+    console.print("Memory is an estimate. Assumptions:")
+    for sentence in assumptions(config):
+        console.print(Padding(sentence, (0, 0, 0, 2), expand=False))
+
+
+def _parameter_lines(parameters: Parameters) -> Iterable[tuple[str, str, str]]:
+    yield "embedding", f"{parameters.embedding:,}", "shared with the output layer"
+    for name, count in parameters.terms.items():
+        yield name, f"{count:,}", f"not counted by {_STUDY}" if name in parameters.only_exact else ""
+    yield "outside the embedding", f"{parameters.rest:,}", "all parameters of the built model"
+    study = "—" if parameters.study is None else f"{parameters.study:,}"
+    yield "", study, f"as {_STUDY} counts" if parameters.study is not None else f"{_STUDY} has no such model"
+    yield "total", f"{parameters.total:,}", ""
+
+
+def _flops_lines(planned: RunPlan) -> Iterable[tuple[str, str, str]]:
+    mfu = "all matrix products that the model needs, logits too"
+    yield "for MFU", f"{planned.mfu_flops:.4g}", mfu
+    if planned.study_flops is None:
+        yield "of the study", "—", f"{_STUDY} has no such model"
+    else:
+        yield "of the study", f"{planned.study_flops:.4g}", f"as {_STUDY} counts, without logits"
+
+
+def _memory_lines(planned: RunPlan) -> Iterable[tuple[str, str, str]]:
+    memory = planned.memory
+    yield "weights", _gib(memory.weights_bytes), f"{memory.parameters:,} parameters on this rank"
+    yield "gradients", _gib(memory.gradients_bytes), ""
+    yield "optimizer", _gib(memory.optimizer_bytes), ""
+    tokens = planned.layout.micro_batch_size * planned.layout.rank_sequence_tokens
+    yield "activations", _gib(memory.activations_bytes), f"{tokens:,} tokens at once"
+    if memory.exchange_bytes:
+        yield "exchange of states", _gib(memory.exchange_bytes), ""
+    yield "logits", _gib(memory.logits_bytes), ""
+    yield "total", _gib(memory.total_bytes), ""
+
+
+def _exchange_lines(planned: RunPlan) -> Iterable[tuple[str, str, str]]:
+    for exchange in planned.exchanges:
+        where = _layers_of(exchange)
+        if exchange.forward_bytes is None:
+            yield where, "—", "no state of constant size: grows with the sequence"
+        else:
+            both = f"{exchange.forward_bytes:,} / {exchange.backward_bytes:,}"
+            yield where, both, "" if planned.layout.sequence > 1 else "with parallel.sequence above 1"
+
+
+def _layers_of(exchange: StateExchangeSize) -> str:
+    if exchange.layers is None:
+        return f"{exchange.mixer}, once"
+    first, last = exchange.layers
+    return f"{exchange.mixer}, layer {first}" if first == last else f"{exchange.mixer}, layers {first} to {last}"
+
+
+def _table(headings: tuple[str, str, str], lines: Iterable[tuple[str, str, str]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(headings[0], no_wrap=True, min_width=26)
+    table.add_column(headings[1], no_wrap=True, justify="right", min_width=20)
+    table.add_column(headings[2])
+    for line in lines:
+        table.add_row(*line)
+    return table
+
+
+def _study(args: argparse.Namespace) -> int:
+    if args.overrides or args.processes is not None:
+        raise UserError("--study takes no overrides and no --processes: it prints the sizes as they are shipped")
+    rows = study_table(args.config or Path("configs"))
+    if args.json:
+        print(json.dumps([_study_record(row) for row in rows], indent=2))
+    else:
+        _show_study(rows)
+    return 0 if all(row.agrees for row in rows) else EXIT_DISAGREES
+
+
+def _study_record(row: StudyRow) -> dict[str, Any]:
+    return {
+        "architecture": row.architecture,
+        "size": row.size,
+        "num_layers": row.model.num_layers,
+        "hidden_size": row.model.hidden_size,
+        "num_heads": row.model.num_heads,
+        "intermediate_size": row.model.intermediate_size,
+        "parameters_millions": _comparison_record(row.parameters_millions),
+        "step_petaflops": _comparison_record(row.step_petaflops),
+        "agrees": row.agrees,
+    }
+
+
+def _comparison_record(comparison: Comparison) -> dict[str, Any]:
+    return {
+        **dataclasses.asdict(comparison),
+        "difference": comparison.difference,
+        "agrees": comparison.agrees,
+    }
+
+
+def _show_study(rows: list[StudyRow]) -> None:
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        title="Table 7 of arXiv 2406.16690: millions of parameters outside the embedding, petaFLOPs of a training step",
+        title_justify="left",
+    )
+    for heading in ("size", "architecture"):
+        table.add_column(heading, no_wrap=True)
+    shape = ("layers", "hidden", "heads", "interm.")
+    for heading in (*shape, "params", "paper", "diff", "within", "PFLOPs", "paper", "diff", "within", ""):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*_study_cells(row), end_section=row.architecture == rows[-1].architecture)
+    console = Console(highlight=False, markup=False, width=max(Console().width, 140))
+    console.print(table)
+    outside = [f"{row.architecture}-{row.size}" for row in rows if not row.agrees]
+    console.print(f"outside the tolerances: {', '.join(outside)}" if outside else f"all {len(rows)} agree")
+
+
+def _study_cells(row: StudyRow) -> list[str]:
+    model, parameters, flops = row.model, row.parameters_millions, row.step_petaflops
+    shape = (model.num_layers, model.hidden_size, model.num_heads, model.intermediate_size)
+    return [
+        row.size,
+        row.architecture,
+        *map(str, shape),
+        f"{parameters.computed:.2f}",
+        f"{parameters.published:.1f}",
+        f"{parameters.difference:+.2f}",
+        f"{parameters.tolerance:.2f}",
+        f"{flops.computed:.2f}",
+        f"{flops.published:.1f}",
+        f"{flops.difference:+.2f}",
+        f"{flops.tolerance:.2f}",
+        "" if row.agrees else "NO",
+    ]
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.3f}"
+
+
+def _plural(count: int, one: str, many: str) -> str:
+    return f"{count:,} {one if count == 1 else many}"

@@ -1,0 +1,115 @@
+"""The benchmark of sequence parallelism: what ranks send against bytes worked out by hand, and its report of time."""
+
+import argparse
+import copy
+import importlib
+import io
+import math
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+LENGTHS = (5, 24)
+ROWS, HEADS, WIDTH = 2, 3, 8
+# Numbers per row of one rank, by hand: (by gather, forward), (by two_level, forward), (state, as by ring and backward),
+# (by two_level, backward). Three heads of 8; one node of two ranks takes shares of two heads. The encoding has 24
+# channels of 8 decays.
+NUMBERS = {
+    "tnl": (3 * 64 + 3, 195 + (2 * 64 + 2) + 2 * 64, 192, 192 + 2 * 128),
+    "hgrn2": (3 * 64 + 24, 216 + (2 * 64 + 16) + 2 * 64, 192, 192 + 2 * 128),
+    "cosformer2": (3 * 128 + 3, 387 + (2 * 128 + 2) + 2 * 128, 384, 384 + 2 * 256),
+    "lightnet": (3 * 136 + 1, 409 + (2 * 136 + 1) + 2 * 136, 408, 408 + 2 * 272),
+    "tpe": (24 * 8 + 8, 200 + (12 * 8 + 8) + 12 * 8, 192, 192 + 2 * 96),
+}
+
+
+@pytest.fixture(scope="module")
+def bench(tools_path: Path) -> ModuleType:
+    """The processes that it starts find it on the path too."""
+    return importlib.import_module("benchmarks.sequence")
+
+
+@pytest.fixture(scope="module")
+def found(bench: ModuleType) -> dict[str, Any]:
+    settings = bench.SequenceSettings(ranks=(2,), tokens=LENGTHS, rows=ROWS, heads=HEADS, width=WIDTH, repeats=2)
+    record: dict[str, Any] = bench.run(settings)
+    return record
+
+
+def sent(found: dict[str, Any], kind: str, exchange: str) -> list[tuple[Any, Any]]:
+    """(forward, backward) at each length: [calls, bytes] of every rank."""
+    cases = [case for case in found["cases"] if (case["kind"], case["exchange"]) == (kind, exchange)]
+    assert [case["tokens"] for case in cases] == list(LENGTHS)
+    return [(case["forward"]["sent"], case["backward"]["sent"]) for case in cases]
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_ranks_send_what_was_worked_out_by_hand_at_every_length(found: dict[str, Any], kind: str) -> None:
+    gathered, two_level, state, back = (4 * ROWS * numbers for numbers in NUMBERS[kind])
+    assert sent(found, kind, "gather") == [([[1, gathered]] * 2, [[1, state]] * 2)] * 2
+    assert sent(found, kind, "two_level") == [([[3, two_level]] * 2, [[3, back]] * 2)] * 2
+    # Of two ranks in a ring the first sends forward, the second backward.
+    assert sent(found, kind, "ring") == [([[1, state], [0, 0]], [[0, 0], [1, state]])] * 2
+
+
+def test_softmax_sends_keys_and_values_of_all_its_tokens(found: dict[str, Any]) -> None:
+    keys = [4 * ROWS * tokens * 2 * HEADS * WIDTH for tokens in LENGTHS]
+    assert sent(found, "llama", "gather") == [([[1, size]] * 2, [[1, 2 * size]] * 2) for size in keys]
+    assert {case["exchange"] for case in found["cases"] if case["kind"] == "llama"} == {"gather"}
+
+
+def test_times_are_reported_of_every_case(found: dict[str, Any]) -> None:
+    assert len(found["cases"]) == len(LENGTHS) * (3 * len(NUMBERS) + 1)
+    for case in found["cases"]:
+        assert case["compute_s"] > 0 and case["exchange_s"] > 0
+        assert case["waited_s"] >= 0 and 0 <= case["waited_to_compute"] < math.inf
+
+
+def test_another_number_of_bytes_or_calls_is_an_error(bench: ModuleType, found: dict[str, Any]) -> None:
+    case = next(case for case in found["cases"] if (case["kind"], case["exchange"]) == ("hgrn2", "ring"))
+    bench.check(case)
+    for place in (0, 1):
+        wrong = copy.deepcopy(case)
+        wrong["backward"]["sent"][1][place] += 1
+        with pytest.raises(RuntimeError, match=r"hgrn2 by ring on 2 ranks with 5 tokens each, backward"):
+            bench.check(wrong)
+
+
+def test_table_has_a_line_for_every_case(bench: ModuleType, found: dict[str, Any]) -> None:
+    console = Console(file=io.StringIO(), width=160)
+    console.print(bench.table(found))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert sum("two_level" in line for line in lines) == len(LENGTHS) * len(NUMBERS)
+    assert any("3 + 3" in line and "3,624" in line for line in lines)  # TNL: 4 bytes x 2 rows x 453
+
+
+def test_command_line(bench: ModuleType) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeats", type=int, default=5)
+    bench.add_arguments(parser)
+    assert bench.settings_of(parser.parse_args([])) == bench.SequenceSettings()
+    given = parser.parse_args(["--ranks", "1", "4", "--kinds", "tnl", "--repeats", "7", "--width", "16"])
+    assert bench.settings_of(given) == bench.SequenceSettings(ranks=(1, 4), kinds=("tnl",), repeats=7, width=16)
+    with pytest.raises(SystemExit, match=r"--ranks 3: .* --ranks-per-node 2"):
+        bench.settings_of(parser.parse_args(["--ranks", "3"]))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_one_rank_and_two_nodes_of_two(bench: ModuleType, ranks: int) -> None:
+    """One rank exchanges nothing."""
+    shape = {"rows": ROWS, "heads": HEADS, "width": WIDTH}
+    settings = bench.SequenceSettings(
+        ranks=(ranks,), kinds=("tnl", "lightnet", "tpe"), tokens=LENGTHS, repeats=1, **shape
+    )
+    cases = bench.run(settings)["cases"]
+    assert len(cases) == 3 * len(LENGTHS) * (1 if ranks == 1 else 3)
+    for case in cases:
+        if case["ranks"] == 1:
+            assert (case["exchange"], case["forward"]["sent"], case["waited_s"]) == ("none", [[0, 0]], 0)
+        elif (case["kind"], case["exchange"], case["ranks"]) == ("tnl", "two_level", 4):
+            assert case["forward"]["sent"] == [[3, 4 * ROWS * NUMBERS["tnl"][1]]] * 4

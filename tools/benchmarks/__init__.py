@@ -1,0 +1,1 @@
+"""What ``tools/bench.py`` measures, a file for each benchmark or for what several share."""
