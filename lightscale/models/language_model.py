@@ -11,14 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import VocabParallelEmbedding
-from megatron.core.tensor_parallel.mappings import all_to_all_hp2sp, scatter_to_tensor_model_parallel_region
-from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer, TransformerLayerSubmodules
-from megatron.core.transformer.enums import ModelType
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from torch import Tensor, nn
 
 from lightscale.config.schema import ModelConfig, Recompute
@@ -29,6 +21,21 @@ from lightscale.models.layers.shared_parts import EmbeddingPart, SharedPart, Sta
 from lightscale.models.registry import mixer_class, shared_parts
 from lightscale.models.stages import layer_stages, megatron_layout
 from lightscale.parallel.initialization import normal, set_initializer
+from lightscale.parallel.megatron import (
+    LanguageModule,
+    MegatronModule,
+    ModelType,
+    ModuleSpec,
+    ProcessGroupCollection,
+    TransformerBlock,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    VocabParallelEmbedding,
+    all_to_all_hp2sp,
+    scatter_to_tensor_model_parallel_region,
+)
 from lightscale.parallel.mesh import Mesh
 from lightscale.parallel.sequence import Replay
 

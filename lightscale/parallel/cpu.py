@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import random as megatron_random
+
+from lightscale.parallel.megatron import megatron_random
 
 _CPU = torch.device("cpu")
 

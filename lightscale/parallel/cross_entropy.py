@@ -7,10 +7,10 @@ computes in fp32 for half precision and in the dtype of the logits otherwise, an
 from typing import Literal
 
 import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from lightscale.kernels.cross_entropy import linear_cross_entropy
+from lightscale.parallel.megatron import gather_from_sequence_parallel_region
 
 
 def vocab_parallel_linear_cross_entropy(

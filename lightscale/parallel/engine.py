@@ -12,12 +12,15 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
+from lightscale.parallel.megatron import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    TransformerConfig,
+    finalize_model_grads,
+    get_forward_backward_func,
+)
 from lightscale.parallel.mesh import Mesh
 from lightscale.parallel.model_shards import optimizer_shards, weight_shards
 from lightscale.parallel.optimizer_interface import Optimizer, build_optimizer

@@ -10,14 +10,18 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.optimizer import ChainedOptimizer
-from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
+from lightscale.parallel.megatron import (
+    ChainedOptimizer,
+    DistributedDataParallel,
+    OptimizerConfig,
+    ParamKey,
+    ParamPredicate,
+    TransformerConfig,
+    clip_grad_by_total_norm_fp32,
+    get_megatron_optimizer,
+)
 from lightscale.parallel.optimizer_interface import Optimizer, OwnedState
 from lightscale.parallel.optimizer_spec import MegatronSpec
 

@@ -13,11 +13,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 from lightscale.config.schema import Exchange
 from lightscale.errors import UserError
+from lightscale.parallel.megatron import ProcessGroupCollection, parallel_state, tensor_parallel
 from lightscale.parallel.sequence import Gather, Ring, StateExchange, TwoLevel
 
 # Writing a checkpoint waits for the slowest rank's disk, without a limit that would fit every file system.

@@ -9,10 +9,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from torch import Tensor, nn
 
+from lightscale.parallel.megatron import ShardedTensor, apply_factories, nested_values
 from lightscale.parallel.optimizer_interface import Optimizer
 from lightscale.parallel.shards import Box, TensorShard, range_boxes
 

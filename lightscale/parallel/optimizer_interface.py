@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
+from lightscale.parallel.megatron import DistributedDataParallel, TransformerConfig
 from lightscale.parallel.optimizer_spec import OptimizerSpec
 
 

@@ -5,14 +5,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch import Tensor, nn
 
 from lightscale.kernels.glu import glu
 from lightscale.parallel.cross_entropy import vocab_parallel_linear_cross_entropy
 from lightscale.parallel.initialization import normal, set_initializer
+from lightscale.parallel.megatron import MLP, ColumnParallelLinear, MLPSubmodules, RowParallelLinear, TransformerConfig
 
 
 def leave_unset(weight: Tensor) -> Tensor:

@@ -4,11 +4,11 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from lightscale.kernels.norm import norm
 from lightscale.parallel.initialization import ones, set_initializer
+from lightscale.parallel.megatron import TransformerConfig
 
 
 class SRMSNorm(nn.Module):

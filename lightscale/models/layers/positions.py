@@ -4,13 +4,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from lightscale.kernels.common.angles import Angles
 from lightscale.parallel.initialization import set_initializer
+from lightscale.parallel.megatron import (
+    MegatronModule,
+    TransformerConfig,
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+)
 
 
 def lrpe_angles(num_heads: int, head_dim: int) -> Tensor:

@@ -14,17 +14,20 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
-from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
 from lightscale.config.schema import ModelConfig
 from lightscale.models.layers.context import SequenceContext
 from lightscale.parallel.engine import share_over_stages
 from lightscale.parallel.initialization import DrawWeights, set_initializer
+from lightscale.parallel.megatron import (
+    MegatronModule,
+    ProcessGroupCollection,
+    TransformerConfig,
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensor_for_checkpoint,
+    make_tp_sharded_tensor_for_checkpoint,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from lightscale.config.schema import ModelConfig
@@ -22,6 +21,7 @@ from lightscale.models.layers.states import Shapes
 from lightscale.models.layers.tpe import TPE
 from lightscale.models.mixers.interface import GatedMixer, chunked_flops, gated_projection_flops
 from lightscale.models.mixers.linear_attention import begin_attention
+from lightscale.parallel.megatron import TransformerConfig
 
 
 class CosFormer2(GatedMixer):

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from lightscale.config.schema import ModelConfig
@@ -22,6 +21,7 @@ from lightscale.models.layers.shared_parts import PartParameter, SharedPart, Sta
 from lightscale.models.layers.states import Shapes, incoming_state
 from lightscale.models.mixers.interface import Mixer, chunked_flops, projection_flops
 from lightscale.parallel.initialization import ones
+from lightscale.parallel.megatron import TransformerConfig
 from lightscale.parallel.sequence import GatedScan
 
 

@@ -5,9 +5,6 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from lightscale.config.schema import ModelConfig
@@ -18,6 +15,7 @@ from lightscale.models.layers.norms import gated_norm_split
 from lightscale.models.layers.shared_parts import SharedPart
 from lightscale.models.layers.states import Shapes
 from lightscale.models.mixers.options import GatedMixerOptions
+from lightscale.parallel.megatron import MegatronModule, ProcessGroupCollection, TransformerConfig
 
 
 class Mixer(MegatronModule, ABC):

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from lightscale.config.schema import ModelConfig
@@ -23,6 +22,7 @@ from lightscale.models.layers.shared_parts import SharedPart
 from lightscale.models.layers.states import incoming_state
 from lightscale.models.layers.tpe import TPE
 from lightscale.models.mixers.interface import GatedMixer, chunked_flops, gated_projection_flops
+from lightscale.parallel.megatron import TransformerConfig
 from lightscale.parallel.sequence import LightNetScan
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from lightscale.config.schema import ModelConfig
@@ -21,6 +20,7 @@ from lightscale.models.layers.linear import column_parallel, row_parallel
 from lightscale.models.layers.positions import rope, rotary_angles
 from lightscale.models.layers.states import Shapes, check_state
 from lightscale.models.mixers.interface import Mixer, projection_flops
+from lightscale.parallel.megatron import TransformerConfig
 from lightscale.parallel.sequence import begin_gather
 
 

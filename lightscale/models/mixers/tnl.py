@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from lightscale.config.schema import ModelConfig
@@ -21,6 +20,7 @@ from lightscale.models.layers.positions import LRPE, lrpe_angles
 from lightscale.models.layers.states import Shapes
 from lightscale.models.mixers.interface import GatedMixer, chunked_flops, gated_projection_flops
 from lightscale.models.mixers.linear_attention import begin_attention
+from lightscale.parallel.megatron import TransformerConfig
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
