@@ -60,7 +60,7 @@ SEARCHES = {
             {"product_stages": 2},
             {"value_width": 64},
             {"partners": 16},
-            {"block": 32},
+            {"tile_tokens": 32},
             {"state_value": 32},
             {"chunk": 256},
         ),

@@ -101,7 +101,7 @@ def test_equals_the_recurrence_in_fp64(
 
 @pytest.mark.parametrize("tokens", [1, 63, 129, 8192, 65537, 2**20])
 def test_any_length_in_bf16(tokens: int, record_property: Record) -> None:
-    """Up to a million tokens, where the states of several spans are folded."""
+    """Up to a million tokens, where the states of several splits are folded."""
     inputs = inputs_of(1, tokens, 2, 128, 128, torch.bfloat16)
     log_decay = -torch.tensor([1e-5, 0.02], device="cuda")
     expected = gradients(chunks, inputs, log_decay, None, torch.float64)
@@ -127,7 +127,7 @@ def test_more_than_two_to_the_31_elements() -> None:
         assert error(found[:, settled, -1:], right[:, 200:].detach()) < LIMITS[torch.bfloat16]
 
 
-def test_pieces_and_the_step() -> None:
+def test_passes_and_the_step() -> None:
     q, k, v, state, do, dstate = inputs_of(2, 1000, 4, 128, 128, torch.bfloat16)
     log_decay = -torch.tensor([0.001, 0.01, 0.1, 1.0], device="cuda")
     cu_seqlens = torch.tensor([0, 900, 1000, 2000], device="cuda")

@@ -75,7 +75,7 @@ def test_equals_the_reference_in_fp64(
 @pytest.mark.parametrize("tokens", [1, 63, 129, 8192, 65537, 2**20])
 @pytest.mark.parametrize("name", [*operators.MIXERS, "tpe"])
 def test_any_length_in_bf16(name: str, tokens: int, record_property: Callable[[str, Any], None]) -> None:
-    """Up to a million tokens, where the states of several spans are folded; the chunked form in fp64 is exact."""
+    """Up to a million tokens, where the states of several splits are folded; the chunked form in fp64 is exact."""
     inputs = operators.draw(name, Shape(rows=1, tokens=tokens, K=128, V=128), HALF, "cuda", with_state=True)
     expected = operators.results(name, inputs, "chunked", exact=True)
     ratios = operators.errors(operators.results(name, inputs, "auto"), expected)

@@ -20,11 +20,14 @@ def error(actual: Tensor, expected: Tensor) -> float:
     return rms(difference) / (rms(expected[expected.isfinite()]) or 1.0)
 
 
-def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+def assert_close(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5, case: str = ""
+) -> None:
+    """Fails with the errors that are not below ``tolerance``, and the name of the ``case``."""
     assert actual.keys() == expected.keys()
     errors = {name: error(actual[name], expected[name]) for name in expected}
     wrong = {name: e for name, e in errors.items() if not e < tolerance}
-    assert not wrong, wrong
+    assert not wrong, (case, wrong)
 
 
 def with_gradients(

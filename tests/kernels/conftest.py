@@ -19,6 +19,6 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @pytest.fixture
-def chunks_per_span(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Spans of so many chunks, as on a GPU that has multiprocessors to spare."""
-    return lambda chunks: monkeypatch.setattr(launch, "span_chunks", lambda *counts: chunks)
+def chunks_per_split(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Splits of so many chunks, as on a GPU that has multiprocessors to spare."""
+    return lambda chunks: monkeypatch.setattr(launch, "split_chunks", lambda *counts: chunks)

@@ -27,11 +27,11 @@ def test_phases_stay_exact_at_a_million_tokens(dtype: torch.dtype, limit: float)
     assert cos.dtype == sin.dtype == dtype
     assert cos.shape == (2, 4, 2, 8)
     for row in range(2):
-        for place in range(4):
+        for token in range(4):
             for head in range(2):
                 for channel in range(8):
-                    phase = exact_phase(int(positions[row, place]), float(theta[head, channel]))
-                    where = (row, place, head, channel)
+                    phase = exact_phase(int(positions[row, token]), float(theta[head, channel]))
+                    where = (row, token, head, channel)
                     assert float(cos[where]) == pytest.approx(math.cos(phase), abs=limit)
                     assert float(sin[where]) == pytest.approx(math.sin(phase), abs=limit)
 
@@ -42,7 +42,7 @@ def test_products_depend_on_the_distance_only() -> None:
     theta = angles(2, 4)
 
     def product(t: int, s: int) -> torch.Tensor:
-        at_t, at_s = (phases_of(Angles(theta, torch.tensor([[place]])), theta.dtype) for place in (t, s))
+        at_t, at_s = (phases_of(Angles(theta, torch.tensor([[token]])), theta.dtype) for token in (t, s))
         return (features(q, at_t) * features(k, at_s)).sum(dim=-1)
 
     direct = (q * k * torch.cos(7 * theta)).sum(dim=-1)

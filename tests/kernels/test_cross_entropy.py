@@ -82,8 +82,8 @@ def test_reference_is_pytorchs() -> None:
 
 @pytest.mark.parametrize("backend", ["chunked", "triton"])
 @pytest.mark.parametrize("num_ids", [1, 4096, 4097, 8190])
-def test_several_blocks_of_columns(backend: str, num_ids: int) -> None:
-    """A program's block has 4096 columns: ids that end on its edge, behind it, and before the padding."""
+def test_several_tiles_of_columns(backend: str, num_ids: int) -> None:
+    """A program's tile has 4096 columns: ids that end on its edge, behind it, and before the padding."""
     case = make(rows=8200, num_ids=num_ids)
     expected = run(case, linear_cross_entropy_reference, torch.float64, num_ids=num_ids)
     found = run(case, linear_cross_entropy, torch.float32, num_ids=num_ids, backend=backend)

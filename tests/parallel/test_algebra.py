@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightscale.kernels.lightnet import LightNetState, carried_cotangent, plain_cotangent
+from lightscale.kernels.lightnet import LightNetState, exchanged_cotangent, plain_cotangent
 from lightscale.kernels.lightnet.state import StateCotangent
 from lightscale.parallel.sequence.algebra import DIAGONAL, LOG_SUM_EXP, Algebra, Tensors
 
@@ -107,7 +107,7 @@ def test_the_adjoint_of_averages_is_the_transpose() -> None:
     dz[after.z.isinf()] = 0.0
     loss = (after.S * dS).sum() + (after.z.masked_fill(after.z.isinf(), 0.0) * dz).sum()
     expected = torch.autograd.grad(loss, tuple(state))
-    carried = carried_cotangent(LightNetState(after.z.detach(), after.S.detach()), dz, dS)
+    carried = exchanged_cotangent(LightNetState(after.z.detach(), after.S.detach()), dz, dS)
     zero = tuple(torch.zeros_like(x) for x in carried)
     transition = LOG_SUM_EXP.transition(segment, before[:2])
     found = plain_cotangent(LightNetState(*before[:2]), StateCotangent(*LOG_SUM_EXP.adjoint(transition, zero, carried)))

@@ -32,7 +32,7 @@ def tools() -> Iterator[SimpleNamespace]:
 
 
 def tiles_of(operator: str) -> Any:
-    return import_module(f"lightscale.kernels.{operator}.triton_tiling")
+    return import_module(f"lightscale.kernels.{operator}.triton.tiling")
 
 
 def bench_of(tools: SimpleNamespace, ms: Callable[[], float]) -> Any:
@@ -124,8 +124,8 @@ class Recorder:
 
 
 OPERATORS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    "lightning": (lightning_attention, ("scan_states", "attend", "fold_spans")),
-    "gla": (gla, ("prepare", "scan_states", "attend", "fold_spans", "gradients")),
+    "lightning": (lightning_attention, ("scan_states", "attend", "fold_splits")),
+    "gla": (gla, ("prepare", "scan_states", "attend", "fold_splits", "gradients")),
     "lightnet": (
         lightnet_attention,
         ("scan_states", "weigh", "outputs", "query_gradients", "scan_cotangents", "key_gradients", "value_gradients"),
@@ -136,7 +136,7 @@ OPERATORS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 def launches_of(operator: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Of forward and backward passes with and without angles, at widths and lengths that every tile cuts."""
     run, kernels = OPERATORS[operator]
-    passes, launches = import_module(f"lightscale.kernels.{operator}.triton_passes"), list[Any]()
+    passes, launches = import_module(f"lightscale.kernels.{operator}.triton.passes"), list[Any]()
     for kernel in kernels:
         monkeypatch.setattr(passes, kernel, Recorder(launches))
     shape = (1, 600, 1, 512)

@@ -1,7 +1,7 @@
 """Documents inside a row: where they begin, checked once and turned into per-token numbers.
 
 ``cu_seqlens`` (N+1,) holds the boundaries over the flattened B·T tokens, every row start included. A row may
-begin in the middle of a document, so its parts are called fragments.
+begin in the middle of a document, so its first document may be the rest of one.
 """
 
 import torch
@@ -42,8 +42,8 @@ def check_cu_seqlens(cu_seqlens: Tensor, *, num_rows: int, num_tokens: int) -> N
         )
 
 
-def fragment_numbers(cu_seqlens: Tensor, *, num_rows: int, num_tokens: int) -> Tensor:
-    """The number (B, T) of each token's fragment inside its row; the row begins with fragment 0."""
+def document_numbers(cu_seqlens: Tensor, *, num_rows: int, num_tokens: int) -> Tensor:
+    """The number (B, T) of each token's document inside its row; the row begins with document 0."""
     starts = torch.zeros(num_rows * num_tokens + 1, dtype=torch.int64, device=cu_seqlens.device)
     starts[cu_seqlens.long()] = 1
     starts = starts[:-1].view(num_rows, num_tokens)

@@ -62,6 +62,7 @@ def gradient_(logits: Tensor, labels: Tensor, ids: Ids, found: Statistics, dloss
     if ids.used == 0:
         return
     scores = logits[:, : ids.used]
+    # In place where the logits have the dtype of the arithmetic; of half precision one chunk is copied to fp32.
     gradient = scores.sub_(found.largest[:, None]) if scores.dtype == dlosses.dtype else scores - found.largest[:, None]
     gradient = gradient.exp_().mul_((dlosses / found.total)[:, None])
     here, index = _index(labels, ids)
@@ -80,8 +81,10 @@ def _index(labels: Tensor, ids: Ids) -> tuple[Tensor, Tensor]:
 def chunks(hidden: Tensor, weight: Tensor, chunk_tokens: int | None) -> Iterator[slice]:
     """Cut the tokens of hidden (tokens, d), by default into equal parts whose logits fit WORKSPACE_BYTES."""
     if chunk_tokens is None:
+        # At least 128 tokens, or the products of the two sides would be too small for a GPU.
         fitting = max(128, WORKSPACE_BYTES // (weight.shape[0] * hidden.element_size()))
         parts = -(-len(hidden) // fitting)
+        # Equal parts: a short last chunk would cost nearly as much as a full one.
         chunk_tokens = max(1, -(-len(hidden) // max(1, parts)))
     for start in range(0, len(hidden), chunk_tokens):
         yield slice(start, start + chunk_tokens)
@@ -123,6 +126,7 @@ def backward(
     dweight = weight.new_zeros(weight.shape, dtype=state_dtype(weight.dtype)) if needs[1] else None
     with torch.autocast(hidden.device.type, enabled=False):
         for tokens in chunks(hidden, weight, chunk_tokens):
+            # The logits again, by the product that made them in forward: keeping them would take 2 V bytes a token.
             logits = hidden[tokens] @ weight.mT
             part = Statistics(*(x[tokens] for x in found))
             softmax.gradient_(logits, labels[tokens], ids, part, dlosses[tokens])

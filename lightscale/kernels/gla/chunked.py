@@ -1,4 +1,4 @@
-"""Gated linear attention in chunks with a hand-written backward, in the pieces that sequence parallelism needs.
+"""Gated linear attention in chunks with a hand-written backward, in the passes that sequence parallelism needs.
 
 The mathematics, with the derivation of the backward and the counts of FLOPs and bytes, is in README.md here.
 Names of shapes: B rows, T tokens, H heads, K key width, V value width. Inside, everything is fp32, or fp64
@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightscale.kernels.common.documents import fragment_numbers
+from lightscale.kernels.common.documents import document_numbers
 from lightscale.kernels.common.states import state_dtype, state_or_zeros, without_autocast
-from lightscale.kernels.gla.grid import Group, chunk_groups
+from lightscale.kernels.gla.chunk_batches import GLAChunkBatch, chunk_batches
 
+# Tokens of a chunk. Short, because a chunk takes the slower form by halves once a channel forgets more than e^-60 in
+# it: with 32 tokens an average decay of 0.15 in one channel would do (README.md, "What was tried").
 DEFAULT_CHUNK_SIZE = 16
 
 
@@ -35,13 +37,14 @@ def state_fwd(k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None
         the row's start to its end, or 0 where a document begins inside the row.
     """
     state = state_or_zeros(None, k, v)
-    for group in chunk_groups(k, v, cu_seqlens, DEFAULT_CHUNK_SIZE):
-        state = group.leave(k, v, log_decay, state)
+    for batch in chunk_batches(k, v, cu_seqlens, DEFAULT_CHUNK_SIZE):
+        # Whole batches at once: nobody here reads the states between the chunks.
+        state = batch.leave(k, v, log_decay, state)
     # In fp64, because a sum over a million tokens drifts in fp32.
     through = log_decay.sum(1, dtype=torch.float64).exp().to(state.dtype)
     if cu_seqlens is not None:
-        fragments = fragment_numbers(cu_seqlens, num_rows=k.shape[0], num_tokens=k.shape[1])
-        through.masked_fill_((fragments[:, -1:] > 0).any(1)[:, None, None], 0.0)
+        documents = document_numbers(cu_seqlens, num_rows=k.shape[0], num_tokens=k.shape[1])
+        through.masked_fill_((documents[:, -1:] > 0).any(1)[:, None, None], 0.0)
     return state, through
 
 
@@ -64,20 +67,24 @@ def out_fwd(
         k: keys (B, T, H, K).
         v: values (B, T, H, V).
         log_decay: (B, T, H, K).
-        S_in: zero when None; only the row's first fragment reads it.
+        S_in: zero when None; only the row's first document reads it.
         cu_seqlens: (N+1,) or None.
         chunk_size: tokens of a chunk.
     """
     state = state_or_zeros(S_in, q, v)
     o = v.new_empty(v.shape)
-    for group in chunk_groups(q, v, cu_seqlens, chunk_size):
-        q_g, k_g, v_g = group.load(q), group.load(k), group.load(v)
-        decays = group.decays(log_decay)
+    for batch in chunk_batches(q, v, cu_seqlens, chunk_size):
+        q_g, k_g, v_g = batch.load(q), batch.load(k), batch.load(v)
+        decays = batch.decays(log_decay)
         q_in = q_g * decays.upto
-        o_g = group.causal_(decays.scores(q_g, k_g, q_in, k_g / decays.upto)) @ v_g
-        states = group.scan(group.outgoing_(k_g.mul_(decays.after)), v_g, decays.through, state)
-        o_g.add_(group.incoming_(q_in @ states[:-1]))
-        group.store(o, o_g)
+        # 1 / upto grows up to e^60 in chunks that are not steep; scores of steep ones are replaced by
+        # ``decays.scores``.
+        o_g = batch.causal_(decays.scores(q_g, k_g, q_in, k_g / decays.upto)) @ v_g
+        # ``load`` copies, so that keys can be decayed in place behind the scores, which need them as they were.
+        states = batch.scan(batch.outgoing_(k_g.mul_(decays.after)), v_g, decays.through, state)
+        o_g.add_(batch.incoming_(q_in @ states[:-1]))
+        batch.store(o, o_g)
+        # A clone, because a view would keep the states of the whole batch in memory.
         state = states[-1].clone()
     return o, state
 
@@ -87,7 +94,7 @@ def out_fwd(
 def state_bwd(q: Tensor, do: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """The cotangent U (B, H, K, V) of a row's incoming state that comes from the row's own outputs.
 
-    The whole cotangent is U + D ⊙ dS_end with the D of ``state_fwd``. Only the first fragment reads the
+    The whole cotangent is U + D ⊙ dS_end with the D of ``state_fwd``. Only the first document reads the
     incoming state; a caller whose row begins with a new document takes U as 0.
 
     Args:
@@ -97,12 +104,12 @@ def state_bwd(q: Tensor, do: Tensor, log_decay: Tensor, cu_seqlens: Tensor | Non
         cu_seqlens: (N+1,) or None.
     """
     dstate = state_or_zeros(None, q, do)
-    for group in reversed(chunk_groups(q, do, cu_seqlens, DEFAULT_CHUNK_SIZE)):
-        dstate = group.leave_back(q, do, log_decay, dstate)
+    for batch in reversed(chunk_batches(q, do, cu_seqlens, DEFAULT_CHUNK_SIZE)):
+        dstate = batch.leave_back(q, do, log_decay, dstate)
     return dstate
 
 
-class RowGradients(NamedTuple):
+class GLARowGradients(NamedTuple):
     """Gradients of a row's inputs, each of its input's shape and dtype."""
 
     q: Tensor
@@ -112,8 +119,8 @@ class RowGradients(NamedTuple):
     S_in: Tensor
 
 
-class _GroupGradients(NamedTuple):
-    """Gradients of a group's inputs (G, B, H, L, width)."""
+class _BatchGradients(NamedTuple):
+    """Gradients of a batch's inputs (G, B, H, L, width)."""
 
     q: Tensor
     k: Tensor
@@ -122,33 +129,37 @@ class _GroupGradients(NamedTuple):
     state: Tensor  # (B, H, K, V)
 
 
-def _group_gradients(
-    group: Group, inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], state: Tensor, dstate: Tensor
-) -> _GroupGradients:
+def _batch_gradients(
+    batch: GLAChunkBatch, inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], state: Tensor, dstate: Tensor
+) -> _BatchGradients:
     """From (q, k, v, log_decay, do) of the row, the state that enters and the cotangent of the one that leaves."""
     q, k, v, log_decay, do = inputs
-    decays = group.decays(log_decay)
-    q, k, v, do = group.load(q), group.load(k), group.load(v), group.load(do)
+    decays = batch.decays(log_decay)
+    q, k, v, do = batch.load(q), batch.load(k), batch.load(v), batch.load(do)
     q_in, k_back, k_out = q * decays.upto, k / decays.upto, k * decays.after
-    scores = group.causal_(decays.scores(q, k, q_in, k_back))
+    scores = batch.causal_(decays.scores(q, k, q_in, k_back))
     dscores = do @ v.mT
+    # A token reads its own write undecayed: the diagonal goes into dq and dk at the end, and not into dlog_decay.
     own = dscores.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).clone()
-    dq, dk = decays.score_gradients(group.causal_(dscores, -1), q, k, q_in, k_back)
+    dq, dk = decays.score_gradients(batch.causal_(dscores, -1), q, k, q_in, k_back)
     dv = scores.mT @ do
 
-    states = group.scan(group.outgoing_(k_out), v, decays.through, state)
-    dstates = group.scan_back(group.incoming_(q_in), do, decays.through, dstate)
-    dq.addcmul_(group.incoming_(do @ states[:-1].mT), decays.upto)
-    dk_leaving = group.outgoing_(v @ dstates[1:].mT).mul_(decays.after)
-    dv.add_(group.outgoing_(k_out @ dstates[1:]))
+    states = batch.scan(batch.outgoing_(k_out), v, decays.through, state)
+    dstates = batch.scan_back(batch.incoming_(q_in), do, decays.through, dstate)
+    dq.addcmul_(batch.incoming_(do @ states[:-1].mT), decays.upto)
+    dk_leaving = batch.outgoing_(v @ dstates[1:].mT).mul_(decays.after)
+    dv.add_(batch.outgoing_(k_out @ dstates[1:]))
+    # Before dk gets its part through the state that leaves: of that part a decay meets what was written before it, of
+    # all others what is behind it (README.md, "dlog_decay").
     inside = (q * dq).addcmul_(k, dk, value=-1)
     dk.add_(dk_leaving)
-    dlog_decay = group.decay_gradient(inside, dk_leaving.mul_(k), decays.through, states[:-1], dstates[1:])
+    dlog_decay = batch.decay_gradient(inside, dk_leaving.mul_(k), decays.through, states[:-1], dstates[1:])
+    # Only a chunk with a decay that underflows can be one of these, and there exactly nothing passes.
     if decays.steep is not None:
-        dlog_decay.masked_fill_(group.load(log_decay).exp_() == 0, 0.0)
+        dlog_decay.masked_fill_(batch.load(log_decay).exp_() == 0, 0.0)
     # No decay is between a token and itself: these parts come last, because in q·dq - k·dk they cancel only up
     # to rounding, which would swamp the gradient of a strong decay.
-    return _GroupGradients(dq.addcmul_(own, k), dk.addcmul_(own, q), dv, dlog_decay, dstates[0].clone())
+    return _BatchGradients(dq.addcmul_(own, k), dk.addcmul_(own, q), dv, dlog_decay, dstates[0].clone())
 
 
 @torch.no_grad()
@@ -164,21 +175,23 @@ def row_gradients(
     cu_seqlens: Tensor | None = None,
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
-) -> RowGradients:
+) -> GLARowGradients:
     """Every gradient of a row, its incoming state's included; the arguments are those of ``grad_bwd``."""
-    groups = chunk_groups(q, v, cu_seqlens, chunk_size)
+    batches = chunk_batches(q, v, cu_seqlens, chunk_size)
+    # First from left to right, keeping one state per batch; those inside a batch are made again on the way back, so
+    # that what is kept does not grow with the number of chunks.
     entering = [state_or_zeros(S_in, q, v)]
-    for group in groups[:-1]:
-        entering.append(group.leave(k, v, log_decay, entering[-1]))
+    for batch in batches[:-1]:
+        entering.append(batch.leave(k, v, log_decay, entering[-1]))
 
     dq, dk, dv, dlog_decay = (x.new_empty(x.shape) for x in (q, k, v, log_decay))
     dstate = state_or_zeros(dS_end, q, v)
-    for group in reversed(groups):
-        gradients = _group_gradients(group, (q, k, v, log_decay, do), entering.pop(), dstate)
+    for batch in reversed(batches):
+        gradients = _batch_gradients(batch, (q, k, v, log_decay, do), entering.pop(), dstate)
         for out, x in zip((dq, dk, dv, dlog_decay), gradients[:4], strict=True):
-            group.store(out, x)
+            batch.store(out, x)
         dstate = gradients.state
-    return RowGradients(dq, dk, dv, dlog_decay, dstate)
+    return GLARowGradients(dq, dk, dv, dlog_decay, dstate)
 
 
 def grad_bwd(

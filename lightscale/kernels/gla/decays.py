@@ -45,7 +45,7 @@ def chunk_sums(num_tokens: int, like: Tensor) -> Sums:
 
 @dataclass(frozen=True, kw_only=True)
 class Steep:
-    """The steep chunks of a group, M of its G·B·H. Decays between tokens come from halves of the chunk.
+    """The steep chunks of a batch, M of its G·B·H. Decays between tokens come from halves of the chunk.
 
     The tokens of a pair j < i are in two neighbouring halves, of 1, 2, 4, … tokens, at exactly one level. Their
     decay there is decays[i] · decays[j]: from the border of the halves through i, and from behind j to the border.
@@ -57,7 +57,7 @@ class Steep:
     pairs: Tensor  # (levels, L, L)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """Causal scores (M, L, L) of these chunks; q and k (G, B, H, L, K) are those of the whole group."""
+        """Causal scores (M, L, L) of these chunks; q and k (G, B, H, L, K) are those of the whole batch."""
         q, k = self._of(q), self._of(k)
         by_level = (q[:, None] * self.decays) @ (k[:, None] * self.decays).mT
         return by_level.masked_fill_(~self.pairs, 0.0).sum(1) + torch.diag_embed((q * k).sum(-1))
@@ -75,8 +75,8 @@ class Steep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decays:
-    """The decays inside a group's chunks; none is above 1."""
+class GLADecays:
+    """The decays inside a batch's chunks; none is above 1."""
 
     upto: Tensor  # (G, B, H, L, K): from the chunk's start through token i
     after: Tensor  # (G, B, H, L, K): behind token j, to the chunk's end
@@ -84,7 +84,7 @@ class Decays:
     steep: Steep | None  # None where no chunk is
 
     @classmethod
-    def of(cls, logs: Tensor, sums: Sums) -> "Decays":
+    def of(cls, logs: Tensor, sums: Sums) -> "GLADecays":
         """From finite log decays (G, B, H, L, K). On a GPU, asking whether a chunk is steep waits for the device."""
         upto, after = sums.upto @ logs, sums.after @ logs
         total = upto[..., -1, :].clone()

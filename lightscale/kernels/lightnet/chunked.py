@@ -1,4 +1,4 @@
-"""Additive decay in chunks with a hand-written backward, in the pieces that sequence parallelism needs.
+"""LightNet's operator in chunks with a hand-written backward, in the passes that sequence parallelism needs.
 
 The mathematics, with the derivation of the backward, is in README.md here. Names of shapes: B rows, T tokens,
 H heads, K key width, V value width, R rows of the state: K, or 2K with angles. Inside, everything is fp32, or
@@ -14,19 +14,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightscale.kernels.common.angles import Angles, Phases, angles_of, phases_of
-from lightscale.kernels.common.documents import fragment_numbers
+from lightscale.kernels.common.documents import document_numbers
 from lightscale.kernels.common.states import state_dtype
+from lightscale.kernels.lightnet.factors import LightNetChunkBatch, chunk_batches
 from lightscale.kernels.lightnet.state import (
     LightNetState,
     StateCotangent,
     by_row,
-    carried_cotangent,
     empty_state,
+    exchanged_cotangent,
     merge,
     plain_cotangent,
 )
-from lightscale.kernels.lightnet.telescope import Span, spans
 
+# Tokens of a chunk, before those in which z rises too far are halved (``factors.py``).
 DEFAULT_CHUNK_SIZE = 64
 
 
@@ -45,12 +46,12 @@ def rotate_back(x: Tensor, phases: Phases | None) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """The keys and values of a row, and the walk over them that every piece takes."""
+    """The keys and values of a row, and the walk over them that every pass takes."""
 
     k: Tensor
     v: Tensor
     angles: Angles | None
-    fragments: Tensor | None
+    documents: Tensor | None
     chunk_size: int
 
     @property
@@ -67,35 +68,36 @@ class _Row:
             num_rows, _, num_heads, key_width = self.k.shape
             sizes = (num_rows, num_heads, key_width, self.state_rows, self.v.shape[3])
             return empty_state(*sizes, dtype=self.dtype, device=self.k.device)
+        # Selected: where z is -inf nothing was written, and S may hold anything.
         z, S = state.z.to(self.dtype), state.S.to(self.dtype)
         return LightNetState(z, S.masked_fill(by_row(z == -torch.inf, self.state_rows), 0.0))
 
-    def walk(self, z: Tensor) -> Iterator[Span]:
-        """The spans, from left to right, behind a state of z."""
+    def walk(self, z: Tensor) -> Iterator[LightNetChunkBatch]:
+        """The chunk_batches, from left to right, behind a state of z."""
         width = max(self.state_rows, self.v.shape[3])
-        return spans(self.k, z, self.fragments, width=width, chunk_size=self.chunk_size, dtype=self.dtype)
+        return chunk_batches(self.k, z, self.documents, width=width, chunk_size=self.chunk_size, dtype=self.dtype)
 
-    def load(self, span: Span, x: Tensor) -> Tensor:
-        return span.cut.load(x, self.dtype)
+    def load(self, batch: LightNetChunkBatch, x: Tensor) -> Tensor:
+        return batch.cut.load(x, self.dtype)
 
-    def load_phases(self, span: Span) -> Phases | None:
+    def load_phases(self, batch: LightNetChunkBatch) -> Phases | None:
         """cos and sin (B, G, H, L, K) each."""
         if self.angles is None:
             return None
-        cos, sin = phases_of(Angles(self.angles.theta, span.cut.of(self.angles.positions)), self.dtype)
+        cos, sin = phases_of(Angles(self.angles.theta, batch.cut.of(self.angles.positions)), self.dtype)
         return cos.transpose(2, 3).contiguous(), sin.transpose(2, 3).contiguous()
 
-    def scan_states(self, span: Span, keys: Tensor, v: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+    def scan_states(self, batch: LightNetChunkBatch, keys: Tensor, v: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
         """The states (B, G, H, R, V) that enter the chunks, in units of their references, and the one that leaves."""
-        states = span.outgoing(keys).mT @ v
-        return states, span.scan_(states, S)
+        states = batch.outgoing(keys).mT @ v
+        return states, batch.scan_(states, S)
 
 
 def _row(k: Tensor, v: Tensor, angles: Angles | None, cu_seqlens: Tensor | None, chunk_size: int) -> _Row:
-    fragments = None
+    documents = None
     if cu_seqlens is not None:
-        fragments = fragment_numbers(cu_seqlens, num_rows=k.shape[0], num_tokens=k.shape[1])
-    return _Row(k=k, v=v, angles=angles, fragments=fragments, chunk_size=chunk_size)
+        documents = document_numbers(cu_seqlens, num_rows=k.shape[0], num_tokens=k.shape[1])
+    return _Row(k=k, v=v, angles=angles, documents=documents, chunk_size=chunk_size)
 
 
 @torch.no_grad()
@@ -124,12 +126,12 @@ def state_fwd(
     with torch.autocast(k.device.type, enabled=False):
         row = _row(k, v, angles, cu_seqlens, chunk_size)
         z, S = row.entering(None)
-        for span in row.walk(z):
-            _, S = row.scan_states(span, rotate(span.writes, row.load_phases(span)), row.load(span, v), S)
-            z = span.z_end
+        for batch in row.walk(z):
+            _, S = row.scan_states(batch, rotate(batch.writes, row.load_phases(batch)), row.load(batch, v), S)
+            z = batch.z_end
         through = torch.ones(k.shape[0], dtype=row.dtype, device=k.device)
-        if row.fragments is not None:
-            through.masked_fill_((row.fragments[:, -1:] > 0).any(1), 0.0)
+        if row.documents is not None:
+            through.masked_fill_((row.documents[:, -1:] > 0).any(1), 0.0)
         return LightNetState(z.to(row.dtype), S), through
 
 
@@ -151,7 +153,7 @@ def out_fwd(
         k: log-keys (B, T, H, K).
         v: values (B, T, H, V).
         angles: theta (H, K) and positions (B, T), or None.
-        state_in: z (B, H, K) and S (B, H, R, V), empty when None; only the row's first fragment reads it.
+        state_in: z (B, H, K) and S (B, H, R, V), empty when None; only the row's first document reads it.
         cu_seqlens: (N+1,) or None.
         chunk_size: tokens of a chunk.
     """
@@ -159,20 +161,20 @@ def out_fwd(
         row = _row(k, v, angles, cu_seqlens, chunk_size)
         z, S = row.entering(state_in)
         o = v.new_empty(v.shape)
-        for span in row.walk(z):
-            phases_g, v_g = row.load_phases(span), row.load(span, v)
-            queries = rotate(row.load(span, q).mul_(span.reads), phases_g)
-            keys = rotate(span.writes, phases_g)
-            o_g = span.causal_(queries @ keys.mT) @ v_g
-            states, S = row.scan_states(span, keys, v_g, S)
-            span.add_incoming_(o_g, queries, states)
-            span.cut.store(o, o_g)
-            z = span.z_end
+        for batch in row.walk(z):
+            phases_g, v_g = row.load_phases(batch), row.load(batch, v)
+            queries = rotate(row.load(batch, q).mul_(batch.reads), phases_g)
+            keys = rotate(batch.writes, phases_g)
+            o_g = batch.causal_(queries @ keys.mT) @ v_g
+            states, S = row.scan_states(batch, keys, v_g, S)
+            batch.add_incoming_(o_g, queries, states)
+            batch.cut.store(o, o_g)
+            z = batch.z_end
         return o, LightNetState(z.to(row.dtype), S)
 
 
 class _Reads(NamedTuple):
-    """What the queries of a span pass back."""
+    """What the queries of a batch pass back."""
 
     queries: Tensor  # (B, G, H, L, R): φ(q e^{r - z})
     keys: Tensor  # (B, G, H, L, R): φ(e^{k - r})
@@ -182,34 +184,37 @@ class _Reads(NamedTuple):
 
 
 def _read_gradients(
-    row: _Row, span: Span, states: Tensor, q: Tensor, v: Tensor, do: Tensor, phases: Phases | None
+    row: _Row, batch: LightNetChunkBatch, states: Tensor, q: Tensor, v: Tensor, do: Tensor, phases: Phases | None
 ) -> _Reads:
-    queries, keys = rotate(q * span.reads, phases), rotate(span.writes, phases)
-    dscores = span.causal_(do @ v.mT)
+    queries, keys = rotate(q * batch.reads, phases), rotate(batch.writes, phases)
+    dscores = batch.causal_(do @ v.mT)
     dqueries = dscores @ keys
-    span.add_incoming_(dqueries, do, states.mT)
-    dq = rotate_back(dqueries, phases).mul_(span.reads)
-    return _Reads(queries, keys, dscores, dq, (q * dq).mul_(span.reads))
+    batch.add_incoming_(dqueries, do, states.mT)
+    # z_t is met through reads_t alone, and reads ∂/∂reads = q ∂/∂q: hence ``losses`` from q ⊙ dq, with no gradient of a
+    # logarithm.
+    dq = rotate_back(dqueries, phases).mul_(batch.reads)
+    return _Reads(queries, keys, dscores, dq, (q * dq).mul_(batch.reads))
 
 
-def _states_by_span(row: _Row, state: LightNetState) -> list[tuple[Span, Tensor]]:
-    """The spans, each with the states (B, G, H, R, V) that enter its chunks in units of their references."""
+def _states_by_batch(row: _Row, state: LightNetState) -> list[tuple[LightNetChunkBatch, Tensor]]:
+    """The chunk batches, each with the states (B, G, H, R, V) that enter its chunks in units of their references."""
     S = state.S
-    by_span = []
-    for span in row.walk(state.z):
-        keys = rotate(span.writes, row.load_phases(span))
-        states, S = row.scan_states(span, keys, row.load(span, row.v), S)
-        by_span.append((span, states))
-    return by_span
+    by_batch = []
+    for batch in row.walk(state.z):
+        keys = rotate(batch.writes, row.load_phases(batch))
+        states, S = row.scan_states(batch, keys, row.load(batch, row.v), S)
+        by_batch.append((batch, states))
+    return by_batch
 
 
 def _scan_cotangents(
-    span: Span, reads: _Reads, do: Tensor, carried: StateCotangent
+    batch: LightNetChunkBatch, reads: _Reads, do: Tensor, running: StateCotangent
 ) -> tuple[StateCotangent, StateCotangent]:
-    """The cotangents of the states that leave the chunks, in units of their references, and of what enters the span."""
-    by_chunk = StateCotangent(U=span.incoming(reads.queries).mT @ do, R=span.incoming(reads.losses).sum(-2))
-    U = span.scan_(by_chunk.U, carried.U, reverse=True)
-    R = span.scan_(by_chunk.R, carried.R, reverse=True)
+    """The cotangents of the states that leave the chunks, in units of their references, and of what enters the
+    batch."""
+    by_chunk = StateCotangent(U=batch.incoming(reads.queries).mT @ do, R=batch.incoming(reads.losses).sum(-2))
+    U = batch.scan_(by_chunk.U, running.U, reverse=True)
+    R = batch.scan_(by_chunk.R, running.R, reverse=True)
     return by_chunk, StateCotangent(U, R)
 
 
@@ -237,16 +242,16 @@ def state_bwd(
     with torch.autocast(q.device.type, enabled=False):
         row = _row(k, v, angles, cu_seqlens, chunk_size)
         entering = row.entering(state_in)
-        carried = StateCotangent(torch.zeros_like(entering.S), torch.zeros_like(entering.z))
-        for span, states in reversed(_states_by_span(row, entering)):
-            q_g, v_g, do_g = (row.load(span, x) for x in (q, v, do))
-            reads = _read_gradients(row, span, states, q_g, v_g, do_g, row.load_phases(span))
-            _, carried = _scan_cotangents(span, reads, do_g, carried)
-        return carried
+        running = StateCotangent(torch.zeros_like(entering.S), torch.zeros_like(entering.z))
+        for batch, states in reversed(_states_by_batch(row, entering)):
+            q_g, v_g, do_g = (row.load(batch, x) for x in (q, v, do))
+            reads = _read_gradients(row, batch, states, q_g, v_g, do_g, row.load_phases(batch))
+            _, running = _scan_cotangents(batch, reads, do_g, running)
+        return running
 
 
-class RowGradients(NamedTuple):
-    """Gradients of a row's inputs, each of its input's shape, and the carried cotangent of the state that entered."""
+class LightNetRowGradients(NamedTuple):
+    """Gradients of a row's inputs, each of its input's shape, and the cotangent (U, R) of the state that entered."""
 
     q: Tensor
     k: Tensor
@@ -266,31 +271,33 @@ def row_gradients(
     cu_seqlens: Tensor | None = None,
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
-) -> RowGradients:
+) -> LightNetRowGradients:
     """Every gradient of a row, its incoming state's included; the arguments are those of ``grad_bwd``."""
     with torch.autocast(q.device.type, enabled=False):
         row = _row(k, v, angles, cu_seqlens, chunk_size)
         entering = row.entering(state_in)
-        carried = cotangent or StateCotangent(torch.zeros_like(entering.S), torch.zeros_like(entering.z))
+        running = cotangent or StateCotangent(torch.zeros_like(entering.S), torch.zeros_like(entering.z))
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-        by_span = _states_by_span(row, entering)
-        while by_span:
-            span, states = by_span.pop()
-            q_g, v_g, do_g = (row.load(span, x) for x in (q, v, do))
-            phases_g = row.load_phases(span)
-            reads = _read_gradients(row, span, states, q_g, v_g, do_g, phases_g)
-            leaving, carried = _scan_cotangents(span, reads, do_g, carried)
+        by_batch = _states_by_batch(row, entering)
+        while by_batch:
+            # Popped, so that weights and states of a batch are freed as soon as it has been passed.
+            batch, states = by_batch.pop()
+            q_g, v_g, do_g = (row.load(batch, x) for x in (q, v, do))
+            phases_g = row.load_phases(batch)
+            reads = _read_gradients(row, batch, states, q_g, v_g, do_g, phases_g)
+            leaving, running = _scan_cotangents(batch, reads, do_g, running)
 
             dkeys = reads.dscores.mT @ reads.queries
-            span.add_outgoing_(dkeys, v_g, leaving.U.mT)
-            lost = span.suffix_sums(reads.losses) + span.outgoing(leaving.R.unsqueeze(-2).expand_as(q_g))
-            dk_g = rotate_back(dkeys, phases_g).sub_(lost).mul_(span.writes)
+            batch.add_outgoing_(dkeys, v_g, leaving.U.mT)
+            # A key raises z of all later tokens of its document, and so takes weight from what they read.
+            lost = batch.suffix_sums(reads.losses) + batch.outgoing(leaving.R.unsqueeze(-2).expand_as(q_g))
+            dk_g = rotate_back(dkeys, phases_g).sub_(lost).mul_(batch.writes)
 
-            dv_g = span.causal_(reads.queries @ reads.keys.mT).mT @ do_g
-            span.add_outgoing_(dv_g, reads.keys, leaving.U)
+            dv_g = batch.causal_(reads.queries @ reads.keys.mT).mT @ do_g
+            batch.add_outgoing_(dv_g, reads.keys, leaving.U)
             for out, x in ((dq, reads.dq), (dk, dk_g), (dv, dv_g)):
-                span.cut.store(out, x)
-        return RowGradients(dq, dk, dv, carried)
+                batch.cut.store(out, x)
+        return LightNetRowGradients(dq, dk, dv, running)
 
 
 def grad_bwd(
@@ -314,7 +321,7 @@ def grad_bwd(
         angles: theta (H, K) and positions (B, T), or None.
         do: cotangents of the outputs (B, T, H, V).
         state_in: the state that entered the row; empty when None.
-        cotangent: (dS, ρ) of the state that left it, in the form that is carried; zero when None.
+        cotangent: (dS, ρ) of the state that left it, in the form that is passed on; zero when None.
         cu_seqlens: (N+1,) or None.
         chunk_size: tokens of a chunk.
     """
@@ -378,7 +385,7 @@ class ChunkedLightNetAttention(torch.autograd.Function):
             angles_of(theta, positions),
             torch.zeros_like(v) if do is None else do,
             state_in,
-            carried_cotangent(
+            exchanged_cotangent(
                 end,
                 torch.zeros_like(z_end) if dz is None else dz,
                 torch.zeros_like(S_end) if dS is None else dS,

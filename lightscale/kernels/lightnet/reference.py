@@ -1,4 +1,4 @@
-"""Additive decay, one token at a time: the oracle that every other form is tested against."""
+"""LightNet's operator, one token at a time: the oracle that every other form is tested against."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""The state of additive decay, a log-sum-exp pair, and its algebra: merging states, and what of each is left.
+"""The state of LightNet's operator, a log-sum-exp pair, and its algebra: merging states, and what of each is left.
 
 A state averages what was written, weighed by the exponentials of the keys; z is the log of the weights' sum:
 z = log Σ_i e^{k_i} per channel, S = Σ_i e^{k_i - z} φ_i v_iᵀ. Names of shapes: B rows, H heads, K key width,
@@ -19,7 +19,7 @@ class LightNetState(NamedTuple):
 
 
 class StateCotangent(NamedTuple):
-    """The cotangent of a state in the form that is carried backward: U (B, H, R, V) and R (B, H, K).
+    """The cotangent of a state in the form that is passed from rank to rank: U (B, H, R, V) and R (B, H, K).
 
     U is the cotangent of S; R = Σ_V (S ⊙ U) - dz, summed over both halves of S, is minus the cotangent of z when
     the sum e^z S is held fixed instead of the average S. Passed back through a document both are only scaled.
@@ -70,14 +70,14 @@ def _shares(z_1: Tensor, z_2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def merge(earlier: LightNetState, later: LightNetState, through: Tensor | None = None) -> LightNetState:
-    """The state after two stretches of tokens, from the states that each leaves by itself.
+    """The state after two neighbouring runs of tokens, from the states that each leaves by itself.
 
     Associative, with ``empty_state`` as its identity, and differentiable.
 
     Args:
         earlier: the state of all tokens before.
         later: the state of the tokens behind them, from an empty state.
-        through: (B,), 0 for the rows in which a document begins in the later stretch, so that nothing of the
+        through: (B,), 0 for the rows in which a document begins in the later run, so that nothing of the
             earlier one is left; None when there is none.
     """
     z = earlier.z if through is None else earlier.z.masked_fill((through == 0)[:, None, None], -torch.inf)
@@ -92,20 +92,20 @@ def merge(earlier: LightNetState, later: LightNetState, through: Tensor | None =
 def passed_share(z_earlier: Tensor, z_later: Tensor, through: Tensor | None = None) -> Tensor:
     """How much of the earlier state is left by ``merge``, e^{z_1 - z} (B, H, K), from the z of its arguments.
 
-    Backward the carried cotangent (U, R) of the result is only scaled by it to become that of the earlier state; a rank
+    Backward the cotangent (U, R) of the result is only scaled by it to become that of the earlier state; a rank
     that folds backward adds its own (U, R) of ``state_bwd``.
     """
     z = z_earlier if through is None else z_earlier.masked_fill((through == 0)[:, None, None], -torch.inf)
     return _shares(z, z_later)[0]
 
 
-def carried_cotangent(state: LightNetState, dz: Tensor, dS: Tensor) -> StateCotangent:
-    """The form that is carried, from the plain cotangents of a state's z and S."""
+def exchanged_cotangent(state: LightNetState, dz: Tensor, dS: Tensor) -> StateCotangent:
+    """The form that is passed on, from the plain cotangents of a state's z and S."""
     return StateCotangent(U=dS, R=_overlap(state, dS) - dz)
 
 
 def plain_cotangent(state: LightNetState, cotangent: StateCotangent) -> tuple[Tensor, Tensor]:
-    """dz and dS of a state, zero where it is empty; the inverse of ``carried_cotangent``."""
+    """dz and dS of a state, zero where it is empty; the inverse of ``exchanged_cotangent``."""
     empty = state.z == -torch.inf
     dz = (_overlap(state, cotangent.U) - cotangent.R).masked_fill(empty, 0.0)
     return dz, cotangent.U.masked_fill(by_row(empty, state.S.shape[2]), 0.0)

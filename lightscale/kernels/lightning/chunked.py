@@ -1,4 +1,4 @@
-"""Decay attention in chunks with a hand-written backward, in the pieces that sequence parallelism needs.
+"""Lightning attention in chunks with a hand-written backward, in the passes that sequence parallelism needs.
 
 The mathematics, with the derivation of the backward and the counts of FLOPs and bytes, is in README.md here.
 Names of shapes: B rows, T tokens, H heads, K key width, V value width, F width of the features of q and k: 2K with
@@ -13,27 +13,28 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightscale.kernels.common.angles import Angles, angles_of, feature_width, features, phases_of
-from lightscale.kernels.common.documents import fragment_numbers
+from lightscale.kernels.common.documents import document_numbers
 from lightscale.kernels.common.states import state_dtype, state_or_zeros, without_autocast
-from lightscale.kernels.lightning.grid import Decays, chunk_groups
+from lightscale.kernels.lightning.chunk_batches import LightningDecays, chunk_batches
 
+# Tokens of a chunk: products inside it grow with its length, states to keep fall with it (README.md, "What was tried").
 DEFAULT_CHUNK_SIZE = 64
 
 # Tokens that one product of state_fwd and state_bwd sums over; bounds the copy in head-major order.
-_SPAN_TOKENS = 1024
+_SUM_TOKENS = 1024
 
 
 def _weighted_outer(x: Tensor, y: Tensor, weights: Tensor, kept: Tensor | None, angles: Angles | None) -> Tensor:
     """Σ_t weights_t x_t y_tᵀ (B, H, F, V) over the kept tokens, x spread; weights (H, T), kept (B, T)."""
     width = feature_width(x, angles)
     total = torch.zeros(x.shape[0], x.shape[2], width, y.shape[3], dtype=weights.dtype, device=x.device)
-    for start in range(0, x.shape[1], _SPAN_TOKENS):
-        span = slice(start, start + _SPAN_TOKENS)
-        phases = None if angles is None else phases_of(angles.of(span), weights.dtype)
-        weighted = weights[:, span, None] * features(x[:, span], phases).transpose(1, 2)
+    for start in range(0, x.shape[1], _SUM_TOKENS):
+        tokens = slice(start, start + _SUM_TOKENS)
+        phases = None if angles is None else phases_of(angles.of(tokens), weights.dtype)
+        weighted = weights[:, tokens, None] * features(x[:, tokens], phases).transpose(1, 2)
         if kept is not None:
-            weighted.masked_fill_(~kept[:, None, span, None], 0.0)
-        total += weighted.mT @ y[:, span].transpose(1, 2).to(weights.dtype)
+            weighted.masked_fill_(~kept[:, None, tokens, None], 0.0)
+        total += weighted.mT @ y[:, tokens].transpose(1, 2).to(weights.dtype)
     return total
 
 
@@ -61,14 +62,15 @@ def state_fwd(
         the row's start to its end: λ^T, or 0 where a document begins inside the row.
     """
     num_rows, num_tokens, num_heads = k.shape[:3]
-    decays = Decays(log_decay, num_heads=num_heads, chunk_size=0, like=k)
+    decays = LightningDecays(log_decay, num_heads=num_heads, chunk_size=0, like=k)
     steps = torch.arange(num_tokens - 1, -1, -1, device=k.device)
     through = decays.power(steps.new_tensor(num_tokens)).expand(num_rows, -1)
     if cu_seqlens is None:
+        # Without chunks: from a zero state the outgoing one is a single weighted product over the whole row.
         return _weighted_outer(k, v, decays.power(steps), None, angles), through.clone()
-    fragments = fragment_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)
-    last = fragments[:, -1:]  # (B, 1), or (B, 0) when T is 0
-    local = _weighted_outer(k, v, decays.power(steps), fragments == last, angles)
+    documents = document_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)
+    last = documents[:, -1:]  # (B, 1), or (B, 0) when T is 0
+    local = _weighted_outer(k, v, decays.power(steps), documents == last, angles)
     return local, through.masked_fill((last > 0).any(1, keepdim=True), 0.0)
 
 
@@ -91,22 +93,22 @@ def out_fwd(
         k: keys (B, T, H, K).
         v: values (B, T, H, V).
         log_decay: (H,) or None.
-        S_in: zero when None; only the row's first fragment reads it.
+        S_in: zero when None; only the row's first document reads it.
         cu_seqlens: (N+1,) or None.
         angles: those of queries and keys, or None.
         chunk_size: tokens of a chunk.
     """
-    decays = Decays(log_decay, num_heads=q.shape[2], chunk_size=chunk_size, like=q)
+    decays = LightningDecays(log_decay, num_heads=q.shape[2], chunk_size=chunk_size, like=q)
     width = feature_width(q, angles)
     state = state_or_zeros(S_in, q, v, width)
     o = v.new_empty(v.shape)
-    for group in chunk_groups(v, width, decays, cu_seqlens, chunk_size):
-        phases = group.phases(angles)
-        q_g, k_g, v_g = group.load(q, phases), group.load(k, phases), group.load(v)
-        o_g = group.causal_(q_g @ k_g.mT) @ v_g
-        states, state = group.scan_states(k_g, v_g, state)
-        group.add_incoming_(o_g, group.weigh_incoming_(q_g), states)
-        group.store(o, o_g)
+    for batch in chunk_batches(v, width, decays, cu_seqlens, chunk_size):
+        phases = batch.phases(angles)
+        q_g, k_g, v_g = batch.load(q, phases), batch.load(k, phases), batch.load(v)
+        o_g = batch.causal_(q_g @ k_g.mT) @ v_g
+        states, state = batch.scan_states(k_g, v_g, state)
+        batch.add_incoming_(o_g, batch.weigh_incoming_(q_g), states)
+        batch.store(o, o_g)
     return o, state
 
 
@@ -121,7 +123,7 @@ def state_bwd(
 ) -> Tensor:
     """The cotangent U (B, H, F, V) of a row's incoming state that comes from the row's own outputs.
 
-    The whole cotangent is U + D ⊙ dS_end with the D of ``state_fwd``. Only the first fragment reads the
+    The whole cotangent is U + D ⊙ dS_end with the D of ``state_fwd``. Only the first document reads the
     incoming state; a caller whose row begins with a new document takes U as 0.
 
     Args:
@@ -132,11 +134,11 @@ def state_bwd(
         angles: those of the queries, or None.
     """
     num_rows, num_tokens, num_heads = q.shape[:3]
-    decays = Decays(log_decay, num_heads=num_heads, chunk_size=0, like=q)
+    decays = LightningDecays(log_decay, num_heads=num_heads, chunk_size=0, like=q)
     weights = decays.power(torch.arange(1, num_tokens + 1, device=q.device))
     kept = None
     if cu_seqlens is not None:
-        kept = fragment_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens) == 0
+        kept = document_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens) == 0
     return _weighted_outer(q, do, weights, kept, angles)
 
 
@@ -169,45 +171,49 @@ def row_gradients(
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> tuple[Gradients, Tensor]:
     """Every gradient of a row, and that of its incoming state; the arguments are those of ``grad_bwd``."""
-    decays = Decays(log_decay, num_heads=q.shape[2], chunk_size=chunk_size, like=q)
+    decays = LightningDecays(log_decay, num_heads=q.shape[2], chunk_size=chunk_size, like=q)
     width = feature_width(q, angles)
-    groups = list(chunk_groups(v, width, decays, cu_seqlens, chunk_size))
+    batches = list(chunk_batches(v, width, decays, cu_seqlens, chunk_size))
     state = state_or_zeros(S_in, q, v, width)
-    states_by_group = []
-    for group in groups:
-        states, state = group.scan_states(group.load(k, group.phases(angles)), group.load(v), state)
-        states_by_group.append(states)
+    # The states of all chunks are kept, 4 KV / C bytes per token and head: as much as one input, and one pass less than
+    # making them again.
+    states_by_batch = []
+    for batch in batches:
+        states, state = batch.scan_states(batch.load(k, batch.phases(angles)), batch.load(v), state)
+        states_by_batch.append(states)
 
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     dlog_decay = torch.zeros(q.shape[2], dtype=decays.dtype, device=q.device) if with_decay else None
     dtheta = q.new_zeros(q.shape[2:], dtype=torch.float64) if with_theta else None
     dstate = state_or_zeros(dS_end, q, v, width)
-    for group in reversed(groups):
-        states = states_by_group.pop()
-        phases = group.phases(angles)
-        q_g, k_g, v_g, do_g = group.load(q, phases), group.load(k, phases), group.load(v), group.load(do)
-        scores = group.causal_(q_g @ k_g.mT)
-        dscores = group.causal_(do_g @ v_g.mT)
+    for batch in reversed(batches):
+        states = states_by_batch.pop()
+        phases = batch.phases(angles)
+        q_g, k_g, v_g, do_g = batch.load(q, phases), batch.load(k, phases), batch.load(v), batch.load(do)
+        scores = batch.causal_(q_g @ k_g.mT)
+        dscores = batch.causal_(do_g @ v_g.mT)
         dq_g, dk_g, dv_g = dscores @ k_g, dscores.mT @ q_g, scores.mT @ do_g
 
-        group.weigh_incoming_(do_g)
-        group.add_incoming_(dq_g, do_g, states.mT)
+        # do_g, v_g and k_g are weighted in place from here on, each once the products that need it plain are made.
+        batch.weigh_incoming_(do_g)
+        batch.add_incoming_(dq_g, do_g, states.mT)
         dstates = q_g.mT @ do_g
-        dstate = group.scan_(dstates, dstate, reversed(range(group.num_chunks)))
-        group.add_outgoing_(dk_g, group.weigh_outgoing_(v_g), dstates.mT)
+        dstate = batch.scan_(dstates, dstate, reversed(range(batch.num_chunks)))
+        batch.add_outgoing_(dk_g, batch.weigh_outgoing_(v_g), dstates.mT)
         if dlog_decay is not None:
+            # Per chunk, not over the whole row, where the two sums nearly cancel (README.md, "The decay's gradient").
             reads, writes = (q_g * dq_g).sum(-1), (k_g * dk_g).sum(-1)
             leaving = torch.cat([states[:, 1:], state[:, None]], dim=1)
-            dlog_decay += group.decay_gradient(reads, writes, leaving, dstates)
+            dlog_decay += batch.decay_gradient(reads, writes, leaving, dstates)
             state = states[:, 0]
-        group.add_outgoing_(dv_g, group.weigh_outgoing_(k_g), dstates)
+        batch.add_outgoing_(dv_g, batch.weigh_outgoing_(k_g), dstates)
 
         for out, x, dx in ((dq, q, dq_g), (dk, k, dk_g)):
-            of_x, of_theta = group.narrow(x, dx, angles, phases)
-            group.store(out, of_x)
+            of_x, of_theta = batch.narrow(x, dx, angles, phases)
+            batch.store(out, of_x)
             if dtheta is not None and of_theta is not None:
                 dtheta += of_theta
-        group.store(dv, dv_g)
+        batch.store(dv, dv_g)
     return Gradients(dq, dk, dv, dlog_decay, dtheta), dstate
 
 

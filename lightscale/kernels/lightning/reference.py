@@ -1,4 +1,4 @@
-"""Decay attention, one token at a time: the oracle that every other form is tested against."""
+"""Lightning attention, one token at a time: the oracle that every other form is tested against."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""The pieces of ``chunked.py`` for a decay per head and token (B, T, H): those of ``../gla``, whose channels share it.
+"""The passes of ``chunked.py`` for a decay per head and token (B, T, H): those of ``../gla``, whose channels share it.
 
 There are no angles beside such decays.
 """
@@ -21,6 +21,7 @@ def state_fwd(
     """S_loc (B, H, K, V) and D (B, H), see ``chunked.state_fwd``."""
     assert angles is None
     local, through = chunked.state_fwd(k, v, by_channel(log_decay, k), cu_seqlens)
+    # All channels of a head have the same decay.
     return local, through[..., 0].contiguous()
 
 

@@ -1,8 +1,8 @@
-"""The scan of Toeplitz positional encoding in chunks with a hand-written backward, in pieces for sequence parallelism.
+"""The scan of Toeplitz positional encoding in chunks with a hand-written backward, in passes for sequence parallelism.
 
 The mathematics, with the derivation of the backward, is in README.md here. Names of shapes: B rows, T tokens,
-D channels, E modes, N chunks of C places. Inside, everything is fp32, or fp64 for fp64 inputs; outputs and
-gradients have the dtype of their inputs. Channels are independent and computed in blocks of W, so that what is
+D channels, E modes, N chunks of C slots. Inside, everything is fp32, or fp64 for fp64 inputs; outputs and
+gradients have the dtype of their inputs. Channels are independent and computed in slices of W, so that what is
 held beside inputs and outputs does not grow with D.
 """
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from lightscale.kernels.common.documents import fragment_numbers
+from lightscale.kernels.common.documents import document_numbers
 from lightscale.kernels.common.states import state_dtype
-from lightscale.kernels.tpe.grid import Grid, Span, powers, spans
+from lightscale.kernels.tpe.chunk_batches import ChunkSlots, TPEChunkBatch, chunk_batches, powers
 
 DEFAULT_CHUNK_SIZE = 64
 
 # Channels that are computed at once: their Toeplitz matrices (64, C, C) take 1 MiB in fp32.
-_BLOCK_CHANNELS = 64
+_SLICE_CHANNELS = 64
 
 # Tokens that one product of state_fwd and state_bwd sums over; bounds the copy in the arithmetic's dtype.
 _SUM_TOKENS = 1024
@@ -34,7 +34,7 @@ def _toeplitz(kernel: Tensor) -> Tensor:
 def _diagonal_sums(pairs: Tensor) -> Tensor:
     """Σ_s pairs[c, s, s + τ] at [c, τ]: (W, C) from (W, C, C)."""
     width, size, _ = pairs.shape
-    # In rows that are one place longer each diagonal becomes a column; what was below the main one is 0.
+    # In rows that are one element longer each diagonal becomes a column; what was below the main one is 0.
     return pad(pairs.triu().flatten(1), (0, size)).view(width, size, size + 1)[:, :, :size].sum(1)
 
 
@@ -46,18 +46,18 @@ class _Power(NamedTuple):
 
 
 class _Tables(NamedTuple):
-    """Powers of λ by place and chunk.
+    """Powers of λ by slot and chunk.
 
     A chunk that is not full ends a document. Only where that is its row's last one, somebody reads its state:
     therefore rows have a table of their own for their last chunk.
     """
 
     kernel: _Power  # (C, E): λ^τ, of two tokens at distance τ
-    read: _Power  # (C, E): λ^(t+1), how much of the state that enters a chunk its place t sees
-    write: _Power  # (C, E): λ^(C-1-s), how much of its place s leaves a full chunk
-    write_last: _Power  # (B, C, E): λ^(length-1-s), how much of its place s leaves a row's last chunk
+    read: _Power  # (C, E): λ^(t+1), how much of the state that enters a chunk its slot t sees
+    write: _Power  # (C, E): λ^(C-1-s), how much of its slot s leaves a full chunk
+    write_last: _Power  # (B, C, E): λ^(length-1-s), how much of its slot s leaves a row's last chunk
     through: _Power  # (B, N, E): λ^length, how much of the state that enters a chunk leaves it
-    last: tuple[Tensor, Tensor]  # (B,) and (B,): the rows, and the place among N+1 that their last chunks' states have
+    last: tuple[Tensor, Tensor]  # (B,) and (B,): the rows, and which of the N+1 states leaves their last chunk
 
     def write_states(self, x: Tensor) -> Tensor:
         """What each chunk of x (W, B, N+1, C) adds to the state: (W, B, N+1, E)."""
@@ -83,23 +83,23 @@ def _over_chunks(x: Tensor, states: Tensor) -> Tensor:
     return x.flatten(0, 2).mT @ states.flatten(0, 2)
 
 
-def _tables(log_decay: Tensor, grid: Grid, dtype: torch.dtype) -> _Tables:
-    place = torch.arange(grid.chunk_size, device=log_decay.device)
-    chunks, lengths = grid.last
+def _tables(log_decay: Tensor, slots: ChunkSlots, dtype: torch.dtype) -> _Tables:
+    slot = torch.arange(slots.chunk_size, device=log_decay.device)
+    chunks, lengths = slots.last
 
     def power(steps: Tensor) -> _Power:
         value = powers(log_decay, steps, dtype)
         return _Power(value, value * steps.unsqueeze(-1))
 
-    kernel = power(place)
-    steps = lengths.unsqueeze(1) - 1 - place
+    kernel = power(slot)
+    steps = lengths.unsqueeze(1) - 1 - slot
     write_last = [x.masked_fill((steps < 0).unsqueeze(-1), 0.0) for x in power(steps.clamp(min=0))]
     return _Tables(
         kernel=kernel,
-        read=power(place + 1),
+        read=power(slot + 1),
         write=_Power(kernel.value.flip(0), kernel.slope.flip(0)),
         write_last=_Power(*write_last),
-        through=power(grid.lengths),
+        through=power(slots.lengths),
         last=(torch.arange(len(chunks), device=chunks.device), chunks + 1),
     )
 
@@ -138,8 +138,8 @@ def _resets(begins: Tensor | None) -> dict[int, Tensor]:
     return {n: begins[:, n, None] for n in begins.any(0).nonzero().flatten().tolist()}
 
 
-class _Block(NamedTuple):
-    """A block of W channels of a span: inputs by place, behind an empty chunk, and the states around the chunks."""
+class _ChannelSlice(NamedTuple):
+    """W channels of a chunk batch: inputs by slot, behind an empty chunk, and the states around the chunks."""
 
     x: Tensor  # (W, B, 1+N, C)
     gamma: Tensor  # (W, E)
@@ -147,18 +147,18 @@ class _Block(NamedTuple):
     kernel: Tensor  # (W, C, C): Σ_r γ λ^(t-s) at [c, s, t]
 
 
-def _block(x: Tensor, gamma: Tensor, u: Tensor, grid: Grid, tables: _Tables) -> _Block:
+def _channel_slice(x: Tensor, gamma: Tensor, u: Tensor, slots: ChunkSlots, tables: _Tables) -> _ChannelSlice:
     """From x (B, T, W) and gamma (W, E), and the state u (B, W, E) that enters."""
     gamma = gamma.to(u.dtype)
-    by_place = grid.load(x, u.dtype, shift=1)
-    states = tables.write_states(by_place)
+    by_slot = slots.load(x, u.dtype, shift=1)
+    states = tables.write_states(by_slot)
     states[:, :, 0] = u.transpose(0, 1)
-    _scan_(states, tables.through.value, grid.begins)
-    return _Block(by_place, gamma, states, _toeplitz(gamma @ tables.kernel.value.mT))
+    _scan_(states, tables.through.value, slots.begins)
+    return _ChannelSlice(by_slot, gamma, states, _toeplitz(gamma @ tables.kernel.value.mT))
 
 
-def _channel_blocks(width: int) -> list[slice]:
-    return [slice(first, first + _BLOCK_CHANNELS) for first in range(0, width, _BLOCK_CHANNELS)]
+def _channel_slices(width: int) -> list[slice]:
+    return [slice(first, first + _SLICE_CHANNELS) for first in range(0, width, _SLICE_CHANNELS)]
 
 
 def _by_channel(x: Tensor) -> Tensor:
@@ -178,31 +178,33 @@ def _weighted_sum(x: Tensor, log_decay: Tensor, steps: Tensor, kept: Tensor | No
     """Σ_t λ^steps_t x_t (B, D, E) over the kept tokens; steps (T,), kept (B, T)."""
     total = _state_or_zeros(None, x, log_decay)
     for start in range(0, x.shape[1], _SUM_TOKENS):
-        span = slice(start, start + _SUM_TOKENS)
-        part = x[:, span].to(total.dtype)
+        batch = slice(start, start + _SUM_TOKENS)
+        part = x[:, batch].to(total.dtype)
         if kept is not None:
-            part = part.masked_fill(~kept[:, span, None], 0.0)
-        total += part.mT @ powers(log_decay, steps[span], total.dtype)
+            part = part.masked_fill(~kept[:, batch, None], 0.0)
+        total += part.mT @ powers(log_decay, steps[batch], total.dtype)
     return total
 
 
-def _with_states(x: Tensor, log_decay: Tensor, u: Tensor, row: list[Span]) -> list[tuple[Span, Tensor]]:
-    """The spans of a row of x (B, T, D), each with the state (B, D, E) that enters it, the first with u."""
+def _with_states(
+    x: Tensor, log_decay: Tensor, u: Tensor, row: list[TPEChunkBatch]
+) -> list[tuple[TPEChunkBatch, Tensor]]:
+    """The chunk batches of a row of x (B, T, D), each with the state (B, D, E) that enters it, the first with u."""
     entering = []
-    for span in row:
-        entering.append((span, u))
-        if span is not row[-1]:
-            u = _leaving(x[:, span.tokens], log_decay, u, span)
+    for batch in row:
+        entering.append((batch, u))
+        if batch is not row[-1]:
+            u = _leaving(x[:, batch.tokens], log_decay, u, batch)
     return entering
 
 
-def _leaving(x: Tensor, log_decay: Tensor, u: Tensor, span: Span) -> Tensor:
-    """The state that leaves a span of x (B, T, D) which u (B, D, E) enters."""
+def _leaving(x: Tensor, log_decay: Tensor, u: Tensor, batch: TPEChunkBatch) -> Tensor:
+    """The state that leaves a batch of x (B, T, D) which u (B, D, E) enters."""
     steps = torch.arange(x.shape[1] - 1, -1, -1, device=x.device)
     passed = u * powers(log_decay, steps[0] + 1, u.dtype)
-    if span.passes is not None:
-        passed.masked_fill_(~span.passes[:, None, None], 0.0)
-    return passed.add_(_weighted_sum(x, log_decay, steps, span.kept))
+    if batch.passes is not None:
+        passed.masked_fill_(~batch.passes[:, None, None], 0.0)
+    return passed.add_(_weighted_sum(x, log_decay, steps, batch.kept))
 
 
 @torch.no_grad()
@@ -225,9 +227,9 @@ def state_fwd(x: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None = None) ->
         through = powers(log_decay, steps.new_full((num_rows,), num_tokens), state_dtype(x.dtype))
         if cu_seqlens is None:
             return _weighted_sum(x, log_decay, steps, None), through
-        fragments = fragment_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)
-        last = fragments[:, -1:]  # (B, 1), or (B, 0) when T is 0
-        local = _weighted_sum(x, log_decay, steps, fragments == last)
+        documents = document_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)
+        last = documents[:, -1:]  # (B, 1), or (B, 0) when T is 0
+        local = _weighted_sum(x, log_decay, steps, documents == last)
         return local, through.masked_fill((last > 0).any(1, keepdim=True), 0.0)
 
 
@@ -247,24 +249,26 @@ def out_fwd(
         x: (B, T, D); T may be 0.
         log_decay: (E,).
         gamma: (D, E).
-        u_in: zero when None; only the row's first fragment reads it.
+        u_in: zero when None; only the row's first document reads it.
         cu_seqlens: (N+1,) or None.
         chunk_size: tokens of a chunk.
     """
     with torch.autocast(x.device.type, enabled=False):
         u = _state_or_zeros(u_in, x, log_decay)
         y = x.new_empty(x.shape)
-        for span in spans(x, cu_seqlens, chunk_size):
-            tokens, grid = span.tokens, span.grid
-            tables = _tables(log_decay, grid, u.dtype)
-            for channels in _channel_blocks(x.shape[2]):
-                block = _block(x[:, tokens, channels], gamma[channels], u[:, channels], grid, tables)
-                y_b = _by_channel(block.x) @ block.kernel
-                # The state at place n enters the chunk at place n + 1.
-                read = (block.states * block.gamma[:, None, None]) @ tables.read.value.mT
+        for batch in chunk_batches(x, cu_seqlens, chunk_size):
+            tokens, slots = batch.tokens, batch.slots
+            # Once per batch: all channels have the same decays.
+            tables = _tables(log_decay, slots, u.dtype)
+            for channels in _channel_slices(x.shape[2]):
+                part = _channel_slice(x[:, tokens, channels], gamma[channels], u[:, channels], slots, tables)
+                y_b = _by_channel(part.x) @ part.kernel
+                # State n enters the chunk that stands at n + 1, behind the empty one.
+                read = (part.states * part.gamma[:, None, None]) @ tables.read.value.mT
                 y_b[:, 1:] += _by_channel(read)[:, :-1]
-                grid.store(y[:, tokens, channels], y_b.view_as(block.x), shift=1)
-                u[:, channels] = block.states[:, :, -1].transpose(0, 1)
+                slots.store(y[:, tokens, channels], y_b.view_as(part.x), shift=1)
+                # Channels do not mix, so this slice's state can be replaced before the others are computed.
+                u[:, channels] = part.states[:, :, -1].transpose(0, 1)
         return y, u
 
 
@@ -272,7 +276,7 @@ def out_fwd(
 def state_bwd(dy: Tensor, log_decay: Tensor, gamma: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """The cotangent U (B, D, E) of a row's incoming state that comes from the row's own outputs.
 
-    The whole cotangent is U + D ⊙ du_end with the D of ``state_fwd``. Only the first fragment reads the
+    The whole cotangent is U + D ⊙ du_end with the D of ``state_fwd``. Only the first document reads the
     incoming state; a caller whose row begins with a new document takes U as 0.
 
     Args:
@@ -286,11 +290,11 @@ def state_bwd(dy: Tensor, log_decay: Tensor, gamma: Tensor, cu_seqlens: Tensor |
         steps = torch.arange(1, num_tokens + 1, device=dy.device)
         kept = None
         if cu_seqlens is not None:
-            kept = fragment_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens) == 0
+            kept = document_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens) == 0
         return gamma.to(state_dtype(dy.dtype)) * _weighted_sum(dy, log_decay, steps, kept)
 
 
-class RowGradients(NamedTuple):
+class TPERowGradients(NamedTuple):
     """Gradients of a row's inputs; those of log_decay (E,) and gamma (D, E) in the states' dtype."""
 
     x: Tensor
@@ -310,51 +314,53 @@ def row_gradients(
     cu_seqlens: Tensor | None = None,
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
-) -> RowGradients:
+) -> TPERowGradients:
     """Every gradient of a row, its incoming state's included; the arguments are those of ``grad_bwd``."""
     with torch.autocast(x.device.type, enabled=False):
         du = _state_or_zeros(du_end, x, log_decay)
         dx = x.new_empty(x.shape)
         dlog_decay, dgamma = (torch.zeros(p.shape, dtype=du.dtype, device=x.device) for p in (log_decay, gamma))
-        row = _with_states(x, log_decay, _state_or_zeros(u_in, x, log_decay), spans(x, cu_seqlens, chunk_size))
-        for span, u in reversed(row):
-            tokens, grid = span.tokens, span.grid
-            tables = _tables(log_decay, grid, u.dtype)
-            for channels in _channel_blocks(x.shape[2]):
-                block = _block(x[:, tokens, channels], gamma[channels], u[:, channels], grid, tables)
-                dy_b = grid.load(dy[:, tokens, channels], u.dtype, shift=0)
+        # One state per batch is kept; those of its chunks are made again on the way back.
+        row = _with_states(x, log_decay, _state_or_zeros(u_in, x, log_decay), chunk_batches(x, cu_seqlens, chunk_size))
+        for batch, u in reversed(row):
+            tokens, slots = batch.tokens, batch.slots
+            tables = _tables(log_decay, slots, u.dtype)
+            for channels in _channel_slices(x.shape[2]):
+                part = _channel_slice(x[:, tokens, channels], gamma[channels], u[:, channels], slots, tables)
+                dy_b = slots.load(dy[:, tokens, channels], u.dtype, shift=0)
                 reads = dy_b @ tables.read.value
-                dstates = reads * block.gamma[:, None, None]
+                dstates = reads * part.gamma[:, None, None]
                 dstates[:, :, -1] = du[:, channels].transpose(0, 1)
-                _scan_back_(dstates, tables.through.value, grid.begins)
+                _scan_back_(dstates, tables.through.value, slots.begins)
                 du[:, channels] = dstates[:, :, 0].transpose(0, 1)
 
-                dx_b = _by_channel(dy_b) @ block.kernel.mT
+                dx_b = _by_channel(dy_b) @ part.kernel.mT
                 dx_b[:, :-1] += _by_channel(tables.write_gradients(dstates))[:, 1:]
-                grid.store(dx[:, tokens, channels], dx_b.view_as(dy_b), shift=0)
-                dgamma_b, dlog_decay_b = _parameter_gradients_(block, dy_b, reads, dstates, tables)
+                slots.store(dx[:, tokens, channels], dx_b.view_as(dy_b), shift=0)
+                dgamma_b, dlog_decay_b = _parameter_gradients_(part, dy_b, reads, dstates, tables)
                 dgamma[channels] += dgamma_b
                 dlog_decay += dlog_decay_b
-        return RowGradients(dx, dlog_decay, dgamma, du)
+        return TPERowGradients(dx, dlog_decay, dgamma, du)
 
 
 def _parameter_gradients_(
-    block: _Block, dy: Tensor, reads: Tensor, dstates: Tensor, tables: _Tables
+    part: _ChannelSlice, dy: Tensor, reads: Tensor, dstates: Tensor, tables: _Tables
 ) -> tuple[Tensor, Tensor]:
-    """dγ (W, E) and the block's part of dlog λ (E,). Spoils block.x.
+    """dγ (W, E) and the slice's part of dlog λ (E,). Spoils part.x.
 
     From the cotangents dy (W, B, N+1, C), their sums ``reads`` (W, B, N+1, E) as the entering states meet them, and
     the cotangents of the states.
     """
     # Σ x_s dy_t over pairs of one chunk at distance τ: the gradient of the kernel.
-    dkernel = _diagonal_sums(_by_channel(block.x)[:, 1:].mT @ _by_channel(dy)[:, :-1])
-    dgamma = dkernel @ tables.kernel.value + (block.states * reads).sum((1, 2))
+    # One product of tokens with tokens per channel has the pairs of every distance.
+    dkernel = _diagonal_sums(_by_channel(part.x)[:, 1:].mT @ _by_channel(dy)[:, :-1])
+    dgamma = dkernel @ tables.kernel.value + (part.states * reads).sum((1, 2))
 
-    dlog_decay = (block.gamma * (dkernel @ tables.kernel.slope)).sum(0)
-    weighed = block.states * block.gamma[:, None, None]
+    dlog_decay = (part.gamma * (dkernel @ tables.kernel.slope)).sum(0)
+    weighed = part.states * part.gamma[:, None, None]
     dlog_decay += (_over_chunks(dy, weighed) * tables.read.slope).sum(0)
-    dlog_decay += tables.write_slope_(block.x, dstates)
-    passed = (block.states[:, :, :-1] * dstates[:, :, 1:]).sum(0)
+    dlog_decay += tables.write_slope_(part.x, dstates)
+    passed = (part.states[:, :, :-1] * dstates[:, :, 1:]).sum(0)
     dlog_decay += (passed * tables.through.slope).sum((0, 1))
     return dgamma, dlog_decay
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from lightscale.errors import UserError
 from lightscale.kernels import gla, lightnet, lightning, tpe
 from lightscale.kernels.common.angles import angles_of
-from lightscale.kernels.gla import carry as gla_carry
+from lightscale.kernels.gla import boundary_states as gla_boundary
 from lightscale.kernels.lightnet import LightNetState, StateCotangent
-from lightscale.kernels.lightnet import carry as lightnet_carry
-from lightscale.kernels.lightning import carry as lightning_carry
+from lightscale.kernels.lightnet import boundary_states as lightnet_boundary
+from lightscale.kernels.lightning import boundary_states as lightning_boundary
 from lightscale.kernels.operators import StateAlgebra, get_operator
-from lightscale.kernels.tpe import carry as tpe_carry
+from lightscale.kernels.tpe import boundary_states as tpe_boundary
 from lightscale.parallel.sequence.algebra import DIAGONAL, LOG_SUM_EXP, Algebra, Tensors
 
 Inputs = tuple[Any, ...]
@@ -123,7 +123,7 @@ class LightningScan(DiagonalScan):
     def outputs(self, inputs: Inputs, early: Tensor | None, state: Tensors) -> Tensor:
         assert early is not None
         _, _, log_decay, *angles, q = inputs
-        read = lightning_carry.read_fwd(q, log_decay, state[0], self.cu_seqlens, angles=angles_of(*angles))
+        read = lightning_boundary.read_fwd(q, log_decay, state[0], self.cu_seqlens, angles=angles_of(*angles))
         return early.add_(read)
 
     def reads(self, inputs: Inputs, do: Tensor, state: Tensors) -> Tensors:
@@ -152,7 +152,7 @@ class LightningScan(DiagonalScan):
         self, inputs: Inputs, state: Tensors, remembered: Tensors, cotangent: Tensors
     ) -> Sequence[Tensor | None]:
         k, v, log_decay, *angles, _ = inputs
-        return lightning_carry.write_bwd(
+        return lightning_boundary.write_bwd(
             k,
             v,
             log_decay,
@@ -181,7 +181,7 @@ class GatedScan(DiagonalScan):
 
     def outputs(self, inputs: Inputs, early: Tensor | None, state: Tensors) -> Tensor:
         assert early is not None
-        return early.add_(gla_carry.read_fwd(inputs[3], inputs[2], state[0], self.cu_seqlens))
+        return early.add_(gla_boundary.read_fwd(inputs[3], inputs[2], state[0], self.cu_seqlens))
 
     def reads(self, inputs: Inputs, do: Tensor, state: Tensors) -> Tensors:
         return (self.where_continues(gla.state_bwd(inputs[3], do, inputs[2], self.cu_seqlens)),)
@@ -195,7 +195,7 @@ class GatedScan(DiagonalScan):
         self, inputs: Inputs, state: Tensors, remembered: Tensors, cotangent: Tensors
     ) -> Sequence[Tensor | None]:
         k, v, log_decay, _ = inputs
-        return gla_carry.write_bwd(k, v, log_decay, state[0], cotangent[0], self.cu_seqlens)
+        return gla_boundary.write_bwd(k, v, log_decay, state[0], cotangent[0], self.cu_seqlens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +216,7 @@ class TPEScan(DiagonalScan):
     def outputs(self, inputs: Inputs, early: Tensor | None, state: Tensors) -> Tensor:
         assert early is not None
         x, log_decay, gamma = inputs
-        return early.add_(tpe_carry.read_fwd(x, log_decay, gamma, state[0], self.cu_seqlens))
+        return early.add_(tpe_boundary.read_fwd(x, log_decay, gamma, state[0], self.cu_seqlens))
 
     def reads(self, inputs: Inputs, do: Tensor, state: Tensors) -> Tensors:
         _, log_decay, gamma = inputs
@@ -230,7 +230,7 @@ class TPEScan(DiagonalScan):
         self, inputs: Inputs, state: Tensors, remembered: Tensors, cotangent: Tensors
     ) -> Sequence[Tensor | None]:
         x, log_decay, _ = inputs
-        return tpe_carry.write_bwd(x, log_decay, state[0], cotangent[0], self.cu_seqlens)
+        return tpe_boundary.write_bwd(x, log_decay, state[0], cotangent[0], self.cu_seqlens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +274,7 @@ class LightNetScan(Scan):
         self, inputs: Inputs, state: Tensors, remembered: Tensors, cotangent: Tensors
     ) -> Sequence[Tensor | None]:
         k, v, *angles, _ = inputs
-        return lightnet_carry.write_bwd(
+        return lightnet_boundary.write_bwd(
             k, v, angles_of(*angles), remembered[0], StateCotangent(*cotangent), self.cu_seqlens
         )
 

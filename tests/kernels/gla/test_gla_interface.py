@@ -146,7 +146,7 @@ def test_strided_inputs_are_read_and_left_alone(rows: int, heads: int) -> None:
     assert torch.equal(packed, copy) and torch.equal(strided_do, do)
 
 
-def test_pieces_leave_their_inputs_alone() -> None:
+def test_passes_leave_their_inputs_alone() -> None:
     """Contiguous inputs of the arithmetic's dtype, for which a load without a copy would be a view."""
     leaves = inputs(1, 16, 4, 4)
     copies = {n: x.clone() for n, x in leaves.items()}

@@ -120,9 +120,9 @@ def test_heads_differ() -> None:
 def test_any_decay(kind: str) -> None:
     """One head at a time, so that no head's error hides behind another's magnitude."""
     inputs = draw(1, 40, 12, 12, kinds=(kind,))
-    compare(inputs)
-    if kind.startswith("forgets"):
-        assert not run(inputs, None, "triton")["dlog_decay"][inputs["log_decay"] < -1000].any()
+    results = run(inputs, None, "triton")
+    assert_close(results, run(inputs, None, "reference"))
+    assert not results["dlog_decay"][inputs["log_decay"] < -1000].any()
 
 
 def test_zero_decay_factor_forgets_everything() -> None:
@@ -144,9 +144,9 @@ DOCUMENTS = {
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("starts", DOCUMENTS.values(), ids=DOCUMENTS.keys())
-def test_documents(starts: list[list[int]], chunks_per_span: Callable[[int], None]) -> None:
-    """Chunks have 16 tokens here, and a span one chunk. What no decay separates has a gradient of exactly 0."""
-    chunks_per_span(1)
+def test_documents(starts: list[list[int]], chunks_per_split: Callable[[int], None]) -> None:
+    """Chunks have 16 tokens here, and a split one chunk. What no decay separates has a gradient of exactly 0."""
+    chunks_per_split(1)
     inputs, cu_seqlens = draw(2, 37, 12, 16), boundaries(starts, 37)
     results = run(inputs, cu_seqlens, "triton")
     assert_close(results, run(inputs, cu_seqlens, "reference"))
@@ -154,9 +154,9 @@ def test_documents(starts: list[list[int]], chunks_per_span: Callable[[int], Non
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_spans_of_several_chunks(chunks_per_span: Callable[[int], None]) -> None:
-    """Two spans of two chunks and a shorter one; two tiles of the state."""
-    chunks_per_span(2)
+def test_splits_of_several_chunks(chunks_per_split: Callable[[int], None]) -> None:
+    """Two splits of two chunks and a shorter one; two tiles of the state."""
+    chunks_per_split(2)
     compare(draw(1, 70, 20, 16, kinds=("f near 1",)))
 
 
@@ -222,16 +222,16 @@ def test_overflow_stays_in_its_document() -> None:
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(
-    ("starts", "span"), [(None, 0), ([[10, 30], []], 0), ([[10], [33]], 2)], ids=["whole", "documents", "spans"]
+    ("starts", "split"), [(None, 0), ([[10, 30], []], 0), ([[10], [33]], 2)], ids=["whole", "documents", "splits"]
 )
-def test_pieces(starts: list[list[int]] | None, span: int, chunks_per_span: Callable[[int], None]) -> None:
-    """What sequence parallelism calls, against the chunked pieces in fp64."""
-    if span:
-        chunks_per_span(span)
+def test_passes(starts: list[list[int]] | None, split: int, chunks_per_split: Callable[[int], None]) -> None:
+    """What sequence parallelism calls, against the chunked passes in fp64."""
+    if split:
+        chunks_per_split(split)
     inputs = draw(2, 36, 16, 12)
     cu_seqlens = None if starts is None else boundaries(starts, 36)
 
-    def pieces(module: Any, dtype: torch.dtype) -> list[Tensor]:
+    def results_of(module: Any, dtype: torch.dtype) -> list[Tensor]:
         q, k, v, decay, state, do, dstate = (x.to(dtype) for x in inputs.values())
         return [
             *module.state_fwd(k, v, decay, cu_seqlens),
@@ -242,7 +242,7 @@ def test_pieces(starts: list[list[int]] | None, span: int, chunks_per_span: Call
             *module.grad_bwd(q, k, v, decay, do, None, None, cu_seqlens),
         ]
 
-    for found, right in zip(pieces(triton, torch.float32), pieces(chunked, torch.float64), strict=True):
+    for found, right in zip(results_of(triton, torch.float32), results_of(chunked, torch.float64), strict=True):
         assert error(found, right) < 1e-5
 
 
@@ -256,7 +256,7 @@ def test_decays_may_be_wider_than_the_inputs() -> None:
     )
 
 
-def test_pieces_of_an_empty_row() -> None:
+def test_passes_of_an_empty_row() -> None:
     k = torch.ones(2, 0, 3, 4)
     local, through = triton.state_fwd(k, k, k, torch.tensor([0]))
     assert local.shape == (2, 3, 4, 4) and not local.any() and torch.equal(through, torch.ones(2, 3, 4))
@@ -287,20 +287,15 @@ def small_call() -> tuple[list[Tensor], Callable[..., Tensor]]:
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_gives_the_same(reentrant: bool) -> None:
+def test_recomputation_and_torch_compile_give_the_same() -> None:
+    """Compiled as one graph, forward and backward: the operator is called in it and not looked into."""
     leaves, call = small_call()
     expected = torch.autograd.grad(call(*leaves), leaves)
-    again = checkpoint(call, *leaves, use_reentrant=reentrant)
-    again.backward()
-    assert all(x.grad is not None and torch.equal(x.grad, g) for x, g in zip(leaves, expected, strict=True))
-
-
-@pytest.mark.usefixtures("small_tiles")
-def test_torch_compile_gives_the_same() -> None:
-    """As one graph, forward and backward: the operator is called in it and not looked into."""
-    leaves, call = small_call()
-    expected = torch.autograd.grad(call(*leaves), leaves)
+    for reentrant in (False, True):
+        for leaf in leaves:
+            leaf.grad = None
+        checkpoint(call, *leaves, use_reentrant=reentrant).backward()
+        assert all(x.grad is not None and torch.equal(x.grad, g) for x, g in zip(leaves, expected, strict=True))
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     found = torch.autograd.grad(compiled(*leaves), leaves)
     assert all(error(x, y) < 1e-6 for x, y in zip(found, expected, strict=True))
@@ -339,11 +334,11 @@ def test_choice_of_the_backend(default_backend: Callable[[str], None], monkeypat
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_pieces_follow_the_setting(default_backend: Callable[[str], None]) -> None:
+def test_passes_follow_the_setting(default_backend: Callable[[str], None]) -> None:
     q, k, v, decay, state, do, dstate = (x.float() for x in draw(1, 20, 16, 16).values())
     q0, k0, v0, decay0 = (x[:, 0] for x in (q, k, v, decay))
 
-    def pieces(module: Any) -> list[Tensor]:
+    def results_of(module: Any) -> list[Tensor]:
         return [
             *module.state_fwd(k, v, decay),
             *module.out_fwd(q, k, v, decay, None),
@@ -354,8 +349,8 @@ def test_pieces_follow_the_setting(default_backend: Callable[[str], None]) -> No
 
     for name, module in (("auto", chunked), ("triton", triton)):
         default_backend(name)
-        assert all(torch.equal(x, y) for x, y in zip(pieces(package), pieces(module), strict=True))
-    assert not all(torch.equal(x, y) for x, y in zip(pieces(chunked), pieces(triton), strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(results_of(package), results_of(module), strict=True))
+    assert not all(torch.equal(x, y) for x, y in zip(results_of(chunked), results_of(triton), strict=True))
     # A gradient through one step needs the form that autograd knows.
     o, _ = package.recurrent_step(q0.requires_grad_(), k0, v0, decay0, state)
     assert o.requires_grad

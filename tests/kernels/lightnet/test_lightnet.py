@@ -1,4 +1,4 @@
-"""Additive decay: the chunked form and its pieces against the fp64 recurrence, with every gradient."""
+"""LightNet's operator: the chunked form and its passes against the fp64 recurrence, with every gradient."""
 
 import runpy
 from collections.abc import Callable
@@ -19,7 +19,8 @@ from lightscale.kernels.lightnet import (
     Angles,
     LightNetState,
     StateCotangent,
-    carried_cotangent,
+    exchanged_cotangent,
+    factors,
     grad_bwd,
     lightnet_attention,
     lightnet_attention_reference,
@@ -29,7 +30,6 @@ from lightscale.kernels.lightnet import (
     plain_cotangent,
     state_bwd,
     state_fwd,
-    telescope,
 )
 from lightscale.kernels.lightnet.state import by_row
 
@@ -162,10 +162,11 @@ def test_equals_full_matrix(with_angles: bool) -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 40.0])
-@pytest.mark.parametrize("chunk_size", [1, 7, 64, 100, 256])
-def test_any_chunk_size(chunk_size: int, scale: float) -> None:
+def test_any_chunk_size(scale: float) -> None:
     case = make_case(2, 200, (12, 8), starts=[[70], [64, 199]], scale=scale)
-    assert_close(run(case, chunk_size=chunk_size), run(case, "oracle"), 1e-10)
+    expected = run(case, "oracle")
+    for chunk_size in (1, 7, 64, 100, 256):
+        assert_close(run(case, chunk_size=chunk_size), expected, 1e-10, f"chunks of {chunk_size}")
 
 
 DOCUMENTS = {
@@ -247,7 +248,7 @@ def where_fresh(fresh: Tensor, state: LightNetState) -> LightNetState:
 
 
 def run_over_ranks(case: Case, cuts: list[int]) -> Results:
-    """The pieces as sequence parallelism composes them, with a rank for each part between two cuts."""
+    """The passes as sequence parallelism composes them, with a rank for each part between two cuts."""
     state = case.state or case.empty
     ranks = []
     for begin, end in pairwise([0, *cuts, case.q.shape[1]]):
@@ -260,7 +261,7 @@ def run_over_ranks(case: Case, cuts: list[int]) -> Results:
         assert error(leaving.z, state.z) < 1e-10 and error(leaving.S, state.S) < 1e-10
         ranks.append((s, fresh, before, local, through, entering, o))
 
-    cotangent = carried_cotangent(state, case.dz, case.dS)
+    cotangent = exchanged_cotangent(state, case.dz, case.dS)
     gradients: list[tuple[Tensor, Tensor, Tensor]] = []
     for s, fresh, before, local, through, entering, _ in reversed(ranks):
         inputs = (s.q, s.k, s.v, s.angles, s.do, entering)
@@ -291,23 +292,33 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
-@pytest.mark.parametrize(
-    ("starts", "with_state", "scale"),
-    [(None, True, 1.0), (None, False, 30.0), ([[64], [63, 130]], True, 30.0), ([[65, 66, 67, 199], []], False, 1.0)],
+@pytest.fixture(
+    scope="module",
+    params=[
+        (None, True, 1.0),
+        (None, False, 30.0),
+        ([[64], [63, 130]], True, 30.0),
+        ([[65, 66, 67, 199], []], False, 1.0),
+    ],
     ids=["whole", "whole, empty, wild", "documents, wild", "short documents, empty"],
 )
-def test_pieces_compose_over_ranks(
-    cuts: list[int], starts: list[list[int]] | None, with_state: bool, scale: float
-) -> None:
+def over_ranks(request: pytest.FixtureRequest) -> tuple[Case, Results]:
+    """A case, and what the oracle makes of it: once for all cuts."""
+    starts, with_state, scale = request.param
     case = make_case(2, 200, (12, 8), starts=starts, with_state=with_state, scale=scale)
-    assert_close(run_over_ranks(case, cuts), run(case, "oracle"), 1e-10)
+    return case, run(case, "oracle")
+
+
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
+def test_passes_compose_over_ranks(cuts: list[int], over_ranks: tuple[Case, Results]) -> None:
+    case, expected = over_ranks
+    assert_close(run_over_ranks(case, cuts), expected, 1e-10)
 
 
 @settings(max_examples=20, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_random_shapes_documents_and_splits(data: st.DataObject) -> None:
-    """One call, ranks, and a chain of calls that carry the state: all equal the recurrence."""
+    """One call, ranks, and a chain of calls that pass the state: all equal the recurrence."""
     rows, tokens = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 120))
     widths = data.draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
     inner = st.lists(st.integers(1, tokens), max_size=6).map(lambda xs: sorted({x for x in xs if x < tokens}))
@@ -442,8 +453,8 @@ def test_documents_of_other_levels_in_one_chunk() -> None:
 
 def chunk_lengths(k: Tensor) -> list[int]:
     z = torch.full((k.shape[0], *k.shape[2:]), -torch.inf)
-    cut = telescope.spans(k, z, None, width=8, chunk_size=64, dtype=torch.float32)
-    return [span.cut.chunk_tokens for span in cut for _ in range(span.cut.num_chunks)]
+    cut = factors.chunk_batches(k, z, None, width=8, chunk_size=64, dtype=torch.float32)
+    return [batch.cut.chunk_tokens for batch in cut for _ in range(batch.cut.num_chunks)]
 
 
 def test_chunks_are_halved_where_z_rises_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,7 +466,7 @@ def test_chunks_are_halved_where_z_rises_too_far(monkeypatch: pytest.MonkeyPatch
     assert chunk_lengths(wild.k) == [64, 32, 4, 4, 8, 16, 64]
 
     expected = run(wild.to(torch.float64, torch.float64), "oracle")
-    monkeypatch.setattr(telescope, "_LEAST_WEIGHT", 0.0)
+    monkeypatch.setattr(factors, "_LEAST_WEIGHT", 0.0)
     broken = run(wild)
     assert not error(broken["o"], expected["o"]) < 1e-3
 

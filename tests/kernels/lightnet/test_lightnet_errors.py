@@ -1,4 +1,4 @@
-"""What additive decay refuses, and in which words."""
+"""What LightNet's operator refuses, and by which messages."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Additive decay: precisions, single steps, the algebra of its states, and the form without causality."""
+"""LightNet's operator: precisions, single steps, the algebra of its states, and the form without causality."""
 
 import math
 import runpy
@@ -16,8 +16,8 @@ from lightscale.kernels.lightnet import (
     Angles,
     LightNetState,
     StateCotangent,
-    carried_cotangent,
     empty_state,
+    exchanged_cotangent,
     lightnet_attention,
     lightnet_noncausal,
     merge,
@@ -273,7 +273,7 @@ def test_merge_selects_what_counts() -> None:
 
 
 def test_the_share_that_passes_is_the_adjoint_of_merging() -> None:
-    """The carried cotangent of the earlier part against the plain one that autograd finds."""
+    """The exchanged cotangent of the earlier part against the plain one that autograd finds."""
     parts = (random_state(1, holes=True), random_state(2, holes=True))
     leaves = [x.requires_grad_() for state in parts for x in state]
     earlier, later = LightNetState(*leaves[:2]), LightNetState(*leaves[2:])
@@ -284,17 +284,17 @@ def test_the_share_that_passes_is_the_adjoint_of_merging() -> None:
     dz = dz.masked_fill(merged.z == -torch.inf, 0.0)
     expected = torch.autograd.grad(merged, leaves[:2], (dz, dS))
     merged = LightNetState(merged.z.detach(), merged.S.detach())
-    U, R = carried_cotangent(merged, dz, dS)
+    U, R = exchanged_cotangent(merged, dz, dS)
     share = passed_share(parts[0].z, parts[1].z, through)
     passed = StateCotangent(by_row(share, 8) * U, share * R)
     for x, y in zip(plain_cotangent(parts[0], passed), expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
 
 
-def test_plain_and_carried_cotangents_are_inverse() -> None:
+def test_plain_and_exchanged_cotangents_are_inverse() -> None:
     state = random_state(1)
     dz, dS = draw(3, 2, 4, seed=7), draw(3, 2, 8, 5, seed=8)
-    back = plain_cotangent(state, carried_cotangent(state, dz, dS))
+    back = plain_cotangent(state, exchanged_cotangent(state, dz, dS))
     torch.testing.assert_close(back, (dz, dS), rtol=1e-12, atol=1e-13)
 
 
@@ -304,15 +304,15 @@ def test_noncausal_equals_a_softmax_per_document() -> None:
     starts = [0, 20, 21, 50, 100]
     x = [leaves[n].detach().requires_grad_() for n in "qkv"]
     o = lightnet_noncausal(*x, angles=angles, cu_seqlens=torch.tensor(starts))
-    pieces = []
+    by_document = []
     flat = [y.flatten(0, 1) for y in (*x, cos, sin)]
     for begin, end in pairwise(starts):
         q, k, v, c, s = (y[begin:end] for y in flat)
         weights = k.exp() / k.exp().sum(0)
         pairs = torch.einsum("thk,shk,thk,shk->tsh", q, weights, c, c)
         pairs = pairs + torch.einsum("thk,shk,thk,shk->tsh", q, weights, s, s)
-        pieces.append(torch.einsum("tsh,shv->thv", pairs, v))
-    expected = torch.cat(pieces).view_as(o)
+        by_document.append(torch.einsum("tsh,shv->thv", pairs, v))
+    expected = torch.cat(by_document).view_as(o)
     do = draw(*o.shape, seed=9)
     for actual, wanted in zip(
         (o, *torch.autograd.grad(o, x, do)), (expected, *torch.autograd.grad(expected, x, do)), strict=True

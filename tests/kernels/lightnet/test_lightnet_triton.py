@@ -33,9 +33,9 @@ LEAVES = ("q", "k", "v", "z", "S")
 SMALL = replace(
     tiling._FULL,
     chunk=32,
-    block=16,
+    tile_tokens=16,
     partners=16,
-    scan_block=16,
+    scan_tile_tokens=16,
     weighed=16,
     contracted=16,
     value_width=16,
@@ -51,9 +51,9 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def chunks_per_span(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+def chunks_per_split(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """As on a GPU that has multiprocessors to spare."""
-    return lambda chunks: monkeypatch.setattr(passes, "_span_chunks", lambda row, num_programs: chunks)
+    return lambda chunks: monkeypatch.setattr(passes, "_split_chunks", lambda row, num_programs: chunks)
 
 
 @pytest.fixture
@@ -157,13 +157,13 @@ DOCUMENTS = {
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("span", [0, pytest.param(1, marks=pytest.mark.long)], ids=["one span", "spans"])
+@pytest.mark.parametrize("split", [0, pytest.param(1, marks=pytest.mark.long)], ids=["one split", "splits"])
 @pytest.mark.parametrize("starts", DOCUMENTS.values(), ids=DOCUMENTS.keys())
-def test_documents(starts: list[list[int]], span: int, chunks_per_span: Callable[[int], None]) -> None:
-    """Chunks have 32 tokens here, and a span one chunk."""
-    if span:
-        chunks_per_span(span)
-    compare(draw(1, 70, 12, 16, angles=not span), boundaries(starts, 70))
+def test_documents(starts: list[list[int]], split: int, chunks_per_split: Callable[[int], None]) -> None:
+    """Chunks have 32 tokens here, and a split one chunk."""
+    if split:
+        chunks_per_split(split)
+    compare(draw(1, 70, 12, 16, angles=not split), boundaries(starts, 70))
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -174,14 +174,14 @@ def test_rows_and_heads() -> None:
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("state", [True, pytest.param(False, marks=pytest.mark.long)], ids=["state", "empty"])
-def test_spans_of_several_chunks(state: bool, chunks_per_span: Callable[[int], None]) -> None:
-    """Two spans of two chunks and a shorter one, and documents that begin in two of them."""
-    chunks_per_span(2)
+def test_splits_of_several_chunks(state: bool, chunks_per_split: Callable[[int], None]) -> None:
+    """Two splits of two chunks and a shorter one, and documents that begin in two of them."""
+    chunks_per_split(2)
     compare(draw(1, 134, 12, 12, state=state), None if state else boundaries([[30, 70]], 134))
 
 
 def test_tiles_of_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiles of bf16, in fp32: chunks of 128 tokens in blocks of 64."""
+    """The tiles of bf16, in fp32: chunks of 128 tokens in tiles of 64."""
     monkeypatch.setattr(tiling, "_FULL", replace(tiling._HALF, compute=torch.float32))
     compare(draw(1, 150, 16, 64), boundaries([[20, 140]], 150))
 
@@ -195,7 +195,7 @@ def jump(keys: Tensor, low: float, high: float, token: int) -> Tensor:
 EXTREMES: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "N(0, 30²)": (lambda k: 30 * k, 0.0),
     "±80 at random": (lambda k: 80 * k.sign(), 80.0),
-    "from -80 to 80 inside a block": (lambda k: jump(k, -80.0, 80.0, 25), -80.0),
+    "from -80 to 80 inside a tile": (lambda k: jump(k, -80.0, 80.0, 25), -80.0),
     "from -80 to 80 at a chunk's last token": (lambda k: jump(k, -80.0, 80.0, 31), -80.0),
     "from -80 to 0 over a row": (lambda k: k + torch.linspace(-80, 0, k.size(1))[:, None, None], -80.0),
     "from 80 to -80": (lambda k: jump(k, 80.0, -80.0, 40), 80.0),
@@ -228,7 +228,7 @@ def test_extreme_keys(change: Callable[[Tensor], Tensor], level: float, starts: 
 
 @pytest.mark.usefixtures("small_tiles")
 def test_document_that_begins_far_below(highest_rise: Callable[[float], None]) -> None:
-    """A document from -80 to 80 inside a block, and one of keys around -80 between others: nothing is lost.
+    """A document from -80 to 80 inside a tile, and one of keys around -80 between others: nothing is lost.
 
     With one reference for all, as where z rises less, outputs are wrong.
     """
@@ -246,13 +246,13 @@ def test_document_that_begins_far_below(highest_rise: Callable[[float], None]) -
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("starts", [None, [[5, 36, 40]]], ids=["whole", "documents"])
-def test_many_references_give_the_same_as_one(
-    starts: list[list[int]] | None, highest_rise: Callable[[float], None]
-) -> None:
-    """Ordinary keys, by the usual path and by several rounds for every block."""
+def test_many_references_give_the_same_as_one(highest_rise: Callable[[float], None]) -> None:
+    """Ordinary keys, by the usual path and by several rounds for every tile; a document crosses the chunks' edge.
+
+    Rounds of rows without boundaries: ``test_extreme_keys``.
+    """
     inputs = draw(1, 44, 12, 12, scale=2.0)
-    cu_seqlens = None if starts is None else boundaries(starts, 44)
+    cu_seqlens = boundaries([[5, 36, 40]], 44)
     usual = run(inputs, cu_seqlens, "triton")
     highest_rise(1.5)
     rounds = run(inputs, cu_seqlens, "triton")
@@ -350,11 +350,11 @@ def test_strided_inputs() -> None:
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("span", [0, pytest.param(16, marks=pytest.mark.long)], ids=["one span", "spans"])
-def test_z_does_not_drift(span: int, chunks_per_span: Callable[[int], None]) -> None:
+@pytest.mark.parametrize("split", [0, pytest.param(16, marks=pytest.mark.long)], ids=["one split", "splits"])
+def test_z_does_not_drift(split: int, chunks_per_split: Callable[[int], None]) -> None:
     """z of 2048 keys, of which the first one is by far the smallest; in each chunk sums of 32 round alike."""
-    if span:
-        chunks_per_span(span)
+    if split:
+        chunks_per_split(split)
     k = torch.full((1, 2048, 1, 1), 0.3)
     k[:, 0], k[:, 1::2] = -50.0, -1.7
     state, _ = triton.state_fwd(k, torch.ones_like(k))
@@ -370,12 +370,12 @@ def test_z_does_not_drift(span: int, chunks_per_span: Callable[[int], None]) -> 
         pytest.param(False, None, id="plain, whole", marks=pytest.mark.long),
     ],
 )
-def test_pieces(angles: bool, starts: list[list[int]] | None) -> None:
+def test_passes(angles: bool, starts: list[list[int]] | None) -> None:
     """What sequence parallelism calls, against the chunked form in fp64; with and without a state and a cotangent."""
     inputs = draw(2, 36, 12, 16, angles=angles)
     cu_seqlens = None if starts is None else boundaries(starts, 36)
 
-    def pieces(module: Any, dtype: torch.dtype) -> list[Tensor]:
+    def results_of(module: Any, dtype: torch.dtype) -> list[Tensor]:
         x = cast(inputs, dtype)
         q, k, v, do = (x[name] for name in ("q", "k", "v", "do"))
         angles = angles_in(x)
@@ -393,11 +393,11 @@ def test_pieces(angles: bool, starts: list[list[int]] | None) -> None:
             *module.grad_bwd(q, k, v, angles, do, state, None, cu_seqlens),
         ]
 
-    for found, right in zip(pieces(triton, torch.float32), pieces(chunked, torch.float64), strict=True):
+    for found, right in zip(results_of(triton, torch.float32), results_of(chunked, torch.float64), strict=True):
         assert error(found, right) < 1e-5
 
 
-def test_pieces_of_an_empty_row() -> None:
+def test_passes_of_an_empty_row() -> None:
     k = torch.ones(2, 0, 3, 4)
     local, through = triton.state_fwd(k, k, Angles(torch.ones(3, 4), torch.ones(2, 0).long()), torch.tensor([0]))
     assert (local.z == -torch.inf).all() and local.S.shape == (2, 3, 8, 4) and not local.S.any()
@@ -447,19 +447,15 @@ def small_call() -> tuple[list[Tensor], Callable[..., Tensor]]:
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_recomputation_gives_the_same(reentrant: bool) -> None:
+def test_recomputation_and_torch_compile_give_the_same(reentrant: bool) -> None:
+    """Compiled as one graph, forward and backward: the operator is called in it and not looked into."""
     leaves, call = small_call()
     expected = torch.autograd.grad(call(*leaves), leaves)
     again = checkpoint(call, *leaves, use_reentrant=reentrant)
     again.backward()
     assert all(x.grad is not None and torch.equal(x.grad, g) for x, g in zip(leaves, expected, strict=True))
-
-
-@pytest.mark.usefixtures("small_tiles")
-def test_torch_compile_gives_the_same() -> None:
-    """As one graph, forward and backward: the operator is called in it and not looked into."""
-    leaves, call = small_call()
-    expected = torch.autograd.grad(call(*leaves), leaves)
+    if reentrant:
+        return
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     found = torch.autograd.grad(compiled(*leaves), leaves)
     assert all(error(x, y) < 1e-6 for x, y in zip(found, expected, strict=True))
@@ -500,7 +496,7 @@ def test_choice_of_the_backend(default_backend: Callable[[str], None]) -> None:
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_pieces_follow_the_setting(default_backend: Callable[[str], None]) -> None:
+def test_passes_follow_the_setting(default_backend: Callable[[str], None]) -> None:
     inputs = cast(draw(1, 20, 16, 16), torch.float32)
     q, k, v, do = (inputs[name] for name in ("q", "k", "v", "do"))
     angles, state = Angles(inputs["theta"], inputs["positions"]), LightNetState(inputs["z"], inputs["S"])

@@ -1,4 +1,4 @@
-"""Lightning attention: the chunked form and its pieces against the fp64 recurrence, with every gradient."""
+"""Lightning attention: the chunked form and its passes against the fp64 recurrence, with every gradient."""
 
 import runpy
 from dataclasses import dataclass, replace
@@ -124,9 +124,15 @@ def run(case: Case, backend: str = "chunked", **options: Any) -> Results:
     return results | {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
 
 
-@pytest.mark.parametrize("with_state", [True, False], ids=["state", "zero-state"])
-@pytest.mark.parametrize("widths", [(32, 32), (60, 60), (128, 128), (64, 32)], ids=lambda w: f"{w[0]}x{w[1]}")
-@pytest.mark.parametrize("tokens", [1, 15, 63, 500, 1000])
+# Every number of tokens with every width, and each of both with and without a state that enters.
+SHAPES = [
+    pytest.param(tokens, widths, (i + j) % 2 == 0, id=f"{tokens}-{widths[0]}x{widths[1]}")
+    for i, tokens in enumerate((1, 15, 63, 500, 1000))
+    for j, widths in enumerate(((32, 32), (60, 60), (128, 128), (64, 32)))
+]
+
+
+@pytest.mark.parametrize(("tokens", "widths", "with_state"), SHAPES)
 def test_equals_recurrence(tokens: int, widths: tuple[int, int], with_state: bool) -> None:
     case = make_case(1, tokens, widths, with_state=with_state, seed=tokens)
     assert_close(run(case), run(case, "oracle"), 1e-10)
@@ -144,10 +150,11 @@ def test_each_decay_alone(head: int) -> None:
 
 
 @pytest.mark.parametrize("decays", [DECAYS, None], ids=["by-head", "none"])
-@pytest.mark.parametrize("chunk_size", [1, 7, 64, 100, 256])
-def test_any_chunk_size(chunk_size: int, decays: tuple[float, ...] | None) -> None:
+def test_any_chunk_size(decays: tuple[float, ...] | None) -> None:
     case = make_case(2, 200, (12, 8), decays=decays, starts=[[70], [64, 199]])
-    assert_close(run(case, chunk_size=chunk_size), run(case, "oracle"), 1e-10)
+    expected = run(case, "oracle")
+    for chunk_size in (1, 7, 64, 100, 256):
+        assert_close(run(case, chunk_size=chunk_size), expected, 1e-10, f"chunks of {chunk_size}")
 
 
 def test_zero_decay_factor_forgets_everything() -> None:
@@ -172,9 +179,9 @@ DOCUMENTS = {
 
 
 @pytest.mark.parametrize("starts", DOCUMENTS.values(), ids=DOCUMENTS.keys())
-@pytest.mark.parametrize("with_state", [True, False], ids=["state", "zero-state"])
-def test_documents_equal_recurrence(starts: list[list[int]], with_state: bool) -> None:
-    case = make_case(2, 200, (12, 20), decays=DECAYS, starts=starts, with_state=with_state)
+def test_documents_without_a_state_equal_recurrence(starts: list[list[int]]) -> None:
+    """With a state that enters: the next test, in which the recurrence is held to separate runs too."""
+    case = make_case(2, 200, (12, 20), decays=DECAYS, starts=starts, with_state=False)
     assert_close(run(case), run(case, "oracle"), 1e-10)
 
 
@@ -203,6 +210,7 @@ def test_documents_equal_separate_runs(starts: list[list[int]]) -> None:
         if last:
             expected["state"][row] = results["state"][0]
     assert_close(run(case), expected, 1e-10)
+    assert_close(run(case, "oracle"), expected, 1e-10)
 
 
 def test_overflow_stays_in_its_document() -> None:
@@ -238,7 +246,7 @@ def restrict(case: Case, begin: int, end: int) -> tuple[Case, Tensor]:
 
 
 def run_over_ranks(case: Case, cuts: list[int]) -> Results:
-    """The pieces as sequence parallelism composes them, with a rank for each part between two cuts."""
+    """The passes as sequence parallelism composes them, with a rank for each part between two cuts."""
     zero = torch.zeros_like(case.dstate)
     state = zero if case.initial_state is None else case.initial_state
     ranks = []
@@ -288,32 +296,39 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
-@pytest.mark.parametrize(
-    "starts",
-    [None, [[64], [63, 130]], [[65, 66, 67, 199], []]],
+@pytest.fixture(
+    scope="module",
+    params=[None, [[64], [63, 130]], [[65, 66, 67, 199], []]],
     ids=["whole", "documents", "short documents"],
 )
-def test_pieces_compose_over_ranks(cuts: list[int], starts: list[list[int]] | None) -> None:
-    case = make_case(2, 200, (12, 8), decays=DECAYS, starts=starts)
-    assert_close(run_over_ranks(case, cuts), run(case, "oracle"), 1e-10)
+def over_ranks(request: pytest.FixtureRequest) -> tuple[Case, Results]:
+    """A case, and what the oracle makes of it: once for all cuts."""
+    case = make_case(2, 200, (12, 8), decays=DECAYS, starts=request.param)
+    return case, run(case, "oracle")
+
+
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
+def test_passes_compose_over_ranks(cuts: list[int], over_ranks: tuple[Case, Results]) -> None:
+    case, expected = over_ranks
+    assert_close(run_over_ranks(case, cuts), expected, 1e-10)
 
 
 @pytest.mark.parametrize("decays", [DECAYS[:4], None], ids=["by-head", "none"])
 @pytest.mark.parametrize("starts", [None, [[64], [63, 130]]], ids=["whole", "documents"])
-@pytest.mark.parametrize("chunk_size", [1, 64, 100])
-def test_angles(chunk_size: int, starts: list[list[int]] | None, decays: tuple[float, ...] | None) -> None:
+def test_angles(starts: list[list[int]] | None, decays: tuple[float, ...] | None) -> None:
     """Positions need not restart with documents: only differences inside one count."""
     case = make_case(2, 200, (12, 8), decays=decays, starts=starts, with_angles=True)
     expected = run(case, "oracle")
     assert expected["dtheta"].any()
-    assert_close(run(case, chunk_size=chunk_size), expected, 1e-10)
+    for chunk_size in (1, 64, 100):
+        assert_close(run(case, chunk_size=chunk_size), expected, 1e-10, f"chunks of {chunk_size}")
 
 
-@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
-def test_pieces_with_angles_compose_over_ranks(cuts: list[int]) -> None:
+def test_passes_with_angles_compose_over_ranks() -> None:
     case = make_case(2, 200, (12, 8), decays=DECAYS[:4], starts=[[64], [63, 130]], with_angles=True)
-    assert_close(run_over_ranks(case, cuts), run(case, "oracle"), 1e-10)
+    expected = run(case, "oracle")
+    for name, cuts in CUTS.items():
+        assert_close(run_over_ranks(case, cuts), expected, 1e-10, name)
 
 
 def test_one_token_at_a_time_with_angles() -> None:
@@ -332,19 +347,14 @@ def decays_of_tokens() -> Tensor:
     return -torch.exp(3 * torch.randn(2, 200, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
 
 
-@pytest.mark.parametrize("cuts", [CUTS["uneven"], CUTS["empty ranks"]], ids=["uneven", "empty ranks"])
-@pytest.mark.parametrize("starts", [None, [[64], [63, 130]]], ids=["whole", "documents"])
-def test_pieces_with_decays_of_tokens_compose_over_ranks(cuts: list[int], starts: list[list[int]] | None) -> None:
-    case = replace(make_case(2, 200, (12, 8), starts=starts), log_decay=decays_of_tokens())
-    assert_close(run_over_ranks(case, cuts), run(case, "oracle"), 1e-10)
-
-
 @pytest.mark.parametrize("starts", [None, [[64], [63, 130]]], ids=["whole", "documents"])
 def test_decays_of_tokens(starts: list[list[int]] | None) -> None:
     by_token = decays_of_tokens()
     case = replace(make_case(2, 200, (12, 8), starts=starts), log_decay=by_token)
     expected = run(case, "oracle")
     assert_close(run(case), expected, 1e-10)
+    for name in ("uneven", "empty ranks"):
+        assert_close(run_over_ranks(case, CUTS[name]), expected, 1e-10, name)
     assert expected["dlog_decay"].shape == (2, 200, 2)
     if starts is None:
         state = case.initial_state
@@ -379,7 +389,7 @@ def test_no_tokens() -> None:
 
 @pytest.mark.parametrize("starts", [None, [[1100, 1999], [700]]], ids=["whole", "documents"])
 def test_summaries_of_long_rows(starts: list[list[int]] | None) -> None:
-    """Rows that a summary's products see in several spans."""
+    """Rows that a summary's products see in several splits."""
     case = make_case(2, 2500, (4, 6), decays=(0.0, -1e-4, -0.1), starts=starts, with_state=False)
     local, through = state_fwd(case.k, case.v, case.log_decay, case.cu_seqlens)
     own = state_bwd(case.q, case.do, case.log_decay, case.cu_seqlens)
@@ -395,7 +405,7 @@ def test_summaries_of_long_rows(starts: list[list[int]] | None) -> None:
 @settings(max_examples=12, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_random_shapes_documents_and_splits(data: st.DataObject) -> None:
-    """One call, a chain of calls that carry the state, and ranks: all equal the recurrence."""
+    """One call, a chain of calls that pass the state, and ranks: all equal the recurrence."""
     rows, tokens = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 150))
     widths = data.draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
     inner = st.lists(st.integers(1, tokens), max_size=6).map(lambda xs: sorted({x for x in xs if x < tokens}))

@@ -25,7 +25,7 @@ boundaries, error, assert_close = comparing.boundaries, comparing.error, compari
 
 Inputs = dict[str, Tensor]
 NAMES = ("q", "k", "v", "log_decay", "initial_state")
-SMALL = replace(tiling._FULL, chunk=32, block=16, contracted=16, width=16, state_key=16, state_value=16)
+SMALL = replace(tiling._FULL, chunk=32, tile_tokens=16, contracted=16, width=16, state_key=16, state_value=16)
 
 
 @pytest.fixture
@@ -119,12 +119,12 @@ DOCUMENTS = {
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("span", [pytest.param(0, marks=pytest.mark.long), 1], ids=["one span", "spans"])
+@pytest.mark.parametrize("split", [pytest.param(0, marks=pytest.mark.long), 1], ids=["one split", "splits"])
 @pytest.mark.parametrize("starts", DOCUMENTS.values(), ids=DOCUMENTS.keys())
-def test_documents(starts: list[list[int]], span: int, chunks_per_span: Callable[[int], None]) -> None:
-    """Chunks have 32 tokens here, and a span one chunk. The decay of a document's first token counts for nothing."""
-    if span:
-        chunks_per_span(span)
+def test_documents(starts: list[list[int]], split: int, chunks_per_split: Callable[[int], None]) -> None:
+    """Chunks have 32 tokens here, and a split one chunk. The decay of a document's first token counts for nothing."""
+    if split:
+        chunks_per_split(split)
     results = compare(draw(2, 70, 12, 16), boundaries(starts, 70))
     for row, of_row in enumerate(starts):
         firsts = [start for start in of_row if start]
@@ -132,23 +132,23 @@ def test_documents(starts: list[list[int]], span: int, chunks_per_span: Callable
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_spans_of_several_chunks(chunks_per_span: Callable[[int], None]) -> None:
-    """Two spans of two chunks and a shorter one; several tiles of the state."""
-    chunks_per_span(2)
+def test_splits_of_several_chunks(chunks_per_split: Callable[[int], None]) -> None:
+    """Two splits of two chunks and a shorter one; several tiles of the state."""
+    chunks_per_split(2)
     inputs = draw(1, 140, 12, 24)
-    inputs["log_decay"] /= 50  # so that states pass spans
+    inputs["log_decay"] /= 50  # so that states pass splits
     compare(inputs)
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_chunks_of_four_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_four_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiling, "_FULL", replace(SMALL, chunk=64))
     compare(draw(1, 130, 12, 12), boundaries([[90]], 130))
 
 
 @pytest.mark.long
 def test_tiles_of_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiles of bf16, in fp32: chunks of 128 tokens in blocks of 64."""
+    """The tiles of bf16, in fp32: chunks of 128 tokens in tiles of 64."""
     monkeypatch.setattr(tiling, "_FULL", replace(tiling._HALF, stored=torch.float32))
     compare(draw(1, 200, 64, 64), boundaries([[20, 150]], 200))
 
@@ -211,17 +211,17 @@ def test_overflow_stays_in_its_document() -> None:
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("span", [pytest.param(0, marks=pytest.mark.long), 2], ids=["one span", "spans"])
+@pytest.mark.parametrize("split", [pytest.param(0, marks=pytest.mark.long), 2], ids=["one split", "splits"])
 @pytest.mark.parametrize("starts", [None, [[20, 90], []]], ids=["whole", "documents"])
-def test_pieces(starts: list[list[int]] | None, span: int, chunks_per_span: Callable[[int], None]) -> None:
-    """What sequence parallelism calls, against the chunked pieces in fp64."""
-    if span:
-        chunks_per_span(span)
+def test_passes(starts: list[list[int]] | None, split: int, chunks_per_split: Callable[[int], None]) -> None:
+    """What sequence parallelism calls, against the chunked passes in fp64."""
+    if split:
+        chunks_per_split(split)
     inputs = draw(2, 100, 16, 12)
     inputs["log_decay"] /= 50
     cu_seqlens = None if starts is None else boundaries(starts, 100)
 
-    def pieces(module: Any, dtype: torch.dtype) -> list[Tensor]:
+    def results_of(module: Any, dtype: torch.dtype) -> list[Tensor]:
         x = {name: x.to(dtype) for name, x in inputs.items()}
         q, k, v, do, state, dstate = (x[n] for n in ("q", "k", "v", "do", "initial_state", "dstate"))
         decay = x["log_decay"]
@@ -234,11 +234,11 @@ def test_pieces(starts: list[list[int]] | None, span: int, chunks_per_span: Call
             *(x for x in gradients if x is not None),
         ]
 
-    for found, right in zip(pieces(triton, torch.float32), pieces(token_decays, torch.float64), strict=True):
+    for found, right in zip(results_of(triton, torch.float32), results_of(token_decays, torch.float64), strict=True):
         assert error(found, right) < 1e-5
 
 
-def test_pieces_of_an_empty_row() -> None:
+def test_passes_of_an_empty_row() -> None:
     k = torch.ones(2, 0, 3, 4)
     for module in (triton, token_decays):
         local, through = module.state_fwd(k, k, -torch.ones(2, 0, 3), torch.tensor([0]))

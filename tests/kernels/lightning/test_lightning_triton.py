@@ -28,7 +28,7 @@ boundaries, error, assert_close = comparing.boundaries, comparing.error, compari
 
 Inputs = dict[str, Tensor | None]
 NAMES = ("q", "k", "v", "log_decay", "theta", "initial_state")
-SMALL = replace(tiling._FULL, chunk=32, block=16, contracted=16, width=16, state_key=16, state_value=16)
+SMALL = replace(tiling._FULL, chunk=32, tile_tokens=16, contracted=16, width=16, state_key=16, state_value=16)
 
 
 @pytest.fixture
@@ -133,9 +133,9 @@ def restart_positions(inputs: Inputs, starts: list[list[int]]) -> None:
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("name", ["chunk edges", "many in a chunk"])
-def test_angles_of_documents(name: str, chunks_per_span: Callable[[int], None]) -> None:
-    """A span has one chunk."""
-    chunks_per_span(1)
+def test_angles_of_documents(name: str, chunks_per_split: Callable[[int], None]) -> None:
+    """A split has one chunk."""
+    chunks_per_split(1)
     inputs = draw(2, 70, 8, 8, first_position=5)
     restart_positions(inputs, DOCUMENTS[name])
     compare(inputs, boundaries(DOCUMENTS[name], 70))
@@ -173,24 +173,24 @@ DOCUMENTS = {
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("span", [0, 1], ids=["one span", "spans"])
+@pytest.mark.parametrize("split", [0, 1], ids=["one split", "splits"])
 @pytest.mark.parametrize("starts", DOCUMENTS.values(), ids=DOCUMENTS.keys())
-def test_documents(starts: list[list[int]], span: int, chunks_per_span: Callable[[int], None]) -> None:
-    """Chunks have 32 tokens here, and a span one chunk."""
-    if span:
-        chunks_per_span(span)
+def test_documents(starts: list[list[int]], split: int, chunks_per_split: Callable[[int], None]) -> None:
+    """Chunks have 32 tokens here, and a split one chunk."""
+    if split:
+        chunks_per_split(split)
     compare(draw(2, 70, 12, 16), boundaries(starts, 70))
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_spans_of_several_chunks(chunks_per_span: Callable[[int], None]) -> None:
-    """Two spans of two chunks and a shorter one; several tiles of the state."""
-    chunks_per_span(2)
+def test_splits_of_several_chunks(chunks_per_split: Callable[[int], None]) -> None:
+    """Two splits of two chunks and a shorter one; several tiles of the state."""
+    chunks_per_split(2)
     compare(draw(1, 140, 12, 24, decays=(-0.01,)))
 
 
 def test_tiles_of_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiles of bf16, in fp32: chunks of 128 tokens in blocks of 64."""
+    """The tiles of bf16, in fp32: chunks of 128 tokens in tiles of 64."""
     monkeypatch.setattr(tiling, "_FULL", replace(tiling._HALF, stored=torch.float32))
     compare(draw(1, 200, 64, 64), boundaries([[20, 150]], 200))
 
@@ -253,17 +253,17 @@ def test_overflow_stays_in_its_document() -> None:
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("span", [0, 2], ids=["one span", "spans"])
+@pytest.mark.parametrize("split", [0, 2], ids=["one split", "splits"])
 @pytest.mark.parametrize("starts", [None, [[20, 90], []]], ids=["whole", "documents"])
-def test_pieces(starts: list[list[int]] | None, span: int, chunks_per_span: Callable[[int], None]) -> None:
-    """What sequence parallelism calls, against the chunked pieces in fp64."""
-    if span:
-        chunks_per_span(span)
+def test_passes(starts: list[list[int]] | None, split: int, chunks_per_split: Callable[[int], None]) -> None:
+    """What sequence parallelism calls, against the chunked passes in fp64."""
+    if split:
+        chunks_per_split(split)
     # With angles where there are no documents: one test fewer of what takes long.
     inputs = draw(2, 100, 16, 12, first_position=None if starts else 7)
     cu_seqlens = None if starts is None else boundaries(starts, 100)
 
-    def pieces(module: Any, dtype: torch.dtype) -> list[Tensor]:
+    def results_of(module: Any, dtype: torch.dtype) -> list[Tensor]:
         x = {name: None if x is None else x.to(dtype) for name, x in inputs.items()}
         q, k, v, do, state, dstate = (x[n] for n in ("q", "k", "v", "do", "initial_state", "dstate"))
         decay = x["log_decay"]
@@ -278,12 +278,12 @@ def test_pieces(starts: list[list[int]] | None, span: int, chunks_per_span: Call
             *(x for x in gradients if x is not None),
         ]
 
-    for found, right in zip(pieces(triton, torch.float32), pieces(chunked, torch.float64), strict=True):
+    for found, right in zip(results_of(triton, torch.float32), results_of(chunked, torch.float64), strict=True):
         assert error(found, right) < 1e-5
     assert triton.grad_bwd(*(torch.ones(1, 1, 1, 16),) * 3, None, torch.ones(1, 1, 1, 16), None, None)[3] is None
 
 
-def test_pieces_of_an_empty_row() -> None:
+def test_passes_of_an_empty_row() -> None:
     k = torch.ones(2, 0, 3, 4)
     local, through = triton.state_fwd(k, k, -torch.ones(3), torch.tensor([0]))
     assert local.shape == (2, 3, 4, 4) and not local.any() and torch.equal(through, torch.ones(2, 3))
@@ -316,21 +316,15 @@ def small_call() -> tuple[list[Tensor], Callable[..., Tensor]]:
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_gives_the_same(reentrant: bool) -> None:
+def test_recomputation_and_torch_compile_give_the_same() -> None:
+    """Compiled as one graph, forward and backward: the operator is called in it and not looked into."""
     leaves, call = small_call()
     expected = torch.autograd.grad(call(*leaves), leaves)
-    again = checkpoint(call, *leaves, use_reentrant=reentrant)
-    again.backward()
-    assert all(torch.equal(x.grad, g) for x, g in zip(leaves, expected, strict=True) if x.grad is not None)
-    assert all(x.grad is not None for x in leaves)
-
-
-@pytest.mark.usefixtures("small_tiles")
-def test_torch_compile_gives_the_same() -> None:
-    """As one graph, forward and backward: the operator is called in it and not looked into."""
-    leaves, call = small_call()
-    expected = torch.autograd.grad(call(*leaves), leaves)
+    for reentrant in (False, True):
+        for leaf in leaves:
+            leaf.grad = None
+        checkpoint(call, *leaves, use_reentrant=reentrant).backward()
+        assert all(x.grad is not None and torch.equal(x.grad, g) for x, g in zip(leaves, expected, strict=True))
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     found = torch.autograd.grad(compiled(*leaves), leaves)
     assert all(error(x, y) < 1e-6 for x, y in zip(found, expected, strict=True))
@@ -376,7 +370,7 @@ def test_choice_of_the_backend(default_backend: Callable[[str], None], monkeypat
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_pieces_follow_the_setting(default_backend: Callable[[str], None]) -> None:
+def test_passes_follow_the_setting(default_backend: Callable[[str], None]) -> None:
     inputs = draw(1, 20, 16, 16)
     q, k, v = (x.float() for name in "qkv" if (x := inputs[name]) is not None)
     state = torch.zeros(1, 1, 16, 16)

@@ -1,4 +1,4 @@
-"""The scan of Toeplitz positional encoding: the chunked form and its pieces against the fp64 recurrence."""
+"""The scan of Toeplitz positional encoding: the chunked form and its passes against the fp64 recurrence."""
 
 import math
 import runpy
@@ -143,11 +143,12 @@ def test_zero_decay_factor_forgets_everything() -> None:
     assert all(tensor.isfinite().all() for tensor in results.values())
 
 
-@pytest.mark.parametrize("chunk_size", [1, 7, 64, 100, 256])
-def test_any_chunk_size(chunk_size: int) -> None:
-    """Small chunks also cut the row into several spans: 200 tokens in chunks of 1 or 7."""
+def test_any_chunk_size() -> None:
+    """Small chunks also cut the row into several chunk batches: 200 tokens in chunks of 1 or 7."""
     case = make_case(2, 200, 12, 8, starts=[[70], [64, 199]])
-    assert_close(run(case, chunk_size=chunk_size), run(case, "oracle"), 1e-10)
+    expected = run(case, "oracle")
+    for chunk_size in (1, 7, 64, 100, 256):
+        assert_close(run(case, chunk_size=chunk_size), expected, 1e-10, f"chunks of {chunk_size}")
 
 
 @pytest.mark.parametrize(
@@ -155,9 +156,9 @@ def test_any_chunk_size(chunk_size: int) -> None:
     [None, [[700], [511, 512, 513, 1023]], [[512], [1024]], [[2], list(range(500, 530))]],
     ids=["whole", "near the edge", "on the edge", "many"],
 )
-def test_rows_of_several_spans(starts: list[list[int]] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spans of 512 tokens: the state goes from one to the next, unless a document ends there."""
-    monkeypatch.setattr("lightscale.kernels.tpe.grid._SPAN_TOKENS", 1)
+def test_rows_of_several_chunk_batches(starts: list[list[int]] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of 512 tokens: the state goes from one to the next, unless a document ends there."""
+    monkeypatch.setattr("lightscale.kernels.tpe.chunk_batches._BATCH_TOKENS", 1)
     case = make_case(2, 1100, 6, 5, starts=starts)
     assert_close(run(case), run(case, "oracle"), 1e-10)
 
@@ -233,7 +234,7 @@ def restrict(case: Case, begin: int, end: int) -> tuple[Case, Tensor]:
 
 
 def run_over_ranks(case: Case, cuts: list[int]) -> Results:
-    """The pieces as sequence parallelism composes them, with a rank for each part between two cuts."""
+    """The passes as sequence parallelism composes them, with a rank for each part between two cuts."""
     zero = torch.zeros_like(case.dstate)
     state = zero if case.initial_state is None else case.initial_state
     ranks = []
@@ -273,11 +274,21 @@ CUTS = {
 }
 
 
+@pytest.fixture(
+    scope="module",
+    params=[None, [[64], [63, 130]], [[65, 66, 67, 199], []]],
+    ids=["whole", "some", "short"],
+)
+def over_ranks(request: pytest.FixtureRequest) -> tuple[Case, Results]:
+    """A case, and what the oracle makes of it: once for all cuts."""
+    case = make_case(2, 200, 12, 8, starts=request.param)
+    return case, run(case, "oracle")
+
+
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
-@pytest.mark.parametrize("starts", [None, [[64], [63, 130]], [[65, 66, 67, 199], []]], ids=["whole", "some", "short"])
-def test_pieces_compose_over_ranks(cuts: list[int], starts: list[list[int]] | None) -> None:
-    case = make_case(2, 200, 12, 8, starts=starts)
-    assert_close(run_over_ranks(case, cuts), run(case, "oracle"), 1e-10)
+def test_passes_compose_over_ranks(cuts: list[int], over_ranks: tuple[Case, Results]) -> None:
+    case, expected = over_ranks
+    assert_close(run_over_ranks(case, cuts), expected, 1e-10)
 
 
 def test_no_tokens() -> None:
@@ -297,7 +308,7 @@ def test_no_tokens() -> None:
 @settings(max_examples=20, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_random_shapes_documents_and_splits(data: st.DataObject) -> None:
-    """One call, ranks, and a chain of calls that carry the state: all equal the recurrence."""
+    """One call, ranks, and a chain of calls that pass the state: all equal the recurrence."""
     rows, tokens = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 150))
     inner = st.lists(st.integers(1, tokens), max_size=6).map(lambda xs: sorted({x for x in xs if x < tokens}))
     starts = data.draw(st.none() | st.lists(inner, min_size=rows, max_size=rows))

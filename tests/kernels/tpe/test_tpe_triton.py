@@ -28,9 +28,9 @@ INPUTS = ("x", "log_decay", "gamma", "initial_state")
 
 
 @pytest.fixture
-def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a few dozen tokens have several segments, as long ones have."""
-    monkeypatch.setattr(triton, "_LEAST_SEGMENT_TOKENS", 32)
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a few dozen tokens have several splits, as long ones have."""
+    monkeypatch.setattr(triton, "_LEAST_SPLIT_TOKENS", 32)
 
 
 @pytest.fixture
@@ -76,10 +76,18 @@ def run(case: Tensors, cu_seqlens: Tensor | None = None) -> Tensors:
     return differentiate(case, leaves, y, state)
 
 
-@pytest.mark.parametrize("with_state", [True, False], ids=["state", "zero-state"])
 @pytest.mark.parametrize(
-    ("rows", "tokens", "width", "modes"),
-    [(1, 1, 8, 4), (1, 15, 3, 1), (2, 16, 17, 20), (1, 63, 5, 7), (1, 35, 2, 70)],
+    ("rows", "tokens", "width", "modes", "with_state"),
+    [
+        (1, 1, 8, 4, True),
+        (1, 15, 3, 1, True),
+        (2, 16, 17, 20, True),
+        (1, 63, 5, 7, True),
+        (1, 35, 2, 70, True),
+        (1, 1, 8, 4, False),
+        (2, 16, 17, 20, False),
+        (1, 35, 2, 70, False),
+    ],
     ids=str,
 )
 def test_equals_recurrence(rows: int, tokens: int, width: int, modes: int, with_state: bool) -> None:
@@ -91,34 +99,34 @@ def test_equals_recurrence(rows: int, tokens: int, width: int, modes: int, with_
 @pytest.mark.parametrize(
     "starts",
     [None, [[1, 3, 15, 20], [32]], [[31, 32, 33, 64], [69]], [[40], []]],
-    ids=["whole", "many in a step", "segment edges", "inside a segment"],
+    ids=["whole", "many in a step", "split edges", "inside a split"],
 )
-@pytest.mark.usefixtures("short_segments")
-def test_documents_and_segments(starts: list[list[int]] | None) -> None:
-    """70 tokens in segments of 32: a state crosses segments unless a document begins between."""
+@pytest.mark.usefixtures("short_splits")
+def test_documents_and_splits(starts: list[list[int]] | None) -> None:
+    """70 tokens in splits of 32: a state crosses splits unless a document begins between."""
     case = make(2, 70, 3, 5)
     cu_seqlens = None if starts is None else boundaries(starts, 70)
     assert_close(run(case, cu_seqlens), oracle(case, cu_seqlens))
 
 
-def test_a_segment_is_bounded_in_number() -> None:
-    """So that states of segments do not grow with the row."""
+def test_the_number_of_splits_is_bounded() -> None:
+    """So that states of splits do not grow with the row."""
     log_decay = torch.tensor([-1.0])
-    for rows, tokens, segments in ((1, 512, 1), (1, 513, 2), (1, 100_000, 16), (4, 100_000, 4), (64, 100_000, 1)):
+    for rows, tokens, splits in ((1, 512, 1), (1, 513, 2), (1, 100_000, 16), (4, 100_000, 4), (64, 100_000, 1)):
         scan = triton._scan(torch.empty(rows, tokens, 1), log_decay, None)
-        assert scan.num_segments == segments and scan.segment % 16 == 0
-        assert (segments - 1) * scan.segment < tokens <= segments * scan.segment
+        assert scan.num_splits == splits and scan.split_tokens % 16 == 0
+        assert (splits - 1) * scan.split_tokens < tokens <= splits * scan.split_tokens
 
 
 @pytest.mark.parametrize("log_decay", [-20.0, -0.7, -1 / 4096, 0.0])
-@pytest.mark.usefixtures("short_segments")
+@pytest.mark.usefixtures("short_splits")
 def test_each_decay_alone(log_decay: float) -> None:
     """So that no mode's error hides behind another's magnitude."""
     case = make(1, 40, 3, 1) | {"log_decay": torch.tensor([log_decay], dtype=torch.float64)}
     assert_close(run(case), oracle(case))
 
 
-@pytest.mark.usefixtures("short_segments")
+@pytest.mark.usefixtures("short_splits")
 def test_zero_decay_factor_forgets_everything() -> None:
     case = make(1, 40, 3, 1) | {"log_decay": torch.tensor([-torch.inf], dtype=torch.float64)}
     results = run(case)
@@ -128,7 +136,7 @@ def test_zero_decay_factor_forgets_everything() -> None:
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 @pytest.mark.parametrize("start", [32, 50])
-@pytest.mark.usefixtures("short_segments")
+@pytest.mark.usefixtures("short_splits")
 def test_overflow_stays_in_its_document(start: int) -> None:
     case = make(1, 70, 3, 4, with_state=False)
     alone = run(case | {n: case[n][:, start:] for n in ("x", "dy")})
@@ -152,8 +160,8 @@ def test_a_later_token_changes_nothing_before_it() -> None:
 
 @pytest.mark.parametrize("cuts", [[20], [7, 7, 33, 40]], ids=["two ranks", "some empty"])
 @pytest.mark.parametrize("starts", [None, [[20], [3, 30]]], ids=["whole", "documents"])
-@pytest.mark.usefixtures("short_segments", "by_triton")
-def test_pieces_compose_over_ranks(cuts: list[int], starts: list[list[int]] | None) -> None:
+@pytest.mark.usefixtures("short_splits", "by_triton")
+def test_passes_compose_over_ranks(cuts: list[int], starts: list[list[int]] | None) -> None:
     """As sequence parallelism composes them, with a rank for each part between two cuts."""
     case = make(2, 40, 3, 4)
     known = set() if starts is None else set(boundaries(starts, 40).tolist())

@@ -1,6 +1,6 @@
 """Ahead-of-time compilation of Triton kernels for Hopper (sm_90), which needs no GPU.
 
-Every operator's ``triton.py`` exports ``COMPILE_CASES``: its kernels in the configurations that it launches. What
+Every operator's ``triton`` package exports ``COMPILE_CASES``: its kernels in the configurations that it launches. What
 they compile to (registers, spills, shared memory, tensor-core instructions) is held to limits by
 ``tools/compile_kernels.py`` and the tests. A process that compiles must not run Triton's interpreter.
 """
@@ -10,7 +10,6 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-_KERNELS = Path(__file__).parents[1]
+from lightscale.kernels.common.backends import implementation
+from lightscale.kernels.operators import get_operator, operator_names
+
 _TARGET = GPUTarget("cuda", 90, 32)
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 MAX_SHARED_BYTES = 227 * 1024
-"""What a block may use of an H100's or H200's shared memory."""
+"""What a program may use of an H100's or H200's shared memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +73,12 @@ class Compiled:
 
 def operators() -> list[str]:
     """The operators that have Triton kernels."""
-    return sorted(path.parent.name for path in _KERNELS.glob("*/triton.py"))
+    return sorted(name for name in operator_names() if "triton" in get_operator(name).backend_names)
 
 
 def cases_of(operator: str) -> list[KernelCase]:
     """The cases of one of ``operators``."""
-    cases: list[KernelCase] = import_module(f"lightscale.kernels.{operator}.triton").COMPILE_CASES
+    cases: list[KernelCase] = implementation(operator, "triton").COMPILE_CASES
     return cases
 
 
@@ -112,9 +113,9 @@ def compile_case(case: KernelCase) -> Compiled:
     return Compiled(name=case.name, **figures, faults=tuple(faults(case, **figures)))
 
 
-def compile_nth(place: tuple[str, int]) -> Compiled:
+def compile_nth(case: tuple[str, int]) -> Compiled:
     """Compile the case at (operator, number in its ``COMPILE_CASES``); both can be sent to another process."""
-    operator, number = place
+    operator, number = case
     return compile_case(cases_of(operator)[number])
 
 

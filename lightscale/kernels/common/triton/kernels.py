@@ -15,36 +15,36 @@ def exists(cols, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def own_starts(starts, row_start, begin, i, length):
-    """Where the documents of a chunk's tokens i begin, as places in the chunk; negative for those from before it.
+    """Where the documents of a chunk's tokens i begin, as positions in the chunk; negative for those from before it.
 
     ``starts`` (B, T), or None, as ``document_starts`` makes it, has the row from ``row_start``; the chunk is ``length``
     tokens from ``begin``.
     """
-    places = tl.full(i.shape, -1, tl.int32)
+    begins = tl.full(i.shape, -1, tl.int32)
     if starts is not None:
-        places = (tl.load(starts + row_start + begin + i, mask=i < length, other=-1) - begin).to(tl.int32)
-    return places
+        begins = (tl.load(starts + row_start + begin + i, mask=i < length, other=-1) - begin).to(tl.int32)
+    return begins
 
 
 @triton.jit
 def last_start(starts, row_start, begin, length):
     """``own_starts`` of the chunk's last token."""
-    place = tl.full([], -1, tl.int32)
+    start = tl.full([], -1, tl.int32)
     if starts is not None:
-        place = (tl.load(starts + row_start + begin + length - 1) - begin).to(tl.int32)
-    return place
+        start = (tl.load(starts + row_start + begin + length - 1) - begin).to(tl.int32)
+    return start
 
 
 @triton.jit
-def scan_place(H, num_spans, K_TILES: tl.constexpr, V_TILES: tl.constexpr):
-    """Row, head, span, and tile of the state (of K, of V) of a program that scans states; the tile changes first."""
+def scan_program(H, num_splits, K_TILES: tl.constexpr, V_TILES: tl.constexpr):
+    """Row, head, split, and tile of the state (of K, of V) of a program that scans states; the tile changes first."""
     program = tl.program_id(0).to(tl.int64)
     tile_v = program % V_TILES
     tile_k = program // V_TILES % K_TILES
     head = program // (V_TILES * K_TILES) % H
-    span = program // (V_TILES * K_TILES * H) % num_spans
-    row = program // (V_TILES * K_TILES * H * num_spans)
-    return row, head, span, tile_k, tile_v
+    split = program // (V_TILES * K_TILES * H) % num_splits
+    row = program // (V_TILES * K_TILES * H * num_splits)
+    return row, head, split, tile_k, tile_v
 
 
 @triton.jit
@@ -54,6 +54,7 @@ def wave(positions, turns, half):
     The product of integers leaves out whole turns by itself and is exact at any position. What is left, less a
     quarter for the sine, is folded into the quarters around 0 of a sine: one odd polynomial, right to fp32's rounding.
     """
+    # The product of integers wraps around at whole turns; its upper half is the angle in 2^-32 of a turn.
     turn = ((positions.to(tl.int64) * turns) >> 32).to(tl.int32)
     turn = turn - half * 1073741824
     u = (1073741824 - tl.abs(turn)).to(tl.float32) * 9.313225746154785e-10

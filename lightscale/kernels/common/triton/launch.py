@@ -1,4 +1,4 @@
-"""What the launches of Triton kernels share: options, places of documents, layouts, precision, and spans of rows."""
+"""What the launches of Triton kernels share: options, starts of documents, layouts, precision, and splits of rows."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ NUM_WARPS = 4
 LAUNCH = {"num_warps": NUM_WARPS, "enable_fp_fusion": True}
 """Options of every launch. Triton 3.10 will not fuse multiplications and additions unless asked to."""
 
-# Rows are cut into spans until every multiprocessor has so many programs that scan states, and no further: the tokens
-# of a row in several spans are read once more. Nor has a span fewer chunks than this.
+# Rows are cut into splits until every multiprocessor has so many programs that scan states, and no further: the tokens
+# of a row in several splits are read once more. Nor has a split fewer chunks than this.
 _PROGRAMS_PER_MULTIPROCESSOR = 2
-_LEAST_SPAN_CHUNKS = 8
+_LEAST_SPLIT_CHUNKS = 8
 
 
 def document_starts(cu_seqlens: Tensor | None, *, num_rows: int, num_tokens: int) -> Tensor | None:
@@ -28,10 +28,10 @@ def document_starts(cu_seqlens: Tensor | None, *, num_rows: int, num_tokens: int
     begins = torch.zeros(num_rows * num_tokens + 1, dtype=torch.bool, device=cu_seqlens.device)
     begins.index_fill_(0, cu_seqlens.long(), True)
     begins = begins[:-1].view(num_rows, num_tokens)
-    place = torch.arange(num_tokens, dtype=torch.int32, device=cu_seqlens.device)
-    # The row's own start is 0 and no start: what enters the row is its first document's.
-    places = torch.where(begins & (place > 0), place, -1)
-    return places.cummax(1).values if num_tokens else places
+    position = torch.arange(num_tokens, dtype=torch.int32, device=cu_seqlens.device)
+    # A document that begins with its row is not marked: what enters the row belongs to the row's first document.
+    starts = torch.where(begins & (position > 0), position, -1)
+    return starts.cummax(1).values if num_tokens else starts
 
 
 def dense_last(x: Tensor) -> Tensor:
@@ -61,25 +61,26 @@ def on_device_of(x: Tensor) -> AbstractContextManager[object]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spans:
-    """How the chunks of rows are divided among programs that scan states; a span is some whole chunks of a row."""
+class Splits:
+    """How the chunks of rows are divided among programs that scan states; a split is some whole chunks of a row."""
 
     num_programs: int
-    """Of one span."""
-    num_spans: int
+    """Of one split."""
+    num_splits: int
     """Of one row, at least 1."""
-    span_chunks: int
-    """Chunks of a span but the last."""
+    split_chunks: int
+    """Chunks of a split but the last."""
 
     @classmethod
-    def of(cls, num_programs: int, num_chunks: int, device: torch.device) -> "Spans":
+    def of(cls, num_programs: int, num_chunks: int, device: torch.device) -> "Splits":
         """As many as keep the GPU busy, when each takes ``num_programs`` programs and a row has ``num_chunks``."""
-        length = span_chunks(num_chunks, num_programs, device)
-        return cls(num_programs=num_programs, num_spans=max(-(-num_chunks // length), 1), span_chunks=length)
+        length = split_chunks(num_chunks, num_programs, device)
+        return cls(num_programs=num_programs, num_splits=max(-(-num_chunks // length), 1), split_chunks=length)
 
 
-def span_chunks(num_chunks: int, num_programs: int, device: torch.device) -> int:
-    """Chunks of a span when each span takes ``num_programs`` programs."""
+def split_chunks(num_chunks: int, num_programs: int, device: torch.device) -> int:
+    """Chunks of a split when each split takes ``num_programs`` programs."""
+    # No split more than keeps the GPU busy, as each token of a row in several is read twice.
     wanted = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device) // max(num_programs, 1)
-    spans = max(min(wanted, num_chunks // _LEAST_SPAN_CHUNKS), 1)
-    return max(-(-num_chunks // spans), 1)
+    splits = max(min(wanted, num_chunks // _LEAST_SPLIT_CHUNKS), 1)
+    return max(-(-num_chunks // splits), 1)

@@ -16,7 +16,7 @@ _BLOCK = 4096
 
 @triton.jit
 def _statistics(logits, labels, largest, total, target, first_id, used, stride, BLOCK: tl.constexpr):
-    """One program per token; ``used`` columns count. The sum is rescaled once a block, not once an element."""
+    """One program per token; ``used`` columns count. The sum is rescaled once a tile, not once an element."""
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * stride
     column = tl.arange(0, BLOCK)
@@ -42,13 +42,13 @@ def _gradient(logits, labels, largest, total, dlosses, first_id, used, num_colum
     """One program per token and BLOCK columns."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    places = logits + token * stride + column
-    score = tl.load(places, mask=column < used, other=-float("inf")).to(tl.float32)
+    pointers = logits + token * stride + column
+    score = tl.load(pointers, mask=column < used, other=-float("inf")).to(tl.float32)
     dloss = tl.load(dlosses + token)
     label = tl.load(labels + token) - first_id
     hit = (column == label) & (column < used)
     gradient = tl.exp(score - tl.load(largest + token)) * (dloss / tl.load(total + token)) - tl.where(hit, dloss, 0.0)
-    tl.store(places, tl.where(column < used, gradient, 0.0), mask=column < num_columns)
+    tl.store(pointers, tl.where(column < used, gradient, 0.0), mask=column < num_columns)
 
 
 @torch.library.custom_op("lightscale::cross_entropy_statistics", mutates_args=())

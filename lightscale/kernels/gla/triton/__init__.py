@@ -1,6 +1,6 @@
-"""Gated linear attention on GPUs: the pieces of ``../chunked.py`` by the kernels of ``kernels.py``.
+"""Gated linear attention on GPUs: the passes of ``../chunked.py`` by the kernels of ``kernels.py``.
 
-The pieces have the arguments, results and meaning of those in ``../chunked.py``, for fp16, bf16 and fp32. Those that
+The passes have the arguments, results and meaning of those in ``../chunked.py``, for fp16, bf16 and fp32. Those that
 hold the work are registered with torch as operators, so that ``torch.compile`` calls them as they are and does not
 look inside, and so that the whole operator, ``triton_gla``, has its gradient.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightscale.kernels.common.triton.recurrent import recurrent_step as one_token
 from lightscale.kernels.gla.triton.cases import COMPILE_CASES
-from lightscale.kernels.gla.triton.passes import Rows, decayed, key_gradients, outputs, scan
+from lightscale.kernels.gla.triton.passes import GLARows, decayed, key_gradients, outputs, scan
 
 __all__ = [
     "COMPILE_CASES",
@@ -27,7 +27,8 @@ __all__ = [
 
 @torch.library.custom_op("lightscale::gla_state_fwd", mutates_args=())
 def _state_fwd(k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    rows = Rows.of(k, log_decay, cu_seqlens)
+    rows = GLARows.of(k, log_decay, cu_seqlens)
+    # The order of launches is that of the data: decays into q and k first, then plain products without decays.
     prepared = decayed(rows, None, k)
     local = scan(rows, prepared.k_out, v, prepared.through, None, reverse=False, with_chunks=False).final
     # In fp64, because a sum over a million tokens drifts in fp32.
@@ -50,7 +51,7 @@ def _fake_state(k: Tensor, v: Tensor) -> Tensor:
 def _out_fwd(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, S_in: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    rows = Rows.of(q, log_decay, cu_seqlens)
+    rows = GLARows.of(q, log_decay, cu_seqlens)
     prepared = decayed(rows, q, k)
     states, final = scan(rows, prepared.k_out, v, prepared.through, S_in, reverse=False)
     return outputs(rows, prepared.q_in, prepared.scores, v, states, reverse=False), final
@@ -65,7 +66,7 @@ def _(
 
 @torch.library.custom_op("lightscale::gla_state_bwd", mutates_args=())
 def _state_bwd(q: Tensor, do: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    rows = Rows.of(q, log_decay, cu_seqlens)
+    rows = GLARows.of(q, log_decay, cu_seqlens)
     prepared = decayed(rows, q, None)
     return scan(rows, prepared.q_in, do, prepared.through, None, reverse=True, with_chunks=False).final
 
@@ -87,7 +88,7 @@ def _gradients(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dlog_decay, dS_in."""
-    rows = Rows.of(q, log_decay, cu_seqlens)
+    rows = GLARows.of(q, log_decay, cu_seqlens)
     q_in, k_out, through, scores = decayed(rows, q, k)
     states = scan(rows, k_out, v, through, S_in, reverse=False).chunks
     dstates, dS_in = scan(rows, q_in, do, through, dS_end, reverse=True)

@@ -11,7 +11,7 @@ from lightscale.kernels.common.triton.launch import NUM_WARPS
 from lightscale.kernels.common.triton.recurrent import recurrent_case
 from lightscale.kernels.gla.triton.decays import prepare
 from lightscale.kernels.gla.triton.gradients import gradients
-from lightscale.kernels.gla.triton.kernels import attend, fold_spans, scan_states
+from lightscale.kernels.gla.triton.kernels import attend, fold_splits, scan_states
 from lightscale.kernels.gla.triton.tiling import (
     FOLD_ELEMENTS,
     attend_constants,
@@ -56,11 +56,11 @@ def _scan(dtype: torch.dtype, K: int, V: int, *, reverse: bool, **options: Any) 
     arguments, absent = pointers(
         {
             **dict.fromkeys(("x", "y"), NAMES[dtype]),
-            **dict.fromkeys(("through", "entering", "leaving", "span_through"), "fp32"),
+            **dict.fromkeys(("through", "entering", "leaving", "split_through"), "fp32"),
             "chunk_states": NAMES[tiling_of(dtype).stored],
         }
     )
-    counts = integers("T", "H", "num_chunks", "num_spans", "span_chunks")
+    counts = integers("T", "H", "num_chunks", "num_splits", "split_chunks")
     return KernelCase(
         name=case_name("gla", "dstates" if reverse else "states", K, V, dtype),
         kernel=scan_states,
@@ -115,8 +115,8 @@ def _fold(K: int, V: int) -> KernelCase:
     arguments, _ = pointers(dict.fromkeys(("local", "through", "initial", "entering", "final"), "fp32"))
     return KernelCase(
         name="gla fold",
-        kernel=fold_spans,
-        arguments={**arguments, **integers("num_spans")},
+        kernel=fold_splits,
+        arguments={**arguments, **integers("num_splits")},
         constants={"K": K, "V": V, "ELEMENTS": FOLD_ELEMENTS, "REVERSE": False},
         num_warps=NUM_WARPS,
         tensor_cores=False,

@@ -124,7 +124,7 @@ def prepare(
     g_chunk = log_decay + row * stride_gb + head * stride_gh + begin * stride_gt
     at = ((row * T + begin + i.to(tl.int64)) * H + head) * K
     of_chunk = (row * H + head) * num_chunks + chunk
-    block = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
+    scores_tile = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
     own = tl.zeros([CHUNK], dtype=tl.float32)
     for tile in range((K + BLOCK_K - 1) // BLOCK_K):
         cols = tile * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -155,11 +155,13 @@ def prepare(
             k_columns = k_chunk + i.to(tl.int64)[None, :] * stride_kt + cols[:, None]
             keys_columns = tl.load(k_columns, mask=mask_columns, other=0.0).to(tl.float32)
             for level in range(LEVELS):
+                # At each level every token has one decay, to or from the border of its two halves, so that a product of
+                # matrices gives all pairs of the level at once.
                 left = queries * decay_rows(paths, level, logs, CHUNK, PRECISION)
                 right = keys_columns * _decay_columns(paths, level, logs_columns, CHUNK, PRECISION)
                 pairs = in_second_half(line, level) & (line >> level == (column >> level) + 1)
-                block += tl.where(pairs, product(left, right, scores, PRECISION), 0.0)
+                scores_tile += tl.where(pairs, product(left, right, scores, PRECISION), 0.0)
     if scores is not None:
-        block = tl.where(line == column, own[:, None], block)
-        block = tl.where(own_start[:, None] <= column, block, 0.0)
-        tl.store(scores + (of_chunk * CHUNK + line) * CHUNK + column, block.to(scores.dtype.element_ty))
+        scores_tile = tl.where(line == column, own[:, None], scores_tile)
+        scores_tile = tl.where(own_start[:, None] <= column, scores_tile, 0.0)
+        tl.store(scores + (of_chunk * CHUNK + line) * CHUNK + column, scores_tile.to(scores.dtype.element_ty))

@@ -23,13 +23,13 @@ def _products(
     PRECISION: tl.constexpr,
 ):
     """x_i · y_j (C, C) of a chunk's tokens."""
-    place = tl.arange(0, CHUNK).to(tl.int64)
+    index = tl.arange(0, CHUNK).to(tl.int64)
     products = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
     for tile in range((V + BLOCK_V - 1) // BLOCK_V):
         cols = tile * BLOCK_V + tl.arange(0, BLOCK_V)
         has = exists(cols, V, BLOCK_V)
-        rows = x_chunk + place[:, None] * stride_xt + cols[None, :]
-        columns = y_chunk + place[None, :] * stride_yt + cols[:, None]
+        rows = x_chunk + index[:, None] * stride_xt + cols[None, :]
+        columns = y_chunk + index[None, :] * stride_yt + cols[:, None]
         x_tile = tl.load(rows, mask=inside[:, None] & has[None, :], other=0.0)
         y_tile = tl.load(columns, mask=has[:, None] & inside[None, :], other=0.0)
         products = tl.dot(x_tile, y_tile, products, input_precision=PRECISION)
@@ -130,7 +130,7 @@ def gradients(
     of_chunk = (row * H + head) * num_chunks + chunk
     v_chunk = v + row * stride_vb + head * stride_vh + begin * stride_vt
     do_chunk = do + row * stride_ob + head * stride_oh + begin * stride_ot
-    place = i.to(tl.int64)
+    index = i.to(tl.int64)
 
     # Each pair of tokens: below the diagonal do_i · v_j, above it v_i · do_j.
     own_start = own_starts(starts, row * T, begin, i, length)
@@ -145,15 +145,15 @@ def gradients(
     pairs = tl.where(line > column, below, above.to(q.dtype.element_ty))
 
     # Each token, through the state that enters the chunk and the one that leaves it.
-    v_rows, do_rows = v_chunk + place[:, None] * stride_vt, do_chunk + place[:, None] * stride_ot
+    v_rows, do_rows = v_chunk + index[:, None] * stride_vt, do_chunk + index[:, None] * stride_ot
     state, dstate = states + of_chunk * K * V, dstates + of_chunk * K * V
     read, written, passing = _through_states(
         v_rows, do_rows, state, dstate, inside, cols, K, V, BLOCK_K, BLOCK_V, CHUNK, PRECISION
     )
 
-    at_q = q + row * stride_qb + head * stride_qh + (begin + place)[:, None] * stride_qt + cols[None, :]
-    at_k = k + row * stride_kb + head * stride_kh + (begin + place)[:, None] * stride_kt + cols[None, :]
-    at_g = log_decay + row * stride_gb + head * stride_gh + (begin + place)[:, None] * stride_gt + cols[None, :]
+    at_q = q + row * stride_qb + head * stride_qh + (begin + index)[:, None] * stride_qt + cols[None, :]
+    at_k = k + row * stride_kb + head * stride_kh + (begin + index)[:, None] * stride_kt + cols[None, :]
+    at_g = log_decay + row * stride_gb + head * stride_gh + (begin + index)[:, None] * stride_gt + cols[None, :]
     logs = load_logs(at_g, mask)
     decay = tl.load(through + of_chunk * K + cols, mask=has_k, other=0.0)
     passing = tl.where(decay == 0.0, 0.0, passing * decay)
@@ -183,8 +183,9 @@ def gradients(
 
     if DOCUMENTS:
         finite = tl.abs(of_queries) + tl.abs(of_keys) < float("inf")
+        # What overflowed is said, not hidden: ``add_to_logs`` has dropped it to keep it out of other documents.
         of_decays = tl.where(finite, of_decays, float("nan"))
-    at = ((row * T + begin + place[:, None]) * H + head) * K + cols[None, :]
+    at = ((row * T + begin + index[:, None]) * H + head) * K + cols[None, :]
     tl.store(dq + at, of_queries.to(dq.dtype.element_ty), mask=mask)
     tl.store(dk + at, of_keys.to(dk.dtype.element_ty), mask=mask)
     tl.store(dlog_decay + at, of_decays, mask=mask)

@@ -2,11 +2,11 @@
 
 ``decays.py`` has what they need of the decays inside chunks, ``gradients.py`` the gradients of a chunk.
 
-A row is cut into chunks of CHUNK tokens; a span is some whole chunks that one program goes through in turn. Names of
-shapes: B rows, T tokens, H heads, N chunks, S spans, C tokens of a chunk. All arithmetic is fp32; half-precision
+A row is cut into chunks of CHUNK tokens; a split is some whole chunks that one program goes through in turn. Names of
+shapes: B rows, T tokens, H heads, N chunks, S splits, C tokens of a chunk. All arithmetic is fp32; half-precision
 operands go to the tensor cores as they are. README.md here has the mathematics, the tiling and the counts.
 
-``starts`` (B, T) int32 is the place in the row at which the token's document begins, -1 for the row's first one, so
+``starts`` (B, T) int32 is the position in the row at which the token's document begins, -1 for the row's first one, so
 that a key j is of query i's document when j >= starts[i], and a query reads the state that enters a chunk when its
 document starts before the chunk.
 """
@@ -14,23 +14,23 @@ document starts before the chunk.
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton.kernels import exists, last_start, own_starts, scan_place
+from lightscale.kernels.common.triton.kernels import exists, last_start, own_starts, scan_program
 
 
-@triton.jit(do_not_specialize=["T", "num_chunks", "num_spans", "span_chunks"])
+@triton.jit(do_not_specialize=["T", "num_chunks", "num_splits", "split_chunks"])
 def scan_states(
     x,  # (B, T, H, K), contiguous: k_out of ``prepare``; q_in in reverse
     y,  # (B, T, H, V): values; cotangents of the outputs in reverse
     through,  # (B, H, N, K) fp32
-    entering,  # (B, H, S, K, V) fp32: what enters each span, or None for zero
-    leaving,  # (B, H, S, K, V) fp32: what leaves each span, or None
-    span_through,  # (B, H, S, K) fp32: the decay through each span, or None
+    entering,  # (B, H, S, K, V) fp32: what enters each split, or None for zero
+    leaving,  # (B, H, S, K, V) fp32: what leaves each split, or None
+    split_through,  # (B, H, S, K) fp32: the decay through each split, or None
     chunk_states,  # (B, H, N, K, V): what enters each chunk, or None
     T,
     H,
     num_chunks,
-    num_spans,
-    span_chunks,
+    num_splits,
+    split_chunks,
     stride_yb,
     stride_yt,
     stride_yh,
@@ -42,33 +42,34 @@ def scan_states(
     REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Go through a span's chunks with a tile of the state: S <- through ⊙ S + xᵀ y.
+    """Go through a split's chunks with a tile of the state: S <- through ⊙ S + xᵀ y.
 
     In reverse the state is the cotangent of the state that leaves a chunk, and "enters" means from behind.
     """
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    row, head, span, tile_k, tile_v = scan_place(H, num_spans, K_TILES, V_TILES)
+    # x is 0 for tokens that have no part in the state (``prepare``), so documents clear only the state here.
+    row, head, split, tile_k, tile_v = scan_program(H, num_splits, K_TILES, V_TILES)
 
     cols_k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     cols_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
     has_k, has_v = exists(cols_k, K, BLOCK_K), exists(cols_v, V, BLOCK_V)
     in_tile = has_k[:, None] & has_v[None, :]
     within = cols_k[:, None] * V + cols_v[None, :]
-    of_span = (row * H + head) * num_spans + span
+    of_split = (row * H + head) * num_splits + split
     x_head = x + (row * T * H + head) * K
     y_head = y + row * stride_yb + head * stride_yh
 
     state = tl.zeros([BLOCK_K, BLOCK_V], dtype=tl.float32)
     if entering is not None:
-        state = tl.load(entering + of_span * K * V + within, mask=in_tile, other=0.0)
+        state = tl.load(entering + of_split * K * V + within, mask=in_tile, other=0.0)
     passed = tl.full([BLOCK_K], 1.0, tl.float32)
-    first_chunk = span * span_chunks
-    span_end = tl.minimum(first_chunk + span_chunks, num_chunks)
-    for step in range(span_end - first_chunk):
+    first_chunk = split * split_chunks
+    split_end = tl.minimum(first_chunk + split_chunks, num_chunks)
+    for step in range(split_end - first_chunk):
         chunk = first_chunk + step
         if REVERSE:
-            chunk = span_end - 1 - step
+            chunk = split_end - 1 - step
         of_chunk = (row * H + head) * num_chunks + chunk
         if chunk_states is not None:
             rounded = state.to(chunk_states.dtype.element_ty)
@@ -85,25 +86,25 @@ def scan_states(
         state = tl.dot(x_tile, y_tile, state, input_precision=PRECISION)
 
     if leaving is not None:
-        tl.store(leaving + of_span * K * V + within, state, mask=in_tile)
-    if span_through is not None and tile_v == 0:
-        tl.store(span_through + of_span * K + cols_k, passed, mask=has_k)
+        tl.store(leaving + of_split * K * V + within, state, mask=in_tile)
+    if split_through is not None and tile_v == 0:
+        tl.store(split_through + of_split * K + cols_k, passed, mask=has_k)
 
 
-@triton.jit(do_not_specialize=["num_spans"])
-def fold_spans(
-    local,  # (B, H, S, K V) fp32: what leaves each span when nothing enters it
-    through,  # (B, H, S, K) fp32: the decay through each span
+@triton.jit(do_not_specialize=["num_splits"])
+def fold_splits(
+    local,  # (B, H, S, K V) fp32: what leaves each split when nothing enters it
+    through,  # (B, H, S, K) fp32: the decay through each split
     initial,  # (B, H, K V) fp32, or None for zero
-    entering,  # (B, H, S, K V) fp32: what enters each span, or None
+    entering,  # (B, H, S, K V) fp32: what enters each split, or None
     final,  # (B, H, K V) fp32: what leaves the last
-    num_spans,
+    num_splits,
     K: tl.constexpr,
     V: tl.constexpr,
     ELEMENTS: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """The states between spans, one after the other; a program has some elements of a head's state."""
+    """The states between splits, one after the other; a program has some elements of a head's state."""
     NUM_TILES: tl.constexpr = (K * V + ELEMENTS - 1) // ELEMENTS
     program = tl.program_id(0).to(tl.int64)
     row_head = program // NUM_TILES
@@ -112,16 +113,16 @@ def fold_spans(
     state = tl.zeros([ELEMENTS], dtype=tl.float32)
     if initial is not None:
         state = tl.load(initial + row_head * K * V + i, mask=inside, other=0.0)
-    for step in range(num_spans):
-        span = step
+    for step in range(num_splits):
+        split = step
         if REVERSE:
-            span = num_spans - 1 - step
-        of_span = row_head * num_spans + span
+            split = num_splits - 1 - step
+        of_split = row_head * num_splits + split
         if entering is not None:
-            tl.store(entering + of_span * K * V + i, state, mask=inside)
-        decay = tl.load(through + of_span * K + i // V, mask=inside, other=0.0)
+            tl.store(entering + of_split * K * V + i, state, mask=inside)
+        decay = tl.load(through + of_split * K + i // V, mask=inside, other=0.0)
         state = tl.where(decay == 0.0, 0.0, state * decay)
-        state += tl.load(local + of_span * K * V + i, mask=inside, other=0.0)
+        state += tl.load(local + of_split * K * V + i, mask=inside, other=0.0)
     tl.store(final + row_head * K * V + i, state, mask=inside)
 
 
@@ -163,6 +164,7 @@ def attend(
     of_chunk = (row * H + head) * num_chunks + chunk
 
     acc = tl.zeros([CHUNK, BLOCK_V], dtype=tl.float32)
+    # The state's part comes first, because documents clear it by rows; then the pairs, which ``scores`` has masked.
     for tile in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
         cols = tile * BLOCK_K + tl.arange(0, BLOCK_K)
         has_k = exists(cols, K, BLOCK_K)
@@ -180,7 +182,7 @@ def attend(
         pairs = i[None, :] * CHUNK + i[:, None]
     else:
         pairs = i[:, None] * CHUNK + i[None, :]
-    block = tl.load(scores + of_chunk * CHUNK * CHUNK + pairs)
+    scores_tile = tl.load(scores + of_chunk * CHUNK * CHUNK + pairs)
     z_rows = z + row * stride_zb + head * stride_zh + (begin + i)[:, None] * stride_zt + cols_v[None, :]
-    acc = tl.dot(block, tl.load(z_rows, mask=inside & has_v, other=0.0), acc, input_precision=PRECISION)
+    acc = tl.dot(scores_tile, tl.load(z_rows, mask=inside & has_v, other=0.0), acc, input_precision=PRECISION)
     tl.store(out + at[:, None] * V + cols_v[None, :], acc.to(out.dtype.element_ty), mask=inside & has_v)

@@ -1,6 +1,6 @@
 """The passes of gated linear attention on GPUs: decays, states of chunks, outputs and gradients; host side.
 
-``triton.py`` puts them together.
+``__init__.py`` puts them together.
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ import torch
 import triton
 from torch import Tensor
 
-from lightscale.kernels.common.triton.launch import LAUNCH, Spans, dense_last, document_starts, on_device_of
+from lightscale.kernels.common.triton.launch import LAUNCH, Splits, dense_last, document_starts, on_device_of
 from lightscale.kernels.gla.triton.decays import prepare
 from lightscale.kernels.gla.triton.gradients import gradients
-from lightscale.kernels.gla.triton.kernels import attend, fold_spans, scan_states
+from lightscale.kernels.gla.triton.kernels import attend, fold_splits, scan_states
 from lightscale.kernels.gla.triton.tiling import (
     FOLD_ELEMENTS,
-    Tiling,
+    GLATiling,
     attend_constants,
     gradient_constants,
     prepare_constants,
@@ -27,7 +27,7 @@ from lightscale.kernels.gla.triton.tiling import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class GLARows:
     """What all launches of one call share."""
 
     num_rows: int
@@ -38,10 +38,10 @@ class Rows:
     starts: Tensor | None
     device: torch.device
     dtype: torch.dtype
-    tiling: Tiling
+    tiling: GLATiling
 
     @classmethod
-    def of(cls, x: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None) -> "Rows":
+    def of(cls, x: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None) -> "GLARows":
         """Those of x (B, T, H, width)."""
         num_rows, num_tokens, num_heads = x.shape[:3]
         return cls(
@@ -103,7 +103,7 @@ class Prepared(NamedTuple):
     """(B, H, N, C, C) of pairs of tokens, with their decay."""
 
 
-def decayed(rows: Rows, q: Tensor | None, k: Tensor | None) -> Prepared:
+def decayed(rows: GLARows, q: Tensor | None, k: Tensor | None) -> Prepared:
     """The decays' work on the queries, the keys, or, when both are given, also on each pair of them."""
     q, k = (None if x is None else dense_last(x) for x in (q, k))
     width, chunk = rows.key_width, rows.tiling.chunk
@@ -139,7 +139,7 @@ def _strides(x: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0) if x is None else x.stride()[:3]
 
 
-class Scanned(NamedTuple):
+class GLAScanned(NamedTuple):
     """What a scan of the states gives."""
 
     chunks: Tensor | None
@@ -149,7 +149,7 @@ class Scanned(NamedTuple):
 
 
 def scan(
-    rows: Rows,
+    rows: GLARows,
     x: Tensor | None,
     y: Tensor,
     through: Tensor,
@@ -157,7 +157,7 @@ def scan(
     *,
     reverse: bool,
     with_chunks: bool = True,
-) -> Scanned:
+) -> GLAScanned:
     """The states of k_out and v from the one that enters the rows, or in reverse the cotangents by q_in and do."""
     assert x is not None
     y = dense_last(y)
@@ -165,24 +165,24 @@ def scan(
     constants = scan_constants(x.dtype, *widths)
     tiles = triton.cdiv(widths[0], constants["BLOCK_K"]) * triton.cdiv(widths[1], constants["BLOCK_V"])
     num_programs = rows.num_rows * rows.num_heads * tiles
-    spans = Spans.of(num_programs, rows.num_chunks, rows.device)
+    splits = Splits.of(num_programs, rows.num_chunks, rows.device)
 
     def launch(
-        entering: Tensor | None, leaving: Tensor | None, span_through: Tensor | None, chunks: Tensor | None
+        entering: Tensor | None, leaving: Tensor | None, split_through: Tensor | None, chunks: Tensor | None
     ) -> None:
-        scan_states[(spans.num_programs * spans.num_spans,)](
+        scan_states[(splits.num_programs * splits.num_splits,)](
             x,
             y,
             through,
             entering,
             leaving,
-            span_through,
+            split_through,
             chunks,
             rows.num_tokens,
             rows.num_heads,
             rows.num_chunks,
-            spans.num_spans,
-            spans.span_chunks,
+            splits.num_splits,
+            splits.split_chunks,
             *y.stride()[:3],
             **constants,
             REVERSE=reverse,
@@ -192,34 +192,37 @@ def scan(
 
     entering = None if entering is None else entering.contiguous()
     final = rows.empty(*widths)
+    # In the dtype in which dots read them: fp32 would cost twice the bytes and be rounded there all the same.
     chunks = rows.empty(rows.num_chunks, *widths, dtype=rows.tiling.stored) if with_chunks else None
     with on_device_of(y):
         if not final.numel():
             pass
-        elif spans.num_spans == 1:
+        elif splits.num_splits == 1:
             launch(entering, final, None, chunks)
         else:
-            local, span_through = rows.empty(spans.num_spans, *widths), rows.empty(spans.num_spans, widths[0])
-            launch(None, local, span_through, None)
+            # Three launches: each split from zero, side by side; what enters each, by a fold over the few of them; and
+            # each again from that. x and y are read twice, which costs less than multiprocessors without work.
+            local, split_through = rows.empty(splits.num_splits, *widths), rows.empty(splits.num_splits, widths[0])
+            launch(None, local, split_through, None)
             between = torch.empty_like(local) if with_chunks else None
-            _fold(local, span_through, entering, between, final, reverse=reverse)
+            _fold(local, split_through, entering, between, final, reverse=reverse)
             if with_chunks:
                 launch(between, None, None, chunks)
-    return Scanned(chunks, final)
+    return GLAScanned(chunks, final)
 
 
 def _fold(
     local: Tensor, through: Tensor, initial: Tensor | None, between: Tensor | None, final: Tensor, *, reverse: bool
 ) -> None:
-    """Fill ``between`` with what enters each span and ``final`` with what leaves the last one."""
-    num_rows, num_heads, num_spans, K, V = local.shape
-    fold_spans[(num_rows * num_heads * triton.cdiv(K * V, FOLD_ELEMENTS),)](
+    """Fill ``between`` with what enters each split and ``final`` with what leaves the last one."""
+    num_rows, num_heads, num_splits, K, V = local.shape
+    fold_splits[(num_rows * num_heads * triton.cdiv(K * V, FOLD_ELEMENTS),)](
         local,
         through,
         initial,
         between,
         final,
-        num_spans,
+        num_splits,
         K=K,
         V=V,
         ELEMENTS=FOLD_ELEMENTS,
@@ -229,7 +232,7 @@ def _fold(
 
 
 def outputs(
-    rows: Rows, x: Tensor | None, scores: Tensor | None, z: Tensor, states: Tensor | None, *, reverse: bool
+    rows: GLARows, x: Tensor | None, scores: Tensor | None, z: Tensor, states: Tensor | None, *, reverse: bool
 ) -> Tensor:
     """scores z + x S (B, T, H, V): o from q_in, v and the states, in reverse dv from k_out, do and their cotangents."""
     assert x is not None and scores is not None and states is not None
@@ -259,7 +262,7 @@ def outputs(
 
 
 def key_gradients(
-    rows: Rows,
+    rows: GLARows,
     inputs: tuple[Tensor, Tensor, Tensor, Tensor],
     states: Tensor | None,
     dstates: Tensor | None,

@@ -1,4 +1,4 @@
-"""Tiles of the Triton kernels of gated linear attention; README.md, "Tiling", says why."""
+"""Tiles of the Triton kernels of gated linear attention; README.md, "GLATiling", says why."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,11 +8,11 @@ import torch
 from lightscale.kernels.common.triton.launch import dot_precision, power_of_two
 
 FOLD_ELEMENTS = 1024
-"""Elements of a state in a program of ``fold_spans``."""
+"""Elements of a state in a program of ``fold_splits``."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tiling:
+class GLATiling:
     """Tokens and widths of the tiles for a dtype."""
 
     chunk: int
@@ -41,7 +41,7 @@ class Tiling:
     """The dtype in which dots read the states of chunks. Not fp16, whose range a sum of many tokens may leave."""
 
 
-_HALF = Tiling(
+_HALF = GLATiling(
     chunk=64,
     prepared=32,
     state_key=64,
@@ -55,7 +55,7 @@ _HALF = Tiling(
     gradient_stages=1,
     stored=torch.bfloat16,
 )
-_FULL = Tiling(
+_FULL = GLATiling(
     chunk=32,
     prepared=32,
     state_key=32,
@@ -71,7 +71,7 @@ _FULL = Tiling(
 )
 
 
-def tiling_of(dtype: torch.dtype) -> Tiling:
+def tiling_of(dtype: torch.dtype) -> GLATiling:
     """The tiles for inputs of ``dtype``."""
     return _FULL if dtype == torch.float32 else _HALF
 
@@ -106,7 +106,7 @@ def _widths(K: int, V: int, most_k: int, most_v: int) -> dict[str, int]:
     return {"K": K, "V": V, "BLOCK_K": power_of_two(K, most=most_k), "BLOCK_V": power_of_two(V, most=most_v)}
 
 
-def _levels(tiling: Tiling) -> dict[str, int]:
+def _levels(tiling: GLATiling) -> dict[str, int]:
     return {"LEVELS": tiling.chunk.bit_length() - 1}
 
 

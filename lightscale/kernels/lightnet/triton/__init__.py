@@ -1,6 +1,6 @@
-"""Additive decay on GPUs: the pieces of ``../chunked.py`` by the kernels of ``kernels.py``.
+"""LightNet's operator on GPUs: the passes of ``../chunked.py`` by the kernels of ``kernels.py``.
 
-The pieces have the arguments, results and meaning of those in ``../chunked.py``, for fp16, bf16 and fp32. Those that
+The passes have the arguments, results and meaning of those in ``../chunked.py``, for fp16, bf16 and fp32. Those that
 hold the work are registered with torch as operators, so that ``torch.compile`` calls them as they are and does not
 look inside, and so that the whole operator, ``triton_lightnet_attention``, has its gradient.
 """
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lightscale.kernels.common.angles import Angles, angles_of, parts_of, phases_of
 from lightscale.kernels.common.triton.launch import on_device_of
-from lightscale.kernels.lightnet.state import LightNetState, StateCotangent, carried_cotangent, plain_cotangent
+from lightscale.kernels.lightnet.state import LightNetState, StateCotangent, exchanged_cotangent, plain_cotangent
 from lightscale.kernels.lightnet.triton.cases import COMPILE_CASES
 from lightscale.kernels.lightnet.triton.kernels import recurrent
-from lightscale.kernels.lightnet.triton.passes import Backward, Row, attend, scan, weights_of
+from lightscale.kernels.lightnet.triton.passes import Backward, LightNetRow, attend, scan, weights_of
 from lightscale.kernels.lightnet.triton.tiling import LAUNCH, recurrent_constants
 
 __all__ = [
@@ -39,7 +39,7 @@ def _state_fwd(
     k: Tensor, v: Tensor, theta: Tensor | None, positions: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """z, S and through."""
-    row = Row.of(k, v, angles_of(theta, positions), cu_seqlens)
+    row = LightNetRow.of(k, v, angles_of(theta, positions), cu_seqlens)
     _, state = scan(row, None, with_chunks=False)
     through = torch.ones(k.size(0), dtype=torch.float32, device=k.device)
     if row.starts is not None and k.size(1):
@@ -73,7 +73,7 @@ def _out_fwd(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o, and z and S of the state that leaves."""
-    row = Row.of(k, v, angles_of(theta, positions), cu_seqlens)
+    row = LightNetRow.of(k, v, angles_of(theta, positions), cu_seqlens)
     chunks, end = scan(row, _state(z, S))
     assert chunks is not None
     return attend(row, q, chunks, weights_of(row, chunks)), end.z, end.S
@@ -106,7 +106,7 @@ def _state_bwd(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """U and R of the state that enters, by the row's own outputs."""
-    backward = Backward.of(Row.of(k, v, angles_of(theta, positions), cu_seqlens), q, do, _state(z, S))
+    backward = Backward.of(LightNetRow.of(k, v, angles_of(theta, positions), cu_seqlens), q, do, _state(z, S))
     _, own = backward.scan(backward.query_gradients(), None, with_chunks=False)
     return own.U, own.R
 
@@ -142,7 +142,8 @@ def _gradients(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, and U and R of the state that enters."""
-    backward = Backward.of(Row.of(k, v, angles_of(theta, positions), cu_seqlens), q, do, _state(z, S))
+    backward = Backward.of(LightNetRow.of(k, v, angles_of(theta, positions), cu_seqlens), q, do, _state(z, S))
+    # dq first: R, which the scan of cotangents passes back, is made of q ⊙ dq.
     dq = backward.query_gradients()
     by_chunk, start = backward.scan(dq, None if U is None or R is None else StateCotangent(U, R))
     assert by_chunk is not None
@@ -173,7 +174,7 @@ def _save(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Ten
 
 def _backward(ctx: Any, do: Tensor, dz: Tensor, dS: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, theta, positions, z, S, cu_seqlens, z_end, S_end = ctx.saved_tensors
-    cotangent = carried_cotangent(LightNetState(z_end, S_end), dz, dS)
+    cotangent = exchanged_cotangent(LightNetState(z_end, S_end), dz, dS)
     dq, dk, dv, U, R = _gradients(q, k, v, theta, positions, do, z, S, *cotangent, cu_seqlens)
     dz_in, dS_in = None, None
     if z is not None:
@@ -242,8 +243,8 @@ def grad_bwd(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a row's inputs, see ``chunked.grad_bwd``."""
-    state, carried = state_in or (None, None), cotangent or (None, None)
-    dq, dk, dv, _, _ = _gradients(q, k, v, *parts_of(angles), do, *state, *carried, cu_seqlens)
+    state, running = state_in or (None, None), cotangent or (None, None)
+    dq, dk, dv, _, _ = _gradients(q, k, v, *parts_of(angles), do, *state, *running, cu_seqlens)
     return dq, dk, dv
 
 

@@ -1,4 +1,4 @@
-"""The kernels of additive decay in the configurations that training launches, for compilation without a GPU."""
+"""The kernels of LightNet's operator in the configurations that training launches, for compilation without a GPU."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -68,7 +68,7 @@ def _scan(dtype: torch.dtype, K: int, V: int, *, reverse: bool, angles: bool, us
         pointers = _pointers(_NAMES[dtype], "k", "v") | _pointers(stored, "states")
         pointers |= _pointers("fp32", "enter_tops", "enter_states", "leave_tops", "leave_states", "tops", "logs")
         constants = {**constants, "enter_logs": None, "leave_logs": None}
-    integers = _integers("T", "H", "num_chunks", "num_spans", "span_chunks")
+    integers = _integers("T", "H", "num_chunks", "num_splits", "split_chunks")
     return KernelCase(
         name=_name(what, K, V, dtype, angles),
         kernel=kernel,
@@ -92,7 +92,7 @@ def _product(role: str, dtype: torch.dtype, K: int, V: int, *, angles: bool, usu
         arguments |= _pointers(stored, "chunk_U")
     if role == "dk":
         arguments |= _pointers("fp32", "chunk_R")
-    integers = _integers("T", "H", "num_chunks", "num_blocks")
+    integers = _integers("T", "H", "num_chunks", "num_token_tiles")
     return KernelCase(
         name=_name(role, K, V, dtype, angles),
         kernel=kernel,
@@ -110,7 +110,7 @@ def _weigh(dtype: torch.dtype, K: int, *, usual: bool) -> KernelCase:
     return KernelCase(
         name=f"lightnet z {K} {_NAMES[dtype]}",
         kernel=weigh,
-        arguments={**pointers, **_integers("T", "H", "num_chunks", "num_blocks"), **_strides("k")},
+        arguments={**pointers, **_integers("T", "H", "num_chunks", "num_token_tiles"), **_strides("k")},
         constants=weigh_constants(dtype, K),
         num_warps=NUM_WARPS,
         num_stages=1,
@@ -120,27 +120,27 @@ def _weigh(dtype: torch.dtype, K: int, *, usual: bool) -> KernelCase:
 
 
 def _folds() -> Iterator[KernelCase]:
-    spans = ("local_tops", "local_logs", "local_states", "enter_tops", "enter_logs", "enter_states")
+    splits = ("local_tops", "local_logs", "local_states", "enter_tops", "enter_logs", "enter_states")
     options: dict[str, Any] = {"num_warps": NUM_WARPS, "tensor_cores": False, "usual": False}
     yield KernelCase(
         name="lightnet fold",
         kernel=fold_states,
         arguments={
-            **_pointers("fp32", *spans, "z_in", "S_in", "z_out", "S_out"),
+            **_pointers("fp32", *splits, "z_in", "S_in", "z_out", "S_out"),
             "starts": "*i32",
-            **_integers("T", "H", "num_spans", "span_tokens"),
+            **_integers("T", "H", "num_splits", "split_tokens"),
         },
         constants=fold_constants(128, 256, 128),
         **options,
     )
-    spans = ("local_U", "local_R", "tops", "logs", "enter_U", "enter_R")
+    splits = ("local_U", "local_R", "tops", "logs", "enter_U", "enter_R")
     yield KernelCase(
         name="lightnet fold of cotangents",
         kernel=fold_cotangents,
         arguments={
-            **_pointers("fp32", *spans, "U_end", "R_end", "U_in", "R_in"),
+            **_pointers("fp32", *splits, "U_end", "R_end", "U_in", "R_in"),
             "starts": "*i32",
-            **_integers("T", "H", "num_chunks", "num_spans", "span_chunks"),
+            **_integers("T", "H", "num_chunks", "num_splits", "split_chunks"),
         },
         constants={**fold_constants(128, 256, 128), "CHUNK": 128},
         **options,

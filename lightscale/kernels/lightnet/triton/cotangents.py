@@ -1,4 +1,4 @@
-"""The Triton kernels of additive decay that go back: the carried cotangents of the states of chunks and spans.
+"""The Triton kernels of LightNet's operator that go back: the cotangents (U, R) of the states of chunks and splits.
 
 Names of shapes and arguments are those of ``kernels.py``.
 """
@@ -9,11 +9,11 @@ Names of shapes and arguments are those of ``kernels.py``.
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton.kernels import wave
-from lightscale.kernels.lightnet.triton.kernels import EMPTY, exists, finite, share_of
+from lightscale.kernels.common.triton.kernels import exists, wave
+from lightscale.kernels.lightnet.triton.kernels import EMPTY, finite, share_of
 
 
-@triton.jit(do_not_specialize=["T", "num_chunks", "num_spans", "span_chunks"])
+@triton.jit(do_not_specialize=["T", "num_chunks", "num_splits", "split_chunks"])
 def scan_cotangents(
     q,  # (B, T, H, K)
     do,  # (B, T, H, V)
@@ -23,17 +23,17 @@ def scan_cotangents(
     starts,
     edges,
     depths,
-    enter_U,  # (B, H, S, R, V) fp32: the cotangent of the state that leaves each span, or None for zero
+    enter_U,  # (B, H, S, R, V) fp32: the cotangent of the state that leaves each split, or None for zero
     enter_R,  # (B, H, S, K) fp32, or None
-    leave_U,  # (B, H, S, R, V) fp32: that of the state which enters each span, or None
+    leave_U,  # (B, H, S, R, V) fp32: that of the state which enters each split, or None
     leave_R,  # (B, H, S, K) fp32, or None
     chunk_U,  # (B, H, N, R, V): that of the state which leaves each chunk, or None
     chunk_R,  # (B, H, N, K) fp32, or None
     T,
     H,
     num_chunks,
-    num_spans,
-    span_chunks,
+    num_splits,
+    split_chunks,
     stride_qb,
     stride_qt,
     stride_qh,
@@ -44,14 +44,14 @@ def scan_cotangents(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     CHUNK: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Go back through a span's chunks with a tile of the carried cotangent: U <- e^(z - z') U + Σ φ(q e^(z - z_t)) doᵀ.
+    """Go back through a split's chunks with a tile of U: U <- e^(z - z') U + Σ φ(q e^(z - z_t)) doᵀ.
 
-    R is carried along with the first tile of V. All exponents are at most 0.
+    R goes along with the first tile of V. All exponents are at most 0.
     """
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -60,10 +60,10 @@ def scan_cotangents(
     tile_v = program % V_TILES
     tile_k = program // V_TILES % K_TILES
     head = program // (V_TILES * K_TILES) % H
-    span = program // (V_TILES * K_TILES * H) % num_spans
-    row = program // (V_TILES * K_TILES * H * num_spans)
+    split = program // (V_TILES * K_TILES * H) % num_splits
+    row = program // (V_TILES * K_TILES * H * num_splits)
     row_head = row * H + head
-    of_span = row_head * num_spans + span
+    of_split = row_head * num_splits + split
 
     cols_k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     cols_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -75,15 +75,15 @@ def scan_cotangents(
     first = tl.zeros([BLOCK_K, BLOCK_V], dtype=tl.float32)
     second = tl.zeros([BLOCK_K, BLOCK_V], dtype=tl.float32)
     if enter_U is not None:
-        loss = tl.load(enter_R + of_span * K + cols_k, mask=has_k, other=0.0)
-        first = tl.load(enter_U + of_span * R * V + within, mask=in_tile, other=0.0)
+        loss = tl.load(enter_R + of_split * K + cols_k, mask=has_k, other=0.0)
+        first = tl.load(enter_U + of_split * R * V + within, mask=in_tile, other=0.0)
         if turns is not None:
-            second = tl.load(enter_U + of_span * R * V + K * V + within, mask=in_tile, other=0.0)
+            second = tl.load(enter_U + of_split * R * V + K * V + within, mask=in_tile, other=0.0)
 
-    first_chunk = span * span_chunks
-    span_end = tl.minimum(first_chunk + span_chunks, num_chunks)
-    for step in range(span_end - first_chunk):
-        chunk = span_end - 1 - step
+    first_chunk = split * split_chunks
+    split_end = tl.minimum(first_chunk + split_chunks, num_chunks)
+    for step in range(split_end - first_chunk):
+        chunk = split_end - 1 - step
         begin = chunk * CHUNK
         length = tl.minimum(CHUNK, T - begin).to(tl.int32)
         of_chunk = row_head * num_chunks + chunk
@@ -100,6 +100,8 @@ def scan_cotangents(
 
         enter = tl.load(edges + (of_chunk * 3 + 1) * K + cols_k, mask=has_k, other=EMPTY)
         leave = tl.load(edges + (of_chunk * 3 + 2) * K + cols_k, mask=has_k, other=0.0)
+        # e^(z - z') of the states at the chunk's two ends, from their differences to one base: at most 1, and exact
+        # where z is large.
         share = share_of(enter, leave)
         loss *= share
         first *= share[:, None]
@@ -109,8 +111,8 @@ def scan_cotangents(
             loss = tl.where(through, loss, 0.0)
             first = tl.where(through, first, 0.0)
             second = tl.where(through, second, 0.0)
-        for block in range(0, CHUNK, BLOCK):
-            i = block + tl.arange(0, BLOCK)
+        for tile_t in range(0, CHUNK, BLOCK_T):
+            i = tile_t + tl.arange(0, BLOCK_T)
             kept = i < length
             if starts is not None:
                 kept = kept & (tl.load(starts + row * T + begin + i, mask=kept, other=0) < begin)
@@ -127,39 +129,39 @@ def scan_cotangents(
             if turns is None:
                 first = tl.dot(query.to(COMPUTE), do_tile, first, input_precision=PRECISION)
             else:
-                places = tl.load(positions + row * T + begin + i, mask=kept, other=0)[None, :]
+                token_positions = tl.load(positions + row * T + begin + i, mask=kept, other=0)[None, :]
                 turns_k = tl.load(turns + head * K + cols_k, mask=has_k, other=0)[:, None]
-                x = wave(places, turns_k, 0)
+                x = wave(token_positions, turns_k, 0)
                 first = tl.dot((query * x).to(COMPUTE), do_tile, first, input_precision=PRECISION)
-                y = wave(places, turns_k, 1)
+                y = wave(token_positions, turns_k, 1)
                 second = tl.dot((query * y).to(COMPUTE), do_tile, second, input_precision=PRECISION)
 
     if leave_U is not None:
-        tl.store(leave_U + of_span * R * V + within, first, mask=in_tile)
+        tl.store(leave_U + of_split * R * V + within, first, mask=in_tile)
         if turns is not None:
-            tl.store(leave_U + of_span * R * V + K * V + within, second, mask=in_tile)
+            tl.store(leave_U + of_split * R * V + K * V + within, second, mask=in_tile)
         if tile_v == 0:
-            tl.store(leave_R + of_span * K + cols_k, loss, mask=has_k)
+            tl.store(leave_R + of_split * K + cols_k, loss, mask=has_k)
 
 
-@triton.jit(do_not_specialize=["T", "num_chunks", "num_spans", "span_chunks"])
+@triton.jit(do_not_specialize=["T", "num_chunks", "num_splits", "split_chunks"])
 def fold_cotangents(
-    local_U,  # (B, H, S, R, V) fp32: by each span's own outputs
+    local_U,  # (B, H, S, R, V) fp32: by each split's own outputs
     local_R,  # (B, H, S, K) fp32
     U_end,  # (B, H, R, V) fp32: of the state that leaves the row, or None for zero
     R_end,  # (B, H, K) fp32, or None
     tops,  # (B, H, N + 1, K) fp32, of scan_states
     logs,  # (B, H, N + 1, K) fp32, of scan_states
     starts,
-    enter_U,  # (B, H, S, R, V) fp32: of the state that leaves each span, or None
+    enter_U,  # (B, H, S, R, V) fp32: of the state that leaves each split, or None
     enter_R,  # (B, H, S, K) fp32, or None
     U_in,  # (B, H, R, V) fp32: of the state that enters the row
     R_in,  # (B, H, K) fp32
     T,
     H,
     num_chunks,
-    num_spans,
-    span_chunks,
+    num_splits,
+    split_chunks,
     K: tl.constexpr,
     R: tl.constexpr,
     V: tl.constexpr,
@@ -167,7 +169,7 @@ def fold_cotangents(
     BLOCK_V: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The cotangents between spans, from the last one to the first."""
+    """The cotangents between splits, from the last one to the first."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     program = tl.program_id(0).to(tl.int64)
@@ -188,15 +190,15 @@ def fold_cotangents(
     if U_end is not None:
         loss = tl.load(R_end + row_head * K + cols_k, mask=has_k, other=0.0)
         state = tl.load(U_end + row_head * R * V + within, mask=in_tile, other=0.0)
-    for step in range(num_spans):
-        span = num_spans - 1 - step
-        at = row_head * num_spans + span
+    for step in range(num_splits):
+        split = num_splits - 1 - step
+        at = row_head * num_splits + split
         if enter_U is not None:
             tl.store(enter_U + at * R * V + within, state, mask=in_tile)
             if is_first:
                 tl.store(enter_R + at * K + cols_k, loss, mask=has_k)
-        begin = span * span_chunks
-        end = tl.minimum(begin + span_chunks, num_chunks)
+        begin = split * split_chunks
+        end = tl.minimum(begin + split_chunks, num_chunks)
         before = (row_head * (num_chunks + 1) + begin) * K + cols_k
         after = (row_head * (num_chunks + 1) + end) * K + cols_k
         fall = tl.load(tops + before, mask=has_k, other=EMPTY)

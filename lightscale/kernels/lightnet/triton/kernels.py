@@ -1,14 +1,13 @@
-"""The Triton kernels of additive decay: what they share, and the one for single steps.
+"""The Triton kernels of LightNet's operator: what they share, and the one for single steps.
 
-``states.py`` and ``cotangents.py`` go through a row, ``queries.py`` and ``keys.py``
-have the tokens of a chunk.
+``states.py`` and ``cotangents.py`` go through a row, ``queries.py`` and ``keys.py`` have the tokens of a chunk.
 
-A row is cut into chunks of CHUNK tokens, and these into blocks of BLOCK; a span is some whole chunks that one program
-goes through in turn. Names of shapes: B rows, T tokens, H heads, N chunks, S spans, K key width, V value width, R rows
-of a state: K, or 2K with angles, whose halves share z. All exponents are differences of keys and z inside a chunk, in
-fp32. README.md here has the mathematics, the tiling and the counts.
+A row is cut into chunks of CHUNK tokens, and these into tiles of BLOCK_T tokens; a split is some whole chunks that one
+program goes through in turn. Names of shapes: B rows, T tokens, H heads, N chunks, S splits, K key width, V value
+width, R rows of a state: K, or 2K with angles, whose halves share z. All exponents are differences of keys and z
+inside a chunk, in fp32. README.md here has the mathematics, the tiling and the counts.
 
-``starts`` (B, T) int32 is the place in the row at which the token's document begins, -1 for the row's first one.
+``starts`` (B, T) int32 is the position in the row at which the token's document begins, -1 for the row's first one.
 ``edges`` (B, H, N, 3, K) fp32 has, for each chunk and channel, its base (the largest key, or what entered), and z of
 the states that enter and leave it, less the base; ``depths`` (B, T, H, K) fp32 is z of each token, less the base.
 ``turns`` (H, K) int64 and ``positions`` (B, T) int64, both or neither, are the angles of LRPE: its cos and sin are made
@@ -18,20 +17,13 @@ where they are multiplied (``wave``).
 import triton
 import triton.language as tl
 
+from lightscale.kernels.common.triton.kernels import exists
+
 # Only e^(reference - z) can exceed 1. Up to e^60 times a query nothing overflows, and what underflows counts for less
 # than e^-27 anywhere; tokens whose z lies deeper below the reference get one of their own.
 RISE: tl.constexpr = tl.constexpr(60.0)
 LEAST: tl.constexpr = tl.constexpr(8.7565e-27)
 EMPTY: tl.constexpr = tl.constexpr(float("-inf"))
-
-
-@triton.jit
-def exists(cols, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Which columns of a tile exist; a constant, and no work, when tiles of BLOCK fill the width."""
-    if WIDTH % BLOCK == 0:
-        return tl.full(cols.shape, 1, tl.int1)
-    else:
-        return cols < WIDTH
 
 
 @triton.jit

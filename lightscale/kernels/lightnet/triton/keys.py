@@ -1,6 +1,6 @@
-"""The Triton kernels of additive decay for the keys of a chunk: the gradients of k and v.
+"""The Triton kernels of LightNet's operator for the keys of a chunk: the gradients of k and v.
 
-References and rounds are those of ``queries.py``, one for each tile of queries that a block of keys meets.
+References and rounds are those of ``queries.py``, one for each tile of queries that a tile of keys meets.
 """
 
 # Triton evaluates the hints of its kernels: their arguments cannot have any but tl.constexpr.
@@ -9,11 +9,11 @@ References and rounds are those of ``queries.py``, one for each tile of queries 
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton.kernels import wave
-from lightscale.kernels.lightnet.triton.kernels import EMPTY, RISE, exists, origin_of, reads, share_of
+from lightscale.kernels.common.triton.kernels import exists, wave
+from lightscale.kernels.lightnet.triton.kernels import EMPTY, RISE, origin_of, reads, share_of
 
 
-@triton.jit(do_not_specialize=["T", "num_chunks", "num_blocks"])
+@triton.jit(do_not_specialize=["T", "num_chunks", "num_token_tiles"])
 def key_gradients(
     q,  # (B, T, H, K)
     k,  # (B, T, H, K)
@@ -31,7 +31,7 @@ def key_gradients(
     T,
     H,
     num_chunks,
-    num_blocks,
+    num_token_tiles,
     stride_qb,
     stride_qt,
     stride_qh,
@@ -48,26 +48,26 @@ def key_gradients(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     PARTNERS: tl.constexpr,
     CHUNK: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dk = e^(k - z') (φᵀ(v Uᵀ) - R) + Σ over the chunk's queries, for a block of keys and some columns of K."""
+    """dk = e^(k - z') (φᵀ(v Uᵀ) - R) + Σ over the chunk's queries, for a tile of keys and some columns of K."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     R: tl.constexpr = K if turns is None else 2 * K
     program = tl.program_id(0).to(tl.int64)
     tile_k = program % K_TILES
     head = program // K_TILES % H
-    block = program // (K_TILES * H) % num_blocks
-    row = program // (K_TILES * H * num_blocks)
-    chunk = block * BLOCK // CHUNK
+    tile_t = program // (K_TILES * H) % num_token_tiles
+    row = program // (K_TILES * H * num_token_tiles)
+    chunk = tile_t * BLOCK_T // CHUNK
     begin = chunk * CHUNK
     length = tl.minimum(CHUNK, T - begin).to(tl.int32)
-    first = (block * BLOCK - begin).to(tl.int32)
-    i = first + tl.arange(0, BLOCK)
+    first = (tile_t * BLOCK_T - begin).to(tl.int32)
+    i = first + tl.arange(0, BLOCK_T)
     inside = i < length
     cols = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     has_k = exists(cols, K, BLOCK_K)
@@ -78,13 +78,13 @@ def key_gradients(
     v_rows = v + row * stride_vb + head * stride_vh + (begin + i)[:, None] * stride_vt
     do_chunk = do + row * stride_db + head * stride_dh + begin * stride_dt
     if turns is not None:
-        own_places = tl.load(positions + row * T + begin + i, mask=i < length, other=0)[:, None]
+        own_positions = tl.load(positions + row * T + begin + i, mask=i < length, other=0)[:, None]
         own_turns = tl.load(turns + head * K + cols, mask=has_k, other=0)[None, :]
     of_head = ((row * T + begin) * H + head) * K + cols[None, :]
     own = of_head + i.to(tl.int64)[:, None] * H * K
 
-    grad_x = tl.zeros([BLOCK, BLOCK_K], dtype=tl.float32)
-    grad_y = tl.zeros([BLOCK, BLOCK_K], dtype=tl.float32)
+    grad_x = tl.zeros([BLOCK_T, BLOCK_K], dtype=tl.float32)
+    grad_y = tl.zeros([BLOCK_T, BLOCK_K], dtype=tl.float32)
     for tile in range(V_TILES):
         cols_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
         has_v = exists(cols_v, V, BLOCK_V)
@@ -96,8 +96,8 @@ def key_gradients(
             state = tl.load(of_state + K * V, mask=has_k[None, :] & has_v[:, None], other=0.0)
             grad_y = tl.dot(values, state, grad_y, input_precision=PRECISION)
     if turns is not None:
-        grad_x *= wave(own_places, own_turns, 0)
-        grad_x += grad_y * wave(own_places, own_turns, 1)
+        grad_x *= wave(own_positions, own_turns, 0)
+        grad_x += grad_y * wave(own_positions, own_turns, 1)
     grad_x -= tl.load(chunk_R + of_chunk * K + cols, mask=has_k, other=0.0)[None, :]
     base = tl.load(edges + of_chunk * 3 * K + cols, mask=has_k, other=0.0)
     leave = tl.load(edges + (of_chunk * 3 + 2) * K + cols, mask=has_k, other=0.0)
@@ -114,7 +114,7 @@ def key_gradients(
         if starts is not None:
             start = (tl.load(starts + row * T + begin + j, mask=j < length, other=0) - begin).to(tl.int32)
             pairs = pairs & (start[None, :] <= i[:, None])
-        dscores = tl.zeros([BLOCK, PARTNERS], dtype=tl.float32)
+        dscores = tl.zeros([BLOCK_T, PARTNERS], dtype=tl.float32)
         for tile in range(V_TILES):
             cols_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
             has_v = exists(cols_v, V, BLOCK_V)
@@ -141,20 +141,20 @@ def key_gradients(
             if turns is None:
                 grad_x = tl.dot(dscores, query.to(COMPUTE), input_precision=PRECISION)
             else:
-                places = tl.load(positions + row * T + begin + j, mask=j < length, other=0)[:, None]
-                x = wave(places, own_turns, 0)
+                token_positions = tl.load(positions + row * T + begin + j, mask=j < length, other=0)[:, None]
+                x = wave(token_positions, own_turns, 0)
                 grad_x = tl.dot(dscores, (query * x).to(COMPUTE), input_precision=PRECISION)
-                grad_x *= wave(own_places, own_turns, 0)
-                y = wave(places, own_turns, 1)
+                grad_x *= wave(own_positions, own_turns, 0)
+                y = wave(token_positions, own_turns, 1)
                 grad_y = tl.dot(dscores, (query * y).to(COMPUTE), input_precision=PRECISION)
-                grad_x += grad_y * wave(own_places, own_turns, 1)
+                grad_x += grad_y * wave(own_positions, own_turns, 1)
             grad_x -= tl.dot(pairs.to(COMPUTE), losses.to(COMPUTE), input_precision=PRECISION)
             own_keys = tl.load(k_rows, mask=in_rows, other=EMPTY).to(tl.float32) - base[None, :]
             acc += grad_x * tl.exp(tl.minimum(own_keys - origin, 0.0))
     tl.store(dk + own, acc.to(dk.dtype.element_ty), mask=in_rows)
 
 
-@triton.jit(do_not_specialize=["T", "num_chunks", "num_blocks"])
+@triton.jit(do_not_specialize=["T", "num_chunks", "num_token_tiles"])
 def value_gradients(
     q,  # (B, T, H, K)
     k,  # (B, T, H, K)
@@ -169,7 +169,7 @@ def value_gradients(
     T,
     H,
     num_chunks,
-    num_blocks,
+    num_token_tiles,
     stride_qb,
     stride_qt,
     stride_qh,
@@ -183,26 +183,26 @@ def value_gradients(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     PARTNERS: tl.constexpr,
     CHUNK: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dv = φ(e^(k - z')) U + Σ over the chunk's queries, for a block of keys and some columns of V."""
+    """dv = φ(e^(k - z')) U + Σ over the chunk's queries, for a tile of keys and some columns of V."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     R: tl.constexpr = K if turns is None else 2 * K
     program = tl.program_id(0).to(tl.int64)
     tile_v = program % V_TILES
     head = program // V_TILES % H
-    block = program // (V_TILES * H) % num_blocks
-    row = program // (V_TILES * H * num_blocks)
-    chunk = block * BLOCK // CHUNK
+    tile_t = program // (V_TILES * H) % num_token_tiles
+    row = program // (V_TILES * H * num_token_tiles)
+    chunk = tile_t * BLOCK_T // CHUNK
     begin = chunk * CHUNK
     length = tl.minimum(CHUNK, T - begin).to(tl.int32)
-    first = (block * BLOCK - begin).to(tl.int32)
-    i = first + tl.arange(0, BLOCK)
+    first = (tile_t * BLOCK_T - begin).to(tl.int32)
+    i = first + tl.arange(0, BLOCK_T)
     inside = i < length
     cols_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
     has_v = exists(cols_v, V, BLOCK_V)[None, :]
@@ -212,7 +212,7 @@ def value_gradients(
     do_chunk = do + row * stride_db + head * stride_dh + begin * stride_dt
     depth_chunk = depths + ((row * T + begin) * H + head) * K
 
-    acc = tl.zeros([BLOCK, BLOCK_V], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_T, BLOCK_V], dtype=tl.float32)
     for tile in range(K_TILES):
         cols = tile * BLOCK_K + tl.arange(0, BLOCK_K)
         has_k = exists(cols, K, BLOCK_K)
@@ -226,11 +226,11 @@ def value_gradients(
         if turns is None:
             acc = tl.dot(writes.to(COMPUTE), state, acc, input_precision=PRECISION)
         else:
-            own_places = tl.load(positions + row * T + begin + i, mask=i < length, other=0)[:, None]
+            own_positions = tl.load(positions + row * T + begin + i, mask=i < length, other=0)[:, None]
             own_turns = tl.load(turns + head * K + cols, mask=has_k, other=0)[None, :]
-            x = wave(own_places, own_turns, 0)
+            x = wave(own_positions, own_turns, 0)
             acc = tl.dot((writes * x).to(COMPUTE), state, acc, input_precision=PRECISION)
-            y = wave(own_places, own_turns, 1)
+            y = wave(own_positions, own_turns, 1)
             state = tl.load(of_state + K * V, mask=has_k[:, None] & has_v, other=0.0)
             acc = tl.dot((writes * y).to(COMPUTE), state, acc, input_precision=PRECISION)
     if starts is not None:
@@ -243,7 +243,7 @@ def value_gradients(
         if starts is not None:
             start = (tl.load(starts + row * T + begin + j, mask=j < length, other=0) - begin).to(tl.int32)
             pairs = pairs & (start[None, :] <= i[:, None])
-        scores = tl.zeros([BLOCK, PARTNERS], dtype=tl.float32)
+        scores = tl.zeros([BLOCK_T, PARTNERS], dtype=tl.float32)
         for tile in range(K_TILES):
             cols = tile * BLOCK_K + tl.arange(0, BLOCK_K)
             has_k = exists(cols, K, BLOCK_K)
@@ -266,15 +266,15 @@ def value_gradients(
                 if turns is None:
                     scores = tl.dot(writes.to(COMPUTE), query.to(COMPUTE), scores, input_precision=PRECISION)
                 else:
-                    key_places = tl.load(positions + row * T + begin + i, mask=i < length, other=0)[:, None]
+                    key_positions = tl.load(positions + row * T + begin + i, mask=i < length, other=0)[:, None]
                     key_turns = tl.load(turns + head * K + cols, mask=has_k, other=0)[None, :]
-                    query_places = tl.load(positions + row * T + begin + j, mask=j < length, other=0)[None, :]
+                    query_positions = tl.load(positions + row * T + begin + j, mask=j < length, other=0)[None, :]
                     query_turns = tl.load(turns + head * K + cols, mask=has_k, other=0)[:, None]
-                    write = (writes * wave(key_places, key_turns, 0)).to(COMPUTE)
-                    read = (query * wave(query_places, query_turns, 0)).to(COMPUTE)
+                    write = (writes * wave(key_positions, key_turns, 0)).to(COMPUTE)
+                    read = (query * wave(query_positions, query_turns, 0)).to(COMPUTE)
                     scores = tl.dot(write, read, scores, input_precision=PRECISION)
-                    write = (writes * wave(key_places, key_turns, 1)).to(COMPUTE)
-                    read = (query * wave(query_places, query_turns, 1)).to(COMPUTE)
+                    write = (writes * wave(key_positions, key_turns, 1)).to(COMPUTE)
+                    read = (query * wave(query_positions, query_turns, 1)).to(COMPUTE)
                     scores = tl.dot(write, read, scores, input_precision=PRECISION)
         scores = tl.where(pairs, scores, 0.0)
         do_rows = do_chunk + j.to(tl.int64)[:, None] * stride_dt + cols_v[None, :]

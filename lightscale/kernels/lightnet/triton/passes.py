@@ -1,4 +1,7 @@
-"""The passes of additive decay on GPUs: states, weights, outputs, cotangents, gradients; ``triton.py`` joins them."""
+"""The passes of LightNet's operator on GPUs: states, weights, outputs, cotangents, gradients.
+
+``__init__.py`` puts them together.
+"""
 
 from dataclasses import dataclass
 
@@ -15,7 +18,7 @@ from lightscale.kernels.lightnet.triton.queries import outputs, query_gradients
 from lightscale.kernels.lightnet.triton.states import fold_states, scan_states, weigh
 from lightscale.kernels.lightnet.triton.tiling import (
     LAUNCH,
-    Tiling,
+    LightNetTiling,
     fold_constants,
     product_constants,
     scan_constants,
@@ -23,14 +26,14 @@ from lightscale.kernels.lightnet.triton.tiling import (
     weigh_constants,
 )
 
-# Rows are cut into spans until every multiprocessor has so many programs that scan states, and no further: the tokens
-# of a row in several spans are read once more. Nor has a span fewer chunks than this.
+# Rows are cut into splits until every multiprocessor has so many programs that scan states, and no further: the tokens
+# of a row in several splits are read once more. Nor has a split fewer chunks than this.
 _PROGRAMS_PER_MULTIPROCESSOR = 2
-_LEAST_SPAN_CHUNKS = 8
+_LEAST_SPLIT_CHUNKS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class LightNetRow:
     """What all passes of one call share: keys, values, angles, documents, and how they are tiled."""
 
     k: Tensor
@@ -38,10 +41,10 @@ class Row:
     angles: tuple[Tensor, Tensor] | tuple[None, None]
     """Turns (H, K) and positions (B, T), int64."""
     starts: Tensor | None
-    tiling: Tiling
+    tiling: LightNetTiling
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, angles: Angles | None, cu_seqlens: Tensor | None) -> "Row":
+    def of(cls, k: Tensor, v: Tensor, angles: Angles | None, cu_seqlens: Tensor | None) -> "LightNetRow":
         """Those of k (B, T, H, K) and v (B, T, H, V)."""
         return cls(
             k=dense_last(k),
@@ -78,35 +81,35 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spans:
+class LightNetSplits:
     """How the chunks of a row are divided among programs that scan."""
 
     num_programs: int
-    """Of one span."""
-    num_spans: int
-    span_chunks: int
+    """Of one split."""
+    num_splits: int
+    split_chunks: int
 
     @classmethod
-    def of(cls, row: Row) -> "Spans":
-        """As many spans as keep the GPU busy."""
+    def of(cls, row: LightNetRow) -> "LightNetSplits":
+        """As many splits as keep the GPU busy."""
         constants = scan_constants(row.k.dtype, *row.widths)
         K, V = row.widths
         tiles = triton.cdiv(K, constants["BLOCK_K"]) * triton.cdiv(V, constants["BLOCK_V"])
         num_programs = row.k.size(0) * row.k.size(2) * tiles
         num_chunks = row.sizes[2]
-        span_chunks = _span_chunks(row, num_programs)
+        split_chunks = _split_chunks(row, num_programs)
         return cls(
             num_programs=num_programs,
-            num_spans=max(triton.cdiv(num_chunks, span_chunks), 1),
-            span_chunks=span_chunks,
+            num_splits=max(triton.cdiv(num_chunks, split_chunks), 1),
+            split_chunks=split_chunks,
         )
 
 
-def _span_chunks(row: Row, num_programs: int) -> int:
-    """Chunks of a span when each span takes ``num_programs`` programs."""
+def _split_chunks(row: LightNetRow, num_programs: int) -> int:
+    """Chunks of a split when each split takes ``num_programs`` programs."""
     wanted = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(row.k.device) // max(num_programs, 1)
     num_chunks = row.sizes[2]
-    most = num_chunks // _LEAST_SPAN_CHUNKS
+    most = num_chunks // _LEAST_SPLIT_CHUNKS
     return max(triton.cdiv(num_chunks, max(min(wanted, most), 1)), 1)
 
 
@@ -123,10 +126,10 @@ class ChunkStates:
 
 
 def scan(
-    row: Row, state_in: LightNetState | None, *, with_chunks: bool = True
+    row: LightNetRow, state_in: LightNetState | None, *, with_chunks: bool = True
 ) -> tuple[ChunkStates | None, LightNetState]:
     """The states that enter the chunks, and the one that leaves the row."""
-    spans, (K, V), (_, _, num_chunks) = Spans.of(row), row.widths, row.sizes
+    splits, (K, V), (_, _, num_chunks) = LightNetSplits.of(row), row.widths, row.sizes
     R = row.state_rows
     end = LightNetState(row.empty(K), row.empty(R, V))
     chunks = None
@@ -140,12 +143,14 @@ def scan(
     if not end.S.numel():
         return chunks, LightNetState(*(x.zero_() for x in end))
     with on_device_of(row.k):
-        if spans.num_spans == 1:
-            _scan_states(row, spans, (z_in, None, S_in), (end.z, None, end.S), chunks)
+        if splits.num_splits == 1:
+            _scan_states(row, splits, (z_in, None, S_in), (end.z, None, end.S), chunks)
         else:
-            num_spans = spans.num_spans
-            local = (row.empty(num_spans, K), row.empty(num_spans, K), row.empty(num_spans, R, V))
-            _scan_states(row, spans, (None, None, None), local, None)
+            num_splits = splits.num_splits
+            # Each split from an empty state, side by side; a fold over the few of them; each again from what enters it.
+            # z stays a pair (top, log), or its rounding would grow with the number of splits.
+            local = (row.empty(num_splits, K), row.empty(num_splits, K), row.empty(num_splits, R, V))
+            _scan_states(row, splits, (None, None, None), local, None)
             between = tuple(torch.empty_like(x) if with_chunks else None for x in local)
             fold_states[(_fold_programs(row),)](
                 *local,
@@ -155,17 +160,17 @@ def scan(
                 *between,
                 *end,
                 *row.sizes[:2],
-                num_spans,
-                spans.span_chunks * row.tiling.chunk,
+                num_splits,
+                splits.split_chunks * row.tiling.chunk,
                 **fold_constants(K, R, V),
                 **LAUNCH,
             )
             if with_chunks:
-                _scan_states(row, spans, between, (None, None, None), chunks)
+                _scan_states(row, splits, between, (None, None, None), chunks)
     return chunks, end
 
 
-def _fold_programs(row: Row) -> int:
+def _fold_programs(row: LightNetRow) -> int:
     K, V = row.widths
     constants = fold_constants(K, row.state_rows, V)
     tiles = triton.cdiv(K, constants["BLOCK_K"]) * triton.cdiv(V, constants["BLOCK_V"])
@@ -173,14 +178,14 @@ def _fold_programs(row: Row) -> int:
 
 
 def _scan_states(
-    row: Row,
-    spans: Spans,
+    row: LightNetRow,
+    splits: LightNetSplits,
     entering: tuple[Tensor | None, ...],
     leaving: tuple[Tensor | None, ...],
     chunks: ChunkStates | None,
 ) -> None:
     """``entering`` and ``leaving``: references of z (B, H, S, K), z less these, and S (B, H, S, R, V)."""
-    scan_states[(spans.num_programs * spans.num_spans,)](
+    scan_states[(splits.num_programs * splits.num_splits,)](
         row.k,
         row.v,
         *row.angles,
@@ -189,8 +194,8 @@ def _scan_states(
         *leaving,
         *((None, None, None) if chunks is None else (chunks.S, chunks.tops, chunks.logs)),
         *row.sizes,
-        spans.num_spans,
-        spans.span_chunks,
+        splits.num_splits,
+        splits.split_chunks,
         *row.k.stride()[:3],
         *row.v.stride()[:3],
         **scan_constants(row.k.dtype, *row.widths),
@@ -209,7 +214,7 @@ class Weights:
     """(B, T, H, K) fp32: z less the chunk's base."""
 
 
-def weights_of(row: Row, chunks: ChunkStates) -> Weights:
+def weights_of(row: LightNetRow, chunks: ChunkStates) -> Weights:
     """z of all tokens, from the states that enter the chunks."""
     (num_tokens, num_heads, num_chunks), K = row.sizes, row.widths[0]
     found = Weights(
@@ -217,8 +222,8 @@ def weights_of(row: Row, chunks: ChunkStates) -> Weights:
         depths=torch.empty(row.k.shape, dtype=torch.float32, device=row.k.device),
     )
     constants = weigh_constants(row.k.dtype, K)
-    num_blocks = triton.cdiv(num_tokens, row.tiling.block)
-    num_programs = row.k.size(0) * num_blocks * num_heads * triton.cdiv(K, constants["BLOCK_K"])
+    num_token_tiles = triton.cdiv(num_tokens, row.tiling.tile_tokens)
+    num_programs = row.k.size(0) * num_token_tiles * num_heads * triton.cdiv(K, constants["BLOCK_K"])
     if num_programs:
         with on_device_of(row.k):
             weigh[(num_programs,)](
@@ -231,7 +236,7 @@ def weights_of(row: Row, chunks: ChunkStates) -> Weights:
                 num_tokens,
                 num_heads,
                 num_chunks,
-                num_blocks,
+                num_token_tiles,
                 *row.k.stride()[:3],
                 **constants,
                 **LAUNCH,
@@ -240,7 +245,7 @@ def weights_of(row: Row, chunks: ChunkStates) -> Weights:
     return found
 
 
-def attend(row: Row, q: Tensor, chunks: ChunkStates, weights: Weights) -> Tensor:
+def attend(row: LightNetRow, q: Tensor, chunks: ChunkStates, weights: Weights) -> Tensor:
     """The outputs (B, T, H, V)."""
     q, o = dense_last(q), torch.empty(row.v.shape, dtype=row.v.dtype, device=row.v.device)
     strides = (*q.stride()[:3], *row.k.stride()[:3], *row.v.stride()[:3])
@@ -251,7 +256,7 @@ def attend(row: Row, q: Tensor, chunks: ChunkStates, weights: Weights) -> Tensor
 
 def _products(
     kernel: triton.JITFunction,
-    row: Row,
+    row: LightNetRow,
     inputs: tuple[Tensor | None, ...],
     weights: Weights,
     out: Tensor,
@@ -259,14 +264,14 @@ def _products(
     *,
     of_keys: bool,
 ) -> None:
-    """Launch a kernel of products for every block of tokens."""
+    """Launch a kernel of products for every tile of tokens."""
     constants = product_constants(row.k.dtype, *row.widths, of_keys=of_keys)
     num_tokens, num_heads, num_chunks = row.sizes
-    num_blocks = triton.cdiv(num_tokens, row.tiling.block)
+    num_token_tiles = triton.cdiv(num_tokens, row.tiling.tile_tokens)
     tiles = triton.cdiv(out.size(3), constants["BLOCK_K" if of_keys else "BLOCK_V"])
     if out.numel():
         with on_device_of(out):
-            kernel[(row.k.size(0) * num_blocks * num_heads * tiles,)](
+            kernel[(row.k.size(0) * num_token_tiles * num_heads * tiles,)](
                 *inputs,
                 row.starts,
                 weights.edges,
@@ -275,7 +280,7 @@ def _products(
                 num_tokens,
                 num_heads,
                 num_chunks,
-                num_blocks,
+                num_token_tiles,
                 *strides,
                 **constants,
                 **LAUNCH,
@@ -287,14 +292,14 @@ def _products(
 class Backward:
     """The backward passes of a row, in the order in which they need each other."""
 
-    row: Row
+    row: LightNetRow
     q: Tensor
     do: Tensor
     chunks: ChunkStates
     weights: Weights
 
     @classmethod
-    def of(cls, row: Row, q: Tensor, do: Tensor, state_in: LightNetState | None) -> "Backward":
+    def of(cls, row: LightNetRow, q: Tensor, do: Tensor, state_in: LightNetState | None) -> "Backward":
         """Recomputes the states and z."""
         chunks, _ = scan(row, state_in)
         assert chunks is not None
@@ -312,8 +317,8 @@ class Backward:
     def scan(
         self, dq: Tensor, cotangent: StateCotangent | None, *, with_chunks: bool = True
     ) -> tuple[StateCotangent | None, StateCotangent]:
-        """The carried cotangents of the states that leave the chunks, and of the one that enters the row."""
-        row, spans, (K, V) = self.row, Spans.of(self.row), self.row.widths
+        """The cotangents (U, R) of the states that leave the chunks, and of the one that enters the row."""
+        row, splits, (K, V) = self.row, LightNetSplits.of(self.row), self.row.widths
         start = row.empty_cotangent()
         by_chunk = None
         if with_chunks:
@@ -324,11 +329,12 @@ class Backward:
         if not start.U.numel():
             return by_chunk, StateCotangent(*(x.zero_() for x in start))
         with on_device_of(row.k):
-            if spans.num_spans == 1:
-                self._scan_cotangents(dq, spans, end, start, by_chunk)
+            if splits.num_splits == 1:
+                self._scan_cotangents(dq, splits, end, start, by_chunk)
             else:
-                local = row.empty_cotangent(spans.num_spans)
-                self._scan_cotangents(dq, spans, (None, None), local, None)
+                # As in ``scan``, from right to left.
+                local = row.empty_cotangent(splits.num_splits)
+                self._scan_cotangents(dq, splits, (None, None), local, None)
                 between = tuple(torch.empty_like(x) if with_chunks else None for x in local)
                 fold_cotangents[(_fold_programs(row),)](
                     *local,
@@ -339,26 +345,26 @@ class Backward:
                     *between,
                     *start,
                     *row.sizes,
-                    spans.num_spans,
-                    spans.span_chunks,
+                    splits.num_splits,
+                    splits.split_chunks,
                     **fold_constants(K, row.state_rows, V),
                     CHUNK=row.tiling.chunk,
                     **LAUNCH,
                 )
                 if with_chunks:
-                    self._scan_cotangents(dq, spans, between, (None, None), by_chunk)
+                    self._scan_cotangents(dq, splits, between, (None, None), by_chunk)
         return by_chunk, start
 
     def _scan_cotangents(
         self,
         dq: Tensor,
-        spans: Spans,
+        splits: LightNetSplits,
         entering: tuple[Tensor | None, ...],
         leaving: tuple[Tensor | None, ...],
         by_chunk: StateCotangent | None,
     ) -> None:
         row = self.row
-        scan_cotangents[(spans.num_programs * spans.num_spans,)](
+        scan_cotangents[(splits.num_programs * splits.num_splits,)](
             self.q,
             self.do,
             dq,
@@ -370,8 +376,8 @@ class Backward:
             *leaving,
             *((None, None) if by_chunk is None else by_chunk),
             *row.sizes,
-            spans.num_spans,
-            spans.span_chunks,
+            splits.num_splits,
+            splits.split_chunks,
             *self.q.stride()[:3],
             *self.do.stride()[:3],
             **scan_constants(row.k.dtype, *row.widths),

@@ -1,7 +1,7 @@
-"""The Triton kernels of additive decay for the queries of a chunk: outputs, and the gradient of q.
+"""The Triton kernels of LightNet's operator for the queries of a chunk: outputs, and the gradient of q.
 
-Each program has a block of tokens. A pair's weight e^(k_s - z_t) is e^(k_s - r) e^(r - z_t), with a reference r per
-channel for the queries of a block: their largest z. Queries that lie too deep below it are computed in further
+Each program has a tile of tokens. A pair's weight e^(k_s - z_t) is e^(k_s - r) e^(r - z_t), with a reference r per
+channel for the queries of a tile: their largest z. Queries that lie too deep below it are computed in further
 rounds, each with the largest z among them as its reference; as a rule there are none, and one round is all. Names of
 shapes, ``starts``, ``edges`` and ``depths`` are those of ``kernels.py``.
 """
@@ -12,11 +12,11 @@ shapes, ``starts``, ``edges`` and ``depths`` are those of ``kernels.py``.
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton.kernels import wave
-from lightscale.kernels.lightnet.triton.kernels import EMPTY, RISE, exists, origin_of, reads, share_of
+from lightscale.kernels.common.triton.kernels import exists, wave
+from lightscale.kernels.lightnet.triton.kernels import EMPTY, RISE, origin_of, reads, share_of
 
 
-@triton.jit(do_not_specialize=["T", "num_chunks", "num_blocks"])
+@triton.jit(do_not_specialize=["T", "num_chunks", "num_token_tiles"])
 def outputs(
     q,  # (B, T, H, K)
     k,  # (B, T, H, K)
@@ -31,7 +31,7 @@ def outputs(
     T,
     H,
     num_chunks,
-    num_blocks,
+    num_token_tiles,
     stride_qb,
     stride_qt,
     stride_qh,
@@ -45,27 +45,27 @@ def outputs(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     PARTNERS: tl.constexpr,
     CHUNK: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """o = φ(q e^(z_in - z)) S + Σ over the chunk's tokens, for a block of queries and some columns of V."""
+    """o = φ(q e^(z_in - z)) S + Σ over the chunk's tokens, for a tile of queries and some columns of V."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     R: tl.constexpr = K if turns is None else 2 * K
     program = tl.program_id(0).to(tl.int64)
     tile_v = program % V_TILES
     head = program // V_TILES % H
-    block = program // (V_TILES * H) % num_blocks
-    row = program // (V_TILES * H * num_blocks)
-    chunk = block * BLOCK // CHUNK
+    tile_t = program // (V_TILES * H) % num_token_tiles
+    row = program // (V_TILES * H * num_token_tiles)
+    chunk = tile_t * BLOCK_T // CHUNK
     begin = chunk * CHUNK
     length = tl.minimum(CHUNK, T - begin).to(tl.int32)
-    # Places in the chunk are counted from its begin.
-    first = (block * BLOCK - begin).to(tl.int32)
-    i = first + tl.arange(0, BLOCK)
+    # Positions in the chunk are counted from its first token.
+    first = (tile_t * BLOCK_T - begin).to(tl.int32)
+    i = first + tl.arange(0, BLOCK_T)
     inside = i < length
     cols_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
     has_v = exists(cols_v, V, BLOCK_V)[None, :]
@@ -74,11 +74,11 @@ def outputs(
     k_chunk = k + row * stride_kb + head * stride_kh + begin * stride_kt
     v_chunk = v + row * stride_vb + head * stride_vh + begin * stride_vt
     depth_rows = depths + ((row * T + begin + i) * H + head)[:, None] * K
-    own_start = tl.full([BLOCK], -1, tl.int32)
+    own_start = tl.full([BLOCK_T], -1, tl.int32)
     if starts is not None:
         own_start = (tl.load(starts + row * T + begin + i, mask=inside, other=-1) - begin).to(tl.int32)
 
-    acc = tl.zeros([BLOCK, BLOCK_V], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_T, BLOCK_V], dtype=tl.float32)
     for tile in range(K_TILES):
         cols = tile * BLOCK_K + tl.arange(0, BLOCK_K)
         has_k = exists(cols, K, BLOCK_K)
@@ -92,19 +92,19 @@ def outputs(
         if turns is None:
             acc = tl.dot(query.to(COMPUTE), state, acc, input_precision=PRECISION)
         else:
-            own_places = tl.load(positions + row * T + begin + i, mask=i < length, other=0)[:, None]
+            own_positions = tl.load(positions + row * T + begin + i, mask=i < length, other=0)[:, None]
             own_turns = tl.load(turns + head * K + cols, mask=has_k, other=0)[None, :]
-            x = wave(own_places, own_turns, 0)
+            x = wave(own_positions, own_turns, 0)
             acc = tl.dot((query * x).to(COMPUTE), state, acc, input_precision=PRECISION)
-            y = wave(own_places, own_turns, 1)
+            y = wave(own_positions, own_turns, 1)
             state = tl.load(of_state + K * V, mask=has_k[:, None] & has_v, other=0.0)
             acc = tl.dot((query * y).to(COMPUTE), state, acc, input_precision=PRECISION)
     if starts is not None:
         acc = tl.where((own_start < 0)[:, None], acc, 0.0)
 
-    for partner in range(0, tl.minimum(first + BLOCK, length), PARTNERS):
+    for partner in range(0, tl.minimum(first + BLOCK_T, length), PARTNERS):
         j = partner + tl.arange(0, PARTNERS)
-        scores = tl.zeros([BLOCK, PARTNERS], dtype=tl.float32)
+        scores = tl.zeros([BLOCK_T, PARTNERS], dtype=tl.float32)
         for tile in range(K_TILES):
             cols = tile * BLOCK_K + tl.arange(0, BLOCK_K)
             has_k = exists(cols, K, BLOCK_K)
@@ -126,15 +126,15 @@ def outputs(
                 if turns is None:
                     scores = tl.dot(query.to(COMPUTE), writes.to(COMPUTE), scores, input_precision=PRECISION)
                 else:
-                    query_places = tl.load(positions + row * T + begin + i, mask=i < length, other=0)[:, None]
+                    query_positions = tl.load(positions + row * T + begin + i, mask=i < length, other=0)[:, None]
                     query_turns = tl.load(turns + head * K + cols, mask=has_k, other=0)[None, :]
-                    key_places = tl.load(positions + row * T + begin + j, mask=j < length, other=0)[None, :]
+                    key_positions = tl.load(positions + row * T + begin + j, mask=j < length, other=0)[None, :]
                     key_turns = tl.load(turns + head * K + cols, mask=has_k, other=0)[:, None]
-                    read = (query * wave(query_places, query_turns, 0)).to(COMPUTE)
-                    write = (writes * wave(key_places, key_turns, 0)).to(COMPUTE)
+                    read = (query * wave(query_positions, query_turns, 0)).to(COMPUTE)
+                    write = (writes * wave(key_positions, key_turns, 0)).to(COMPUTE)
                     scores = tl.dot(read, write, scores, input_precision=PRECISION)
-                    read = (query * wave(query_places, query_turns, 1)).to(COMPUTE)
-                    write = (writes * wave(key_places, key_turns, 1)).to(COMPUTE)
+                    read = (query * wave(query_positions, query_turns, 1)).to(COMPUTE)
+                    write = (writes * wave(key_positions, key_turns, 1)).to(COMPUTE)
                     scores = tl.dot(read, write, scores, input_precision=PRECISION)
         pairs = (i[:, None] >= j[None, :]) & (own_start[:, None] <= j[None, :])
         scores = tl.where(pairs, scores, 0.0)
@@ -146,7 +146,7 @@ def outputs(
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside[:, None] & has_v)
 
 
-@triton.jit(do_not_specialize=["T", "num_chunks", "num_blocks"])
+@triton.jit(do_not_specialize=["T", "num_chunks", "num_token_tiles"])
 def query_gradients(
     k,  # (B, T, H, K)
     v,  # (B, T, H, V)
@@ -161,7 +161,7 @@ def query_gradients(
     T,
     H,
     num_chunks,
-    num_blocks,
+    num_token_tiles,
     stride_kb,
     stride_kt,
     stride_kh,
@@ -175,26 +175,26 @@ def query_gradients(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     PARTNERS: tl.constexpr,
     CHUNK: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dq = e^(z_in - z) φᵀ(do Sᵀ) + Σ over the chunk's tokens, for a block of queries and some columns of K."""
+    """dq = e^(z_in - z) φᵀ(do Sᵀ) + Σ over the chunk's tokens, for a tile of queries and some columns of K."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     R: tl.constexpr = K if turns is None else 2 * K
     program = tl.program_id(0).to(tl.int64)
     tile_k = program % K_TILES
     head = program // K_TILES % H
-    block = program // (K_TILES * H) % num_blocks
-    row = program // (K_TILES * H * num_blocks)
-    chunk = block * BLOCK // CHUNK
+    tile_t = program // (K_TILES * H) % num_token_tiles
+    row = program // (K_TILES * H * num_token_tiles)
+    chunk = tile_t * BLOCK_T // CHUNK
     begin = chunk * CHUNK
     length = tl.minimum(CHUNK, T - begin).to(tl.int32)
-    first = (block * BLOCK - begin).to(tl.int32)
-    i = first + tl.arange(0, BLOCK)
+    first = (tile_t * BLOCK_T - begin).to(tl.int32)
+    i = first + tl.arange(0, BLOCK_T)
     inside = i < length
     cols = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     has_k = exists(cols, K, BLOCK_K)
@@ -204,15 +204,15 @@ def query_gradients(
     v_chunk = v + row * stride_vb + head * stride_vh + begin * stride_vt
     do_rows = do + row * stride_db + head * stride_dh + (begin + i)[:, None] * stride_dt
     if turns is not None:
-        own_places = tl.load(positions + row * T + begin + i, mask=i < length, other=0)[:, None]
+        own_positions = tl.load(positions + row * T + begin + i, mask=i < length, other=0)[:, None]
         own_turns = tl.load(turns + head * K + cols, mask=has_k, other=0)[None, :]
     own = ((row * T + begin + i) * H + head)[:, None] * K + cols[None, :]
-    own_start = tl.full([BLOCK], -1, tl.int32)
+    own_start = tl.full([BLOCK_T], -1, tl.int32)
     if starts is not None:
         own_start = (tl.load(starts + row * T + begin + i, mask=inside, other=-1) - begin).to(tl.int32)
 
-    grad_x = tl.zeros([BLOCK, BLOCK_K], dtype=tl.float32)
-    grad_y = tl.zeros([BLOCK, BLOCK_K], dtype=tl.float32)
+    grad_x = tl.zeros([BLOCK_T, BLOCK_K], dtype=tl.float32)
+    grad_y = tl.zeros([BLOCK_T, BLOCK_K], dtype=tl.float32)
     for tile in range(V_TILES):
         cols_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
         has_v = exists(cols_v, V, BLOCK_V)
@@ -224,8 +224,8 @@ def query_gradients(
             state = tl.load(of_state + K * V, mask=has_k[None, :] & has_v[:, None], other=0.0)
             grad_y = tl.dot(do_tile, state, grad_y, input_precision=PRECISION)
     if turns is not None:
-        grad_x *= wave(own_places, own_turns, 0)
-        grad_x += grad_y * wave(own_places, own_turns, 1)
+        grad_x *= wave(own_positions, own_turns, 0)
+        grad_x += grad_y * wave(own_positions, own_turns, 1)
     enter = tl.load(edges + (of_chunk * 3 + 1) * K + cols, mask=has_k, other=EMPTY)
     depth = tl.load(depths + own, mask=in_rows, other=0.0)
     # What nothing entered may hold anything.
@@ -237,11 +237,11 @@ def query_gradients(
     more = tl.max(reference, 0) > EMPTY
     while more:
         origin = origin_of(reference)[None, :]
-        grad_x = tl.zeros([BLOCK, BLOCK_K], dtype=tl.float32)
-        grad_y = tl.zeros([BLOCK, BLOCK_K], dtype=tl.float32)
-        for partner in range(0, tl.minimum(first + BLOCK, length), PARTNERS):
+        grad_x = tl.zeros([BLOCK_T, BLOCK_K], dtype=tl.float32)
+        grad_y = tl.zeros([BLOCK_T, BLOCK_K], dtype=tl.float32)
+        for partner in range(0, tl.minimum(first + BLOCK_T, length), PARTNERS):
             j = partner + tl.arange(0, PARTNERS)
-            dscores = tl.zeros([BLOCK, PARTNERS], dtype=tl.float32)
+            dscores = tl.zeros([BLOCK_T, PARTNERS], dtype=tl.float32)
             for tile in range(V_TILES):
                 cols_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
                 has_v = exists(cols_v, V, BLOCK_V)
@@ -259,14 +259,14 @@ def query_gradients(
             if turns is None:
                 grad_x = tl.dot(dscores, writes.to(COMPUTE), grad_x, input_precision=PRECISION)
             else:
-                places = tl.load(positions + row * T + begin + j, mask=j < length, other=0)[:, None]
-                x = wave(places, own_turns, 0)
+                token_positions = tl.load(positions + row * T + begin + j, mask=j < length, other=0)[:, None]
+                x = wave(token_positions, own_turns, 0)
                 grad_x = tl.dot(dscores, (writes * x).to(COMPUTE), grad_x, input_precision=PRECISION)
-                y = wave(places, own_turns, 1)
+                y = wave(token_positions, own_turns, 1)
                 grad_y = tl.dot(dscores, (writes * y).to(COMPUTE), grad_y, input_precision=PRECISION)
         if turns is not None:
-            grad_x *= wave(own_places, own_turns, 0)
-            grad_x += grad_y * wave(own_places, own_turns, 1)
+            grad_x *= wave(own_positions, own_turns, 0)
+            grad_x += grad_y * wave(own_positions, own_turns, 1)
         depth = tl.load(depths + own, mask=in_rows, other=EMPTY)
         held = reads(depth, origin)
         acc += tl.where(held > 0.0, grad_x * held, 0.0)

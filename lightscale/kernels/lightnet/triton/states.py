@@ -1,4 +1,4 @@
-"""The Triton kernels of additive decay that go forward: states of chunks and spans, and z of every token.
+"""The Triton kernels of LightNet's operator that go forward: states of chunks and splits, and z of every token.
 
 Names of shapes and arguments are those of ``kernels.py``.
 """
@@ -9,21 +9,21 @@ Names of shapes and arguments are those of ``kernels.py``.
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton.kernels import wave
-from lightscale.kernels.lightnet.triton.kernels import EMPTY, LEAST, RISE, exists, finite, origin_of, share_of
+from lightscale.kernels.common.triton.kernels import exists, wave
+from lightscale.kernels.lightnet.triton.kernels import EMPTY, LEAST, RISE, finite, origin_of, share_of
 
 
-@triton.jit(do_not_specialize=["T", "num_chunks", "num_spans", "span_chunks"])
+@triton.jit(do_not_specialize=["T", "num_chunks", "num_splits", "split_chunks"])
 def scan_states(
     k,  # (B, T, H, K)
     v,  # (B, T, H, V)
     turns,
     positions,
     starts,
-    enter_tops,  # (B, H, S, K) fp32: a reference of the state that enters each span, -inf for empty; or None
+    enter_tops,  # (B, H, S, K) fp32: a reference of the state that enters each split, -inf for empty; or None
     enter_logs,  # (B, H, S, K) fp32: its z less that; None for 0
     enter_states,  # (B, H, S, R, V) fp32, or None
-    leave_tops,  # (B, H, S, K) fp32: of the state that leaves each span; its z where leave_logs is None
+    leave_tops,  # (B, H, S, K) fp32: of the state that leaves each split; its z where leave_logs is None
     leave_logs,  # (B, H, S, K) fp32, or None
     leave_states,  # (B, H, S, R, V) fp32, or None
     states,  # (B, H, N, R, V): what enters each chunk, or None
@@ -32,8 +32,8 @@ def scan_states(
     T,
     H,
     num_chunks,
-    num_spans,
-    span_chunks,
+    num_splits,
+    split_chunks,
     stride_kb,
     stride_kt,
     stride_kh,
@@ -44,12 +44,12 @@ def scan_states(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     CHUNK: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Go through a span's chunks with a tile of Σ e^(k - top) φ vᵀ, and with Σ e^(k - top) per channel."""
+    """Go through a split's chunks with a tile of Σ e^(k - top) φ vᵀ, and with Σ e^(k - top) per channel."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     R: tl.constexpr = K if turns is None else 2 * K
@@ -57,10 +57,10 @@ def scan_states(
     tile_v = program % V_TILES
     tile_k = program // V_TILES % K_TILES
     head = program // (V_TILES * K_TILES) % H
-    span = program // (V_TILES * K_TILES * H) % num_spans
-    row = program // (V_TILES * K_TILES * H * num_spans)
+    split = program // (V_TILES * K_TILES * H) % num_splits
+    row = program // (V_TILES * K_TILES * H * num_splits)
     row_head = row * H + head
-    of_span = row_head * num_spans + span
+    of_split = row_head * num_splits + split
 
     cols_k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     cols_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -73,10 +73,10 @@ def scan_states(
     top = tl.full([BLOCK_K], EMPTY, tl.float32)
     mass = tl.zeros([BLOCK_K], dtype=tl.float32)
     if enter_tops is not None:
-        top = tl.load(enter_tops + of_span * K + cols_k, mask=has_k, other=EMPTY)
+        top = tl.load(enter_tops + of_split * K + cols_k, mask=has_k, other=EMPTY)
         mass += 1.0
         if enter_logs is not None:
-            mass = tl.exp(tl.load(enter_logs + of_span * K + cols_k, mask=has_k, other=0.0))
+            mass = tl.exp(tl.load(enter_logs + of_split * K + cols_k, mask=has_k, other=0.0))
         mass = tl.where(top > EMPTY, mass, 0.0)
     # What the additions to the sum of weights have lost so far: it stays exact over any number of chunks.
     lost = tl.zeros([BLOCK_K], dtype=tl.float32)
@@ -84,14 +84,14 @@ def scan_states(
     second = tl.zeros([BLOCK_K, BLOCK_V], dtype=tl.float32)
     if enter_states is not None:
         written = in_tile & (top > EMPTY)[:, None]
-        first = tl.load(enter_states + of_span * R * V + within, mask=written, other=0.0) * mass[:, None]
+        first = tl.load(enter_states + of_split * R * V + within, mask=written, other=0.0) * mass[:, None]
         if turns is not None:
-            second = tl.load(enter_states + of_span * R * V + K * V + within, mask=written, other=0.0)
+            second = tl.load(enter_states + of_split * R * V + K * V + within, mask=written, other=0.0)
             second *= mass[:, None]
 
-    first_chunk = span * span_chunks
-    span_end = tl.minimum(first_chunk + span_chunks, num_chunks)
-    for step in range(span_end - first_chunk):
+    first_chunk = split * split_chunks
+    split_end = tl.minimum(first_chunk + split_chunks, num_chunks)
+    for step in range(split_end - first_chunk):
         chunk = first_chunk + step
         begin = chunk * CHUNK
         length = tl.minimum(CHUNK, T - begin).to(tl.int32)
@@ -106,7 +106,7 @@ def scan_states(
                 tl.store(tops + of_top, top, mask=has_k)
                 tl.store(logs + of_top, tl.log(tl.maximum(mass, 1e-30)), mask=has_k)
 
-        # The state that leaves holds the chunk's last document. Places in the chunk are counted from its begin.
+        # The state that leaves holds the chunk's last document only. Positions are those in the chunk.
         last_start = -1
         if starts is not None:
             last_start = (tl.load(starts + row * T + begin + length - 1) - begin).to(tl.int32)
@@ -115,8 +115,8 @@ def scan_states(
             first = tl.where(last_start < 0, first, 0.0)
             second = tl.where(last_start < 0, second, 0.0)
         highest = top
-        for block in range(0, CHUNK, BLOCK):
-            i = block + tl.arange(0, BLOCK)
+        for tile_t in range(0, CHUNK, BLOCK_T):
+            i = tile_t + tl.arange(0, BLOCK_T)
             kept = (i < length) & (i >= last_start)
             k_columns = k_head + (begin + i)[None, :] * stride_kt + cols_k[:, None]
             keys = tl.load(k_columns, mask=kept[None, :] & has_k[:, None], other=EMPTY).to(tl.float32)
@@ -126,8 +126,8 @@ def scan_states(
         first *= share[:, None]
         second *= share[:, None]
         added = tl.zeros([BLOCK_K], dtype=tl.float32)
-        for block in range(0, CHUNK, BLOCK):
-            i = block + tl.arange(0, BLOCK)
+        for tile_t in range(0, CHUNK, BLOCK_T):
+            i = tile_t + tl.arange(0, BLOCK_T)
             t = begin + i
             kept = (i < length) & (i >= last_start)
             k_columns = k_head + t[None, :] * stride_kt + cols_k[:, None]
@@ -139,11 +139,11 @@ def scan_states(
             if turns is None:
                 first = tl.dot(writes.to(COMPUTE), values, first, input_precision=PRECISION)
             else:
-                places = tl.load(positions + row * T + t, mask=kept, other=0)[None, :]
+                token_positions = tl.load(positions + row * T + t, mask=kept, other=0)[None, :]
                 turns_k = tl.load(turns + head * K + cols_k, mask=has_k, other=0)[:, None]
-                x = wave(places, turns_k, 0)
+                x = wave(token_positions, turns_k, 0)
                 first = tl.dot((writes * x).to(COMPUTE), values, first, input_precision=PRECISION)
-                y = wave(places, turns_k, 1)
+                y = wave(token_positions, turns_k, 1)
                 second = tl.dot((writes * y).to(COMPUTE), values, second, input_precision=PRECISION)
         mass *= share
         added -= lost * share
@@ -154,46 +154,46 @@ def scan_states(
     log = tl.log(tl.maximum(mass, 1e-30))
     if leave_states is not None:
         inverse = tl.where(mass > 0.0, 1.0 / tl.maximum(mass, 1e-30), 0.0)[:, None]
-        tl.store(leave_states + of_span * R * V + within, first * inverse, mask=in_tile)
+        tl.store(leave_states + of_split * R * V + within, first * inverse, mask=in_tile)
         if turns is not None:
-            tl.store(leave_states + of_span * R * V + K * V + within, second * inverse, mask=in_tile)
+            tl.store(leave_states + of_split * R * V + K * V + within, second * inverse, mask=in_tile)
         if tile_v == 0:
             if leave_logs is None:
-                tl.store(leave_tops + of_span * K + cols_k, top + log, mask=has_k)
+                tl.store(leave_tops + of_split * K + cols_k, top + log, mask=has_k)
             else:
-                tl.store(leave_tops + of_span * K + cols_k, top, mask=has_k)
-                tl.store(leave_logs + of_span * K + cols_k, log, mask=has_k)
+                tl.store(leave_tops + of_split * K + cols_k, top, mask=has_k)
+                tl.store(leave_logs + of_split * K + cols_k, log, mask=has_k)
     if tops is not None:  # noqa: SIM102 - one is decided when it is compiled, the other when it runs
-        if (tile_v == 0) & (span == num_spans - 1):
+        if (tile_v == 0) & (split == num_splits - 1):
             of_top = (row_head * (num_chunks + 1) + num_chunks) * K + cols_k
             tl.store(tops + of_top, top, mask=has_k)
             tl.store(logs + of_top, log, mask=has_k)
 
 
-@triton.jit(do_not_specialize=["T", "num_spans", "span_tokens"])
+@triton.jit(do_not_specialize=["T", "num_splits", "split_tokens"])
 def fold_states(
-    local_tops,  # (B, H, S, K) fp32: of what leaves each span when nothing enters it
+    local_tops,  # (B, H, S, K) fp32: of what leaves each split when nothing enters it
     local_logs,  # (B, H, S, K) fp32
     local_states,  # (B, H, S, R, V) fp32
     z_in,  # (B, H, K) fp32, or None for an empty state
     S_in,  # (B, H, R, V) fp32, or None
     starts,
-    enter_tops,  # (B, H, S, K) fp32: of what enters each span, or None
+    enter_tops,  # (B, H, S, K) fp32: of what enters each split, or None
     enter_logs,  # (B, H, S, K) fp32, or None
     enter_states,  # (B, H, S, R, V) fp32, or None
     z_out,  # (B, H, K) fp32
     S_out,  # (B, H, R, V) fp32
     T,
     H,
-    num_spans,
-    span_tokens,
+    num_splits,
+    split_tokens,
     K: tl.constexpr,
     R: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """The states between spans, one after the other; a program has a tile of one half of a head's state."""
+    """The states between splits, one after the other; a program has a tile of one half of a head's state."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     program = tl.program_id(0).to(tl.int64)
@@ -215,8 +215,8 @@ def fold_states(
         top = tl.load(z_in + row_head * K + cols_k, mask=has_k, other=EMPTY)
         state = tl.load(S_in + row_head * R * V + within, mask=in_tile & (top > EMPTY)[:, None], other=0.0)
     mass = tl.where(top > EMPTY, 1.0, 0.0)
-    for span in range(num_spans):
-        at = row_head * num_spans + span
+    for split in range(num_splits):
+        at = row_head * num_splits + split
         if enter_tops is not None:
             share = tl.where(mass > 0.0, 1.0 / tl.maximum(mass, 1e-30), 0.0)
             tl.store(enter_states + at * R * V + within, state * share[:, None], mask=in_tile)
@@ -224,8 +224,8 @@ def fold_states(
                 tl.store(enter_tops + at * K + cols_k, top, mask=has_k)
                 tl.store(enter_logs + at * K + cols_k, tl.log(tl.maximum(mass, 1e-30)), mask=has_k)
         if starts is not None:
-            begin = span * span_tokens
-            end = tl.minimum(begin + span_tokens, T)
+            begin = split * split_tokens
+            end = tl.minimum(begin + split_tokens, T)
             through = tl.load(starts + row * T + end - 1) < begin
             top = tl.where(through, top, EMPTY)
             mass = tl.where(through, mass, 0.0)
@@ -245,7 +245,7 @@ def fold_states(
         tl.store(z_out + row_head * K + cols_k, top + tl.log(tl.maximum(mass, 1e-30)), mask=has_k)
 
 
-@triton.jit(do_not_specialize=["T", "num_chunks", "num_blocks"])
+@triton.jit(do_not_specialize=["T", "num_chunks", "num_token_tiles"])
 def weigh(
     k,  # (B, T, H, K)
     starts,
@@ -256,18 +256,18 @@ def weigh(
     T,
     H,
     num_chunks,
-    num_blocks,
+    num_token_tiles,
     stride_kb,
     stride_kt,
     stride_kh,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     CHUNK: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """z of a block of tokens: sums of e^k by products with the matrix of pairs, then one logarithm.
+    """z of a tile of tokens: sums of e^k by products with the matrix of pairs, then one logarithm.
 
     Sums that lie too deep below the largest key are lost. They are taken again below the largest key that can be
     part of them, until none is left.
@@ -276,18 +276,18 @@ def weigh(
     program = tl.program_id(0).to(tl.int64)
     tile_k = program % K_TILES
     head = program // K_TILES % H
-    block = program // (K_TILES * H) % num_blocks
-    row = program // (K_TILES * H * num_blocks)
-    chunk = block * BLOCK // CHUNK
+    tile_t = program // (K_TILES * H) % num_token_tiles
+    row = program // (K_TILES * H * num_token_tiles)
+    chunk = tile_t * BLOCK_T // CHUNK
     begin = chunk * CHUNK
     length = tl.minimum(CHUNK, T - begin).to(tl.int32)
-    first = (block * BLOCK - begin).to(tl.int32)
-    i = first + tl.arange(0, BLOCK)
+    first = (tile_t * BLOCK_T - begin).to(tl.int32)
+    i = first + tl.arange(0, BLOCK_T)
     inside = i < length
     cols = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     has_k = exists(cols, K, BLOCK_K)
     k_chunk = k + row * stride_kb + head * stride_kh + begin * stride_kt + cols[None, :]
-    own_start = tl.full([BLOCK], -1, tl.int32)
+    own_start = tl.full([BLOCK_T], -1, tl.int32)
     of_top = ((row * H + head) * (num_chunks + 1) + chunk) * K + cols
     top = tl.load(tops + of_top, mask=has_k, other=EMPTY)
     if starts is not None:
@@ -297,8 +297,8 @@ def weigh(
     incoming = inside & (own_start < 0)
 
     highest = tl.full([BLOCK_K], EMPTY, tl.float32)
-    for partner in range(0, length, BLOCK):
-        j = partner + tl.arange(0, BLOCK)
+    for partner in range(0, length, BLOCK_T):
+        j = partner + tl.arange(0, BLOCK_T)
         k_rows = k_chunk + j.to(tl.int64)[:, None] * stride_kt
         keys = tl.load(k_rows, mask=(j < length)[:, None] & has_k[None, :], other=EMPTY).to(tl.float32)
         highest = tl.maximum(highest, tl.max(keys, 0))
@@ -312,7 +312,7 @@ def weigh(
         tl.store(edges + of_edge + K, enter, mask=has_k)
         tl.store(edges + of_edge + 2 * K, leave, mask=has_k)
 
-    depth = tl.full([BLOCK, BLOCK_K], EMPTY, tl.float32)
+    depth = tl.full([BLOCK_T, BLOCK_K], EMPTY, tl.float32)
     reference = tl.maximum(highest - base, enter)
     more = tl.max(reference, 0) > EMPTY
     while more:
@@ -320,8 +320,8 @@ def weigh(
         sums = tl.where(incoming[:, None], share_of(enter, origin)[None, :], 0.0)
         # The largest of what is deep enough to be part of a lost sum.
         reference = tl.where(enter < origin - (RISE - 1.0), enter, EMPTY)
-        for partner in range(0, first + 1, BLOCK):
-            j = partner + tl.arange(0, BLOCK)
+        for partner in range(0, first + 1, BLOCK_T):
+            j = partner + tl.arange(0, BLOCK_T)
             k_rows = k_chunk + j.to(tl.int64)[:, None] * stride_kt
             keys = tl.load(k_rows, mask=(j < length)[:, None] & has_k[None, :], other=EMPTY).to(tl.float32)
             keys -= base[None, :]

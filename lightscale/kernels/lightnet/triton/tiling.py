@@ -1,4 +1,4 @@
-"""Tiles of the Triton kernels of additive decay; README.md, "Tiling", says why."""
+"""Tiles of the Triton kernels of LightNet's operator; README.md, "LightNetTiling", says why."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ LAUNCH = {"num_warps": NUM_WARPS, "enable_fp_fusion": True}
 """Options of every launch. Triton 3.10 will not fuse multiplications and additions unless asked to."""
 
 FOLD_KEYS, FOLD_VALUES = 16, 64
-"""Tile of a state in programs that fold spans."""
+"""Tile of a state in programs that fold splits."""
 
 RECURRENT_COLUMNS = 32
 """Most columns of a state in a program of ``recurrent``."""
@@ -23,16 +23,16 @@ _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tiling:
+class LightNetTiling:
     """Tokens and widths of the tiles for a dtype."""
 
     chunk: int
     """Tokens between two stored states."""
-    block: int
+    tile_tokens: int
     """Tokens of a tile."""
     partners: int
-    """Tokens of a tile of what a block is multiplied with."""
-    scan_block: int
+    """Tokens of a tile of what the program's tile is multiplied with."""
+    scan_tile_tokens: int
     """Tokens of a tile in scans."""
     weighed: int
     """Most columns of a program of ``weigh``."""
@@ -54,11 +54,11 @@ class Tiling:
     """The dtype of dots, and of stored states. Not fp16, in whose range the factors of a weight do not fit."""
 
 
-_HALF = Tiling(
+_HALF = LightNetTiling(
     chunk=128,
-    block=64,
+    tile_tokens=64,
     partners=32,
-    scan_block=16,
+    scan_tile_tokens=16,
     weighed=16,
     contracted=32,
     value_width=128,
@@ -69,11 +69,11 @@ _HALF = Tiling(
     scan_stages=1,
     compute=torch.bfloat16,
 )
-_FULL = Tiling(
+_FULL = LightNetTiling(
     chunk=64,
-    block=32,
+    tile_tokens=32,
     partners=32,
-    scan_block=32,
+    scan_tile_tokens=32,
     weighed=32,
     contracted=32,
     value_width=64,
@@ -86,12 +86,12 @@ _FULL = Tiling(
 )
 
 
-def tiling_of(dtype: torch.dtype) -> Tiling:
+def tiling_of(dtype: torch.dtype) -> LightNetTiling:
     """The tiles for inputs of ``dtype``."""
     return _FULL if dtype == torch.float32 else _HALF
 
 
-def _common(tiling: Tiling, K: int) -> dict[str, Any]:
+def _common(tiling: LightNetTiling, K: int) -> dict[str, Any]:
     return {
         "K": K,
         "CHUNK": tiling.chunk,
@@ -103,7 +103,7 @@ def _common(tiling: Tiling, K: int) -> dict[str, Any]:
 def weigh_constants(dtype: torch.dtype, K: int) -> dict[str, Any]:
     """The constants of ``weigh``."""
     tiling = tiling_of(dtype)
-    return {**_common(tiling, K), "BLOCK": tiling.block, "BLOCK_K": power_of_two(K, most=tiling.weighed)}
+    return {**_common(tiling, K), "BLOCK_T": tiling.tile_tokens, "BLOCK_K": power_of_two(K, most=tiling.weighed)}
 
 
 def scan_constants(dtype: torch.dtype, K: int, V: int) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def scan_constants(dtype: torch.dtype, K: int, V: int) -> dict[str, Any]:
     return {
         **_common(tiling, K),
         "V": V,
-        "BLOCK": tiling.scan_block,
+        "BLOCK_T": tiling.scan_tile_tokens,
         "BLOCK_K": power_of_two(K, most=tiling.state_key),
         "BLOCK_V": power_of_two(V, most=tiling.state_value),
     }
@@ -125,7 +125,7 @@ def product_constants(dtype: torch.dtype, K: int, V: int, *, of_keys: bool) -> d
     return {
         **_common(tiling, K),
         "V": V,
-        "BLOCK": tiling.block,
+        "BLOCK_T": tiling.tile_tokens,
         "PARTNERS": tiling.partners,
         "BLOCK_K": power_of_two(K, most=most_k),
         "BLOCK_V": power_of_two(V, most=most_v),
@@ -133,7 +133,7 @@ def product_constants(dtype: torch.dtype, K: int, V: int, *, of_keys: bool) -> d
 
 
 def fold_constants(K: int, R: int, V: int) -> dict[str, Any]:
-    """The constants of the kernels that fold spans, but for ``CHUNK``."""
+    """The constants of the kernels that fold splits, but for ``CHUNK``."""
     return {
         "K": K,
         "R": R,

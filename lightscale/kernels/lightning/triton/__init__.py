@@ -1,6 +1,6 @@
-"""Decay attention on GPUs: the pieces of ``../chunked.py`` by the kernels of ``kernels.py``.
+"""Lightning attention on GPUs: the passes of ``../chunked.py`` by the kernels of ``kernels.py``.
 
-The pieces have the arguments, results and meaning of those in ``../chunked.py``, for fp16, bf16 and fp32. Those that
+The passes have the arguments, results and meaning of those in ``../chunked.py``, for fp16, bf16 and fp32. Those that
 hold the work are registered with torch as operators, so that ``torch.compile`` calls them as they are and does not
 look inside, and so that the whole operator, ``triton_lightning_attention``, has its gradient.
 """
@@ -14,7 +14,7 @@ from lightscale.kernels.common.angles import Angles, angles_of, parts_of
 from lightscale.kernels.common.triton.recurrent import recurrent_step as one_token
 from lightscale.kernels.lightning.chunked import Gradients
 from lightscale.kernels.lightning.triton.cases import COMPILE_CASES
-from lightscale.kernels.lightning.triton.passes import Rows, decay_gradient, products, scan
+from lightscale.kernels.lightning.triton.passes import LightningRows, decay_gradient, products, scan
 
 __all__ = [
     "COMPILE_CASES",
@@ -36,7 +36,7 @@ def _state_fwd(
     positions: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    rows = Rows.of(k, log_decay, cu_seqlens, angles_of(theta, positions))
+    rows = LightningRows.of(k, log_decay, cu_seqlens, angles_of(theta, positions))
     local = scan(rows, k, v, None, reverse=False, with_chunks=False).final
     through = local.new_ones(rows.num_rows, rows.num_heads)
     if rows.rate is not None and rows.num_tokens:
@@ -77,7 +77,7 @@ def _out_fwd(
     S_in: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    rows = Rows.of(q, log_decay, cu_seqlens, angles_of(theta, positions))
+    rows = LightningRows.of(q, log_decay, cu_seqlens, angles_of(theta, positions))
     scanned = scan(rows, k, v, S_in, reverse=False)
     return products(rows, q, k, v, scanned.chunks, reverse=False, transposed=False).out, scanned.final
 
@@ -105,7 +105,7 @@ def _state_bwd(
     positions: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> Tensor:
-    rows = Rows.of(q, log_decay, cu_seqlens, angles_of(theta, positions))
+    rows = LightningRows.of(q, log_decay, cu_seqlens, angles_of(theta, positions))
     return scan(rows, q, do, None, reverse=True, with_chunks=False).final
 
 
@@ -137,7 +137,7 @@ def _gradients(
     with_theta: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dlog_decay, fp32, and dtheta (H, K), fp64 (empty unless asked for), dS_in."""
-    rows = Rows.of(q, log_decay, cu_seqlens, angles_of(theta, positions))
+    rows = LightningRows.of(q, log_decay, cu_seqlens, angles_of(theta, positions))
     learned = {"with_decay": with_decay, "with_theta": with_theta}
     states = scan(rows, k, v, S_in, reverse=False).chunks
     dq = products(rows, do, v, k, states, reverse=False, transposed=True, own=q, **learned)

@@ -1,4 +1,4 @@
-"""The kernels of decay attention in the configurations that training launches, for compilation without a GPU."""
+"""The kernels of lightning attention in the configurations that training launches, for compilation without a GPU."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ from lightscale.kernels.common.triton.launch import NUM_WARPS
 from lightscale.kernels.common.triton.recurrent import recurrent_case
 from lightscale.kernels.lightning.triton.decays import gather_decays, sum_decays
 from lightscale.kernels.lightning.triton.kernels import attend
-from lightscale.kernels.lightning.triton.states import fold_spans, scan_states
+from lightscale.kernels.lightning.triton.states import fold_splits, scan_states
 from lightscale.kernels.lightning.triton.tiling import (
     DECAY_HEADS,
     FOLD_ELEMENTS,
@@ -44,7 +44,7 @@ def _scan(
             **dict.fromkeys(("x", "y"), NAMES[dtype]),
             **dict.fromkeys(("turns", "positions"), "i64" if angles else None),
             **dict.fromkeys(("entering", "leaving"), "fp32"),
-            "span_through": "fp32" if tokens else None,
+            "split_through": "fp32" if tokens else None,
             "log_decay": None if plain or tokens else "fp32",
             "sums": "fp32" if tokens else None,
             "starts": None if plain else "i32",
@@ -53,7 +53,7 @@ def _scan(
             "decay_parts": "fp32" if learned else None,
         }
     )
-    counts = integers("T", "H", "num_chunks", "num_spans", "span_chunks")
+    counts = integers("T", "H", "num_chunks", "num_splits", "split_chunks")
     variants = ["plain"] * plain + ["tokens"] * tokens + ["learned"] * learned + ["angles"] * angles
     return KernelCase(
         name=case_name("lightning", "dstates" if reverse else "states", K, V, dtype, *variants),
@@ -92,7 +92,7 @@ def _attend(
             "angle_parts": "fp32" if angles and transposed else None,
         }
     )
-    counts = integers("T", "H", "num_chunks", "num_blocks")
+    counts = integers("T", "H", "num_chunks", "num_token_tiles")
     X, Z = (V, K) if transposed else (K, V)
     constants = attend_constants(dtype, X, Z, angles=angles, reverse=role in ("dk", "dv"), transposed=transposed)
     variants = ["plain"] * plain + ["tokens"] * tokens + ["learned"] * learned + ["angles"] * angles
@@ -111,14 +111,14 @@ def _fold() -> KernelCase:
     arguments, absent = pointers(
         {
             **dict.fromkeys(("local", "initial", "log_decay", "entering", "final"), "fp32"),
-            "span_through": None,
+            "split_through": None,
             "starts": "i32",
         }
     )
     return KernelCase(
         name="lightning fold",
-        kernel=fold_spans,
-        arguments={**arguments, **integers("T", "H", "num_spans", "span_tokens"), "num_elements": "i32:16"},
+        kernel=fold_splits,
+        arguments={**arguments, **integers("T", "H", "num_splits", "split_tokens"), "num_elements": "i32:16"},
         constants={**absent, "ELEMENTS": FOLD_ELEMENTS, "REVERSE": False},
         num_warps=NUM_WARPS,
         tensor_cores=False,
@@ -145,12 +145,12 @@ def _decays() -> Iterator[KernelCase]:
         kernel=gather_decays,
         arguments={
             **pointers(dict.fromkeys(("by_queries", "by_keys", "by_states", "dlog_decay"), "fp32"))[0],
-            **integers("T", "H", "num_chunks", "num_blocks"),
+            **integers("T", "H", "num_chunks", "num_token_tiles"),
         },
         constants={
             **dict.fromkeys(("QUERY_TILES", "KEY_TILES"), 2),
             "STATE_TILES": 4,
-            "BLOCK": tiling.block,
+            "BLOCK_T": tiling.tile_tokens,
             "CHUNK": tiling.chunk,
         },
         **options,

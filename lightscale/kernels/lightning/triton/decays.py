@@ -77,20 +77,20 @@ def crossing(pairs, before, i, j, own_start, dtype: tl.constexpr, PRECISION: tl.
     return tl.sum(tl.where(crossed, found, 0.0), 0)
 
 
-@triton.jit(do_not_specialize=["T", "num_chunks", "num_blocks"])
+@triton.jit(do_not_specialize=["T", "num_chunks", "num_token_tiles"])
 def gather_decays(
-    by_queries,  # (B, blocks, H, Q tiles, C) fp32: parts of the chunk's tokens upto the block's last one
-    by_keys,  # (B, blocks, H, K tiles, C) fp32: parts of the chunk's tokens from the block's first one on
+    by_queries,  # (B, token tiles, H, Q tiles, C) fp32: parts of the chunk's tokens upto the tile's last one
+    by_keys,  # (B, token tiles, H, K tiles, C) fp32: parts of the chunk's tokens from the tile's first one on
     by_states,  # (B, H, N, S tiles) fp32: parts of all tokens of a chunk
     dlog_decay,  # (B, T, H) fp32, contiguous
     T,
     H,
     num_chunks,
-    num_blocks,
+    num_token_tiles,
     QUERY_TILES: tl.constexpr,
     KEY_TILES: tl.constexpr,
     STATE_TILES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """The gradient of the log decays of a chunk, from its parts."""
@@ -105,12 +105,12 @@ def gather_decays(
     total = tl.zeros([CHUNK], dtype=tl.float32)
     for tile in range(STATE_TILES):
         total += tl.load(by_states + program * STATE_TILES + tile)
-    for first in range(0, length, BLOCK):
-        of_block = (row * num_blocks + (begin + first) // BLOCK) * H + head
+    for first in range(0, length, BLOCK_T):
+        of_tile = (row * num_token_tiles + (begin + first) // BLOCK_T) * H + head
         for tile in range(QUERY_TILES):
-            at = by_queries + (of_block * QUERY_TILES + tile) * CHUNK + t
-            total += tl.load(at, mask=inside & (t < first + BLOCK), other=0.0)
+            at = by_queries + (of_tile * QUERY_TILES + tile) * CHUNK + t
+            total += tl.load(at, mask=inside & (t < first + BLOCK_T), other=0.0)
         for tile in range(KEY_TILES):
-            at = by_keys + (of_block * KEY_TILES + tile) * CHUNK + t
+            at = by_keys + (of_tile * KEY_TILES + tile) * CHUNK + t
             total += tl.load(at, mask=inside & (t >= first), other=0.0)
     tl.store(dlog_decay + (row * T + begin + t) * H + head, total, mask=inside)

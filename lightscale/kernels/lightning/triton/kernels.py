@@ -1,19 +1,19 @@
-"""The Triton kernel of decay attention's outputs and gradients, which computes every block of tokens by itself.
+"""The Triton kernel of lightning attention's outputs and gradients, which computes every tile of tokens by itself.
 
-A row is cut into chunks of CHUNK tokens, and these into blocks of BLOCK; a span is some whole chunks that one program
-of ``states.py`` goes through in turn. Names of shapes: B rows, T tokens, H heads, N chunks, S spans. x and y are
-what is multiplied per pair of tokens, y and z what a state is made of. All arithmetic is fp32; half-precision operands
-go to the tensor cores as they are. README.md here has the mathematics, the tiling and the counts.
+A row is cut into chunks of CHUNK tokens, and these into tiles of BLOCK_T tokens; a split is some whole chunks that one
+program of ``states.py`` goes through in turn. Names of shapes: B rows, T tokens, H heads, N chunks, S splits. x and y
+are what is multiplied per pair of tokens, y and z what a state is made of. All arithmetic is fp32; half-precision
+operands go to the tensor cores as they are. README.md here has the mathematics, the tiling and the counts.
 
-``starts`` (B, T) int32 is the place in the row at which the token's document begins, -1 for the row's first one, so
+``starts`` (B, T) int32 is the position in the row at which the token's document begins, -1 for the row's first one, so
 that a key j is of query i's document when j >= starts[i], and a query reads the state that enters a chunk when its
 document starts before the chunk.
 
 ``turns`` (H, K) int64 and ``positions`` (B, T) int64, both or neither, are the angles of LRPE: queries and keys are
 then spread where they are loaded, [x cos, x sin], and states have two halves of K rows. F is 2K then, else K.
 
-Decays are one per head, ``log_decay`` (H,), or one per head and token, ``sums`` (B, H, 2, T) of ``decays.py``;
-or there are none.
+Decays are one per head, ``log_decay`` (H,), or one per head and token, ``sums`` (B, H, 2, T) of ``decays.py``; or there
+are none.
 """
 
 import triton
@@ -24,9 +24,9 @@ from lightscale.kernels.lightning.triton.decays import crossing, decay_between, 
 
 
 @triton.jit
-def spread(x_tile, places, turns, half):
-    """Half of the features of a tile of x, by its tokens' ``places`` and its channels' ``turns``, shaped to fit it."""
-    return (x_tile.to(tl.float32) * wave(places, turns, half)).to(x_tile.dtype)
+def spread(x_tile, token_positions, turns, half):
+    """Half of the features of a tile of x, by its tokens' positions and its channels' ``turns``, shaped to fit."""
+    return (x_tile.to(tl.float32) * wave(token_positions, turns, half)).to(x_tile.dtype)
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def _read(
 @triton.jit
 def _read_spread(
     x_rows,
-    places,
+    token_positions,
     turns,
     state_columns,
     inside,
@@ -70,14 +70,14 @@ def _read_spread(
 ):
     """``_read`` of both halves of x. The loop is not unrolled, or phases of all tiles would be kept in registers."""
     X_TILES: tl.constexpr = (X + BLOCK_X - 1) // BLOCK_X
-    acc = tl.zeros([places.shape[0], has_z.shape[0]], dtype=tl.float32)
+    acc = tl.zeros([token_positions.shape[0], has_z.shape[0]], dtype=tl.float32)
     for tile in range(2 * X_TILES):
         half = tile // X_TILES
         cols = tile % X_TILES * BLOCK_X + tl.arange(0, BLOCK_X)
         has_x = exists(cols, X, BLOCK_X)
         x_tile = tl.load(x_rows + cols[None, :], mask=inside & has_x[None, :], other=0.0)
         turns_x = tl.load(turns + cols, mask=has_x, other=0)
-        x_tile = spread(x_tile, places[:, None], turns_x[None, :], half)
+        x_tile = spread(x_tile, token_positions[:, None], turns_x[None, :], half)
         at = state_columns + (half * X + cols)[:, None] * stride_row
         part = tl.load(at, mask=has_x[:, None] & has_z[None, :], other=0.0)
         acc = tl.dot(x_tile.to(part.dtype), part, acc, input_precision=PRECISION)
@@ -102,7 +102,7 @@ def _scores(
     for tile in tl.static_range(X_TILES):
         cols = tile * BLOCK_X + tl.arange(0, BLOCK_X)
         has_x = exists(cols, X, BLOCK_X)
-        # Several tiles are not kept in registers from one block of partners to the next.
+        # Several tiles are not kept in registers from one tile of partners to the next.
         if X_TILES > 1:
             x_tile = tl.load(x_rows + cols[None, :], mask=inside & has_x[None, :], other=0.0)
         y_tile = tl.load(y_columns + cols[:, None], mask=has_partner[None, :] & has_x[:, None], other=0.0)
@@ -113,9 +113,9 @@ def _scores(
 @triton.jit
 def _scores_spread(
     x_rows,
-    x_places,
+    x_positions,
     y_columns,
-    y_places,
+    y_positions,
     turns,
     inside,
     has_partner,
@@ -125,21 +125,22 @@ def _scores_spread(
 ):
     """``_scores`` of both halves of x and y; not unrolled either."""
     X_TILES: tl.constexpr = (X + BLOCK_X - 1) // BLOCK_X
-    scores = tl.zeros([x_places.shape[0], y_places.shape[0]], dtype=tl.float32)
+    scores = tl.zeros([x_positions.shape[0], y_positions.shape[0]], dtype=tl.float32)
     for tile in range(2 * X_TILES):
         half = tile // X_TILES
         cols = tile % X_TILES * BLOCK_X + tl.arange(0, BLOCK_X)
         has_x = exists(cols, X, BLOCK_X)
         turns_x = tl.load(turns + cols, mask=has_x, other=0)
         x_tile = tl.load(x_rows + cols[None, :], mask=inside & has_x[None, :], other=0.0)
-        x_tile = spread(x_tile, x_places[:, None], turns_x[None, :], half)
+        x_tile = spread(x_tile, x_positions[:, None], turns_x[None, :], half)
         y_tile = tl.load(y_columns + cols[:, None], mask=has_partner[None, :] & has_x[:, None], other=0.0)
-        y_tile = spread(y_tile, y_places[None, :], turns_x[:, None], half)
+        y_tile = spread(y_tile, y_positions[None, :], turns_x[:, None], half)
         scores = tl.dot(x_tile, y_tile, scores, input_precision=PRECISION)
     return scores
 
 
-@triton.jit(do_not_specialize=["T", "num_chunks", "num_blocks"])
+# Not specialised on lengths: a batch of another length must not wait for the compiler.
+@triton.jit(do_not_specialize=["T", "num_chunks", "num_token_tiles"])
 def attend(
     x,  # (B, T, H, X): of the tokens that the program computes; spread unless TRANSPOSED
     y,  # (B, T, H, X): of their partners; spread unless TRANSPOSED
@@ -152,12 +153,12 @@ def attend(
     starts,  # (B, T), or None
     out,  # (B, T, H, Z), contiguous
     own,  # (B, T, H, Z): what `out` is the gradient of, or None
-    decay_parts,  # (B, blocks, H, Z tiles) fp32: part of dlog_decay by these tokens, or None; with ``sums`` (…, C)
-    angle_parts,  # (B, blocks, H, F) fp32: these tokens' part of dtheta, or None
+    decay_parts,  # (B, token tiles, H, Z tiles) fp32: part of dlog_decay by these tokens, or None; with ``sums`` (…, C)
+    angle_parts,  # (B, token tiles, H, F) fp32: these tokens' part of dtheta, or None
     T,
     H,
     num_chunks,
-    num_blocks,
+    num_token_tiles,
     stride_xb,
     stride_xt,
     stride_xh,
@@ -174,13 +175,13 @@ def attend(
     Z: tl.constexpr,
     BLOCK_X: tl.constexpr,
     BLOCK_Z: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     CHUNK: tl.constexpr,
     REVERSE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out = (x yᵀ ⊙ M) z + weight x S for a block of tokens.
+    """out = (x yᵀ ⊙ M) z + weight x S for a tile of tokens.
 
     Forward, tokens are queries and M_ij = λ^(i-j) for i >= j; in reverse they are keys and M is transposed. With
     x, y, z = q, k, v this gives o; do, v, k: dq; in reverse v, do, q: dk; k, q, do: dv.
@@ -192,18 +193,20 @@ def attend(
     Z_HALVES: tl.constexpr = 1 if turns is None or not TRANSPOSED else 2
     CHANNELS: tl.constexpr = BLOCK_Z // Z_HALVES
     Z_TILES: tl.constexpr = (Z + CHANNELS - 1) // CHANNELS
+    # 64 bits: a million tokens of 16 heads of 256 are more than 2^31 elements. The tile of columns changes first, so
+    # that neighbouring programs read the same tokens from the cache.
     program = tl.program_id(0).to(tl.int64)
     tile_z = program % Z_TILES
     head = program // Z_TILES % H
-    block = program // (Z_TILES * H) % num_blocks
-    row = program // (Z_TILES * H * num_blocks)
+    tile_t = program // (Z_TILES * H) % num_token_tiles
+    row = program // (Z_TILES * H * num_token_tiles)
 
-    chunk = block * BLOCK // CHUNK
+    chunk = tile_t * BLOCK_T // CHUNK
     begin = chunk * CHUNK
     length = tl.minimum(CHUNK, T - begin).to(tl.int32)
-    # Places in the chunk are counted from its begin.
-    first = (block * BLOCK - begin).to(tl.int32)
-    i = first + tl.arange(0, BLOCK)
+    # Positions in the chunk are counted from its first token.
+    first = (tile_t * BLOCK_T - begin).to(tl.int32)
+    i = first + tl.arange(0, BLOCK_T)
     inside = (i < length)[:, None]
     half_z = tl.arange(0, BLOCK_Z) // CHANNELS
     cols_z = tile_z * CHANNELS + tl.arange(0, BLOCK_Z) % CHANNELS
@@ -214,7 +217,7 @@ def attend(
     z_chunk = z + row * stride_zb + head * stride_zh + begin * stride_zt
     own_start = own_starts(starts, row * T, begin, i, length)
     if turns is not None:
-        places = tl.load(positions + row * T + begin + i, mask=i < length, other=0)
+        token_positions = tl.load(positions + row * T + begin + i, mask=i < length, other=0)
         head_turns = turns + head * (X if X_HALVES == 2 else Z)
     if Z_HALVES == 2:
         turns_z = tl.load(head_turns + cols_z, mask=has_z, other=0)[None, :]
@@ -225,6 +228,7 @@ def attend(
         chunk_sums = sums + (row * H + head) * 2 * T + begin
         own_high, own_low = load_sums(chunk_sums, T, i, i < length)
 
+    # The state's part comes first: it is weighted by rows, which the pairs, added to it afterwards, must not be.
     # The state that enters the chunk; in reverse, the cotangent of the one that leaves it.
     x_first = tl.load(x_rows + cols_x[None, :], mask=inside & exists(cols_x, X, BLOCK_X)[None, :], other=0.0)
     state = states + ((row * H + head) * num_chunks + chunk) * X_HALVES * X * Z_HALVES * Z
@@ -233,7 +237,9 @@ def attend(
     if X_HALVES == 1:
         acc = _read(x_rows, x_first, state_columns, inside, has_z, stride_row, X, BLOCK_X, PRECISION)
     else:
-        acc = _read_spread(x_rows, places, head_turns, state_columns, inside, has_z, stride_row, X, BLOCK_X, PRECISION)
+        acc = _read_spread(
+            x_rows, token_positions, head_turns, state_columns, inside, has_z, stride_row, X, BLOCK_X, PRECISION
+        )
     steps = i + 1
     if REVERSE:
         steps = length - 1 - i
@@ -250,32 +256,42 @@ def attend(
         if REVERSE:
             kept = i >= last_start(starts, row * T, begin, length)
         acc = tl.where(kept[:, None], acc, 0.0)
-    decay_part = tl.zeros([BLOCK], dtype=tl.float32)
+    decay_part = tl.zeros([BLOCK_T], dtype=tl.float32)
     if own is not None:
         own_rows = own + row * stride_ob + head * stride_oh + (begin + i)[:, None] * stride_ot
         own_tile = tl.load(own_rows + cols_z[None, :], mask=inside & has_z[None, :], other=0.0)
     if decay_parts is not None:
         if Z_HALVES == 2:
-            own_tile = spread(own_tile, places[:, None], turns_z, half_z[None, :])
+            own_tile = spread(own_tile, token_positions[:, None], turns_z, half_z[None, :])
         decay_part = tl.sum(own_tile.to(tl.float32) * acc, 1)
         if sums is None:
             decay_part *= steps.to(tl.float32)
 
     # The tokens of the chunk.
+    # Tiles of partners that are all later (in reverse: earlier) are not visited; the one on the diagonal is masked.
     lowest, highest = 0, first + 1
     if REVERSE:
         lowest, highest = first, length
-    for partner in range(lowest, highest, BLOCK):
-        j = partner + tl.arange(0, BLOCK)
+    for partner in range(lowest, highest, BLOCK_T):
+        j = partner + tl.arange(0, BLOCK_T)
         has_partner = j < length
         y_columns = y_chunk + j.to(tl.int64)[None, :] * stride_yt
         if turns is not None:
-            partner_places = tl.load(positions + row * T + begin + j, mask=has_partner, other=0)
+            partner_positions = tl.load(positions + row * T + begin + j, mask=has_partner, other=0)
         if X_HALVES == 1:
             scores = _scores(x_rows, x_first, y_columns, inside, has_partner, X, BLOCK_X, PRECISION)
         else:
             scores = _scores_spread(
-                x_rows, places, y_columns, partner_places, head_turns, inside, has_partner, X, BLOCK_X, PRECISION
+                x_rows,
+                token_positions,
+                y_columns,
+                partner_positions,
+                head_turns,
+                inside,
+                has_partner,
+                X,
+                BLOCK_X,
+                PRECISION,
             )
         distance = i[:, None] - j[None, :]
         if REVERSE:
@@ -298,7 +314,7 @@ def attend(
         z_rows = z_chunk + j.to(tl.int64)[:, None] * stride_zt + cols_z[None, :]
         z_tile = tl.load(z_rows, mask=has_partner[:, None] & has_z[None, :], other=0.0)
         if Z_HALVES == 2:
-            z_tile = spread(z_tile, partner_places[:, None], turns_z, half_z[None, :])
+            z_tile = spread(z_tile, partner_positions[:, None], turns_z, half_z[None, :])
         acc = tl.dot(scores.to(z_tile.dtype), z_tile, acc, input_precision=PRECISION)
         if decay_parts is not None and not REVERSE:
             # Each pair once, by its distance: not as a difference of sums over tokens, which would nearly cancel.
@@ -306,7 +322,7 @@ def attend(
             z_tile = tl.load(z_columns, mask=has_partner[None, :] & has_z[:, None], other=0.0)
             if Z_HALVES == 2:
                 turns_column = tl.load(head_turns + cols_z, mask=has_z, other=0)[:, None]
-                z_tile = spread(z_tile, partner_places[None, :], turns_column, half_z[:, None])
+                z_tile = spread(z_tile, partner_positions[None, :], turns_column, half_z[:, None])
             products = tl.dot(own_tile, z_tile, input_precision=PRECISION)
             if sums is None:
                 decay_part += tl.sum(tl.where(pairs, scores * products * distance.to(tl.float32), 0.0), 1)
@@ -323,12 +339,12 @@ def attend(
     if angle_parts is not None:
         # The derivative of half h is half h - 1.
         own_tile = tl.load(own_rows + cols_z[None, :], mask=inside & has_z[None, :], other=0.0).to(tl.float32)
-        turning = own_tile * acc * wave(places[:, None], turns_z, half_z[None, :] - 1)
+        turning = own_tile * acc * wave(token_positions[:, None], turns_z, half_z[None, :] - 1)
         of_tile = angle_parts + (program - tile_z) // Z_TILES * 2 * Z + half_z * Z + cols_z
-        tl.store(of_tile, tl.sum(turning * places.to(tl.float32)[:, None], 0), mask=has_z)
+        tl.store(of_tile, tl.sum(turning * token_positions.to(tl.float32)[:, None], 0), mask=has_z)
     if Z_HALVES == 2:
-        acc *= wave(places[:, None], turns_z, half_z[None, :])
-        acc = tl.sum(tl.reshape(acc, [BLOCK, 2, CHANNELS]), 1)
+        acc *= wave(token_positions[:, None], turns_z, half_z[None, :])
+        acc = tl.sum(tl.reshape(acc, [BLOCK_T, 2, CHANNELS]), 1)
     channels = tile_z * CHANNELS + tl.arange(0, CHANNELS)
     at = ((row * T + begin + i[:, None]) * H + head) * Z + channels[None, :]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside & exists(channels, Z, CHANNELS)[None, :])

@@ -1,6 +1,6 @@
-"""The passes of decay attention on GPUs: the scan over the states of chunks, and the products of a chunk's tokens.
+"""The passes of lightning attention on GPUs: the scan over the states of chunks, and the products of a chunk's tokens.
 
-Each is forward for outputs and in reverse for gradients; ``triton.py`` puts them together.
+Each is forward for outputs and in reverse for gradients; ``__init__.py`` puts them together.
 """
 
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ import triton
 from torch import Tensor
 
 from lightscale.kernels.common.angles import Angles, turns_of
-from lightscale.kernels.common.triton.launch import LAUNCH, Spans, dense_last, document_starts, on_device_of
+from lightscale.kernels.common.triton.launch import LAUNCH, Splits, dense_last, document_starts, on_device_of
 from lightscale.kernels.lightning.triton.decays import gather_decays, sum_decays
 from lightscale.kernels.lightning.triton.kernels import attend
-from lightscale.kernels.lightning.triton.states import fold_spans, scan_states
+from lightscale.kernels.lightning.triton.states import fold_splits, scan_states
 from lightscale.kernels.lightning.triton.tiling import (
     DECAY_HEADS,
     FOLD_ELEMENTS,
-    Tiling,
+    LightningTiling,
     attend_constants,
     scan_constants,
     tiling_of,
@@ -26,7 +26,7 @@ from lightscale.kernels.lightning.triton.tiling import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class LightningRows:
     """What all launches of one call share."""
 
     num_rows: int
@@ -40,10 +40,12 @@ class Rows:
     positions: Tensor | None
     starts: Tensor | None
     device: torch.device
-    tiling: Tiling
+    tiling: LightningTiling
 
     @classmethod
-    def of(cls, x: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None, angles: Angles | None) -> "Rows":
+    def of(
+        cls, x: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None, angles: Angles | None
+    ) -> "LightningRows":
         """Those of x (B, T, H, width)."""
         num_rows, num_tokens, num_heads = x.shape[:3]
         rate = sums = None
@@ -75,9 +77,9 @@ class Rows:
         return -(-self.num_tokens // self.tiling.chunk)
 
     @property
-    def num_blocks(self) -> int:
-        """Tiles of tokens of a row."""
-        return -(-self.num_tokens // self.tiling.block)
+    def num_token_tiles(self) -> int:
+        """Tiles of tokens of a row, as ``attend`` computes them."""
+        return -(-self.num_tokens // self.tiling.tile_tokens)
 
     def empty(self, *inner: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """(B, H, *inner), not initialised."""
@@ -105,7 +107,7 @@ def _summed(log_decay: Tensor, chunk: int) -> Tensor:
     return sums
 
 
-class Scanned(NamedTuple):
+class LightningScanned(NamedTuple):
     """What a scan of the states gives."""
 
     chunks: Tensor | None
@@ -117,7 +119,7 @@ class Scanned(NamedTuple):
 
 
 def scan(
-    rows: Rows,
+    rows: LightningRows,
     x: Tensor,
     y: Tensor,
     entering: Tensor | None,
@@ -125,7 +127,7 @@ def scan(
     reverse: bool,
     with_chunks: bool = True,
     other: Tensor | None = None,
-) -> Scanned:
+) -> LightningScanned:
     """The states of k and v from the one that enters the rows, or in reverse the cotangents by q and do.
 
     ``other`` are the chunk states of the forward scan, where a reverse one is to give dlog_decay.
@@ -135,18 +137,18 @@ def scan(
     widths = rows.halves * x.size(3), y.size(3)
     tiles = rows.halves * triton.cdiv(x.size(3), constants["BLOCK_K"]), triton.cdiv(y.size(3), constants["BLOCK_V"])
     num_programs = rows.num_rows * rows.num_heads * tiles[0] * tiles[1]
-    spans = Spans.of(num_programs, rows.num_chunks, rows.device)
+    splits = Splits.of(num_programs, rows.num_chunks, rows.device)
     of_tokens = rows.sums is not None
-    parts = None if other is None else rows.empty(rows.num_chunks if of_tokens else spans.num_spans, *tiles)
+    parts = None if other is None else rows.empty(rows.num_chunks if of_tokens else splits.num_splits, *tiles)
 
     def launch(
         entering: Tensor | None,
         leaving: Tensor | None,
-        span_through: Tensor | None,
+        split_through: Tensor | None,
         chunks: Tensor | None,
         *decay: Tensor | None,
     ) -> None:
-        scan_states[(spans.num_programs * spans.num_spans,)](
+        scan_states[(splits.num_programs * splits.num_splits,)](
             x,
             y,
             rows.turns,
@@ -156,14 +158,14 @@ def scan(
             rows.starts,
             entering,
             leaving,
-            span_through,
+            split_through,
             chunks,
             *decay,
             rows.num_tokens,
             rows.num_heads,
             rows.num_chunks,
-            spans.num_spans,
-            spans.span_chunks,
+            splits.num_splits,
+            splits.split_chunks,
             *x.stride()[:3],
             *y.stride()[:3],
             **constants,
@@ -174,48 +176,51 @@ def scan(
 
     entering = None if entering is None else entering.contiguous()
     final = rows.empty(*widths)
+    # In the dtype in which dots read them: fp32 would cost twice the bytes and be rounded there all the same.
     chunks = rows.empty(rows.num_chunks, *widths, dtype=rows.tiling.stored) if with_chunks else None
     with on_device_of(x):
         if not final.numel():
             pass
-        elif spans.num_spans == 1:
+        elif splits.num_splits == 1:
             launch(entering, final, None, chunks, other, parts)
         else:
-            local = rows.empty(spans.num_spans, *widths)
-            through = rows.empty(spans.num_spans) if of_tokens else None
+            # Three launches: each split from zero, side by side; what enters each, by a fold over the few of them; and
+            # each again from that. Inputs are read twice, which costs less than multiprocessors without work.
+            local = rows.empty(splits.num_splits, *widths)
+            through = rows.empty(splits.num_splits) if of_tokens else None
             launch(None, local, through, None, None, None)
             between = torch.empty_like(local) if with_chunks else None
-            _fold(rows, local, through, entering, between, final, span_chunks=spans.span_chunks, reverse=reverse)
+            _fold(rows, local, through, entering, between, final, split_chunks=splits.split_chunks, reverse=reverse)
             if with_chunks:
                 launch(between, None, None, chunks, other, parts)
-    return Scanned(chunks, final, parts)
+    return LightningScanned(chunks, final, parts)
 
 
 def _fold(
-    rows: Rows,
+    rows: LightningRows,
     local: Tensor,
-    span_through: Tensor | None,
+    split_through: Tensor | None,
     initial: Tensor | None,
     between: Tensor | None,
     final: Tensor,
     *,
-    span_chunks: int,
+    split_chunks: int,
     reverse: bool,
 ) -> None:
-    """Fill ``between`` with what enters each span and ``final`` with what leaves the last one."""
+    """Fill ``between`` with what enters each split and ``final`` with what leaves the last one."""
     num_elements = final.size(2) * final.size(3)
-    fold_spans[(rows.num_rows * rows.num_heads * triton.cdiv(num_elements, FOLD_ELEMENTS),)](
+    fold_splits[(rows.num_rows * rows.num_heads * triton.cdiv(num_elements, FOLD_ELEMENTS),)](
         local,
         initial,
         rows.rate,
-        span_through,
+        split_through,
         rows.starts,
         between,
         final,
         rows.num_tokens,
         rows.num_heads,
         local.size(2),
-        span_chunks * rows.tiling.chunk,
+        split_chunks * rows.tiling.chunk,
         num_elements,
         ELEMENTS=FOLD_ELEMENTS,
         REVERSE=reverse,
@@ -229,13 +234,13 @@ class Products(NamedTuple):
     out: Tensor
     """Like z."""
     decay_parts: Tensor | None
-    """(B, blocks, H, tiles) fp32, (B, blocks, H, tiles, C) for decays of tokens: their gradient by each block."""
+    """(B, token tiles, H, tiles) fp32, with (…, C) for decays of tokens: their gradient by each tile."""
     dtheta: Tensor | None
     """(H, K) fp64."""
 
 
 def products(
-    rows: Rows,
+    rows: LightningRows,
     x: Tensor,
     y: Tensor,
     z: Tensor,
@@ -256,7 +261,8 @@ def products(
     )
     tiles = triton.cdiv(z.size(3) * (rows.halves if transposed else 1), constants["BLOCK_Z"])
     out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    shape = (rows.num_rows, rows.num_blocks, rows.num_heads, tiles)
+    shape = (rows.num_rows, rows.num_token_tiles, rows.num_heads, tiles)
+    # Parts of each program, summed afterwards in a fixed order: atomic additions would not repeat from run to run.
     decay_parts = None
     if with_decay:
         of_each = () if rows.sums is None else (rows.tiling.chunk,)
@@ -266,7 +272,7 @@ def products(
         angle_parts = torch.empty(*shape[:3], 2, z.size(3), dtype=torch.float32, device=z.device)
     if out.numel():
         with on_device_of(x):
-            attend[(rows.num_rows * rows.num_blocks * rows.num_heads * tiles,)](
+            attend[(rows.num_rows * rows.num_token_tiles * rows.num_heads * tiles,)](
                 x,
                 y,
                 z,
@@ -283,7 +289,7 @@ def products(
                 rows.num_tokens,
                 rows.num_heads,
                 rows.num_chunks,
-                rows.num_blocks,
+                rows.num_token_tiles,
                 *x.stride()[:3],
                 *y.stride()[:3],
                 *z.stride()[:3],
@@ -296,7 +302,7 @@ def products(
     return Products(out, decay_parts, dtheta)
 
 
-def decay_gradient(rows: Rows, by_queries: Tensor, by_keys: Tensor, by_states: Tensor) -> Tensor:
+def decay_gradient(rows: LightningRows, by_queries: Tensor, by_keys: Tensor, by_states: Tensor) -> Tensor:
     """dlog_decay (H,) or (B, T, H), fp32, from the parts that ``products`` of dq and of dk, and ``scan`` left."""
     if rows.sums is None:
         return by_queries.sum((0, 1, 3)) + by_keys.sum((0, 1, 3)) + by_states.sum((0, 2, 3, 4))
@@ -312,11 +318,11 @@ def decay_gradient(rows: Rows, by_queries: Tensor, by_keys: Tensor, by_states: T
                 rows.num_tokens,
                 rows.num_heads,
                 rows.num_chunks,
-                rows.num_blocks,
+                rows.num_token_tiles,
                 QUERY_TILES=by_queries.size(3),
                 KEY_TILES=by_keys.size(3),
                 STATE_TILES=by_states.size(3) * by_states.size(4),
-                BLOCK=rows.tiling.block,
+                BLOCK_T=rows.tiling.tile_tokens,
                 CHUNK=rows.tiling.chunk,
                 **LAUNCH,
             )

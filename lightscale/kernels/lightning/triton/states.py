@@ -1,4 +1,4 @@
-"""The Triton kernels of decay attention that go along a row: states at chunk starts, and their prefix over spans.
+"""The Triton kernels of lightning attention that go along a row: states at chunk starts, and their prefix over splits.
 
 Names of shapes and arguments are those of ``kernels.py``.
 """
@@ -6,12 +6,12 @@ Names of shapes and arguments are those of ``kernels.py``.
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton.kernels import exists, last_start, own_starts, scan_place
+from lightscale.kernels.common.triton.kernels import exists, last_start, own_starts, scan_program
 from lightscale.kernels.lightning.triton.decays import decay_between, load_sum, load_sums, power
 from lightscale.kernels.lightning.triton.kernels import spread
 
 
-@triton.jit(do_not_specialize=["T", "num_chunks", "num_spans", "span_chunks"])
+@triton.jit(do_not_specialize=["T", "num_chunks", "num_splits", "split_chunks"])
 def scan_states(
     x,  # (B, T, H, K): keys; queries in reverse
     y,  # (B, T, H, V): values; cotangents of the outputs in reverse
@@ -20,17 +20,17 @@ def scan_states(
     log_decay,  # (H,) fp32, or None
     sums,  # (B, H, 2, T) fp32, or None
     starts,  # (B, T), or None
-    entering,  # (B, H, S, F, V) fp32: what enters each span, or None for zero
-    leaving,  # (B, H, S, F, V) fp32: what leaves each span, or None
-    span_through,  # (B, H, S) fp32: the decay through each span by ``sums``, or None
+    entering,  # (B, H, S, F, V) fp32: what enters each split, or None for zero
+    leaving,  # (B, H, S, F, V) fp32: what leaves each split, or None
+    split_through,  # (B, H, S) fp32: the decay through each split by ``sums``, or None
     chunk_states,  # (B, H, N, F, V): what enters each chunk, or None
     other_states,  # (B, H, N, F, V): the states of the forward scan, or None
     decay_parts,  # (B, H, S, F tiles, V tiles) fp32: part of dlog_decay by what goes through; with ``sums`` N, not S
     T,
     H,
     num_chunks,
-    num_spans,
-    span_chunks,
+    num_splits,
+    split_chunks,
     stride_xb,
     stride_xt,
     stride_xh,
@@ -41,12 +41,12 @@ def scan_states(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     CHUNK: tl.constexpr,
     REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Go through a span's chunks with a tile of the state: S <- λ^L S + Σ weight x yᵀ.
+    """Go through a split's chunks with a tile of the state: S <- λ^L S + Σ weight x yᵀ.
 
     In reverse the state is the cotangent of the state that leaves a chunk, and "enters" means from behind.
     """
@@ -54,7 +54,7 @@ def scan_states(
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     F: tl.constexpr = K if turns is None else 2 * K
     F_TILES: tl.constexpr = F // K * K_TILES
-    row, head, span, tile_f, tile_v = scan_place(H, num_spans, F_TILES, V_TILES)
+    row, head, split, tile_f, tile_v = scan_program(H, num_splits, F_TILES, V_TILES)
 
     half = tile_f // K_TILES
     cols_k = tile_f % K_TILES * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -62,7 +62,7 @@ def scan_states(
     has_k, has_v = exists(cols_k, K, BLOCK_K), exists(cols_v, V, BLOCK_V)
     in_tile = has_k[:, None] & has_v[None, :]
     within = (half * K + cols_k)[:, None] * V + cols_v[None, :]
-    of_span = ((row * H + head) * num_spans + span) * F * V
+    of_split = ((row * H + head) * num_splits + split) * F * V
     x_head = x + row * stride_xb + head * stride_xh
     y_head = y + row * stride_yb + head * stride_yh
     if turns is not None:
@@ -76,22 +76,23 @@ def scan_states(
 
     state = tl.zeros([BLOCK_K, BLOCK_V], dtype=tl.float32)
     if entering is not None:
-        state = tl.load(entering + of_span + within, mask=in_tile, other=0.0)
+        state = tl.load(entering + of_split + within, mask=in_tile, other=0.0)
     decay_part = 0.0
-    first_chunk = span * span_chunks
-    span_end = tl.minimum(first_chunk + span_chunks, num_chunks)
-    for step in range(span_end - first_chunk):
+    first_chunk = split * split_chunks
+    split_end = tl.minimum(first_chunk + split_chunks, num_chunks)
+    for step in range(split_end - first_chunk):
         chunk = first_chunk + step
         if REVERSE:
-            chunk = span_end - 1 - step
+            chunk = split_end - 1 - step
         begin = chunk * CHUNK
         length = tl.minimum(CHUNK, T - begin).to(tl.int32)
         of_chunk = ((row * H + head) * num_chunks + chunk) * F * V
         if chunk_states is not None:
+            # Only what is stored is rounded; the state itself goes on in fp32.
             rounded = state.to(chunk_states.dtype.element_ty)
             tl.store(chunk_states + of_chunk + within, rounded, mask=in_tile)
 
-        # What goes through the whole chunk. Places in the chunk are counted from its begin.
+        # What goes through the whole chunk. Positions in the chunk are counted from its first token.
         last = last_start(starts, row * T, begin, length)
         if log_decay is not None:
             state *= power(rate, length)
@@ -101,6 +102,7 @@ def scan_states(
             state *= share
             passed *= share
         if starts is not None:
+            # Selected, not multiplied by 0: a state that overflowed in another document must not give NaN.
             state = tl.where(last < 0, state, 0.0)
         if other_states is not None:
             other = tl.load(other_states + of_chunk + within, mask=in_tile, other=0.0).to(tl.float32)
@@ -112,8 +114,8 @@ def scan_states(
                 part = ((row * H + head) * num_chunks + chunk) * F_TILES * V_TILES + tile_f * V_TILES + tile_v
                 tl.store(decay_parts + part, tl.where(last < 0, product, 0.0))
 
-        for block in tl.static_range(CHUNK // BLOCK):
-            i = block * BLOCK + tl.arange(0, BLOCK)
+        for tile_t in tl.static_range(CHUNK // BLOCK_T):
+            i = tile_t * BLOCK_T + tl.arange(0, BLOCK_T)
             t = begin + i
             kept = i < length
             if starts is not None:
@@ -124,8 +126,8 @@ def scan_states(
             x_columns = x_head + t[None, :] * stride_xt + cols_k[:, None]
             x_tile = tl.load(x_columns, mask=kept[None, :] & has_k[:, None], other=0.0)
             if turns is not None:
-                places = tl.load(positions + row * T + t, mask=kept, other=0)[None, :]
-                x_tile = spread(x_tile, places, turns_k, half.to(tl.int32))
+                token_positions = tl.load(positions + row * T + t, mask=kept, other=0)[None, :]
+                x_tile = spread(x_tile, token_positions, turns_k, half.to(tl.int32))
             y_rows = y_head + t[:, None] * stride_yt + cols_v[None, :]
             y_tile = tl.load(y_rows, mask=kept[:, None] & has_v[None, :], other=0.0)
             if log_decay is not None:
@@ -143,32 +145,32 @@ def scan_states(
             state = tl.dot(x_tile, y_tile, state, input_precision=PRECISION)
 
     if leaving is not None:
-        tl.store(leaving + of_span + within, state, mask=in_tile)
-    if span_through is not None and tile_f + tile_v == 0:
-        tl.store(span_through + (row * H + head) * num_spans + span, passed)
+        tl.store(leaving + of_split + within, state, mask=in_tile)
+    if split_through is not None and tile_f + tile_v == 0:
+        tl.store(split_through + (row * H + head) * num_splits + split, passed)
     if other_states is not None and sums is None:
-        part = ((row * H + head) * num_spans + span) * F_TILES * V_TILES + tile_f * V_TILES + tile_v
+        part = ((row * H + head) * num_splits + split) * F_TILES * V_TILES + tile_f * V_TILES + tile_v
         tl.store(decay_parts + part, decay_part)
 
 
-@triton.jit(do_not_specialize=["T", "num_spans", "span_tokens"])
-def fold_spans(
-    local,  # (B, H, S, F V) fp32: what leaves each span when nothing enters it
+@triton.jit(do_not_specialize=["T", "num_splits", "split_tokens"])
+def fold_splits(
+    local,  # (B, H, S, F V) fp32: what leaves each split when nothing enters it
     initial,  # (B, H, F V) fp32, or None for zero
     log_decay,  # (H,) fp32, or None
-    span_through,  # (B, H, S) fp32: the decay through each span by decays of tokens, or None
+    split_through,  # (B, H, S) fp32: the decay through each split by decays of tokens, or None
     starts,  # (B, T), or None
-    entering,  # (B, H, S, F V) fp32: what enters each span, or None
+    entering,  # (B, H, S, F V) fp32: what enters each split, or None
     final,  # (B, H, F V) fp32: what leaves the last
     T,
     H,
-    num_spans,
-    span_tokens,
+    num_splits,
+    split_tokens,
     num_elements,  # F V
     ELEMENTS: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """The states between spans, one after the other; a program has some elements of a head's state."""
+    """The states between splits, one after the other; a program has some elements of a head's state."""
     num_tiles = tl.cdiv(num_elements, ELEMENTS)
     program = tl.program_id(0).to(tl.int64)
     row_head = program // num_tiles
@@ -181,19 +183,19 @@ def fold_spans(
     state = tl.zeros([ELEMENTS], dtype=tl.float32)
     if initial is not None:
         state = tl.load(initial + row_head * num_elements + i, mask=inside, other=0.0)
-    for step in range(num_spans):
-        span = step
+    for step in range(num_splits):
+        split = step
         if REVERSE:
-            span = num_spans - 1 - step
-        begin = span * span_tokens
-        end = tl.minimum(begin + span_tokens, T)
-        at = (row_head * num_spans + span) * num_elements + i
+            split = num_splits - 1 - step
+        begin = split * split_tokens
+        end = tl.minimum(begin + split_tokens, T)
+        at = (row_head * num_splits + split) * num_elements + i
         if entering is not None:
             tl.store(entering + at, state, mask=inside)
         if log_decay is not None:
             state *= power(rate, end - begin)
-        if span_through is not None:
-            state *= tl.load(span_through + row_head * num_spans + span)
+        if split_through is not None:
+            state *= tl.load(split_through + row_head * num_splits + split)
         if starts is not None:
             state = tl.where(tl.load(starts + row * T + end - 1) < begin, state, 0.0)
         state += tl.load(local + at, mask=inside, other=0.0)

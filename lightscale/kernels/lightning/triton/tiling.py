@@ -1,4 +1,4 @@
-"""Tiles of the Triton kernels of decay attention; README.md, "Tiling", says why."""
+"""Tiles of the Triton kernels of lightning attention; README.md, "LightningTiling", says why."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,19 +8,19 @@ import torch
 from lightscale.kernels.common.triton.launch import dot_precision, power_of_two
 
 FOLD_ELEMENTS = 1024
-"""Elements of a state in a program of ``fold_spans``."""
+"""Elements of a state in a program of ``fold_splits``."""
 
 DECAY_HEADS = 16
 """Heads in a program of ``sum_decays``, whose log decays lie side by side."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tiling:
+class LightningTiling:
     """Tokens and widths of the tiles for a dtype."""
 
     chunk: int
     """Tokens between two stored states."""
-    block: int
+    tile_tokens: int
     """Tokens of a tile."""
     contracted: int
     """Most columns that ``attend`` multiplies at once in x yᵀ and x S."""
@@ -42,9 +42,9 @@ class Tiling:
     """The dtype in which dots read the states of chunks. Not fp16, whose range a sum of many tokens may leave."""
 
 
-_HALF = Tiling(
+_HALF = LightningTiling(
     chunk=128,
-    block=64,
+    tile_tokens=64,
     contracted=128,
     width=64,
     angle_contracted=32,
@@ -55,9 +55,9 @@ _HALF = Tiling(
     scan_stages=2,
     stored=torch.bfloat16,
 )
-_FULL = Tiling(
+_FULL = LightningTiling(
     chunk=64,
-    block=32,
+    tile_tokens=32,
     contracted=64,
     width=64,
     angle_contracted=32,
@@ -70,7 +70,7 @@ _FULL = Tiling(
 )
 
 
-def tiling_of(dtype: torch.dtype) -> Tiling:
+def tiling_of(dtype: torch.dtype) -> LightningTiling:
     """The tiles for inputs of ``dtype``."""
     return _FULL if dtype == torch.float32 else _HALF
 
@@ -83,7 +83,7 @@ def scan_constants(dtype: torch.dtype, K: int, V: int) -> dict[str, Any]:
         "V": V,
         "BLOCK_K": power_of_two(K, most=tiling.state_key),
         "BLOCK_V": power_of_two(V, most=tiling.state_value),
-        "BLOCK": tiling.block,
+        "BLOCK_T": tiling.tile_tokens,
         "CHUNK": tiling.chunk,
         "PRECISION": dot_precision(dtype),
     }
@@ -107,7 +107,7 @@ def attend_constants(
         "Z": Z,
         "BLOCK_X": power_of_two(X, most=contracted),
         "BLOCK_Z": power_of_two(z_halves * Z, most=width),
-        "BLOCK": tiling.block,
+        "BLOCK_T": tiling.tile_tokens,
         "CHUNK": tiling.chunk,
         "REVERSE": reverse,
         "TRANSPOSED": transposed,

@@ -58,9 +58,9 @@ def _optional_rows(x: Tensor | None) -> tuple[Tensor | None, tuple[int, int]]:
 
 def _launch(x: Tensor) -> _Launch:
     D = x.shape[-1]
-    block = triton.next_power_of_2(D)
+    width = triton.next_power_of_2(D)
     assert D <= WIDEST, "wider rows are computed by PyTorch's operators"
-    tile = {"ROWS": max(1, _TILE // block), "BLOCK": block, "num_warps": 4}
+    tile = {"ROWS": max(1, _TILE // width), "BLOCK": width, "num_warps": 4}
     return _Launch(x.numel() // D, x.shape[-2] if x.dim() == 3 else 1, D, tile)
 
 
@@ -234,11 +234,11 @@ def _cases(
     D: int, dtype: str, *, weight: bool = False, gate: str | None = None, split: bool = False
 ) -> Sequence[KernelCase]:
     """The kernels for rows of width D; ``split`` are those with sums over ranks."""
-    block = triton.next_power_of_2(D)
-    rows = max(1, _TILE // block)
+    width = triton.next_power_of_2(D)
+    rows = max(1, _TILE // width)
     parts = ["weight" * weight, f"{gate} gate" if gate else "", "split" * split, dtype]
     name = " ".join([str(D), *filter(None, parts)])
-    constants: dict[str, Any] = {"D": D, "ROWS": rows, "BLOCK": block}
+    constants: dict[str, Any] = {"D": D, "ROWS": rows, "BLOCK": width}
     activation = {"ACTIVATION": gate or "none"}
     integers = {"num_rows": "i32", "J": "i32"} | {f"{t}_{d}": "i32:16" for t in ("x", "gate", "dy", "dx") for d in "ij"}
     types = integers | dict.fromkeys(("x", "weight", "gate", "dy", "dx", "dgate", "y"), f"*{dtype}")

@@ -11,7 +11,7 @@ from lightscale.kernels.glu.triton.activations import activate, slope
 
 
 @triton.jit
-def _places(tile, num_rows, J, stride_i, stride_j, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _offsets(tile, num_rows, J, stride_i, stride_j, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Offsets (ROWS, BLOCK) of a tile in a tensor (I, J, width)."""
     row = tile * ROWS + tl.arange(0, ROWS)
     at = (row // J) * stride_i + (row % J) * stride_j
@@ -19,8 +19,8 @@ def _places(tile, num_rows, J, stride_i, stride_j, ROWS: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def _load(pointer, places, inside):
-    return tl.load(pointer + places, mask=inside, other=0.0).to(tl.float32)
+def _load(pointer, offsets, inside):
+    return tl.load(pointer + offsets, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def square_sums_kernel(x, sums, num_rows, J, x_i, x_j, D: tl.constexpr, ROWS: tl
     tile = tl.program_id(0).to(tl.int64)
     row = tile * ROWS + tl.arange(0, ROWS)
     inside = (row < num_rows)[:, None] & (tl.arange(0, BLOCK) < D)[None, :]
-    value = _load(x, _places(tile, num_rows, J, x_i, x_j, ROWS, BLOCK), inside)
+    value = _load(x, _offsets(tile, num_rows, J, x_i, x_j, ROWS, BLOCK), inside)
     tl.store(sums + row, tl.sum(value * value, axis=1), mask=row < num_rows)
 
 
@@ -59,7 +59,7 @@ def forward_kernel(
     row = tile * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (column < D)[None, :]
-    value = _load(x, _places(tile, num_rows, J, x_i, x_j, ROWS, BLOCK), inside)
+    value = _load(x, _offsets(tile, num_rows, J, x_i, x_j, ROWS, BLOCK), inside)
     if sums is not None:
         squares = tl.load(sums + row, mask=row < num_rows, other=0.0)
     else:
@@ -69,7 +69,7 @@ def forward_kernel(
     if weight is not None:
         value *= tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
     if gate is not None:
-        value *= activate(_load(gate, _places(tile, num_rows, J, gate_i, gate_j, ROWS, BLOCK), inside), ACTIVATION)
+        value *= activate(_load(gate, _offsets(tile, num_rows, J, gate_i, gate_j, ROWS, BLOCK), inside), ACTIVATION)
     tl.store(y + row[:, None] * D + column[None, :], value, mask=inside)
     tl.store(rstd + row, r, mask=row < num_rows)
 
@@ -100,12 +100,12 @@ def cotangent_sums_kernel(
     row = tile * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (column < D)[None, :]
-    product = _load(x, _places(tile, num_rows, J, x_i, x_j, ROWS, BLOCK), inside)
-    product *= _load(dy, _places(tile, num_rows, J, dy_i, dy_j, ROWS, BLOCK), inside)
+    product = _load(x, _offsets(tile, num_rows, J, x_i, x_j, ROWS, BLOCK), inside)
+    product *= _load(dy, _offsets(tile, num_rows, J, dy_i, dy_j, ROWS, BLOCK), inside)
     if weight is not None:
         product *= tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
     if gate is not None:
-        product *= activate(_load(gate, _places(tile, num_rows, J, gate_i, gate_j, ROWS, BLOCK), inside), ACTIVATION)
+        product *= activate(_load(gate, _offsets(tile, num_rows, J, gate_i, gate_j, ROWS, BLOCK), inside), ACTIVATION)
     r = tl.load(rstd + row, mask=row < num_rows, other=0.0)
     tl.store(sums + row, tl.sum(product, axis=1) * r, mask=row < num_rows)
 
@@ -146,15 +146,17 @@ def backward_kernel(
     num_tiles = tl.cdiv(num_rows, ROWS)
     if weight is not None:
         scale = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
+        # Kept by row of the tile until the end: one reduction per program, not one per tile.
         total = tl.zeros((ROWS, BLOCK), tl.float32)
+    # Every P-th tile, so that the weight's gradient is summed in an order that depends on the rows alone.
     for tile in range(program, num_tiles, tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)
         inside = (row < num_rows)[:, None] & (column < D)[None, :]
         r = tl.load(rstd + row, mask=row < num_rows, other=0.0)[:, None]
-        h = _load(x, _places(tile, num_rows, J, x_i, x_j, ROWS, BLOCK), inside) * r
-        c = _load(dy, _places(tile, num_rows, J, dy_i, dy_j, ROWS, BLOCK), inside)
+        h = _load(x, _offsets(tile, num_rows, J, x_i, x_j, ROWS, BLOCK), inside) * r
+        c = _load(dy, _offsets(tile, num_rows, J, dy_i, dy_j, ROWS, BLOCK), inside)
         if gate is not None:
-            g = _load(gate, _places(tile, num_rows, J, gate_i, gate_j, ROWS, BLOCK), inside)
+            g = _load(gate, _offsets(tile, num_rows, J, gate_i, gate_j, ROWS, BLOCK), inside)
             gradient = c * h * slope(g, ACTIVATION)
             if weight is not None:
                 gradient *= scale
@@ -168,7 +170,7 @@ def backward_kernel(
         else:
             product = tl.sum(c * h, axis=1)
         tl.store(
-            dx + _places(tile, num_rows, J, dx_i, dx_j, ROWS, BLOCK),
+            dx + _offsets(tile, num_rows, J, dx_i, dx_j, ROWS, BLOCK),
             (c - h * (product / width)[:, None]) * r,
             mask=inside,
         )

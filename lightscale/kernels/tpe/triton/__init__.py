@@ -1,6 +1,6 @@
-"""The scan of Toeplitz positional encoding in Triton: the pieces of ``chunked``, in the same words.
+"""The scan of Toeplitz positional encoding in Triton: the passes of ``chunked.py``.
 
-Three kinds of launches: a sweep without output, whose states let the segments of a row run side by side, then the
+Three kinds of launches: a sweep without output, whose states let the splits of a row run side by side, then the
 sweep that reads them; and one sweep for the gradients of the parameters. Nothing is kept but the inputs, and what is
 held on the way does not grow with the number of tokens.
 """
@@ -11,65 +11,69 @@ import torch
 import triton
 from torch import Tensor
 
-from lightscale.kernels.common.documents import fragment_numbers
-from lightscale.kernels.common.triton.compile import KernelCase
+from lightscale.kernels.common.documents import document_numbers
 from lightscale.kernels.common.triton.launch import dense_last, dot_precision, on_device_of, power_of_two
-from lightscale.kernels.tpe.chunked import RowGradients
-from lightscale.kernels.tpe.grid import powers
+from lightscale.kernels.tpe.chunk_batches import powers
+from lightscale.kernels.tpe.chunked import TPERowGradients
+from lightscale.kernels.tpe.triton.cases import COMPILE_CASES
 from lightscale.kernels.tpe.triton.kernels import parameter_sums, recurrent, sweep
+from lightscale.kernels.tpe.triton.tiling import CHANNELS, PARAMETER_MODES, STEP
 
-# Tokens of one step: the least that a matrix product takes.
-_STEP = 16
+__all__ = [
+    "COMPILE_CASES",
+    "grad_bwd",
+    "out_fwd",
+    "recurrent_step",
+    "row_gradients",
+    "state_bwd",
+    "state_fwd",
+    "triton_tpe_scan",
+]
 
-# Tokens of a segment, at least, and segments of all rows together, at most: with blocks of 16 channels enough programs
-# for every multiprocessor, while a state per segment stays small beside the activations.
-_LEAST_SEGMENT_TOKENS = 512
-_MOST_SEGMENTS = 16
-
-# Channels of one program: tiles of states (E, channels) are held in registers. The sums for the parameters have four
-# of them and are computed by so many modes at a time.
-_CHANNELS = 16
-_PARAMETER_MODES = 64
+# Tokens of a split, at least, and splits of all rows together, at most: with tiles of 16 channels enough programs for
+# every multiprocessor, while a state per split stays small beside the activations.
+_LEAST_SPLIT_TOKENS = 512
+_MOST_SPLITS = 16
 
 
 class _Scan(NamedTuple):
-    """A row's cut into segments, its tables, and constants of every launch."""
+    """A row's cut into splits, its tables, and constants of every launch."""
 
     B: int
     T: int
     D: int
     E: int
-    segment: int
-    num_segments: int
+    split_tokens: int
+    num_splits: int
     powers: Tensor  # (STEP + 1, E)
-    through: Tensor  # (E,): λ^segment
-    fragments: Tensor | None  # (B, T)
+    through: Tensor  # (E,): λ^split_tokens
+    documents: Tensor | None  # (B, T)
     constants: dict[str, Any]
 
-    def grid(self, num_segments: int, mode_tiles: int = 1) -> tuple[int, int, int]:
-        return triton.cdiv(self.D, _CHANNELS) * mode_tiles, num_segments, self.B
+    def grid(self, num_splits: int, mode_tiles: int = 1) -> tuple[int, int, int]:
+        return triton.cdiv(self.D, CHANNELS) * mode_tiles, num_splits, self.B
 
     def new_states(self, like: Tensor) -> Tensor:
-        """Room for a state per segment, (B, S, E, D)."""
-        return like.new_empty(self.B, self.num_segments, self.E, self.D, dtype=torch.float32)
+        """Room for a state per split, (B, S, E, D)."""
+        return like.new_empty(self.B, self.num_splits, self.E, self.D, dtype=torch.float32)
 
 
 def _scan(x: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None) -> _Scan:
     """Of x (B, T, D), T > 0."""
     B, T, D = x.shape
     E = log_decay.shape[0]
-    most = max(1, _MOST_SEGMENTS // B)
-    tokens = max(_LEAST_SEGMENT_TOKENS, triton.cdiv(T, most))
-    segment = triton.cdiv(tokens, _STEP) * _STEP
-    steps = torch.arange(_STEP + 1, device=x.device)
-    fragments = None
+    most = max(1, _MOST_SPLITS // B)
+    tokens = max(_LEAST_SPLIT_TOKENS, triton.cdiv(T, most))
+    split_tokens = triton.cdiv(tokens, STEP) * STEP
+    steps = torch.arange(STEP + 1, device=x.device)
+    documents = None
     if cu_seqlens is not None:
-        fragments = fragment_numbers(cu_seqlens, num_rows=B, num_tokens=T).int()
+        documents = document_numbers(cu_seqlens, num_rows=B, num_tokens=T).int()
     constants = {
         "E": E,
         "BLOCK_E": triton.next_power_of_2(max(16, E)),
-        "BLOCK_D": _CHANNELS,
-        "STEP": _STEP,
+        "BLOCK_D": CHANNELS,
+        "STEP": STEP,
         "PRECISION": dot_precision(x.dtype),
         "num_warps": 4,
     }
@@ -78,18 +82,18 @@ def _scan(x: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None) -> _Scan:
         T=T,
         D=D,
         E=E,
-        segment=segment,
-        num_segments=triton.cdiv(T, segment),
+        split_tokens=split_tokens,
+        num_splits=triton.cdiv(T, split_tokens),
         powers=powers(log_decay, steps, torch.float32),
-        through=powers(log_decay, steps.new_tensor(segment), torch.float32),
-        fragments=fragments,
+        through=powers(log_decay, steps.new_tensor(split_tokens), torch.float32),
+        documents=documents,
         constants=constants,
     )
 
 
 def _kernel(log_decay: Tensor, gamma: Tensor) -> Tensor:
     """Σ_r γ λ^τ, (STEP, D), in fp64 and rounded once; it is small."""
-    steps = torch.arange(_STEP, device=gamma.device)
+    steps = torch.arange(STEP, device=gamma.device)
     return (powers(log_decay, steps, torch.float64) @ gamma.detach().double().mT).float()
 
 
@@ -117,13 +121,13 @@ def _sweep(
     entering = None if entering is None else entering.contiguous()
     y = x.new_empty(x.shape) if with_output else x.new_empty(0, 0, 0)
     last = x.new_empty(scan.B, scan.D, scan.E, dtype=torch.float32)
-    before = _segment_states(scan, x, gamma, reverse=reverse)[0] if scan.num_segments > 1 else None
-    # Without outputs only the last segment is left to do.
-    first = 0 if with_output else scan.num_segments - 1
-    sweep[scan.grid(scan.num_segments - first)](
+    before = _split_states(scan, x, gamma, reverse=reverse)[0] if scan.num_splits > 1 else None
+    # Without outputs only the last split is left to do.
+    first = 0 if with_output else scan.num_splits - 1
+    sweep[scan.grid(scan.num_splits - first)](
         x,
         y if with_output else None,
-        scan.fragments,
+        scan.documents,
         scan.powers,
         kappa,
         gamma,
@@ -135,8 +139,8 @@ def _sweep(
         last,
         scan.T,
         scan.D,
-        scan.segment,
-        scan.num_segments,
+        scan.split_tokens,
+        scan.num_splits,
         first,
         *x.stride()[:2],
         *y.stride()[:2],
@@ -146,16 +150,16 @@ def _sweep(
     return _Swept(y, last)
 
 
-def _segment_states(
+def _split_states(
     scan: _Scan, x: Tensor, gamma: Tensor, *, reverse: bool, with_slopes: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """What each segment adds to the state, (B, S, E, D), and its derivative by log λ where that is asked for."""
+    """What each split adds to the state, (B, S, E, D), and its derivative by log λ where that is asked for."""
     states = scan.new_states(x)
     slopes = scan.new_states(x) if with_slopes else None
-    sweep[scan.grid(scan.num_segments)](
+    sweep[scan.grid(scan.num_splits)](
         x,
         None,
-        scan.fragments,
+        scan.documents,
         scan.powers,
         None,
         gamma,
@@ -167,8 +171,8 @@ def _segment_states(
         None,
         scan.T,
         scan.D,
-        scan.segment,
-        scan.num_segments,
+        scan.split_tokens,
+        scan.num_splits,
         0,
         *x.stride()[:2],
         0,
@@ -191,15 +195,16 @@ def _parameter_gradients(
     """dlog_decay (E,) and dgamma (D, E) in fp32, T > 0."""
     x, dy, gamma = dense_last(x), dense_last(dy), gamma.contiguous()
     scan = _scan(x, log_decay, cu_seqlens)
+    # With one split nothing comes before it, and the kernel is compiled without the sum over earlier ones.
     before = slopes = None
-    if scan.num_segments > 1:
-        before, slopes = _segment_states(scan, x, gamma, reverse=False, with_slopes=True)
+    if scan.num_splits > 1:
+        before, slopes = _split_states(scan, x, gamma, reverse=False, with_slopes=True)
     dgamma, dlog_decay = scan.new_states(x), scan.new_states(x)
-    block_e = power_of_two(scan.E, most=_PARAMETER_MODES)
-    parameter_sums[scan.grid(scan.num_segments, triton.cdiv(scan.E, block_e))](
+    mode_tile = power_of_two(scan.E, most=PARAMETER_MODES)
+    parameter_sums[scan.grid(scan.num_splits, triton.cdiv(scan.E, mode_tile))](
         x,
         dy,
-        scan.fragments,
+        scan.documents,
         scan.powers,
         gamma,
         None if u_in is None else u_in.contiguous(),
@@ -211,11 +216,11 @@ def _parameter_gradients(
         dlog_decay,
         scan.T,
         scan.D,
-        scan.segment,
-        scan.num_segments,
+        scan.split_tokens,
+        scan.num_splits,
         *x.stride()[:2],
         *dy.stride()[:2],
-        **scan.constants | {"BLOCK_E": block_e},
+        **scan.constants | {"BLOCK_E": mode_tile},
     )
     return dlog_decay.sum((0, 1, 3)), dgamma.sum((0, 1)).mT.contiguous()
 
@@ -314,7 +319,7 @@ def state_fwd(x: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None = None) ->
     through = powers(log_decay, torch.full((num_rows,), num_tokens, device=x.device), torch.float32)
     if cu_seqlens is None or not num_tokens:
         return local, through
-    last = fragment_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)[:, -1:]
+    last = document_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)[:, -1:]
     return local, through.masked_fill(last > 0, 0.0)
 
 
@@ -339,9 +344,9 @@ def row_gradients(
     u_in: Tensor | None,
     du_end: Tensor | None,
     cu_seqlens: Tensor | None = None,
-) -> RowGradients:
+) -> TPERowGradients:
     """Every gradient of a row, see ``chunked.row_gradients``."""
-    return RowGradients(*_gradients(x, log_decay, gamma, dy, u_in, du_end, cu_seqlens))
+    return TPERowGradients(*_gradients(x, log_decay, gamma, dy, u_in, du_end, cu_seqlens))
 
 
 def grad_bwd(
@@ -365,7 +370,7 @@ def recurrent_step(x: Tensor, log_decay: Tensor, gamma: Tensor, u: Tensor) -> tu
     y, after = x.new_empty(B, D), torch.empty_like(u, memory_format=torch.contiguous_format)
     if y.numel():
         with on_device_of(x):
-            recurrent[(triton.cdiv(D, _CHANNELS), B)](
+            recurrent[(triton.cdiv(D, CHANNELS), B)](
                 x.contiguous(),
                 y,
                 log_decay.float(),
@@ -375,52 +380,7 @@ def recurrent_step(x: Tensor, log_decay: Tensor, gamma: Tensor, u: Tensor) -> tu
                 D,
                 E,
                 BLOCK_E=triton.next_power_of_2(E),
-                BLOCK_D=_CHANNELS,
+                BLOCK_D=CHANNELS,
                 num_warps=4,
             )
     return y, after
-
-
-def _case(name: str, kernel: Any, dtype: str, E: int, absent: tuple[str, ...], **constants: Any) -> KernelCase:
-    """One kernel for inputs of ``dtype`` and E modes; ``absent`` pointers are not given."""
-    fixed = {
-        "E": E,
-        "BLOCK_E": triton.next_power_of_2(max(16, E)),
-        "BLOCK_D": _CHANNELS,
-        "STEP": _STEP,
-        "PRECISION": "tf32x3" if dtype == "fp32" else "tf32",
-        **dict.fromkeys(absent),
-        **constants,
-    }
-    types = dict.fromkeys(("x", "y", "dy", "gamma"), f"*{dtype}") | {"fragments": "*i32"}
-    types |= dict.fromkeys(("D", "segment", "stride_xb", "stride_xt", "stride_yb", "stride_yt"), "i32:16")
-    types |= dict.fromkeys(("stride_dyb", "stride_dyt"), "i32:16")
-    types |= dict.fromkeys(("T", "num_segments", "first_segment"), "i32")
-    if kernel is parameter_sums:
-        fixed["BLOCK_E"] = power_of_two(E, most=_PARAMETER_MODES)
-    names: list[str] = kernel.arg_names
-    return KernelCase(
-        name=f"tpe {name} E={E} {dtype}",
-        kernel=kernel,
-        arguments={n: types.get(n, "*fp32") for n in names if n not in fixed},
-        constants={n: fixed[n] for n in names if n in fixed},
-        tensor_cores=kernel is not recurrent,
-        may_spill=dtype == "fp32",
-    )
-
-
-_OUTPUTS = ("leaving", "slopes_leaving")
-_STATES = ("y", "kappa", "entering", "before", "last")
-
-COMPILE_CASES = [
-    case
-    for dtype, E in (("bf16", 128), ("fp32", 128))
-    for case in (
-        _case("outputs", sweep, dtype, E, _OUTPUTS, REVERSE=False),
-        _case("outputs reversed", sweep, dtype, E, _OUTPUTS, REVERSE=True),
-        _case("states", sweep, dtype, E, (*_STATES, "slopes_leaving"), REVERSE=False),
-        _case("states with slopes", sweep, dtype, E, _STATES, REVERSE=False),
-        _case("parameters", parameter_sums, dtype, E, ()),
-        _case("one token", recurrent, dtype, E, ()),
-    )
-]

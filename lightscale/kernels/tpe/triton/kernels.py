@@ -2,8 +2,8 @@
 
 A sweep goes over a row's tokens in order, or in reverse for gradients, in steps of STEP tokens, with the states of
 BLOCK_D channels in registers, (E, D) tiles, so that no product needs a transposed operand. Rows are cut into
-segments that run side by side: each first adds up what the segments before it left, which a sweep without output
-has computed. "Before" and "last" are in the order of the sweep. ``fragments`` (B, T) int32 number each row's
+splits that run side by side: each first adds up what the splits before it left, which a sweep without output
+has computed. "Before" and "last" are in the order of the sweep. ``documents`` (B, T) int32 number each row's
 documents, in order; only tokens of one document meet.
 
 ``powers`` (STEP + 1, E) are λ^0 … λ^STEP, ``kappa`` (STEP, D) is Σ_r γ λ^τ, both made in fp64 and rounded once.
@@ -14,11 +14,11 @@ import triton.language as tl
 
 
 @triton.jit
-def _fragment(fragments, token):
+def _document(documents, token):
     """The document of a token (int64); one for all when there are no boundaries."""
     number = token * 0
-    if fragments is not None:
-        number = tl.load(fragments + token).to(tl.int64)
+    if documents is not None:
+        number = tl.load(documents + token).to(tl.int64)
     return number
 
 
@@ -35,12 +35,12 @@ def _enter(
     before,
     slopes_before,
     through,
-    fragments,
+    documents,
     origin,
     row,
     mine,
-    segment,
-    num_segments,
+    split_tokens,
+    num_splits,
     mode,
     column,
     D,
@@ -49,38 +49,38 @@ def _enter(
     BLOCK_D: tl.constexpr,
     SIGN: tl.constexpr,
 ):
-    """A tile of the state that enters segment ``mine``, of its slope (0 without ``slopes_before``) and its document."""
+    """A tile of the state that enters split ``mine``, of its slope (0 without ``slopes_before``) and its document."""
     in_tile = (mode < E)[:, None] & (column < D)[None, :]
-    of_segment = mode[:, None] * D + column[None, :]
+    of_split = mode[:, None] * D + column[None, :]
     state = tl.zeros((BLOCK_E, BLOCK_D), tl.float32)
     slope = tl.zeros((BLOCK_E, BLOCK_D), tl.float32)
     if entering is not None:
         state = tl.load(entering + row * D * E + column[None, :] * E + mode[:, None], mask=in_tile, other=0.0)
-    document = _fragment(fragments, origin)
+    document = _document(documents, origin)
     if before is not None:
         decay = tl.load(through + mode, mask=mode < E, other=0.0)[:, None]
         for other in range(mine):
-            behind = _fragment(fragments, origin + SIGN * ((other + 1) * segment - 1))
-            place = (row * num_segments + other) * E * D + of_segment
+            behind = _document(documents, origin + SIGN * ((other + 1) * split_tokens - 1))
+            offset = (row * num_splits + other) * E * D + of_split
             if slopes_before is not None:
-                slope = tl.where(behind == document, decay * (slope + segment * state), 0.0)
-                slope += tl.load(slopes_before + place, mask=in_tile, other=0.0)
+                slope = tl.where(behind == document, decay * (slope + split_tokens * state), 0.0)
+                slope += tl.load(slopes_before + offset, mask=in_tile, other=0.0)
             state = tl.where(behind == document, decay * state, 0.0)
-            state += tl.load(before + place, mask=in_tile, other=0.0)
+            state += tl.load(before + offset, mask=in_tile, other=0.0)
             document = behind
     elif mine > 0:
-        document = _fragment(fragments, origin + SIGN * (mine * segment - 1))
+        document = _document(documents, origin + SIGN * (mine * split_tokens - 1))
     return state, slope, document
 
 
 @triton.jit
-def _documents(fragments, tokens, inside, last):
+def _documents(documents, tokens, inside, last):
     """The documents of a step's tokens, -1 for those not inside, and of its last one."""
     own = tl.where(inside, 0, -1).to(tl.int64)
     behind = last * 0
-    if fragments is not None:
-        own = tl.load(fragments + tokens, mask=inside, other=-1).to(tl.int64)
-        behind += tl.load(fragments + last)
+    if documents is not None:
+        own = tl.load(documents + tokens, mask=inside, other=-1).to(tl.int64)
+        behind += tl.load(documents + last)
     return own, behind
 
 
@@ -123,21 +123,21 @@ def _leave(
 def sweep(
     x,  # (B, T, D): inputs; cotangents of the outputs in reverse
     y,  # (B, T, D): outputs; the gradient of x in reverse; None for states only
-    fragments,  # (B, T), or None
+    documents,  # (B, T), or None
     powers,
     kappa,
     gamma,  # (D, E)
     entering,  # (B, D, E) fp32: the state before the first token, or None for zero, as from nothing
-    before,  # (B, S, E, D) fp32: what each segment adds to the state, or None to begin from nothing
-    through,  # (E,) fp32: λ^segment
-    leaving,  # (B, S, E, D) fp32: the state behind each segment, or None
+    before,  # (B, S, E, D) fp32: what each split adds to the state, or None to begin from nothing
+    through,  # (E,) fp32: λ^split_tokens
+    leaving,  # (B, S, E, D) fp32: the state behind each split, or None
     slopes_leaving,  # (B, S, E, D) fp32: its derivative by log λ, or None
-    last,  # (B, D, E) fp32: the state behind the last segment, or None
+    last,  # (B, D, E) fp32: the state behind the last split, or None
     T,
     D,
-    segment,  # tokens of a segment but the last, a multiple of STEP
-    num_segments,
-    first_segment,  # programs take segments from here on
+    split_tokens,  # tokens of a split but the last, a multiple of STEP
+    num_splits,
+    first_split,  # programs take splits from here on
     stride_xb,
     stride_xt,
     stride_yb,
@@ -158,23 +158,24 @@ def sweep(
     SIGN: tl.constexpr = -1 if REVERSE else 1
     WITH_SLOPE: tl.constexpr = slopes_leaving is not None
     column = tl.program_id(0).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
-    mine = tl.program_id(1).to(tl.int64) + first_segment
+    mine = tl.program_id(1).to(tl.int64) + first_split
     row = tl.program_id(2).to(tl.int64)
     mode = tl.arange(0, BLOCK_E)
     in_tile = (mode < E)[:, None] & (column < D)[None, :]
     of_row = column[None, :] * E + mode[:, None]  # in a (D, E) matrix
-    # Places in the sweep are turned into tokens here and nowhere else.
+    # Steps of the sweep are turned into tokens here and nowhere else.
     origin = row * 0
     if REVERSE:
         origin += T - 1
     x += row * stride_xb + column[None, :]
     if y is not None:
         y += row * stride_yb + column[None, :]
-    if fragments is not None:
-        fragments += row * T
+    if documents is not None:
+        documents += row * T
 
+    # Every program adds up the splits before its own by itself: at most 15, and one launch less than a fold.
     state, slope, document = _enter(
-        entering, before, None, through, fragments, origin, row, mine, segment, num_segments, mode, column, D, E,
+        entering, before, None, through, documents, origin, row, mine, split_tokens, num_splits, mode, column, D, E,
         BLOCK_E, BLOCK_D, SIGN,
     )  # fmt: skip
     weight = tl.load(gamma + of_row, mask=in_tile, other=0.0).to(tl.float32)
@@ -184,13 +185,13 @@ def sweep(
     if y is not None:
         within = (lag >= 0)[:, :, None] & (column < D)[None, None, :]
         kernel = tl.load(kappa + lag[:, :, None] * D + column[None, None, :], mask=within, other=0.0)
-    end = tl.minimum((mine + 1) * segment, T)
-    for start in range(mine * segment, end, STEP):
+    end = tl.minimum((mine + 1) * split_tokens, T)
+    for start in range(mine * split_tokens, end, STEP):
         token = origin + SIGN * (start + step)
         inside = start + step < end
         in_row = inside[:, None] & (column < D)[None, :]
         length = tl.minimum(end - start, STEP)
-        own, behind = _documents(fragments, token, inside, origin + SIGN * (start + length - 1))
+        own, behind = _documents(documents, token, inside, origin + SIGN * (start + length - 1))
         tile = tl.load(x + token[:, None] * stride_xt, mask=in_row, other=0.0).to(tl.float32)
         if y is not None:
             seen = state
@@ -207,13 +208,13 @@ def sweep(
         )  # fmt: skip
         document = behind
 
-    of_segment = (row * num_segments + mine) * E * D + mode[:, None] * D + column[None, :]
+    of_split = (row * num_splits + mine) * E * D + mode[:, None] * D + column[None, :]
     if leaving is not None:
-        tl.store(leaving + of_segment, state, mask=in_tile)
+        tl.store(leaving + of_split, state, mask=in_tile)
     if slopes_leaving is not None:
-        tl.store(slopes_leaving + of_segment, slope, mask=in_tile)
+        tl.store(slopes_leaving + of_split, slope, mask=in_tile)
     if last is not None:  # noqa: SIM102 - decided when it is compiled, the next one when it runs
-        if mine == num_segments - 1:
+        if mine == num_splits - 1:
             tl.store(last + row * D * E + of_row, state, mask=in_tile)
 
 
@@ -221,20 +222,20 @@ def sweep(
 def parameter_sums(
     x,  # (B, T, D)
     dy,  # (B, T, D)
-    fragments,  # (B, T), or None
+    documents,  # (B, T), or None
     powers,
     gamma,  # (D, E)
     entering,  # (B, D, E) fp32, or None
     dlast,  # (B, D, E) fp32: the cotangent of the state behind the last token, or None
-    before,  # (B, S, E, D) fp32, or None when there is one segment
+    before,  # (B, S, E, D) fp32, or None when there is one split
     slopes_before,  # as before
     through,  # (E,) fp32
     dgamma,  # (B, S, E, D) fp32
     dlog_decay,  # (B, S, E, D) fp32, to be summed over channels too
     T,
     D,
-    segment,
-    num_segments,
+    split_tokens,
+    num_splits,
     stride_xb,
     stride_xt,
     stride_dyb,
@@ -245,7 +246,7 @@ def parameter_sums(
     STEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Σ_t dy_t u_t and γ Σ_t dy_t v_t of each segment, with v_t = ∂u_t / ∂log λ carried beside u_t.
+    """Σ_t dy_t u_t and γ Σ_t dy_t v_t of each split, with v_t = ∂u_t / ∂log λ, computed beside u_t.
 
     v_t = λ (v_{t-1} + u_{t-1}), so no cotangent of the state is needed, and one sweep in order is enough.
     """
@@ -259,12 +260,12 @@ def parameter_sums(
     of_row = column[None, :] * E + mode[:, None]
     x += row * stride_xb + column[None, :]
     dy += row * stride_dyb + column[None, :]
-    if fragments is not None:
-        fragments += row * T
+    if documents is not None:
+        documents += row * T
 
     state, slope, document = _enter(
-        entering, before, slopes_before, through, fragments, row * 0, row, mine, segment, num_segments, mode, column, D,
-        E, BLOCK_E, BLOCK_D, 1,
+        entering, before, slopes_before, through, documents, row * 0, row, mine, split_tokens, num_splits, mode, column,
+        D, E, BLOCK_E, BLOCK_D, 1,
     )  # fmt: skip
     step = tl.arange(0, STEP)
     read_exponent = step[None, :] + 1
@@ -273,18 +274,19 @@ def parameter_sums(
     by_slope = tl.zeros((BLOCK_E, BLOCK_D), tl.float32)  # Σ dy v
     pairs = tl.zeros((STEP, STEP, BLOCK_D), tl.float32)  # Σ dy_i x_j over the pairs (i, j) of a step
     lag = step[:, None] - step[None, :]
-    end = tl.minimum((mine + 1) * segment, T)
-    for start in range(mine * segment, end, STEP):
+    end = tl.minimum((mine + 1) * split_tokens, T)
+    for start in range(mine * split_tokens, end, STEP):
         token = start + step
         inside = token < end
         in_row = inside[:, None] & (column < D)[None, :]
         length = tl.minimum(end - start, STEP)
-        own, behind = _documents(fragments, token, inside, start + length - 1)
+        own, behind = _documents(documents, token, inside, start + length - 1)
         x_tile = tl.load(x + token[:, None] * stride_xt, mask=in_row, other=0.0).to(tl.float32)
         dy_tile = tl.load(dy + token[:, None] * stride_dyt, mask=in_row, other=0.0).to(tl.float32)
         meet = (own[:, None] == own[None, :]) & (lag >= 0)
         pairs += tl.where(meet[:, :, None], dy_tile[:, None, :] * x_tile[None, :, :], 0.0)
 
+        # Queries of the document that entered the step; those of others read nothing from before it.
         seen = tl.where((own == document)[:, None], dy_tile, 0.0)
         reads = tl.dot(read, seen, input_precision=PRECISION)
         reads_slope = tl.dot(read * read_exponent.to(tl.float32), seen, input_precision=PRECISION)
@@ -305,11 +307,11 @@ def parameter_sums(
     by_slope = tl.dot(table * step[None, :].to(tl.float32), distances, by_slope, input_precision=PRECISION)
     by_slope *= tl.load(gamma + of_row, mask=in_tile, other=0.0).to(tl.float32)
     if dlast is not None:  # noqa: SIM102 - as above
-        if mine == num_segments - 1:
+        if mine == num_splits - 1:
             by_slope += slope * tl.load(dlast + row * D * E + of_row, mask=in_tile, other=0.0)
-    place = (row * num_segments + mine) * E * D + mode[:, None] * D + column[None, :]
-    tl.store(dgamma + place, by_state, mask=in_tile)
-    tl.store(dlog_decay + place, by_slope, mask=in_tile)
+    offset = (row * num_splits + mine) * E * D + mode[:, None] * D + column[None, :]
+    tl.store(dgamma + offset, by_state, mask=in_tile)
+    tl.store(dlog_decay + offset, by_slope, mask=in_tile)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Additive decay by chunks: inside a chunk, the weight e^{k_s - z_t} of a pair is a product of two factors.
+"""LightNet's operator by chunks: inside a chunk, the weight e^{k_s - z_t} of a pair is a product of two factors.
 
 e^{k_s - z_t} = e^{k_s - r} e^{r - z_t} for any reference point r of the chunk and channel, so that after one
 pass of weights everything is a matrix product without decay. Only e^{r - z_t} can exceed 1, by as much as z
@@ -21,12 +21,12 @@ _LEAST_WEIGHT = math.exp(-MAX_RISE)
 # Stands for -inf where a difference of two of them would be NaN; below every key that makes sense.
 _LOWEST = -1e30
 
-# Elements of one operand of a span: 0.5 MiB in fp32, so that its operands stay in the second-level cache.
-_SPAN_ELEMENTS = 2**17
+# Elements of one operand of a batch: 0.5 MiB in fp32, so that its operands stay in the second-level cache.
+_BATCH_ELEMENTS = 2**17
 
 
-class Masks(NamedTuple):
-    """Which tokens of a span belong together, where a document begins in one of its chunks."""
+class LightNetMasks(NamedTuple):
+    """Which tokens of a batch belong together, where a document begins in one of its chunks."""
 
     incoming: Tensor  # (B, G, 1, L, 1): the token continues the document of the state that enters its chunk
     outgoing: Tensor  # (B, G, 1, L, 1): the token belongs to the document of the state that leaves its chunk
@@ -36,7 +36,7 @@ class Masks(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """Where a span lies in its rows, and how to copy it in and out."""
+    """Where a batch lies in its rows, and how to copy it in and out."""
 
     start: int
     num_chunks: int
@@ -70,16 +70,16 @@ class Cut:
             Cut(start=self.start + half, num_chunks=1, chunk_tokens=self.chunk_tokens - half),
         ]
 
-    def masks(self, fragments: Tensor) -> Masks | None:
-        """The masks of the span, or None when no document begins in it: boundaries cost only where they are."""
-        here = fragments.narrow(1, self.start, self.num_chunks * self.chunk_tokens)
-        before = fragments[:, self.start - 1] if self.start else torch.zeros_like(fragments[:, 0])
+    def masks(self, documents: Tensor) -> LightNetMasks | None:
+        """The masks of the batch, or None when no document begins in it: boundaries cost only where they are."""
+        here = documents.narrow(1, self.start, self.num_chunks * self.chunk_tokens)
+        before = documents[:, self.start - 1] if self.start else torch.zeros_like(documents[:, 0])
         if torch.equal(here[:, -1], before):
             return None
         here = here.unflatten(1, (self.num_chunks, self.chunk_tokens))  # (B, G, L)
         last = here[:, :, -1:]
         entering = torch.cat([before[:, None, None], last[:, :-1]], dim=1)  # (B, G, 1)
-        return Masks(
+        return LightNetMasks(
             incoming=(here == entering)[:, :, None, :, None],
             outgoing=(here == last)[:, :, None, :, None],
             through=(entering == last)[:, :, :, None],
@@ -88,14 +88,14 @@ class Cut:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class LightNetChunkBatch:
     """Neighbouring chunks of equal length of every row, with the weights of their keys and queries.
 
     Resets select instead of multiplying by zero, so that what overflowed in one document gives no NaN in the next.
     """
 
     cut: Cut
-    masks: Masks | None
+    masks: LightNetMasks | None
     writes: Tensor  # (B, G, H, L, K): e^{k_s - r}, at most 1
     reads: Tensor  # (B, G, H, L, K): e^{r - z_t}, at most e^MAX_RISE; 0 where nothing was written yet
     enter: Tensor  # (B, G, H, K): e^{z - r} of the state that enters the chunk, at most 1
@@ -132,26 +132,26 @@ class Span:
             sums.select(-2, t).add_(sums.select(-2, t + 1).masked_fill(ends, 0.0))
         return sums
 
-    def scan_(self, shares: Tensor, carried: Tensor, *, reverse: bool = False) -> Tensor:
-        """Carry a state, or the cotangent of one, through the chunks.
+    def scan_(self, shares: Tensor, running: Tensor, *, reverse: bool = False) -> Tensor:
+        """Pass a state, or the cotangent of one, through the chunks.
 
         ``shares`` (B, G, H, *) is what each chunk adds, in units of its reference point; it is overwritten with
         what the chunk receives, in the same units: forward the state that enters it, in reverse the cotangent
-        of the state that leaves it. Returns what is carried on.
+        of the state that leaves it. Returns what is passed on.
         """
         first, second = (self.leave, self.enter) if reverse else (self.enter, self.leave)
         first, second = (_like(x, shares) for x in (first, second))
         chunks = range(shares.shape[1])
         for chunk in reversed(chunks) if reverse else chunks:
             share = shares[:, chunk]
-            received = carried * first[:, chunk]
+            received = running * first[:, chunk]
             passed = received
             if self.masks is not None:
                 through = self.masks.through[:, chunk].view(-1, *[1] * (received.dim() - 1))
                 passed = received.masked_fill(~through, 0.0)
-            carried = share.add_(passed).mul(second[:, chunk])
+            running = share.add_(passed).mul(second[:, chunk])
             share.copy_(received)
-        return carried
+        return running
 
 
 def _add_product_(out: Tensor, x: Tensor, state: Tensor, kept: Tensor | None) -> None:
@@ -170,23 +170,23 @@ def _like(weights: Tensor, shares: Tensor) -> Tensor:
     return weights.unsqueeze(-1)
 
 
-def spans(
-    k: Tensor, z: Tensor, fragments: Tensor | None, *, width: int, chunk_size: int, dtype: torch.dtype
-) -> Iterator[Span]:
-    """Cut rows of keys k (B, T, H, K) into spans, from left to right, carrying z (B, H, K) in fp64.
+def chunk_batches(
+    k: Tensor, z: Tensor, documents: Tensor | None, *, width: int, chunk_size: int, dtype: torch.dtype
+) -> Iterator[LightNetChunkBatch]:
+    """Cut rows of keys k (B, T, H, K) into chunk batches, from left to right, with z (B, H, K) in fp64.
 
     z composes chunk by chunk, so that its error does not grow with the number of tokens.
 
     Args:
         k: log-keys.
         z: that of the state which enters the rows.
-        fragments: (B, T), the number of each token's document in its row; None when no document begins inside.
+        documents: (B, T), the number of each token's document in its row; None when no document begins inside.
         width: of the widest operand, which decides how many chunks are computed at once.
         chunk_size: tokens of a chunk.
         dtype: of the arithmetic.
     """
     num_rows, num_tokens, num_heads = k.shape[:3]
-    most_chunks = max(1, _SPAN_ELEMENTS // (num_rows * num_heads * chunk_size * width))
+    most_chunks = max(1, _BATCH_ELEMENTS // (num_rows * num_heads * chunk_size * width))
     whole, rest = divmod(num_tokens, chunk_size)
     cuts = [
         Cut(start=first * chunk_size, num_chunks=min(most_chunks, whole - first), chunk_tokens=chunk_size)
@@ -194,24 +194,26 @@ def spans(
     ]
     if rest:
         cuts.append(Cut(start=whole * chunk_size, num_chunks=1, chunk_tokens=rest))
+    # A stack, because a batch in which z rises too far is replaced by its parts.
     cuts.reverse()
     z = z.double()
     while cuts:
         cut = cuts.pop()
-        span = _weigh(cut, k, z, fragments, dtype)
-        if span is None:
+        batch = _weigh(cut, k, z, documents, dtype)
+        if batch is None:
             cuts += reversed(cut.parts())
         else:
-            z = span.z_end
-            yield span
+            z = batch.z_end
+            yield batch
 
 
-def _weigh(cut: Cut, k: Tensor, z: Tensor, fragments: Tensor | None, dtype: torch.dtype) -> Span | None:
-    """The span of a cut, or None when z rises too far inside one of its chunks."""
-    masks = None if fragments is None else cut.masks(fragments)
+def _weigh(cut: Cut, k: Tensor, z: Tensor, documents: Tensor | None, dtype: torch.dtype) -> LightNetChunkBatch | None:
+    """The batch of a cut, or None when z rises too far inside one of its chunks."""
+    masks = None if documents is None else cut.masks(documents)
     k = cut.load(k, dtype)
     largest = k.amax(-2).clamp_(min=_LOWEST)  # (B, G, H, K); all keys may be -inf
     writes = (k - largest.unsqueeze(-2)).exp_()
+    # 1 / reads: sums of positive terms, so that no weight needs a logarithm per token.
     sums = writes.cumsum(-2) if masks is None else masks.pairs.to(dtype) @ writes
 
     local = largest.double() + sums[..., -1, :].double().log()
@@ -224,6 +226,7 @@ def _weigh(cut: Cut, k: Tensor, z: Tensor, fragments: Tensor | None, dtype: torc
             z = z.masked_fill(~masks.through[:, chunk], -torch.inf)
         z = torch.logaddexp(z, local[:, chunk])
 
+    # At least the largest key and what entered: then writes and enter are at most 1, and only reads can be large.
     reference = torch.maximum(largest, z_enter.to(dtype))
     enter = (z_enter - reference.double()).exp_().to(dtype)
     rescale = (largest - reference).exp_().unsqueeze(-2)
@@ -235,7 +238,7 @@ def _weigh(cut: Cut, k: Tensor, z: Tensor, fragments: Tensor | None, dtype: torc
     reads = sums.reciprocal_()
     if not torch.isfinite(reads.amax()):
         reads.masked_fill_(reads == torch.inf, 0.0)
-    return Span(
+    return LightNetChunkBatch(
         cut=cut,
         masks=masks,
         writes=writes,
@@ -246,7 +249,7 @@ def _weigh(cut: Cut, k: Tensor, z: Tensor, fragments: Tensor | None, dtype: torc
     )
 
 
-def _is_lost(sums: Tensor, k: Tensor, masks: Masks | None, z_enter: Tensor) -> bool:
+def _is_lost(sums: Tensor, k: Tensor, masks: LightNetMasks | None, z_enter: Tensor) -> bool:
     """Whether some of the sums of weights (B, G, H, L, K) are too small beside the reference point, yet not empty.
 
     A single token is its own reference, or the state that enters is: there nothing can be lost.

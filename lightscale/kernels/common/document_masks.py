@@ -3,29 +3,29 @@
 import torch
 from torch import Tensor
 
-from lightscale.kernels.common.documents import fragment_numbers
+from lightscale.kernels.common.documents import document_numbers
 
 
-def first_fragment(cu_seqlens: Tensor | None, *, num_rows: int, num_tokens: int) -> Tensor | None:
+def in_first_document(cu_seqlens: Tensor | None, *, num_rows: int, num_tokens: int) -> Tensor | None:
     """(B, T) bool: the tokens before the row's first document boundary; None for all of them."""
     if cu_seqlens is None:
         return None
-    return fragment_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens) == 0
+    return document_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens) == 0
 
 
-def last_fragment(cu_seqlens: Tensor | None, *, num_rows: int, num_tokens: int) -> Tensor | None:
+def in_last_document(cu_seqlens: Tensor | None, *, num_rows: int, num_tokens: int) -> Tensor | None:
     """(B, T) bool: the tokens behind the row's last document boundary; None for all of them."""
     if cu_seqlens is None:
         return None
-    fragments = fragment_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)
-    return fragments == fragments[:, -1:]
+    documents = document_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)
+    return documents == documents[:, -1:]
 
 
-def one_fragment(cu_seqlens: Tensor | None, *, num_rows: int, num_tokens: int) -> Tensor | None:
+def one_document(cu_seqlens: Tensor | None, *, num_rows: int, num_tokens: int) -> Tensor | None:
     """(B,) bool: the rows without a document boundary inside; None for all of them."""
     if cu_seqlens is None or not num_tokens:
         return None
-    return fragment_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)[:, -1] == 0
+    return document_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)[:, -1] == 0
 
 
 def masked(weights: Tensor, kept: Tensor | None) -> Tensor:

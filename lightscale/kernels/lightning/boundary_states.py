@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightscale.kernels.common.angles import Angles, features, features_bwd, phases_of
-from lightscale.kernels.common.fragments import first_fragment, last_fragment, masked, one_fragment
+from lightscale.kernels.common.document_masks import in_first_document, in_last_document, masked, one_document
 from lightscale.kernels.common.states import without_autocast
 
 
@@ -28,7 +28,7 @@ def read_fwd(
     Args:
         q: queries (B, T, H, K).
         log_decay: (H,), (B, T, H) or None.
-        S_in: the state (B, H, F, V) that enters; only the row's first fragment reads it.
+        S_in: the state (B, H, F, V) that enters; only the row's first document reads it.
         cu_seqlens: (N+1,) or None.
         angles: those of the queries, or None.
 
@@ -36,8 +36,9 @@ def read_fwd(
         (B, T, H, V) in q's dtype.
     """
     num_rows, num_tokens = q.shape[:2]
+    # Weighted products over the row, without chunks: there are no pairs of tokens in what a state adds.
     weights = _upto(log_decay, num_tokens, like=S_in)
-    kept = first_fragment(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)
+    kept = in_first_document(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)
     phases = None if angles is None else phases_of(angles, S_in.dtype)
     weighted = masked(features(q.to(S_in.dtype) * weights, phases), kept)
     return torch.einsum("bthk,bhkv->bthv", weighted, S_in).to(q.dtype)
@@ -63,7 +64,7 @@ def write_bwd(
         v: values (B, T, H, V).
         log_decay: (H,), (B, T, H) or None.
         S_in: the state (B, H, F, V) that entered the row.
-        dS_end: the cotangent (B, H, F, V) of the state that leaves it; only the row's last fragment writes to that.
+        dS_end: the cotangent (B, H, F, V) of the state that leaves it; only the row's last document writes to that.
         cu_seqlens: (N+1,) or None.
         angles: those of the keys, or None.
         with_decay: compute dlog_decay.
@@ -74,7 +75,7 @@ def write_bwd(
     num_rows, num_tokens = k.shape[:2]
     weights = _behind(log_decay, num_tokens, like=dS_end)
     shape = {"num_rows": num_rows, "num_tokens": num_tokens}
-    kept = last_fragment(cu_seqlens, **shape)
+    kept = in_last_document(cu_seqlens, **shape)
     phases = None if angles is None else phases_of(angles, dS_end.dtype)
     keys = features(k.to(dS_end.dtype), phases)
     dk = torch.einsum("bthv,bhkv->bthk", masked(v.to(dS_end.dtype) * weights, kept), dS_end)
@@ -82,7 +83,7 @@ def write_bwd(
     dlog_decay = dtheta = None
     if with_decay and log_decay is not None:
         passed = (S_in * dS_end).sum((-1, -2)) * _through(log_decay, num_tokens, like=dS_end)
-        whole = one_fragment(cu_seqlens, **shape)
+        whole = one_document(cu_seqlens, **shape)
         if whole is not None:
             passed = torch.where(whole[:, None], passed, 0.0)
         dlog_decay = _decay_gradient(log_decay, (keys * dk).sum(-1), passed)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightscale.kernels.common.angles import Angles, phases_of
-from lightscale.kernels.common.fragments import last_fragment, masked
+from lightscale.kernels.common.document_masks import in_last_document, masked
 from lightscale.kernels.lightnet.chunked import rotate, rotate_back
 from lightscale.kernels.lightnet.state import StateCotangent
 
@@ -30,14 +30,14 @@ def write_bwd(
         v: values (B, T, H, V).
         angles: those of the keys, or None.
         z_end: (B, H, K), z of the state that leaves the row, what entered included.
-        cotangent: (U, R) of that state in the form that is carried; only the row's last fragment writes to it.
+        cotangent: (U, R) of that state in the form that is passed on; only the row's last document writes to it.
         cu_seqlens: (N+1,) or None.
     """
     with torch.autocast(k.device.type, enabled=False):
         dtype = cotangent.U.dtype
         phases = None if angles is None else phases_of(angles, dtype)
-        kept = last_fragment(cu_seqlens, num_rows=k.shape[0], num_tokens=k.shape[1])
-        # Where nothing was ever written z_end is -inf; no token of the last fragment is then kept or counts.
+        kept = in_last_document(cu_seqlens, num_rows=k.shape[0], num_tokens=k.shape[1])
+        # Where nothing was ever written z_end is -inf; no token of the last document is then kept or counts.
         reference = z_end.masked_fill(z_end == -torch.inf, 0.0)[:, None]
         shares = masked((k.to(dtype) - reference).exp(), kept)
         dkeys = rotate_back(torch.einsum("bthv,bhrv->bthr", v.to(dtype), cotangent.U), phases)

@@ -1,7 +1,8 @@
-"""The grid of chunks over the rows of gated linear attention: loads, masks of documents, and states.
+"""The chunks of gated linear attention's rows, in batches: loads, masks of documents, and states.
 
 Names of shapes: B rows, T tokens, H heads, K key width, V value width. A row is cut into chunks of C tokens,
-the last one shorter; L is the number of tokens of the chunk at hand. G neighbours are computed at once.
+the last one shorter; L is the number of tokens of the chunk at hand. G neighbours, a chunk batch, are
+computed at once.
 """
 
 from dataclasses import dataclass
@@ -10,34 +11,34 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightscale.kernels.common.documents import fragment_numbers
-from lightscale.kernels.gla.decays import LOG_ZERO, Decays, Sums, chunk_sums
+from lightscale.kernels.common.documents import document_numbers
+from lightscale.kernels.gla.decays import LOG_ZERO, GLADecays, Sums, chunk_sums
 
-# Elements of one operand of a group of chunks: 0.25 MiB in fp32, because the states of the group, K / C times as
+# Elements of one operand of a chunk batch: 0.25 MiB in fp32, because the states of the batch, K / C times as
 # large, must stay in the cache too (README.md, "What was tried").
-_GROUP_ELEMENTS = 2**16
+_BATCH_ELEMENTS = 2**16
 
-# A group has at least this many tokens of each row, because the backward keeps one state per group.
-_GROUP_TOKENS = 128
+# A batch has at least this many tokens of each row, because the backward keeps one state per batch.
+_BATCH_TOKENS = 128
 
 
-class Masks(NamedTuple):
-    """Which tokens of a group of chunks belong together, where a document begins in one of the chunks."""
+class GLAMasks(NamedTuple):
+    """Which tokens of a chunk batch belong together, where a document begins in one of the chunks."""
 
     begins: Tensor  # (G, B, 1, L, 1): a document begins at the token
     incoming: Tensor  # (G, B, 1, L, 1): the token continues the document of the state that enters its chunk
     outgoing: Tensor  # (G, B, 1, L, 1): the token belongs to the document of the state that leaves its chunk
     through: Tensor  # (G, B, 1, 1, 1): one document goes through the whole chunk
     pairs: Tensor  # (G, B, 1, L, L): both tokens belong to one document
-    first: Tensor  # (B, 1, G·L, 1): the token continues the document of the state that enters the group
-    last: Tensor  # (B, 1, G·L, 1): the token belongs to the document of the state that leaves the group
+    first: Tensor  # (B, 1, G·L, 1): the token continues the document of the state that enters the batch
+    last: Tensor  # (B, 1, G·L, 1): the token belongs to the document of the state that leaves the batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class GLAChunkBatch:
     """Neighbouring chunks of equal length of every row, and the operations on them.
 
-    Tensors of a group are (G, B, H, L, width), contiguous. Resets select instead of multiplying by zero, so
+    Tensors of a batch are (G, B, H, L, width), contiguous. Resets select instead of multiplying by zero, so
     that a state that overflowed in one document gives no NaN in the next.
     """
 
@@ -45,14 +46,15 @@ class Group:
     num_chunks: int
     chunk_tokens: int
     sums: Sums
-    masks: Masks | None
+    masks: GLAMasks | None
 
     def load(self, x: Tensor) -> Tensor:
-        """A copy (never a view) of this group's tokens of x (B, T, H, width), in the arithmetic's dtype."""
+        """A copy (never a view) of this batch's tokens of x (B, T, H, width), in the arithmetic's dtype."""
+        # Chunks first, because states go from chunk to chunk and each one must be contiguous.
         return self._copy(self._tokens(x).permute(1, 0, 3, 2, 4))
 
     def store(self, out: Tensor, x: Tensor) -> None:
-        """Write x into this group's tokens of out (B, T, H, width)."""
+        """Write x into this batch's tokens of out (B, T, H, width)."""
         self._tokens(out).permute(1, 0, 3, 2, 4).copy_(x)
 
     def _load_rows(self, x: Tensor) -> Tensor:
@@ -66,9 +68,9 @@ class Group:
     def _copy(self, x: Tensor) -> Tensor:
         return torch.empty(x.shape, dtype=self.sums.upto.dtype, device=x.device).copy_(x)
 
-    def decays(self, log_decay: Tensor) -> Decays:
-        """The decays of this group's tokens, from log_decay (B, T, H, K)."""
-        return Decays.of(self.load(log_decay).clamp_(min=LOG_ZERO), self.sums)
+    def decays(self, log_decay: Tensor) -> GLADecays:
+        """The decays of this batch's tokens, from log_decay (B, T, H, K)."""
+        return GLADecays.of(self.load(log_decay).clamp_(min=LOG_ZERO), self.sums)
 
     def causal_(self, scores: Tensor, diagonal: int = 0) -> Tensor:
         """Clear scores (G, B, H, L, L) of later tokens and of other documents, in place."""
@@ -92,11 +94,11 @@ class Group:
         states[0] = state
         torch.bmm(k_out.flatten(0, 2).mT, v.flatten(0, 2), out=states[1:].flatten(0, 2))
         for chunk in range(self.num_chunks):
-            self._carry_(states[chunk + 1], states[chunk], through, chunk)
+            self._add_passed_(states[chunk + 1], states[chunk], through, chunk)
         return states
 
     def scan_back(self, q_in: Tensor, do: Tensor, through: Tensor, dstate: Tensor) -> Tensor:
-        """Cotangents (G+1, B, H, K, V) of the states of ``scan``, from that of the one that leaves the group.
+        """Cotangents (G+1, B, H, K, V) of the states of ``scan``, from that of the one that leaves the batch.
 
         From queries that are decayed from their chunk's start and cleared by ``incoming_``.
         """
@@ -104,19 +106,19 @@ class Group:
         dstates[-1] = dstate
         torch.bmm(q_in.flatten(0, 2).mT, do.flatten(0, 2), out=dstates[:-1].flatten(0, 2))
         for chunk in reversed(range(self.num_chunks)):
-            self._carry_(dstates[chunk], dstates[chunk + 1], through, chunk)
+            self._add_passed_(dstates[chunk], dstates[chunk + 1], through, chunk)
         return dstates
 
-    def _carry_(self, share: Tensor, carried: Tensor, through: Tensor, chunk: int) -> None:
+    def _add_passed_(self, share: Tensor, running: Tensor, through: Tensor, chunk: int) -> None:
         if self.masks is None:
-            share.addcmul_(carried, through[chunk])
+            share.addcmul_(running, through[chunk])
         else:
-            share.add_((carried * through[chunk]).masked_fill_(~self.masks.through[chunk], 0.0))
+            share.add_((running * through[chunk]).masked_fill_(~self.masks.through[chunk], 0.0))
 
     def decay_gradient(
         self, inside: Tensor, leaving: Tensor, through: Tensor, states: Tensor, dstates: Tensor
     ) -> Tensor:
-        """dlog_decay (G, B, H, L, K) of the group's tokens; spoils ``inside``.
+        """dlog_decay (G, B, H, L, K) of the batch's tokens; spoils ``inside``.
 
         Args:
             inside: q ⊙ dq - k ⊙ dk without the part of dk that is ``leaving`` (G, B, H, L, K).
@@ -125,6 +127,7 @@ class Group:
             states: the states that enter the chunks (G, B, H, K, V).
             dstates: the cotangents of the states that leave the chunks (G, B, H, K, V).
         """
+        # What goes through the whole chunk meets all its decays.
         passing = (states * dstates).sum(-1, keepdim=True).mul_(through).mT
         earlier = self.outgoing_(self.sums.after.mT @ leaving)
         if self.masks is None:
@@ -136,7 +139,7 @@ class Group:
         return inside.masked_fill_(self.masks.begins, 0.0)
 
     def leave(self, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> Tensor:
-        """The state that leaves the group when ``state`` (B, H, K, V) enters it, without those in between.
+        """The state that leaves the batch when ``state`` (B, H, K, V) enters it, without those in between.
 
         k, v and log_decay are whole rows (B, T, H, width).
         """
@@ -147,7 +150,7 @@ class Group:
         return self._pass_on(sums.exp_(), later[:, :, 0], k, v, state, to_end=True)
 
     def leave_back(self, q: Tensor, do: Tensor, log_decay: Tensor, dstate: Tensor) -> Tensor:
-        """The cotangent of the state that enters the group, from ``dstate`` of the one that leaves it.
+        """The cotangent of the state that enters the batch, from ``dstate`` of the one that leaves it.
 
         q, do and log_decay are whole rows (B, T, H, width).
         """
@@ -157,57 +160,58 @@ class Group:
         sums[:, :, 1:] += earlier[:, :, :-1, None]
         return self._pass_on(sums.exp_(), earlier[:, :, -1], q, do, dstate, to_end=False)
 
-    def _pass_on(self, decays: Tensor, total: Tensor, x: Tensor, y: Tensor, carried: Tensor, *, to_end: bool) -> Tensor:
-        """Σ_t decay_t x_t y_tᵀ over the kept tokens, and what one document carries through the group."""
+    def _pass_on(self, decays: Tensor, total: Tensor, x: Tensor, y: Tensor, running: Tensor, *, to_end: bool) -> Tensor:
+        """Σ_t decay_t x_t y_tᵀ over the kept tokens, and what one document passes through the batch."""
         x = decays.mul_(self._load_rows(x)).flatten(2, 3)
         y = self._load_rows(y).flatten(2, 3)
+        # One decay from each token to the border of the batch: a sum of terms of one sign, whatever their number.
         through = total.exp().unsqueeze(-1)
         if self.masks is None:
-            return torch.addcmul(x.mT @ y, carried, through)
+            return torch.addcmul(x.mT @ y, running, through)
         kept = self.masks.last if to_end else self.masks.first
         one_document = self.masks.first[:, :, -1:]
-        return x.masked_fill_(~kept, 0.0).mT @ y + (carried * through).masked_fill_(~one_document, 0.0)
+        return x.masked_fill_(~kept, 0.0).mT @ y + (running * through).masked_fill_(~one_document, 0.0)
 
 
-def chunk_groups(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk_size: int) -> list[Group]:
-    """Cut the rows into groups of whole chunks, and the rest of T / C into one shorter chunk."""
+def chunk_batches(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk_size: int) -> list[GLAChunkBatch]:
+    """Cut the rows into batches of whole chunks, and the rest of T / C into one shorter chunk."""
     num_rows, num_tokens, num_heads, key_width = q.shape
     chunk_elements = num_rows * num_heads * chunk_size * max(key_width, v.shape[3])
-    group_chunks = max(-(-_GROUP_TOKENS // chunk_size), _GROUP_ELEMENTS // max(1, chunk_elements))
-    fragments = None
+    batch_chunks = max(-(-_BATCH_TOKENS // chunk_size), _BATCH_ELEMENTS // max(1, chunk_elements))
+    documents = None
     if cu_seqlens is not None:
-        fragments = fragment_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)
+        documents = document_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)
     whole, rest = divmod(num_tokens, chunk_size)
     sums = chunk_sums(chunk_size, q)
-    cuts = [(c, min(group_chunks, whole - c), chunk_size) for c in range(0, whole, group_chunks)]
+    cuts = [(c, min(batch_chunks, whole - c), chunk_size) for c in range(0, whole, batch_chunks)]
     if rest:
         cuts.append((whole, 1, rest))
-    groups = []
+    batches = []
     for first_chunk, num_chunks, chunk_tokens in cuts:
         start = first_chunk * chunk_size
-        groups.append(
-            Group(
+        batches.append(
+            GLAChunkBatch(
                 start=start,
                 num_chunks=num_chunks,
                 chunk_tokens=chunk_tokens,
                 sums=sums if chunk_tokens == chunk_size else chunk_sums(chunk_tokens, q),
-                masks=None if fragments is None else _masks(fragments, start, num_chunks, chunk_tokens),
+                masks=None if documents is None else _masks(documents, start, num_chunks, chunk_tokens),
             )
         )
-    return groups
+    return batches
 
 
-def _masks(fragments: Tensor, start: int, num_chunks: int, chunk_tokens: int) -> Masks | None:
-    """The masks of a group, or None when no document begins in it: boundaries cost only where they are."""
-    here = fragments.narrow(1, start, num_chunks * chunk_tokens)
-    before = fragments[:, start - 1] if start else torch.zeros_like(fragments[:, 0])
+def _masks(documents: Tensor, start: int, num_chunks: int, chunk_tokens: int) -> GLAMasks | None:
+    """The masks of a batch, or None when no document begins in it: boundaries cost only where they are."""
+    here = documents.narrow(1, start, num_chunks * chunk_tokens)
+    before = documents[:, start - 1] if start else torch.zeros_like(documents[:, 0])
     if torch.equal(here[:, -1], before):
         return None
     tokens = here.unflatten(1, (num_chunks, chunk_tokens)).transpose(0, 1)  # (G, B, L)
     previous = torch.cat([before[:, None], here[:, :-1]], dim=1)
     previous = previous.unflatten(1, (num_chunks, chunk_tokens)).transpose(0, 1)
     entering, leaving = previous[:, :, :1], tokens[:, :, -1:]
-    return Masks(
+    return GLAMasks(
         begins=(tokens != previous)[:, :, None, :, None],
         incoming=(tokens == entering)[:, :, None, :, None],
         outgoing=(tokens == leaving)[:, :, None, :, None],

@@ -7,11 +7,11 @@ Names of shapes: B rows, T tokens, H heads, K key width, V value width; G sums l
 import torch
 from torch import Tensor
 
-from lightscale.kernels.common.fragments import first_fragment, last_fragment, masked, one_fragment
+from lightscale.kernels.common.document_masks import in_first_document, in_last_document, masked, one_document
 from lightscale.kernels.common.states import without_autocast
 
 # Tokens whose decays are summed at once: in fp64, of which a whole row would take twice the memory of its gates.
-_SPAN_TOKENS = 1024
+_BATCH_TOKENS = 1024
 
 
 @torch.no_grad()
@@ -22,22 +22,23 @@ def read_fwd(q: Tensor, log_decay: Tensor, S_in: Tensor, cu_seqlens: Tensor | No
     Args:
         q: queries (B, T, H, K).
         log_decay: (B, T, H, K).
-        S_in: the state (B, H, K, V) that enters; only the row's first fragment reads it.
+        S_in: the state (B, H, K, V) that enters; only the row's first document reads it.
         cu_seqlens: (N+1,) or None.
 
     Returns:
         (B, T, H, V) in q's dtype.
     """
     num_rows, num_tokens = q.shape[:2]
-    kept = first_fragment(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)
+    kept = in_first_document(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)
     o = q.new_empty(*q.shape[:3], S_in.shape[3])
     total = torch.zeros(*S_in.shape[:3], dtype=torch.float64, device=q.device)
-    for start in range(0, num_tokens, _SPAN_TOKENS):
-        span = slice(start, start + _SPAN_TOKENS)
-        sums = total[:, None] + log_decay[:, span].cumsum(1, dtype=torch.float64)
+    for start in range(0, num_tokens, _BATCH_TOKENS):
+        tokens = slice(start, start + _BATCH_TOKENS)
+        # The sums go on from batch to batch in fp64: in fp32 they would drift over a million tokens.
+        sums = total[:, None] + log_decay[:, tokens].cumsum(1, dtype=torch.float64)
         total = sums[:, -1]
-        weighted = masked(q[:, span] * sums.exp().to(S_in.dtype), None if kept is None else kept[:, span])
-        o[:, span] = torch.einsum("bthk,bhkv->bthv", weighted, S_in).to(q.dtype)
+        weighted = masked(q[:, tokens] * sums.exp().to(S_in.dtype), None if kept is None else kept[:, tokens])
+        o[:, tokens] = torch.einsum("bthk,bhkv->bthv", weighted, S_in).to(q.dtype)
     return o
 
 
@@ -56,28 +57,28 @@ def write_bwd(
         v: values (B, T, H, V).
         log_decay: (B, T, H, K).
         S_in: the state (B, H, K, V) that entered the row.
-        dS_end: the cotangent (B, H, K, V) of the state that leaves it; only the row's last fragment writes to that.
+        dS_end: the cotangent (B, H, K, V) of the state that leaves it; only the row's last document writes to that.
         cu_seqlens: (N+1,) or None.
     """
     num_rows, num_tokens = k.shape[:2]
     shape = {"num_rows": num_rows, "num_tokens": num_tokens}
-    kept = last_fragment(cu_seqlens, **shape)
+    kept = in_last_document(cu_seqlens, **shape)
     dk, dv, dlog_decay = k.new_empty(k.shape), v.new_empty(v.shape), log_decay.new_empty(log_decay.shape)
     written = torch.empty(log_decay.shape, dtype=dS_end.dtype, device=k.device)
     total = torch.zeros(*S_in.shape[:3], dtype=torch.float64, device=k.device)
-    for start in reversed(range(0, num_tokens, _SPAN_TOKENS)):
-        span = slice(start, start + _SPAN_TOKENS)
-        behind = torch.nn.functional.pad(log_decay[:, span][:, 1:], (0, 0, 0, 0, 0, 1)).double()
+    for start in reversed(range(0, num_tokens, _BATCH_TOKENS)):
+        tokens = slice(start, start + _BATCH_TOKENS)
+        behind = torch.nn.functional.pad(log_decay[:, tokens][:, 1:], (0, 0, 0, 0, 0, 1)).double()
         sums = total[:, None] + behind.flip(1).cumsum(1).flip(1)
-        total = total + log_decay[:, span].sum(1, dtype=torch.float64)
-        weights = masked(sums.exp().to(dS_end.dtype), None if kept is None else kept[:, span])
-        dk_s = torch.einsum("bthv,bhkv->bthk", v[:, span].to(dS_end.dtype), dS_end) * weights
-        keys = k[:, span].to(dS_end.dtype)
-        dv[:, span] = torch.einsum("bthk,bhkv->bthv", keys * weights, dS_end).to(v.dtype)
-        written[:, span] = keys * dk_s
-        dk[:, span] = dk_s.to(k.dtype)
+        total = total + log_decay[:, tokens].sum(1, dtype=torch.float64)
+        weights = masked(sums.exp().to(dS_end.dtype), None if kept is None else kept[:, tokens])
+        dk_s = torch.einsum("bthv,bhkv->bthk", v[:, tokens].to(dS_end.dtype), dS_end) * weights
+        keys = k[:, tokens].to(dS_end.dtype)
+        dv[:, tokens] = torch.einsum("bthk,bhkv->bthv", keys * weights, dS_end).to(v.dtype)
+        written[:, tokens] = keys * dk_s
+        dk[:, tokens] = dk_s.to(k.dtype)
     passed = total.exp().to(dS_end.dtype) * (S_in * dS_end).sum(-1)
-    whole = one_fragment(cu_seqlens, **shape)
+    whole = one_document(cu_seqlens, **shape)
     if whole is not None:
         passed = torch.where(whole[:, None, None], passed, 0.0)
     before = passed[:, None] + torch.nn.functional.pad(written, (0, 0, 0, 0, 1, 0))[:, :-1].cumsum(1)

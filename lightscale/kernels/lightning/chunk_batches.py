@@ -1,8 +1,8 @@
-"""The grid of chunks over the rows of decay attention: powers of the decay, masks of documents, and products.
+"""The chunks of lightning attention's rows, in batches: powers of the decay, masks of documents, and products.
 
 Names of shapes: B rows, T tokens, H heads, K key width, V value width, F width of the features: 2K with angles, else
-K. A row is cut into chunks of C tokens,
-the last one shorter; L is the number of tokens of the chunk at hand. G neighbours are computed at once.
+K. A row is cut into chunks of C tokens, the last one shorter; L is the number of tokens of the chunk at hand. G
+neighbours, a chunk batch, are computed at once.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from lightscale.kernels.common.angles import Angles, Phases, features, features_bwd, phases_of
-from lightscale.kernels.common.documents import fragment_numbers
+from lightscale.kernels.common.documents import document_numbers
 from lightscale.kernels.common.states import state_dtype
 
-# Elements of one operand of a group of chunks: 0.5 MiB in fp32, so that a group's operands stay in the
+# Elements of one operand of a chunk batch: 0.5 MiB in fp32, so that a batch's operands stay in the
 # second-level cache (README.md, "What was tried").
-_GROUP_ELEMENTS = 2**17
+_BATCH_ELEMENTS = 2**17
 
 
-class Decays:
+class LightningDecays:
     """Powers of λ by integer distance, made in fp64 and then rounded once; no exponent is above 0."""
 
     def __init__(self, log_decay: Tensor | None, *, num_heads: int, chunk_size: int, like: Tensor) -> None:
@@ -50,8 +50,8 @@ class Decays:
         return self.powers[:, num_tokens, None, None]
 
 
-class Masks(NamedTuple):
-    """Which tokens of a group of chunks belong together, where a document begins in one of the chunks."""
+class LightningMasks(NamedTuple):
+    """Which tokens of a chunk batch belong together, where a document begins in one of the chunks."""
 
     incoming: Tensor  # (B, G, 1, L, 1): the token continues the document of the state that enters its chunk
     outgoing: Tensor  # (B, G, 1, L, 1): the token belongs to the document of the state that leaves its chunk
@@ -61,21 +61,21 @@ class Masks(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class LightningChunkBatch:
     """Neighbouring chunks of equal length of every row, and the operations on them.
 
-    Tensors of a group are (B, G, H, L, width), contiguous. Resets select instead of multiplying by zero, so
+    Tensors of a batch are (B, G, H, L, width), contiguous. Resets select instead of multiplying by zero, so
     that a state that overflowed in one document gives no NaN in the next.
     """
 
     start: int
     num_chunks: int
     chunk_tokens: int
-    decays: Decays
-    masks: Masks | None
+    decays: LightningDecays
+    masks: LightningMasks | None
 
     def load(self, x: Tensor, phases: Phases | None = None) -> Tensor:
-        """A copy (never a view) of this group's tokens of x (B, T, H, width), or of their features, in its dtype."""
+        """A copy (never a view) of this batch's tokens of x (B, T, H, width), or of their features, in its dtype."""
         tokens = self._tokens(x)
         if phases is not None:
             tokens = features(tokens.to(self.decays.dtype), phases)
@@ -83,11 +83,11 @@ class Group:
         return torch.empty(chunks.shape, dtype=self.decays.dtype, device=x.device).copy_(chunks)
 
     def store(self, out: Tensor, x: Tensor) -> None:
-        """Write x into this group's tokens of out (B, T, H, width)."""
+        """Write x into this batch's tokens of out (B, T, H, width)."""
         self._tokens(out).transpose(2, 3).copy_(x)
 
     def phases(self, angles: Angles | None) -> Phases | None:
-        """Those of this group's tokens, (B, G, L, H, K) each."""
+        """Those of this batch's tokens, (B, G, L, H, K) each."""
         if angles is None:
             return None
         return phases_of(Angles(angles.theta.detach(), self._tokens(angles.positions)), self.decays.dtype)
@@ -95,7 +95,7 @@ class Group:
     def narrow(
         self, x: Tensor, dx: Tensor, angles: Angles | None, phases: Phases | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The gradients of this group's x and of theta by those (B, G, H, L, F) of its features."""
+        """The gradients of this batch's x and of theta by those (B, G, H, L, F) of its features."""
         if angles is None or phases is None:
             return dx, None
         here = Angles(angles.theta, self._tokens(angles.positions))
@@ -103,7 +103,7 @@ class Group:
         return of_x.transpose(2, 3), dtheta
 
     def _tokens(self, x: Tensor) -> Tensor:
-        """A view (B, G, L, …) of this group's tokens of x (B, T, …)."""
+        """A view (B, G, L, …) of this batch's tokens of x (B, T, …)."""
         tokens = x.narrow(1, self.start, self.num_chunks * self.chunk_tokens)
         return tokens.unflatten(1, (self.num_chunks, self.chunk_tokens))
 
@@ -130,23 +130,24 @@ class Group:
         """out += x @ state, for rows weighed by ``weigh_outgoing_``."""
         _add_product_(out, x, state, None if self.masks is None else self.masks.outgoing)
 
-    def scan_(self, shares: Tensor, carried: Tensor, order: Iterable[int]) -> Tensor:
-        """Carry a state through the chunks in ``order``.
+    def scan_(self, shares: Tensor, running: Tensor, order: Iterable[int]) -> Tensor:
+        """Pass a state through the chunks in ``order``.
 
         ``shares`` (B, G, H, F, V), what each chunk adds, is overwritten with what the chunk receives:
         forward, the state that enters it; in reverse, the cotangent of the state that leaves it. Returns what
-        is carried on.
+        is passed on.
         """
         decay = self.decays.through(self.chunk_tokens)
         for chunk in order:
+            # In place: what a chunk adds is read before what it receives is written over it.
             share = shares[:, chunk]
             if self.masks is None:
-                carried_on = torch.addcmul(share, carried, decay)
+                passed_on = torch.addcmul(share, running, decay)
             else:
-                carried_on = share + (carried * decay).masked_fill_(~self.masks.through[:, chunk], 0.0)
-            share.copy_(carried)
-            carried = carried_on
-        return carried
+                passed_on = share + (running * decay).masked_fill_(~self.masks.through[:, chunk], 0.0)
+            share.copy_(running)
+            running = passed_on
+        return running
 
     def scan_states(self, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """The state (B, G, H, F, V) that enters each chunk, and the one that leaves the last. Spoils k."""
@@ -154,7 +155,7 @@ class Group:
         return states, self.scan_(states, state, range(self.num_chunks))
 
     def decay_gradient(self, reads: Tensor, writes: Tensor, states: Tensor, dstates: Tensor) -> Tensor:
-        """This group's part of dlog_decay (H,).
+        """This batch's part of dlog_decay (H,).
 
         From reads = q·dq and writes = k·dk (B, G, H, L), and from the states that leave the chunks and their
         cotangents (B, G, H, F, V).
@@ -175,30 +176,34 @@ def _add_product_(out: Tensor, x: Tensor, state: Tensor, kept: Tensor | None) ->
         out.add_((x @ state).masked_fill_(~kept, 0.0))
 
 
-def chunk_groups(v: Tensor, width: int, decays: Decays, cu_seqlens: Tensor | None, chunk_size: int) -> Iterator[Group]:
-    """Cut the rows of v (B, T, H, V), and of features of ``width``, into groups of whole chunks.
+def chunk_batches(
+    v: Tensor, width: int, decays: LightningDecays, cu_seqlens: Tensor | None, chunk_size: int
+) -> Iterator[LightningChunkBatch]:
+    """Cut the rows of v (B, T, H, V), and of features of ``width``, into batches of whole chunks.
 
     The rest of T / C is one shorter chunk.
     """
     num_rows, num_tokens, num_heads, value_width = v.shape
-    group_chunks = max(1, _GROUP_ELEMENTS // (num_rows * num_heads * chunk_size * max(width, value_width)))
-    fragments = None
+    batch_chunks = max(1, _BATCH_ELEMENTS // (num_rows * num_heads * chunk_size * max(width, value_width)))
+    documents = None
     if cu_seqlens is not None:
-        fragments = fragment_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)
+        documents = document_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)
     whole, rest = divmod(num_tokens, chunk_size)
-    cuts = [(c, min(group_chunks, whole - c), chunk_size) for c in range(0, whole, group_chunks)]
+    cuts = [(c, min(batch_chunks, whole - c), chunk_size) for c in range(0, whole, batch_chunks)]
     if rest:
         cuts.append((whole, 1, rest))
     for first_chunk, num_chunks, chunk_tokens in cuts:
         start = first_chunk * chunk_size
-        masks = None if fragments is None else _masks(fragments, start, num_chunks, chunk_tokens)
-        yield Group(start=start, num_chunks=num_chunks, chunk_tokens=chunk_tokens, decays=decays, masks=masks)
+        masks = None if documents is None else _masks(documents, start, num_chunks, chunk_tokens)
+        yield LightningChunkBatch(
+            start=start, num_chunks=num_chunks, chunk_tokens=chunk_tokens, decays=decays, masks=masks
+        )
 
 
-def _masks(fragments: Tensor, start: int, num_chunks: int, chunk_tokens: int) -> Masks | None:
-    """The masks of a group, or None when no document begins in it: boundaries cost only where they are."""
-    here = fragments.narrow(1, start, num_chunks * chunk_tokens)
-    before = fragments[:, start - 1] if start else torch.zeros_like(fragments[:, 0])
+def _masks(documents: Tensor, start: int, num_chunks: int, chunk_tokens: int) -> LightningMasks | None:
+    """The masks of a batch, or None when no document begins in it: boundaries cost only where they are."""
+    here = documents.narrow(1, start, num_chunks * chunk_tokens)
+    before = documents[:, start - 1] if start else torch.zeros_like(documents[:, 0])
     if torch.equal(here[:, -1], before):
         return None
     here = here.unflatten(1, (num_chunks, chunk_tokens))  # (B, G, L)
@@ -207,7 +212,7 @@ def _masks(fragments: Tensor, start: int, num_chunks: int, chunk_tokens: int) ->
     index = torch.arange(chunk_tokens, device=here.device)
     begins = here != torch.cat([entering, here[:, :, :-1]], dim=2)
     latest_start = torch.where(begins, index, -1).cummax(2).values
-    return Masks(
+    return LightningMasks(
         incoming=(here == entering)[:, :, None, :, None],
         outgoing=(here == last)[:, :, None, :, None],
         through=(entering == last)[:, :, None, :, None],

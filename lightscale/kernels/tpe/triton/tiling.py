@@ -1,0 +1,10 @@
+"""Tiles of the Triton kernels of the scan; README.md, "In Triton", says why."""
+
+STEP = 16
+"""Tokens of one step: the least that a matrix product takes."""
+
+CHANNELS = 16
+"""Channels of one program: tiles of states (E, channels) are held in registers."""
+
+PARAMETER_MODES = 64
+"""Most modes of a program of the parameters' gradients, which has four tiles of states."""
