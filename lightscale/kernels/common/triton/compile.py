@@ -10,7 +10,6 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-_KERNELS = Path(__file__).parents[2]
+from lightscale.kernels.common.backends import implementation
+from lightscale.kernels.operators import get_operator, operator_names
+
 _TARGET = GPUTarget("cuda", 90, 32)
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -72,12 +73,12 @@ class Compiled:
 
 def operators() -> list[str]:
     """The operators that have Triton kernels."""
-    return sorted(path.parent.name for path in _KERNELS.glob("*/triton") if path.parent.name != "common")
+    return sorted(name for name in operator_names() if "triton" in get_operator(name).backend_names)
 
 
 def cases_of(operator: str) -> list[KernelCase]:
     """The cases of one of ``operators``."""
-    cases: list[KernelCase] = import_module(f"lightscale.kernels.{operator}.triton").COMPILE_CASES
+    cases: list[KernelCase] = implementation(operator, "triton").COMPILE_CASES
     return cases
 
 
