@@ -5,7 +5,7 @@ import itertools
 import json
 import re
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from lightscale.config.mixers import known_mixers, mixer_options_type
+from lightscale.config.mixers import MIXERS, known_mixers, mixer_options_type
 from lightscale.config.schema import RunConfig
 
 SECTIONS: tuple[str, ...] = tuple(RunConfig.model_fields)
@@ -56,19 +56,22 @@ def describe_fields() -> list[FieldDescription]:
 
     UserError where another package's mixer cannot be loaded.
     """
-    return list(_describe(RunConfig, ()))
+    return list(_describe(RunConfig, (), known_mixers()))
 
 
-def _describe(section: type[BaseModel], path: tuple[str, ...]) -> Iterator[FieldDescription]:
+def _describe(
+    section: type[BaseModel], path: tuple[str, ...], mixers: Iterable[str] = ()
+) -> Iterator[FieldDescription]:
+    """The fields of `section`, which stands at `path`, with the options of `mixers`."""
     for name, field in section.model_fields.items():
         if (*path, name) == MIXER_OPTIONS:
-            for mixer in known_mixers():
+            for mixer in mixers:
                 options = mixer_options_type(mixer)
                 yield from () if options is None else _describe(options, (*MIXER_OPTIONS, mixer))
             continue
         inner, named = table_type(field.annotation)
         if inner is not None:
-            yield from _describe(inner, (*path, name, "NAME") if named else (*path, name))
+            yield from _describe(inner, (*path, name, "NAME") if named else (*path, name), mixers)
             continue
         default = "(required)" if field.is_required() else toml_value(field.default)
         yield FieldDescription(
@@ -129,7 +132,8 @@ def nearest_key(path: tuple[str, ...]) -> str:
     if path[:2] == MIXER_OPTIONS:
         return _nearest_option(path)
     by_name: dict[str, list[str]] = {}
-    for field in describe_fields():
+    # Of built-in mixers only: another package that is broken has nothing to do with this mistake.
+    for field in _describe(RunConfig, (), MIXERS):
         by_name.setdefault(field.key.rpartition(".")[2], []).append(field.key)
     table = ".".join(name if depth < 2 else "NAME" for depth, name in enumerate(path[:-1]))
     siblings = [name for name, keys in by_name.items() if f"{table}.{name}" in keys]

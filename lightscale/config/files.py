@@ -182,8 +182,9 @@ def _explain(error: dict[str, Any], merged: _Merged, path: Path) -> str:
     origin, value = merged.origin(key) or path, merged.value(key)
     if error["type"] == "value_error":
         # A check of a section names its keys itself, one of a field or of a mixer's options only says what is wrong.
-        where = path if len(key) == 1 else f"{origin}: {key_text(key)} = {toml_value(value)}"
-        return f"{where}: {error['ctx']['error']}"
+        where = path if len(key) == 1 else f"{origin}: {key_text(key)}"
+        given = "" if len(key) == 1 or value is None else f" = {toml_value(value)}"
+        return f"{where}{given}: {error['ctx']['error']}"
     if error["type"] == "extra_forbidden":
         return f"{origin}: unknown key {key_text(key)}; {nearest_key(key)}"
     if value is None and len(key) == 1:

@@ -63,12 +63,16 @@ def mixer_entry(name: str) -> MixerEntry:
 
 
 def mixer_options_type(name: str) -> type[BaseModel] | None:
-    """The type of the options of the mixer ``name``; None when it has none. UserError as ``mixer_entry``."""
+    """The type of the options of the mixer ``name``; None when it has none.
+
+    Raises UserError as ``mixer_entry``, and for what cannot be imported or is no such type.
+    """
     options = mixer_entry(name).options
     if options is None:
         return None
     found = _imported(name, options, "the type of its options")
-    assert isinstance(found, type) and issubclass(found, BaseModel), f"{options} of mixer {name} is {found}, no Section"
+    if not isinstance(found, type) or not issubclass(found, BaseModel):
+        raise UserError(f"mixer {name}: the type of its options, {options}, must be a lightscale.config.schema.Section")
     return found
 
 

@@ -130,7 +130,7 @@ class ModelConfig(Section):
                 # Under the mixer's name, so that messages name the whole key.
                 errors += [_inside(name, dict(item)) for item in error.errors(include_url=False)]
                 continue
-            assert isinstance(options, Section), f"the options of mixer {name} are no Section"
+            assert isinstance(options, Section), f"{type(options)} of mixer {name} is no Section"
             if type(options).model_fields:
                 typed[name] = options
         if errors:

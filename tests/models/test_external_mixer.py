@@ -142,9 +142,28 @@ def test_a_broken_package_is_named(
     install(tmp_path / "site", entries=f"toy = {value}")
     on_path(tmp_path / "site")
     assert load(tiny_run).model.mixer == "tnl", "what a run does not use does not stop it"
+    with pytest.raises(UserError, match=r"did you mean model.hidden_size\?$"):
+        load(tiny_run, ["model.hiden_size=64"])
+    with pytest.raises(UserError, match=r"^mixer toy: the entry point of toy-mixer, "):
+        describe_fields()
     with pytest.raises(UserError) as refused:
         load(tiny_run, ["model.mixer=toy"])
     assert f"mixer toy: the entry point of toy-mixer, {message}" in str(refused.value)
+
+
+def test_options_that_are_no_section_are_refused(
+    tiny_run: Path, tmp_path: Path, on_path: Callable[[Path], None]
+) -> None:
+    install(tmp_path / "site", entries="toy = toy_mixer:ENTRY")
+    text = (
+        'from lightscale.config.mixers import MixerEntry\nENTRY = MixerEntry(cls="json:dumps", options="json:dumps")\n'
+    )
+    (tmp_path / "site" / "toy_mixer.py").write_text(text, encoding="utf-8")
+    on_path(tmp_path / "site")
+    with pytest.raises(UserError) as refused:
+        load(tiny_run, ["model.mixer=toy"])
+    message = "mixer toy: the type of its options, json:dumps, must be a lightscale.config.schema.Section"
+    assert str(refused.value) == f"{tiny_run}: model.mixer_options: {message}"
 
 
 @pytest.mark.usefixtures("installed")
@@ -162,8 +181,14 @@ def test_two_packages_with_one_name_are_refused(
 # ----- its layers, in processes of their own -------------------------------------------------------------------------
 
 
-def measure(rank: int, world_size: int, init_method: str, site: str, axes: str) -> dict[str, Any]:
+def measure(rank: int, world_size: int, init_method: str, site: str) -> dict[str, dict[str, Any]]:
+    """Of the layouts on so many processes, by their names."""
     sys.path.insert(0, site)
+    layouts = [name for name, axes in AXES.items() if axes[0] == world_size]
+    return {name: measure_layout(name, rank, f"{init_method}-{name}") for name in layouts}
+
+
+def measure_layout(name: str, rank: int, init_method: str) -> dict[str, Any]:
     from lightscale.config.schema import ModelConfig, ParallelConfig
     from lightscale.kernels.common.backends import set_default_backend
     from lightscale.models.accounting import parameter_shapes, parameter_terms, rank_parameters
@@ -171,18 +196,19 @@ def measure(rank: int, world_size: int, init_method: str, site: str, axes: str) 
     from lightscale.models.operators import describe_operators
     from lightscale.models.registry import check_mixers
     from lightscale.parallel.initialization import named_parameters
+    from lightscale.planning.workload import Workload
 
     model = ModelConfig(**{**tiny.MODEL, **MODEL})
-    _, tensor, pipeline, _ = AXES[axes]
-    with tiny.engine_on(AXES[axes], rank, init_method, **MODEL) as engine:
+    _, tensor, pipeline, _ = AXES[name]
+    with tiny.engine_on(AXES[name], rank, init_method, **MODEL) as engine:
         found: dict[str, Any] = {
             "held": sum(parameter.numel() for parameter in engine.module.parameters()),
             "counted": rank_parameters(model, tensor=tensor, pipeline=pipeline, stage=engine.mesh.groups.pp.rank()),
             "records": tiny.train(engine, 0, STEPS),
         }
-        if axes != "one":
+        if name != "one":
             return found
-        found["shapes"] = {name: tuple(weight.shape) for name, weight in named_parameters(engine.module)}
+        found["shapes"] = {key: tuple(weight.shape) for key, weight in named_parameters(engine.module)}
         (rows, *_) = tiny.step_batches(0, engine.mesh)
         with torch.no_grad():
             found["losses"] = {}
@@ -193,6 +219,8 @@ def measure(rank: int, world_size: int, init_method: str, site: str, axes: str) 
             found["in parts"] = in_parts(engine.module, rows)
     found["counted shapes"], found["terms"] = parameter_shapes(model), parameter_terms(model)
     found["flops"] = forward_flops_per_token(model, 48)
+    work = Workload(model, 48)
+    found["work"] = (work.embedding_part_flops, work.embedding_part_summaries(1), work.layers[0].cost.value)
     found["operators"] = describe_operators(model, torch.float32, torch.device("cpu"))
     with pytest.raises(UserError) as refused:
         check_mixers(model, ParallelConfig(sequence=2))
@@ -214,7 +242,9 @@ def in_parts(module: Any, rows: Any) -> float:
 
 @pytest.fixture(scope="module")
 def measured(run_ranks: RunRanks, site: Path) -> dict[str, list[dict[str, Any]]]:
-    return {axes: run_ranks(measure, AXES[axes][0], str(site), axes) for axes in AXES}
+    """What every rank of every layout found."""
+    by_size = {size: run_ranks(measure, size, str(site)) for size in sorted({axes[0] for axes in AXES.values()})}
+    return {name: [of_rank[name] for of_rank in by_size[axes[0]]] for name, axes in AXES.items()}
 
 
 def test_it_is_counted_as_it_is_built(measured: dict[str, list[dict[str, Any]]]) -> None:
@@ -227,6 +257,8 @@ def test_it_is_counted_as_it_is_built(measured: dict[str, list[dict[str, Any]]])
     # Two projections and chunks of 16 tokens in each layer, a multiplication and addition per channel before them.
     layers = L * (4 * D * D + 2 * 16 * D + 6 * D * tiny.MODEL["intermediate_size"])
     assert one["flops"] == layers + 2 * D + 2 * D * tiny.MODEL["vocab_size"]
+    # Its positions have no state to exchange.
+    assert one["work"] == (2 * D, {}, "scan")
 
 
 def test_its_operator_is_chosen_like_any_other(measured: dict[str, list[dict[str, Any]]]) -> None:
