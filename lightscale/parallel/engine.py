@@ -91,7 +91,7 @@ class Engine:
         config: the model's Megatron configuration.
         mesh: the axes and groups of this process.
         optimizer: None for a model that is only evaluated.
-        position_buckets: into how many equal parts of ``sequence_length`` losses are summed apart.
+        position_buckets: into how many equal parts of a row losses are summed apart.
     """
 
     def __init__(
@@ -100,13 +100,10 @@ class Engine:
         config: TransformerConfig,
         mesh: Mesh,
         *,
-        sequence_length: int,
-        micro_batch_size: int,
         optimizer: OptimizerSpec | None = None,
         position_buckets: int = 1,
     ) -> None:
         self.mesh, self.config = mesh, config
-        self.sequence_length, self.micro_batch_size = sequence_length, micro_batch_size
         self.position_buckets = position_buckets
         self.chunks: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
         self.models: list[DistributedDataParallel] = []

@@ -40,8 +40,6 @@ def build_engine(config: RunConfig, mesh: Mesh, *, vocab_size: int, trainable: b
         chunks,
         megatron,
         mesh,
-        sequence_length=config.data.sequence_length,
-        micro_batch_size=config.train.micro_batch_size,
         optimizer=optimizer_spec(config.optimizer) if trainable else None,
         position_buckets=config.metrics.position_buckets,
     )

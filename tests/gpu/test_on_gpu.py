@@ -55,7 +55,7 @@ def loss_and_gradients(rank: int, world_size: int, init_method: str, mixer: str,
         config = transformer_config(model, mesh, dtype)
         module = LanguageModel(config, model, vocab_size=512, mesh=mesh)
         draw_weights(module, seed=0, tensor_rank=0, tensor_size=1)
-        engine = Engine(module, config, mesh, sequence_length=512, micro_batch_size=2, optimizer=AdamW())
+        engine = Engine(module, config, mesh, optimizer=AdamW())
         tokens = torch.randint(0, 512, (2, 513), generator=torch.Generator().manual_seed(1))
         positions = torch.arange(512).repeat(2, 1)
         positions[0, 200:] -= 200

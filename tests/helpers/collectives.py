@@ -78,10 +78,10 @@ def check_equal(by_rank: list[Record], where: str) -> int:
         for rank in members:
             assert collectives[rank] == first, f"{where}: ranks {members[0]} and {rank} of {members} differ"
         number += len(first)
-        for place, rank in enumerate(members):
+        for index, rank in enumerate(members):
             for peer, other in enumerate(members):
                 sent = [entry[2:] for entry in by_member.get(rank, []) if entry[:2] == ("send", peer)]
-                received = [entry[2:] for entry in by_member.get(other, []) if entry[:2] == ("recv", place)]
+                received = [entry[2:] for entry in by_member.get(other, []) if entry[:2] == ("recv", index)]
                 assert sent == received, f"{where}: messages from {rank} to {other}"
                 number += len(sent)
     return number

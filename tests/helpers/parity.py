@@ -60,7 +60,7 @@ class Case:
     ranks_per_node: int | None = None
     recompute: str = "none"
     cuts: str = ""
-    """Where sequence ranks begin, like "0,50,51,51"; empty: equal stretches."""
+    """Where sequence ranks begin, like "0,50,51,51"; empty: equal segments."""
 
     @staticmethod
     def of(text: str) -> "Case":
@@ -130,9 +130,7 @@ def engine_on(case: Case, rank: int, world_size: int, init_method: str, dtype: t
         chunks = language_model_chunks(config, model, vocab_size=VOCAB_SIZE, mesh=mesh)
         for chunk in chunks:
             draw_weights(chunk, seed=0, tensor_rank=mesh.groups.tp.rank(), tensor_size=mesh.tensor)
-        yield Engine(
-            chunks, config, mesh, sequence_length=TOKENS, micro_batch_size=ROWS, optimizer=AdamW(), position_buckets=4
-        )
+        yield Engine(chunks, config, mesh, optimizer=AdamW(), position_buckets=4)
 
 
 def weights(engine: Engine) -> dict[str, Tensor]:
@@ -239,8 +237,8 @@ def _along(engine: Engine, case: Case, trajectory: list[Any], first_step: int = 
         sent = (exchange.num_calls, exchange.payload_bytes) if exchange else (0, 0)
         with kept_logits(engine) as own:
             sums = engine.forward_backward(batches)
-        for place, output in enumerate(own):
-            part = own_part(logits[mesh.data_rank + place * mesh.data], case, mesh)
+        for number, output in enumerate(own):
+            part = own_part(logits[mesh.data_rank + number * mesh.data], case, mesh)
             _raise(errors, "logits", error(output, part) if part.numel() else 0.0)
         calls = (exchange.num_calls - sent[0], exchange.payload_bytes - sent[1]) if exchange else (0, 0)
         _raise(errors, "loss", abs(sums.mean - expected.mean))

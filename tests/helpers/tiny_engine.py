@@ -115,7 +115,7 @@ def whole(parameter: Any, own: Tensor, mesh: Mesh) -> Tensor:
     parts = [torch.empty_like(own) for _ in range(mesh.tensor)]
     dist.all_gather(parts, own.contiguous(), group=mesh.groups.tp)
     stacked = [part.chunk(parameter.partition_stride, dim=parameter.partition_dim) for part in parts]
-    return torch.cat([piece for pieces in zip(*stacked, strict=True) for piece in pieces], dim=parameter.partition_dim)
+    return torch.cat([part for parts in zip(*stacked, strict=True) for part in parts], dim=parameter.partition_dim)
 
 
 def own_state(engine: Engine) -> dict[str, Any]:
@@ -123,17 +123,17 @@ def own_state(engine: Engine) -> dict[str, Any]:
     optimizer: Any = engine.optimizer
     state: dict[str, Any] = {name: parameter.detach().clone() for name, parameter in named(engine)}
     for number, part in enumerate(optimizer.megatron.chained_optimizers):
-        for place, group in enumerate(part.optimizer.param_groups):
-            state[f"{number} group {place}"] = {
+        for order, group in enumerate(part.optimizer.param_groups):
+            state[f"{number} group {order}"] = {
                 # Those two are set before every step from the schedule and the engine's constants.
                 key: value
                 for key, value in group.items()
                 if key not in ("params", "lr", "weight_decay")
             }
-            for order, parameter in enumerate(group["params"]):
-                state[f"{number} {place} {order}"] = parameter.detach().clone()
+            for index, parameter in enumerate(group["params"]):
+                state[f"{number} {order} {index}"] = parameter.detach().clone()
                 for key, value in part.optimizer.state[parameter].items():
-                    state[f"{number} {place} {order} {key}"] = value.clone()
+                    state[f"{number} {order} {index} {key}"] = value.clone()
     return state
 
 

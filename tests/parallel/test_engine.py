@@ -33,9 +33,7 @@ def build(mesh: Mesh, optimizer: AdamW | None, dtype: torch.dtype = torch.float3
         config, MODEL, vocab_size=VOCAB_SIZE, mesh=mesh, pre_process=stage == 0, post_process=mesh.is_last_stage
     )
     draw_weights(model, seed=0, tensor_rank=mesh.groups.tp.rank(), tensor_size=mesh.tensor)
-    return Engine(
-        model, config, mesh, sequence_length=TOKENS, micro_batch_size=2, optimizer=optimizer, position_buckets=BUCKETS
-    )
+    return Engine(model, config, mesh, optimizer=optimizer, position_buckets=BUCKETS)
 
 
 def global_batch(step: int) -> Any:
@@ -108,10 +106,10 @@ def expected_sums(losses: Tensor, mask: Tensor) -> LossSums:
     """By plain loops."""
     buckets = [[0.0, 0] for _ in range(BUCKETS)]
     for row in range(4):
-        for place in range(TOKENS):
-            if mask[row, place]:
-                bucket = buckets[place * BUCKETS // TOKENS]
-                bucket[0] += float(losses[row, place])
+        for index in range(TOKENS):
+            if mask[row, index]:
+                bucket = buckets[index * BUCKETS // TOKENS]
+                bucket[0] += float(losses[row, index])
                 bucket[1] += 1
     total, count = sum(loss for loss, _ in buckets), sum(number for _, number in buckets)
     return LossSums(loss=total, tokens=int(count), by_bucket=tuple((loss, int(number)) for loss, number in buckets))

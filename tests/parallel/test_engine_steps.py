@@ -1,4 +1,4 @@
-"""A step in its two parts, the norm and its application: as Megatron's own, and without a trace when it is left out."""
+"""A step in its two parts, the norm and its application: as Megatron's own, and without a trace when it is skipped."""
 
 import math
 import runpy
@@ -66,8 +66,8 @@ def steps(rank: int, world_size: int, init_method: str, layouts: list[Axes], mix
             first = tiny.own_state(engine)
             numbers = [good_step(engine, number) for number in range(2)]
             before, bad = tiny.own_state(engine), []
-            for place in range(world_size):
-                bad += [bad_step(engine, loss=loss, rank=place) for loss in (True, False)]
+            for bad_rank in range(world_size):
+                bad += [bad_step(engine, loss=loss, rank=bad_rank) for loss in (True, False)]
             changed = tiny.differing(before, tiny.own_state(engine))
             numbers += [good_step(engine, number) for number in (2, 3)]
             found[axes] = {
@@ -85,13 +85,13 @@ def steps(rank: int, world_size: int, init_method: str, layouts: list[Axes], mix
 
 
 @pytest.mark.parametrize("mixer", ["tnl", pytest.param("hgrn2", marks=pytest.mark.long)])
-def test_steps_in_two_parts_and_steps_left_out(run_ranks: RunRanks, mixer: str) -> None:
+def test_steps_in_two_parts_and_skipped_steps(run_ranks: RunRanks, mixer: str) -> None:
     ranks = run_ranks(steps, 2, AXES, mixer, timeout_s=200)
     for axes in AXES:
         results = [found[axes] for found in ranks]
         for result in results:
             assert (result["numbers"], result["weights"]) == (True, []), axes
-            assert result["changed"] == [], f"{axes}: a step that was left out changed something"
+            assert result["changed"] == [], f"{axes}: a skipped step changed something"
             assert (result["again"], result["repeated"]) == ([], True), axes
             assert len(result["bad"]) == 4
             for loss, norm in result["bad"]:

@@ -51,7 +51,7 @@ def test_equals_log_softmax(ranks: int, run_ranks: Callable[..., list[Any]]) -> 
     results = run_ranks(on_ranks, ranks)
     for dtype, limit in LIMITS.items():
         assert all(torch.equal(result[dtype][0], results[0][dtype][0]) for result in results)
-        gradients = [torch.cat([result[dtype][place] for result in results]) for place in (1, 2)]
+        gradients = [torch.cat([result[dtype][index] for result in results]) for index in (1, 2)]
         for found, wanted in zip((results[0][dtype][0], *gradients), expected, strict=True):
             assert float((found.double() - wanted).norm() / wanted.norm()) < limit
         assert not gradients[1][VOCAB_SIZE:].any()
