@@ -175,7 +175,7 @@ def test_a_step_left_out_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert list(shown["train/loss"]) == list(shown["train/grad_norm"]) == [1]
     assert list(shown["train/lr"]) == [1, 2]
     first, second = capsys.readouterr().err.splitlines()
-    assert second.endswith("  left out") and not first.endswith("  left out")
+    assert second.endswith("  skipped") and not first.endswith("  skipped")
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -149,7 +149,7 @@ def test_stopped_runs_go_on_as_if_nothing_had_happened(
         assert status.step >= step
         assert status.tokens == status.step * 256
         assert list_steps(run.checkpoints)[-1] == status.step
-        assert f"{signum.name}: finishing this step, then saving and leaving" in ended.stderr
+        assert f"{signum.name}: finishing this step, then saving and exiting" in ended.stderr
         # The line that says how to go on is the command itself.
         assert ended.last_line.startswith("go on with: lightscale train ")
         words = shlex.split(ended.last_line.partition("lightscale train ")[2])

@@ -128,7 +128,7 @@ def test_run_directories_that_are_none(folder: Path, refusal: Callable[..., str]
     (folder / "mine" / "notes.txt").write_text("mine")
     assert "file" in refusal("run.toml", "--run", "file")
     assert "file" in refusal("run.toml", "--run", "file/run")
-    assert "mine is no run directory: it has files but no config.toml" in refusal("run.toml", "--run", "mine")
+    assert "mine is not a run directory: it has files but no config.toml" in refusal("run.toml", "--run", "mine")
     assert (folder / "file").read_text() == (folder / "mine" / "notes.txt").read_text() == "mine"
 
 
@@ -153,7 +153,7 @@ def test_a_run_whose_numbers_stay_bad_is_stopped(workplace: Path, train: Callabl
         "optimizer.lr=1e20",
         "optimizer.warmup_steps=0",
         "checkpoint.every=1",
-        # Else one that finds the one before still being written is left out.
+        # Otherwise a save is skipped while the previous one is still being written.
         "checkpoint.asynchronous=false",
         "checkpoint.keep=5",
         "checkpoint.keep_every=none",
@@ -161,7 +161,7 @@ def test_a_run_whose_numbers_stay_bad_is_stopped(workplace: Path, train: Callabl
     ended = train("run.toml", *words, "--run", "runs/diverged")
     assert ended.code == 78
     assert "Traceback" not in ended.stderr
-    assert re.search(r"^error: the steps \d+ to \d+ had to be left out, and the run went back 3 times", ended.last_line)
+    assert re.search(r"^error: steps \d+ to \d+ were skipped, after 3 rollbacks already", ended.last_line)
     assert "a lower optimizer.lr" in ended.last_line
     run = RunDirectory(workplace / "runs/diverged")
     status = run.read_status()
@@ -170,7 +170,7 @@ def test_a_run_whose_numbers_stay_bad_is_stopped(workplace: Path, train: Callabl
     events = [event["event"] for event in read_lines(run.events)]
     assert (events[0], events[-1]) == ("start", "failed")
     assert [events.count(name) for name in ("rollback", "data_skipped", "step_skipped")] == [3, 3, 12]
-    # What was finite is recorded and saved; of the last steps, that they were left out, though not after the third.
+    # What was finite is recorded and saved; of the last steps, that they were skipped, though not after the third.
     lines = read_metrics(run.metrics)
     good = [line["step"] for line in lines if "skipped" not in line]
     assert good and good == list(range(1, len(good) + 1))

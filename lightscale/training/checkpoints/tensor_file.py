@@ -1,4 +1,4 @@
-"""Tensors of one rank in one file, in the safetensors format: a JSON header, then the bytes of one box after another.
+"""Tensor shards of one rank in one file of the safetensors format: a JSON header, then the bytes of each box.
 
 Nothing in such a file is ever executed, and any tool that knows safetensors opens it. Beside the format's own fields
 the header's ``__metadata__`` has the shapes of the whole tensors; a box is named KEY@OFFSET, as in
@@ -19,7 +19,7 @@ import xxhash
 
 from lightscale.parallel.pieces import Box, Piece
 from lightscale.training.checkpoints.manifest import DamagedCheckpoint, FileRecord
-from lightscale.training.health.faults import reach
+from lightscale.training.health.fault_injection import fault_point
 
 _BLOCK_BYTES = 1 << 24
 _LENGTH_BYTES = 8
@@ -46,17 +46,17 @@ class _Entry:
 
 def write_tensors(path: Path, pieces: Sequence[Piece]) -> FileRecord:
     """Write ``pieces`` (on the CPU, contiguous) to the new file ``path``; it is on disk when this returns."""
-    # The widest numbers first, so that all are aligned.
+    # The widest numbers first, so that every shard begins at a multiple of its element size and can be mapped.
     ordered = sorted(pieces, key=lambda piece: -piece.data.element_size())
     digest, size = xxhash.xxh3_128(), 0
     with path.open("xb", buffering=0) as file:
         for block in _blocks(ordered):
-            reach("save:write")
+            fault_point("save:write")
             digest.update(block)
             size += len(block)
             while block:
                 block = block[file.write(block) :]
-        reach("save:sync")
+        fault_point("save:sync")
         os.fsync(file.fileno())
     return FileRecord(num_bytes=size, xxh3_128=digest.hexdigest())
 
@@ -122,8 +122,8 @@ def _read_header(path: Path) -> list[_Entry]:
     shapes = json.loads(header.pop("__metadata__")["shapes"])
     entries = []
     for name, value in header.items():
-        key, _, place = name.rpartition("@")
-        offset = tuple(map(int, place.split(","))) if place else ()
+        key, _, text = name.rpartition("@")
+        offset = tuple(map(int, text.split(","))) if text else ()
         box = Box(key=key, shape=tuple(shapes[key]), offset=offset, sizes=tuple(value["shape"]))
         dtype, (start, end) = _DTYPES[value["dtype"]], value["data_offsets"]
         first_byte = _LENGTH_BYTES + length + start

@@ -17,8 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightscale.config.files import load
 from lightscale.runs.run_directory import RunDirectory, read_lines, read_metrics
 from lightscale.training.checkpoints.directories import list_steps
-from lightscale.training.checkpoints.save_policy import Keeper
-from lightscale.training.health.faults import VARIABLE
+from lightscale.training.checkpoints.save_policy import SavePolicy
+from lightscale.training.health.fault_injection import VARIABLE
 
 commands = runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "rank_commands.py"))["commands"]
 
@@ -33,15 +33,15 @@ WORDS = ("run.toml", "parallel.sequence=2", "train.steps=40", "train.validate_ev
 @contextmanager
 def collected_at_the_next_step(before: Callable[[int], None]) -> Iterator[None]:
     """Every save ends within the step after it; ``before(step)`` is called at the end of each step."""
-    collect = Keeper.collect
+    collect = SavePolicy.collect
 
-    def wait_and_collect(self: Keeper, step: int, *args: Any) -> None:
+    def wait_and_collect(self: SavePolicy, step: int, *args: Any) -> None:
         while self.saver.is_writing and not self.saver.is_written:
             time.sleep(0.001)
         collect(self, step, *args)
         before(step)
 
-    with mock.patch.object(Keeper, "collect", wait_and_collect):
+    with mock.patch.object(SavePolicy, "collect", wait_and_collect):
         yield
 
 
@@ -100,7 +100,7 @@ def test_errors_of_the_disk_cost_a_checkpoint_and_nothing_else(
         assert event["reason"].startswith(f"cannot write {run.path.name}/checkpoints/step-00000016: ")
         assert number_and_words in event["reason"]
         assert event["in_a_row"] == 1
-        assert f"{event['reason']}; training goes on\n" in results[0][number][1]
+        assert f"{event['reason']}; training continues\n" in results[0][number][1]
         saved = [event["step"] for event in events(run, "checkpoint")]
         assert saved == [8, 24, 32, 40], "the next save succeeds"
         assert sorted(path.name for path in run.checkpoints.iterdir())[-1] == "step-00000040"
@@ -161,7 +161,7 @@ def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(
     ((code, text),) = results[0]
     assert code == 0, text
     run = RunDirectory(small_disk / "run")
-    assert f"[Errno 28] No space left on device: '{run.metrics}'; training goes on, records are held back" in text
+    assert f"[Errno 28] No space left on device: '{run.metrics}'; training continues, records are held back" in text
     assert steps_of(read_metrics(run.metrics)) == steps_of(read_metrics(undisturbed.metrics))
     assert [line["step"] for line in read_lines(run.metrics) if "loss" in line] == list(range(1, 41))
     saves = [(event["event"], event["step"]) for event in events(run, "checkpoint", "checkpoint_failed")]
@@ -186,7 +186,7 @@ def test_a_disk_that_cannot_keep_up(workplace: Path, run_ranks: RunRanks, steps_
     saved, skipped = events(run, "checkpoint"), events(run, "checkpoint_skipped")
     assert len(saved) + len(skipped) == 40
     assert len(skipped) >= 10
-    assert {event["reason"] for event in skipped} == {"the one before is being written"}
+    assert {event["reason"] for event in skipped} == {"the previous save is still being written"}
     assert list_steps(run.checkpoints)[-1] == 40
     # The last one is waited for, and the one before it, so that it can begin.
     for event in saved[:-2]:
