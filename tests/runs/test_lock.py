@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(300)
 HOLD = """
     import sys, time
     from lightscale.errors import UserError
-    from lightscale.launch import lock
+    from lightscale.runs import lock
     from lightscale.runs.run_directory import RunDirectory
     begin = sys.stdin.readline()
     try:
@@ -173,7 +173,7 @@ def test_a_damaged_lock_is_named(run: RunDirectory) -> None:
 
 LOSE = """
     import json, os, sys, time
-    from lightscale.launch import lock
+    from lightscale.runs import lock
     from lightscale.runs.run_directory import RunDirectory
     lock._RENEW_S = 0.05
     run = RunDirectory(sys.argv[1])
