@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-import runpy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +14,8 @@ from lightscale.runs.run_directory import RunDirectory, read_lines, read_metrics
 from lightscale.training.checkpoints.directories import list_steps
 from lightscale.training.checkpoints.manifest import read_manifest, verify_files
 
-commands = runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "rank_commands.py"))["commands"]
-
 # Several starts of several processes, on a machine that may be busy.
 pytestmark = pytest.mark.timeout(400)
-
-RunRanks = Callable[..., list[Any]]
 
 
 @pytest.fixture
@@ -180,27 +175,3 @@ def test_a_run_whose_numbers_stay_bad_is_stopped(workplace: Path, train: Callabl
         path = run.checkpoints / f"step-{step:08d}"
         manifest = read_manifest(path)
         verify_files(path, manifest, manifest.files)
-
-
-def test_what_only_ranks_notice(
-    workplace: Path, whole: tuple[RunDirectory, Any], tmp_path: Path, run_ranks: RunRanks
-) -> None:
-    shutil.copytree(whole[0].path, tmp_path / "run")
-    run = RunDirectory(tmp_path / "run")
-    run.status.unlink()
-    before = fingerprint(run.checkpoints)
-    resume = ["train", "run.toml", "parallel.sequence=1", "--run", str(run.path)]
-    lines = [
-        # Another text under the same name, when a run is resumed.
-        [*resume, "data.store=other", "data.validation.other.store=store", 'data.validation.other.source="words"'],
-        ["train", "run.toml", "model.mixer=tml", "--run", str(tmp_path / "mixer")],
-    ]
-    (data_code, data_text), (mixer_code, mixer_text) = run_ranks(commands, 1, str(workplace), lines)[0]
-    assert (data_code, mixer_code) == (78, 78)
-    assert "Traceback" not in data_text + mixer_text
-    assert re.search(
-        r"^error: other: the data is not what this run was trained on \(store: \w+ then, \w+ now; source words: ",
-        data_text.splitlines()[-1],
-    )
-    assert mixer_text.startswith("error: model.mixer = 'tml': no such mixer; did you mean tnl?")
-    assert fingerprint(run.checkpoints) == before
