@@ -59,7 +59,7 @@ class ReplicaFault:
     """Weights that differ."""
 
     ranks: tuple[int, ...]
-    """The ranks to blame."""
+    """The ranks at fault."""
     what: str
 
 
@@ -76,7 +76,7 @@ class SilentCorruption(RuntimeError):
         ]
         super().__init__(
             f"silent corruption after step {since} and before the end of step {step}: {'; '.join(lines)}. "
-            "No checkpoint since then was written; a host that is named again should be taken out"
+            "No checkpoint since then was written; exclude a host that is named again"
         )
 
 
