@@ -97,10 +97,10 @@ def test_changes_of_the_configuration(workplace: Path, tmp_path: Path) -> None:
     changed = config("optimizer.lr=2e-3", "optimizer.eps=1e-6", "train.seed=5")
     with pytest.raises(UserError, match=r"--allow-change optimizer\.(lr|eps)"):
         run.changes(changed)
-    with pytest.raises(UserError, match=r"train\.seed: 0 there, 5 now\nGo back") as refusal:
+    with pytest.raises(UserError, match=r"train\.seed: 0 there, 5 now\nRestore") as refusal:
         run.changes(changed, {"optimizer"})
     assert "optimizer" not in str(refusal.value)
-    with pytest.raises(UserError, match=r"optimizer\.eps: 1e-08 there, 1e-06 now\nGo back"):
+    with pytest.raises(UserError, match=r"optimizer\.eps: 1e-08 there, 1e-06 now\nRestore"):
         run.changes(changed, {"optimizer.lr", "train"})
     assert not run.create_or_open(changed, {"optimizer", "train.seed"})
     assert load(run.config) == changed
