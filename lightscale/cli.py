@@ -30,35 +30,33 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "config": Command(module="lightscale.config.command", help="print a run's resolved configuration"),
     "data": Command(module="lightscale.data_pipeline.commands.data", help="prepare and inspect token stores"),
-    "train": Command(module="lightscale.launch.commands.train", help="train a model, or go on with a run"),
-    "submit": Command(
-        module="lightscale.launch.commands.submit", help="start a run, or go on with it, as jobs of SLURM"
-    ),
-    "cancel": Command(module="lightscale.launch.commands.cancel", help="end the SLURM jobs of a run"),
-    "logs": Command(module="lightscale.launch.commands.logs", help="what a run prints"),
+    "train": Command(module="lightscale.launch.commands.train", help="train a model, or resume a run"),
+    "submit": Command(module="lightscale.launch.commands.submit", help="start or resume a run as jobs of a scheduler"),
+    "cancel": Command(module="lightscale.launch.commands.cancel", help="cancel the jobs of a run"),
+    "logs": Command(module="lightscale.launch.commands.logs", help="show the output of a run"),
     "checkpoint": Command(
         module="lightscale.training.checkpoints.command", help="list, verify, show, compare and remove checkpoints"
     ),
-    "runs": Command(module="lightscale.runs.runs_command", help="the runs in a folder, and their goodput"),
-    "doctor": Command(
-        module="lightscale.launch.doctor.command", help="whether machines and ranks can train, and what is wrong"
+    "runs": Command(module="lightscale.runs.runs_command", help="list the runs in a folder, with their goodput"),
+    "doctor": Command(module="lightscale.launch.doctor.command", help="check whether machines and ranks can train"),
+    "monitor": Command(
+        module="lightscale.runs.monitor_command", help="show the curves of runs in the browser (TensorBoard)"
     ),
-    "monitor": Command(module="lightscale.runs.monitor_command", help="curves of runs in the browser, by TensorBoard"),
     "chaos": Command(
-        module="lightscale.launch.chaos.command", help="try out whether a run survives kills, damage and bad disks"
+        module="lightscale.launch.chaos.command", help="test whether a run survives kills, damage and failing disks"
     ),
     "plan": Command(
-        module="lightscale.planning.commands.plan", help="parameters, FLOPs, memory, speed and goodput of a run"
+        module="lightscale.planning.commands.plan", help="predict parameters, FLOPs, memory, speed and goodput of a run"
     ),
-    "generate": Command(module="lightscale.evaluation.generate_command", help="continue a text with a model"),
+    "generate": Command(module="lightscale.evaluation.generate_command", help="generate text with a model"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `lightscale ARGV` and return the exit code.
 
-    0: done. 78: a person's mistake, named in one message. 130: interrupted. Commands may add their own.
-    Wrong usage and `--help` leave by SystemExit (2 and 0), as argparse does.
+    0: done. 78: an error that needs attention, in one message. 130: interrupted. Commands may add their own.
+    Wrong usage and `--help` raise SystemExit (2 and 0), as argparse does.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -66,19 +64,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except UserError as error:
         message = textwrap.indent(str(error), " " * len("error: ")).lstrip()
-        # At once: ranks that share a terminal say it at one time.
+        # In one write: ranks that share a terminal print it at the same time.
         sys.stderr.write(f"error: {message}\n")
         return error.EXIT_CODE
     except BrokenPipeError:
-        # The reader of our output is gone (`lightscale … | head`). Python would complain once more when it
-        # flushes stdout at exit, so stdout is pointed at nothing.
+        # The reader of our output has ended (`lightscale … | head`). Python would fail once more when it flushes
+        # stdout at exit, so stdout goes to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except OSError as error:
-        # A full or read-only disk is met wherever something is written; nothing in the program is wrong.
+        # A full or read-only disk can be met wherever something is written; it is not a fault of the program.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise
-        print(f"error: {error}; free some space, or write elsewhere", file=sys.stderr)
+        print(f"error: {error}; free some space, or write to another disk", file=sys.stderr)
         return UserError.EXIT_CODE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -95,7 +93,7 @@ def _dispatch(arguments: list[str]) -> int:
     module = importlib.import_module(COMMANDS[name].module)
     parser = argparse.ArgumentParser(prog=f"lightscale {name}", description=COMMANDS[name].help)
     module.add_arguments(parser)
-    # Overrides may stand before and after options; argparse can do that only without subcommands.
+    # KEY=VALUE overrides may come before and after options; argparse supports that only without subcommands.
     parse = parser.parse_intermixed_args if parser._subparsers is None else parser.parse_args
     return int(module.run(parse(rest)))
 

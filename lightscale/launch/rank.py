@@ -17,7 +17,7 @@ from typing import Any, TextIO, cast
 import psutil
 
 from lightscale.errors import UserError
-from lightscale.runs.full_disk import Log
+from lightscale.runs.full_disk import LogStream
 from lightscale.training.health.heartbeat import HEARTBEATS_VARIABLE, read_heartbeats
 from lightscale.training.signals import STOP_SIGNALS, die_with_parent
 
@@ -42,7 +42,7 @@ def run_rank(work: Callable[[], int]) -> int:
     """
     faulthandler.enable()
     # Their logs may be on the disk that the run fills.
-    sys.stdout, sys.stderr = (cast(TextIO, Log(stream)) for stream in (sys.stdout, sys.stderr))
+    sys.stdout, sys.stderr = (cast(TextIO, LogStream(stream)) for stream in (sys.stdout, sys.stderr))
     for signum in STOP_SIGNALS:
         signal.signal(signum, _end)
     launcher = os.environ.get(LAUNCHER_VARIABLE)

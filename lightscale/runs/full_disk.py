@@ -1,4 +1,7 @@
-"""What a run does while the disk of its records is full: it holds them back, says so once, and goes on."""
+"""Records of a run while their disk is full: they are held back, which is reported once, and training continues.
+
+A full disk often passes: somebody frees space. Records are small, so that memory holds those of days.
+"""
 
 import errno
 import sys
@@ -12,19 +15,19 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_full(error: OSError) -> bool:
-    """Whether it says that a disk or a quota is full: that may pass."""
+    """Whether a disk or a quota is full, which may pass."""
     return error.errno in _FULL
 
 
-class Held:
-    """Records in order, each passed to ``write`` as soon as the disk takes it."""
+class PendingRecords:
+    """Records in order, each passed to ``write`` as soon as the disk accepts it."""
 
     def __init__(self, write: Callable[[Record], None]) -> None:
         self._write = write
         self._records: deque[Record] = deque()
 
     def add(self, record: Record) -> None:
-        """Write what is held back, and ``record``; hold back what the disk does not take."""
+        """Write the pending records and ``record``; keep what the disk does not accept."""
         is_new = not self._records
         self._records.append(record)
         try:
@@ -33,22 +36,23 @@ class Held:
             if not is_full(error):
                 raise
             if is_new:
-                print(f"{error}; training goes on, records are held back", file=sys.stderr, flush=True)
+                print(f"{error}; training continues, records are held back", file=sys.stderr, flush=True)
 
     def flush(self) -> None:
-        """Write all that is held back. Raises OSError where that fails."""
+        """Write all pending records. Raises OSError where that fails."""
         while self._records:
             self._write(self._records[0])
+            # Only when it is written: a record must be neither lost nor written twice.
             self._records.popleft()
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is held back."""
+        """Whether nothing is pending."""
         return not self._records
 
 
-class Log:
-    """A stream to a log: what a full disk does not take is left out."""
+class LogStream:
+    """A stream to a log: what a full disk does not accept is dropped, as no line of a log is worth the run."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -1,7 +1,13 @@
-"""How much of a run's time went into steps that count: a pure function of its events and its lines of metrics.
+"""Goodput, the share of a run's time that went into steps that count: a pure function of its events and metrics.
 
-A step counts if its result is part of the model now. It was lost if a later attempt, or a rollback, went back to a
-checkpoint before it, and skipped if a guard left it out. A line of metrics stands for all steps since the line before.
+A step counts if its result is part of the model now. It is lost if a later attempt, or a rollback, returned to a
+checkpoint before it, and skipped if the guard did not apply its gradients. A line of metrics stands for all steps since
+the previous line.
+
+    _attempts            events and lines, grouped by attempt
+    _History             replays the attempts in order: which steps are kept, which were lost
+    _pauses              waiting between attempts, and how long each restart took
+    measure_goodput      all of it in one `Goodput`
 """
 
 import dataclasses
@@ -17,10 +23,11 @@ from lightscale.runs.run_directory import RunDirectory, read_lines
 
 Record = Mapping[str, Any]
 
-# Events by which an attempt begins, and of ranks at work.
+# Events that begin an attempt, and events that show ranks at work.
 _BEGINNINGS = frozenset({"start", "rollback"})
 _WORK = _BEGINNINGS | {"resume", "init_from", "checkpoint", "checkpoint_failed", "step_skipped"}
-# Events by which an attempt ends, as its launcher may notice some time later. All others are recorded in between.
+# Events that end an attempt. The launcher may write them some time after the ranks stopped working, so that their time
+# does not show when work ended. Events of neither set say nothing about time.
 _ENDS = frozenset({"failed", "resumable", "finished", "stopped"})
 
 _UNITS = (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1))
@@ -32,17 +39,17 @@ class Goodput:
 
     wall_s: float
     waiting_s: float
-    """Between attempts, while nothing ran: in a queue, or until a person came."""
+    """Between attempts, while nothing ran: in a queue, or until somebody restarted it."""
     effective_s: float
     """In steps that count."""
     lost_s: float
-    """In steps that were lost."""
+    """In lost steps."""
     skipped_s: float
-    """In steps that were skipped."""
+    """In skipped steps."""
     checkpoint_stall_s: float
-    """Training waited for saves."""
+    """In which training waited for saves."""
     restart_times_s: tuple[float, ...]
-    """From the last sign of work of an attempt to the first new step, without waiting; where it can be told."""
+    """From the last work of an attempt to the first new step, without waiting; of restarts where both are known."""
     steps: int
     """That count."""
     lost_steps: int
@@ -50,11 +57,11 @@ class Goodput:
     restarts: int
     """Starts after the first."""
     rollbacks: int
-    """A run goes back to a checkpoint without a new start."""
+    """Returns to an earlier checkpoint without a new start."""
     saves: int
     failed_saves: int
     skipped_saves: int
-    """Left out because the save before was not done."""
+    """Skipped because the previous save was still being written."""
 
     @property
     def running_s(self) -> float:
@@ -83,12 +90,13 @@ class Goodput:
 
     @property
     def other_s(self) -> float:
-        """The rest of the running time: the first start, validation, steps that no line tells of."""
+        """The rest of the running time: first start, validation, steps without a line of metrics."""
+        # Never negative: clocks of several hosts differ, and a line's step time is only that of its last step.
         named = self.effective_s + self.lost_s + self.skipped_s + self.checkpoint_stall_s + self.restart_s
         return max(0.0, self.running_s - named)
 
     def scalars(self) -> dict[str, float | int | None]:
-        """What is followed over a run."""
+        """The values that are logged during a run."""
         return {
             "effective_time_ratio": self.effective_time_ratio,
             "lost_steps": self.lost_steps,
@@ -98,14 +106,14 @@ class Goodput:
         }
 
     def record(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """All values, for JSON."""
         more = ("running_s", "other_s", "restart_s", "mean_restart_s", "effective_time_ratio", "checkpoint_stall_share")
         return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in more}}
 
     def sentence(self) -> str:
-        """In one line, for people."""
+        """One line to print."""
         if self.effective_time_ratio is None or self.checkpoint_stall_share is None:
-            return "goodput: nothing has run yet"
+            return "goodput: no step has run yet"
         mean = "" if self.mean_restart_s is None else f" ({duration(self.mean_restart_s)} on average)"
         back = f", {self.rollbacks:,} rollback{_plural(self.rollbacks)}" if self.rollbacks else ""
         return (
@@ -134,16 +142,18 @@ def run_goodput(run: RunDirectory) -> Goodput | None:
 
 
 def measure_goodput(events: Iterable[Record], lines: Iterable[Record]) -> Goodput | None:
-    """The goodput that events.jsonl and metrics.jsonl tell of, each in the order written; None before a first start.
+    """The goodput from the records of events.jsonl and metrics.jsonl, in the order written; None before a first start.
 
-    Raises UserError for a record that is none of a run's.
+    Raises UserError for a damaged record.
     """
     events = list(events)
     attempts = _attempts(events, lines)
     if not attempts or attempts[0].began is None:
         return None
+    # Clocks of several hosts: the last record in the file need not have the latest time.
     ended = [attempt.ended for attempt in attempts if attempt.ended is not None]
     waiting_s, restart_times_s = _pauses(attempts)
+    # In order, since each attempt overwrites what the ones before it did after its checkpoint.
     history = _History()
     for attempt in attempts:
         attempt.replay(history)
@@ -168,14 +178,14 @@ def measure_goodput(events: Iterable[Record], lines: Iterable[Record]) -> Goodpu
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Stretch:
-    """Steps that one line of metrics stands for."""
+class _LoggedSteps:
+    """The steps that one line of metrics stands for."""
 
     first: int
     last: int
     step_s: float
     skips: frozenset[int]
-    """Steps that were skipped in this attempt, here or elsewhere."""
+    """All steps that were skipped in this attempt."""
 
     @property
     def num_steps(self) -> int:
@@ -194,14 +204,16 @@ class _History:
     """The steps that led to the model as it is now, oldest first, and what was lost on the way."""
 
     def __init__(self) -> None:
-        self.kept: list[_Stretch] = []
+        self.kept: list[_LoggedSteps] = []
         self.lost_steps = 0
         self.lost_s = 0.0
 
     def go_back(self, step: int) -> None:
-        """To the model as it was after `step`."""
+        """Return to the model after `step`: later steps are lost."""
+        # From the newest on: attempts only ever append, so that the kept steps are in order.
         while self.kept and self.kept[-1].last > step:
             newest = self.kept.pop()
+            # A line can stand for steps on both sides of the checkpoint: its part up to it is kept.
             if newest.first <= step:
                 self.kept.append(dataclasses.replace(newest, last=step))
             lost = newest.last - max(step, newest.first - 1)
@@ -211,14 +223,15 @@ class _History:
 
 @dataclass
 class _Attempt:
-    """What was recorded from a start of the ranks, or a rollback, to the next."""
+    """The records from a start of the ranks, or a rollback, to the next."""
 
     events: list[Record] = field(default_factory=list)
     lines: list[Record] = field(default_factory=list)
-    """Of steps; other lines of metrics have no time of a step."""
+    """Lines of steps."""
     other_lines: list[Record] = field(default_factory=list)
+    """Lines of validations and saves, which have no time of a step."""
     is_restart: bool = False
-    """Made by the launcher of the attempt before, which was there all the time."""
+    """Started by the launcher of the previous attempt, so that nothing was waiting in between."""
 
     @cached_property
     def began(self) -> float | None:
@@ -230,39 +243,42 @@ class _Attempt:
 
     @cached_property
     def worked(self) -> float | None:
-        """The last sign of work."""
+        """Time of the last record of work."""
         signs = [event for event in self.events if event["event"] in _WORK]
         times = [record_time_s(record) for record in (*signs, *self.lines, *self.other_lines)]
         if self.began is not None and self._first_timed_line is None:
-            # Lines of older runs have no time.
+            # Lines of runs by older versions have no time: their steps are added to the beginning instead.
             times.append(self.began + sum(_step_s(line) for line in self.lines))
         return max((time for time in times if time is not None), default=None)
 
     @property
     def ended(self) -> float | None:
-        """The last record, whatever it says."""
+        """Time of the last record, of work or of the end."""
         ends = [record_time_s(event) for event in self.events if event["event"] in _ENDS]
         return max((time for time in (self.worked, *ends) if time is not None), default=None)
 
     @property
     def resumed(self) -> int | None:
-        """The step of the checkpoint that it went on from; None: it never got as far as to take one, or had none."""
+        """The step of the checkpoint that it continued from; None: there was none, or it ended before loading one."""
         steps = (_whole(event, "step") for event in self.events if event["event"] in ("rollback", "resume"))
         return next(steps, None)
 
     @property
     def first_step_began(self) -> float | None:
-        """When its first new step began; None: it made none, or that is not known."""
+        """When its first new step began; None: it made none, or the time is unknown."""
         line = self._first_timed_line
+        # If earlier lines lack a time, the first timed one is not that of the first step.
         if line is None or line is not self.lines[0]:
             return None
         time = record_time_s(line)
         assert time is not None
+        # The line is written at the end of the last of the steps that it stands for.
         return time - (_whole(line, "step") - (self.resumed or 0)) * _step_s(line)
 
     @property
     def stall_s(self) -> float:
-        # Lines lack the steps that are not logged, events lack saves that were never done.
+        # Both are incomplete: lines miss steps that were not logged, events miss saves that did not end. The larger sum
+        # is closer to the truth; adding them would count most saves twice.
         in_lines = sum(line.get("checkpoint_stall_s") or 0.0 for line in (*self.lines, *self.other_lines))
         return max(in_lines, sum(event.get("stall_s") or 0.0 for event in self.events))
 
@@ -271,29 +287,32 @@ class _Attempt:
         return next((line for line in self.lines if record_time_s(line) is not None), None)
 
     def replay(self, history: _History) -> None:
-        """Do in `history` what this attempt did."""
+        """Apply this attempt to `history`."""
         skips = frozenset(_whole(event, "step") for event in self.events if event["event"] == "step_skipped")
         if not self.lines:
+            # It loaded a checkpoint and logged no step: what came after the checkpoint is lost all the same.
             if self.resumed is not None:
                 history.go_back(self.resumed)
             return
         before = self.resumed or 0
         for line in self.lines:
             step = _whole(line, "step")
+            # A line that is not after the previous one: why the run went back was not recorded, the lines are right.
             before = min(before, step - 1)
             history.go_back(before)
-            history.kept.append(_Stretch(first=before + 1, last=step, step_s=_step_s(line), skips=skips))
+            history.kept.append(_LoggedSteps(first=before + 1, last=step, step_s=_step_s(line), skips=skips))
             before = step
 
 
 def _attempts(events: Iterable[Record], lines: Iterable[Record]) -> list[_Attempt]:
-    """Those that started, in their order."""
+    """The attempts that started, in order."""
     by_number: dict[int, _Attempt] = {}
     is_restart = False
     for event in events:
         kind = event.get("event")
         if not isinstance(kind, str):
             raise UserError(f"an event without a name: {dict(event)}; events.jsonl is damaged, remove that line")
+        # Recorded by the launcher before it starts the ranks again, still under the number of the failed attempt.
         is_restart |= kind == "restart"
         if kind not in _WORK | _ENDS:
             continue
@@ -311,12 +330,13 @@ def _attempts(events: Iterable[Record], lines: Iterable[Record]) -> list[_Attemp
 def _pauses(attempts: Sequence[_Attempt]) -> tuple[float, list[float]]:
     """(seconds of waiting, seconds of each restart).
 
-    A restart takes as long as its detection, the start of the ranks and the way to their first step, through all
-    attempts that did not get there. Time between attempts is part of it only where the launcher was there to start
-    the ranks again.
+    A restart takes from the last work of the failed attempt to the first new step: detection, start of the ranks, and
+    loading, over all attempts in between that made no step. Time between attempts is part of it only where the launcher
+    was running to start the ranks again; otherwise it is waiting.
     """
     waiting_s, waited_s = 0.0, 0.0
     restart_times_s: list[float] = []
+    # Last work of the newest attempt that made a step; `waited_s` is the waiting since then.
     stopped: float | None = None
     previous: _Attempt | None = None
     for attempt in attempts:
@@ -326,6 +346,7 @@ def _pauses(attempts: Sequence[_Attempt]) -> tuple[float, list[float]]:
             waited_s += gap_s
         if stopped is not None and attempt.first_step_began is not None and not attempt.is_rollback:
             restart_times_s.append(max(0.0, attempt.first_step_began - stopped - waited_s))
+        # An attempt without steps does not end the restart: the next one's first step does.
         if attempt.lines:
             stopped, waited_s = attempt.worked, 0.0
         previous = attempt
@@ -337,17 +358,18 @@ def _gap_s(ended: float | None, began: float | None) -> float:
 
 
 def record_time_s(record: Record) -> float | None:
-    """When it was written, in seconds since the epoch; None where it does not say."""
+    """When it was written, in seconds since the epoch; None where it has no time."""
     text = record.get("time")
     if text is None:
         return None
     try:
         return datetime.datetime.fromisoformat(text).timestamp()
     except (TypeError, ValueError):
-        raise UserError(f"time = {text!r} is no time of ISO 8601; the record is damaged, remove its line") from None
+        raise UserError(f"time = {text!r} is not an ISO 8601 time; the record is damaged, remove its line") from None
 
 
 def _step_s(line: Record) -> float:
+    # null where the time was not finite: JSON has no such numbers.
     value = line["step_s"]
     return float(value) if isinstance(value, int | float) else 0.0
 

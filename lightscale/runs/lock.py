@@ -1,16 +1,16 @@
-"""One run directory, one job.
+"""The lock of a run directory: one job at a time may write to it.
 
-    RUN/lock/000007     who holds the run, or held it last: host, process, boot, job, and when it began
+    RUN/lock/000007     the process that holds the run, or held it last: host, process, boot, job, and since when
 
-Whoever takes the run writes the file with the next number, which only one process can create, and removes the older
-ones; the file with the highest number is never removed by anybody else. So two jobs cannot both take over from a
-dead one, on whatever file system and from whatever machines.
+A process takes the lock by creating the file with the next number, which only one process can, and then removes the
+older ones; nobody else removes the file with the highest number. So two jobs cannot both take over from a dead one, on
+any file system and from any machines.
 
-Whether the holder of the highest number is alive is told by three signs. Its file is locked (flock): the kernel lets
-go when the process dies, so that on one machine the next start works at once. Where flock does not reach other
+Whether the holder of the highest number is alive is decided by three signs. Its file is locked (flock): the kernel
+releases it when the process dies, so that on one machine the next start works at once. Where flock does not reach other
 machines, the file's modification time does: the holder renews it every few seconds, and it is compared with that of a
 file written just now, so that no machine's clock matters. Where there is no flock at all (Lustre mounted without it),
-the process itself is looked for on its own machine. An empty file was given back.
+the process itself is looked for on its own machine. An empty file was released.
 """
 
 import datetime
@@ -30,6 +30,7 @@ from typing import NoReturn, Self
 import psutil
 
 from lightscale.errors import UserError
+from lightscale.runs.job_environment import job_id
 from lightscale.runs.run_directory import RunDirectory
 
 _RENEW_S = 5.0
@@ -38,7 +39,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 class InUse(UserError):
-    """Another job holds the run."""
+    """Another job holds the run; ``job`` is its number, if a scheduler started it."""
 
     def __init__(self, message: str, job: str | None = None) -> None:
         super().__init__(message)
@@ -47,14 +48,14 @@ class InUse(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """Who holds a run."""
+    """The process that holds a run."""
 
     host: str
     process: int
     process_started: float
     """Seconds since the epoch."""
     boot: str
-    """Of the machine: another one after each start, and on each machine."""
+    """Id of the machine's current boot: differs between machines, and after each restart of one."""
     time: str
     job: str | None
 
@@ -67,15 +68,16 @@ class Holder:
             process_started=psutil.Process().create_time(),
             boot=_boot(),
             time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            job=os.environ.get("SLURM_JOB_ID"),
+            job=job_id(),
         )
 
     def is_running(self) -> bool:
-        """Whether the process is there, on this machine."""
+        """Whether the process exists on this machine."""
         try:
             started = psutil.Process(self.process).create_time()
         except psutil.NoSuchProcess:
             return False
+        # Process ids are used again; one that started at another time is another process.
         return abs(started - self.process_started) < 1.0
 
     def __str__(self) -> str:
@@ -84,11 +86,11 @@ class Holder:
 
 
 class RunLock:
-    """Holds the run directory `run` for this process; a context manager, entered before anything is written there.
+    """Locks the run directory `run` for this process; a context manager, entered before anything is written there.
 
-    Entering raises UserError where another job holds the run. A holder that died is replaced, which is an event.
-    Should the lock be lost (this machine slept, and another job took over) the process ends at once, since two jobs
-    would destroy each other's records.
+    Entering raises ``InUse`` where another job holds the run. A holder that died is replaced, which is an event.
+    If the lock is lost (this machine was suspended, and another job took over) the process ends at once, since two
+    jobs would destroy each other's records.
     """
 
     def __init__(self, run: RunDirectory) -> None:
@@ -104,6 +106,7 @@ class RunLock:
         draft = self._directory / f"draft-{uuid.uuid4().hex}"
         self._file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
+            # Locked and complete before it gets its number: nobody may find a file of a living holder unlocked.
             _lock(self._file, fcntl.LOCK_EX)
             os.write(self._file, json.dumps(asdict(Holder.this_process())).encode())
             os.fsync(self._file)
@@ -127,7 +130,7 @@ class RunLock:
         os.close(self._file)
 
     def _take(self, draft: Path) -> Holder | None:
-        """Give `draft`, which is locked, the next number; returns the dead holder of the one before, if any."""
+        """Give `draft`, which is locked, the next number; returns the dead holder of the previous one, if any."""
         newest = max(self._numbers(), default=0)
         before = self._check_dead(self._path(newest), draft) if newest else None
         self._number = newest + 1
@@ -136,7 +139,7 @@ class RunLock:
         except FileExistsError:
             self._refuse(self._path(self._number))
         if max(self._numbers()) != self._number:
-            # The look at the newest was so long ago that others have taken the run since.
+            # Others have taken and released the run since `newest` was read, so that this number was free again.
             self._path(self._number).unlink()
             self._refuse(self._path(max(self._numbers())))
         for number in self._numbers():
@@ -145,19 +148,19 @@ class RunLock:
         return before
 
     def _check_dead(self, path: Path, draft: Path) -> Holder | None:
-        """Refuse while the holder in `path` lives; returns it when it is dead, None when it gave the run back."""
+        """Raise while the holder in `path` is alive; returns it when it is dead, None when it released the run."""
         try:
             file = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
             self._refuse(path)
         try:
-            # Now, not below: whoever takes the run meanwhile removes the file.
+            # Now, not below: a process that takes the run meanwhile removes the file.
             renewed = os.fstat(file).st_mtime
             can_lock = _lock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             self._refuse(path)
         finally:
-            # Also lets go of the lock.
+            # Also releases the lock.
             os.close(file)
         holder = _read(path)
         if holder is None or (holder.boot == _boot() and can_lock):
@@ -169,14 +172,14 @@ class RunLock:
         age_s = draft.stat().st_mtime - renewed
         if age_s < _STALE_S:
             limit = f"after {_STALE_S:.0f} s it counts as dead"
-            self._refuse(path, f"; its last sign of life came {age_s:.0f} s ago, and {limit}")
+            self._refuse(path, f"; it renewed its lock {age_s:.0f} s ago, and {limit}")
         return holder
 
     def _refuse(self, path: Path, more: str = "") -> NoReturn:
         holder = _read(path)
         raise InUse(
             f"{self._run.path} is in use by {holder or 'another job'}{more}; "
-            "wait for it or stop it, or start another run with --run",
+            "wait for it, stop it, or start another run with --run",
             job=holder.job if holder else None,
         )
 
@@ -192,11 +195,12 @@ class RunLock:
                 os.utime(self._file)
                 is_lost = max(self._numbers(), default=0) != self._number
             except OSError:
-                # The file system is out of reach for a moment, or for good, which others will notice.
+                # The file system is out of reach. If it stays so, the lock becomes stale and others may take it.
                 continue
             if is_lost:
                 holder = _read(self._path(max(self._numbers(), default=0)))
                 print(f"error: {self._run.path} was taken over by {holder}; this job ends", file=sys.stderr, flush=True)
+                # Without cleaning up: whatever this process still wrote would go into the other job's run.
                 os._exit(UserError.EXIT_CODE)
 
 
@@ -212,7 +216,7 @@ def _lock(file: int, operation: int) -> bool:
 
 
 def _read(path: Path) -> Holder | None:
-    """None: given back, or not there any more."""
+    """None: released, or removed."""
     try:
         text = path.read_text(encoding="utf-8")
         return Holder(**json.loads(text)) if text else None
@@ -223,7 +227,7 @@ def _read(path: Path) -> Holder | None:
 
 
 def _boot() -> str:
-    """What tells this start of this machine from all others."""
+    """Identifies this boot of this machine among all others."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""What a run tells while it trains: metrics.jsonl, TensorBoard, and a line of progress."""
+"""The metrics of a run while it trains: metrics.jsonl, TensorBoard, and a progress line."""
 
 import contextlib
 import datetime
@@ -17,16 +17,16 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from torch.utils.tensorboard import SummaryWriter
 
-from lightscale.runs.full_disk import Held, is_full
+from lightscale.runs.full_disk import PendingRecords, is_full
 from lightscale.runs.goodput import Goodput
 from lightscale.runs.run_directory import LineWriter, timestamp
 
-# The launcher gives here the terminal that it runs on: the ranks' own stderr is a log file.
+# The launcher's terminal, for the progress line: the ranks' own stderr is a log file.
 TERMINAL_VARIABLE = "LIGHTSCALE_TERMINAL"
 
 # Dense bf16 without sparsity, FLOP/s, of the SXM modules.
 _PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
-# The time left comes from the steps of this many last lines: long enough to contain saves and validations.
+# The remaining time is estimated from this many last lines: enough to contain saves and validations.
 _WINDOW_LINES = 100
 _TENSORBOARD_FLUSH_S = 10
 
@@ -67,7 +67,7 @@ class MetricsLogger:
     ) -> None:
         """`path`: metrics.jsonl; `tensorboard`: the directory for TensorBoard, None for none.
 
-        `first_step` (from 1) comes first in this attempt: what TensorBoard has of it and of later ones is
+        `first_step` (from 1) is the first of this attempt: what TensorBoard already has of it and of later steps is
         hidden. `flops_per_token`: FLOPs of training per token; `peak_flops`: FLOP/s
         of all devices together. Where one is None, so is `mfu`.
         """
@@ -84,13 +84,13 @@ class MetricsLogger:
         if not enabled:
             return
         self._lines = LineWriter(path)
-        self._held = Held(self._lines.write)
+        self._pending = PendingRecords(self._lines.write)
         self._tensorboard = None if tensorboard is None else _Scalars(tensorboard, first_step)
         self._pace = _Pace(total_steps)
         self._progress = _progress(total_steps, first_step - 1)
 
     def begin_step(self) -> None:
-        """Start the clock of a step; saves and validations in between are then not part of it."""
+        """Start the clock of a step; saves and validations before it are not part of its time."""
         self._began = time.perf_counter()
 
     def due(self, step: int) -> bool:
@@ -98,7 +98,7 @@ class MetricsLogger:
         return step % self._log_every == 0 or step == self._total_steps
 
     def go_back(self, step: int, *, attempt: int) -> None:
-        """The run goes on after `step`, which it had passed, as another attempt, whose records count from there on."""
+        """The run rolls back to `step` and continues as another attempt, whose records replace those of later steps."""
         if not self._enabled:
             return
         self._attempt = attempt
@@ -143,7 +143,7 @@ class MetricsLogger:
         self._progress.show(
             step,
             f"{_short(tokens)} tokens  loss {loss:.4f}  grad norm {grad_norm:.3f}  lr {lr:.2e}  "
-            f"{_short(tokens_per_s)} tokens/s  left {_duration(left)}{'' if skipped is None else '  left out'}",
+            f"{_short(tokens_per_s)} tokens/s  left {_duration(left)}{'' if skipped is None else '  skipped'}",
         )
 
     def log_validation(self, step: int, *, tokens: int, losses: Mapping[str, ValidationLoss]) -> None:
@@ -174,7 +174,7 @@ class MetricsLogger:
         self._scalars("checkpoint", scalars, saved_step)
 
     def count_skipped_save(self, step: int) -> None:
-        """Record that a checkpoint was due at ``step`` and the one before still being written."""
+        """Record that a checkpoint due at ``step`` was skipped, as the previous one was still being written."""
         if not self._enabled:
             return
         self._skipped_saves += 1
@@ -183,8 +183,8 @@ class MetricsLogger:
     def log_goodput(self, step: int, *, tokens: int, goodput: Goodput) -> None:
         """Record the goodput of the run up to `step`.
 
-        In metrics.jsonl it joins the line of that step; where this attempt has written none, as when it starts,
-        another would take the place of the line of the attempt before.
+        In metrics.jsonl it is joined with this attempt's line of that step. Where there is none, as when an attempt
+        starts, nothing is written: the new line would replace the previous attempt's line of that step.
         """
         if not self._enabled:
             return
@@ -194,14 +194,14 @@ class MetricsLogger:
         self._progress.say(f"step {step}/{self._total_steps}  {goodput.sentence()}")
 
     def close(self) -> None:
-        """Write out what is buffered and end the line of progress."""
+        """Write what is buffered and end the progress line."""
         if not self._enabled:
             return
         self._progress.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
         with contextlib.closing(self._lines):
-            self._held.flush()
+            self._pending.flush()
             self._lines.sync()
 
     def __enter__(self) -> Self:
@@ -210,12 +210,12 @@ class MetricsLogger:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # What ends the training says more than that its last lines could not be written either.
+        # The error that ends the training matters more than that its last lines could not be written either.
         with contextlib.nullcontext() if error is None else contextlib.suppress(OSError):
             self.close()
 
     def _write(self, step: int, tokens: int, fields: Mapping[str, object]) -> None:
-        self._held.add({"step": step, "attempt": self._attempt, "time": timestamp(), "tokens": tokens, **fields})
+        self._pending.add({"step": step, "attempt": self._attempt, "time": timestamp(), "tokens": tokens, **fields})
 
     def _mfu(self, tokens_per_s: float) -> float | None:
         if self._flops_per_token is None or self._peak_flops is None:
@@ -223,26 +223,26 @@ class MetricsLogger:
         return tokens_per_s * self._flops_per_token / self._peak_flops
 
     def _scalars(self, group: str, values: Mapping[str, float | int | None], step: int) -> None:
-        # While lines are held back, there is no space for these either.
-        if self._tensorboard is not None and self._held.is_empty:
+        # While lines are held back, TensorBoard's disk is full too, and its writer thread dies of that.
+        if self._tensorboard is not None and self._pending.is_empty:
             finite = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
             self._tensorboard.add({f"{group}/{name}": value for name, value in finite.items()}, step)
 
 
 def device_peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of the GPU that the driver calls `device_name`; None: not known, as for CPUs."""
+    """Dense bf16 FLOP/s of the GPU with the driver's name `device_name`; None: unknown, as for CPUs."""
     return next((peak for name, peak in _PEAK_FLOPS.items() if name in device_name), None)
 
 
 class _Pace:
-    """Time left, from the wall clock over the last lines, pauses for saves and validations included."""
+    """Estimates the remaining time from the wall clock of the last lines, saves and validations included."""
 
     def __init__(self, total_steps: int) -> None:
         self._total_steps = total_steps
         self._seen: deque[tuple[int, float]] = deque(maxlen=_WINDOW_LINES)
 
     def time_left_s(self, step: int, now_s: float) -> float | None:
-        """Seconds from `now_s`, the end of `step`, to the run's end; None while only one line was seen."""
+        """Seconds from `now_s`, the end of `step`, to the run's end; None before the second line."""
         self._seen.append((step, now_s))
         first_step, first_s = self._seen[0]
         if step <= first_step:
@@ -251,7 +251,7 @@ class _Pace:
 
 
 class _PlainProgress:
-    """A line of text for each step that is logged, for logs and pipes."""
+    """Prints one line for each logged step, for logs and pipes."""
 
     def __init__(self, total_steps: int) -> None:
         self._total_steps = total_steps
@@ -265,11 +265,11 @@ class _PlainProgress:
         print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Nothing to close."""
 
 
 class _LiveProgress:
-    """One line on a terminal that is written over and over."""
+    """One line on a terminal, redrawn for every logged step."""
 
     def __init__(self, terminal: TextIO, total_steps: int, steps_done: int) -> None:
         self._terminal = terminal
@@ -279,7 +279,7 @@ class _LiveProgress:
             BarColumn(bar_width=20),
             TextColumn("{task.description}"),
             console=Console(file=terminal, force_terminal=True, highlight=False, markup=False),
-            # Drawn once a step: a refreshing thread would take the interpreter from the training.
+            # Drawn once a step: a refreshing thread would compete with training for the interpreter.
             auto_refresh=False,
             redirect_stdout=own,
             redirect_stderr=own,
@@ -288,7 +288,7 @@ class _LiveProgress:
 
     def show(self, step: int, text: str) -> None:
         """`step` ended as `text` says."""
-        # From the first step on: what is printed while the run starts would get mixed with the line.
+        # Not before the first step: the line would be mixed with what is printed while the run starts.
         self._progress.start()
         self._progress.update(self._task, completed=step, description=text, refresh=True)
 
@@ -312,14 +312,14 @@ def _terminal() -> TextIO | None:
     """The terminal to draw on: the launcher's, or stderr if it is one."""
     name = os.environ.get(TERMINAL_VARIABLE)
     if name:
-        # Seen from another container or after the terminal was closed the name may lead nowhere.
+        # In another container, or after the terminal was closed, the name may not exist.
         with contextlib.suppress(OSError):
             return os.fdopen(os.open(name, os.O_WRONLY | os.O_NOCTTY), "w", encoding="utf-8")
     return sys.stderr if sys.stderr.isatty() else None
 
 
 class _Scalars:
-    """The scalars for TensorBoard, in `directory`. What a full disk does not take is in metrics.jsonl alone."""
+    """The scalars for TensorBoard, in `directory`. What a full disk does not accept is in metrics.jsonl only."""
 
     def __init__(self, directory: Path, first_step: int) -> None:
         self._directory = directory
@@ -334,7 +334,7 @@ class _Scalars:
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
         except OSError as error:
-            # Its thread has ended with this.
+            # Its thread has ended with this error: a new writer is opened at the next scalar.
             self._writer = None
             if not is_full(error):
                 raise
@@ -352,7 +352,7 @@ class _Scalars:
                 raise
 
     def _open(self, first_step: int) -> None:
-        """For `first_step` on: what earlier writers have of it and of later steps is hidden."""
+        """Write from `first_step` on; what earlier writers have of it and of later steps is hidden (`purge_step`)."""
         self._writer = SummaryWriter(str(self._directory), purge_step=first_step, flush_secs=_TENSORBOARD_FLUSH_S)
 
 

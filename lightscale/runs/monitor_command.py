@@ -1,4 +1,4 @@
-"""``lightscale monitor``: TensorBoard on the curves of runs, also while they train, until it is interrupted."""
+"""``lightscale monitor``: TensorBoard for the curves of runs, also while they train, until it is interrupted."""
 
 import argparse
 import contextlib
@@ -20,6 +20,7 @@ from tensorboard import program
 
 from lightscale.config.files import load
 from lightscale.errors import UserError
+from lightscale.runs.job_environment import job_id, submit_host
 from lightscale.runs.run_directory import RunDirectory
 
 _LOCALHOST = "localhost"
@@ -37,14 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--host",
         default=_LOCALHOST,
         metavar="ADDRESS",
-        help="address to listen at; 0.0.0.0: all, and everybody who reaches this machine sees the curves "
+        help="address to listen on; 0.0.0.0: all, and everyone who can reach this machine sees the curves "
         "(default: localhost)",
     )
-    parser.add_argument("--json", action="store_true", help="print where it is as a line of JSON")
+    parser.add_argument("--json", action="store_true", help="print the address as one line of JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start TensorBoard, say where, and wait for Ctrl-C or SIGTERM, which is its end, not a failure."""
+    """Start TensorBoard, print its address, and wait for Ctrl-C or SIGTERM, which end it without an error."""
     if args.port is not None and not 0 <= args.port < 1 << 16:
         raise UserError(f"--port {args.port}: must be a port number, 0 to 65535")
     stop = threading.Event()
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             print(f"{server}  (Ctrl-C ends it)", flush=True)
             print(f"from another machine: {forward}, then {_address(_LOCALHOST, port)} there", flush=True)
-        # Not for ever: a wait without an end would not see signals on all systems.
+        # With a time limit: on some systems an endless wait is not interrupted by signals.
         while not stop.wait(1.0):
             pass
     return 0
@@ -69,14 +70,14 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def log_directory(runs: Sequence[Path]) -> Iterator[Path]:
-    """One directory with the curves of all `runs`, and of those only.
+    """One directory with the curves of all `runs`, and of no others.
 
-    Of one folder of runs it is the folder itself, so that runs begun later appear too.
+    For one folder of runs it is the folder itself, so that runs started later appear too.
     """
     if len(runs) == 1 and not _is_run(runs[0]):
         folder = runs[0]
         if not folder.is_dir() or not any(map(_is_run, folder.iterdir())):
-            raise UserError(f"{folder} is no run, and no folder of runs: nothing there has a config.toml")
+            raise UserError(f"{folder} is neither a run nor a folder of runs: it contains no config.toml")
         yield folder
         return
     for path in runs:
@@ -92,12 +93,12 @@ def log_directory(runs: Sequence[Path]) -> Iterator[Path]:
 def start(logs: Path, *, host: str, port: int | None) -> str:
     """Start TensorBoard in this process, beside the main thread; returns its address."""
     server = program.TensorBoard()
-    words = ["--logdir", str(logs), "--host", host, "--reload_interval", str(_RELOAD_S)]
-    server.configure(["tensorboard", *words, *([] if port is None else ["--port", str(port)])])
+    options = ["--logdir", str(logs), "--host", host, "--reload_interval", str(_RELOAD_S)]
+    server.configure(["tensorboard", *options, *([] if port is None else ["--port", str(port)])])
     try:
         url: str = server.launch()
     except program.TensorBoardPortInUseError:
-        raise UserError(f"--port {port}: another program listens there; name another, or 0 for any") from None
+        raise UserError(f"--port {port} is used by another program; use another port, or 0 for any") from None
     except program.TensorBoardServerException as error:
         raise UserError(f"TensorBoard does not start: {error.msg}") from None
     found = urlsplit(url).port
@@ -106,15 +107,16 @@ def start(logs: Path, *, host: str, port: int | None) -> str:
 
 
 def forwarding(environ: Mapping[str, str], *, host: str, port: int) -> str:
-    """The `ssh` line, for the user's own machine, that brings `port` of this one there."""
+    """The `ssh` command that forwards `port` of this machine to the user's own machine, where it is entered."""
     here, user = socket.gethostname(), _user()
-    login = environ.get("SLURM_SUBMIT_HOST", "LOGIN_HOST") if "SLURM_JOB_ID" in environ else None
-    if login is not None:
-        # Compute nodes are reached over a login node. Who listens on this host only is reached on this host only.
+    if job_id(environ) is not None:
+        login = submit_host(environ) or "LOGIN_HOST"
+        # Compute nodes are reached through a login node. What listens on localhost is reached only by a login to this
+        # node itself (-J); what listens on all addresses, from the login node.
         if host == _LOCALHOST:
             return f"ssh -L {port}:{_LOCALHOST}:{port} -J {user}@{login} {user}@{here}"
         return f"ssh -L {port}:{here}:{port} {user}@{login}"
-    # Client's address and port, then this machine's, as the client has reached it.
+    # "client address, client port, server address, server port": the server's is the one the user can reach.
     connection = environ.get("SSH_CONNECTION", "").split()
     reached = connection[2] if len(connection) == 4 else here
     return f"ssh -L {port}:{_LOCALHOST if host == _LOCALHOST or _is_any(host) else host}:{port} {user}@{reached}"
@@ -136,7 +138,7 @@ def _wait_for_answer(port: int, host: str) -> None:
 
 def _check(path: Path) -> None:
     if not _is_run(path):
-        raise UserError(f"{path} is no run: it has no config.toml; name runs, or one folder of them")
+        raise UserError(f"{path} is not a run: it has no config.toml; give runs, or one folder of runs")
     directory = RunDirectory(path)
     if not directory.tensorboard.exists() and not load(directory.config).metrics.tensorboard:
         raise UserError(f"{path} has no curves: metrics.tensorboard = false; metrics.jsonl has the numbers")
@@ -147,10 +149,10 @@ def _is_run(path: Path) -> bool:
 
 
 def _labels(runs: Sequence[Path]) -> list[str]:
-    """Names that tell the runs apart: their paths without what all have in common."""
+    """Names that distinguish the runs: their paths without their common directory."""
     absolute = [path.absolute() for path in runs]
     if len(set(absolute)) < len(absolute):
-        raise UserError(f"{' '.join(map(str, runs))}: the same run twice; name each once")
+        raise UserError(f"{' '.join(map(str, runs))}: the same run twice; give each run once")
     common = os.path.commonpath([path.parent for path in absolute])
     return [str(path.relative_to(common)) for path in absolute]
 

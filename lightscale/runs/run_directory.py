@@ -30,9 +30,9 @@ Beginning = Literal["start", "rollback"]
 HARMLESS_KEYS: dict[str, str] = {
     "metrics": "only what is recorded",
     "checkpoint": "only when the state is written and how long it is kept, not the state",
-    "restart": "only how failures are noticed, and how often the run is started again",
+    "restart": "only how failures are noticed, and how often the run is restarted",
     "guard.compare_replicas_every": "only what is checked",
-    "guard.max_rollbacks": "only when the run is given up",
+    "guard.max_rollbacks": "only after how many rollbacks the run stops",
     "parallel": "any layout resumes any other: batches, weights and sample order do not depend on it",
     "data.store": "a store may move; a checkpoint has its fingerprint and refuses another one",
     "data.validation": "only what is measured; the store says what is never trained on",
@@ -50,7 +50,7 @@ class RunStatus:
     """How the last attempt ended: the contents of status.json."""
 
     status: Status
-    """finished; resumable: start it again; stopped: a person must look."""
+    """finished; resumable: start it again; stopped: needs attention."""
     reason: str
     step: int
     """Optimizer steps done."""
@@ -72,7 +72,7 @@ def digest(config: RunConfig) -> str:
 
 
 class RunDirectory:
-    """`path` and the files in it. One process writes: the launcher before the ranks start, then rank 0."""
+    """The files in `path`. One process writes at a time: the launcher before the ranks start, then rank 0."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -88,13 +88,13 @@ class RunDirectory:
 
     @property
     def attempt(self) -> int:
-        """Number of the attempt that runs, from 1: starts and rollbacks recorded so far; 0 before the first."""
+        """Number of the current attempt, from 1: starts and rollbacks recorded so far; 0 before the first."""
         return sum(line["event"] in get_args(Beginning) for line in read_lines(self.events))
 
     def create_or_open(self, config: RunConfig, allow: Collection[str] = ()) -> bool:
-        """Make the directory with its config.toml, at once or not at all; True if it was not there before.
+        """Create the directory with its config.toml, atomically; True if it did not exist before.
 
-        In an existing run the configuration must be one that `changes` with `allow` accepts. What changed is stored,
+        For an existing run the configuration must be one that `changes` with `allow` accepts. Changes are stored,
         and recorded as an event.
         """
         if self.create(config):
@@ -109,13 +109,13 @@ class RunDirectory:
     def changes(self, config: RunConfig, allow: Collection[str] = ()) -> list[tuple[str, Any, Any]]:
         """(key, value stored, value in `config`) of each difference to the configuration of this existing run.
 
-        They must do no harm: those of `HARMLESS_KEYS`, and a longer run where that leaves the learning rates so far
-        as they were; or be named in `allow`, as keys or sections. Otherwise raises UserError with the keys that differ
-        and both values.
+        They must be harmless: those of `HARMLESS_KEYS`, and a longer run where the learning rates so far would have
+        been the same; or be named in `allow`, as keys or sections. Otherwise raises UserError with the keys that
+        differ and both values.
         """
         if not self.config.exists():
             raise UserError(
-                f"{self.path} is no run directory: it has files but no config.toml; name another with --run"
+                f"{self.path} is not a run directory: it has files but no config.toml; choose another with --run"
             )
         stored = load(self.config)
         changes = difference(stored, config)
@@ -128,13 +128,13 @@ class RunDirectory:
             lines = [f"  {key}: {_json(before)} there, {_json(now)} now" for key, before, now in refused]
             raise UserError(
                 f"{self.path} holds a run with another configuration:\n" + "\n".join(lines) + "\n"
-                "Go back to those values, start a new run with --run, or accept them, at your own risk, with "
+                "Restore those values, start a new run with --run, or accept the new ones, at your own risk, with "
                 f"--allow-change {refused[0][0]}."
             )
         return changes
 
     def begin_attempt(self, beginning: Beginning = "start", **fields: Any) -> int:
-        """Record how it begins, drop the status of the attempt before, and return this attempt's number, from 1."""
+        """Record the beginning, remove the previous attempt's status, and return this attempt's number, from 1."""
         attempt = self.attempt + 1
         self.event(beginning, attempt=attempt, **fields)
         self.status.unlink(missing_ok=True)
@@ -145,7 +145,7 @@ class RunDirectory:
         self.append_event(self.event_record(event, attempt=attempt, **fields))
 
     def event_record(self, event: str, *, attempt: int | None = None, **fields: Any) -> dict[str, Any]:
-        """What `event` appends, of this moment."""
+        """The record that `event` would append now."""
         number = self.attempt if attempt is None else attempt
         return {"time": timestamp(), "attempt": number, "event": event, **fields}
 
@@ -162,7 +162,7 @@ class RunDirectory:
         return value
 
     def read_status(self) -> RunStatus | None:
-        """How the last attempt ended; None: it is still running, or was killed, or there was none."""
+        """How the last attempt ended; None: it is running, was killed, or there was none."""
         try:
             value = RunStatus(**json.loads(self.status.read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -170,7 +170,7 @@ class RunDirectory:
         except OSError as error:
             raise UserError(f"{self.status} cannot be read: {error.strerror}") from None
         except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
-            raise UserError(f"{self.status}: not a run's status ({error}); remove it to resume the run") from None
+            raise UserError(f"{self.status}: not the status of a run ({error}); remove it to resume the run") from None
         if value.status not in get_args(Status):
             choices = ", ".join(get_args(Status))
             raise UserError(f'{self.status}: status = "{value.status}": must be one of {choices}')
@@ -192,7 +192,7 @@ class RunDirectory:
         return max((int(step) for step in steps if step.isdecimal()), default=0)
 
     def new_log_directory(self) -> Path:
-        """A new directory under logs/ for the output of one launch's ranks."""
+        """Make a directory under logs/ for the output of the ranks of one launch."""
         self.logs.mkdir(exist_ok=True)
         number = 1 + len(list(self.logs.glob("launch-*")))
         directory = self.logs / f"launch-{number:04d}"
@@ -200,7 +200,7 @@ class RunDirectory:
         return directory
 
     def create(self, config: RunConfig) -> bool:
-        """Make the directory with its config.toml; whether it was made, which of two processes happens to only one."""
+        """Create the directory with its config.toml; True for only one of two processes that do so at once."""
         parent = self.path.absolute().parent
         draft = parent / f".{self.path.name}.{uuid.uuid4().hex}"
         try:
@@ -209,14 +209,16 @@ class RunDirectory:
             parent.mkdir(parents=True, exist_ok=True)
             draft.mkdir()
             write_atomically(draft / self.config.name, to_toml(config))
-            # A directory cannot be renamed onto one that has files.
+            # Fails if another process was faster: a directory cannot be renamed onto one that has files.
             draft.rename(self.path)
             _sync_directory(parent)
         except OSError as error:
             shutil.rmtree(draft, ignore_errors=True)
             if self.config.exists():
                 return False
-            raise UserError(f"cannot make the run directory {self.path}: {error.filename}: {error.strerror}") from None
+            raise UserError(
+                f"cannot create the run directory {self.path}: {error.filename}: {error.strerror}"
+            ) from None
         return True
 
     def _is_harmless(self, key: str, stored: RunConfig, now: RunConfig) -> bool:
@@ -225,7 +227,7 @@ class RunDirectory:
         return is_named(key, HARMLESS_KEYS)
 
     def _may_extend(self, stored: RunConfig) -> bool:
-        """Whether a longer run would have had the same learning rates up to here."""
+        """Whether a longer run would have had the same learning rates so far."""
         optimizer = stored.optimizer
         if optimizer.schedule == "wsd":
             return self.progress()[0] <= stored.total_steps - (optimizer.decay_steps or 0)
@@ -233,7 +235,7 @@ class RunDirectory:
 
 
 class LineWriter:
-    """Appends JSON objects to `path`, one a line. Opening it drops a last line that a kill cut short."""
+    """Appends JSON objects to `path`, one per line. Opening it removes a last line that a kill cut short."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -283,7 +285,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects in a file of JSON lines, without a last line still being written; none where no file is."""
+    """The objects in a file of JSON lines, without a last line still being written; [] where there is no file."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -303,7 +305,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by `text`: a reader finds the old or the new file, also after a power failure."""
+    """Replace `path` by `text`: a reader finds either the old or the new file, also after a power failure."""
     draft = path.with_name(f"{path.name}.tmp")
     try:
         with draft.open("w", encoding="utf-8") as file:
@@ -318,7 +320,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def _of(error: OSError, path: Path) -> OSError:
-    """`error` with the name of the file, which the system does not tell for writes."""
+    """`error` with the name of the file, which the system does not give for writes."""
     return OSError(error.errno, error.strerror, str(path))
 
 
@@ -369,5 +371,5 @@ def _finite(value: Any) -> Any:
 
 
 def timestamp() -> str:
-    """Now, as records say it: UTC, ISO 8601."""
+    """The time now, as in all records: UTC, ISO 8601."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")

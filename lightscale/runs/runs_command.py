@@ -1,4 +1,4 @@
-"""``lightscale runs``: the runs in a folder, how far they are, and where their time went."""
+"""``lightscale runs``: the runs in a folder, their progress, and where their time went."""
 
 import argparse
 import dataclasses
@@ -26,14 +26,14 @@ from lightscale.runs.run_directory import RunDirectory, read_lines
 State = Literal["running", "finished", "resumable", "stopped", "dead", "new", "damaged"]
 
 _STATES = (
-    "States: running; finished, resumable (start it again), stopped (a person must look): as the last attempt said; "
-    "dead: ended without a word; new: never started; damaged: cannot be read."
+    "States: running; finished, resumable (start it again), stopped (needs attention): as the last attempt recorded; "
+    "dead: ended without a record; new: never started; damaged: cannot be read."
 )
-# The speed is the median of as many lines.
+# The speed is the median of this many last lines.
 _RECENT_LINES = 20
 # A holder of RUN/lock on another machine renews it every few seconds.
 _LOCK_STALE_S = 60.0
-# Without a lock, a run that has written nothing for as long is dead: a start or a save may take minutes.
+# Without a lock, a run that has written nothing for this long counts as dead: a start or a save may take minutes.
 _QUIET_S = 300.0
 _QUIET_STEPS = 20
 _MOST_COLUMNS = 1000
@@ -75,21 +75,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("runs"),
         metavar="DIR",
-        help="folder of runs, or one run, of which it shows more (default: runs)",
+        help="folder of runs, or one run, to show it in detail (default: runs)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.epilog = _STATES
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the runs, the one that last did something first."""
+    """Print the runs, the most recently active first."""
     now = time.time()
     folders = [args.directory] if _is_run(args.directory) else _find_runs(args.directory)
     summaries = sorted(_with_jobs(summarize(RunDirectory(path), now) for path in folders), key=lambda one: -one.active)
     if args.json:
         print(json.dumps([one.record() for one in summaries], indent=2))
         return 0
-    # Tables are as wide as what is in them, and no line is broken: a name can be copied.
+    # As wide as the content and without line breaks, so that names can be copied.
     console = Console(highlight=False, markup=False, soft_wrap=True, width=_MOST_COLUMNS)
     console.print(_runs_table(summaries))
     for one in summaries:
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summarize(directory: RunDirectory, now: float) -> RunSummary:
-    """What the files of a run say at `now`, in seconds since the epoch; a damaged run is no error."""
+    """Summary of a run's files at `now`, in seconds since the epoch; a damaged run is not an error."""
     files = (directory.config, directory.events, directory.metrics, directory.status)
     active = max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
     name = str(directory.path)
@@ -165,17 +165,17 @@ def _summarize(directory: RunDirectory, now: float, active: float) -> RunSummary
 
 
 def _is_held(directory: RunDirectory, now: float, *, otherwise: bool) -> bool:
-    """Whether a process holds the run; `otherwise` where no lock tells.
+    """Whether a process holds the run; `otherwise` where there is no lock.
 
-    The newest file of RUN/lock says who took it: it is locked while that process lives, renewed where locks do not
-    reach other machines, and empty when it was given back.
+    The newest file of RUN/lock (see `lock.py`) is locked while its process lives, renewed where locks do not reach
+    other machines, and empty when it was released.
     """
     locks = sorted((directory.path / "lock").glob("[0-9]*"))
     if not locks:
         return otherwise
     with locks[-1].open("rb") as file:
         try:
-            # Shared and for a moment. It is in nobody's way: whoever starts the run makes a file of its own.
+            # Shared and for a moment: it hinders nobody, as a process that starts the run locks a file of its own.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
@@ -200,14 +200,14 @@ def _is_run(path: Path) -> bool:
 
 
 def _find_runs(folder: Path) -> list[Path]:
-    """Not those with a dot: runs that are being made."""
+    """Those with a dot are skipped: runs that are being created."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise UserError(f"{folder} {what}; DIR must be a folder of runs, or one run (default: runs)")
     found = [path for path in folder.iterdir() if not path.name.startswith(".") and _is_run(path)]
     if not found:
         raise UserError(
-            f"{folder} has no runs: none of its folders has a config.toml; `lightscale train` makes runs/NAME"
+            f"{folder} has no runs: none of its folders has a config.toml; `lightscale train` creates runs/NAME"
         )
     return found
 
@@ -257,11 +257,11 @@ def _goodput_table(goodput: Goodput) -> Table:
 
 def _goodput_lines(goodput: Goodput) -> Iterable[tuple[str, float, str]]:
     mean_s, others = goodput.mean_restart_s, (goodput.failed_saves, goodput.skipped_saves)
-    saves = ", ".join(f"{count:,} {what}" for count, what in zip(others, ("failed", "left out"), strict=True) if count)
+    saves = ", ".join(f"{count:,} {what}" for count, what in zip(others, ("failed", "skipped"), strict=True) if count)
     yield "steps that count", goodput.effective_s, f"{goodput.steps:,} steps"
-    yield "steps that were lost", goodput.lost_s, f"{goodput.lost_steps:,} steps"
-    yield "steps that were skipped", goodput.skipped_s, f"{goodput.skipped_steps:,} steps"
+    yield "lost steps", goodput.lost_s, f"{goodput.lost_steps:,} steps"
+    yield "skipped steps", goodput.skipped_s, f"{goodput.skipped_steps:,} steps"
     yield "restarts", goodput.restart_s, "" if mean_s is None else f"{duration(mean_s)} on average"
     yield "saves", goodput.checkpoint_stall_s, f"{goodput.saves:,} done{', ' if saves else ''}{saves}"
-    yield "other", goodput.other_s, "the first start, validation, steps without a line"
-    yield "together", goodput.running_s, ""
+    yield "other", goodput.other_s, "first start, validation, steps that were not logged"
+    yield "total", goodput.running_s, ""

@@ -1,4 +1,4 @@
-"""When a run is saved next, by time: as often as pays, given what a save costs and how often runs fail."""
+"""The interval between saves that loses the least time, given what a save costs and how often runs fail."""
 
 import math
 import statistics
@@ -7,24 +7,24 @@ from collections.abc import Iterable
 
 # Before anything is measured.
 FIRST_INTERVAL_S = 600.0
-# More often, saves could wait for one another; more seldom, a wrong expectation of failures would cost too much.
+# Bounds: shorter, saves could wait for one another; longer, a wrong guess of the failure rate would cost too much.
 SHORTEST_INTERVAL_S = 60.0
 LONGEST_INTERVAL_S = 3600.0
-# A median of few: one slow save of a busy file system changes nothing.
+# The cost is a median: one slow save on a busy file system does not change the interval.
 _MEASURED_SAVES = 5
 
 
 def best_interval_s(stall_s: float, mtbf_s: float) -> float:
-    """Of training between two saves that stall it for `stall_s`, with a failure every `mtbf_s`: sqrt(2 stall MTBF).
+    """Seconds between two saves that stall training for `stall_s`, with a failure every `mtbf_s`: sqrt(2 stall MTBF).
 
     First order of Young (1974) and Daly (2006): stalls cost stall / interval of the time, and a failure half an
-    interval; how long a restart takes, or the background write of a save, changes nothing about it.
+    interval. The time of a restart, or of the background write of a save, does not change the optimum.
     """
     return math.sqrt(2 * stall_s * mtbf_s)
 
 
 class SaveInterval:
-    """Says when the next save is due, on a clock of seconds that only runs forward.
+    """Decides when the next save is due, by a monotonic clock in seconds.
 
     interval = SaveInterval(mtbf_s=…, now_s=time.monotonic())
     for step in …:
@@ -34,14 +34,14 @@ class SaveInterval:
     """
 
     def __init__(self, *, mtbf_s: float, now_s: float, stalls_s: Iterable[float] = ()) -> None:
-        """`mtbf_s`: mean time between failures of the run; `stalls_s`: of saves measured before, oldest first."""
+        """`mtbf_s`: mean time between failures of the run; `stalls_s`: of earlier saves, oldest first."""
         self._mtbf_s = mtbf_s
         self._last_s = now_s
         self._stalls_s = deque(stalls_s, maxlen=_MEASURED_SAVES)
 
     @property
     def interval_s(self) -> float:
-        """From the end of a save's stall to the next save."""
+        """Seconds from the end of a save's stall to the next save."""
         if not self._stalls_s:
             return FIRST_INTERVAL_S
         best_s = best_interval_s(statistics.median(self._stalls_s), self._mtbf_s)

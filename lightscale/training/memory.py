@@ -1,4 +1,4 @@
-"""How much memory this process has needed."""
+"""Peak memory of this process."""
 
 import resource
 from pathlib import Path
@@ -7,7 +7,7 @@ _STATUS = Path("/proc/self/status")
 
 
 def peak_memory_bytes() -> int:
-    """The most main memory that this process has held.
+    """The largest resident main memory of this process so far, in bytes.
 
     Read from /proc on Linux: getrusage gives a started process at least the peak of the one that started it.
     """

@@ -40,7 +40,7 @@ class StepProfiler:
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Surrounds step ``number`` (from 1)."""
-        # A run that was stopped between the two goes on recording.
+        # "<=" and not "==": a run that was stopped between the two continues recording when it is resumed.
         if self._profile is None and self._steps is not None and self._steps[0] <= number <= self._steps[1]:
             self._start()
         yield
@@ -56,7 +56,7 @@ class StepProfiler:
             activities=activities,
             profile_memory=True,
             record_shapes=True,
-            # On CPUs states are exchanged on a thread of their own.
+            # On CPUs the states of sequence ranks are exchanged on a thread of their own.
             experimental_config=_ExperimentalConfig(profile_all_threads=self._mesh.device.type == "cpu"),
         )
         self._profile.start()

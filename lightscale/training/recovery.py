@@ -1,4 +1,12 @@
-"""Where a run goes on: from its newest good checkpoint, or from one before steps that had to be left out."""
+"""Where a run continues: at its newest good checkpoint, or at one before steps that had to be skipped.
+
+    resume      at every start: newest whole checkpoint -> weights, optimizer, random states, data position, guard
+    roll_back   after too many skipped steps in a row: put newer checkpoints aside, record that their data is skipped,
+                and resume from the last checkpoint before them
+
+Nothing here is kept in memory alone. What decides where a run continues is on disk, as checkpoints and as events, so
+that a crash at any moment leads to the same run as no crash.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -22,21 +30,21 @@ from lightscale.training.health.guard import Guard
 
 
 class Stateful(Protocol):
-    """A part of a run that changes while it trains, the same on every rank."""
+    """A part of a run that changes while it trains, with the same state on every rank."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, as JSON gives them back."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from such values."""
+        """Continue from such values."""
 
 
 class Recovery:
-    """Resumes a run and takes it back; every method is collective over the ranks of ``engine``.
+    """Resumes a run and rolls it back; every method is collective over the ranks of ``engine``.
 
     Args:
-        loader, guard: what is set back, beside the engine.
-        state: all parts that a checkpoint has, by name; ``loader`` and ``guard`` are among them.
+        loader, guard: reset by a rollback to step 0, beside the engine.
+        state: all parts that a checkpoint holds, by name; ``loader`` and ``guard`` are among them.
         allow: changes that a resumed run may have: ``data``, and those of ``Checkpoints.restore``.
     """
 
@@ -58,47 +66,55 @@ class Recovery:
         self._ranks = Agreement(engine.mesh.control)
 
     def resume(self) -> int:
-        """Take over the newest whole checkpoint, or the weights of ``train.init_from``; returns the steps done."""
+        """Load the newest whole checkpoint, or else the weights of ``train.init_from``; returns the steps done."""
         restored = self._checkpoints.restore(self._engine, allow=self._allow)
         if restored is None:
             self._start_from_weights()
         else:
-            self._take_over(restored)
-        jumps = Counter(self._recorded_skips()) - Counter(self._loader.skips.records)
-        for at_tokens, skip_tokens in jumps.elements():
-            # Recorded after the checkpoint was written.
+            self._load(restored)
+        # A rollback records its skip after the checkpoint it returns to was written, so that this checkpoint does not
+        # have it. Records are compared as multisets: data can be skipped twice at one position, by two rollbacks.
+        missing = Counter(self._recorded_skips()) - Counter(self._loader.skips.records)
+        for at_tokens, skip_tokens in missing.elements():
             self._loader.skip(at_tokens, skip_tokens)
         return 0 if restored is None else restored.step
 
     def roll_back(self, last: int) -> int:
-        """Go back to the last checkpoint before the steps left out in a row, and jump over all data since then.
+        """Return to the last checkpoint before the steps skipped in a row, and skip all data since then.
 
-        A crash after any of the three parts leaves what leads to the same run: with the newer checkpoints alone gone
-        the same steps are left out again; with the jump recorded, every start finds the checkpoint and jumps.
+        The order of the three parts matters. A crash after the first (newer checkpoints put aside) repeats the skipped
+        steps and rolls back again; after the second (skip recorded) every start finds the checkpoint and applies the
+        skip; the third (new attempt) only separates the records.
 
         Args:
-            last: the step just left out.
+            last: the step just skipped.
 
         Returns:
-            The steps done. Checkpoints after it have been put aside: others will take their names.
+            The steps done. Checkpoints after it have been put aside, since later ones will take their names.
         """
+        # Steps in between that were good would have ended the row, so that the row is contiguous.
         first = last - self._guard.skips_in_a_row + 1
         steps: list[int] = self._ranks.on_first(lambda: list_steps(self._checkpoints.directory))
+        # A checkpoint within the row holds good weights too, but its guard has counted skips; without any checkpoint
+        # the run begins again at step 0.
         target = max((step for step in steps if step < first), default=0)
         self._check_rollbacks(first, last, target)
         later = [self._checkpoints.directory / directory_name(step) for step in steps if step >= first]
         self._checkpoints.put_aside(later)
 
+        # All data between the checkpoint and here, not only that of the skipped steps: which batch did the damage is
+        # not known, and it may have been one before the first bad loss.
         loader, journal = self._loader, self._journal
         at_tokens = target * loader.tokens_per_step
         skip_tokens = loader.tokens - at_tokens
         journal.event(SKIP_EVENT, at_tokens=at_tokens, skip_tokens=skip_tokens, first_step=target + 1, last_step=last)
         journal.begin_attempt("rollback", step=target, put_aside=[path.name for path in later])
         journal.say(
-            f"steps {first} to {last} were left out; going back to step {target}, and jumping over its next data"
+            f"steps {first} to {last} were skipped; rolling back to step {target} and skipping the data since then"
         )
 
         if target == 0:
+            # ``resume`` will find no checkpoint to overwrite what training has changed.
             start_again(self._engine, self._config.train.seed)
             loader.tokens, loader.skips = 0, SkippedRanges()
             self._guard.load_state_dict(Guard(self._config.guard).state_dict())
@@ -106,38 +122,41 @@ class Recovery:
 
     def _check_rollbacks(self, first: int, last: int, target: int) -> None:
         done, limit = len(self._recorded_skips()), self._config.guard.max_rollbacks
+        # Of all attempts together: a restart must not reset the count, or a run with bad data would never end.
         if done < limit:
             return
         run = self._directory.path
         hint = f' in a new run with train.init_from = "{run}@{target}"' if target else ""
         raise UserError(
-            f"the steps {first} to {last} had to be left out, and the run went back {done} times already "
-            f"(guard.max_rollbacks = {limit}); events.jsonl has the reasons. Look at the data of these steps "
+            f"steps {first} to {last} were skipped, after {done} rollbacks already "
+            f"(guard.max_rollbacks = {limit}); events.jsonl has the reasons. Check the data of these steps "
             f"(lightscale data samples {run} --step {first}); a lower optimizer.lr or longer "
             f"optimizer.warmup_steps{hint} may help"
         )
 
     def _recorded_skips(self) -> list[tuple[int, int]]:
-        """The jumps over data so far: one for every time that the run went back."""
+        """(position, length) in tokens of the data skipped so far: one for every rollback."""
         return self._ranks.on_first(lambda: recorded_skips(self._directory.path))
 
-    def _take_over(self, restored: Restored) -> None:
+    def _load(self, restored: Restored) -> None:
         if "data" in self._allow:
             self._accept_data(restored)
         for name, part in self._state.items():
             part.load_state_dict(restored.common[name])
         if restored.changes:
             self._journal.event("versions_changed", step=restored.step, changes=restored.changes)
-        # From here on the run is without them: they must not count among the checkpoints to keep.
+        # The run now continues without them: damaged checkpoints must not count among those to keep. Only renamed, as
+        # somebody may want to know what damaged them.
         self._checkpoints.put_aside(restored.damaged)
         for reason in restored.refused:
-            self._journal.say(f"passed over a damaged checkpoint, renamed .bad: {reason}")
+            self._journal.say(f"skipped a damaged checkpoint, renamed to .bad: {reason}")
         self._journal.event("resume", step=restored.step, checkpoint=restored.path.name, refused=restored.refused)
         self._journal.say(f"resuming after step {restored.step} from {restored.path}")
 
     def _accept_data(self, restored: Restored) -> None:
-        """Go on at the same number of tokens in other data; what differs is recorded."""
+        """Continue at the same number of tokens in other data; what differs is recorded."""
         saved, current = restored.common["data"]["fingerprint"], self._loader.fingerprint()
+        # The loader compares fingerprints when it loads its state; here the difference was allowed by name.
         changes = {key: [saved.get(key), now] for key, now in current.items() if saved.get(key) != now}
         if changes:
             self._journal.event("data_changed", step=restored.step, changes=changes)
@@ -158,7 +177,7 @@ class Recovery:
         self._journal.say(f"starting from the weights of {restored.path}")
 
     def _check_tokenizer(self, restored: Restored) -> None:
-        """The rows of the embedding mean tokens of the tokenizer that they were trained with."""
+        """Refuse another tokenizer: a row of the embedding stands for a token of the one it was trained with."""
         store = self._loader.store
         trained, now = restored.common["data"]["fingerprint"]["tokenizer"], store.tokenizer
         if trained != now.sha256:
@@ -168,7 +187,8 @@ class Recovery:
             )
 
     def _check_same_start(self, restored: Restored) -> None:
-        """A run may begin several times, and must from the same weights."""
+        """A run that failed before its first checkpoint starts again, and must do so from the same weights."""
+        # The manifest has the hashes of all files: its own hash stands for the whole checkpoint, wherever it lies.
         manifest = self._ranks.on_first(lambda: hash_file(restored.path / MANIFEST).xxh3_128)
         events = self._ranks.on_first(lambda: read_lines(self._directory.events))
         if any(event["manifest"] != manifest for event in events if event["event"] == "init_from"):

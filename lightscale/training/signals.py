@@ -11,10 +11,10 @@ from typing import Any, Self
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
-# When to stop without any signal, in seconds since the epoch; set by the launcher for its ranks.
+# When to stop without a signal, in seconds since the epoch; set by the launcher for its ranks.
 DEADLINE_VARIABLE = "LIGHTSCALE_DEADLINE"
 DEADLINE = "deadline"
-# What ranks that reached it say to the others: more than any signal's number.
+# What ranks that reached it contribute to the all-reduce instead of a signal's number: more than any of those.
 _DEADLINE_NUMBER = 1 << 10
 
 # From <linux/prctl.h>.
@@ -24,10 +24,10 @@ _PR_SET_PDEATHSIG = 1
 class StopSignal:
     """Remembers the first stop signal of this process; the training loop asks at the end of every step.
 
-    The deadline in the environment, if there is one, is as good as a signal.
+    The deadline in the environment, if there is one, counts like a signal.
 
     From `install` on, a stop signal no longer ends the process: it means "finish the step, save, leave".
-    Later ones change nothing. Before `install` there is nothing to save, and the signals end the process.
+    Later ones change nothing. Before `install` the signals end the process, as there is nothing to save.
 
         with StopSignal(announce=rank == 0) as stop:
             for step in …:
@@ -47,18 +47,18 @@ class StopSignal:
 
     @property
     def reason(self) -> str | None:
-        """What the ranks agreed to stop for ("SIGTERM", "deadline"), the same on all; None before that."""
+        """Why the ranks agreed to stop ("SIGTERM", "deadline"), the same on all; None before that."""
         if self._agreed == _DEADLINE_NUMBER:
             return DEADLINE
         return signal.Signals(self._agreed).name if self._agreed else None
 
     def install(self) -> None:
-        """Take over the stop signals. Only the main thread may."""
+        """Handle the stop signals. Only the main thread may call it."""
         for signum in STOP_SIGNALS:
             self._previous[signum] = signal.signal(signum, self._handle)
 
     def uninstall(self) -> None:
-        """Give the signals back to whoever had them before `install`."""
+        """Restore the handlers from before `install`."""
         while self._previous:
             signal.signal(*self._previous.popitem())
 
@@ -81,7 +81,7 @@ class StopSignal:
             is_late = time.time() >= self._deadline_s
             self._agreed = all_reduce_max(_DEADLINE_NUMBER if is_late else self.received or 0)
             if self._agreed == _DEADLINE_NUMBER and self._announce:
-                print(f"{DEADLINE}: saving and leaving", file=sys.stderr, flush=True)
+                print(f"{DEADLINE}: saving and exiting", file=sys.stderr, flush=True)
         return bool(self._agreed)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
@@ -90,19 +90,19 @@ class StopSignal:
         self.received = signal.Signals(signum)
         if self._announce:
             # print() is not reentrant, and the signal may have interrupted one.
-            os.write(2, f"{self.received.name}: finishing this step, then saving and leaving\n".encode())
+            os.write(2, f"{self.received.name}: finishing this step, then saving and exiting\n".encode())
 
 
 def die_with_parent(parent: int) -> None:
     """Have the kernel end this process (SIGKILL) as soon as its parent, the process `parent`, is gone.
 
-    Otherwise a launcher killed with SIGKILL leaves its ranks behind, holding the GPUs. A rank's own lasting
-    children need it too. Linux only; elsewhere without effect.
+    Otherwise a launcher killed with SIGKILL leaves its ranks behind, and these keep the GPUs. Long-lived children
+    of a rank need it too. Linux only; elsewhere without effect.
     """
     if sys.platform != "linux":
         return
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
-        # The parent went before prctl was called.
+        # The parent ended before prctl was called.
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,7 +1,12 @@
-"""The training loop, top to bottom: configuration, mesh, data, model and engine, resume, steps, the end.
+"""The training loop, from top to bottom: configuration, mesh, data, model and engine, resume, steps, end.
 
-Every rank runs this. Whatever happens, the run directory says how far it got: metrics for each step, an event for
-each start, save and stop, and a status when the loop ends.
+    train                     one rank's attempt: stop signals, mesh, lock of the run, then
+    Trainer.__init__          checks, data, model, engine, resume
+    Trainer.run               loop { step, rollback?, validation?, save?, stop? }
+    Trainer._train_step       data, forward and backward, guard, optimizer, metrics
+
+Every rank runs the same code. Whatever happens, the run directory says how far it got: metrics for each step, an event
+for each start, save and stop, and a status when the loop ends.
 """
 
 import os
@@ -31,8 +36,8 @@ from lightscale.runs.metrics import MetricsLogger, ValidationLoss, device_peak_f
 from lightscale.runs.run_directory import RunDirectory, Status, digest
 from lightscale.training.build import build_engine, weight_dtype
 from lightscale.training.checkpoints.random_states import seed_generators
-from lightscale.training.checkpoints.save_policy import Keeper
-from lightscale.training.health.faults import reach
+from lightscale.training.checkpoints.save_policy import SavePolicy
+from lightscale.training.health.fault_injection import fault_point
 from lightscale.training.health.guard import Guard
 from lightscale.training.health.heartbeat import Heartbeat
 from lightscale.training.health.replicas import ReplicaCheck, SilentCorruption
@@ -52,42 +57,45 @@ def train(
     """Train until the last step or a stop signal; resume from the newest whole checkpoint of ``run``.
 
     Called on every rank, with torchrun's variables in the environment and ``run`` already created. ``allow`` names the
-    changes that a resumed run may have: ``data``, and those of ``Checkpoints.restore``. ``hold`` takes the run for
-    this job, on rank 0, as soon as the ranks have met: so a refusal reaches all of them.
+    changes that a resumed run may have: ``data``, and those of ``Checkpoints.restore``. ``hold`` locks the run for
+    this job; rank 0 enters it as soon as the ranks have met.
 
     Returns:
-        ``finished`` or ``resumable``, as written to status.json. Errors are raised; what is UserError among them
-        needs a person.
+        ``finished`` or ``resumable``, as written to status.json. Errors are raised; those that are UserError need
+        attention, others may pass when the run is restarted.
     """
     heartbeat = Heartbeat(config.restart.hang_timeout_s)
     heartbeat.beat("starting", step=0)
     check_mixers(config.model, config.parallel)
-    parallel, place = config.parallel, os.environ
+    parallel, environ = config.parallel, os.environ
     with (
-        StopSignal(announce=place["RANK"] == "0") as stop,
+        # First: a stop signal during the slow start must not kill the process, but end the run after its first step.
+        StopSignal(announce=environ["RANK"] == "0") as stop,
         start_mesh(
             tensor=parallel.tensor,
             pipeline=parallel.pipeline,
             sequence=parallel.sequence,
             device=config.train.device,
-            rank=int(place["RANK"]),
-            world_size=int(place["WORLD_SIZE"]),
-            local_rank=int(place["LOCAL_RANK"]),
+            rank=int(environ["RANK"]),
+            world_size=int(environ["WORLD_SIZE"]),
+            local_rank=int(environ["LOCAL_RANK"]),
             timeout_s=config.restart.collective_timeout_s,
             exchange=parallel.exchange,
-            ranks_per_node=parallel.ranks_per_node or int(place["LOCAL_WORLD_SIZE"]),
+            ranks_per_node=parallel.ranks_per_node or int(environ["LOCAL_WORLD_SIZE"]),
             virtual_stages=parallel.virtual_stages,
         ) as mesh,
-        ExitStack() as held,
+        ExitStack() as locks,
     ):
 
-        def take() -> None:
-            held.enter_context(hold())
+        def lock() -> None:
+            locks.enter_context(hold())
 
         try:
-            Agreement(mesh.control).on_first(take)
+            # Not before the ranks have met: rank 0's refusal would leave the others waiting for it at the rendezvous.
+            Agreement(mesh.control).on_first(lock)
             return Trainer(config, run, mesh, stop, heartbeat, allow).run()
         except Exception as error:
+            # The launcher shows the first error of all ranks; this says whose it is.
             error.add_note(f"rank {mesh.rank} on {socket.gethostname()}, at {heartbeat.where}")
             raise
 
@@ -96,8 +104,9 @@ class Trainer:
     """One attempt at a run on one rank.
 
     Everything that training changes, and the next step depends on, is in the checkpoint: weights, moments and counters
-    of ``engine``, the random states of each rank, ``step``, and what is named in ``state``. A test compares a trainer
-    with one that was restored, attribute by attribute.
+    of ``engine``, the random states of each rank, ``step``, and what is named in ``state``. Whoever adds such a thing
+    adds it to ``state``: ``tests/training/test_state.py`` compares a trainer with a restored one, attribute by
+    attribute, and fails for what is missing.
     """
 
     def __init__(
@@ -111,9 +120,11 @@ class Trainer:
     ) -> None:
         self.config, self.directory, self.mesh, self.stop, self.heartbeat = config, run, mesh, stop, heartbeat
         self.is_main = mesh.rank == 0
+        # Of the length curriculum; None until the first step.
         self.stage: LengthStage | None = None
         self.journal = Journal(run, enabled=self.is_main)
         self.journal.begin_attempt(world_size=mesh.world_size, device=_device_name(mesh.device))
+        # Before anything slow or large: a full disk or a wrong driver should be said within seconds.
         self._check_machines()
 
         self.layout = LoaderLayout(
@@ -126,10 +137,13 @@ class Trainer:
         self.loader = TokenLoader.of(config, self.store, layout=self.layout, index_dir=run.path / INDEX_DIR)
         self.engine = build_engine(config, mesh, vocab_size=self.store.tokenizer.vocab_size, trainable=True)
         self.guard = Guard(config.guard)
+        # After the engine, which may draw from them while it is built. A checkpoint of the same layout restores them.
         seed_generators(config.train.seed, mesh.rank)
         self.state: dict[str, Stateful] = {"data": self.loader, "guard": self.guard}
         self.replicas = ReplicaCheck(self.engine, every=config.guard.compare_replicas_every)
-        self.keeper = Keeper(config.checkpoint, run, self.journal, heartbeat, engine=self.engine, largest=self._largest)
+        self.save_policy = SavePolicy(
+            config.checkpoint, run, self.journal, heartbeat, engine=self.engine, largest=self._largest
+        )
         self.recovery = Recovery(
             config,
             run,
@@ -142,18 +156,19 @@ class Trainer:
         )
         self.step = self.recovery.resume()
         self.replicas.begin(self.step)
-        self.keeper.saver.reserve(self.engine)
+        # Memory of the copies, now: running out of it at the first save would cost the steps before.
+        self.save_policy.saver.reserve(self.engine)
         self._describe()
 
     def _check_machines(self) -> None:
-        """Refuse to begin where it cannot go well, and say what may not."""
+        """Refuse to start where the run cannot work, and warn of what may fail later."""
         ranks, local_rank = Agreement(self.mesh.control), self.mesh.device.index or 0
         for line in check_before_training(self.config, self.directory, ranks, local_rank):
             self.journal.say(f"warning: {line}")
             self.journal.event("preflight_warning", reason=line)
 
     def run(self) -> Status:
-        """From the current step to the last."""
+        """Train from the current step to the last."""
         config, total = self.config, self.config.total_steps
         flops, peak = training_flops_per_token(config.model, config.data.sequence_length), self._peak_flops()
         with (
@@ -172,22 +187,26 @@ class Trainer:
             StepProfiler(config.train.profile_steps, self.directory.profile, self.mesh) as profiler,
             Prefetcher(self.loader) as ahead,
         ):
+            # At the start, so that the goodput that a restart has cost is on the curve.
             self._log_goodput(metrics)
             while self.step < total:
                 metrics.begin_step()
                 with profiler.step(self.step + 1):
                     self._train_step(ahead, metrics)
                 if self.guard.skips_in_a_row >= config.guard.max_skips:
-                    self._go_back(metrics)
+                    self._roll_back(metrics)
                     continue
+                # After a possible rollback and before a possible save: the loss of the weights that are saved.
                 every = config.train.validate_every
                 if every and (self.step % every == 0 or self.step == total):
                     self._validate(metrics)
+                # From here to the end of the iteration ranks decide together, by all-reduces: a rank that saved
+                # or left by itself would leave the others in a collective that never completes.
                 self.heartbeat.beat("agreeing", step=self.step)
-                self.keeper.collect(self.step, metrics, self.loader.tokens)
+                self.save_policy.collect(self.step, metrics, self.loader.tokens)
                 stopping = self.stop.should_stop(self._largest) and self.step < total
                 leaving = stopping or self.step == total
-                if leaving or self.keeper.is_due(self.step):
+                if leaving or self.save_policy.is_due(self.step):
                     self._save(metrics, leaving=leaving)
                 if leaving:
                     self._log_goodput(metrics)
@@ -196,29 +215,33 @@ class Trainer:
         return self._leave("finished", f"all {total} steps are done")
 
     def _train_step(self, ahead: Prefetcher, metrics: MetricsLogger) -> None:
-        reach("step:begin")
+        fault_point("step:begin")
         step, total = self.step + 1, self.config.total_steps
         stage = self.loader.stage_after(self.loader.tokens)
         if stage != self.stage:
             self.stage = stage
+            # Other shapes compile other kernels: the watchdog must not judge this step by the ones before.
             self.heartbeat.expect_other_steps()
         self.heartbeat.beat("reading data", step=step)
         batches = self._to_device(ahead.next_step())
         self.heartbeat.beat("forward and backward", step=step)
         sums = self.engine.forward_backward(batches)
+        # Between backward pass and optimizer, the last moment at which all copies of a weight must still be equal.
         self.replicas.observe()
         if self.replicas.is_due(step):
             self._compare_replicas(step)
         lr = learning_rate(self.config.optimizer, step, total)
-        # Both are the same numbers on every rank, so that all skip or none; weights are still those of the last step.
         self.heartbeat.beat("optimizer", step=step)
+        # Loss and norm are the same numbers on every rank, so that all ranks skip or none. A skipped step changes no
+        # weight and no moment; its data counts as used, so that the next step reads other samples.
         grad_norm = self.engine.gradient_norm()
         skipped = self.guard.judge(sums.mean, grad_norm)
         if skipped is None:
-            reach("step:optimizer")
+            fault_point("step:optimizer")
             self.engine.apply(lr, grad_norm)
             self.replicas.remember()
         self.step = step
+        # Skipped steps are always recorded, also where only every n-th step is: they explain gaps in the curves.
         if skipped is not None or metrics.due(step):
             more = {"sequence_length": stage.sequence_length} if self.config.data.curriculum else {}
             metrics.log_step(
@@ -231,7 +254,7 @@ class Trainer:
                 **more,
             )
         if skipped is not None:
-            self.journal.say(f"step {step} is left out: {skipped}")
+            self.journal.say(f"step {step} is skipped: {skipped}")
             in_a_row = self.guard.skips_in_a_row
             self.journal.note("step_skipped", step=step, reason=skipped, in_a_row=in_a_row)
 
@@ -240,17 +263,19 @@ class Trainer:
             self.replicas.compare(step)
         except SilentCorruption as error:
             self.journal.event("silent_corruption", step=step, since=error.since, ranks=error.ranks, hosts=error.hosts)
-            # The first rank to fail ends the others, and the event must be there by then.
+            # The first rank to fail ends the others, and rank 0 must have written the event by then.
             dist.barrier(group=self.mesh.control)
             raise
 
-    def _go_back(self, metrics: MetricsLogger) -> None:
-        """To before the steps that were left out in a row, to other data than that."""
-        if self.keeper.saver.is_writing:
-            self.keeper.finish(self.step, metrics, self.loader.tokens)
-        self.heartbeat.beat("going back", step=self.step)
+    def _roll_back(self, metrics: MetricsLogger) -> None:
+        """Return to before the steps that were skipped in a row, and continue with other data."""
+        # A save in flight would give its name to a checkpoint after the one returned to.
+        if self.save_policy.saver.is_writing:
+            self.save_policy.finish(self.step, metrics, self.loader.tokens)
+        self.heartbeat.beat("rolling back", step=self.step)
         self.step = self.recovery.roll_back(self.step)
-        self.keeper.saver.known_good.clear()
+        # Checkpoints of these steps will be other ones.
+        self.save_policy.saver.known_good.clear()
         self.replicas.begin(self.step)
         metrics.go_back(self.step, attempt=self.directory.attempt)
 
@@ -273,27 +298,28 @@ class Trainer:
         metrics.log_validation(self.step, tokens=self.loader.tokens, losses=losses)
 
     def _save(self, metrics: MetricsLogger, *, leaving: bool) -> None:
-        # So that a run that restarts is without whatever was computed from corrupted weights.
+        # Corrupted weights must not reach a checkpoint: a restart then goes back to before the corruption.
         self._compare_replicas(self.step)
-        self.keeper.save(
+        self.save_policy.save(
             self.step,
             metrics,
             self.loader.tokens,
             state={name: part.state_dict() for name, part in self.state.items()},
             facts={"tokens": self.loader.tokens, "store": self.store.fingerprint()},
             about={"config": digest(self.config), "attempt": self.directory.attempt},
-            # While steps are left out, the last checkpoint before them may still be needed, however many follow.
+            # While steps are being skipped, a rollback may need the last checkpoint before them.
             prune=not self.guard.skips_in_a_row,
             leaving=leaving,
         )
 
     def _log_goodput(self, metrics: MetricsLogger) -> None:
-        """How much of the time since the run's first start has counted; all its records are read."""
+        """Goodput of the run since its first start, from all its records."""
         if self.is_main and self.step and (goodput := run_goodput(self.directory)) is not None:
             metrics.log_goodput(self.step, tokens=self.loader.tokens, goodput=goodput)
 
     def _leave(self, status: Status, reason: str) -> Status:
         self.heartbeat.beat("leaving", step=self.step)
+        # No rank leaves before the status is on disk: the launcher reads it when the ranks are gone.
         if self.is_main:
             self.journal.event(status, step=self.step, reason=reason)
             self.directory.write_status(status, reason=reason, step=self.step, tokens=self.loader.tokens)
@@ -304,6 +330,8 @@ class Trainer:
         return [batch.to(self.mesh.device) for batch in batches]
 
     def _largest(self, value: int) -> int:
+        """The largest ``value`` of all ranks, on all of them."""
+        # On the CPU, by the control group: it must not queue behind the GPU's work.
         largest = torch.tensor(value)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.mesh.control)
         return int(largest)
@@ -313,7 +341,7 @@ class Trainer:
         return None if peak is None else peak * self.mesh.world_size
 
     def _describe(self) -> None:
-        """What this run is, for the log."""
+        """Log what this run is: size, precision, ranks, operators, data."""
         mesh, config = self.mesh, self.config
         parameters = sum(parameter.numel() for chunk in self.engine.chunks for parameter in chunk.parameters())
         dtype = str(weight_dtype(config.train, mesh.device)).removeprefix("torch.")

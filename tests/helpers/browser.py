@@ -42,8 +42,8 @@ class Page:
         commands, self._commands = os.pipe()
         self._answers, answers = os.pipe()
 
-        def place() -> None:
-            # Copies first: one of the four may have the number of another's place.
+        def set_descriptors() -> None:
+            # Copies first: one of the four may have a number that another is to get.
             ends = os.dup(commands), os.dup(answers)
             os.dup2(ends[0], COMMANDS_FD)
             os.dup2(ends[1], ANSWERS_FD)
@@ -53,7 +53,7 @@ class Page:
             # Only dup is called in the child; no lock can be held there.
             self._process = subprocess.Popen(
                 command,
-                preexec_fn=place,  # noqa: PLW1509
+                preexec_fn=set_descriptors,  # noqa: PLW1509
                 pass_fds=(COMMANDS_FD, ANSWERS_FD),
                 stdout=log,
                 stderr=log,

@@ -16,13 +16,13 @@ def commands(
     os.chdir(folder)
     results = []
     for number, words in enumerate(lines):
-        place = Path(init_method.removeprefix("file://") + f"-port-{number}")
+        port_file = Path(init_method.removeprefix("file://") + f"-port-{number}")
         if rank == 0:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
-                place.with_suffix(".tmp").write_text(str(probe.getsockname()[1]))
-            place.with_suffix(".tmp").rename(place)
-        while not place.exists():
+                port_file.with_suffix(".tmp").write_text(str(probe.getsockname()[1]))
+            port_file.with_suffix(".tmp").rename(port_file)
+        while not port_file.exists():
             time.sleep(0.01)
         os.environ.update(
             RANK=str(rank),
@@ -30,10 +30,10 @@ def commands(
             LOCAL_RANK=str(rank),
             LOCAL_WORLD_SIZE=str(world_size),
             MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=place.read_text(),
+            MASTER_PORT=port_file.read_text(),
         )
         # A file, because a rank's fault handler writes to stderr's descriptor.
-        with Path(f"{place}-{rank}").open("w+") as captured, contextlib.redirect_stderr(captured):
+        with Path(f"{port_file}-{rank}").open("w+") as captured, contextlib.redirect_stderr(captured):
             code = main(words)
             captured.seek(0)
             results.append((code, captured.read()))

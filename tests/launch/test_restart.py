@@ -124,7 +124,7 @@ def test_the_deadline_is_a_reason_to_stop_but_none_to_start_again(start: Callabl
     ended = stopped.wait()
     assert ended.code == 75, ended.output
     assert (ended.status["status"], ended.status["reason"]) == ("resumable", "deadline")
-    assert "deadline: saving and leaving" in ended.output
+    assert "deadline: saving and exiting" in ended.output
     saved = [(ended.run / f"saved-{rank}").read_text() for rank in (0, 1)]
     assert saved[0] == saved[1] == str(ended.status["step"])
     ended = failed.wait()

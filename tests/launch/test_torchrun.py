@@ -161,7 +161,7 @@ def test_sigterm_to_the_launcher_twice_reaches_each_rank_once(
     launcher.process.send_signal(signal.SIGTERM)
     output = assert_stopped_together(launcher, "SIGTERM")
     assert launcher.signals(0) == launcher.signals(1) == ["SIGTERM"]
-    assert output.count("SIGTERM: finishing this step, then saving and leaving") == 1
+    assert output.count("SIGTERM: finishing this step, then saving and exiting") == 1
     assert output.splitlines()[-1] == "go on with: the same command"
 
 

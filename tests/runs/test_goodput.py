@@ -202,7 +202,7 @@ def test_before_the_first_start_and_right_after_it() -> None:
     assert measure_goodput([], []) is None
     found = measure([event(0, 1, "start")], [])
     assert (found.effective_time_ratio, found.checkpoint_stall_share) == (None, None)
-    assert found.sentence() == "goodput: nothing has run yet"
+    assert found.sentence() == "goodput: no step has run yet"
 
 
 def test_people_and_programs_get_the_figures() -> None:

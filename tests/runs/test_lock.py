@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(300)
 HOLD = """
     import sys, time
     from lightscale.errors import UserError
-    from lightscale.launch import lock
+    from lightscale.runs import lock
     from lightscale.runs.run_directory import RunDirectory
     begin = sys.stdin.readline()
     try:
@@ -108,7 +108,7 @@ def test_a_killed_holder_is_replaced_at_once(run: RunDirectory, hold: Callable[.
 
 
 def write_holder(run: RunDirectory, age_s: float, **fields: Any) -> Path:
-    """A lock that nobody has any more, `age_s` after its last sign of life."""
+    """A lock that nobody has any more, `age_s` after it was last renewed."""
     holder = replace(Holder.this_process(), **fields)
     path = run.path / "lock" / "000007"
     path.parent.mkdir(exist_ok=True)
@@ -125,7 +125,7 @@ def test_on_another_machine_signs_of_life_count(run: RunDirectory) -> None:
     write_holder(run, age_s=20, **ELSEWHERE)
     message = refusal(run)
     assert "in use by process 1234 on gpu17 of job 99" in message
-    assert "its last sign of life came 20 s ago, and after 60 s it counts as dead" in message
+    assert "it renewed its lock 20 s ago, and after 60 s it counts as dead" in message
     write_holder(run, age_s=61, **ELSEWHERE)
     with RunLock(run):
         assert [event["from_host"] for event in takeovers(run)] == ["gpu17"]
@@ -173,7 +173,7 @@ def test_a_damaged_lock_is_named(run: RunDirectory) -> None:
 
 LOSE = """
     import json, os, sys, time
-    from lightscale.launch import lock
+    from lightscale.runs import lock
     from lightscale.runs.run_directory import RunDirectory
     lock._RENEW_S = 0.05
     run = RunDirectory(sys.argv[1])

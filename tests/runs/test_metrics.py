@@ -175,7 +175,7 @@ def test_a_step_left_out_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert list(shown["train/loss"]) == list(shown["train/grad_norm"]) == [1]
     assert list(shown["train/lr"]) == [1, 2]
     first, second = capsys.readouterr().err.splitlines()
-    assert second.endswith("  left out") and not first.endswith("  left out")
+    assert second.endswith("  skipped") and not first.endswith("  skipped")
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,39 +232,44 @@ def test_time_left_follows_the_wall_clock_with_its_pauses(
 
 
 LIVE = """
-import sys
+import os, sys
 from pathlib import Path
 from lightscale.runs.metrics import MetricsLogger, ValidationLoss
-with MetricsLogger(
-    Path(sys.argv[1]), enabled=True, attempt=1, first_step=1, total_steps=3, tokens_per_step=10
-) as metrics:
-    for step in range(1, 4):
-        metrics.begin_step()
-        metrics.log_step(step, tokens=10 * step, loss=1.0 + step, grad_norm=1.0, lr=1e-3)
-        if step == 2:
-            metrics.log_validation(step, tokens=20, losses={"books": ValidationLoss(loss=9.0)})
-print("done", file=sys.stderr)
+
+def play(path):
+    with MetricsLogger(path, enabled=True, attempt=1, first_step=1, total_steps=3, tokens_per_step=10) as metrics:
+        for step in range(1, 4):
+            metrics.begin_step()
+            metrics.log_step(step, tokens=10 * step, loss=1.0 + step, grad_norm=1.0, lr=1e-3)
+            if step == 2:
+                metrics.log_validation(step, tokens=20, losses={"books": ValidationLoss(loss=9.0)})
+    print("done", file=sys.stderr)
+
+folder, screen = Path(sys.argv[1]), int(sys.argv[2])
+play(folder / "named.jsonl")
+os.environ["LIGHTSCALE_TERMINAL"] = ""
+sys.stderr.flush()
+os.dup2(screen, 2)
+play(folder / "own.jsonl")
 """
 
 
-@pytest.mark.parametrize("is_named", [True, False])
-def test_a_terminal_gets_one_line_that_is_written_over(tmp_path: Path, is_named: bool) -> None:
-    """Both when stderr is the terminal, and when the launcher names it and stderr is a file."""
-    keyboard, screen = pty.openpty()
+def test_a_terminal_gets_one_line_that_is_written_over(tmp_path: Path) -> None:
+    """Both when the launcher names it and stderr is a file, and when stderr is the terminal; in one process."""
+    (named_keyboard, named), (own_keyboard, own) = pty.openpty(), pty.openpty()
     try:
-        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "160", "LIGHTSCALE_TERMINAL": ""}
+        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "160", "LIGHTSCALE_TERMINAL": os.ttyname(named)}
         with (tmp_path / "stderr").open("w") as file:
-            stderr = file.fileno() if is_named else screen
-            if is_named:
-                environment["LIGHTSCALE_TERMINAL"] = os.ttyname(screen)
-            command = [sys.executable, "-c", LIVE, str(tmp_path / "metrics.jsonl")]
-            subprocess.run(command, env=environment, stderr=stderr, timeout=60, check=True)
-        shown = os.read(keyboard, 1 << 16).decode()
+            command = [sys.executable, "-c", LIVE, str(tmp_path), str(own)]
+            subprocess.run(command, env=environment, stderr=file, pass_fds=[own], timeout=60, check=True)
+        screens = [os.read(keyboard, 1 << 16).decode() for keyboard in (named_keyboard, own_keyboard)]
     finally:
-        os.close(keyboard)
-        os.close(screen)
-    assert all(f"step {step}/3" in shown for step in (1, 2, 3))
-    assert "\r\x1b[2K" in shown, "lines are written over"
-    assert "step 2/3  validation loss  books 9.0000" in shown
-    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l"), "the cursor is back"
-    assert (tmp_path / "stderr").read_text() == ("done\n" if is_named else "")
+        for end in (named_keyboard, named, own_keyboard, own):
+            os.close(end)
+    for shown in screens:
+        assert all(f"step {step}/3" in shown for step in (1, 2, 3))
+        assert "\r\x1b[2K" in shown, "lines are written over"
+        assert "step 2/3  validation loss  books 9.0000" in shown
+        assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l"), "the cursor is back"
+    assert "done" in screens[1] and "done" not in screens[0]
+    assert (tmp_path / "stderr").read_text() == "done\n", "of the first part; the second's is on its terminal"

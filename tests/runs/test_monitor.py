@@ -141,12 +141,12 @@ def test_mistakes(make_run: Callable[..., RunDirectory], tmp_path: Path, capsys:
         taken.listen()
         port = str(taken.getsockname()[1])
         for words, message in (
-            ([str(tmp_path)], "is no run, and no folder of runs"),
-            ([str(run.path), str(tmp_path)], "is no run: it has no config.toml"),
+            ([str(tmp_path)], "is neither a run nor a folder of runs"),
+            ([str(run.path), str(tmp_path)], "is not a run: it has no config.toml"),
             ([str(without.path)], "metrics.tensorboard = false"),
             ([str(run.path), str(run.path)], "the same run twice"),
             ([str(run.path), "--port", "65536"], "--port 65536"),
-            ([str(run.path), "--port", port], f"--port {port}: another program listens there"),
+            ([str(run.path), "--port", port], f"--port {port} is used by another program"),
         ):
             assert cli.main(["monitor", *words]) == 78
             assert message in capsys.readouterr().err

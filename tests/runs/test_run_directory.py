@@ -127,7 +127,7 @@ def test_wsd_may_be_longer_until_its_decay_begins(
 def test_a_directory_of_other_files_is_refused(run: RunDirectory, tiny_config: MakeConfig) -> None:
     run.path.mkdir(parents=True)
     (run.path / "thesis.txt").write_text("precious")
-    with pytest.raises(UserError, match=r"no run directory.*--run"):
+    with pytest.raises(UserError, match=r"not a run directory.*--run"):
         run.create_or_open(tiny_config())
     assert [path.name for path in run.path.iterdir()] == ["thesis.txt"]
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from lightscale.cli import main
-from lightscale.runs.run_directory import RunDirectory
+from lightscale.runs.run_directory import RunDirectory, read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -109,10 +109,16 @@ class Running:
             command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
 
-    def wait_for_step(self, run: RunDirectory, step: int, timeout_s: float = 200.0) -> None:
-        """Until this attempt has taken ``step``."""
+    def wait_for_step(self, run: RunDirectory, step: int, timeout_s: float = 200.0, attempt: int | None = None) -> None:
+        """Until ``step`` was taken, by ``attempt`` if that is given."""
         deadline = time.monotonic() + timeout_s
-        while run.progress()[0] < step:
+
+        def is_taken() -> bool:
+            if attempt is None:
+                return run.progress()[0] >= step
+            return any(line["step"] >= step and line["attempt"] == attempt for line in read_lines(run.metrics))
+
+        while not is_taken():
             assert self.process.poll() is None, self.end().stderr
             assert time.monotonic() < deadline, f"step {step} was not reached"
             time.sleep(0.005)

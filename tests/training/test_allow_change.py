@@ -1,5 +1,7 @@
 """What differs from the run that is resumed is refused by name, and accepted by name."""
 
+import hashlib
+import re
 import runpy
 import shutil
 from collections.abc import Callable
@@ -40,22 +42,40 @@ def age(run: RunDirectory) -> None:
     write_manifest(path, manifest.files, {**manifest.facts, "versions": versions})
 
 
+def fingerprint(path: Path) -> dict[str, str]:
+    """Contents of all files below ``path``."""
+    files = (file for file in path.rglob("*") if file.is_file())
+    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
 def test_changes_that_ranks_notice(whole: tuple[RunDirectory, Any], workplace: Path, run_ranks: RunRanks) -> None:
-    other, aged = (at_20(whole[0], workplace / "runs" / name) for name in ("other-data", "aged"))
+    """Another text under the same name, other versions, and a mixer that there is not."""
+    refused, other, aged = (
+        at_20(whole[0], workplace / "runs" / name) for name in ("refused-data", "other-data", "aged")
+    )
     age(aged)
+    before = fingerprint(refused.checkpoints)
     layout = ["parallel.sequence=1", "train.steps=40", "train.validate_every=0"]
-    of_data = ["train", "run.toml", *layout, "data.store=other", "--run", str(other.path)]
+    of_data = ["train", "run.toml", *layout, "data.store=other", "--run"]
     of_versions = ["train", "run.toml", *layout, "--run", str(aged.path)]
     lines = [
-        of_data,
-        [*of_data, "--allow-change", "versions"],
-        [*of_data, "--allow-change", "data"],
+        [*of_data, str(refused.path)],
+        [*of_data, str(refused.path), "--allow-change", "versions"],
+        [*of_data, str(other.path), "--allow-change", "data"],
         of_versions,
         [*of_versions, "--allow-change=versions.torch"],
+        ["train", "run.toml", "model.mixer=tml", "--run", "runs/mixer"],
     ]
     results = run_ranks(commands, 1, str(workplace), lines, timeout_s=200)[0]
-    assert [code for code, _ in results] == [78, 78, 0, 78, 0], results
-    assert "the data is not what this run was trained on" in results[0][1]
+    assert [code for code, _ in results] == [78, 78, 0, 78, 0, 78], results
+    assert not any("Traceback" in text for _, text in results)
+    for _, text in results[:2]:
+        assert re.search(
+            r"^error: other: the data is not what this run was trained on \(store: \w+ then, \w+ now; source words: ",
+            text.splitlines()[-1],
+        )
+    assert fingerprint(refused.checkpoints) == before
+    assert results[5][1].startswith("error: model.mixer = 'tml': no such mixer; did you mean tnl?")
     (changed,) = [event for event in read_lines(other.events) if event["event"] == "data_changed"]
     assert changed["step"] == 20
     assert "store" in changed["changes"]
@@ -77,10 +97,10 @@ def test_changes_of_the_configuration(workplace: Path, tmp_path: Path) -> None:
     changed = config("optimizer.lr=2e-3", "optimizer.eps=1e-6", "train.seed=5")
     with pytest.raises(UserError, match=r"--allow-change optimizer\.(lr|eps)"):
         run.changes(changed)
-    with pytest.raises(UserError, match=r"train\.seed: 0 there, 5 now\nGo back") as refusal:
+    with pytest.raises(UserError, match=r"train\.seed: 0 there, 5 now\nRestore") as refusal:
         run.changes(changed, {"optimizer"})
     assert "optimizer" not in str(refusal.value)
-    with pytest.raises(UserError, match=r"optimizer\.eps: 1e-08 there, 1e-06 now\nGo back"):
+    with pytest.raises(UserError, match=r"optimizer\.eps: 1e-08 there, 1e-06 now\nRestore"):
         run.changes(changed, {"optimizer.lr", "train"})
     assert not run.create_or_open(changed, {"optimizer", "train.seed"})
     assert load(run.config) == changed

@@ -1,16 +1,20 @@
 """A hybrid, seven layers of TNL and one of LLaMA: trained, resumed and generated with by the commands."""
 
+import contextlib
+import io
 import json
 import os
+import runpy
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lightscale.cli import main
 from lightscale.runs.run_directory import RunDirectory, read_metrics
 from lightscale.training.checkpoints.directories import directory_name, list_steps
+
+commands = runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "rank_commands.py"))["commands"]
 
 STEPS = 8
 WORDS = [
@@ -24,41 +28,38 @@ WORDS = [
 ]
 
 
-def generate(workplace: Path, *words: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "lightscale", "generate", *words, "--json"],
-        cwd=workplace,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
+def train_resume_generate(
+    rank: int, world_size: int, init_method: str, folder: str, whole: str, resumed: str
+) -> tuple[list[tuple[int, str]], str]:
+    """Exit codes and stderr of two runs, the second resumed in the middle, and what ``lightscale generate`` prints."""
+    results = commands(rank, world_size, f"{init_method}-whole", folder, [["train", *WORDS, "--run", whole]])
+    # The same run as a crash leaves it after its first checkpoint, before it is told how the run ended.
+    run = RunDirectory(resumed)
+    shutil.copytree(whole, run.path)
+    shutil.rmtree(run.checkpoints / directory_name(STEPS))
+    run.status.unlink()
+    results += commands(rank, world_size, f"{init_method}-resumed", folder, [["train", *WORDS, "--run", resumed]])
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(["generate", resumed, "--prompt", "abc", "--tokens", "30", "--json"]) == 0
+    return results, printed.getvalue()
 
 
 def test_a_hybrid_trains_resumes_and_generates(
-    workplace: Path, train: Callable[..., Any], steps_of: Callable[..., dict[int, tuple[Any, ...]]]
+    workplace: Path, run_ranks: Callable[..., list[Any]], steps_of: Callable[..., dict[int, tuple[Any, ...]]]
 ) -> None:
     whole, resumed = RunDirectory(workplace / "runs/hybrid"), RunDirectory(workplace / "runs/hybrid-resumed")
-    ended = train(*WORDS, "--run", str(whole.path))
-    assert ended.code == 0, ended.stderr
+    ((results, printed),) = run_ranks(train_resume_generate, 1, str(workplace), str(whole.path), str(resumed.path))
+    assert [code for code, _ in results] == [0, 0], results
     lines = read_metrics(whole.metrics)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert lines[-1]["loss"] < lines[0]["loss"]
-
-    # The same run as a crash leaves it behind its last checkpoint, before it is told how the run ended.
-    shutil.copytree(whole.path, resumed.path)
-    shutil.rmtree(resumed.checkpoints / directory_name(STEPS))
-    resumed.status.unlink()
-    ended = train(*WORDS, "--run", str(resumed.path))
-    assert ended.code == 0, ended.stderr
     assert list_steps(resumed.checkpoints) == [STEPS // 2, STEPS]
     again = read_metrics(resumed.metrics)
     assert [line["attempt"] for line in again] == [1] * (STEPS // 2) + [2] * (STEPS // 2)
     assert steps_of(again) == steps_of(lines)
 
-    written = generate(workplace, str(resumed.path), "--prompt", "abc", "--tokens", "30")
+    written = json.loads(printed)
     assert written["step"] == STEPS
     assert len(written["tokens"]) > 0

@@ -189,8 +189,8 @@ def test_going_back_jumps_over_the_data(back: list[Any], workplace: Path, steps_
     run = RunDirectory(workplace / "back-0")
     (code, text), _ = back[0]
     assert code == 0, text
-    assert "step 11 is left out: the loss is nan" in text
-    assert "steps 11 to 13 were left out; going back to step 9, and jumping over its next data" in text
+    assert "step 11 is skipped: the loss is nan" in text
+    assert "steps 11 to 13 were skipped; rolling back to step 9 and skipping the data since then" in text
     skipped = events(run, "step_skipped")
     assert [(event["step"], event["in_a_row"], event["reason"]) for event in skipped] == [
         (11, 1, "the loss is nan"),
@@ -326,8 +326,8 @@ def test_a_run_that_goes_back_too_often_is_stopped(workplace: Path, run_ranks: R
         assert code == 78
         assert "Traceback" not in text
         message = text.splitlines()[-1]
-        assert message.startswith("error: the steps 4 to 6 had to be left out, and the run went back")
-        assert f"went back {rollbacks} times already (guard.max_rollbacks = {rollbacks})" in message
+        assert message.startswith("error: steps 4 to 6 were skipped, after")
+        assert f"after {rollbacks} rollbacks already (guard.max_rollbacks = {rollbacks})" in message
         assert 'train.init_from = "endless@3"' in message
     jumps = [(event["at_tokens"], event["skip_tokens"]) for event in events(run, SKIP_EVENT)]
     assert jumps == [(3 * STEP_TOKENS, 3 * STEP_TOKENS)] * 3

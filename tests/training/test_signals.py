@@ -34,7 +34,7 @@ def test_the_first_signal_is_remembered_and_announced_once(
     assert stop.received is signum
     assert stop.should_stop(alone)
     assert stop.reason == signum.name
-    assert capfd.readouterr().err == f"{signum.name}: finishing this step, then saving and leaving\n"
+    assert capfd.readouterr().err == f"{signum.name}: finishing this step, then saving and exiting\n"
 
 
 def test_only_one_rank_announces(capfd: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +79,7 @@ def test_the_deadline_stops_all_ranks_like_a_signal(capfd: pytest.CaptureFixture
     assert early.should_stop(all_reduce_max)
     assert early.reason == late.reason == "deadline"
     assert early.received is None
-    assert capfd.readouterr().err == "deadline: saving and leaving\n"
+    assert capfd.readouterr().err == "deadline: saving and exiting\n"
 
 
 def test_signals_go_back_to_their_owners() -> None:

@@ -25,7 +25,7 @@ from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.runs.run_directory import RunDirectory, read_metrics
 from lightscale.training.checkpoints.directories import directory_name, list_steps
 from lightscale.training.checkpoints.random_states import random_states
-from lightscale.training.checkpoints.save_policy import Keeper
+from lightscale.training.checkpoints.save_policy import SavePolicy
 from lightscale.training.health.guard import Guard
 from lightscale.training.health.heartbeat import Heartbeat
 from lightscale.training.signals import StopSignal
@@ -37,12 +37,12 @@ VALIDATED, SKIPPED = 25, 20
 # What differs between a trainer and a restored one, and why nothing is lost by that.
 OF_THIS_PROCESS = {
     r"stop\b": "a stop is for one process",
-    r"keeper\.saver\._copies\b": "the memory that the last save was copied to",
-    r"keeper\.saver\.known_good\b": "what this process has verified; others verify again",
-    r"keeper\._interval\b": "the clock since this process's last save",
-    r"(keeper\._)?heartbeat\b": "how long this process's steps take",
+    r"save_policy\.saver\._copies\b": "the memory that the last save was copied to",
+    r"save_policy\.saver\.known_good\b": "what this process has verified; others verify again",
+    r"save_policy\._interval\b": "the clock since this process's last save",
+    r"(save_policy\._)?heartbeat\b": "how long this process's steps take",
     r"stage\b": "the stage of the last step, asked for anew",
-    r"keeper\._failures\b": "failures of this process's disk",
+    r"save_policy\._failures\b": "failures of this process's disk",
     r".*\._buffers\b": "memory that every batch is read into anew",
     r".*\._upcoming\b": "samples and documents found ahead, and found again",
     r".*\._last_values\b": "the block of document ends that was read last",
@@ -175,7 +175,7 @@ def run_to_the_end(
 
             with (
                 mock.patch.object(Guard, "judge", judge_one_as_bad),
-                mock.patch.object(Keeper, "is_due", lambda self, step: step in saved),
+                mock.patch.object(SavePolicy, "is_due", lambda self, step: step in saved),
             ):
                 trainer.run()
 

@@ -102,9 +102,9 @@ def test_tensorboard_shows_the_same(whole: tuple[RunDirectory, Any]) -> None:
         measured = [(line["step"], line["validation"][name]) for line in lines if "validation" in line]
         losses = [(step, pytest.approx(one["loss"], rel=1e-6)) for step, one in measured]
         assert shown.pop(f"validation/{name}/loss") == losses
-        for place in range(4):
-            by_place = [(step, pytest.approx(one["loss_by_position"][place], rel=1e-6)) for step, one in measured]
-            assert shown.pop(f"validation/{name}/loss_by_position/{place}") == by_place
+        for part in range(4):
+            of_part = [(step, pytest.approx(one["loss_by_position"][part], rel=1e-6)) for step, one in measured]
+            assert shown.pop(f"validation/{name}/loss_by_position/{part}") == of_part
     saves = [line for line in read_lines(run.metrics) if "checkpoint_step" in line]
     for key in ("stall_s", "write_s", "bytes_per_s"):
         values = [(line["checkpoint_step"], pytest.approx(line[f"checkpoint_{key}"], rel=1e-6)) for line in saves]
@@ -130,30 +130,57 @@ def test_a_finished_run_is_left_alone(
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
 
 
+def wait_for_moment(running: Any, run: RunDirectory, launch: int, moments: dict[int, str], step: int = 0) -> Any:
+    """The heartbeats of two ranks as soon as those in ``moments`` do what it says, at ``step`` or later."""
+    path, deadline = run.logs / f"launch-{launch:04d}" / "heartbeats", time.monotonic() + 200
+    while True:
+        beats = read_heartbeats(path) if path.exists() else {}
+        if len(beats) == 2 and all(beats[r].doing == doing and beats[r].step >= step for r, doing in moments.items()):
+            return beats
+        assert time.monotonic() < deadline and running.process.poll() is None
+        time.sleep(0.001)
+
+
+def assert_all_left(run: RunDirectory, launch: int, reason: str) -> int:
+    """All ranks took the same steps, saved and left; the number of steps."""
+    status = run.read_status()
+    assert status is not None
+    assert (status.status, status.reason) == ("resumable", f"stopped by {reason}")
+    assert status.tokens == status.step * 256
+    assert list_steps(run.checkpoints)[-1] == status.step
+    beats = read_heartbeats(run.logs / f"launch-{launch:04d}" / "heartbeats")
+    assert {beat.where for beat in beats.values()} == {f"step {status.step}, leaving"}
+    return status.step
+
+
 def test_stopped_runs_go_on_as_if_nothing_had_happened(
     whole: tuple[RunDirectory, Any], workplace: Path, start: Callable[..., Any], steps_of: StepsOf
 ) -> None:
+    """Stopped by a signal to the launcher, and by two to one rank while it saves."""
     run = RunDirectory(workplace / "runs/stopped")
     words = ["run.toml", "parallel.sequence=2", "--run", "runs/stopped", "--processes", "2"]
     stops = []
-    for signum, step in ((signal.SIGTERM, 7), (signal.SIGINT, 23)):
+    for launch in (1, 2):
         running = start(*words)
-        running.wait_for_step(run, step)
-        running.process.send_signal(signum)
+        if launch == 1:
+            running.wait_for_step(run, 7)
+            running.process.send_signal(signal.SIGINT)
+        else:
+            beats = wait_for_moment(running, run, launch, {1: "saving"}, step=23)
+            for _ in range(2):
+                os.kill(beats[1].process_id, signal.SIGTERM)
         ended = running.end()
         assert ended.code == 75, ended.stderr
         assert "Traceback" not in ended.stderr
-        status = run.read_status()
-        assert status is not None
-        assert (status.status, status.reason) == ("resumable", f"stopped by {signum.name}")
-        assert status.step >= step
-        assert status.tokens == status.step * 256
-        assert list_steps(run.checkpoints)[-1] == status.step
-        assert f"{signum.name}: finishing this step, then saving and leaving" in ended.stderr
+        stops.append(assert_all_left(run, launch, ("SIGINT", "SIGTERM")[launch - 1]))
+        if launch == 1:
+            assert "SIGINT: finishing this step, then saving and exiting" in ended.stderr
         # The line that says how to go on is the command itself.
         assert ended.last_line.startswith("go on with: lightscale train ")
         words = shlex.split(ended.last_line.partition("lightscale train ")[2])
-        stops.append(status.step)
+        # From the second start on every step is saved, and waits for that.
+        words += ["checkpoint.every=1", "checkpoint.asynchronous=false"] if launch == 1 else []
+    assert stops[0] >= 7 and stops[1] >= 23
     ended = start(*words).end()
     assert ended.code == 0, ended.stderr
     assert f"resuming after step {stops[-1]} from" in ended.stderr
@@ -167,9 +194,10 @@ def test_stopped_runs_go_on_as_if_nothing_had_happened(
     assert resumes == stops
 
 
-def test_a_killed_rank_costs_only_the_steps_since_the_last_checkpoint(
+def test_a_killed_or_suspended_rank_costs_only_the_steps_since_the_last_checkpoint(
     whole: tuple[RunDirectory, Any], workplace: Path, start: Callable[..., Any], steps_of: StepsOf
 ) -> None:
+    """Killed where nothing restarts it; then suspended and killed where the launcher does."""
     run = RunDirectory(workplace / "runs/killed")
     words = ["run.toml", "parallel.sequence=2", "--run", "runs/killed", "--processes", "2"]
     running = start(*words, "--no-restart")
@@ -181,35 +209,27 @@ def test_a_killed_rank_costs_only_the_steps_since_the_last_checkpoint(
     assert ended.last_line.startswith("go on from the newest checkpoint with: lightscale train ")
     status = run.read_status()
     assert status is not None and status.status == "resumable"
-    # The next one goes on by itself after such a failure.
-    running = start(*words)
-    running.wait_for_step(run, 30)
+    running = start(*words, "restart.hang_timeout_s=5")
+    running.wait_for_step(run, 22, attempt=2)
+    running.ranks()[1].send_signal(signal.SIGSTOP)
+    stopped_at = time.time()
+    running.wait_for_step(run, 30, attempt=3)
     running.ranks()[0].kill()
     ended = running.end()
     assert ended.code == 0, ended.stderr
-    assert "rank 0 failed: killed by SIGKILL" in ended.stderr
-    assert "starting the ranks again from the checkpoint of step 20; 1 of at most 3" in ended.stderr
-    assert ended.stderr.count("resuming after step 20") == 2
-    assert [event["step"] for event in read_lines(run.events) if event["event"] == "resume"] == [20, 20]
-    assert steps_of(read_metrics(run.metrics)) == steps_of(read_metrics(whole[0].metrics))
-
-
-def test_a_suspended_rank_is_started_again(
-    whole: tuple[RunDirectory, Any], workplace: Path, start: Callable[..., Any], steps_of: StepsOf
-) -> None:
-    run = RunDirectory(workplace / "runs/suspended")
-    words = ["run.toml", "parallel.sequence=2", "--run", "runs/suspended", "--processes", "2"]
-    running = start(*words, "restart.hang_timeout_s=5")
-    running.wait_for_step(run, 22)
-    running.ranks()[1].send_signal(signal.SIGSTOP)
-    stopped_at = time.time()
-    ended = running.end(timeout_s=200)
-    assert ended.code == 0, ended.stderr
-    (event,) = [event for event in read_lines(run.events) if event["event"] == "restart"]
-    assert re.match(r"rank 1: no sign of life for \d+\.\d s, stopped by a signal at step 2\d, ", event["reason"])
-    found_at = datetime.datetime.fromisoformat(event["time"]).timestamp()
+    hanging, killed = [event for event in read_lines(run.events) if event["event"] == "restart"]
+    assert re.match(
+        r"rank 1: no (sign of life|heartbeat) for \d+\.\d s, stopped by a signal at step 2\d, ", hanging["reason"]
+    )
+    found_at = datetime.datetime.fromisoformat(hanging["time"]).timestamp()
     assert found_at - stopped_at < 60
-    assert "File " in (run.logs / "launch-0001" / "rank-0.stacks").read_text()
+    assert "File " in (run.logs / "launch-0002" / "rank-0.stacks").read_text()
+    assert "rank 0 failed: killed by SIGKILL" in ended.stderr
+    assert "rank 0" in killed["reason"]
+    for number in (1, 2):
+        assert f"starting the ranks again from the checkpoint of step 20; {number} of at most 3" in ended.stderr
+    assert ended.stderr.count("resuming after step 20") == 3
+    assert [event["step"] for event in read_lines(run.events) if event["event"] == "resume"] == [20, 20, 20]
     assert steps_of(read_metrics(run.metrics)) == steps_of(read_metrics(whole[0].metrics))
 
 
@@ -244,43 +264,36 @@ def test_the_deadline_stops_and_saves(workplace: Path, train: Callable[..., Any]
     assert ended.last_line.endswith("train.steps=100000 --run runs/deadline --stop-after 1s")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("moment", "signum", "to_rank"),
+    ("moment", "signals", "reason"),
     [
-        ("saving", signal.SIGTERM, 1),
-        pytest.param("starting", signal.SIGUSR1, 0, marks=pytest.mark.long),
-        pytest.param("starting", signal.SIGINT, 1, marks=pytest.mark.long),
-        pytest.param("validation", signal.SIGUSR1, None, marks=pytest.mark.long),
-        pytest.param("saving", signal.SIGINT, None, marks=pytest.mark.long),
-        pytest.param("validation", signal.SIGTERM, 0, marks=pytest.mark.long),
+        # Each rank another one: the highest number is what they agree on.
+        ("starting", {0: signal.SIGUSR1, 1: signal.SIGINT}, "SIGUSR1"),
+        ("validation", {None: signal.SIGUSR1}, "SIGUSR1"),
+        ("saving", {None: signal.SIGINT}, "SIGINT"),
+        ("validation", {0: signal.SIGTERM}, "SIGTERM"),
     ],
 )
 def test_signals_at_any_moment(
-    workplace: Path, start: Callable[..., Any], moment: str, signum: signal.Signals, to_rank: int | None
+    workplace: Path,
+    start: Callable[..., Any],
+    moment: str,
+    signals: dict[int | None, signal.Signals],
+    reason: str,
 ) -> None:
-    """Two of them, to one rank or to the launcher: all ranks take the same step, save and leave."""
-    run = RunDirectory(workplace / f"runs/signal-{moment}-{signum}-{to_rank}")
+    """Two of each, to a rank or to the launcher: all ranks take the same step, save and leave."""
+    run = RunDirectory(workplace / f"runs/signal-{moment}-{reason}")
     words = ["run.toml", "parallel.sequence=2", "train.steps=100000", "checkpoint.every=3", "train.validate_every=4"]
     running = start(*words, "--run", str(run.path), "--processes", "2")
-    heartbeats = run.logs / "launch-0001" / "heartbeats"
-    deadline = time.monotonic() + 200
-    while True:
-        beats = read_heartbeats(heartbeats) if heartbeats.exists() else {}
-        if len(beats) == 2 and beats[to_rank or 0].doing == moment:
-            break
-        assert time.monotonic() < deadline and running.process.poll() is None
-        time.sleep(0.001)
-    target = running.process.pid if to_rank is None else beats[to_rank].process_id
-    for _ in range(2):
-        os.kill(target, signum)
+    beats = wait_for_moment(running, run, 1, {rank or 0: moment for rank in signals})
+    for rank, signum in signals.items():
+        for _ in range(2):
+            os.kill(running.process.pid if rank is None else beats[rank].process_id, signum)
     ended = running.end()
     assert ended.code == 75, ended.stderr
     assert "Traceback" not in ended.stderr
-    status = run.read_status()
-    assert status is not None
-    assert (status.status, status.reason) == ("resumable", f"stopped by {signum.name}")
-    assert list_steps(run.checkpoints)[-1] == status.step
-    assert {beat.where for beat in read_heartbeats(heartbeats).values()} == {f"step {status.step}, leaving"}
+    assert_all_left(run, 1, reason)
 
 
 @pytest.mark.long
@@ -289,7 +302,8 @@ def test_a_killed_launcher_takes_its_ranks_along(
 ) -> None:
     run = RunDirectory(workplace / "runs/orphaned")
     words = ["run.toml", "parallel.sequence=2", "--run", "runs/orphaned", "--processes", "2"]
-    for step in (5, 24, 31):
+    # Before the first checkpoint, and after it.
+    for step in (5, 24):
         running = start(*words)
         running.wait_for_step(run, step)
         ranks = running.ranks()

@@ -44,8 +44,8 @@ class SentencePieceTokenizer:
         self.eot_id: int = self._processor.eos_id()
         if self.eot_id < 0:
             raise UserError(f"{origin}: the model has no end-of-sentence token, which would begin documents")
-        pieces = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
-        self._space_mark_ids = np.array(pieces, dtype=np.uint32)
+        mark_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
+        self._space_mark_ids = np.array(mark_ids, dtype=np.uint32)
         lost = [probe for probe in PROBES if self.decode(self.encode(probe)) != probe]
         if lost:
             raise UserError(

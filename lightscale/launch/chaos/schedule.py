@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 
-from lightscale.training.health.faults import LOAD_POINTS, SAVE_POINTS, STEP_POINTS
+from lightscale.training.health.fault_injection import LOAD_POINTS, SAVE_POINTS, STEP_POINTS
 
 DAMAGE_KINDS = ("bit flipped", "truncated", "emptied", "removed", "page zeroed", "replaced by another file")
 
@@ -73,7 +73,7 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskFault:
-    """A rank's save meets an error, or a disk that takes `pause_s` for every piece."""
+    """A rank's save meets an error, or a disk that takes `pause_s` for every shard."""
 
     rank: int
     point: str

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from lightscale.runs.run_directory import RunDirectory, read_lines
-from lightscale.training.health import faults
+from lightscale.training.health import fault_injection
 
 # Longer than a kernel needs to end a process that holds much memory.
 ORPHAN_S = 30.0
@@ -42,7 +42,7 @@ class Training:
         self.faults_folder.mkdir(parents=True, exist_ok=True)
         outer = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         environment = {name: value for name, value in os.environ.items() if name not in outer}
-        environment[faults.VARIABLE] = f"@{self.faults_folder.absolute()}"
+        environment[fault_injection.VARIABLE] = f"@{self.faults_folder.absolute()}"
         with self.log.open("ab") as log:
             # A session of its own: Ctrl-C is for this process, which then ends that one.
             self._process = subprocess.Popen(
@@ -95,16 +95,16 @@ class Training:
         self.kill(processes, launcher=True)
         psutil.wait_procs(processes, timeout=ORPHAN_S)
 
-    def arm(self, rank: int, fault: faults.Fault) -> None:
+    def arm(self, rank: int, fault: fault_injection.InjectedFault) -> None:
         """Give `rank` its fault, at once or as soon as it is started."""
-        file = faults.fault_file(self.faults_folder, rank)
+        file = fault_injection.fault_file(self.faults_folder, rank)
         draft = file.with_suffix(".draft")
         draft.write_text(str(fault), encoding="utf-8")
         draft.replace(file)
 
     def is_armed(self, rank: int) -> bool:
         """Whether the fault of `rank` is still to come."""
-        return faults.fault_file(self.faults_folder, rank).exists()
+        return fault_injection.fault_file(self.faults_folder, rank).exists()
 
     def disarm(self) -> None:
         """Withdraw all faults."""

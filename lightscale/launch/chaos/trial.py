@@ -13,7 +13,7 @@ from lightscale.launch.chaos.damage import checkpoint_directories, damage
 from lightscale.launch.chaos.schedule import Damage, DiskFault, Fault, FullDisk, Kill, Stop
 from lightscale.launch.chaos.training import ORPHAN_S, Training, send, wait_until_gone
 from lightscale.launch.chaos.verify import DamagedStep
-from lightscale.training.health.faults import Fault as PointFault
+from lightscale.training.health.fault_injection import InjectedFault
 
 _POLL_S = 0.01
 # Looking through all processes takes milliseconds.
@@ -141,7 +141,7 @@ class Runner:
         alone = kill.victims == (kill.rank,) and not kill.launcher
         # A rank that dies with others is held where it is until all are killed.
         action = "kill" if alone else "stop"
-        self.training.arm(kill.rank, PointFault(action=action, point=kill.point, count=kill.count))
+        self.training.arm(kill.rank, InjectedFault(action=action, point=kill.point, count=kill.count))
         first = self._steps_seen()
         most = (_PATIENCE_SAVES + kill.count) * self._every
         self._wait(lambda: not self.training.is_armed(kill.rank) or self._steps_seen() > first + most)
@@ -206,7 +206,7 @@ class Runner:
 
     def _disk_fault(self, fault: DiskFault) -> None:
         action, value = ("raise", fault.error) if fault.error else ("slow", f"{fault.pause_s}")
-        self.training.arm(fault.rank, PointFault(action=action, value=value, point=fault.point, count=fault.count))
+        self.training.arm(fault.rank, InjectedFault(action=action, value=value, point=fault.point, count=fault.count))
         first = self._steps_seen()
         most = (_PATIENCE_SAVES if fault.error else 3) * self._every
         try:

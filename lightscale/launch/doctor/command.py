@@ -23,12 +23,12 @@ from lightscale.launch.commands.train import default_directory
 from lightscale.launch.doctor import measure
 from lightscale.launch.doctor.peers import AbsentRanks, Company, company
 from lightscale.launch.environment import RankEnvironment
-from lightscale.training.health.check_result import Finding, Result, where
+from lightscale.training.health.check_result import CheckResult, Outcome, where
 from lightscale.training.health.machine import Machine, host_name
 from lightscale.training.preflight import check_machine, check_ranks
 
-_SEVERITY: tuple[Result, ...] = ("ok", "warning", "failed")
-_STYLES: dict[Result, str] = {"ok": "green", "warning": "yellow", "failed": "bold red"}
+_SEVERITY: tuple[Outcome, ...] = ("ok", "warning", "failed")
+_STYLES: dict[Outcome, str] = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 _WAIT_S = 60.0
 
 
@@ -38,10 +38,10 @@ class Report:
 
     hosts: Sequence[str]
     """By rank."""
-    findings: Sequence[Finding]
+    findings: Sequence[CheckResult]
 
     @property
-    def result(self) -> Result:
+    def result(self) -> Outcome:
         """The worst of all."""
         return max((finding.result for finding in self.findings), key=_SEVERITY.index, default="ok")
 
@@ -183,8 +183,8 @@ def _target(args: argparse.Namespace) -> tuple[RunConfig | None, Path]:
     return None, args.run or Path()
 
 
-def _absence(absent: AbsentRanks) -> Finding:
-    return Finding(
+def _absence(absent: AbsentRanks) -> CheckResult:
+    return CheckResult(
         check="ranks",
         result="failed",
         found=str(absent),

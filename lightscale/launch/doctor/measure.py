@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightscale.training.health.check_result import Finding
+from lightscale.training.health.check_result import CheckResult
 
 # Of the others' median. CPUs are shared with other work, and GPUs of one kind differ by a few per cent.
 _SLOW = {"cpu": 0.5, "cuda": 0.85}
@@ -83,7 +83,7 @@ def processor() -> str:
     return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
 
 
-def judge_products(products: Sequence[Product], kinds: Sequence[str], device: str) -> list[Finding]:
+def judge_products(products: Sequence[Product], kinds: Sequence[str], device: str) -> list[CheckResult]:
     """Ranks slower than the others, and those whose numbers are wrong. `kinds`: of machine, by rank."""
     rates = [product.flops for product in products]
     findings = _slow("matrix product", rates, "FLOP/s", _SLOW[device])
@@ -94,7 +94,7 @@ def judge_products(products: Sequence[Product], kinds: Sequence[str], device: st
         if wrong:
             found = f"other numbers than on the other machines with {kind}, from the same matrices"
             findings.append(
-                Finding(
+                CheckResult(
                     check="matrix product",
                     result="failed",
                     found=found,
@@ -103,7 +103,7 @@ def judge_products(products: Sequence[Product], kinds: Sequence[str], device: st
                     blames_host=2 * len(wrong) < len(own),
                 )
             )
-    return findings or [Finding(check="matrix product", result="ok", found=_range(rates, "FLOP/s"))]
+    return findings or [CheckResult(check="matrix product", result="ok", found=_range(rates, "FLOP/s"))]
 
 
 def measure_all_reduce(peers: Peers) -> tuple[float, bool]:
@@ -126,14 +126,14 @@ def measure_all_reduce(peers: Peers) -> tuple[float, bool]:
     return best, is_right
 
 
-def judge_all_reduce(results: Sequence[tuple[float, bool]]) -> list[Finding]:
+def judge_all_reduce(results: Sequence[tuple[float, bool]]) -> list[CheckResult]:
     """A sum waits for its slowest rank: its speed names nobody, but wrong numbers do."""
     wrong = tuple(rank for rank, (_, is_right) in enumerate(results) if not is_right)
     if wrong:
         found, right = "wrong sums", "exact sums: look at the links of these hosts, and at NCCL's version"
-        return [Finding(check="all-reduce", result="failed", found=found, right=right, ranks=wrong)]
+        return [CheckResult(check="all-reduce", result="failed", found=found, right=right, ranks=wrong)]
     rate = min(rate for rate, _ in results)
-    return [Finding(check="all-reduce", result="ok", found=f"{_metric(rate)}B/s in and out of each rank")]
+    return [CheckResult(check="all-reduce", result="ok", found=f"{_metric(rate)}B/s in and out of each rank")]
 
 
 def measure_exchange(peers: Peers) -> float:
@@ -162,10 +162,10 @@ def measure_exchange(peers: Peers) -> float:
     return best
 
 
-def judge_exchange(rates: Sequence[float]) -> list[Finding]:
+def judge_exchange(rates: Sequence[float]) -> list[CheckResult]:
     """Ranks that exchange more slowly than the others."""
     findings = _slow("exchange of pairs", rates, "B/s", _SLOW_EXCHANGE)
-    return findings or [Finding(check="exchange of pairs", result="ok", found=_range(rates, "B/s"))]
+    return findings or [CheckResult(check="exchange of pairs", result="ok", found=_range(rates, "B/s"))]
 
 
 def pairings(hosts: Sequence[str]) -> list[dict[int, int]]:
@@ -197,14 +197,14 @@ def _tournament(size: int) -> list[dict[int, int]]:
     return rounds
 
 
-def _slow(check: str, rates: Sequence[float], unit: str, least: float) -> list[Finding]:
+def _slow(check: str, rates: Sequence[float], unit: str, least: float) -> list[CheckResult]:
     findings = []
     for rank, rate in enumerate(rates):
         others = [*rates[:rank], *rates[rank + 1 :]]
         usual = statistics.median(others) if others else rate
         if rate < least * usual:
             findings.append(
-                Finding(
+                CheckResult(
                     check=check,
                     result="failed",
                     found=f"{_metric(rate)}{unit}, {rate / usual:.0%} of the others' {_metric(usual)}{unit}",

@@ -1,4 +1,4 @@
-"""``lightscale checkpoint``: look at the checkpoints of a run, without the ranks that wrote them."""
+"""``lightscale checkpoint``: list, verify, compare and remove the checkpoints of a run, in one process."""
 
 import argparse
 import dataclasses
@@ -48,21 +48,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("verify", _verify, "read every file and compare it with its manifest").add_argument(
         "run", metavar="RUN[@STEP]", help=one
     )
-    add("show", _show, "print what a checkpoint says of itself, and its tensors").add_argument(
+    add("show", _show, "print the manifest of a checkpoint, and its tensors").add_argument(
         "run", metavar="RUN[@STEP]", help=f"{one} (default: the newest)"
     )
-    diff = add("diff", _diff, "compare two checkpoints, tensor by tensor, on whatever layouts they were written")
+    diff = add("diff", _diff, "compare two checkpoints, tensor by tensor, written by any layouts")
     for name in ("first", "second"):
         diff.add_argument(name, metavar="RUN@STEP")
-    prune = add("prune", _prune, "remove older checkpoints, once the ones that stay are verified")
+    prune = add("prune", _prune, "remove older checkpoints, after those that stay were verified")
     prune.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
-    prune.add_argument("--keep", type=int, default=2, metavar="N", help="newest good ones that stay (default: 2)")
-    prune.add_argument("--keep-every", type=int, metavar="K", help="steps at multiples of K stay too")
-    prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    prune.add_argument("--keep", type=int, default=2, metavar="N", help="newest whole checkpoints to keep (default: 2)")
+    prune.add_argument("--keep-every", type=int, metavar="K", help="also keep steps at multiples of K")
+    prune.add_argument("--dry-run", action="store_true", help="only print what would be removed")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen command. 0: done, and all is well; 1: damaged, or different; ``UserError`` for a mistake."""
+    """Run the chosen command. 0: nothing wrong; 1: damaged, or different; ``UserError`` for a mistake."""
     chosen: Callable[[argparse.Namespace], int] = args.run_checkpoint
     return chosen(args)
 
@@ -100,20 +100,20 @@ class _Checkpoint:
 def _all_of(run: Path) -> list[_Checkpoint]:
     directory = RunDirectory(run)
     if not directory.config.exists():
-        raise UserError(f"{run} is no run directory: it has no config.toml")
+        raise UserError(f"{run} is not a run directory: it has no config.toml")
     steps = list_steps(directory.checkpoints)
     if not steps:
         raise UserError(f"{run} has no checkpoint yet")
     return [_Checkpoint(step=step, path=directory.checkpoints / directory_name(step)) for step in steps]
 
 
-def _chosen(words: str) -> list[_Checkpoint]:
+def _chosen(name: str) -> list[_Checkpoint]:
     """``RUN`` or ``RUN@STEP``, oldest first."""
-    run, at, number = words.rpartition("@")
+    run, at, number = name.rpartition("@")
     if not at:
-        return _all_of(Path(words))
+        return _all_of(Path(name))
     if not number.isdecimal():
-        raise UserError(f'"{words}": the step behind @ must be a number, like {run}@1000')
+        raise UserError(f'"{name}": the step after @ must be a number, like {run}@1000')
     every = _all_of(Path(run))
     found = [one for one in every if one.step == int(number)]
     if not found:
@@ -184,7 +184,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    first, second = (_only(words) for words in (args.first, args.second))
+    first, second = (_only(name) for name in (args.first, args.second))
     rows = list(_differences(first, second))
     facts = _differing_facts(first.manifest(), second.manifest())
     if args.json:
@@ -196,14 +196,14 @@ def _diff(args: argparse.Namespace) -> int:
         table = Table("tensor", "largest difference", "RMSE / RMS of the first", box=None, pad_edge=False)
         for row in rows:
             table.add_row(row["tensor"], *(row["problem"], "") if "problem" in row else _figures(row))
-        console.print(table if rows else "all tensors are the same, bit by bit")
+        console.print(table if rows else "all tensors are bitwise equal")
     return EXIT_DIFFERENT if rows else 0
 
 
-def _only(words: str) -> _Checkpoint:
-    if "@" not in words:
-        raise UserError(f'"{words}" must be RUN@STEP, like {words}@1000')
-    (one,) = _chosen(words)
+def _only(name: str) -> _Checkpoint:
+    if "@" not in name:
+        raise UserError(f'"{name}" must be RUN@STEP, like {name}@1000')
+    (one,) = _chosen(name)
     if (damage := one.damage()) is not None:
         raise UserError(damage)
     return one
@@ -237,13 +237,13 @@ def _differences(first: _Checkpoint, second: _Checkpoint) -> Iterator[dict[str, 
 def _whole(parts: list[tuple[TensorFile, Box]]) -> Tensor:
     """The tensor that the boxes are parts of, one dimension at least."""
     (_, box), files = parts[0], list(dict.fromkeys(file for file, _ in parts))
-    stored = [piece for file in files for piece in file.pieces() if piece.box.key == box.key]
+    stored = [shard for file in files for shard in file.shards() if shard.box.key == box.key]
     whole = TensorShard(
         box=Box(key=box.key, shape=box.shape, offset=tuple(0 for _ in box.shape), sizes=box.shape),
         data=torch.empty(box.shape, dtype=stored[0].data.dtype),
     )
-    for piece in stored:
-        copy_overlap(piece, whole)
+    for shard in stored:
+        copy_overlap(shard, whole)
     return whole.data.view(-1) if not box.shape else whole.data
 
 
@@ -267,6 +267,6 @@ def _prune(args: argparse.Namespace) -> int:
     else:
         verb = "would be removed" if args.dry_run else "removed"
         print(
-            f"{verb}: {', '.join(map(str, old)) or 'none'}; the newest good ones: {', '.join(map(str, sorted(good)))}"
+            f"{verb}: {', '.join(map(str, old)) or 'none'}; the newest whole ones: {', '.join(map(str, sorted(good)))}"
         )
     return 0

@@ -1,4 +1,4 @@
-"""Checkpoints as directories: their names, what makes one good, and where damaged ones go."""
+"""Checkpoints as directories: their names, verification, retention, and what happens to damaged ones."""
 
 import itertools
 import re
@@ -20,7 +20,7 @@ from lightscale.training.checkpoints.manifest import (
     sync,
     verify_files,
 )
-from lightscale.training.health.faults import reach
+from lightscale.training.health.fault_injection import fault_point
 
 STATE = "state.json"
 TENSORS = ".safetensors"
@@ -46,7 +46,7 @@ def rank_stem(rank: int) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Versions of what decides the numbers of a run; a checkpoint records them."""
+    """Versions of the packages that decide the numbers of a run; a checkpoint records them."""
     return {
         "lightscale": __version__,
         "torch": torch.__version__,
@@ -55,7 +55,7 @@ def environment() -> dict[str, str]:
 
 
 def manifest_of(path: Path, step: int) -> Manifest:
-    """The manifest of the checkpoint ``path``; ``DamagedCheckpoint`` where it is none, or not that of ``step``."""
+    """The manifest of the checkpoint ``path``; ``DamagedCheckpoint`` where there is none, or not that of ``step``."""
     manifest = read_manifest(path)
     if manifest.facts["step"] != step:
         raise DamagedCheckpoint(f"{path / NAME}: expected step {step}, found {manifest.facts['step']}")
@@ -63,7 +63,7 @@ def manifest_of(path: Path, step: int) -> Manifest:
 
 
 def verify_together(path: Path, step: int, ranks: Agreement) -> Manifest:
-    """The manifest of the checkpoint ``path``, of which each of ``ranks`` has read its share of the files.
+    """The manifest of the checkpoint ``path``, each of ``ranks`` having read and hashed its share of the files.
 
     Raises ``DamagedCheckpoint`` on all of them where it is not whole, or not that of ``step``.
     """
@@ -84,7 +84,7 @@ class Retention:
     keep_every: int | None = None
 
     def superseded(self, steps: Sequence[int], good: Sequence[int]) -> list[int]:
-        """Those of ``steps`` that need not stay. ``good``: the newest ones that are known to be whole, newest first."""
+        """Those of ``steps`` to remove. ``good``: the newest ones that are known to be whole, newest first."""
         if len(good) < self.keep:
             return []
         oldest = good[self.keep - 1]
@@ -92,14 +92,14 @@ class Retention:
 
 
 def remove(directory: Path, steps: Sequence[int]) -> None:
-    """Remove checkpoints, so that none is ever half there."""
+    """Remove checkpoints, each renamed first, so that no name of a checkpoint ever stands for half of one."""
     for step in steps:
         path = directory / directory_name(step)
         doomed = path.with_suffix(".tmp")
         path.rename(doomed)
-        # Otherwise a power failure may bring the name back, and not the files.
+        # Otherwise a power failure may bring back the name without the files.
         sync(directory)
-        reach("save:retention")
+        fault_point("save:retention")
         shutil.rmtree(doomed)
 
 

@@ -22,7 +22,7 @@ _BLOCK_BYTES = 1 << 22
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint whose files are not what its manifest says; the message has file, expected and found."""
+    """A checkpoint whose files are not what its manifest records; the message has file, expected and found."""
 
 
 @dataclass(frozen=True, kw_only=True)

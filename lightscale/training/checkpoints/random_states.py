@@ -8,7 +8,7 @@ import torch
 
 
 def seed_generators(seed: int, rank: int) -> None:
-    """Give ``rank`` streams of its own, the same whenever a run with ``seed`` begins, or resumes on another layout."""
+    """Give ``rank`` random streams of its own, which only ``seed`` and ``rank`` decide."""
     own = random.Random(f"{seed} {rank}")
     random.seed(own.getrandbits(64))
     np.random.seed(own.getrandbits(32))
@@ -32,7 +32,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Go on as the process that gave ``states``."""
+    """Set every generator to what ``random_states`` returned."""
     torch.set_rng_state(_tensor(states["torch"]))
     version, keys, gauss = states["python"]
     random.setstate((version, tuple(keys), gauss))

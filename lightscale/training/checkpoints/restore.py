@@ -1,7 +1,7 @@
 """Checkpoints: everything a run is at one step, committed by one rename.
 
     checkpoints/step-00000100.tmp/    while it is being written
-    checkpoints/step-00000100/        rank-RRRRR.safetensors    the boxes of weights and moments that a rank owns
+    checkpoints/step-00000100/        rank-RRRRR.safetensors    the shards of weights and moments that a rank owns
                                       rank-RRRRR.json           its random states
                                       state.json                counters and all other state, the same on every rank
                                       MANIFEST.json             size and hash of every file, and what the run was
@@ -10,8 +10,11 @@
 and the directory gets its name last. It is never written to again.
 
 Reading starts from what is on disk, newest first: a checkpoint is used only when every file is what the manifest says;
-otherwise the next older one is. A damaged directory is renamed (step-00000100.bad) when its run goes on without it;
-what happens to it then is for a person to say. Nothing in a checkpoint is unpickled or executed.
+otherwise the next older one is. A damaged directory is renamed (step-00000100.bad) when its run continues without it,
+and never removed by the program. Nothing in a checkpoint is unpickled or executed.
+
+Any layout reads what any other has written: a shard says where in its whole tensor it lies (``tensor_file.py``), and a
+rank copies the overlaps of all stored shards with those that it needs.
 """
 
 import json
@@ -39,7 +42,7 @@ from lightscale.training.checkpoints.directories import (
 from lightscale.training.checkpoints.manifest import DamagedCheckpoint, Manifest
 from lightscale.training.checkpoints.random_states import set_random_states
 from lightscale.training.checkpoints.tensor_file import TensorFile
-from lightscale.training.health.faults import reach
+from lightscale.training.health.fault_injection import fault_point
 
 
 class NoGoodCheckpoint(UserError):
@@ -51,13 +54,13 @@ class NoGoodCheckpoint(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What was read: where the run stands, and the small state that was saved beside the tensors."""
+    """What was read: the step, and the small state that was saved beside the tensors."""
 
     step: int
     path: Path
     common: dict[str, Any]
     refused: tuple[str, ...]
-    """Why newer checkpoints were passed over, one line each."""
+    """Why newer checkpoints were skipped, one line each."""
     damaged: tuple[Path, ...]
     """Their directories."""
     changes: tuple[str, ...] = ()
@@ -108,15 +111,18 @@ class Checkpoints:
                 raise UserError(f"{self.directory} has no checkpoint of step {step}; it has: {known}")
             steps = [step]
         refused: dict[Path, str] = {}
+        # From the newest on. A damaged one is skipped for the next older; a whole one that may not be read (another
+        # model, environment or format) is an error instead, as going on from an older one would lose its training.
         for candidate in reversed(steps):
             path = self.directory / directory_name(candidate)
             try:
-                reach("load:verify")
+                fault_point("load:verify")
                 manifest = verify_together(path, candidate, self._ranks)
                 contents = self._open(path, manifest)
             except DamagedCheckpoint as error:
                 refused[path] = str(error)
                 continue
+            # Weights alone mean the same under any version; a resumed run must not change its numbers unnoticed.
             changes = () if weights_only else _check_environment(path, manifest, allow)
             common = self._read(engine, path, contents, weights_only)
             return Restored(
@@ -127,6 +133,7 @@ class Checkpoints:
                 damaged=tuple(refused),
                 changes=changes,
             )
+        # Not None, which means a new run: starting at step 0 beside damaged checkpoints would hide that they are lost.
         if refused:
             raise NoGoodCheckpoint("no checkpoint is whole:\n" + "\n".join(f"  {line}" for line in refused.values()))
         return None
@@ -136,13 +143,16 @@ class Checkpoints:
         put_aside(damaged, self._ranks)
 
     def _open(self, path: Path, manifest: Manifest) -> _Contents:
-        """Every rank opens the files for itself; what one cannot understand, none does."""
+        """Every rank opens the files for itself; if one rank cannot read a file, none uses the checkpoint."""
+        # Through a list, as ``on_all`` would send its results to all ranks, and open files cannot be sent.
         opened: list[_Contents] = []
 
         def open_all() -> None:
             files = [TensorFile(path / name) for name in sorted(manifest.files) if name.endswith(TENSORS)]
+            # Hashes only say that files are as they were written; this says that together they hold every element.
             if fault := fault_of_cover(box for file in files for box in file.boxes):
                 raise DamagedCheckpoint(f"{path}: {fault}")
+            # On another layout there is no rank whose generators these would be: ranks then keep their own seeds.
             same_layout = manifest.facts["layout"] == self.mesh.axes
             random = _read_json(path / f"{rank_stem(self.mesh.rank)}.json") if same_layout else None
             opened.append(_Contents(tensors=files, state=_read_json(path / STATE), random=random))
@@ -151,21 +161,24 @@ class Checkpoints:
         return opened[0]
 
     def _read(self, engine: Engine, path: Path, contents: _Contents, weights_only: bool) -> dict[str, Any]:
-        reach("load:read")
+        fault_point("load:read")
         wanted = engine.wanted_shards(weights_only=weights_only)
         self._check_same_model(path, wanted, contents.tensors)
+        # One pass over the stored shards, each mapped once, however many of this rank's shards it overlaps: the
+        # pattern of reads is that of the files, and no whole tensor is ever in memory.
         by_key: dict[str, list[TensorShard]] = {}
-        for piece in wanted:
-            by_key.setdefault(piece.box.key, []).append(piece)
+        for shard in wanted:
+            by_key.setdefault(shard.box.key, []).append(shard)
 
         def copy() -> None:
             for file in contents.tensors:
-                for stored in file.pieces():
-                    for piece in by_key.get(stored.box.key, ()):
-                        copy_overlap(stored, piece)
+                for stored in file.shards():
+                    for shard in by_key.get(stored.box.key, ()):
+                        copy_overlap(stored, shard)
 
-        # A rank that cannot read is not waited for; and nobody goes on, and removes files, while others read.
+        # Together, so that no rank waits for one whose read failed, or removes old checkpoints while others read them.
         self._ranks.on_all(copy)
+        # The engine's own counters travel in the shared state; the caller gets the rest.
         common = dict(contents.state)
         counters = common.pop("optimizer")
         engine.finish_loading(None if weights_only else counters)
@@ -175,11 +188,14 @@ class Checkpoints:
 
     def _check_same_model(self, path: Path, wanted: Sequence[TensorShard], files: Sequence[TensorFile]) -> None:
         """Refuse a checkpoint whose weights are not those of the model, naming the first that differs."""
-        own = {piece.box.key: piece.box.shape for piece in wanted}
+        # Of all ranks: with pipeline stages this rank has only some of the layers, and all ranks must refuse alike.
+        own = {shard.box.key: shard.box.shape for shard in wanted}
         here = {key: shape for part in self._ranks.on_all(lambda: own) for key, shape in part.items()}
+        # "model", "exp_avg", …: with ``weights_only`` the moments in the file are not missing from the model.
         kinds = {key.partition(".")[0] for key in here}
         boxes = [box for file in files for box in file.boxes]
         there = {box.key: box.shape for box in boxes if box.key.partition(".")[0] in kinds}
+        # Weights before moments, whose names say less.
         for key in sorted({*here, *there}, key=lambda key: (not key.startswith("model."), key)):
             found, expected = (shapes.get(key, "missing") for shapes in (there, here))
             if found != expected:
@@ -195,12 +211,13 @@ def _check_environment(path: Path, manifest: Manifest, allow: Collection[str]) -
         for name in sorted({*there, *now})
         if there.get(name) != now.get(name)
     }
+    # ``allow`` may name one package, or "versions" for all of them.
     refused = [key for key in changes if not is_named(key, allow)]
     if refused:
         raise UserError(
-            f"{path} was written with other versions, whose numbers may differ:\n"
+            f"{path} was written with other package versions, which may give other numbers:\n"
             + "\n".join(f"  {key}: {changes[key]}" for key in refused)
-            + "\nGo back to those, or accept the new ones with --allow-change versions."
+            + "\nInstall those versions, or accept the new ones with --allow-change versions."
         )
     return tuple(f"{key}: {change}" for key, change in changes.items())
 

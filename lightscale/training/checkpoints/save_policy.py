@@ -1,4 +1,10 @@
-"""When a run is saved, and what becomes of it: due by steps or by time, one save at a time, failures counted."""
+"""When a run is saved, and how each save ended: due by steps or by time, one save at a time, failures counted.
+
+    is_due -> save (begins it)          at the end of a step
+    collect -> finish (records it)      at the end of each later step, until it is durable
+
+``saving.py`` writes; here is what a run does around it: events, metrics, heartbeats, and how many failures it accepts.
+"""
 
 import time
 from collections.abc import Callable, Mapping
@@ -15,10 +21,10 @@ from lightscale.training.checkpoints.saving import SaveError, Saver
 from lightscale.training.health.heartbeat import Heartbeat
 
 Largest = Callable[[int], int]
-"""The largest of a number that each rank gives, on all of them."""
+"""Maximum over the ranks of a number of each; collective."""
 
 
-class Keeper:
+class SavePolicy:
     """Saves the run of ``engine``; every method is collective over its ranks, at the end of a step."""
 
     def __init__(
@@ -34,24 +40,28 @@ class Keeper:
         self._config, self._journal, self._heartbeat, self._engine = config, journal, heartbeat, engine
         self._largest = largest
         self.saver = Saver(directory.checkpoints, engine.mesh)
+        # Costs of earlier attempts, so that a restarted run need not begin with the first guess of the interval.
         events = read_lines(directory.events)
         self._interval = SaveInterval(
             mtbf_s=3600 * config.mtbf_hours,
             now_s=time.monotonic(),
             stalls_s=[event["stall_s"] for event in events if event["event"] == "checkpoint" and "stall_s" in event],
         )
+        # In a row, of this attempt.
         self._failures = 0
 
     def is_due(self, step: int) -> bool:
         """Whether the run is to be saved after ``step``."""
         if self._config.every is not None:
             return step % self._config.every == 0
-        # By the clock of one rank; while a save is being written none is due.
+        # By the clock of rank 0: clocks differ, and all ranks must save after the same step. Not while a save is being
+        # written: the disk is then slower than the interval expects.
         is_first = self._engine.mesh.rank == 0
         return not self.saver.is_writing and bool(self._largest(is_first and self._interval.due(time.monotonic())))
 
     def collect(self, step: int, metrics: MetricsLogger, tokens: int) -> None:
-        """Record how the save in flight ended, once it has on all ranks."""
+        """Record how the save in flight ended, once it has ended on all ranks."""
+        # Finishing on one rank alone would let it go on to a collective (retention, the next save) that others miss.
         if self.saver.is_writing and not self._largest(not self.saver.is_written):
             self.finish(step, metrics, tokens)
 
@@ -67,18 +77,18 @@ class Keeper:
         prune: bool,
         leaving: bool,
     ) -> None:
-        """Begin a checkpoint of ``step``; ``leaving``: and end it, for it is the last one.
+        """Begin a checkpoint of ``step``; with ``leaving``, the last one, also wait until it is durable.
 
         Args:
             tokens: trained on so far.
             state, facts, about: see ``Saver.begin``.
-            prune: whether older checkpoints may go.
+            prune: whether older checkpoints may be removed.
         """
         if self.saver.is_writing:
             if not leaving:
-                # The disk is slower than saves are due.
+                # The disk is slower than saves are due. Steps do not wait for it; the skipped save is counted.
                 metrics.count_skipped_save(step)
-                self._journal.note("checkpoint_skipped", step=step, reason="the one before is being written")
+                self._journal.note("checkpoint_skipped", step=step, reason="the previous save is still being written")
                 return
             self.finish(step, metrics, tokens)
         self._heartbeat.beat("saving", step=step)
@@ -91,8 +101,8 @@ class Keeper:
     def finish(self, step: int, metrics: MetricsLogger, tokens: int, *, leaving: bool = False) -> float:
         """Wait for the save in flight and record how it ended.
 
-        A failure does not stop the training until it comes too often, or the run is ``leaving``. Returns the seconds
-        that training has waited for the save, from its copy to now.
+        A failure stops the training only after ``checkpoint.max_failures`` in a row, or when the run is ``leaving``.
+        Returns the seconds that training has waited for the save, from its copy to now.
         """
         self._heartbeat.beat("saving", step=step)
         began = time.perf_counter()
@@ -101,11 +111,13 @@ class Keeper:
         except SaveError as error:
             self._failures += 1
             self._journal.note("checkpoint_failed", step=step, reason=str(error), in_a_row=self._failures)
+            # A full disk may pass, and the checkpoints before are intact: one failed save costs nothing yet.
             if leaving or self._failures >= self._config.max_failures:
                 raise
-            self._journal.say(f"{error}; training goes on")
+            self._journal.say(f"{error}; training continues")
             return time.perf_counter() - began
         self._failures = 0
+        # The copy, and what training has just waited for the write: about 0 for a save in the background.
         stall_s = saved.stall_s + time.perf_counter() - began
         costs: dict[str, Any] = {"stall_s": stall_s, "write_s": saved.write_s, "num_bytes": saved.num_bytes}
         metrics.log_save(step, tokens=tokens, saved_step=saved.step, **costs)

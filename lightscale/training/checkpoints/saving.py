@@ -1,7 +1,10 @@
-"""Writing checkpoints: a copy that training waits for, and a thread that writes it and gives it its name.
+"""Writing checkpoints: a copy that training waits for, and a thread that writes it and commits it.
 
-The thread has a process group of its own. Every rank hashes the bytes as it writes them and syncs its files, rank 0
-gathers the records into the manifest and renames the directory; see ``restore.py`` for what is in it.
+    training thread   begin: shards -> host memory (the stall), start the thread     finish: wait, raise its error
+    thread            step-N.tmp/ -> every rank's files, hashed and synced -> manifest -> rename to step-N/ -> retention
+
+The rename is the commit: a directory called step-N is whole, whatever happens before or after. The thread has a process
+group of its own, as its collectives run at the same time as training's. See ``restore.py`` for what is in a checkpoint.
 """
 
 import json
@@ -37,16 +40,16 @@ from lightscale.training.checkpoints.directories import (
 from lightscale.training.checkpoints.manifest import DamagedCheckpoint, FileRecord, sync, write_manifest, write_synced
 from lightscale.training.checkpoints.random_states import random_states
 from lightscale.training.checkpoints.tensor_file import write_tensors
-from lightscale.training.health.faults import reach
+from lightscale.training.health.fault_injection import fault_point
 
 _SPARE_BYTES = 16 << 20
-"""Free space asked for beyond the tensors: small files, and what other writers need meanwhile."""
-_Own = tuple[str, dict[str, FileRecord], list[Box]]
+"""Free space required beyond the tensors: small files, and what other writers need meanwhile."""
+_RankFiles = tuple[str, dict[str, FileRecord], list[Box]]
 """A rank's host, files and boxes."""
 
 
 class SaveError(UserError):
-    """A checkpoint could not be written; the message has the path and what the system said. Earlier ones are good."""
+    """A checkpoint could not be written; the message has the path and the system's error. Earlier ones are intact."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +74,10 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True)
 class _Snapshot:
-    """The state of one rank at one step, apart from what training goes on to change."""
+    """The state of one rank at one step, in memory that training does not change."""
 
     step: int
-    pieces: Sequence[TensorShard]
+    shards: Sequence[TensorShard]
     state: str
     random: str
     facts: Mapping[str, Any]
@@ -94,12 +97,13 @@ class Saver:
         self.directory, self.mesh = directory, mesh
         self.known_good: set[int] = set()
         """Steps whose checkpoints this process has written or verified."""
+        # Not ``mesh.control``: training's collectives go on there while the thread writes.
         self._ranks = Agreement(mesh.saving)
         self._copies: dict[tuple[str, Shape], torch.Tensor] = {}
         self._written: Future[Saved] | None = None
 
     def reserve(self, engine: Engine) -> None:
-        """Allocate the memory of the copies, as much as the rank's own state, before a step has to wait for it."""
+        """Allocate the memory of the copies, as much as the rank's own state, so that no step waits for it."""
         self._copy(engine.owned_shards())
 
     def begin(
@@ -114,8 +118,8 @@ class Saver:
     ) -> float:
         """Copy the state and begin to write it; ``finish`` gives the result. Returns the seconds of the copy.
 
-        One save is in flight at most. A whole checkpoint of the same step and ``facts`` is that of this state already,
-        and stays as it is.
+        At most one save is in flight. If a whole checkpoint of the same step and ``facts`` exists, it is of this same
+        state, and stays as it is.
 
         Args:
             engine: weights and optimizer state; may change as soon as this returns.
@@ -126,11 +130,13 @@ class Saver:
         """
         assert self._written is None, "the save before has not been finished"
         began = time.perf_counter()
-        pieces = self._copy(engine.owned_shards())
+        # All that training will change is copied here, random states and counters as text: the thread reads only this
+        # snapshot.
+        shards = self._copy(engine.owned_shards())
         state = json.dumps({**common, "step": step, "optimizer": engine.counters()})
         snapshot = _Snapshot(
             step=step,
-            pieces=pieces,
+            shards=shards,
             state=state,
             random=json.dumps(random_states()),
             facts=dict(facts),
@@ -140,18 +146,19 @@ class Saver:
         self._written = written = Future[Saved]()
 
         def work() -> None:
+            # Errors go to ``finish``: a thread has nobody to raise them to.
             try:
                 written.set_result(self._write(snapshot, retention))
             except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
                 written.set_exception(error)
 
-        # Not to be waited for when the interpreter ends: its peers may be gone.
+        # A daemon: a rank that ends with an error must not wait for it, as its peers may be gone.
         threading.Thread(target=work, name="checkpoint", daemon=True).start()
         return snapshot.stall_s
 
     @property
     def is_writing(self) -> bool:
-        """Whether a save was begun and not finished."""
+        """Whether a save was begun and ``finish`` has not been called."""
         return self._written is not None
 
     @property
@@ -179,17 +186,19 @@ class Saver:
         self.begin(engine, step=step, common=common, facts=facts, about=about, retention=retention)
         return self.finish()
 
-    def _copy(self, pieces: Iterable[TensorShard]) -> list[TensorShard]:
+    def _copy(self, shards: Iterable[TensorShard]) -> list[TensorShard]:
         copied = []
-        for piece in pieces:
-            place, data = (piece.box.key, piece.box.offset), piece.data
-            copy = self._copies.get(place)
+        for shard in shards:
+            # Kept from save to save: allocating and first touching the memory takes longer than the copy itself.
+            key, data = (shard.box.key, shard.box.offset), shard.data
+            copy = self._copies.get(key)
             if copy is None or copy.shape != data.shape or copy.dtype != data.dtype:
-                # Pinned, so that the GPU copies by itself; zeros, so that the pages are there.
+                # Pinned memory, so that the GPU copies asynchronously; zeros, so that its pages are mapped.
                 copy = torch.zeros(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
-                self._copies[place] = copy
+                self._copies[key] = copy
             copy.copy_(data, non_blocking=True)
-            copied.append(replace(piece, data=copy))
+            copied.append(replace(shard, data=copy))
+        # All copies are queued before the one wait for them: the next step changes the weights.
         if self.mesh.device.type == "cuda":
             torch.cuda.synchronize(self.mesh.device)
         return copied
@@ -200,13 +209,14 @@ class Saver:
         final = self.directory / directory_name(snapshot.step)
         draft = final.with_suffix(".tmp")
         try:
-            self._ranks.on_all(lambda: reach("save:begin"))
+            self._ranks.on_all(lambda: fault_point("save:begin"))
             num_bytes = self._bytes_if_saved(final, snapshot)
             if num_bytes is None:
                 num_bytes = self._write_new(draft, final, snapshot)
         except SaveError:
             raise
         except (OSError, UserError) as error:
+            # ``on_all`` has raised it on all ranks, so that all are here and none is still writing.
             self._ranks.on_first(lambda: shutil.rmtree(draft, ignore_errors=True))
             raise SaveError(f"cannot write {final}: {error}") from error
         self.known_good.add(snapshot.step)
@@ -225,13 +235,15 @@ class Saver:
 
     def _write_new(self, draft: Path, final: Path, snapshot: _Snapshot) -> int:
         """Every rank's files, then the name; the bytes of all of them."""
+        # Each line is collective: an error of any rank ends the save on all of them.
         self._ranks.on_first(lambda: self._make_room(draft))
         self._check_space(snapshot)
         own = self._ranks.on_all(lambda: self._write_own(draft, snapshot))
         return self._ranks.on_first(lambda: self._commit(draft, final, own, snapshot))
 
     def _bytes_if_saved(self, final: Path, snapshot: _Snapshot) -> int | None:
-        """The size of ``final`` if it is there and whole; a damaged one is put aside."""
+        """The size of ``final`` if it exists and is whole; a damaged one is put aside."""
+        # After a rollback or a repeated last step. Rewriting it would leave a time without any good copy of the step.
         if not self._ranks.on_first(final.exists):
             return None
         try:
@@ -239,15 +251,19 @@ class Saver:
         except DamagedCheckpoint:
             put_aside([final], self._ranks)
             return None
+        # The same step of the same data has the same weights, as training is deterministic: nothing to write.
         there, now = manifest.facts, snapshot.facts
         differing = [f"{key}: {there.get(key)} there, {now[key]} now" for key in now if there.get(key) != now[key]]
         if differing:
-            raise SaveError(f"{final} is a good checkpoint of another state ({'; '.join(differing)}); move it away")
+            raise SaveError(
+                f"{final} is a whole checkpoint of another state ({'; '.join(differing)}); move it elsewhere"
+            )
         return sum(record.num_bytes for record in manifest.files.values())
 
     def _make_room(self, draft: Path) -> None:
-        """Drop what interrupted saves and removals left."""
+        """Remove what interrupted saves and removals left."""
         if not self.directory.exists():
+            # Its name must survive a power failure as well as what is in it.
             self.directory.mkdir(parents=True)
             sync(self.directory.parent)
         for dead in self.directory.glob("step-*.tmp"):
@@ -255,34 +271,38 @@ class Saver:
         draft.mkdir()
 
     def _check_space(self, snapshot: _Snapshot) -> None:
-        own = sum(piece.data.nbytes for piece in snapshot.pieces)
+        own = sum(shard.data.nbytes for shard in snapshot.shards)
+        # All ranks write to one file system, and each may see its free space at another moment: sum and minimum.
         every = self._ranks.on_all(lambda: (own, shutil.disk_usage(self.directory).free))
         needed, free = sum(size for size, _ in every) + _SPARE_BYTES, min(space for _, space in every)
         if free < needed:
             raise UserError(
                 f"no space for a checkpoint: it needs {needed / 1e6:.0f} MB, {free / 1e6:.0f} MB are free; "
-                "free some, or keep fewer (checkpoint.keep)"
+                "free some space, or keep fewer checkpoints (checkpoint.keep)"
             )
 
-    def _write_own(self, draft: Path, snapshot: _Snapshot) -> _Own:
+    def _write_own(self, draft: Path, snapshot: _Snapshot) -> _RankFiles:
         """This rank's host, files and boxes."""
-        reach("save:open")
+        fault_point("save:open")
         stem = rank_stem(self.mesh.rank)
         records = {
-            f"{stem}{TENSORS}": write_tensors(draft / f"{stem}{TENSORS}", snapshot.pieces),
+            f"{stem}{TENSORS}": write_tensors(draft / f"{stem}{TENSORS}", snapshot.shards),
             f"{stem}.json": write_synced(draft / f"{stem}.json", snapshot.random.encode()),
         }
+        # What is the same on every rank is written once.
         if self.mesh.rank == 0:
             records[STATE] = write_synced(draft / STATE, snapshot.state.encode())
-        return socket.gethostname(), records, [piece.box for piece in snapshot.pieces]
+        return socket.gethostname(), records, [shard.box for shard in snapshot.shards]
 
-    def _commit(self, draft: Path, final: Path, own: Sequence[_Own], snapshot: _Snapshot) -> int:
+    def _commit(self, draft: Path, final: Path, own: Sequence[_RankFiles], snapshot: _Snapshot) -> int:
         files = {name: record for _, records, _ in own for name, record in records.items()}
+        # A shared directory that is not the same one for all ranks shows here, before anything is committed.
         if missing := {path.name for path in draft.iterdir()} ^ set(files):
-            raise OSError(f"files that no rank wrote, or that are gone: {', '.join(sorted(missing))}")
+            raise OSError(f"files that no rank wrote, or that are missing: {', '.join(sorted(missing))}")
+        # Can only be a bug of the engine; a checkpoint with a hole would be found when it is needed.
         if fault := fault_of_cover(box for _, _, boxes in own for box in boxes):
             raise AssertionError(f"{draft}: {fault}")
-        reach("save:manifest")
+        fault_point("save:manifest")
         facts = {
             "step": snapshot.step,
             **snapshot.facts,
@@ -292,16 +312,18 @@ class Saver:
             "hosts": [host for host, _, _ in own],
         }
         write_manifest(draft, files, facts)
+        # The files' names must be on disk before the directory's: after a power failure the name may be all there is.
         sync(draft)
-        reach("save:rename")
+        fault_point("save:rename")
         draft.rename(final)
         sync(self.directory)
         return sum(record.num_bytes for record in files.values())
 
     def _retain(self, retention: Retention) -> tuple[tuple[int, ...], str | None]:
-        """Remove what ``retention`` does not keep, once as many as it asks for are known to be good."""
+        """Remove what ``retention`` does not keep, once enough newer checkpoints are known to be whole."""
         steps: list[int] = self._ranks.on_first(lambda: list_steps(self.directory))
         good: list[int] = []
+        # Newest first, and no further than needed: reading a checkpoint again to verify it takes as long as writing it.
         for step in reversed(steps):
             if len(good) < retention.keep and self._is_good(step):
                 good.append(step)
@@ -309,11 +331,12 @@ class Saver:
         try:
             self._ranks.on_first(lambda: remove(self.directory, old))
         except OSError as error:
+            # The new checkpoint is written: not a failed save.
             return (), f"cannot remove older checkpoints: {error}"
         return tuple(old), None
 
     def _is_good(self, step: int) -> bool:
-        """Whether the checkpoint is whole, as far as this process has seen; one that is not is put aside."""
+        """Whether the checkpoint is whole, read once per process; one that is not is put aside."""
         if step in self.known_good:
             return True
         path = self.directory / directory_name(step)

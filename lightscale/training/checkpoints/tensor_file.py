@@ -1,4 +1,4 @@
-"""Tensors of one rank in one file, in the safetensors format: a JSON header, then the bytes of one box after another.
+"""Tensor shards of one rank in one file of the safetensors format: a JSON header, then the bytes of each box.
 
 Nothing in such a file is ever executed, and any tool that knows safetensors opens it. Beside the format's own fields
 the header's ``__metadata__`` has the shapes of the whole tensors; a box is named KEY@OFFSET, as in
@@ -19,7 +19,7 @@ import xxhash
 
 from lightscale.parallel.shards import Box, TensorShard
 from lightscale.training.checkpoints.manifest import DamagedCheckpoint, FileRecord
-from lightscale.training.health.faults import reach
+from lightscale.training.health.fault_injection import fault_point
 
 _BLOCK_BYTES = 1 << 24
 _LENGTH_BYTES = 8
@@ -44,40 +44,40 @@ class _Entry:
     first_byte: int
 
 
-def write_tensors(path: Path, pieces: Sequence[TensorShard]) -> FileRecord:
-    """Write ``pieces`` (on the CPU, contiguous) to the new file ``path``; it is on disk when this returns."""
-    # The widest numbers first, so that all are aligned.
-    ordered = sorted(pieces, key=lambda piece: -piece.data.element_size())
+def write_tensors(path: Path, shards: Sequence[TensorShard]) -> FileRecord:
+    """Write ``shards`` (on the CPU, contiguous) to the new file ``path``; it is on disk when this returns."""
+    # The widest numbers first, so that every shard begins at a multiple of its element size and can be mapped.
+    ordered = sorted(shards, key=lambda shard: -shard.data.element_size())
     digest, size = xxhash.xxh3_128(), 0
     with path.open("xb", buffering=0) as file:
         for block in _blocks(ordered):
-            reach("save:write")
+            fault_point("save:write")
             digest.update(block)
             size += len(block)
             while block:
                 block = block[file.write(block) :]
-        reach("save:sync")
+        fault_point("save:sync")
         os.fsync(file.fileno())
     return FileRecord(num_bytes=size, xxh3_128=digest.hexdigest())
 
 
-def _blocks(pieces: Sequence[TensorShard]) -> Iterator[memoryview]:
-    yield memoryview(_header(pieces))
-    for piece in pieces:
-        content = piece.data.reshape(-1).view(torch.uint8).numpy().data
+def _blocks(shards: Sequence[TensorShard]) -> Iterator[memoryview]:
+    yield memoryview(_header(shards))
+    for shard in shards:
+        content = shard.data.reshape(-1).view(torch.uint8).numpy().data
         for start in range(0, len(content), _BLOCK_BYTES):
             yield content[start : start + _BLOCK_BYTES]
 
 
-def _header(pieces: Sequence[TensorShard]) -> bytes:
-    shapes = {piece.box.key: piece.box.shape for piece in pieces}
+def _header(shards: Sequence[TensorShard]) -> bytes:
+    shapes = {shard.box.key: shard.box.shape for shard in shards}
     header: dict[str, Any] = {"__metadata__": {"shapes": json.dumps(shapes)}}
     end = 0
-    for piece in pieces:
-        box, start = piece.box, end
-        end += piece.data.nbytes
+    for shard in shards:
+        box, start = shard.box, end
+        end += shard.data.nbytes
         name = f"{box.key}@{','.join(map(str, box.offset))}"
-        header[name] = {"dtype": _NAMES[piece.data.dtype], "shape": box.sizes, "data_offsets": [start, end]}
+        header[name] = {"dtype": _NAMES[shard.data.dtype], "shape": box.sizes, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _LENGTH_BYTES)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
@@ -99,7 +99,7 @@ class TensorFile:
         """What the file holds."""
         return [entry.box for entry in self._entries]
 
-    def pieces(self) -> Iterator[TensorShard]:
+    def shards(self) -> Iterator[TensorShard]:
         """The boxes with their elements, mapped from the file: changing them does not change it.
 
         One at a time, so that what was read takes no memory while the next is read.
@@ -123,8 +123,8 @@ def _read_header(path: Path) -> list[_Entry]:
     shapes = json.loads(header.pop("__metadata__")["shapes"])
     entries = []
     for name, value in header.items():
-        key, _, place = name.rpartition("@")
-        offset = tuple(map(int, place.split(","))) if place else ()
+        key, _, text = name.rpartition("@")
+        offset = tuple(map(int, text.split(","))) if text else ()
         box = Box(key=key, shape=tuple(shapes[key]), offset=offset, sizes=tuple(value["shape"]))
         dtype, (start, end) = _DTYPES[value["dtype"]], value["data_offsets"]
         first_byte = _LENGTH_BYTES + length + start

@@ -1,1 +1,1 @@
-"""What watches over a run: checks of machines, signs of life, bad steps, silent corruption."""
+"""What watches over a run: checks of machines, heartbeats, bad steps, silent corruption, fault injection."""

@@ -1,42 +1,42 @@
-"""What the checks before a run find, and how it is said."""
+"""Results of the checks before a run (preflight, `lightscale doctor`), and how they are printed."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
-Result = Literal["ok", "warning", "failed"]
+Outcome = Literal["ok", "warning", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class CheckResult:
     """The result of one check."""
 
     check: str
-    result: Result
+    result: Outcome
     found: str
     right: str = ""
-    """What would be right; empty where it is."""
+    """What would be right; empty where nothing is wrong."""
     ranks: tuple[int, ...] = ()
-    """Whose it is; empty: all have it."""
+    """The ranks it applies to; empty: all."""
     blames_host: bool = False
-    """Whether the hosts of these ranks are at fault: the run would do without them."""
+    """Whether the hosts of these ranks are at fault, and the run could start without them."""
 
 
-def merged(findings: Iterable[Finding], num_ranks: int) -> list[Finding]:
-    """Equal findings of several ranks as one."""
-    ranks: dict[Finding, tuple[int, ...]] = {}
-    for finding in findings:
-        key = replace(finding, ranks=())
-        ranks[key] = (*ranks.get(key, ()), *finding.ranks)
+def merged(results: Iterable[CheckResult], num_ranks: int) -> list[CheckResult]:
+    """Equal results of several ranks joined into one."""
+    ranks: dict[CheckResult, tuple[int, ...]] = {}
+    for result in results:
+        key = replace(result, ranks=())
+        ranks[key] = (*ranks.get(key, ()), *result.ranks)
     return [replace(key, ranks=() if len(own) == num_ranks else own) for key, own in ranks.items()]
 
 
-def describe(finding: Finding, hosts: Sequence[str]) -> str:
-    """Who has found what, and what would be right. `hosts`: of each rank."""
-    who = where(finding.ranks, hosts)
-    right = f" (right: {finding.right})" if finding.right else ""
-    return f"{who}{': ' if who else ''}{finding.found}{right}"
+def describe(result: CheckResult, hosts: Sequence[str]) -> str:
+    """One line: the ranks, what they found, and what would be right. `hosts`: of each rank."""
+    who = where(result.ranks, hosts)
+    right = f" (right: {result.right})" if result.right else ""
+    return f"{who}{': ' if who else ''}{result.found}{right}"
 
 
 def where(ranks: Sequence[int], hosts: Sequence[str]) -> str:
@@ -51,8 +51,9 @@ def where(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """0-3, 7"""
-    stretches = [list(group) for _, group in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])]
-    ends = [(stretch[0][1], stretch[-1][1]) for stretch in stretches]
+    # Index minus value is constant within a run of consecutive numbers.
+    runs = [list(group) for _, group in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])]
+    ends = [(run[0][1], run[-1][1]) for run in runs]
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)
 
 

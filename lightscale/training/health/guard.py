@@ -1,8 +1,8 @@
-"""Which steps are left out because their numbers are bad: NaN, infinite, or far above what is usual.
+"""Which steps are skipped because their numbers are bad: NaN, infinite, or far above what is usual.
 
 A step is judged by its loss and the norm of its gradients, which are the same numbers on every rank, and by the
-medians of the good steps before it. Nothing else enters, so that all ranks judge alike, and a run that was resumed or
-gone back judges as it did before.
+medians of the good steps before it. Nothing else enters, so that all ranks decide alike, and a run that was resumed or
+rolled back decides as it did before.
 """
 
 import math
@@ -17,36 +17,41 @@ from lightscale.config.schema import GuardConfig
 class Guard:
     """Judges the steps of one run, in their order.
 
-    ``skips_in_a_row`` counts the steps left out since the last good one.
+    ``skips_in_a_row`` counts the steps skipped since the last good one.
     """
 
     def __init__(self, config: GuardConfig) -> None:
         self._config = config
+        # Of good steps only: a skipped one would raise the very median that later ones are compared with.
         self._losses: deque[float] = deque(maxlen=config.window)
         self._grad_norms: deque[float] = deque(maxlen=config.window)
         self.skips_in_a_row = 0
 
     def judge(self, loss: float, grad_norm: float) -> str | None:
-        """Why the next step, of these numbers, must be left out; None where it is good, and then remembered."""
-        reason = self._fault(loss, grad_norm)
+        """Why the next step, of these numbers, must be skipped; None where it is good, and then remembered."""
+        reason = self._reason(loss, grad_norm)
         if reason is None:
             self._losses.append(loss)
             self._grad_norms.append(grad_norm)
+            # One good step ends the row: single bad batches cost a step each, and never a rollback.
             self.skips_in_a_row = 0
         else:
             self.skips_in_a_row += 1
         return reason
 
-    def _fault(self, loss: float, grad_norm: float) -> str | None:
+    def _reason(self, loss: float, grad_norm: float) -> str | None:
+        # From the first step on: an optimizer step with a NaN destroys the weights for good.
         for name, value in (("loss", loss), ("gradient norm", grad_norm)):
             if not math.isfinite(value):
                 return f"the {name} is {value}"
+        # A median of few steps says little, and the loss falls fast at the beginning of a run.
         if len(self._losses) < self._config.window:
             return None
         rise, ratio = self._config.max_loss_rise, self._config.max_grad_norm_ratio
         usual = statistics.median(self._losses)
         if rise is not None and loss >= usual + rise:
             return f"the loss is {loss:.4f}, at least {rise:g} above the median {usual:.4f}"
+        # A ratio, as norms differ by orders of magnitude between models; "> 0" because a multiple of 0 says nothing.
         usual = statistics.median(self._grad_norms)
         if ratio is not None and grad_norm >= usual * ratio > 0:
             return f"the gradient norm is {grad_norm:.4g}, at least {ratio:g} times the median {usual:.4g}"

@@ -1,13 +1,13 @@
-"""Signs of life of the ranks, in a small file that the launcher's watchdog reads without asking them.
+"""Heartbeats of the ranks, in a small file that the launcher's watchdog reads without asking them.
 
 A rank says what it begins to do, and how long it may be silent from then on. It writes to mapped memory: that needs
 no other process and no other thread, and what it wrote last is there also when it holds the interpreter for ever, is
-stopped, or is dead. The file has two places for each rank, written in turn, so that one of them is always whole.
+stopped, or is dead. The file has two slots for each rank, written in turn, so that one of them is always whole.
 
 How long a rank may be silent, for `restart.hang_timeout_s` = H:
 
 - within a step, the longer of H and 5 times the slowest (99th percentile) of the last steps;
-- in validation, saving and leaving, the longer of 10 H and 5 times the longest of that kind so far;
+- in validation, saving, rolling back and leaving, the longer of 10 H and 5 times the longest of that kind so far;
 - when starting, and in the first steps, whose kernels are compiled, the longer of 10 H and two minutes.
 """
 
@@ -25,7 +25,7 @@ from pathlib import Path
 # The file, for the ranks of a launch; without it there is nobody to watch them.
 HEARTBEATS_VARIABLE = "LIGHTSCALE_HEARTBEATS"
 
-_LONG = {"starting", "validation", "saving", "going back", "leaving"}
+_LONG = {"starting", "validation", "saving", "rolling back", "leaving"}
 _LONGER = 10.0
 _LEAST_START_S = 120.0
 _SLOWER = 5.0
@@ -34,8 +34,8 @@ _STEPS_REMEMBERED = 100
 # Time, allowed time, step, process id, activity; a checksum comes before.
 _FIELDS = struct.Struct("<ddqq28s")
 _CHECKSUM = struct.Struct("<I")
-_PLACE_BYTES = _CHECKSUM.size + _FIELDS.size
-_RANK_BYTES = 2 * _PLACE_BYTES
+_SLOT_BYTES = _CHECKSUM.size + _FIELDS.size
+_RANK_BYTES = 2 * _SLOT_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +58,13 @@ class Beat:
 
 
 class Heartbeat:
-    """This rank's signs of life; without effect where nobody watches."""
+    """Writes this rank's heartbeats; without effect where nobody watches."""
 
     def __init__(self, hang_timeout_s: float, environ: Mapping[str, str] = os.environ) -> None:
         self._hang_timeout_s = hang_timeout_s
         self.where = "the beginning"
         """The step and activity that was said last."""
-        self._now: Beat | None = None
+        self._last: Beat | None = None
         self._longest_s: dict[str, float] = {}
         self._steps_s: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
         self._step_s = 0.0
@@ -83,9 +83,9 @@ class Heartbeat:
         if self._file is None:
             return
         now_s = time.monotonic()
-        if self._now is not None:
-            self._learn(self._now, now_s, step)
-        self._now = Beat(
+        if self._last is not None:
+            self._learn(self._last, now_s, step)
+        self._last = Beat(
             rank=self._rank,
             time_s=now_s,
             allowed_s=self._allowed_s(doing),
@@ -93,8 +93,9 @@ class Heartbeat:
             process_id=os.getpid(),
             doing=doing,
         )
-        start = self._rank * _RANK_BYTES + self._writes % 2 * _PLACE_BYTES
-        self._file[start : start + _PLACE_BYTES] = _pack(self._now)
+        # The slot that is older now: a kill in the middle of the copy leaves the other one whole.
+        start = self._rank * _RANK_BYTES + self._writes % 2 * _SLOT_BYTES
+        self._file[start : start + _SLOT_BYTES] = _pack(self._last)
         self._writes += 1
 
     def expect_other_steps(self) -> None:
@@ -102,7 +103,7 @@ class Heartbeat:
         self._steps_s.clear()
         self._is_first_step = True
         self._step_s = 0.0
-        self._now = None
+        self._last = None
 
     def _learn(self, before: Beat, now_s: float, step: int) -> None:
         elapsed_s = now_s - before.time_s
@@ -122,6 +123,7 @@ class Heartbeat:
             return max(_LONGER * self._hang_timeout_s, _SLOWER * self._longest_s.get(doing, 0.0))
         if doing == "starting" or not self._steps_s:
             return start_allowance_s(self._hang_timeout_s)
+        # Not the longest: one step in a hundred may have waited for the file system.
         slowest_s = sorted(self._steps_s)[math.ceil(0.99 * len(self._steps_s)) - 1]
         return max(self._hang_timeout_s, _SLOWER * slowest_s)
 
@@ -141,8 +143,8 @@ def read_heartbeats(path: Path) -> dict[int, Beat]:
     data = path.read_bytes()
     beats = {}
     for rank in range(len(data) // _RANK_BYTES):
-        places = (data[rank * _RANK_BYTES + i * _PLACE_BYTES :][:_PLACE_BYTES] for i in range(2))
-        whole = [beat for beat in (_unpack(rank, place) for place in places) if beat is not None]
+        slots = (data[rank * _RANK_BYTES + i * _SLOT_BYTES :][:_SLOT_BYTES] for i in range(2))
+        whole = [beat for beat in (_unpack(rank, slot) for slot in slots) if beat is not None]
         if whole:
             beats[rank] = max(whole, key=lambda beat: beat.time_s)
     return beats
@@ -155,10 +157,10 @@ def _pack(beat: Beat) -> bytes:
     return _CHECKSUM.pack(zlib.crc32(fields)) + fields
 
 
-def _unpack(rank: int, place: bytes) -> Beat | None:
+def _unpack(rank: int, slot: bytes) -> Beat | None:
     """None: nothing was written there, or it is being written."""
-    fields = place[_CHECKSUM.size :]
-    if zlib.crc32(fields) != _CHECKSUM.unpack_from(place)[0] or not any(fields):
+    fields = slot[_CHECKSUM.size :]
+    if zlib.crc32(fields) != _CHECKSUM.unpack_from(slot)[0] or not any(fields):
         return None
     time_s, allowed_s, step, process_id, doing = _FIELDS.unpack(fields)
     return Beat(

@@ -1,7 +1,6 @@
-"""What one rank finds on its machine: GPUs, driver, versions; and what that means for a run."""
+"""GPUs, driver and package versions of a rank's machine, and whether a run can work with them."""
 
 import importlib.metadata
-import os
 import re
 import socket
 from collections import Counter
@@ -16,9 +15,10 @@ from packaging.specifiers import SpecifierSet
 
 from lightscale import __version__
 from lightscale.parallel.fused import APEX_REMEDY, wrong_apex
-from lightscale.training.health.check_result import Finding, Result, size_text
+from lightscale.runs.job_environment import node_name
+from lightscale.training.health.check_result import CheckResult, Outcome, size_text
 
-# Of a GPU's memory; below, somebody else uses it.
+# Share of a GPU's memory; with less free, another process uses it.
 _LEAST_FREE = 0.9
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _HOPPER = (9, 0)
@@ -36,24 +36,24 @@ class GPU:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What one rank finds on its machine."""
+    """Facts about a rank's machine."""
 
     host: str
     gpus: tuple[GPU, ...]
-    """Those of this rank."""
+    """Those that were looked at: of this rank, or all."""
     num_gpus: int
     """Those that are visible."""
     driver: str | None
     """Version of the NVIDIA driver; None: there is none."""
     versions: Mapping[str, str]
-    """Of what computes, by package."""
+    """Of the packages that compute, by name."""
     apex: str | None
-    """A package of that name that is not NVIDIA's."""
+    """A package called apex that is not NVIDIA's; None: there is none."""
 
     @classmethod
     def read(cls, local_rank: int | None = None) -> Self:
-        """As of now. `local_rank`: look at the GPU of this rank alone; None: at all of them."""
-        # A second or more passes until a GPU answers for the first time: a rank does not ask those of others.
+        """The facts as of now. `local_rank`: look at the GPU of this rank only; None: at all GPUs."""
+        # The first call to a GPU takes a second or more: a rank does not ask those of others.
         visible = torch.cuda.device_count()
         own = range(visible) if local_rank is None else range(local_rank, min(local_rank + 1, visible))
         return cls(
@@ -68,18 +68,18 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownFault:
-    """Versions of a package that go wrong."""
+    """Versions of a package that are known to compute wrong numbers."""
 
     package: str
     versions: SpecifierSet
     capability: tuple[int, int] | None
-    """Of the GPUs on which they do; None: everywhere."""
-    result: Result
+    """Of the GPUs on which they do; None: on all."""
+    result: Outcome
     what: str
     right: str
 
 
-# Only what somebody reported with a reproduction, and the versions of torch and Triton that lightscale allows have.
+# Only faults that were reported with a reproduction, of versions that lightscale allows.
 KNOWN_FAULTS = (
     KnownFault(
         package="triton",
@@ -94,52 +94,54 @@ KNOWN_FAULTS = (
 
 
 def host_name() -> str:
-    """As SLURM calls this host, if it does: its list of hosts to leave out takes that name only."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    """The scheduler's name of this host, if it has one, since its list of hosts to exclude accepts only that name."""
+    return node_name() or socket.gethostname()
 
 
-def judge_machine(machine: Machine, *, processes: int, device: str) -> list[Finding]:
-    """What one rank's facts say. `processes`: ranks of this machine, each of which needs a GPU where there are any."""
+def judge_machine(machine: Machine, *, processes: int, device: str) -> list[CheckResult]:
+    """Check one rank's facts. `processes`: ranks of this machine, each of which needs a GPU where there are any."""
     return [*_judge_gpus(machine, processes, device), *_judge_versions(machine), _judge_apex(machine.apex)]
 
 
-def _judge_gpus(machine: Machine, processes: int, device: str) -> list[Finding]:
+def _judge_gpus(machine: Machine, processes: int, device: str) -> list[CheckResult]:
     right = "GPUs that torch sees: see `nvidia-smi`, CUDA_VISIBLE_DEVICES and the driver"
     if machine.num_gpus == 0:
         if machine.driver is not None and device != "cpu":
             cuda = machine.versions.get("CUDA")
             built = f"is built for CUDA {cuda}" if cuda else "is built without CUDA"
             found = f"there is an NVIDIA driver, {machine.driver}, but torch, which {built}, sees no GPU"
-            return [Finding(check="GPUs", result="failed", found=found, right=right, blames_host=True)]
+            return [CheckResult(check="GPUs", result="failed", found=found, right=right, blames_host=True)]
         if device == "cuda":
             found = 'train.device = "cuda", but there is no GPU and no NVIDIA driver'
-            return [Finding(check="GPUs", result="failed", found=found, right=right, blames_host=True)]
-        return [Finding(check="GPUs", result="ok", found="none; training runs on CPUs")]
+            return [CheckResult(check="GPUs", result="failed", found=found, right=right, blames_host=True)]
+        return [CheckResult(check="GPUs", result="ok", found="none; training runs on CPUs")]
     if processes > machine.num_gpus:
         found = f"{machine.num_gpus} for at least {processes} ranks of this machine"
-        return [Finding(check="GPUs", result="failed", found=found, right="one for each rank", blames_host=True)]
+        return [CheckResult(check="GPUs", result="failed", found=found, right="one for each rank", blames_host=True)]
     names = ", ".join(f"{count} {name}" for name, count in Counter(gpu.name for gpu in machine.gpus).items())
-    findings = [Finding(check="GPUs", result="ok", found=f"{names}, driver {machine.driver or 'unknown'}")]
+    results = [CheckResult(check="GPUs", result="ok", found=f"{names}, driver {machine.driver or 'unknown'}")]
     used = [gpu for gpu in machine.gpus if gpu.free_bytes < _LEAST_FREE * gpu.total_bytes]
     for gpu in used:
         found = f"{gpu.name}: {size_text(gpu.free_bytes)} of {size_text(gpu.total_bytes)} free"
-        findings.append(
-            Finding(check="GPU memory", result="warning", found=found, right="no other process there: see nvidia-smi")
+        results.append(
+            CheckResult(
+                check="GPU memory", result="warning", found=found, right="no other process on this GPU: see nvidia-smi"
+            )
         )
-    return findings
+    return results
 
 
-def _judge_versions(machine: Machine) -> list[Finding]:
+def _judge_versions(machine: Machine) -> list[CheckResult]:
     found = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-    findings = []
+    results = []
     for requirement in _requirements():
         version = machine.versions.get(requirement.name)
         if version is not None and not requirement.specifier.contains(version, prereleases=True):
             right = (
                 f"{requirement.name} {requirement.specifier}: pip install '{requirement.name}{requirement.specifier}'"
             )
-            findings.append(
-                Finding(check="versions", result="failed", found=f"{requirement.name} {version}", right=right)
+            results.append(
+                CheckResult(check="versions", result="failed", found=f"{requirement.name} {version}", right=right)
             )
     capabilities = {gpu.capability for gpu in machine.gpus}
     for fault in KNOWN_FAULTS:
@@ -147,14 +149,14 @@ def _judge_versions(machine: Machine) -> list[Finding]:
         concerned = fault.capability is None or fault.capability in capabilities
         if version is not None and concerned and fault.versions.contains(version, prereleases=True):
             text = f"{fault.package} {version} {fault.what}"
-            findings.append(Finding(check="versions", result=fault.result, found=text, right=fault.right))
-    return findings or [Finding(check="versions", result="ok", found=found)]
+            results.append(CheckResult(check="versions", result=fault.result, found=text, right=fault.right))
+    return results or [CheckResult(check="versions", result="ok", found=found)]
 
 
-def _judge_apex(wrong: str | None) -> Finding:
+def _judge_apex(wrong: str | None) -> CheckResult:
     if wrong is None:
-        return Finding(check="apex", result="ok", found="none that is not NVIDIA's")
-    return Finding(
+        return CheckResult(check="apex", result="ok", found="no package called apex but NVIDIA's")
+    return CheckResult(
         check="apex",
         result="warning",
         found=f"{wrong} is another project than NVIDIA's, and is not used",

@@ -38,7 +38,7 @@ _FOLD = 0x9E3779B97F4A7C1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class ReplicaReport:
     """What one rank saw since the last comparison, as checksums."""
 
     host: str
@@ -55,18 +55,18 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
+class ReplicaFault:
     """Weights that differ."""
 
     ranks: tuple[int, ...]
-    """The ranks to blame."""
+    """The ranks at fault."""
     what: str
 
 
 class SilentCorruption(RuntimeError):
     """Weights are not what they must be; the message names the ranks and their hosts."""
 
-    def __init__(self, faults: Sequence[Fault], hosts: Sequence[str], *, since: int, step: int) -> None:
+    def __init__(self, faults: Sequence[ReplicaFault], hosts: Sequence[str], *, since: int, step: int) -> None:
         """``hosts``: of all ranks; it happened after step ``since`` and before the end of ``step``."""
         self.ranks = sorted({rank for fault in faults for rank in fault.ranks})
         self.hosts = [hosts[rank] for rank in self.ranks]
@@ -76,7 +76,7 @@ class SilentCorruption(RuntimeError):
         ]
         super().__init__(
             f"silent corruption after step {since} and before the end of step {step}: {'; '.join(lines)}. "
-            "No checkpoint since then was written; a host that is named again should be taken out"
+            "No checkpoint since then was written; exclude a host that is named again"
         )
 
 
@@ -141,7 +141,7 @@ class ReplicaCheck:
         if not self._every:
             return
         names = [name for name, _ in self._copied()]
-        own = Report(
+        own = ReplicaReport(
             host=socket.gethostname(),
             group=self._group,
             written=int(self._written),
@@ -149,7 +149,7 @@ class ReplicaCheck:
             is_intact=torch.equal(self._own, self._rows(self._own_rows)),
             copies=tuple(zip(names, self._copies.tolist(), strict=True)),
         )
-        reports: list[Report] = [own] * self._mesh.world_size
+        reports: list[ReplicaReport] = [own] * self._mesh.world_size
         dist.all_gather_object(reports, own, group=self._mesh.control)
         found = find_faults(reports)
         if found:
@@ -179,7 +179,7 @@ class ReplicaCheck:
                     yield name, parameter.detach()
 
 
-def find_faults(reports: Sequence[Report]) -> list[Fault]:
+def find_faults(reports: Sequence[ReplicaReport]) -> list[ReplicaFault]:
     """What is wrong by the reports of all ranks, in their order."""
     groups = dict.fromkeys(report.group for report in reports)
     found = [fault for group in groups for fault in _faults_of_rows(group, reports)]
@@ -187,17 +187,17 @@ def find_faults(reports: Sequence[Report]) -> list[Fault]:
     return found or list(_faults_of_copies(reports))
 
 
-def _faults_of_rows(group: Sequence[int], reports: Sequence[Report]) -> Iterator[Fault]:
+def _faults_of_rows(group: Sequence[int], reports: Sequence[ReplicaReport]) -> Iterator[ReplicaFault]:
     blamed = {rank for rank in group if not reports[rank].is_intact}
     for row, owner in enumerate(group):
         wrong = {rank for rank in group if reports[rank].seen[row] != reports[owner].written}
         # What nobody saw changed before it was gathered.
         blamed |= {owner} if len(wrong) == len(group) else wrong
     if blamed:
-        yield Fault(ranks=tuple(sorted(blamed)), what="weights are not what the optimizer wrote")
+        yield ReplicaFault(ranks=tuple(sorted(blamed)), what="weights are not what the optimizer wrote")
 
 
-def _faults_of_copies(reports: Sequence[Report]) -> Iterator[Fault]:
+def _faults_of_copies(reports: Sequence[ReplicaReport]) -> Iterator[ReplicaFault]:
     holders: dict[str, list[tuple[int, int]]] = {}
     for rank, report in enumerate(reports):
         for name, checksum in report.copies:
@@ -208,10 +208,10 @@ def _faults_of_copies(reports: Sequence[Report]) -> Iterator[Fault]:
             continue
         if count > others[0][1]:
             odd = {rank for rank, checksum in held if checksum != usual}
-            yield Fault(ranks=tuple(sorted(odd)), what=f"{name} is not what most ranks have")
+            yield ReplicaFault(ranks=tuple(sorted(odd)), what=f"{name} is not what most ranks have")
         else:
             every = {rank for rank, _ in held}
-            yield Fault(ranks=tuple(sorted(every)), what=f"{name} differs, and no majority says who is right")
+            yield ReplicaFault(ranks=tuple(sorted(every)), what=f"{name} differs, and no majority says who is right")
 
 
 def _checksums(rows: Tensor) -> Tensor:

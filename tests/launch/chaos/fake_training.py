@@ -23,7 +23,7 @@ from lightscale.training.checkpoints.manifest import (
     verify_files,
     write_manifest,
 )
-from lightscale.training.health.faults import reach
+from lightscale.training.health.fault_injection import fault_point
 from lightscale.training.signals import die_with_parent
 
 STEPS, EVERY, KEEP, STEP_S = 60, 5, 3, 0.02
@@ -76,9 +76,9 @@ def train(run: RunDirectory, behaviour: str) -> int:
     with LineWriter(run.metrics) as metrics:
         while step < STEPS:
             step += 1
-            reach("step:begin")
+            fault_point("step:begin")
             time.sleep(STEP_S)
-            reach("step:optimizer")
+            fault_point("step:optimizer")
             loss = 10 / step + (1e-15 * step if resumed and behaviour == "drifts" else 0)
             metrics.write({"step": step, "attempt": run.attempt, "tokens": 8 * step, "loss": loss, "grad_norm": 1.0})
             if step % EVERY == 0:
@@ -93,15 +93,15 @@ def follow(run: RunDirectory) -> int:
     """The other rank: goes through the phases that every rank has."""
     while run.read_status() is None:
         for point in ("load:verify", "load:read", "step:begin", "step:optimizer", "save:begin", "save:open"):
-            reach(point)
+            fault_point(point)
         for point in ("save:write", "save:sync"):
-            reach(point)
+            fault_point(point)
         time.sleep(STEP_S)
     return 0
 
 
 def save(run: RunDirectory, step: int) -> None:
-    reach("save:begin")
+    fault_point("save:begin")
     final = run.checkpoints / f"step-{step:08d}"
     if final.exists():
         return
@@ -111,18 +111,18 @@ def save(run: RunDirectory, step: int) -> None:
     draft.mkdir(parents=True)
     files = [draft / f"rank-{rank}" for rank in range(2)]
     for rank, file in enumerate(files):
-        reach("save:open")
-        reach("save:write")
+        fault_point("save:open")
+        fault_point("save:write")
         file.write_text(json.dumps({"rank": rank, "step": step}))
-        reach("save:sync")
-    reach("save:manifest")
+        fault_point("save:sync")
+    fault_point("save:manifest")
     write_manifest(draft, {file.name: hash_file(file) for file in files}, {"step": step})
-    reach("save:rename")
+    fault_point("save:rename")
     draft.rename(final)
     removed = []
     for old in sorted(path for path in run.checkpoints.glob("step-*") if not path.suffix)[:-KEEP]:
         doomed = old.rename(old.with_suffix(".old"))
-        reach("save:retention")
+        fault_point("save:retention")
         for file in doomed.iterdir():
             file.unlink()
         doomed.rmdir()
@@ -132,7 +132,7 @@ def save(run: RunDirectory, step: int) -> None:
 
 def restore(run: RunDirectory, behaviour: str) -> int:
     refused = []
-    reach("load:verify")
+    fault_point("load:verify")
     for path in sorted((path for path in run.checkpoints.glob("step-*") if not path.suffix), reverse=True):
         try:
             manifest = read_manifest(path)
@@ -142,7 +142,7 @@ def restore(run: RunDirectory, behaviour: str) -> int:
             refused.append(str(error))
             path.rename(path.with_suffix(f".bad{time.monotonic_ns()}"))
             continue
-        reach("load:read")
+        fault_point("load:read")
         step = int(path.name.removeprefix("step-"))
         run.event("resume", step=step, refused=refused)
         return step

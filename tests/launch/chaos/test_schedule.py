@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from lightscale.launch.chaos.schedule import DAMAGE_KINDS, Amounts, Damage, DiskFault, Kill, full_disks, schedule
-from lightscale.training.health.faults import LOAD_POINTS, POINTS, SAVE_POINTS
+from lightscale.training.health.fault_injection import LOAD_POINTS, POINTS, SAVE_POINTS
 
 FULL = Amounts(kills=200, damages=12, stops=2, disk_faults=6, full_disks=0)
 

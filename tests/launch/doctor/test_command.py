@@ -25,7 +25,7 @@ from lightscale.launch.doctor.command import Report
 from lightscale.launch.doctor.measure import Product, judge_exchange, judge_products, pairings
 from lightscale.parallel.fused import wrong_apex
 from lightscale.training import preflight
-from lightscale.training.health.check_result import Finding, where
+from lightscale.training.health.check_result import CheckResult, where
 from lightscale.training.health.machine import GPU, Machine, judge_machine
 from lightscale.training.preflight import check_disk, judge_alike
 
@@ -46,7 +46,7 @@ MACHINE = Machine(
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 1 << 14, 1 << 18
 
 
-def bad(findings: list[Finding]) -> list[tuple[str, str]]:
+def bad(findings: list[CheckResult]) -> list[tuple[str, str]]:
     return [(finding.check, finding.result) for finding in findings if finding.result != "ok"]
 
 
@@ -97,7 +97,7 @@ def test_a_rank_with_other_versions_is_named() -> None:
     other = replace(MACHINE, versions=VERSIONS | {"NCCL": "2.20.5"})
     (finding,) = judge_alike([MACHINE, MACHINE, other, MACHINE])
     assert (finding.result, finding.ranks, finding.blames_host) == ("failed", (2,), True)
-    assert finding.found == "NCCL 2.20.5, elsewhere none"
+    assert finding.found == "NCCL 2.20.5, on most ranks none"
     (finding,) = judge_alike([MACHINE, MACHINE, replace(MACHINE, driver="535.1")])
     assert (finding.result, finding.ranks) == ("warning", (2,))
     (finding,) = judge_alike([MACHINE, other])

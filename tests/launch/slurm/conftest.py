@@ -26,7 +26,7 @@ import pytest
 
 from lightscale.runs.jobs import recorded_jobs
 from lightscale.runs.run_directory import RunDirectory, read_lines, read_metrics
-from lightscale.training.health.faults import fault_file
+from lightscale.training.health.fault_injection import fault_file
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")

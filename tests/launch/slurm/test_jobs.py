@@ -54,7 +54,7 @@ def test_the_time_limit_saves_and_the_job_goes_on_when_it_is_queued_again(new_ru
     run.wait_finished()
     assert run.trajectory() == undisturbed(SPLIT).trajectory()
     assert [event["attempt"] for event in run.events("start")] == [1, 2]
-    assert "SIGUSR1: finishing this step, then saving and leaving" in run.output()
+    assert "SIGUSR1: finishing this step, then saving and exiting" in run.output()
     assert run.events("lock_taken_over", "failed") == []
 
 

@@ -96,7 +96,7 @@ def test_verify_names_the_damaged_file(run: RunDirectory, command: Command) -> N
 
 def test_diff(run: RunDirectory, tmp_path: Path, command: Command) -> None:
     shutil.copytree(run.path, tmp_path / "copy")
-    assert command("diff", f"{run.path}@40", f"{tmp_path}/copy@40")[:2] == (0, "all tensors are the same, bit by bit\n")
+    assert command("diff", f"{run.path}@40", f"{tmp_path}/copy@40")[:2] == (0, "all tensors are bitwise equal\n")
     code, text, _ = command("diff", f"{run.path}@20", f"{run.path}@40", "--json")
     found = json.loads(text)
     assert code == 1
@@ -113,7 +113,7 @@ def test_prune(run: RunDirectory, command: Command) -> None:
     # Copies under other names are no good checkpoints.
     assert command("prune", str(run.path), "--keep", "3")[1].startswith("nothing removed: only 2 of the checkpoints")
     code, text, _ = command("prune", str(run.path), "--dry-run", "--keep-every", "10")
-    assert (code, text) == (0, "would be removed: 5; the newest good ones: 20, 40\n")
+    assert (code, text) == (0, "would be removed: 5; the newest whole ones: 20, 40\n")
     assert list_steps(run.checkpoints) == [5, 10, 20, 40]
     code, text, _ = command("prune", str(run.path), "--json")
     assert json.loads(text) == {"good": [20, 40], "removed": [5, 10], "dry_run": False}
@@ -123,9 +123,9 @@ def test_prune(run: RunDirectory, command: Command) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["list", "nowhere"], "nowhere is no run directory: it has no config.toml"),
+        (["list", "nowhere"], "nowhere is not a run directory: it has no config.toml"),
         (["verify", "RUN@30"], "has no checkpoint of step 30; it has: 20, 40"),
-        (["show", "RUN@last"], "the step behind @ must be a number"),
+        (["show", "RUN@last"], "the step after @ must be a number"),
         (["diff", "RUN", "RUN@20"], "must be RUN@STEP, like "),
         (["prune", "RUN", "--keep", "1"], "--keep 1: must be at least 2"),
         (["prune", "RUN", "--keep-every", "0"], "--keep-every 0: must be at least 1"),

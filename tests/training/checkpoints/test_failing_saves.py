@@ -17,8 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightscale.config.files import load
 from lightscale.runs.run_directory import RunDirectory, read_lines, read_metrics
 from lightscale.training.checkpoints.directories import list_steps
-from lightscale.training.checkpoints.save_policy import Keeper
-from lightscale.training.health.faults import VARIABLE
+from lightscale.training.checkpoints.save_policy import SavePolicy
+from lightscale.training.health.fault_injection import VARIABLE
 
 commands = runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "rank_commands.py"))["commands"]
 
@@ -33,27 +33,31 @@ WORDS = ("run.toml", "parallel.sequence=2", "train.steps=40", "train.validate_ev
 @contextmanager
 def collected_at_the_next_step(before: Callable[[int], None]) -> Iterator[None]:
     """Every save ends within the step after it; ``before(step)`` is called at the end of each step."""
-    collect = Keeper.collect
+    collect = SavePolicy.collect
 
-    def wait_and_collect(self: Keeper, step: int, *args: Any) -> None:
+    def wait_and_collect(self: SavePolicy, step: int, *args: Any) -> None:
         while self.saver.is_writing and not self.saver.is_written:
             time.sleep(0.001)
         collect(self, step, *args)
         before(step)
 
-    with mock.patch.object(Keeper, "collect", wait_and_collect):
+    with mock.patch.object(SavePolicy, "collect", wait_and_collect):
         yield
 
 
-def with_faults(rank: int, world_size: int, init_method: str, folder: str, faults: list[str]) -> list[tuple[int, str]]:
-    """The runs faults-0 …, one for each of ``faults``."""
-    results = []
-    for number, fault in enumerate(faults):
-        os.environ[VARIABLE] = fault
-        with collected_at_the_next_step(lambda step: None):
-            words = [["train", *WORDS, "--run", f"faults-{number}"]]
-            results += commands(rank, world_size, f"{init_method}-{number}", folder, words)
-    return results
+def with_faults(
+    rank: int, world_size: int, init_method: str, folder: str, faults: dict[int, str]
+) -> list[tuple[int, str]]:
+    """The run ``faults``, saved at every fourth step; each of ``faults`` is armed at the end of its step."""
+
+    def arm(step: int) -> None:
+        if step in faults:
+            os.environ[VARIABLE] = faults[step]
+
+    with collected_at_the_next_step(arm):
+        words = [["train", *WORDS, "checkpoint.every=4", "--run", "faults"]]
+        found: list[tuple[int, str]] = commands(rank, world_size, init_method, folder, words)
+    return found
 
 
 def with_a_full_disk(
@@ -78,38 +82,41 @@ def events(run: RunDirectory, *names: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(workplace: Path, run_ranks: RunRanks) -> RunDirectory:
-    results = run_ranks(commands, 2, str(workplace), [["train", *WORDS, "--run", "undisturbed"]])
-    assert [code for ((code, _),) in results] == [0, 0]
-    return RunDirectory(workplace / "undisturbed")
+def undisturbed(whole: tuple[RunDirectory, Any], steps_of: StepsOf) -> dict[int, tuple[Any, ...]]:
+    """Step to tokens, loss, gradient norm and learning rate of a run of the same words whose disk is sound."""
+    return trained(whole[0], steps_of)
+
+
+def trained(run: RunDirectory, steps_of: StepsOf) -> dict[int, tuple[Any, ...]]:
+    """Without validation, which these runs do not have."""
+    return {step: values[:4] for step, values in steps_of(read_metrics(run.metrics)).items()}
 
 
 def test_errors_of_the_disk_cost_a_checkpoint_and_nothing_else(
-    workplace: Path, run_ranks: RunRanks, undisturbed: RunDirectory, steps_of: StepsOf
+    workplace: Path, run_ranks: RunRanks, undisturbed: dict[int, tuple[Any, ...]], steps_of: StepsOf
 ) -> None:
-    """Of one rank, at several places of the second save: said within a step, with number, words and path."""
-    faults = ["raise=EIO@save:open#2 rank=1", "raise=ENOSPC@save:sync#2 rank=0", "raise=EIO@save:rename#2 rank=0"]
+    """Of one rank, at several places of a save: said within a step, with number, words and path."""
+    faults = {6: "raise=EIO@save:open rank=1", 14: "raise=ENOSPC@save:sync rank=0", 22: "raise=EIO@save:rename rank=0"}
     results = run_ranks(with_faults, 2, str(workplace), faults)
-    for number, fault in enumerate(faults):
-        run = RunDirectory(workplace / f"faults-{number}")
-        assert [found[number][0] for found in results] == [0, 0], results[0][number][1]
-        (event,) = events(run, "checkpoint_failed")
-        assert event["step"] == 17, "at the end of the next step"
-        name = "EIO" if "EIO" in fault else "ENOSPC"
-        number_and_words = {"EIO": "[Errno 5] Input/output error", "ENOSPC": "[Errno 28] No space left on device"}[name]
-        assert event["reason"].startswith(f"cannot write {run.path.name}/checkpoints/step-00000016: ")
-        assert number_and_words in event["reason"]
-        assert event["in_a_row"] == 1
-        assert f"{event['reason']}; training goes on\n" in results[0][number][1]
-        saved = [event["step"] for event in events(run, "checkpoint")]
-        assert saved == [8, 24, 32, 40], "the next save succeeds"
-        assert sorted(path.name for path in run.checkpoints.iterdir())[-1] == "step-00000040"
-        assert not list(run.checkpoints.glob("*.tmp"))
-        assert steps_of(read_metrics(run.metrics)) == steps_of(read_metrics(undisturbed.metrics))
+    assert [code for ((code, _),) in results] == [0, 0], results[0][0][1]
+    run = RunDirectory(workplace / "faults")
+    failed = events(run, "checkpoint_failed")
+    assert [event["step"] for event in failed] == [9, 17, 25], "at the end of the next step"
+    texts = ["[Errno 5] Input/output error", "[Errno 28] No space left on device", "[Errno 5] Input/output error"]
+    for event, text in zip(failed, texts, strict=True):
+        assert event["reason"].startswith(f"cannot write faults/checkpoints/step-{event['step'] - 1:08d}: ")
+        assert text in event["reason"]
+        assert event["in_a_row"] == 1, "the save in between has succeeded"
+        assert f"{event['reason']}; training continues\n" in results[0][0][1]
+    saved = [event["step"] for event in events(run, "checkpoint")]
+    assert saved == [4, 12, 20, 28, 32, 36, 40], "the next save succeeds"
+    assert sorted(path.name for path in run.checkpoints.iterdir())[-1] == "step-00000040"
+    assert not list(run.checkpoints.glob("*.tmp"))
+    assert trained(run, steps_of) == undisturbed
 
 
 def test_a_full_disk_in_a_run(
-    workplace: Path, run_ranks: RunRanks, undisturbed: RunDirectory, steps_of: StepsOf, small_disk: Path
+    workplace: Path, run_ranks: RunRanks, undisturbed: dict[int, tuple[Any, ...]], steps_of: StepsOf, small_disk: Path
 ) -> None:
     """After as many failures in a row as it may have the run stops; with space it goes on as if nothing had been."""
     run = RunDirectory(workplace / "full")
@@ -129,7 +136,7 @@ def test_a_full_disk_in_a_run(
     assert again == 0, text_again
     assert "resuming after step 8 from" in text_again
     assert list_steps(run.checkpoints)[-1] == 40
-    assert steps_of(read_metrics(run.metrics)) == steps_of(read_metrics(undisturbed.metrics))
+    assert trained(run, steps_of) == undisturbed
 
 
 def with_a_full_disk_for_a_while(
@@ -154,15 +161,15 @@ def with_a_full_disk_for_a_while(
 
 
 def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(
-    workplace: Path, run_ranks: RunRanks, undisturbed: RunDirectory, steps_of: StepsOf, small_disk: Path
+    workplace: Path, run_ranks: RunRanks, undisturbed: dict[int, tuple[Any, ...]], steps_of: StepsOf, small_disk: Path
 ) -> None:
     """Metrics and events are there afterwards too, in order."""
     results = run_ranks(with_a_full_disk_for_a_while, 2, str(workplace), str(small_disk))
     ((code, text),) = results[0]
     assert code == 0, text
     run = RunDirectory(small_disk / "run")
-    assert f"[Errno 28] No space left on device: '{run.metrics}'; training goes on, records are held back" in text
-    assert steps_of(read_metrics(run.metrics)) == steps_of(read_metrics(undisturbed.metrics))
+    assert f"[Errno 28] No space left on device: '{run.metrics}'; training continues, records are held back" in text
+    assert trained(run, steps_of) == undisturbed
     assert [line["step"] for line in read_lines(run.metrics) if "loss" in line] == list(range(1, 41))
     saves = [(event["event"], event["step"]) for event in events(run, "checkpoint", "checkpoint_failed")]
     assert saves == [
@@ -186,7 +193,7 @@ def test_a_disk_that_cannot_keep_up(workplace: Path, run_ranks: RunRanks, steps_
     saved, skipped = events(run, "checkpoint"), events(run, "checkpoint_skipped")
     assert len(saved) + len(skipped) == 40
     assert len(skipped) >= 10
-    assert {event["reason"] for event in skipped} == {"the one before is being written"}
+    assert {event["reason"] for event in skipped} == {"the previous save is still being written"}
     assert list_steps(run.checkpoints)[-1] == 40
     # The last one is waited for, and the one before it, so that it can begin.
     for event in saved[:-2]:

@@ -106,4 +106,4 @@ def test_saves_and_validations_have_times_of_their_own(path: Path, clock: list[f
 
 def test_the_file_is_small(path: Path) -> None:
     assert path.stat().st_size == 3 * 2 * 64
-    assert module._PLACE_BYTES == 64
+    assert module._SLOT_BYTES == 64

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightscale.parallel.engine import Engine
-from lightscale.training.health.replicas import ReplicaCheck, Report, SilentCorruption, _checksums, find_faults
+from lightscale.training.health.replicas import ReplicaCheck, ReplicaReport, SilentCorruption, _checksums, find_faults
 
 tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "tiny_engine.py")))
 
@@ -24,11 +24,11 @@ EVERY = 4
 
 def reports(
     written: Sequence[int], seen: Sequence[Sequence[int]], *, changed: Sequence[int] = (), groups: int = 1
-) -> list[Report]:
+) -> list[ReplicaReport]:
     """Of ranks in ``groups`` groups of neighbours."""
     size = len(written) // groups
     return [
-        Report(
+        ReplicaReport(
             host=f"host-{rank}",
             group=tuple(range(rank // size * size, (rank // size + 1) * size)),
             written=written[rank],
@@ -58,14 +58,16 @@ def reports(
         "of three", "in the second group", "in both groups",
     ],
 )  # fmt: skip
-def test_whose_rows_are_wrong(found: list[Report], blamed: list[int]) -> None:
+def test_whose_rows_are_wrong(found: list[ReplicaReport], blamed: list[int]) -> None:
     assert sorted({rank for fault in find_faults(found) for rank in fault.ranks}) == blamed
 
 
 def test_whose_copies_are_wrong() -> None:
     def blamed(*checksums: int) -> list[tuple[tuple[int, ...], bool]]:
         found = [
-            Report(host="host", group=(rank,), written=1, seen=(1,), is_intact=True, copies=(("a", 1), ("norm", value)))
+            ReplicaReport(
+                host="host", group=(rank,), written=1, seen=(1,), is_intact=True, copies=(("a", 1), ("norm", value))
+            )
             for rank, value in enumerate(checksums)
         ]
         return [(fault.ranks, "no majority" in fault.what) for fault in find_faults(found)]

@@ -9,50 +9,50 @@ from pathlib import Path
 import pytest
 
 from lightscale.errors import UserError
-from lightscale.training.health import faults
-from lightscale.training.health.faults import POINTS, VARIABLE, Fault, fault_file, reach
+from lightscale.training.health import fault_injection
+from lightscale.training.health.fault_injection import POINTS, VARIABLE, InjectedFault, fault_file, fault_point
 
 # Reaches each point named on its command line in turn, and says so.
 PROGRAM = """
 import sys
-from lightscale.training.health.faults import reach
+from lightscale.training.health.fault_injection import fault_point
 for point in sys.argv[1:]:
-    reach(point)
+    fault_point(point)
     print(point, flush=True)
 """
 
 
 @pytest.fixture(autouse=True)
 def nothing_armed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faults, "_armed", faults._Armed())
+    monkeypatch.setattr(fault_injection, "_armed", fault_injection._Armed())
     monkeypatch.delenv("RANK", raising=False)
 
 
 def test_without_the_variable_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     for point in POINTS:
-        reach(point)
+        fault_point(point)
 
 
 @pytest.mark.parametrize("error", ["ENOSPC", "EIO"])
 def test_an_error_is_raised_at_its_time_only(monkeypatch: pytest.MonkeyPatch, error: str) -> None:
     monkeypatch.setenv(VARIABLE, f"raise={error}@save:sync#3")
     for _ in range(2):
-        reach("save:sync")
-        reach("save:rename")
-    with pytest.raises(OSError, match="asked for by LIGHTSCALE_FAULT") as caught:
-        reach("save:sync")
+        fault_point("save:sync")
+        fault_point("save:rename")
+    with pytest.raises(OSError, match="injected by LIGHTSCALE_FAULT") as caught:
+        fault_point("save:sync")
     assert (caught.value.errno, caught.value.filename) == (getattr(errno, error), "save:sync")
-    reach("save:sync")
+    fault_point("save:sync")
 
 
 def test_only_the_named_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "raise=EIO@step:begin rank=1")
     monkeypatch.setenv("RANK", "0")
-    reach("step:begin")
+    fault_point("step:begin")
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(OSError, match="step:begin"):
-        reach("step:begin")
+        fault_point("step:begin")
 
 
 def test_a_slow_disk_stays_slow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ def test_a_slow_disk_stays_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     took = []
     for _ in range(3):
         began = time.monotonic()
-        reach("save:write")
+        fault_point("save:write")
         took.append(time.monotonic() - began >= 0.03)
     assert took == [False, True, True]
 
@@ -69,16 +69,16 @@ def test_a_file_makes_a_running_process_fail_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(VARIABLE, f"@{tmp_path}")
     monkeypatch.setenv("RANK", "1")
     mine, other = fault_file(tmp_path, 1), fault_file(tmp_path, 0)
-    reach("save:open")
+    fault_point("save:open")
     other.write_text("raise=EIO@save:open")
-    reach("save:open")
+    fault_point("save:open")
     for _ in range(2):
         # Counting begins with the file.
         mine.write_text("raise=EIO@save:open#2")
-        reach("save:open")
+        fault_point("save:open")
         assert mine.exists()
         with pytest.raises(OSError, match="save:open"):
-            reach("save:open")
+            fault_point("save:open")
         assert not mine.exists(), "whoever is started next must not meet it again"
     assert other.exists()
 
@@ -111,13 +111,13 @@ def test_a_stopped_process_goes_on_when_it_may() -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        Fault(action="kill", point="save:begin"),
-        Fault(action="kill", value="0.25", point="load:verify", rank=3),
-        Fault(action="raise", value="EIO", point="save:write", count=17),
+        InjectedFault(action="kill", point="save:begin"),
+        InjectedFault(action="kill", value="0.25", point="load:verify", rank=3),
+        InjectedFault(action="raise", value="EIO", point="save:write", count=17),
     ],
 )
-def test_words_and_back(fault: Fault) -> None:
-    assert Fault.parse(str(fault), VARIABLE) == fault
+def test_words_and_back(fault: InjectedFault) -> None:
+    assert InjectedFault.parse(str(fault), VARIABLE) == fault
 
 
 @pytest.mark.parametrize(
@@ -138,10 +138,10 @@ def test_words_and_back(fault: Fault) -> None:
 def test_other_words_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str) -> None:
     monkeypatch.setenv(VARIABLE, words)
     with pytest.raises(UserError) as caught:
-        reach("save:begin")
+        fault_point("save:begin")
     assert str(caught.value).startswith(f'LIGHTSCALE_FAULT = "{words}": must be ACTION@POINT[#N] [rank=R]')
     assert all(point in str(caught.value) for point in POINTS)
     monkeypatch.setenv(VARIABLE, f"@{tmp_path}")
     fault_file(tmp_path, 0).write_text(words)
     with pytest.raises(UserError, match="rank-0 = "):
-        reach("save:begin")
+        fault_point("save:begin")

@@ -1,12 +1,12 @@
-"""Faults on demand, to try recovery out: a process kills, stops or hinders itself where it enters a named phase.
+"""Fault injection, to test recovery: a process kills, stops or delays itself where it enters a named phase.
 
-`reach(POINT)` stands at the beginning of each phase and does nothing, unless the environment variable
+`fault_point(POINT)` stands at the beginning of each phase and does nothing, unless the environment variable
 LIGHTSCALE_FAULT holds one of
 
     ACTION@POINT[#N] [rank=R]   when this process (if it is rank R) reaches POINT for the Nth time (default: the first)
-    @FOLDER                     these words stand in the file FOLDER/rank-R of this rank, which may come and go while
-                                the process runs; counting begins anew with each file. It is removed just before its
-                                fault happens, which thus happens once, however often ranks are started again.
+    @FOLDER                     the file FOLDER/rank-R of this rank holds such a specification. The file may come and
+                                go while the process runs; counting restarts with each file. It is removed just before
+                                its fault happens, which thus happens once, however often ranks are restarted.
 
 with the actions
 
@@ -14,6 +14,8 @@ with the actions
     stop                        SIGSTOP to itself
     raise=ENOSPC, raise=EIO     that OSError
     slow=SECONDS                a pause, now and each later time (its file stays)
+
+The chaos harness (`lightscale chaos`) and the tests use it; nothing sets the variable in an ordinary run.
 """
 
 import errno
@@ -43,7 +45,7 @@ LOAD_POINTS = ("load:verify", "load:read")
 STEP_POINTS = ("step:begin", "step:optimizer")
 POINTS = (*SAVE_POINTS, *LOAD_POINTS, *STEP_POINTS)
 
-_WORDS = re.compile(
+_SPECIFICATION = re.compile(
     r"(?P<action>kill|stop|raise|slow)(=(?P<value>[A-Z]+|\d+(\.\d+)?))?"
     r"@(?P<point>[a-z]+:[a-z]+)(#(?P<count>[1-9]\d*))?( +rank=(?P<rank>\d+))?"
 )
@@ -51,8 +53,8 @@ _ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
-    """What happens, and when. `str` gives the words that `parse` reads."""
+class InjectedFault:
+    """What happens, and when. `str` gives the specification that `parse` reads."""
 
     action: str
     """kill, stop, raise or slow."""
@@ -60,18 +62,19 @@ class Fault:
     """Name of the error to raise; seconds of a pause or until the kill."""
     point: str
     count: int = 1
-    """Which time of reaching `point`, from 1."""
+    """At which pass through `point`, from 1."""
     rank: int | None = None
     """None: any rank."""
 
     @classmethod
-    def parse(cls, words: str, origin: str) -> Self:
-        """The fault that `words` describe; `origin` says in a UserError where they come from."""
-        match = _WORDS.fullmatch(words.strip())
+    def parse(cls, specification: str, origin: str) -> Self:
+        """The fault of `specification`; `origin` says in a UserError where it comes from."""
+        match = _SPECIFICATION.fullmatch(specification.strip())
         if match is None or match["point"] not in POINTS or not _fits(match["action"], match["value"]):
             raise UserError(
-                f'{origin} = "{words.strip()}": must be ACTION@POINT[#N] [rank=R] with ACTION of kill, kill=SECONDS, '
-                f"stop, raise=ENOSPC, raise=EIO, slow=SECONDS and POINT of {', '.join(POINTS)}; or @FOLDER"
+                f'{origin} = "{specification.strip()}": must be ACTION@POINT[#N] [rank=R] with ACTION of kill, '
+                "kill=SECONDS, stop, raise=ENOSPC, raise=EIO, slow=SECONDS and POINT of "
+                f"{', '.join(POINTS)}; or @FOLDER"
             )
         rank = None if match["rank"] is None else int(match["rank"])
         count = int(match["count"] or 1)
@@ -87,7 +90,7 @@ class Fault:
         if self.action == "raise":
             assert self.value is not None
             code = _ERRORS[self.value]
-            raise OSError(code, f"{os.strerror(code)} (asked for by {VARIABLE})", self.point)
+            raise OSError(code, f"{os.strerror(code)} (injected by {VARIABLE})", self.point)
         if self.action == "slow":
             time.sleep(float(self.value or 0))
         elif self.action == "kill" and self.value is not None:
@@ -96,30 +99,30 @@ class Fault:
             os.kill(os.getpid(), signal.SIGKILL if self.action == "kill" else signal.SIGSTOP)
 
 
-def reach(point: str) -> None:
-    """Say that this process enters the phase `point`, one of `POINTS`."""
+def fault_point(point: str) -> None:
+    """This process enters the phase `point`, one of `POINTS`: the fault that is armed for it happens here."""
     setting = os.environ.get(VARIABLE)
     if setting:
         assert point in POINTS, point
-        _armed.reach(point, setting)
+        _armed.enter(point, setting)
 
 
 def fault_file(folder: Path, rank: int) -> Path:
-    """Where the fault of `rank` stands when LIGHTSCALE_FAULT is @`folder`."""
+    """The file with the fault of `rank`, for LIGHTSCALE_FAULT = @`folder`."""
     return folder / f"rank-{rank}"
 
 
 class _Armed:
-    """The fault that is set, and how often its point was reached since."""
+    """The fault that is set, and how often its point was entered since."""
 
     def __init__(self) -> None:
-        # A save may run beside the training.
+        # The thread that writes checkpoints enters its points while the training loop enters others.
         self._lock = threading.Lock()
-        self._words = ""
-        self._fault: Fault | None = None
-        self._reached = 0
+        self._specification = ""
+        self._fault: InjectedFault | None = None
+        self._entered = 0
 
-    def reach(self, point: str, setting: str) -> None:
+    def enter(self, point: str, setting: str) -> None:
         rank = int(os.environ.get("RANK", "0"))
         file = fault_file(Path(setting[1:]), rank) if setting.startswith("@") else None
         with self._lock:
@@ -128,24 +131,26 @@ class _Armed:
             if fault is None or fault.point != point or fault.rank not in (None, rank) or not self._is_due(fault):
                 return
             if file is not None and fault.action != "slow":
-                # The same words may come again before the next reach.
-                self._words, self._fault = "", None
+                # The same specification may come again, in a new file, before the next fault point.
+                self._specification, self._fault = "", None
                 if not _claim(file):
                     return
+        # Outside the lock: a pause must not keep the other thread from its own points.
         fault.happen()
 
     def _read(self, setting: str, file: Path | None) -> None:
         try:
-            words = setting if file is None else file.read_text(encoding="utf-8")
+            specification = setting if file is None else file.read_text(encoding="utf-8")
         except FileNotFoundError:
-            words = ""
-        if words != self._words:
-            self._fault = Fault.parse(words, VARIABLE if file is None else str(file)) if words else None
-            self._words, self._reached = words, 0
+            specification = ""
+        if specification != self._specification:
+            origin = VARIABLE if file is None else str(file)
+            self._fault = InjectedFault.parse(specification, origin) if specification else None
+            self._specification, self._entered = specification, 0
 
-    def _is_due(self, fault: Fault) -> bool:
-        self._reached += 1
-        return self._reached >= fault.count if fault.action == "slow" else self._reached == fault.count
+    def _is_due(self, fault: InjectedFault) -> bool:
+        self._entered += 1
+        return self._entered >= fault.count if fault.action == "slow" else self._entered == fault.count
 
 
 _armed = _Armed()
