@@ -32,14 +32,14 @@ COMMANDS: dict[str, Command] = {
     "data": Command(module="lightscale.data_pipeline.commands.data", help="prepare and inspect token stores"),
     "train": Command(module="lightscale.launch.commands.train", help="train a model, or go on with a run"),
     "submit": Command(
-        module="lightscale.launch.commands.submit", help="start a run, or go on with it, as jobs of SLURM"
+        module="lightscale.launch.commands.submit", help="start a run, or go on with it, as jobs of a scheduler"
     ),
-    "cancel": Command(module="lightscale.launch.commands.cancel", help="end the SLURM jobs of a run"),
+    "cancel": Command(module="lightscale.launch.commands.cancel", help="end the jobs of a run"),
     "logs": Command(module="lightscale.launch.commands.logs", help="what a run prints"),
     "checkpoint": Command(
         module="lightscale.training.checkpoints.command", help="list, verify, show, compare and remove checkpoints"
     ),
-    "runs": Command(module="lightscale.runs.runs_command", help="the runs in a folder, and their goodput"),
+    "runs": Command(module="lightscale.launch.commands.runs", help="the runs in a folder, and their goodput"),
     "doctor": Command(
         module="lightscale.launch.doctor.command", help="whether machines and ranks can train, and what is wrong"
     ),

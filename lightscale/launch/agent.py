@@ -1,10 +1,11 @@
 """The program of one node: starts its ranks, watches them, and leaves a record of how they ended.
 
-    launcher ── srun ──▶ agent of node 0 ──▶ ranks 0, 1, …
-                    └──▶ agent of node 1 ──▶ the next ranks, …
+    launcher ── scheduler ──▶ agent of node 0 ──▶ ranks 0, 1, …
+                         └──▶ agent of node 1 ──▶ the next ranks, …
 
-An agent is given stop signals by the launcher, or by SLURM itself (preemption), and passes them on. It ends with the
-process that started it, and its ranks end with it.
+An agent is given stop signals by the launcher, or by the scheduler itself (preemption), and passes them on. It ends
+with the process that started it, and its ranks end with it. Launcher and agents share only the order, as the command
+line, and the files of the run's logs: there is no connection between them that could break.
 """
 
 import dataclasses
@@ -27,9 +28,7 @@ from lightscale.runs.run_directory import write_atomically
 from lightscale.training.health.heartbeat import Beat
 from lightscale.training.signals import die_with_parent
 
-NODE_VARIABLE = "SLURM_NODEID"
-
-# After a failure, for the other nodes to say what they met, before SLURM ends them because of this one.
+# After a failure, for the other nodes to say what they met, before the scheduler ends them because of this one.
 _OTHERS_S = 10.0
 _POLL_S = 0.2
 
@@ -48,6 +47,8 @@ class Order:
     """Of the first node."""
     port: int
     num_nodes: int
+    node_variable: str
+    """Where the scheduler leaves each agent the number of its node, from 0; all of them have the same command line."""
 
     def text(self) -> str:
         """As JSON."""
@@ -62,7 +63,8 @@ class Order:
 def main(arguments: Sequence[str]) -> int:
     """Exit code 0: all ranks of this node left with 0."""
     die_with_parent(os.getppid())
-    order, node = Order.read(arguments[0]), int(os.environ[NODE_VARIABLE])
+    order = Order.read(arguments[0])
+    node = int(os.environ[order.node_variable])
     logs = Path(order.logs)
     with StopRelay():
         report = _run(order, node, logs)

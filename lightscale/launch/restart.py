@@ -42,8 +42,12 @@ _STOPPING = (*STOP_SIGNALS, signal.SIGQUIT)
 _LOG_TAIL_LINES = 30
 
 
-class Place(Protocol):
-    """Where ranks run, and how they are started there."""
+class Nodes(Protocol):
+    """Where ranks run, and how they are started there: this machine, or the nodes of a job."""
+
+    @property
+    def num_nodes(self) -> int:
+        """How many there are when the launcher starts."""
 
     @property
     def translation(self) -> Mapping[signal.Signals, signal.Signals]:
@@ -82,20 +86,20 @@ class RestartPolicy:
 
 
 def run_ranks(
-    run: RunDirectory, command: Sequence[str], *, processes: int, resume: str, policy: RestartPolicy, place: Place
+    run: RunDirectory, command: Sequence[str], *, processes: int, resume: str, policy: RestartPolicy, nodes: Nodes
 ) -> int:
-    """Run `command` as ranks, `processes` on each node of `place`, again and again if need be.
+    """Run `command` as ranks, `processes` on each of `nodes`, again and again if need be.
 
     Returns the exit code described above. `resume` is the command line that goes on with the run, for the last message.
     Raises UserError for a mistake of the user that a rank found.
     """
     newest, fruitless = run.newest_checkpoint(), 0
-    with StopRelay(place.translation) as relay:
+    with StopRelay(nodes.translation) as relay:
         while True:
             # What it says is about an earlier start.
             run.status.unlink(missing_ok=True)
             try:
-                launch = place.launch_ranks(
+                launch = nodes.launch_ranks(
                     command,
                     processes=processes,
                     logs=run.new_log_directory(),
@@ -173,9 +177,9 @@ def _give_up(run: RunDirectory, failure: RankFailure, starts: int) -> int:
 
 
 def _say_restart(checkpoint: int, fruitless: int, max_cycles: int) -> None:
-    place = f"from the checkpoint of step {checkpoint}" if checkpoint else "from the beginning"
+    origin = f"from the checkpoint of step {checkpoint}" if checkpoint else "from the beginning"
     count = f"; {fruitless} of at most {max_cycles} starts in a row brought no new checkpoint" if fruitless else ""
-    print(f"starting the ranks again {place}{count}", file=sys.stderr)
+    print(f"starting the ranks again {origin}{count}", file=sys.stderr)
 
 
 def _record(run: RunDirectory, failure: RankFailure, launch: Launch) -> None:

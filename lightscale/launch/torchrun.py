@@ -83,8 +83,9 @@ class NodeReport:
 
 
 class ThisMachine:
-    """The one place of a run that is started without a cluster: the ranks are children of this process."""
+    """The one node of a run that is started without a scheduler: the ranks are children of this process."""
 
+    num_nodes = 1
     translation: Mapping[signal.Signals, signal.Signals] = MappingProxyType({})
 
     def launch_ranks(

@@ -52,7 +52,7 @@ def launch(path: str, behaviour: str, policy: str = "{}") -> int:
             processes=processes,
             resume="the same command",
             policy=restart.RestartPolicy(config=config, **own),
-            place=importlib.import_module("lightscale.launch.torchrun").ThisMachine(),
+            nodes=importlib.import_module("lightscale.launch.torchrun").ThisMachine(),
         )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

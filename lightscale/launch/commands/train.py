@@ -24,8 +24,8 @@ from lightscale.launch.duration import parse_duration
 from lightscale.launch.environment import RankEnvironment
 from lightscale.launch.network import choose_interface
 from lightscale.launch.rank import LAUNCHER_VARIABLE, run_rank, summary_and_place
-from lightscale.launch.restart import EXIT_CODES, Place, RestartPolicy, run_ranks
-from lightscale.launch.slurm.allocation import Allocation
+from lightscale.launch.restart import EXIT_CODES, Nodes, RestartPolicy, run_ranks
+from lightscale.launch.scheduler import default_scheduler, get_scheduler
 from lightscale.launch.torchrun import ThisMachine
 from lightscale.models.registry import check_mixers
 from lightscale.runs.lock import InUse, RunLock
@@ -54,15 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ranks on this machine, or on each node (default: one per GPU, or one)",
     )
     parser.add_argument(
-        "--slurm",
-        action="store_true",
-        help="start the ranks on all nodes of the SLURM job that this runs in, by srun; what `lightscale submit` does",
+        "--scheduler",
+        metavar="NAME",
+        help="start the ranks on all nodes of this scheduler's job that this runs in; what `lightscale submit` does",
     )
     parser.add_argument(
         "--min-nodes",
         type=int,
         metavar="N",
-        help="with --slurm: after nodes failed, go on with the others if they are as many (default: half of them), "
+        help="with --scheduler: after nodes failed, go on with the others if they are as many (default: half of them), "
         "else leave to be queued again",
     )
     parser.add_argument(
@@ -97,16 +97,16 @@ def run(args: argparse.Namespace) -> int:
         return _launch(args, directory, deadline_s)
     if deadline_s is not None:
         os.environ[DEADLINE_VARIABLE] = str(deadline_s)
-    place, allow = environment, allowed_changes(args.allow_change)
-    return run_rank(lambda: _train(load(args.config, args.overrides), directory, place, allow))
+    rank, allow = environment, allowed_changes(args.allow_change)
+    return run_rank(lambda: _train(load(args.config, args.overrides), directory, rank, allow))
 
 
 def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float | None) -> int:
     """Check everything that can be checked without ranks, then start them."""
     config, allow = load(args.config, args.overrides), allowed_changes(args.allow_change)
     processes = _num_processes(config, args.processes)
-    place, num_nodes = _place(args, config, processes)
-    check_run(config, processes * num_nodes)
+    nodes = _nodes(args, config, processes)
+    check_run(config, processes * nodes.num_nodes)
     if is_finished(directory, config, allow):
         print(f"{directory.path} is finished: all {config.total_steps} steps are done", file=sys.stderr)
         code = EXIT_CODES["finished"]
@@ -116,8 +116,9 @@ def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float
         command += [f"--allow-change={key}" for key in sorted(allow)]
         policy = RestartPolicy(config=config.restart, again=not args.no_restart, deadline_s=deadline_s)
         resume = _command_line(args, directory)
-        with _held(directory, config, allow, patience_s=_PATIENCE_S if args.slurm else 0.0):
-            code = run_ranks(directory, command, processes=processes, resume=resume, policy=policy, place=place)
+        job = None if args.scheduler is None else get_scheduler(args.scheduler).current_job(os.environ)
+        with _held(directory, config, allow, job=job):
+            code = run_ranks(directory, command, processes=processes, resume=resume, policy=policy, nodes=nodes)
     if args.json:
         status = directory.read_status()
         record = dataclasses.asdict(status) if status else {}
@@ -125,12 +126,12 @@ def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float
     return code
 
 
-def _place(args: argparse.Namespace, config: RunConfig, processes: int) -> tuple[Place, int]:
-    """Where the ranks run, and its number of nodes."""
-    if not args.slurm:
+def _nodes(args: argparse.Namespace, config: RunConfig, processes: int) -> Nodes:
+    """Where the ranks run."""
+    if args.scheduler is None:
         if args.min_nodes is not None:
-            raise UserError(f"--min-nodes {args.min_nodes} is for runs on the nodes of a SLURM job: with --slurm")
-        return ThisMachine(), 1
+            raise UserError(f"--min-nodes {args.min_nodes}: only for runs on the nodes of a job; use --scheduler too")
+        return ThisMachine()
 
     def fits(num_nodes: int) -> bool:
         try:
@@ -139,8 +140,7 @@ def _place(args: argparse.Namespace, config: RunConfig, processes: int) -> tuple
             return False
         return True
 
-    allocation = Allocation.read(os.environ, args.min_nodes, fits)
-    return allocation, allocation.num_nodes
+    return get_scheduler(args.scheduler).allocation(os.environ, min_nodes=args.min_nodes, fits=fits)
 
 
 def check_run(config: RunConfig, num_ranks: int) -> None:
@@ -192,17 +192,17 @@ def is_finished(directory: RunDirectory, config: RunConfig, allow: frozenset[str
 
 
 @contextlib.contextmanager
-def _held(directory: RunDirectory, config: RunConfig, allow: frozenset[str], patience_s: float = 0.0) -> Iterator[None]:
-    """Have the run for this job alone, with `config` in it; wait `patience_s` for an earlier start of the job."""
+def _held(directory: RunDirectory, config: RunConfig, allow: frozenset[str], job: str | None = None) -> Iterator[None]:
+    """Have the run for this process alone, with `config` in it. `job`: the one that this launcher runs in."""
     with contextlib.ExitStack() as stack:
-        deadline_s = time.monotonic() + patience_s
+        deadline_s = time.monotonic() + _PATIENCE_S
         while True:
             try:
                 stack.enter_context(RunLock(directory))
                 break
             except InUse as error:
                 # A job that was queued again is the only one of its number: its first node had failed, with the lock.
-                if error.job != os.environ.get("SLURM_JOB_ID") or time.monotonic() > deadline_s:
+                if job is None or error.job != job or time.monotonic() > deadline_s:
                     raise
             time.sleep(_PAUSE_S)
         directory.create_or_open(config, allow)
@@ -232,7 +232,7 @@ def default_directory(config: Path) -> Path:
 def _num_processes(config: RunConfig, wanted: int | None) -> int:
     gpus = 0 if config.train.device == "cpu" else torch.cuda.device_count()
     if config.train.device == "cuda" and gpus == 0:
-        raise UserError('train.device = "cuda", but torch sees no GPU; "auto" or "cpu" would do')
+        raise UserError('train.device = "cuda", but torch sees no GPU; use "auto" or "cpu"')
     processes = wanted if wanted is not None else max(1, gpus)
     if processes < 1:
         raise UserError(f"--processes {processes}: must be at least 1")
@@ -249,7 +249,7 @@ def _check_store(config: RunConfig) -> None:
     if tokenizer.vocab_size > config.model.vocab_size:
         raise UserError(
             f"model.vocab_size = {config.model.vocab_size} is less than the {tokenizer.vocab_size} tokens of "
-            f"{tokenizer.name} in data.store = {data.store}; at least as many would do"
+            f"{tokenizer.name} in data.store = {data.store}; use at least as many"
         )
     for name in data.sources:
         _check_source(f"data.sources.{name}", name, store)
@@ -274,8 +274,9 @@ def _words(tokenizer: TokenizerIdentity) -> str:
 
 
 def _command_line(args: argparse.Namespace, directory: RunDirectory) -> str:
-    if args.slurm:
-        return f"lightscale submit {shlex.join([str(directory.config)])} --nodes … --time …"
+    if args.scheduler is not None:
+        other = "" if args.scheduler == default_scheduler() else f"--scheduler {args.scheduler} "
+        return f"lightscale submit {shlex.join([str(directory.config)])} {other}--nodes … --time …"
     words = ["lightscale", "train", str(args.config), *args.overrides, "--run", str(directory.path)]
     if args.processes is not None:
         words += ["--processes", str(args.processes)]

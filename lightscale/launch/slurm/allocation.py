@@ -1,6 +1,6 @@
-"""The nodes of the SLURM job that this process runs in, as the place of a run's ranks.
+"""The nodes of the SLURM job that this process runs in, on which the launcher starts a run's ranks.
 
-    batch script ──▶ launcher (`train --slurm`, on the first node) ── srun ──▶ an agent on every node ──▶ ranks
+    batch script ──▶ launcher (`train --scheduler slurm`, first node) ── srun ──▶ an agent on every node ──▶ ranks
 
 The launcher stays what it is on one machine: it has the run's lock, starts the ranks again after a failure, and says
 by its exit code how it ended. Each start is a step of its own, on the nodes that the job has then: one that failed is
@@ -70,8 +70,8 @@ class Allocation:
         numbers = [environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES")]
         if not all(re.fullmatch(r"[1-9][0-9]*", number) for number in numbers):
             raise UserError(
-                "--slurm: this is no SLURM job (SLURM_JOB_ID and SLURM_JOB_NUM_NODES are not set to numbers); "
-                "`lightscale submit` makes one"
+                "--scheduler slurm: this is not a SLURM job (SLURM_JOB_ID and SLURM_JOB_NUM_NODES are not set to "
+                "numbers); use `lightscale submit`"
             )
         job, num_nodes = map(int, numbers)
         least = max(1, num_nodes // 2) if least_nodes is None else least_nodes
@@ -94,6 +94,7 @@ class Allocation:
             # Another one for each start: what is left of the last may still have the old one.
             port=job_port(self.job, int(logs.name.rpartition("-")[2])),
             num_nodes=len(nodes),
+            node_variable="SLURM_NODEID",
         )
         environment = {name: value for name, value in os.environ.items() if name not in _OF_THE_BATCH}
         # As for the ranks: folders of the current directory are no packages.

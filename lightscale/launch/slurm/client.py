@@ -1,13 +1,20 @@
 """SLURM's own commands, whose complaints become ours."""
 
+import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightscale.errors import UserError
-from lightscale.runs.jobs import plain_environment
+from lightscale.launch.scheduler import JobState, Phase
 
 _TIMEOUT_S = 120.0
+# A controller that is busy answers late; nobody should wait longer for a column of a table.
+_STATE_TIMEOUT_S = 20.0
+_WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
+# What squeue says where it was asked for jobs that are all forgotten.
+_FORGOTTEN = "Invalid job id"
 # States in which a node runs nothing any more. A "*" behind one of them: it does not answer.
 _BROKEN = {"down", "fail", "failing", "error", "powered_down", "powering_down", "unknown"}
 
@@ -37,7 +44,7 @@ def ask(*words: str) -> str:
     require(words[0])
     try:
         done = subprocess.run(
-            words, env=plain_environment(), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            words, env=_plain_environment(), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
         raise UserError(
@@ -47,6 +54,41 @@ def ask(*words: str) -> str:
         said = [line.removeprefix(f"{words[0]}: ").removeprefix("error: ") for line in done.stderr.splitlines() if line]
         raise UserError(f"{words[0]}: {'; '.join(said) or f'exit code {done.returncode}'}")
     return done.stdout
+
+
+def job_states(numbers: Sequence[int]) -> dict[int, JobState]:
+    """What squeue says of the jobs `numbers`. Where it does not answer, or is not here, that is "unknown", no error."""
+    program = shutil.which("squeue")
+    if not numbers or program is None:
+        return {number: JobState(number=number, phase="unknown") for number in numbers}
+    words = [program, "--noheader", f"--jobs={','.join(map(str, numbers))}", "--format=%A|%T|%r"]
+    try:
+        done = subprocess.run(
+            words, env=_plain_environment(), capture_output=True, text=True, timeout=_STATE_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {number: JobState(number=number, phase="unknown") for number in numbers}
+    # A job that SLURM has forgotten may be an error beside its answer about the others. Any other error says nothing
+    # about those that are not listed.
+    is_answer = done.returncode == 0 or _FORGOTTEN in done.stderr
+    unlisted: Phase = "ended" if is_answer else "unknown"
+    found = {number: JobState(number=number, phase=unlisted) for number in numbers}
+    for line in done.stdout.splitlines():
+        number, state, reason = line.split("|", 2)
+        found[int(number)] = _job_state(int(number), state, reason)
+    return {number: found[number] for number in numbers}
+
+
+def _job_state(number: int, state: str, reason: str) -> JobState:
+    """Of one line of squeue. Its `reason` is why a job waits, "None" otherwise."""
+    phase: Phase = "waiting" if state in _WAITING else "ending" if state == "COMPLETING" else "running"
+    more = f" ({reason})" if phase == "waiting" and reason != "None" else ""
+    return JobState(number=number, phase=phase, text=f"{state}{more}")
+
+
+def _plain_environment() -> dict[str, str]:
+    """Without a user's own formats and filters, which change what SLURM's commands print."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("SQUEUE_", "SINFO_"))}
 
 
 def partitions() -> list[str]:

@@ -3,11 +3,12 @@
 import re
 import shlex
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from lightscale.errors import UserError
-from lightscale.launch.slurm.settings import LaunchSettings
+from lightscale.launch.scheduler import JobRequest
+from lightscale.launch.settings import LaunchSettings
 from lightscale.runs.run_directory import RunDirectory
 
 _TEMPLATE = Path(__file__).with_name("job.sh")
@@ -22,18 +23,20 @@ _ENVIRONMENT = {
 }
 
 
-def render(settings: LaunchSettings, run: RunDirectory, *, is_chain: bool, allow: Collection[str]) -> str:
-    """The script of a job for `run`. `is_chain`: what is left to do is for the next job, not for this one again."""
+def render(job: JobRequest) -> str:
+    """The script of `job`."""
+    settings, run = job.settings, job.run
     path = run.path.absolute()
     command_name = shlex.join([sys.executable, "-m", "lightscale"])
-    words = ["train", str(path / run.config.name), "--run", str(path), "--slurm", "--processes", str(ranks(settings))]
+    words = ["train", str(path / run.config.name), "--run", str(path), "--scheduler", "slurm"]
+    words += ["--processes", str(settings.ranks_per_node)]
     if settings.min_nodes is not None:
         words += ["--min-nodes", str(settings.min_nodes)]
-    words += [f"--allow-change={key}" for key in sorted(allow)]
-    again = ": the next job of the chain does it" if is_chain else 'scontrol requeue "$SLURM_JOB_ID" && sleep 60'
+    words += [f"--allow-change={key}" for key in sorted(job.allow)]
+    again = ": the next job of the chain does it" if job.is_chain else 'scontrol requeue "$SLURM_JOB_ID" && sleep 60'
     values = {
         "run": shlex.quote(str(path)),
-        "options": "\n".join(f"#SBATCH {option}" for option in _options(settings, run, is_chain)),
+        "options": "\n".join(f"#SBATCH {option}" for option in _options(settings, run, job.is_chain)),
         "setup": "".join(f"{line}\n" for line in settings.setup),
         "environment": "\n".join(_exports(settings)),
         "command": f"{command_name} {shlex.join(words)}",
@@ -44,11 +47,6 @@ def render(settings: LaunchSettings, run: RunDirectory, *, is_chain: bool, allow
     text = _TEMPLATE.read_text(encoding="utf-8")
     text = re.sub(r"{{(\w+)}}", lambda match: values[match[1]], text)
     return re.sub(r"\n{3,}", "\n\n", text)
-
-
-def ranks(settings: LaunchSettings) -> int:
-    """On each node."""
-    return settings.processes or settings.gpus_per_node or 1
 
 
 def _options(settings: LaunchSettings, run: RunDirectory, is_chain: bool) -> Iterator[str]:
@@ -93,7 +91,7 @@ def _option(name: str, value: object) -> str:
 def _exports(settings: LaunchSettings) -> Iterator[str]:
     values: dict[str, str | int] = dict(_ENVIRONMENT)
     if settings.cpus_per_node is not None:
-        values["OMP_NUM_THREADS"] = str(max(1, settings.cpus_per_node // ranks(settings)))
+        values["OMP_NUM_THREADS"] = str(max(1, settings.cpus_per_node // settings.ranks_per_node))
     values |= settings.environment
     for name, value in values.items():
         escaped = re.sub(r'(["\\$`}])', r"\\\1", str(value))

@@ -273,7 +273,7 @@ class Run:
         words = ["submit", "run.toml", *self._words, "--run", self._path, "--nodes", "2", "--time", "2:00:00", *options]
         done = self.command(*words)
         assert done.returncode == 0, done.stderr
-        jobs = recorded_jobs(self.directory)[before:]
+        jobs = [record.number for record in recorded_jobs(self.directory)[before:]]
         assert f"{', '.join(map(str, jobs))} in {self._path}" in done.stdout
         return jobs
 

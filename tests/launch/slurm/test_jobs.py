@@ -171,7 +171,8 @@ def processes_of(run: Run, **variables: str) -> list[psutil.Process]:
 
 
 def launcher_of(run: Run) -> psutil.Process:
-    (launcher,) = [process for process in processes_of(run, SLURM_PROCID="0") if {"train", "--slurm"} <= words(process)]
+    processes = processes_of(run, SLURM_PROCID="0")
+    (launcher,) = [process for process in processes if {"train", "--scheduler"} <= words(process)]
     return launcher
 
 
