@@ -19,7 +19,7 @@ _FIRST_PORT, _NUM_PORTS = 15000, 15000
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnvironment:
-    """The place of this process among all processes of the run."""
+    """The rank of this process among all processes of the run, and where they meet."""
 
     launcher: str
     """Who started the processes, for messages."""
@@ -47,7 +47,7 @@ class RankEnvironment:
                 f"rank {self.rank} of {self.world_size}"
             )
         if not 0 < self.master_port < 1 << 16:
-            raise UserError(f"{self.launcher}: MASTER_PORT = {self.master_port} is no port number")
+            raise UserError(f"{self.launcher}: MASTER_PORT = {self.master_port} is not a port number")
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Self | None:
@@ -87,7 +87,7 @@ class RankEnvironment:
         """The inverse of `variables`."""
         number = number_reader(launcher, environ)
         if not environ.get("MASTER_ADDR"):
-            raise UserError(f"{launcher}: RANK is set but MASTER_ADDR is not; unset RANK to start a run of its own")
+            raise UserError(f"{launcher}: RANK is set but MASTER_ADDR is not; unset RANK to start a separate run")
         return cls(
             launcher=launcher,
             rank=number("RANK"),

@@ -54,7 +54,7 @@ def run_rank(work: Callable[[], int]) -> int:
     except Exception as error:
         exit_code = error.EXIT_CODE if isinstance(error, UserError) else None
         # Our own launcher knows from the heartbeats where each rank was, torchrun only what it is told.
-        message = summary(error) if launcher is not None else summary_and_place(error)
+        message = summary(error) if launcher is not None else summary_and_notes(error)
         if TIMED_OUT.search(message):
             message += _what_peers_do()
         if not _record(message, py_callstack=traceback.format_exc(), exit_code=exit_code) or launcher is None:
@@ -67,7 +67,7 @@ def summary(error: Exception) -> str:
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
-def summary_and_place(error: Exception) -> str:
+def summary_and_notes(error: Exception) -> str:
     """The same, with what was noted of where it happened."""
     return " ".join([summary(error), *(f"({note})" for note in getattr(error, "__notes__", []))])
 

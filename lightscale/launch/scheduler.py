@@ -75,7 +75,7 @@ class JobRequest:
 
 
 class Scheduler(ABC):
-    """One kind of scheduler; has no state of its own. All methods raise UserError for what a person must change."""
+    """One kind of scheduler; has no state of its own. All methods raise UserError for what the user must change."""
 
     title: ClassVar[str]
     """For messages."""

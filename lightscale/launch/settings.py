@@ -41,9 +41,9 @@ class LaunchSettings(Section):
     processes: int | None = Field(default=None, ge=1)
     """Ranks on each node; none: one for each GPU, or one."""
     min_nodes: int | None = Field(default=None, ge=1)
-    """After nodes of a chain's job failed, the run goes on with the others if they are as many; none: half of them."""
+    """Least number of nodes with which a chain's job continues after some failed; none: half of them."""
     signal_s: int = Field(default=300, ge=1)
-    """Seconds before the time limit at which the run saves and leaves: more than a step and a save."""
+    """Seconds before the time limit at which the run saves and exits: more than a step and a save."""
     setup: list[str] = Field(default=[])
     """Lines of the script before the run, like "module load cuda"."""
     environment: dict[str, str | int] = Field(default={})
@@ -65,7 +65,7 @@ class LaunchSettings(Section):
 def load_settings(config: Path, overrides: Sequence[str], given: Mapping[str, Any]) -> LaunchSettings:
     """The site's settings, over them those of the files of `config`, the `overrides` (launch.key=value), and `given`.
 
-    Raises UserError that names file, key, value, and what would be right.
+    Raises UserError that names the file, the key, its value, and what is allowed.
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -130,8 +130,7 @@ def _check(settings: LaunchSettings, origins: Mapping[str, str]) -> None:
         )
     if settings.time_s is not None and settings.signal_s >= settings.time_s:
         raise UserError(
-            f"launch.signal_s = {settings.signal_s}: leaves nothing of a job of {settings.time}; "
-            "it must be less than launch.time"
+            f"launch.signal_s = {settings.signal_s}: must be less than the time limit, launch.time = {settings.time}"
         )
     if settings.min_nodes is not None and settings.min_nodes > settings.nodes:
         raise UserError(f"launch.min_nodes = {settings.min_nodes}: must be at most launch.nodes = {settings.nodes}")

@@ -91,7 +91,7 @@ def test_jobs_of_one_machine_get_ports_of_their_own_and_all_ranks_the_same() -> 
         ({**TORCHRUN, "LOCAL_RANK": "4"}, "local rank 4 is not one of the 4"),
         ({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "3"}, "local rank 3 of 4 does not fit rank 0 of 8"),
         ({**TORCHRUN, "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "7"}, "does not fit rank 5 of 6"),
-        ({**TORCHRUN, "MASTER_PORT": "70000"}, "70000 is no port"),
+        ({**TORCHRUN, "MASTER_PORT": "70000"}, "70000 is not a port"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}, "need MASTER_ADDR"),
         ({**PMI, "MPI_LOCALNRANKS": ""}, "MPI_LOCALNRANKS = ''"),
     ],

@@ -190,7 +190,7 @@ def test_jobs_of_a_toy_from_submission_to_the_end(toy: None, folder: Path, capsy
     assert said("cancel", "runs/tiny-run", "--waiting") == (
         "job 3 cancelled before it started\njob 2 cancelled before it started\n"
     )
-    assert said("cancel", "runs/tiny-run") == "job 1 saves and leaves\n"
+    assert said("cancel", "runs/tiny-run") == "job 1 saves and exits\n"
     assert said("cancel", "runs/tiny-run", "--now") == "job 1 is ending\n"
     write_queue({"1": "running"})
     assert said("cancel", "runs/tiny-run", "--now") == "job 1 cancelled\n"
@@ -226,7 +226,7 @@ def test_a_program_submits(toy: None, folder: Path) -> None:
     write_queue({})
     run.write_status("finished", reason="", step=config.total_steps, tokens=0)
     assert submit_run(config, request, scheduler="toy") == []
-    with pytest.raises(UserError, match="how long may the job take"):
+    with pytest.raises(UserError, match=r"launch\.time is not set"):
         submit_run(config, request)
 
 

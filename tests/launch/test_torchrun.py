@@ -67,7 +67,7 @@ def test_a_crash_shows_the_traceback_of_the_rank_that_failed_and_no_other(ending
     assert "ZeroDivisionError: the second rank is broken" in shown
     assert ended.output.count("Traceback") == 1, "rank 0 only lost its peer"
     assert "Connection closed by peer" not in ended.output
-    assert shown[-1] == "go on from the newest checkpoint with: the same command"
+    assert shown[-1] == "resume from the newest checkpoint with: the same command"
     logs = ended.run / "logs" / "launch-0001"
     assert "ZeroDivisionError" in (logs / "rank-1.err").read_text()
     assert "Connection closed by peer" in (logs / "rank-0.err").read_text()
@@ -162,7 +162,7 @@ def test_sigterm_to_the_launcher_twice_reaches_each_rank_once(
     output = assert_stopped_together(launcher, "SIGTERM")
     assert launcher.signals(0) == launcher.signals(1) == ["SIGTERM"]
     assert output.count("SIGTERM: finishing this step, then saving and leaving") == 1
-    assert output.splitlines()[-1] == "go on with: the same command"
+    assert output.splitlines()[-1] == "resume with: the same command"
 
 
 def test_sigusr1_to_one_rank_stops_all_at_one_step(start: Callable[..., Launcher]) -> None:
@@ -202,7 +202,7 @@ def test_ctrl_c_in_a_terminal_reaches_each_rank_once(
         assert_stopped_together(launcher, "SIGINT")
         shown = os.read(keyboard, 1 << 16).decode()
     assert launcher.signals(0) == launcher.signals(1) == ["SIGINT"]
-    assert "already stopping; Ctrl-C once more ends the run without saving" in shown
+    assert "already stopping; press Ctrl-C once more to end the run without saving" in shown
     assert f"LIGHTSCALE_TERMINAL={name}" in (launcher.run / "environment-0").read_text().splitlines()
 
 

@@ -41,7 +41,7 @@ def restarted(ended: Ended) -> str:
     logs = ended.run / "logs" / "launch-0001"
     assert restart["reason"].endswith(f"; the stacks of all ranks are in {logs}/rank-*.stacks")
     reason: str = restart["reason"].partition(";")[0]
-    assert reason.startswith("rank 1: no sign of life for 4.")
+    assert reason.startswith("rank 1: no heartbeat for 4.")
     return reason
 
 

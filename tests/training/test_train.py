@@ -151,7 +151,7 @@ def test_stopped_runs_go_on_as_if_nothing_had_happened(
         assert list_steps(run.checkpoints)[-1] == status.step
         assert f"{signum.name}: finishing this step, then saving and leaving" in ended.stderr
         # The line that says how to go on is the command itself.
-        assert ended.last_line.startswith("go on with: lightscale train ")
+        assert ended.last_line.startswith("resume with: lightscale train ")
         words = shlex.split(ended.last_line.partition("lightscale train ")[2])
         stops.append(status.step)
     ended = start(*words).end()
@@ -178,7 +178,7 @@ def test_a_killed_rank_costs_only_the_steps_since_the_last_checkpoint(
     ended = running.end()
     assert ended.code == 1, ended.stderr
     assert "rank 1 failed: killed by SIGKILL" in ended.stderr
-    assert ended.last_line.startswith("go on from the newest checkpoint with: lightscale train ")
+    assert ended.last_line.startswith("resume from the newest checkpoint with: lightscale train ")
     status = run.read_status()
     assert status is not None and status.status == "resumable"
     # The next one goes on by itself after such a failure.
@@ -188,7 +188,7 @@ def test_a_killed_rank_costs_only_the_steps_since_the_last_checkpoint(
     ended = running.end()
     assert ended.code == 0, ended.stderr
     assert "rank 0 failed: killed by SIGKILL" in ended.stderr
-    assert "starting the ranks again from the checkpoint of step 20; 1 of at most 3" in ended.stderr
+    assert "restarting the ranks from the checkpoint of step 20; 1 of at most 3" in ended.stderr
     assert ended.stderr.count("resuming after step 20") == 2
     assert [event["step"] for event in read_lines(run.events) if event["event"] == "resume"] == [20, 20]
     assert steps_of(read_metrics(run.metrics)) == steps_of(read_metrics(whole[0].metrics))
@@ -206,7 +206,7 @@ def test_a_suspended_rank_is_started_again(
     ended = running.end(timeout_s=200)
     assert ended.code == 0, ended.stderr
     (event,) = [event for event in read_lines(run.events) if event["event"] == "restart"]
-    assert re.match(r"rank 1: no sign of life for \d+\.\d s, stopped by a signal at step 2\d, ", event["reason"])
+    assert re.match(r"rank 1: no heartbeat for \d+\.\d s, stopped by a signal at step 2\d, ", event["reason"])
     found_at = datetime.datetime.fromisoformat(event["time"]).timestamp()
     assert found_at - stopped_at < 60
     assert "File " in (run.logs / "launch-0001" / "rank-0.stacks").read_text()

@@ -51,4 +51,4 @@ def _end(scheduler: Scheduler, job: JobState, *, now: bool) -> None:
     if job.phase == "waiting":
         print(f"job {job.number} cancelled before it started")
     else:
-        print(f"job {job.number} {'cancelled' if now else 'saves and leaves'}")
+        print(f"job {job.number} {'cancelled' if now else 'saves and exits'}")

@@ -1,4 +1,4 @@
-"""``lightscale submit``: start a run, or go on with it, as jobs of a scheduler."""
+"""``lightscale submit``: start or resume a run as jobs of a scheduler."""
 
 import argparse
 import sys
@@ -109,7 +109,7 @@ def submit_run(config: RunConfig, request: JobRequest, *, scheduler: str | None 
     """Submit `count` jobs, each for after the one before, for the run of `config`; returns their numbers.
 
     None are submitted for a run that is finished. Everything that can be checked here is, before anything is written.
-    Raises UserError for what a person must change, as for a run that another job has.
+    Raises UserError for what the user must change, as for a run that another job holds.
 
     Args:
         scheduler: a name of `SCHEDULERS`; None for the default.

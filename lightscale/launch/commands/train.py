@@ -1,4 +1,4 @@
-"""``lightscale train``: start a run, or go on with it."""
+"""``lightscale train``: start or resume a run."""
 
 import argparse
 import contextlib
@@ -23,7 +23,7 @@ from lightscale.errors import UserError
 from lightscale.launch.duration import parse_duration
 from lightscale.launch.environment import RankEnvironment
 from lightscale.launch.network import choose_interface
-from lightscale.launch.rank import LAUNCHER_VARIABLE, run_rank, summary_and_place
+from lightscale.launch.rank import LAUNCHER_VARIABLE, run_rank, summary_and_notes
 from lightscale.launch.restart import EXIT_CODES, Nodes, RestartPolicy, run_ranks
 from lightscale.launch.scheduler import default_scheduler, get_scheduler
 from lightscale.launch.torchrun import ThisMachine
@@ -32,7 +32,7 @@ from lightscale.runs.lock import InUse, RunLock
 from lightscale.runs.run_directory import RunDirectory, Status
 from lightscale.training.signals import DEADLINE_VARIABLE
 
-# A lock that nobody renews counts as given up after a minute.
+# Longer than it takes until a lock that is not renewed becomes stale, a minute: see `runs/lock.py`.
 _PATIENCE_S, _PAUSE_S = 150.0, 5.0
 
 
@@ -62,16 +62,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--min-nodes",
         type=int,
         metavar="N",
-        help="with --scheduler: after nodes failed, go on with the others if they are as many (default: half of them), "
-        "else leave to be queued again",
+        help="with --scheduler: least number of nodes with which the run continues after others failed (default: half "
+        "of them); with fewer it exits, to be queued again",
     )
     parser.add_argument(
         "--stop-after",
         metavar="TIME",
-        help="save and leave after this long, like 23h30m: less than the job's time limit by a step and a save",
+        help="save and exit after this long, like 23h30m: less than the job's time limit by a step and a save",
     )
     parser.add_argument(
-        "--no-restart", action="store_true", help="do not start the ranks again after a failure: the job script does"
+        "--no-restart", action="store_true", help="do not restart the ranks after a failure: the job script does"
     )
     parser.add_argument(
         "--allow-change",
@@ -95,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
     environment = RankEnvironment.read(os.environ)
     if environment is None:
         return _launch(args, directory, deadline_s)
+    # Where our launcher started the ranks the variable is set already; here another launcher did.
     if deadline_s is not None:
         os.environ[DEADLINE_VARIABLE] = str(deadline_s)
     rank, allow = environment, allowed_changes(args.allow_change)
@@ -106,6 +107,7 @@ def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float
     config, allow = load(args.config, args.overrides), allowed_changes(args.allow_change)
     processes = _num_processes(config, args.processes)
     nodes = _nodes(args, config, processes)
+    # Before the run's directory exists: a mistake leaves nothing behind.
     check_run(config, processes * nodes.num_nodes)
     if is_finished(directory, config, allow):
         print(f"{directory.path} is finished: all {config.total_steps} steps are done", file=sys.stderr)
@@ -152,16 +154,18 @@ def check_run(config: RunConfig, num_ranks: int) -> None:
 
 def _train(config: RunConfig, directory: RunDirectory, environment: RankEnvironment, allow: frozenset[str]) -> int:
     """The work of one rank."""
+    # torch.distributed and Megatron know only torchrun's variables.
     os.environ.update(environment.variables())
     check_layout(config, environment.world_size)
     is_main = environment.rank == 0
+    # Only rank 0 may create the directory. The others have to come to the same answer without it.
     if is_finished(directory, config, allow) if is_main else directory.is_finished(config):
         return 0
     choose_interface(environment)
-    # Where a launcher started the ranks, it holds the run, and says how it ended.
+    # Our launcher holds the run, and writes how it ended; without it rank 0 does both.
     alone = LAUNCHER_VARIABLE not in os.environ
     hold = functools.partial(_held_by_rank, directory, config, allow) if alone else contextlib.nullcontext
-    # Imported here, because the launcher, in the same module, needs neither the models nor the engine.
+    # By name, because the launcher, in the same module, needs neither the models nor the engine: seconds of each start.
     importlib.import_module("lightscale.training.train").train(config, directory, allow, hold)
     assert not is_main or directory.read_status() is not None, "training ended without a status"
     return 0
@@ -193,7 +197,7 @@ def is_finished(directory: RunDirectory, config: RunConfig, allow: frozenset[str
 
 @contextlib.contextmanager
 def _held(directory: RunDirectory, config: RunConfig, allow: frozenset[str], job: str | None = None) -> Iterator[None]:
-    """Have the run for this process alone, with `config` in it. `job`: the one that this launcher runs in."""
+    """Hold the run's lock, with `config` stored. `job`: the scheduler's job that this launcher runs in."""
     with contextlib.ExitStack() as stack:
         deadline_s = time.monotonic() + _PATIENCE_S
         while True:
@@ -201,24 +205,26 @@ def _held(directory: RunDirectory, config: RunConfig, allow: frozenset[str], job
                 stack.enter_context(RunLock(directory))
                 break
             except InUse as error:
-                # A job that was queued again is the only one of its number: its first node had failed, with the lock.
+                # A job that was queued again is the only one of its number: the holder is its own earlier start, whose
+                # node failed, and the lock becomes stale. Any other holder is at work, and waiting would be in vain.
                 if job is None or error.job != job or time.monotonic() > deadline_s:
                     raise
             time.sleep(_PAUSE_S)
+        # Under the lock: until now another launcher could have written another configuration.
         directory.create_or_open(config, allow)
         yield
 
 
 @contextlib.contextmanager
 def _held_by_rank(directory: RunDirectory, config: RunConfig, allow: frozenset[str]) -> Iterator[None]:
-    """The same for a job that somebody else's launcher started: its errors become the run's status."""
+    """The same for ranks that another launcher started: their errors become the run's status."""
     with _held(directory, config, allow):
         try:
             yield
         except Exception as error:
             step, tokens = directory.progress()
             status: Status = "stopped" if isinstance(error, UserError) else "resumable"
-            directory.write_status(status, reason=f"rank 0: {summary_and_place(error)}", step=step, tokens=tokens)
+            directory.write_status(status, reason=f"rank 0: {summary_and_notes(error)}", step=step, tokens=tokens)
             raise
 
 

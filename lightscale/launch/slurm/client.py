@@ -1,4 +1,4 @@
-"""SLURM's own commands, whose complaints become ours."""
+"""SLURM's commands, as functions; their error messages become UserErrors."""
 
 import os
 import shutil
@@ -40,7 +40,7 @@ def require(*programs: str) -> None:
 
 
 def ask(*words: str) -> str:
-    """What SLURM's command `words` prints; its complaint is a UserError."""
+    """What SLURM's command `words` prints. Raises UserError with its own message where it fails."""
     require(words[0])
     try:
         done = subprocess.run(
@@ -97,14 +97,16 @@ def partitions() -> list[str]:
 
 
 def nodes_of(job: int) -> list[Node]:
-    """Those that `job` has now, in SLURM's order; failed ones that it lost are missing."""
+    """The nodes that `job` has now, in SLURM's order; failed ones that were taken out of it are missing."""
     names = ask("squeue", "--noheader", f"--jobs={job}", "--format=%N").strip()
     if not names:
         return []
+    # sinfo sorts by name, but ranks are to be where srun puts its tasks: in the order of the job's list.
     in_order = ask("scontrol", "show", "hostnames", names).split()
     lines = ask("sinfo", "--noheader", "--Node", f"--nodes={names}", "--format=%N|%o|%T").split()
     found = {}
     for name, address, state in (line.split("|") for line in lines):
+        # Letters behind a state are flags, such as "~" for a node that is powered down to save energy.
         is_up = not state.endswith("*") and state.rstrip("~#!%$@^-+") not in _BROKEN
         found[name] = Node(name=name, address=address, is_up=is_up)
     return [found[name] for name in in_order if name in found]

@@ -31,7 +31,7 @@ class Slurm(Scheduler):
     def check_settings(self, settings: LaunchSettings) -> None:
         """See `Scheduler`. A job without a time limit would get the partition's, before which nothing is saved."""
         if settings.time is None:
-            raise UserError("how long may the job take? --time HOURS:MINUTES:SECONDS, or launch.time in a file")
+            raise UserError("launch.time is not set; use --time HOURS:MINUTES:SECONDS, or launch.time in a file")
 
     def script(self, job: JobRequest) -> str:
         """See `Scheduler`."""

@@ -16,9 +16,9 @@ _PLAIN = re.compile(r"[\w@%+=:,./\[\]*-]+")
 
 _ENVIRONMENT = {
     "NCCL_DEBUG": "WARN",
-    # A rank whose exchange failed ends, in place of waiting for ever.
+    # A rank whose collective failed ends, instead of waiting for ever.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-    # The store that torchrun shares between its starts keeps the addresses of dead ranks.
+    # The store that torchrun shares between its starts keeps the addresses of dead ranks; ours is new each time.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 
@@ -33,6 +33,7 @@ def render(job: JobRequest) -> str:
     if settings.min_nodes is not None:
         words += ["--min-nodes", str(settings.min_nodes)]
     words += [f"--allow-change={key}" for key in sorted(job.allow)]
+    # `scontrol requeue` kills the job while the script waits; the sleep keeps it from ending by itself before that.
     again = ": the next job of the chain does it" if job.is_chain else 'scontrol requeue "$SLURM_JOB_ID" && sleep 60'
     values = {
         "run": shlex.quote(str(path)),
@@ -53,6 +54,7 @@ def _options(settings: LaunchSettings, run: RunDirectory, is_chain: bool) -> Ite
     path = run.path.absolute()
     yield _option("job-name", path.name)
     yield _option("nodes", settings.nodes)
+    # One agent, which starts the ranks: SLURM's own count of tasks would be that of the ranks otherwise.
     yield _option("ntasks-per-node", 1)
     yield _option("time", settings.time)
     optional = {
@@ -66,13 +68,15 @@ def _options(settings: LaunchSettings, run: RunDirectory, is_chain: bool) -> Ite
             yield _option(name, value)
     yield _option("chdir", Path.cwd())
     yield _option("output", f"{str(run.logs.absolute()).replace('%', '%%')}/slurm-%j.out")
+    # A job that is queued again keeps its number, and so its file.
     yield "--open-mode=append"
+    # B: to the batch script only, which passes it on. Otherwise SLURM signals the tasks of steps, but not the launcher.
     yield f"--signal=B:USR1@{settings.signal_s}"
-    # SLURM queues the job again after preemption, and when a node failed.
+    # SLURM itself then queues the job again after preemption, and when a node failed.
     yield "--requeue"
     if is_chain:
-        # Then it is only taken out of the job, which goes on with the others. If it was the first, the job ends, and
-        # the next one goes on.
+        # A failed node is then only taken out of the job, which continues on the others. If it was the first, which has
+        # the launcher, the job ends, and the next one of the chain resumes.
         yield "--no-kill"
     yield from settings.options
 
@@ -82,7 +86,7 @@ def _option(name: str, value: object) -> str:
     if not _PLAIN.fullmatch(text):
         if re.search(r'["\\\n]', text):
             raise UserError(
-                f"--{name} {text}: cannot be given to sbatch; quotes, backslashes and new lines are in the way"
+                f"--{name} {text}: cannot be given to sbatch, which accepts no quotes, backslashes and new lines"
             )
         text = f'"{text}"'
     return f"--{name}={text}"

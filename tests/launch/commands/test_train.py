@@ -252,7 +252,7 @@ def lightscale(folder: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 def test_the_whole_way_from_start_to_end(lightscale: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     first = lightscale("train", "tiny-run.toml", "--processes", "2")
-    resume = "go on with: lightscale train tiny-run.toml --run runs/tiny-run --processes 2"
+    resume = "resume with: lightscale train tiny-run.toml --run runs/tiny-run --processes 2"
     assert (first.returncode, first.stderr.splitlines()[-1]) == (75, resume), first.stderr
     assert first.stdout == "attempt 1 in 4 steps\n"
     # By torchrun itself, on one rank: the same run. Its ranks leave 0, and status.json says how it ended.

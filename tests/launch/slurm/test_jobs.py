@@ -116,7 +116,7 @@ def test_a_cancelled_job_saves_and_is_not_queued_again(new_run: NewRun, undistur
     (job,) = run.submit()
     run.wait_for_step(STEP)
     cancelled = run.command("cancel", str(run.directory.path))
-    assert cancelled.stdout == f"job {job} saves and leaves\n", cancelled.stderr
+    assert cancelled.stdout == f"job {job} saves and exits\n", cancelled.stderr
     run.await_(lambda: not run.cluster.client("squeue", "--noheader").strip())
     status = run.directory.read_status()
     assert (status.status, status.reason) == ("resumable", "stopped by SIGUSR1")

@@ -92,7 +92,7 @@ def test_steps_of_one_job_get_ports_of_their_own() -> None:
         ({"SLURM_STEP_NODELIST": ""}, "names no host"),
         ({"SLURM_PROCID": "x"}, "SLURM: the variable SLURM_PROCID = 'x'"),
         ({"SLURM_PROCID": "5"}, "SLURM: rank 5 is not one of 5 processes"),
-        ({"MASTER_PORT": "70000"}, "SLURM: MASTER_PORT = 70000 is no port"),
+        ({"MASTER_PORT": "70000"}, "SLURM: MASTER_PORT = 70000 is not a port"),
     ],
 )
 def test_contradictions_are_refused(environ: dict[str, str], message: str) -> None:

@@ -71,10 +71,8 @@ def test_a_dry_run_shows_the_script_and_touches_nothing(
     ]
     assert "{{" not in text
     assert 'scontrol requeue "$SLURM_JOB_ID"' in text
-    assert (
-        f"train {folder}/runs/tiny-run/config.toml --run {folder}/runs/tiny-run --scheduler slurm --processes 1 &"
-        in text
-    )
+    train = f"train {folder}/runs/tiny-run/config.toml --run {folder}/runs/tiny-run"
+    assert f"{train} --scheduler slurm --processes 1 &" in text
     subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=60)
     assert not (folder / "runs").exists()
     chain = script(capsys, *TIME, "--chain", "3")
@@ -118,14 +116,14 @@ def test_settings_of_the_site_the_run_and_the_command_line(folder: Path, capsys:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "how long may the job take? --time HOURS:MINUTES:SECONDS"),
+        ([], "launch.time is not set; use --time HOURS:MINUTES:SECONDS"),
         (["--time", "10h"], 'command line: launch.time = "10h": must be hours:minutes:seconds or days-hours'),
         ([*TIME, "--nodes", "0"], "command line: launch.nodes = 0: must be a whole number >= 1"),
         ([*TIME, "--nodes", "3"], "train.global_batch_size = 4"),
-        (["--time", "5"], "launch.signal_s = 300: leaves nothing of a job of 5"),
-        (["--time", "4:59"], "leaves nothing"),
-        (["--time", "0:05:00"], "leaves nothing"),
-        (["--time", "0-0:05"], "leaves nothing"),
+        (["--time", "5"], "launch.signal_s = 300: must be less than the time limit, launch.time = 5"),
+        (["--time", "4:59"], "must be less than the time limit"),
+        (["--time", "0:05:00"], "must be less than the time limit"),
+        (["--time", "0-0:05"], "must be less than the time limit"),
         (["--time", "5:01", "--nodes", "3"], "train.global_batch_size = 4"),
         (["--time", "1-0", "--nodes", "3"], "train.global_batch_size = 4"),
         ([*TIME, "launch.partitoin=gpu"], 'override "launch.partitoin=gpu": unknown key launch.partitoin; there are'),
