@@ -11,7 +11,7 @@ launcher know only this interface:
     lightscale logs     logs, state
 
 Nothing here imports an implementation: they are resolved by name when they are needed. Their modules must not import
-torch at the top, because `lightscale runs` is to answer at once.
+torch at the top, because `lightscale runs` is to answer within a second.
 """
 
 import importlib
@@ -40,13 +40,13 @@ Phase = Literal["waiting", "running", "ending", "ended", "unknown"]
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """What a scheduler says of a job."""
+    """The state of a job, as its scheduler reports it."""
 
     number: int
     phase: Phase
-    """unknown: nobody answers, so that the job may run or not; ended: the scheduler says so, or has forgotten it."""
+    """unknown: the scheduler does not answer, and the job may run or not; ended: it has, or the scheduler forgot it."""
     text: str = ""
-    """In the scheduler's own words, for people."""
+    """In the scheduler's own terms, for messages."""
 
     @property
     def is_live(self) -> bool:

@@ -58,7 +58,7 @@ class Launch:
     failure: RankFailure | None
     """What went wrong first; None: all left with exit code 0."""
     beats: dict[int, Beat]
-    """What each rank last said that it was doing."""
+    """The last heartbeat of each rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ def run_node(
 
 
 def conclude(reports: Sequence[NodeReport], logs: Path) -> Launch:
-    """What the reports of all nodes say together."""
+    """The reports of all nodes as one."""
     failures = [failure for report in reports for failure in report.failures]
     beats = {rank: beat for report in reports for rank, beat in report.beats.items()}
     # Where ranks wait for one that hangs on another node, they are found too, but were silent only after it.

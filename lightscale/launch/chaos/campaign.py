@@ -2,7 +2,7 @@
 
 DIR/reference/       the undisturbed run; used again by a campaign with the same configuration
     round-0001/      the runs under faults, each of the same steps
-    round-0001.log   what their commands said
+    round-0001.log   the output of their commands
     disk/            the run whose disk fills up
 """
 
@@ -28,7 +28,7 @@ from lightscale.launch.chaos.trial import Runner, Trial
 from lightscale.launch.chaos.verify import Verdict, judge
 from lightscale.runs.run_directory import RunDirectory, read_lines
 
-# A start, a step and a save take far less. What hangs is noticed after a time that differs from phase to phase.
+# A start, a step and a save take far less. How long a rank may be silent differs from phase to phase.
 _PATIENCE_S, _PATIENCE_HANG_TIMEOUTS = 180.0, 12
 # Room for the checkpoints that are kept, one that is written, and what a save asks for beyond them.
 _DISK_CHECKPOINTS, _DISK_SPARE_BYTES, _LARGEST_DISK_BYTES = 6, 32 << 20, 2 << 30
@@ -50,9 +50,9 @@ class CampaignResult:
 
 
 class Campaign:
-    """Runs of `config` with `words`, its arguments of `lightscale train`, in `directory`.
+    """Runs of `config` with `overrides`, as `lightscale train` takes them, in `directory`.
 
-    `report` is told what goes on, and called with the result so far after each fault.
+    `report` is called with a line of text and the result so far: before each part, and after each fault.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""``lightscale chaos``: try out on this machine whether a run survives kills, damaged files and bad disks."""
+"""``lightscale chaos``: test on this machine whether a run survives kills, damaged files and failing disks."""
 
 import argparse
 import datetime
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summary(result: CampaignResult) -> dict[str, Any]:
-    """The result in numbers, with every finding in words."""
+    """The result in numbers, with a line of text for everything that is wrong."""
     injected = [one for trial in result.trials for one in trial.injected]
     kinds = Counter(one.fault.kind for one in injected)
     recovered = Counter(one.fault.kind for one in injected if one.recovered)

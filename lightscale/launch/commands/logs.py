@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale logs``."""
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--rank", type=int, metavar="N", help="output of this rank (default: of the job, or of rank 0)")
-    parser.add_argument("--follow", action="store_true", help="go on until the run ends")
+    parser.add_argument("--follow", action="store_true", help="continue until the run ends")
 
 
 def run(args: argparse.Namespace) -> int:

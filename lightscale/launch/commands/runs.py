@@ -50,7 +50,7 @@ class RunSummary:
     note: str = ""
     """Why it ended, or what is damaged."""
     job: str | None = None
-    """Its job that runs or waits: number, and state in the scheduler's words."""
+    """Its job that runs or waits: number, and state in the scheduler's terms."""
     step: int = 0
     total_steps: int | None = None
     tokens: int = 0

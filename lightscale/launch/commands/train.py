@@ -265,7 +265,7 @@ def _check_store(config: RunConfig) -> None:
         if other.tokenizer.sha256 != tokenizer.sha256:
             raise UserError(
                 f"data.validation.{name}.store = {validation.store} was written with another tokenizer "
-                f"({_words(other.tokenizer)}) than data.store = {data.store} ({_words(tokenizer)}); "
+                f"({_describe(other.tokenizer)}) than data.store = {data.store} ({_describe(tokenizer)}); "
                 "prepare both with the same one"
             )
 
@@ -275,7 +275,7 @@ def _check_source(key: str, name: str, store: TokenStore) -> None:
         raise UserError(f"{key}: no source {name!r} in {store.path}; it has {', '.join(store.sources)}")
 
 
-def _words(tokenizer: TokenizerIdentity) -> str:
+def _describe(tokenizer: TokenizerIdentity) -> str:
     return f"{tokenizer.name}, {tokenizer.vocab_size} tokens, {tokenizer.sha256[:8]}"
 
 
@@ -283,11 +283,11 @@ def _command_line(args: argparse.Namespace, directory: RunDirectory) -> str:
     if args.scheduler is not None:
         other = "" if args.scheduler == default_scheduler() else f"--scheduler {args.scheduler} "
         return f"lightscale submit {shlex.join([str(directory.config)])} {other}--nodes … --time …"
-    words = ["lightscale", "train", str(args.config), *args.overrides, "--run", str(directory.path)]
+    arguments = ["lightscale", "train", str(args.config), *args.overrides, "--run", str(directory.path)]
     if args.processes is not None:
-        words += ["--processes", str(args.processes)]
+        arguments += ["--processes", str(args.processes)]
     if args.stop_after is not None:
-        words += ["--stop-after", args.stop_after]
+        arguments += ["--stop-after", args.stop_after]
     if args.no_restart:
-        words.append("--no-restart")
-    return shlex.join(words)
+        arguments.append("--no-restart")
+    return shlex.join(arguments)

@@ -13,7 +13,7 @@ _TIMEOUT_S = 120.0
 # A controller that is busy answers late; nobody should wait longer for a column of a table.
 _STATE_TIMEOUT_S = 20.0
 _WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
-# What squeue says where it was asked for jobs that are all forgotten.
+# Of squeue's error where SLURM has forgotten all jobs that it was asked for.
 _FORGOTTEN = "Invalid job id"
 # States in which a node runs nothing any more. A "*" behind one of them: it does not answer.
 _BROKEN = {"down", "fail", "failing", "error", "powered_down", "powering_down", "unknown"}
@@ -39,37 +39,38 @@ def require(*programs: str) -> None:
             )
 
 
-def ask(*words: str) -> str:
-    """What SLURM's command `words` prints. Raises UserError with its own message where it fails."""
-    require(words[0])
+def ask(*command: str) -> str:
+    """What SLURM's command `command` prints. Raises UserError with its own message where it fails."""
+    require(command[0])
     try:
         done = subprocess.run(
-            words, env=_plain_environment(), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            command, env=_plain_environment(), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
         raise UserError(
-            f"{words[0]} has not answered for {_TIMEOUT_S:.0f} s; is the controller up? (`sinfo`)"
+            f"{command[0]} has not answered for {_TIMEOUT_S:.0f} s; is the controller up? (`sinfo`)"
         ) from None
     if done.returncode != 0:
-        said = [line.removeprefix(f"{words[0]}: ").removeprefix("error: ") for line in done.stderr.splitlines() if line]
-        raise UserError(f"{words[0]}: {'; '.join(said) or f'exit code {done.returncode}'}")
+        lines = filter(None, done.stderr.splitlines())
+        errors = [line.removeprefix(f"{command[0]}: ").removeprefix("error: ") for line in lines]
+        raise UserError(f"{command[0]}: {'; '.join(errors) or f'exit code {done.returncode}'}")
     return done.stdout
 
 
 def job_states(numbers: Sequence[int]) -> dict[int, JobState]:
-    """What squeue says of the jobs `numbers`. Where it does not answer, or is not here, that is "unknown", no error."""
+    """What squeue reports of the jobs `numbers`; "unknown", not an error, where it does not answer or is not here."""
     program = shutil.which("squeue")
     if not numbers or program is None:
         return {number: JobState(number=number, phase="unknown") for number in numbers}
-    words = [program, "--noheader", f"--jobs={','.join(map(str, numbers))}", "--format=%A|%T|%r"]
+    command = [program, "--noheader", f"--jobs={','.join(map(str, numbers))}", "--format=%A|%T|%r"]
     try:
         done = subprocess.run(
-            words, env=_plain_environment(), capture_output=True, text=True, timeout=_STATE_TIMEOUT_S, check=False
+            command, env=_plain_environment(), capture_output=True, text=True, timeout=_STATE_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
         return {number: JobState(number=number, phase="unknown") for number in numbers}
-    # A job that SLURM has forgotten may be an error beside its answer about the others. Any other error says nothing
-    # about those that are not listed.
+    # A job that SLURM has forgotten may be an error beside its answer about the others. After any other error
+    # nothing is known of those that are not listed.
     is_answer = done.returncode == 0 or _FORGOTTEN in done.stderr
     unlisted: Phase = "ended" if is_answer else "unknown"
     found = {number: JobState(number=number, phase=unlisted) for number in numbers}

@@ -28,11 +28,11 @@ def render(job: JobRequest) -> str:
     settings, run = job.settings, job.run
     path = run.path.absolute()
     command_name = shlex.join([sys.executable, "-m", "lightscale"])
-    words = ["train", str(path / run.config.name), "--run", str(path), "--scheduler", "slurm"]
-    words += ["--processes", str(settings.ranks_per_node)]
+    arguments = ["train", str(path / run.config.name), "--run", str(path), "--scheduler", "slurm"]
+    arguments += ["--processes", str(settings.ranks_per_node)]
     if settings.min_nodes is not None:
-        words += ["--min-nodes", str(settings.min_nodes)]
-    words += [f"--allow-change={key}" for key in sorted(job.allow)]
+        arguments += ["--min-nodes", str(settings.min_nodes)]
+    arguments += [f"--allow-change={key}" for key in sorted(job.allow)]
     # `scontrol requeue` kills the job while the script waits; the sleep keeps it from ending by itself before that.
     again = ": the next job of the chain does it" if job.is_chain else 'scontrol requeue "$SLURM_JOB_ID" && sleep 60'
     values = {
@@ -40,7 +40,7 @@ def render(job: JobRequest) -> str:
         "options": "\n".join(f"#SBATCH {option}" for option in _options(settings, run, job.is_chain)),
         "setup": "".join(f"{line}\n" for line in settings.setup),
         "environment": "\n".join(_exports(settings)),
-        "command": f"{command_name} {shlex.join(words)}",
+        "command": f"{command_name} {shlex.join(arguments)}",
         "command_name": command_name,
         "signal_s": str(settings.signal_s),
         "again": again,
