@@ -30,27 +30,25 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "config": Command(module="lightscale.config.command", help="print a run's resolved configuration"),
     "data": Command(module="lightscale.data_pipeline.commands.data", help="prepare and inspect token stores"),
-    "train": Command(module="lightscale.launch.commands.train", help="train a model, or go on with a run"),
-    "submit": Command(
-        module="lightscale.launch.commands.submit", help="start a run, or go on with it, as jobs of a scheduler"
-    ),
-    "cancel": Command(module="lightscale.launch.commands.cancel", help="end the jobs of a run"),
-    "logs": Command(module="lightscale.launch.commands.logs", help="what a run prints"),
+    "train": Command(module="lightscale.launch.commands.train", help="train a model, or resume a run"),
+    "submit": Command(module="lightscale.launch.commands.submit", help="start or resume a run as jobs of a scheduler"),
+    "cancel": Command(module="lightscale.launch.commands.cancel", help="cancel the jobs of a run"),
+    "logs": Command(module="lightscale.launch.commands.logs", help="show the output of a run"),
     "checkpoint": Command(
         module="lightscale.training.checkpoints.command", help="list, verify, show, compare and remove checkpoints"
     ),
-    "runs": Command(module="lightscale.launch.commands.runs", help="the runs in a folder, and their goodput"),
-    "doctor": Command(
-        module="lightscale.launch.doctor.command", help="whether machines and ranks can train, and what is wrong"
+    "runs": Command(module="lightscale.launch.commands.runs", help="list the runs in a folder, with their goodput"),
+    "doctor": Command(module="lightscale.launch.doctor.command", help="check whether machines and ranks can train"),
+    "monitor": Command(
+        module="lightscale.runs.monitor_command", help="show the curves of runs in the browser (TensorBoard)"
     ),
-    "monitor": Command(module="lightscale.runs.monitor_command", help="curves of runs in the browser, by TensorBoard"),
     "chaos": Command(
-        module="lightscale.launch.chaos.command", help="try out whether a run survives kills, damage and bad disks"
+        module="lightscale.launch.chaos.command", help="test whether a run survives kills, damage and failing disks"
     ),
     "plan": Command(
-        module="lightscale.planning.plan_command", help="parameters, FLOPs, memory, speed and goodput of a run"
+        module="lightscale.planning.plan_command", help="predict parameters, FLOPs, memory, speed and goodput of a run"
     ),
-    "generate": Command(module="lightscale.evaluation.generate_command", help="continue a text with a model"),
+    "generate": Command(module="lightscale.evaluation.generate_command", help="generate text with a model"),
 }
 
 

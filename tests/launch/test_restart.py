@@ -25,7 +25,7 @@ AGAIN = {"again": True}
 def endings(tmp_path_factory: pytest.TempPathFactory, launch_each: Callable[..., dict[str, Ended]]) -> dict[str, Ended]:
     behaviours = {
         "killed@2": AGAIN | {"processes": 3},
-        "crash": AGAIN | {"max_cycles": 2},
+        "crash@9": AGAIN | {"max_cycles": 2},
         "progress@4": AGAIN | {"max_cycles": 1},
         "mistake": AGAIN,
         "late@1": AGAIN,
@@ -57,7 +57,7 @@ def test_a_killed_rank_is_started_again_with_all_others(endings: dict[str, Ended
 
 
 def test_a_run_without_progress_is_given_up(endings: dict[str, Ended]) -> None:
-    ended = endings["crash"]
+    ended = endings["crash@9"]
     assert ended.code == 70
     assert launches(ended) == 2
     reason = (

@@ -80,7 +80,8 @@ def test_a_suspended_job_does_not_count_as_hanging(start: Callable[..., Any]) ->
     """All of it, the launcher too, as by `scontrol suspend`."""
     launcher = start("train", {"hang_timeout_s": 3.0})
     pids = [launcher.process.pid, *launcher.working()]
-    for signum, pause_s in ((signal.SIGSTOP, 8.0), (signal.SIGCONT, 1.0)):
+    # Longer than the ranks may be silent; then a moment for the watchdog to look.
+    for signum, pause_s in ((signal.SIGSTOP, 5.0), (signal.SIGCONT, 1.0)):
         for pid in pids:
             os.kill(pid, signum)
         time.sleep(pause_s)

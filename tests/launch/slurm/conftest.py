@@ -63,7 +63,7 @@ SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
 SlurmdTimeout=300
-KillWait=30
+KillWait=5
 MinJobAge=3600
 SchedulerParameters=sched_min_interval=0,bf_interval=2,batch_sched_delay=0
 SlurmdParameters=config_overrides
