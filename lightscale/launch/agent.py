@@ -71,6 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     order = Order.read(arguments[0])
     node = int(os.environ[order.node_variable])
     logs = Path(order.logs)
+    # Ranks are in sessions of their own: no signal to this process, or to its group, reaches them.
     with StopRelay():
         report = _run(order, node, logs)
         # Before anything else: an agent without a report counts as lost with its node.
@@ -80,6 +81,7 @@ def main(arguments: Sequence[str]) -> int:
         deadline_s = time.monotonic() + _OTHERS_S
         while time.monotonic() < deadline_s and len(list(logs.glob("node-*.json"))) < order.num_nodes:
             time.sleep(_POLL_S)
+        # With which the scheduler ends the other agents.
         return 1
 
 

@@ -95,6 +95,7 @@ def run_ranks(
     """
     # Of what the disk has, not of events: only a checkpoint that is there saves the next start from doing it again.
     newest, fruitless = run.newest_checkpoint(), 0
+    # Around the loop, not around each launch: a signal between two launches must stop the next one.
     with StopRelay(nodes.translation) as relay:
         while True:
             # It describes an earlier start; a launch that is killed must leave none, so that the run counts as dead.
@@ -108,6 +109,7 @@ def run_ranks(
                     deadline_s=policy.deadline_s,
                 )
             except NodesLost as error:
+                # Resumable, as after a stop: the job script queues the job again, and gets other nodes.
                 _write_status(run, "resumable", str(error))
                 return _say_end(run, resume)
             failure = launch.failure or _missing_status(run)
@@ -121,10 +123,12 @@ def run_ranks(
                 return _say_end(run, resume)
             _record(run, failure, launch)
             if failure.exit_code is not None:
+                # Another start would end in the same way, and bury the message.
                 _write_status(run, "stopped", _reason(failure))
                 raise RankMistake(failure.summary, failure.exit_code)
             _print_failure(failure, launch.logs)
             if not policy.again:
+                # Not 75: a job script that restarts by itself must be able to tell a failure from a stop in time.
                 _write_status(run, "resumable", _reason(failure))
                 print(f"resume from the newest checkpoint with: {resume}", file=sys.stderr)
                 return EXIT_CRASHED
@@ -165,6 +169,7 @@ def _leave_unsaved(run: RunDirectory, failure: RankFailure, stop: str, launch: L
 
 def _say_end(run: RunDirectory, resume: str) -> int:
     status = run.read_status()
+    # Ranks that end without one have failed.
     assert status is not None
     print(f"{status.status} at step {status.step}, {status.tokens:,} tokens: {status.reason}", file=sys.stderr)
     if status.status == "resumable":

@@ -60,6 +60,7 @@ class Watchdog:
         self._silent_s = dict.fromkeys(ranks, 0.0)
         self._last: dict[int, Beat] = {}
         self._done = threading.Event()
+        # torch's agent has the main thread until all ranks have ended.
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
@@ -71,6 +72,7 @@ class Watchdog:
     ) -> None:
         self._done.set()
         self._thread.join()
+        # Each rank opens its file when it starts, because a signal handler can only write.
         for rank in self._ranks:
             path = stacks_file(self._path, rank)
             if path.exists() and not path.stat().st_size:
@@ -83,6 +85,7 @@ class Watchdog:
             late = self._late_ranks(min(now_s - before_s, _LONGEST_POLL_S))
             before_s = now_s
             processes = _rank_processes()
+            # Without processes torch's agent has noticed something already, and it is about to end.
             if late and processes:
                 # Before the stacks, which take seconds: the reason is about this moment.
                 self.hang = self._describe(late, processes)

@@ -135,6 +135,7 @@ def _nodes(args: argparse.Namespace, config: RunConfig, processes: int) -> Nodes
             raise UserError(f"--min-nodes {args.min_nodes}: only for runs on the nodes of a job; use --scheduler too")
         return ThisMachine()
 
+    # Asked again after nodes failed, for those that are left.
     def fits(num_nodes: int) -> bool:
         try:
             check_layout(config, processes * num_nodes)
@@ -230,12 +231,14 @@ def _held_by_rank(directory: RunDirectory, config: RunConfig, allow: frozenset[s
 
 def default_directory(config: Path) -> Path:
     """Where the run of a configuration is: runs/NAME for NAME.toml; a run's own config.toml stands for that run."""
+    # Otherwise a command line that names a run's own file would start another run, runs/config.
     if config.name == "config.toml" and (config.parent / "events.jsonl").exists():
         return config.parent
     return Path("runs") / config.stem
 
 
 def _num_processes(config: RunConfig, wanted: int | None) -> int:
+    # device_count asks the driver without creating a context: the GPUs are for the ranks.
     gpus = 0 if config.train.device == "cpu" else torch.cuda.device_count()
     if config.train.device == "cuda" and gpus == 0:
         raise UserError('train.device = "cuda", but torch sees no GPU; use "auto" or "cpu"')
@@ -252,6 +255,7 @@ def _check_store(config: RunConfig) -> None:
     data = config.data
     store = TokenStore(data.store)
     tokenizer = store.tokenizer
+    # An id without an embedding would fail on the device, far from its cause.
     if tokenizer.vocab_size > config.model.vocab_size:
         raise UserError(
             f"model.vocab_size = {config.model.vocab_size} is less than the {tokenizer.vocab_size} tokens of "
@@ -262,6 +266,7 @@ def _check_store(config: RunConfig) -> None:
     for name, validation in data.validation.items():
         other = store if validation.store is None else TokenStore(validation.store)
         _check_source(f"data.validation.{name}.source", validation.source, other)
+        # Losses per token of two tokenizers cannot be compared.
         if other.tokenizer.sha256 != tokenizer.sha256:
             raise UserError(
                 f"data.validation.{name}.store = {validation.store} was written with another tokenizer "

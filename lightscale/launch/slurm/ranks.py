@@ -19,6 +19,7 @@ def rank_variables(environ: Mapping[str, str]) -> dict[str, str] | None:
     spread = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     tasks = _tasks_per_node(spread)
     node = number("SLURM_NODEID")
+    # A process that sets some of them itself, as a wrapper does, would otherwise get a wrong local rank.
     if node >= len(tasks) or sum(tasks) != world_size:
         raise UserError(
             f"SLURM: SLURM_STEP_TASKS_PER_NODE = {spread!r} does not fit "
