@@ -37,7 +37,7 @@ COMMANDS: dict[str, Command] = {
     "checkpoint": Command(
         module="lightscale.training.checkpoints.command", help="list, verify, show, compare and remove checkpoints"
     ),
-    "runs": Command(module="lightscale.runs.runs_command", help="list the runs in a folder, with their goodput"),
+    "runs": Command(module="lightscale.launch.commands.runs", help="list the runs in a folder, with their goodput"),
     "doctor": Command(module="lightscale.launch.doctor.command", help="check whether machines and ranks can train"),
     "monitor": Command(
         module="lightscale.runs.monitor_command", help="show the curves of runs in the browser (TensorBoard)"

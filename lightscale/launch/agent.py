@@ -1,10 +1,11 @@
-"""The program of one node: starts its ranks, watches them, and leaves a record of how they ended.
+"""The program of one node: starts its ranks, watches them, and writes a report of how they ended.
 
-    launcher ── srun ──▶ agent of node 0 ──▶ ranks 0, 1, …
-                    └──▶ agent of node 1 ──▶ the next ranks, …
+    launcher ── scheduler ──▶ agent of node 0 ──▶ ranks 0, 1, …
+                         └──▶ agent of node 1 ──▶ the next ranks, …
 
-An agent is given stop signals by the launcher, or by SLURM itself (preemption), and passes them on. It ends with the
-process that started it, and its ranks end with it.
+An agent is given stop signals by the launcher, or by the scheduler itself (preemption), and passes them on. It ends
+with the process that started it, and its ranks end with it. Launcher and agents share only the order, as the command
+line, and the files of the run's logs: there is no connection between them that could break.
 """
 
 import dataclasses
@@ -27,16 +28,18 @@ from lightscale.runs.run_directory import write_atomically
 from lightscale.training.health.heartbeat import Beat
 from lightscale.training.signals import die_with_parent
 
-NODE_VARIABLE = "SLURM_NODEID"
-
-# After a failure, for the other nodes to say what they met, before SLURM ends them because of this one.
+# After a failure, for the other nodes to say what they met, before the scheduler ends them because of this one.
 _OTHERS_S = 10.0
 _POLL_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What all agents of a launch are told: their one argument, as JSON."""
+    """What all agents of a launch are told: their one argument, as JSON.
+
+    Everything that differs between starts is in it. What differs between nodes is not, because a scheduler starts the
+    same command line on all of them.
+    """
 
     command: list[str]
     processes: int
@@ -48,6 +51,8 @@ class Order:
     """Of the first node."""
     port: int
     num_nodes: int
+    node_variable: str
+    """Where the scheduler leaves each agent the number of its node, from 0; all of them have the same command line."""
 
     def text(self) -> str:
         """As JSON."""
@@ -61,22 +66,27 @@ class Order:
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code 0: all ranks of this node left with 0."""
+    # The scheduler's daemon that started this process may be killed, and then nobody else would end this node's ranks.
     die_with_parent(os.getppid())
-    order, node = Order.read(arguments[0]), int(os.environ[NODE_VARIABLE])
+    order = Order.read(arguments[0])
+    node = int(os.environ[order.node_variable])
     logs = Path(order.logs)
+    # Ranks are in sessions of their own: no signal to this process, or to its group, reaches them.
     with StopRelay():
         report = _run(order, node, logs)
+        # Before anything else: an agent without a report counts as lost with its node.
         write_report(logs, node, report)
         if not report.failures:
             return 0
         deadline_s = time.monotonic() + _OTHERS_S
         while time.monotonic() < deadline_s and len(list(logs.glob("node-*.json"))) < order.num_nodes:
             time.sleep(_POLL_S)
+        # With which the scheduler ends the other agents.
         return 1
 
 
 def _run(order: Order, node: int, logs: Path) -> NodeReport:
-    place = Rendezvous(address=order.address, port=order.port, node=node, num_nodes=order.num_nodes)
+    rendezvous = Rendezvous(address=order.address, port=order.port, node=node, num_nodes=order.num_nodes)
     try:
         return run_node(
             order.command,
@@ -84,13 +94,14 @@ def _run(order: Order, node: int, logs: Path) -> NodeReport:
             logs=logs,
             hang_timeout_s=order.hang_timeout_s,
             deadline_s=order.deadline_s,
-            rendezvous=place,
+            rendezvous=rendezvous,
         )
     except (RuntimeError, OSError) as error:
-        # The agents did not come together, or the file system failed.
+        # The agents did not meet, or the file system failed. Reported like the failure of a rank, so that the launcher
+        # has one kind of failure to decide about.
         failure = RankFailure(
             rank=node * order.processes,
-            summary=f"its agent on {os.uname().nodename}: {type(error).__name__}: {error}",
+            summary=f"agent on {os.uname().nodename}: {type(error).__name__}: {error}",
             traceback=traceback.format_exc(),
             time_s=time.time(),
             is_recorded=True,
@@ -99,7 +110,7 @@ def _run(order: Order, node: int, logs: Path) -> NodeReport:
 
 
 def write_report(logs: Path, node: int, report: NodeReport) -> None:
-    """Leave `report` for the launcher. Times are by the clock of the world: each machine has its own monotonic one."""
+    """Write `report` for the launcher, with times of the wall clock: each machine has a monotonic clock of its own."""
     offset_s = time.time() - time.monotonic()
     record = {
         "failures": [dataclasses.asdict(failure) for failure in report.failures],
@@ -113,8 +124,9 @@ def write_report(logs: Path, node: int, report: NodeReport) -> None:
 
 
 def read_reports(logs: Path) -> dict[int, NodeReport]:
-    """What the agents left so far, by node; one that is missing at the end has ended without a word."""
-    # By the list of the directory: on network file systems a name that was asked for too early stays missing.
+    """The reports written so far, by node; an agent whose report is missing at the end was killed, or lost its node."""
+    # By listing the directory: network file systems cache that a name is missing, so that asking for each by name would
+    # not find a report that was written since.
     files = {int(path.stem.partition("-")[2]): path for path in logs.glob("node-*.json")}
     return {node: _read_report(files[node]) for node in sorted(files)}
 

@@ -1,4 +1,4 @@
-"""Which rank this process is: read from what torchrun, SLURM or an MPI launcher left in the environment.
+"""Which rank this process is: read from what torchrun, a scheduler or an MPI launcher left in the environment.
 
 MPI itself is never initialised: training processes only read the numbers that its launcher hands out.
 """
@@ -7,9 +7,10 @@ import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Self
 
 from lightscale.errors import UserError
+from lightscale.launch.scheduler import SCHEDULERS, get_scheduler
 
 _LOCALHOST = "127.0.0.1"
 # Below the ports that Linux hands out by itself (32768 and up).
@@ -18,9 +19,10 @@ _FIRST_PORT, _NUM_PORTS = 15000, 15000
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnvironment:
-    """The place of this process among all processes of the run."""
+    """The rank of this process among all processes of the run, and where they meet."""
 
-    launcher: Literal["torchrun", "SLURM", "Open MPI", "PMI"]
+    launcher: str
+    """Who started the processes, for messages."""
     rank: int
     """Among all processes, from 0."""
     world_size: int
@@ -45,20 +47,22 @@ class RankEnvironment:
                 f"rank {self.rank} of {self.world_size}"
             )
         if not 0 < self.master_port < 1 << 16:
-            raise UserError(f"{self.launcher}: MASTER_PORT = {self.master_port} is no port number")
+            raise UserError(f"{self.launcher}: MASTER_PORT = {self.master_port} is not a port number")
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Self | None:
         """The rank that `environ` describes; None: this process was started by hand, for a run of its own.
 
-        torchrun's variables come first, because torchrun may run inside a SLURM or MPI job. Raises UserError
-        for variables that are missing, no numbers, or contradict one another.
+        torchrun's variables come first, because torchrun may run inside a scheduler's or MPI job; then the scheduler's,
+        because a scheduler that starts the tasks of an MPI program sets both. Raises UserError for variables that are
+        missing, no numbers, or contradict one another.
         """
         if "RANK" in environ:
-            return cls._torchrun(environ)
-        # A batch script has SLURM_PROCID too, but only the tasks of srun have a step.
-        if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
-            return cls._slurm(environ)
+            return cls._from_variables("torchrun", environ)
+        for scheduler in map(get_scheduler, SCHEDULERS):
+            variables = scheduler.rank_variables(environ)
+            if variables is not None:
+                return cls._from_variables(scheduler.title, variables)
         if "OMPI_COMM_WORLD_RANK" in environ:
             names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
             return cls._mpi("Open MPI", environ, names, ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"))
@@ -79,12 +83,13 @@ class RankEnvironment:
         }
 
     @classmethod
-    def _torchrun(cls, environ: Mapping[str, str]) -> Self:
-        number = _reader("torchrun", environ)
+    def _from_variables(cls, launcher: str, environ: Mapping[str, str]) -> Self:
+        """The inverse of `variables`."""
+        number = number_reader(launcher, environ)
         if not environ.get("MASTER_ADDR"):
-            raise UserError("torchrun: RANK is set but MASTER_ADDR is not; unset RANK to start a run of its own")
+            raise UserError(f"{launcher}: RANK is set but MASTER_ADDR is not; unset RANK to start a separate run")
         return cls(
-            launcher="torchrun",
+            launcher=launcher,
             rank=number("RANK"),
             world_size=number("WORLD_SIZE"),
             local_rank=number("LOCAL_RANK"),
@@ -94,40 +99,14 @@ class RankEnvironment:
         )
 
     @classmethod
-    def _slurm(cls, environ: Mapping[str, str]) -> Self | None:
-        number = _reader("SLURM", environ)
-        world_size = number("SLURM_STEP_NUM_TASKS")
-        if world_size == 1:
-            return None
-        spread = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-        tasks = _tasks_per_node(spread)
-        node = number("SLURM_NODEID")
-        if node >= len(tasks) or sum(tasks) != world_size:
-            raise UserError(
-                f"SLURM: SLURM_STEP_TASKS_PER_NODE = {spread!r} does not fit "
-                f"{world_size} tasks with this one on node {node}"
-            )
-        host = _first_host(environ.get("SLURM_STEP_NODELIST", ""))
-        port = job_port(number("SLURM_JOB_ID"), number("SLURM_STEP_ID"))
-        return cls(
-            launcher="SLURM",
-            rank=number("SLURM_PROCID"),
-            world_size=world_size,
-            local_rank=number("SLURM_LOCALID"),
-            local_world_size=tasks[node],
-            master_address=environ.get("MASTER_ADDR") or host,
-            master_port=number("MASTER_PORT") if "MASTER_PORT" in environ else port,
-        )
-
-    @classmethod
     def _mpi(
         cls,
-        launcher: Literal["Open MPI", "PMI"],
+        launcher: str,
         environ: Mapping[str, str],
         names: list[str],
         job_names: tuple[str, ...],
     ) -> Self | None:
-        number = _reader(launcher, environ)
+        number = number_reader(launcher, environ)
         rank, world_size, local_rank, local_world_size = map(number, names)
         if world_size == 1:
             return None
@@ -152,11 +131,11 @@ class RankEnvironment:
 
 
 def job_port(job: int, number: int) -> int:
-    """A port that every process of SLURM's `job` knows, for its step or start `number`."""
+    """A port that every process of a scheduler's `job` knows, for its step or start `number`."""
     return _FIRST_PORT + (job + number) % _NUM_PORTS
 
 
-def _reader(launcher: str, environ: Mapping[str, str]) -> Callable[[str], int]:
+def number_reader(launcher: str, environ: Mapping[str, str]) -> Callable[[str], int]:
     """A function from a variable's name to its value, a whole number >= 0."""
 
     def number(name: str) -> int:
@@ -167,19 +146,3 @@ def _reader(launcher: str, environ: Mapping[str, str]) -> Callable[[str], int]:
         return int(text)
 
     return number
-
-
-def _tasks_per_node(text: str) -> list[int]:
-    """SLURM's "2(x3),1" -> [2, 2, 2, 1]."""
-    if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
-        return []
-    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(tasks) for tasks, nodes in parts for _ in range(int(nodes or 1))]
-
-
-def _first_host(nodes: str) -> str:
-    """SLURM's "gpu[03-05,9],login" -> "gpu03"."""
-    match = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes)
-    if match is None:
-        raise UserError(f"SLURM: SLURM_STEP_NODELIST = {nodes!r} names no host")
-    return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", match[0])

@@ -13,7 +13,7 @@ from lightscale.training.health.heartbeat import Beat
 
 # Ranks notice a dead peer at once; what dies later was ended by the agent.
 _CAUSE_S = 10
-# What is said by then was said before the failure was noticed.
+# A heartbeat until then was written before the failure was noticed.
 _LATE_S = 1.0
 
 
@@ -25,7 +25,7 @@ class RankFailure:
     summary: str
     """One line, or for a user's mistake its whole message."""
     traceback: str | None = None
-    """What Python said; None: the process ended without a word, by a signal for instance."""
+    """Python's; None: the process ended without a record, as by a signal."""
     time_s: float
     """When, in seconds since the epoch."""
     killer: signal.Signals | None = None
@@ -78,16 +78,16 @@ def first_failure(failures: Sequence[RankFailure]) -> RankFailure | None:
 
 
 def located(failure: RankFailure, beats: Mapping[int, Beat]) -> RankFailure:
-    """`failure` with what the rank was doing, and after a timeout of an exchange with who did not come to it."""
+    """`failure` with what the rank was doing, and after a time-out of a collective with the rank that was missing."""
     own = beats.get(failure.rank)
     if own is None or failure.exit_code is not None:
         return failure
-    words = [own.where]
+    notes = [own.where]
     if TIMED_OUT.search(failure.summary):
         failed_s = time.monotonic() - (time.time() - failure.time_s)
         first, last = (choose(beats.values(), key=lambda beat: beat.time_s) for choose in (min, max))
         if last.time_s > failed_s + _LATE_S:
-            words.append(f"rank {last.rank} came {last.time_s - failed_s:.0f} s later")
+            notes.append(f"rank {last.rank} came {last.time_s - failed_s:.0f} s later")
         elif first.where != own.where:
-            words.append(f"rank {first.rank} had been silent for {failed_s - first.time_s:.0f} s, at {first.where}")
-    return replace(failure, summary=f"{failure.summary} ({'; '.join(words)})")
+            notes.append(f"rank {first.rank} had been silent for {failed_s - first.time_s:.0f} s, at {first.where}")
+    return replace(failure, summary=f"{failure.summary} ({'; '.join(notes)})")

@@ -10,14 +10,14 @@ from lightscale.launch.environment import RankEnvironment
 _GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
-def choose_interface(place: RankEnvironment) -> None:
+def choose_interface(environment: RankEnvironment) -> None:
     """On several hosts, have gloo use the interface that leads to rank 0's, unless the user has named one.
 
     By itself gloo takes the address that this host's name stands for. Often that is a loopback address, or none, and
     then no other host can reach this one. (NCCL looks at the interfaces themselves.)
     """
-    if place.world_size > place.local_world_size and not os.environ.get(_GLOO_VARIABLE):
-        name = interface_to(place.master_address, place.master_port)
+    if environment.world_size > environment.local_world_size and not os.environ.get(_GLOO_VARIABLE):
+        name = interface_to(environment.master_address, environment.master_port)
         if name is not None:
             os.environ[_GLOO_VARIABLE] = name
 

@@ -1,4 +1,4 @@
-"""What the process of a rank does around its work: it ends with its launcher, and leaves its errors to it."""
+"""The frame of a rank's process: it ends with its launcher, and records its error for it."""
 
 import contextlib
 import faulthandler
@@ -27,18 +27,18 @@ EXIT_CRASHED = 1
 LAUNCHER_VARIABLE = "LIGHTSCALE_LAUNCHER"
 # Where torchrun's agent looks for the error of a rank.
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-# What torch and gloo say of an exchange that some rank did not come to.
+# In the errors of torch and gloo after a collective that some rank did not join.
 TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
-# So many peers are named in a message.
+# At most this many peers are named in a message.
 _MOST_PEERS = 8
-# On this one a rank writes the stacks of its threads, whatever it is doing.
+# The signal on which a rank writes the stacks of its threads, whatever it is doing.
 STACKS_SIGNAL = signal.SIGUSR2
 
 
 def run_rank(work: Callable[[], int]) -> int:
-    """Do `work`, whose result is the exit code. An exception goes to the launcher, which shows the first.
+    """Do `work`, whose result is the exit code. An exception is recorded for the launcher, which shows the first.
 
-    Until `work` takes over the stop signals, they end the process. The end of the launcher ends it always.
+    Until `work` handles the stop signals, they end the process. The end of the launcher always ends it.
     """
     faulthandler.enable()
     # Their logs may be on the disk that the run fills.
@@ -54,7 +54,7 @@ def run_rank(work: Callable[[], int]) -> int:
     except Exception as error:
         exit_code = error.EXIT_CODE if isinstance(error, UserError) else None
         # Our own launcher knows from the heartbeats where each rank was, torchrun only what it is told.
-        message = summary(error) if launcher is not None else summary_and_place(error)
+        message = summary(error) if launcher is not None else summary_and_notes(error)
         if TIMED_OUT.search(message):
             message += _what_peers_do()
         if not _record(message, py_callstack=traceback.format_exc(), exit_code=exit_code) or launcher is None:
@@ -63,12 +63,12 @@ def run_rank(work: Callable[[], int]) -> int:
 
 
 def summary(error: Exception) -> str:
-    """What a person is told of an error."""
+    """The message of an error."""
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
-def summary_and_place(error: Exception) -> str:
-    """The same, with what was noted of where it happened."""
+def summary_and_notes(error: Exception) -> str:
+    """The same, with the notes about where it happened."""
     return " ".join([summary(error), *(f"({note})" for note in getattr(error, "__notes__", []))])
 
 
@@ -78,26 +78,26 @@ def stacks_file(heartbeats: Path, rank: int) -> Path:
 
 
 def _what_peers_do() -> str:
-    """What is to be said of the other ranks of this launcher, one of which did not come to an exchange.
+    """What the other ranks of this launcher are doing, one of which did not join a collective, for the error message.
 
-    Those that can leave their stacks: when this rank has ended, the others are ended too.
+    Those that can write their stacks now: when this rank has ended, the others are ended too.
     """
     heartbeats, own = os.environ.get(HEARTBEATS_VARIABLE), int(os.environ.get("RANK", "0"))
     if not heartbeats:
         return ""
     peers = {beat.rank: beat for beat in read_heartbeats(Path(heartbeats)).values() if beat.rank != own}
-    words = []
+    peers_do = []
     for rank, beat in peers.items():
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(beat.process_id)
             if process.ppid() != os.getppid():
                 continue
             if process.status() == psutil.STATUS_STOPPED:
-                words.append(f"rank {rank} is stopped by a signal, at {beat.where}")
+                peers_do.append(f"rank {rank} is stopped by a signal, at {beat.where}")
             elif process.status() != psutil.STATUS_ZOMBIE:
                 process.send_signal(STACKS_SIGNAL)
-                words.append(f"rank {rank} is at {beat.where}, {stacks_file(Path(heartbeats), rank).name}")
-    return "".join(f"; {one}" for one in words[:_MOST_PEERS])
+                peers_do.append(f"rank {rank} is at {beat.where}, {stacks_file(Path(heartbeats), rank).name}")
+    return "".join(f"; {one}" for one in peers_do[:_MOST_PEERS])
 
 
 def _leave_stacks_on_request() -> None:

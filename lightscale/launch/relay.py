@@ -54,7 +54,7 @@ class StopRelay:
         elif signum == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts == 1:
-                os.write(2, b"already stopping; Ctrl-C once more ends the run without saving\n")
+                os.write(2, b"already stopping; press Ctrl-C once more to end the run without saving\n")
 
     def _relay(self) -> None:
         while not self._done.wait(_POLL_S):

@@ -2,17 +2,17 @@
 
 Whether a machine broke or the program is wrong cannot be told from one failure. So any failure of a rank (a crash, a
 kill, a hang) is answered by a new start from the newest whole checkpoint, with a new agent and a new rendezvous; but
-after `restart.max_cycles` starts in a row without a new checkpoint the run is given up. A person's mistake is not tried
-again, and a stop signal or the deadline ends it all.
+after `restart.max_cycles` starts in a row without a new checkpoint the run is given up. A mistake of the user is not
+tried again, and a stop signal or the deadline ends the run.
 
 Exit codes of `lightscale train`, for people and job scripts:
 
     0   finished    all steps are done
     75  resumable   stopped by a signal or the deadline, and saved: start the same command again
     1   resumable   a rank failed and --no-restart was given: the same, as long as the run makes progress
-    70  stopped     given up: the ranks failed time after time without a new checkpoint
+    70  stopped     given up: the ranks failed again and again without a new checkpoint
     74  stopped     there are checkpoints, but none that is whole
-    78  stopped     a person's mistake, or something else that a person must look at
+    78  stopped     a mistake of the user, or something else that needs attention
 
 The second word is the status in status.json.
 """
@@ -37,13 +37,17 @@ from lightscale.training.signals import DEADLINE, STOP_SIGNALS
 EXIT_CODES: dict[Status, int] = {"finished": 0, "resumable": 75, "stopped": UserError.EXIT_CODE}
 EXIT_GIVEN_UP = 70
 
-# Nobody but a person sends the last one, to the launcher or to a rank.
+# No scheduler or program sends the last one (Ctrl-\ in a terminal): the run is not restarted after it either.
 _STOPPING = (*STOP_SIGNALS, signal.SIGQUIT)
 _LOG_TAIL_LINES = 30
 
 
-class Place(Protocol):
-    """Where ranks run, and how they are started there."""
+class Nodes(Protocol):
+    """Where ranks run, and how they are started there: this machine, or the nodes of a job."""
+
+    @property
+    def num_nodes(self) -> int:
+        """How many there are when the launcher starts."""
 
     @property
     def translation(self) -> Mapping[signal.Signals, signal.Signals]:
@@ -63,7 +67,7 @@ class NodesLost(Exception):
 
 
 class RankMistake(UserError):
-    """A UserError that a rank met."""
+    """A UserError that a rank raised, with the rank's exit code."""
 
     def __init__(self, message: str, exit_code: int = UserError.EXIT_CODE) -> None:
         super().__init__(message)
@@ -82,20 +86,22 @@ class RestartPolicy:
 
 
 def run_ranks(
-    run: RunDirectory, command: Sequence[str], *, processes: int, resume: str, policy: RestartPolicy, place: Place
+    run: RunDirectory, command: Sequence[str], *, processes: int, resume: str, policy: RestartPolicy, nodes: Nodes
 ) -> int:
-    """Run `command` as ranks, `processes` on each node of `place`, again and again if need be.
+    """Run `command` as ranks, `processes` on each of `nodes`, again and again if need be.
 
     Returns the exit code described above. `resume` is the command line that goes on with the run, for the last message.
     Raises UserError for a mistake of the user that a rank found.
     """
+    # Of what the disk has, not of events: only a checkpoint that is there saves the next start from doing it again.
     newest, fruitless = run.newest_checkpoint(), 0
-    with StopRelay(place.translation) as relay:
+    # Around the loop, not around each launch: a signal between two launches must stop the next one.
+    with StopRelay(nodes.translation) as relay:
         while True:
-            # What it says is about an earlier start.
+            # It describes an earlier start; a launch that is killed must leave none, so that the run counts as dead.
             run.status.unlink(missing_ok=True)
             try:
-                launch = place.launch_ranks(
+                launch = nodes.launch_ranks(
                     command,
                     processes=processes,
                     logs=run.new_log_directory(),
@@ -103,9 +109,11 @@ def run_ranks(
                     deadline_s=policy.deadline_s,
                 )
             except NodesLost as error:
+                # Resumable, as after a stop: the job script queues the job again, and gets other nodes.
                 _write_status(run, "resumable", str(error))
                 return _say_end(run, resume)
             failure = launch.failure or _missing_status(run)
+            # A user's mistake (with an exit code) is reported as such even if somebody asked to stop meanwhile.
             if failure is not None and failure.exit_code is None:
                 stop = _stop_reason(relay.received, failure, policy.deadline_s)
                 if stop is not None:
@@ -115,13 +123,16 @@ def run_ranks(
                 return _say_end(run, resume)
             _record(run, failure, launch)
             if failure.exit_code is not None:
+                # Another start would end in the same way, and bury the message.
                 _write_status(run, "stopped", _reason(failure))
                 raise RankMistake(failure.summary, failure.exit_code)
             _print_failure(failure, launch.logs)
             if not policy.again:
+                # Not 75: a job script that restarts by itself must be able to tell a failure from a stop in time.
                 _write_status(run, "resumable", _reason(failure))
-                print(f"go on from the newest checkpoint with: {resume}", file=sys.stderr)
+                print(f"resume from the newest checkpoint with: {resume}", file=sys.stderr)
                 return EXIT_CRASHED
+            # Damage may have removed checkpoints: going back is no progress, and reaching the same one again is none.
             reached = run.newest_checkpoint()
             fruitless = 0 if reached > newest else fruitless + 1
             newest = max(newest, reached)
@@ -140,7 +151,7 @@ def _missing_status(run: RunDirectory) -> RankFailure | None:
 
 def _stop_reason(received: signal.Signals | None, failure: RankFailure, deadline_s: float | None) -> str | None:
     """Why not to start the ranks again after `failure`; None: nobody asked to stop."""
-    # A rank may have been signalled itself, before it could tell the others.
+    # A rank may have been signalled itself, before the ranks agreed on stopping: the scheduler signals all processes.
     stop = received or (failure.killer if failure.killer in _STOPPING else None)
     if stop is None and deadline_s is not None and time.time() >= deadline_s:
         return DEADLINE
@@ -151,16 +162,18 @@ def _leave_unsaved(run: RunDirectory, failure: RankFailure, stop: str, launch: L
     """The ranks were to stop, but at least one was lost on the way."""
     if failure.traceback is not None:
         _print_failure(failure, launch.logs)
+    # Rank 0 may have written it, and another rank died afterwards.
     if run.read_status() is None:
         _write_status(run, "resumable", f"{stop}, and rank {failure.rank} did not save: {failure.summary}")
 
 
 def _say_end(run: RunDirectory, resume: str) -> int:
     status = run.read_status()
+    # Ranks that end without one have failed.
     assert status is not None
     print(f"{status.status} at step {status.step}, {status.tokens:,} tokens: {status.reason}", file=sys.stderr)
     if status.status == "resumable":
-        print(f"go on with: {resume}", file=sys.stderr)
+        print(f"resume with: {resume}", file=sys.stderr)
     return EXIT_CODES[status.status]
 
 
@@ -173,9 +186,9 @@ def _give_up(run: RunDirectory, failure: RankFailure, starts: int) -> int:
 
 
 def _say_restart(checkpoint: int, fruitless: int, max_cycles: int) -> None:
-    place = f"from the checkpoint of step {checkpoint}" if checkpoint else "from the beginning"
-    count = f"; {fruitless} of at most {max_cycles} starts in a row brought no new checkpoint" if fruitless else ""
-    print(f"starting the ranks again {place}{count}", file=sys.stderr)
+    origin = f"from the checkpoint of step {checkpoint}" if checkpoint else "from the beginning"
+    count = f"; {fruitless} of at most {max_cycles} starts in a row without a new checkpoint" if fruitless else ""
+    print(f"restarting the ranks {origin}{count}", file=sys.stderr)
 
 
 def _record(run: RunDirectory, failure: RankFailure, launch: Launch) -> None:

@@ -1,4 +1,4 @@
-"""Start the ranks of one node by torch's elastic launcher, once, and find out how they ended.
+"""Start the ranks of one node by torch's elastic launcher, once, and report how they ended.
 
 The elastic agent runs in this process: for a run on one machine that is the launcher, for one on several nodes the
 program of `launch/agent.py`. Three of its habits are changed, by its own settings:
@@ -58,12 +58,12 @@ class Launch:
     failure: RankFailure | None
     """What went wrong first; None: all left with exit code 0."""
     beats: dict[int, Beat]
-    """What each rank last said that it was doing."""
+    """The last heartbeat of each rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where the agents of several nodes meet, and the place of this one."""
+    """Where the agents of several nodes meet, and which of them this one is."""
 
     address: str
     """Of the first node."""
@@ -83,8 +83,9 @@ class NodeReport:
 
 
 class ThisMachine:
-    """The one place of a run that is started without a cluster: the ranks are children of this process."""
+    """The one node of a run that is started without a scheduler: the ranks are children of this process."""
 
+    num_nodes = 1
     translation: Mapping[signal.Signals, signal.Signals] = MappingProxyType({})
 
     def launch_ranks(
@@ -114,6 +115,7 @@ def run_node(
         node, num_nodes = rendezvous.node, rendezvous.num_nodes
         # Each node has its own: mapped memory is not shared between machines, whatever the file system, nor are clocks.
         name = f"-{node}"
+    # For all ranks of the run, not of this node: a rank writes at the offset of its number in the run.
     heartbeats = logs / f"heartbeats{name}"
     create_heartbeats(heartbeats, processes * num_nodes)
     variables = {**_rank_variables(processes), HEARTBEATS_VARIABLE: str(heartbeats.absolute())}
@@ -127,7 +129,7 @@ def run_node(
     ):
         failures = _launch(command, processes, logs, rendezvous)
     for failure in failures:
-        # The ranks leave their traceback to the launcher, which shows only the first.
+        # Ranks do not print their traceback, as only the first may be shown; this is where the others can be read.
         if failure.traceback is not None:
             with (logs / f"rank-{failure.rank}.err").open("a", encoding="utf-8") as file:
                 file.write(failure.traceback)
@@ -138,7 +140,7 @@ def run_node(
 
 
 def conclude(reports: Sequence[NodeReport], logs: Path) -> Launch:
-    """What the reports of all nodes say together."""
+    """The reports of all nodes as one."""
     failures = [failure for report in reports for failure in report.failures]
     beats = {rank: beat for report in reports for rank, beat in report.beats.items()}
     # Where ranks wait for one that hangs on another node, they are found too, but were silent only after it.
@@ -151,6 +153,7 @@ def conclude(reports: Sequence[NodeReport], logs: Path) -> Launch:
     if first is not None:
         first = located(first, beats)
     elif hangs:
+        # A rank that is stopped by a signal does not wait for another; of the rest, the first to be silent counts.
         hang = min(hangs, key=lambda hang: (not hang.are_stopped, hang.since_s))
         summary = f"{hang.reason}; the stacks of all ranks are in {logs}/rank-*.stacks"
         first = RankFailure(rank=hang.ranks[0], summary=summary, time_s=hang.time_s)
@@ -158,17 +161,18 @@ def conclude(reports: Sequence[NodeReport], logs: Path) -> Launch:
 
 
 def _launch(command: Sequence[str], processes: int, logs: Path, rendezvous: Rendezvous | None) -> list[RankFailure]:
-    place: dict[str, Any]
+    meeting: dict[str, Any]
     if rendezvous is None:
         # The name of this machine may not resolve, or resolve to an address behind a VPN.
-        place = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
+        meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
         num_nodes, run_id = 1, uuid.uuid4().hex
     else:
-        place = {
+        meeting = {
             "rdzv_backend": "static",
             "rdzv_endpoint": f"{rendezvous.address}:{rendezvous.port}",
             "rdzv_configs": {"rank": rendezvous.node, "timeout": _RENDEZVOUS_TIMEOUT_S},
         }
+        # The same on all nodes, and another one for each start: agents of an earlier start cannot join.
         num_nodes, run_id = rendezvous.num_nodes, str(logs)
     config = LaunchConfig(
         min_nodes=num_nodes,
@@ -178,18 +182,21 @@ def _launch(command: Sequence[str], processes: int, logs: Path, rendezvous: Rend
         # The prefix of the lines shown; an empty role makes an empty one.
         role="",
         log_line_prefix_template="${role_name}",
+        # Restarts are for the launcher, which first looks for progress and at the nodes that are left.
         max_restarts=0,
         monitor_interval=_POLL_S,
         logs_specs=_RankLogs(logs),
         # Not the stop signals: those are the relay's.
         signals_to_handle="SIGQUIT",
-        **place,
+        **meeting,
     )
     try:
         elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
+        # Of all ranks of this node that failed, also those that torch ended; `first_failure` finds the cause.
         return [read_failure(rank, failure) for rank, failure in error.failures.items()]
     except SignalException as error:
+        # SIGQUIT: torch has ended the ranks by then, and none of them can say more.
         first = 0 if rendezvous is None else rendezvous.node * processes
         killed = RankFailure(rank=first, summary=str(error), time_s=time.time(), killer=error.sigval)
         return [killed]
@@ -210,6 +217,7 @@ def _rank_variables(processes: int) -> dict[str, str]:
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
     }
+    # The ranks' stderr is a file: rank 0 draws its progress line on the launcher's terminal, if there is one.
     variables[TERMINAL_VARIABLE] = ""
     if sys.stderr.isatty():
         with contextlib.suppress(OSError):

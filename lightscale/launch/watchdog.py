@@ -1,8 +1,11 @@
-"""Finds ranks that hang, says where, and ends them all; whoever started them does the rest.
+"""Finds ranks that hang, reports where, and kills them all; the launcher decides about a restart.
 
-Nothing here needs a rank to cooperate: its signs of life are read from a file, and stacks are written by Python's
-fault handler from within a signal handler, which works while a thread holds the interpreter. Only a process that was
-stopped cannot write its own; it is named instead.
+Nothing here needs a rank to cooperate: its heartbeats are read from a file in mapped memory, and stacks are written by
+Python's fault handler from within a signal handler, which works while a thread holds the interpreter. Only a process
+that was stopped cannot write its own; it is named instead.
+
+A rank may be silent for as long as its own last heartbeat allows (`Beat.allowed_s`): a save or a first step takes
+longer than a step. Until the first heartbeat, a start has an allowance of its own.
 """
 
 import contextlib
@@ -35,7 +38,7 @@ class Hang:
     """Those that the others probably wait for."""
     reason: str
     since_s: float
-    """When they last gave a sign of life, in seconds since the epoch."""
+    """Time of their last heartbeat, in seconds since the epoch."""
     time_s: float
     """When it was found, likewise."""
     are_stopped: bool = False
@@ -57,6 +60,7 @@ class Watchdog:
         self._silent_s = dict.fromkeys(ranks, 0.0)
         self._last: dict[int, Beat] = {}
         self._done = threading.Event()
+        # torch's agent has the main thread until all ranks have ended.
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
@@ -68,6 +72,7 @@ class Watchdog:
     ) -> None:
         self._done.set()
         self._thread.join()
+        # Each rank opens its file when it starts, because a signal handler can only write.
         for rank in self._ranks:
             path = stacks_file(self._path, rank)
             if path.exists() and not path.stat().st_size:
@@ -80,10 +85,13 @@ class Watchdog:
             late = self._late_ranks(min(now_s - before_s, _LONGEST_POLL_S))
             before_s = now_s
             processes = _rank_processes()
+            # Without processes torch's agent has noticed something already, and it is about to end.
             if late and processes:
+                # Before the stacks, which take seconds: the reason is about this moment.
                 self.hang = self._describe(late, processes)
                 self._dump_stacks(processes)
                 for process in processes:
+                    # With what a rank started itself. SIGKILL is the only signal that ends a stopped process.
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
                 return
@@ -93,9 +101,11 @@ class Watchdog:
         beats, late = read_heartbeats(self._path), []
         for rank in self._ranks:
             beat = beats.get(rank)
+            # Counted by this process's looks, not by the beat's time: silence while all were suspended does not count.
             changed = beat != self._last.get(rank)
             self._silent_s[rank] = 0.0 if changed else self._silent_s[rank] + passed_s
             allowed_s = self._start_allowance_s if beat is None else beat.allowed_s
+            # A rank that has ended is silent too, and is torchrun's to notice.
             if self._silent_s[rank] > allowed_s and (beat is None or _is_alive(beat.process_id)):
                 late.append(rank)
         self._last = beats
@@ -117,7 +127,7 @@ class Watchdog:
             ranks = [rank for rank, beat in beats.items() if beat.where == oldest.where]
             doing = f" at {oldest.where}"
         others = f", like {_names(ranks[1:])}" if len(ranks) > 1 else ""
-        reason = f"no sign of life for {silent_s:.1f} s{doing}{others}"
+        reason = f"no heartbeat for {silent_s:.1f} s{doing}{others}"
         # Not by this watchdog's looks, which are too far apart to tell who was silent first on another node.
         clock_s = time.monotonic()
         oldest_s = max(clock_s - beats[rank].time_s if rank in beats else self._silent_s[rank] for rank in ranks)

@@ -1,12 +1,14 @@
 """Launchers under way, whose ranks are those of `ranks.py`."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,19 +77,92 @@ class Ended:
         return [event for event in events if not names or event["event"] in names]
 
 
+class Forked:
+    """A process that was forked from this one, which has imported torch; that alone takes a launcher seconds."""
+
+    def __init__(self, main: Callable[[], int], *, stdin: int, stdout: int, stderr: int, prepare: Callable[[], None]):
+        self._code: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                # A session of its own: as in a terminal, its ranks are not in its process group.
+                os.setsid()
+                for number, file in enumerate((stdin, stdout, stderr)):
+                    os.dup2(file, number)
+                prepare()
+                # Those of pytest lead elsewhere.
+                sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                os.environ.pop("OMP_NUM_THREADS", None)
+                code = main()
+            except BaseException:  # noqa: BLE001 - shown, and its exit code is 1
+                traceback.print_exc()
+            finally:
+                with contextlib.suppress(OSError):
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                os._exit(code)
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+    def wait(self, timeout: float = TIMEOUT_S) -> int:
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            assert time.monotonic() < deadline, "it does not end"
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, signum: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def load_program() -> Any:
+    """`ranks.py` as a module."""
+    spec = importlib.util.spec_from_file_location("lightscale_ranks", PROGRAM)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 class Launcher:
     """A running launcher; its output goes to a file, so that nobody has to read it meanwhile."""
 
-    def __init__(self, run: Path, behaviour: str, policy: dict[str, Any], **options: Any) -> None:
+    def __init__(
+        self,
+        run: Path,
+        behaviour: str,
+        policy: dict[str, Any],
+        *,
+        terminal: int | None = None,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`terminal`: its stdin and stderr; `prepare`: called in its process first."""
         self.run = run
         self.processes: int = policy.get("processes", 2)
         run.mkdir()
         self._log = run.parent / f"{run.name}.log"
-        # A session of its own: as in a terminal, its ranks are not in its process group.
-        with self._log.open("w") as log:
-            arguments = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL, **options}
-            command = [sys.executable, str(PROGRAM), "launch", str(run), behaviour, json.dumps(policy)]
-            self.process = subprocess.Popen(command, start_new_session=True, env=ENVIRONMENT, **arguments)
+        program = load_program()
+        # What is in buffers here would be written by both.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with self._log.open("w") as log, Path(os.devnull).open() as nothing:
+            self.process = Forked(
+                lambda: int(program.launch(str(run), behaviour, json.dumps(policy))),
+                stdin=nothing.fileno() if terminal is None else terminal,
+                stdout=log.fileno(),
+                stderr=log.fileno() if terminal is None else terminal,
+                prepare=prepare,
+            )
 
     def wait(self) -> Ended:
         code = self.process.wait(timeout=TIMEOUT_S)

@@ -1,9 +1,9 @@
 """The program of the launcher's tests: `ranks.py launch RUN BEHAVIOUR [POLICY]` starts ranks of the same program.
 
-A rank pretends to train: a step takes 20 ms, and after each the ranks agree on stopping: through files, or,
-where it matters how they lose one another, through gloo. BEHAVIOUR says how it ends; what is written NAME@COUNT happens
-in the first COUNT starts only. A "checkpoint" is an empty directory. POLICY is JSON: fields of RestartConfig, and
-`again`, `deadline_s` and `processes` beside them.
+A rank pretends to train: a step takes 20 ms, and after each the ranks agree on stopping: through files, or, where it
+matters how they lose one another, through gloo, for which they have to import torch. BEHAVIOUR says how it ends; what
+is written NAME@COUNT happens in the first COUNT starts only. A "checkpoint" is an empty directory. POLICY is JSON:
+fields of RestartConfig, and `again`, `deadline_s` and `processes` beside them.
 """
 
 import atexit
@@ -52,7 +52,7 @@ def launch(path: str, behaviour: str, policy: str = "{}") -> int:
             processes=processes,
             resume="the same command",
             policy=restart.RestartPolicy(config=config, **own),
-            place=importlib.import_module("lightscale.launch.torchrun").ThisMachine(),
+            nodes=importlib.import_module("lightscale.launch.torchrun").ThisMachine(),
         )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -85,9 +85,10 @@ def work(run: RunDirectory, behaviour: str, rank: int, hang_timeout_s: float) ->
     name, _, count = behaviour.partition("@")
     if count and len(list(run.logs.iterdir())) > int(count):
         name = "finished"
-    # What is left of an earlier start would be taken for signs of this one.
-    use_gloo = bool(count) or behaviour == "crash"
-    return pretend(run, name, rank, heartbeat, gloo if use_gloo else lambda: through_files(run, rank))
+    use_gloo = behaviour.partition("@")[0] == "late" or behaviour == "crash"
+    # What is left of an earlier start must not be taken for signs of this one.
+    logs = max(run.logs.iterdir())
+    return pretend(run, name, rank, heartbeat, gloo if use_gloo else lambda: through_files(logs, rank))
 
 
 def pretend(
@@ -178,29 +179,31 @@ def count_signals(run: RunDirectory, rank: int) -> None:
         signal.signal(signum, note)
 
 
-def through_files(run: RunDirectory, rank: int) -> Callable[[int], int]:
+def through_files(folder: Path, rank: int) -> Callable[[int], int]:
     world_size = int(os.environ["WORLD_SIZE"])
+    draft = folder / f"draft-{rank}"
+    draft.write_text(str(os.getpid()))
+    draft.rename(folder / f"pid-{rank}")
     calls = iter(range(1 << 30))
 
     def all_reduce_max(value: int) -> int:
         stem = f"reduce-{next(calls)}"
-        draft = run.path / f"draft-{rank}"
         draft.write_text(str(value))
-        draft.rename(run.path / f"{stem}-{rank}")
-        paths = [run.path / f"{stem}-{peer}" for peer in range(world_size)]
+        draft.rename(folder / f"{stem}-{rank}")
+        paths = [folder / f"{stem}-{peer}" for peer in range(world_size)]
         while not all(path.exists() for path in paths):
             time.sleep(0.002)
             for peer in range(world_size):
-                lose(run, peer)
+                lose(folder, peer)
         return max(int(path.read_text()) for path in paths)
 
     return all_reduce_max
 
 
-def lose(run: RunDirectory, peer: int) -> None:
+def lose(folder: Path, peer: int) -> None:
     """Fail as collectives do: as soon as a peer is gone, before the launcher has seen it."""
-    path = run.path / f"pid-{peer}"
-    pid = int(path.read_text() or os.getpid()) if path.exists() else os.getpid()
+    path = folder / f"pid-{peer}"
+    pid = int(path.read_text()) if path.exists() else os.getpid()
     if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
         raise ConnectionError(f"lost rank {peer}")
 

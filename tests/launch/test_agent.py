@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lightscale.launch.agent import NODE_VARIABLE, Order, read_reports, write_report
+from lightscale.launch.agent import Order, read_reports, write_report
 from lightscale.launch.environment import job_port
 from lightscale.launch.failures import RankFailure
 from lightscale.launch.torchrun import Launch, NodeReport, conclude
@@ -44,10 +44,11 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., tuple[Launch, list[int]]]]:
             address="127.0.0.1",
             port=job_port(os.getpid(), len(agents)),
             num_nodes=2,
+            node_variable="NODE",
         )
         command = [sys.executable, "-m", "lightscale.launch.agent", order.text()]
         for node in range(2):
-            agents.append(subprocess.Popen(command, env={**os.environ, NODE_VARIABLE: str(node)}))
+            agents.append(subprocess.Popen(command, env={**os.environ, "NODE": str(node)}))
         codes = [agent.wait(timeout=TIMEOUT_S) for agent in agents[-2:]]
         reports = read_reports(logs)
         assert list(reports) == [0, 1]

@@ -11,17 +11,6 @@ TORCHRUN = {
     "MASTER_ADDR": "gpu03",
     "MASTER_PORT": "29500",
 }
-# What `srun --nodes=3 --ntasks=5` gives the fourth of its tasks.
-SLURM = {
-    "SLURM_JOB_ID": "4711",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_NUM_TASKS": "5",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
-    "SLURM_STEP_NODELIST": "gpu[03-04,9]",
-}
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1",
     "OMPI_COMM_WORLD_SIZE": "2",
@@ -43,9 +32,6 @@ def read(environ: dict[str, str]) -> RankEnvironment:
     [
         {},
         {"MASTER_ADDR": "gpu03", "WORLD_SIZE": "8"},
-        # A batch script, in which `lightscale train` is a launcher; and a task that is alone.
-        {name: value for name, value in SLURM.items() if "STEP" not in name},
-        {**SLURM, "SLURM_STEP_NUM_TASKS": "1"},
         {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"},
     ],
 )
@@ -68,40 +54,13 @@ def test_torchrun() -> None:
 
 
 def test_torchrun_inside_a_job_counts() -> None:
-    assert read({**SLURM, **OPEN_MPI, **TORCHRUN}).rank == 5
-
-
-def test_slurm() -> None:
-    environment = read(SLURM)
-    assert environment == RankEnvironment(
-        launcher="SLURM",
-        rank=3,
-        world_size=5,
-        local_rank=1,
-        local_world_size=2,
-        master_address="gpu03",
-        master_port=15000 + 4711,
-    )
+    assert read({**OPEN_MPI, **TORCHRUN}).rank == 5
 
 
 def test_what_is_said_of_the_master_counts() -> None:
-    for environ in (SLURM, OPEN_MPI, PMI):
+    for environ in (OPEN_MPI, PMI):
         environment = read({**environ, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"})
         assert (environment.master_address, environment.master_port) == ("10.0.0.1", 1234)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "host"),
-    [
-        ("gpu7", "gpu7"),
-        ("a1,b2", "a1"),
-        ("gpu[007-012]", "gpu007"),
-        ("r[1-2]n[3,5],x", "r1n3"),
-        ("g[5],h", "g5"),
-    ],
-)
-def test_first_host_of_a_slurm_list(nodes: str, host: str) -> None:
-    assert read({**SLURM, "SLURM_STEP_NODELIST": nodes}).master_address == host
 
 
 @pytest.mark.parametrize(("environ", "launcher"), [(OPEN_MPI, "Open MPI"), (PMI, "PMI")])
@@ -116,7 +75,6 @@ def test_jobs_of_one_machine_get_ports_of_their_own_and_all_ranks_the_same() -> 
     port = read(OPEN_MPI).master_port
     assert read({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}).master_port == port
     assert read({**OPEN_MPI, "PMIX_NAMESPACE": "prterun-host-2@1"}).master_port != port
-    assert read({**SLURM, "SLURM_STEP_ID": "1"}).master_port != read(SLURM).master_port
 
 
 @pytest.mark.parametrize(
@@ -133,11 +91,7 @@ def test_jobs_of_one_machine_get_ports_of_their_own_and_all_ranks_the_same() -> 
         ({**TORCHRUN, "LOCAL_RANK": "4"}, "local rank 4 is not one of the 4"),
         ({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "3"}, "local rank 3 of 4 does not fit rank 0 of 8"),
         ({**TORCHRUN, "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "7"}, "does not fit rank 5 of 6"),
-        ({**TORCHRUN, "MASTER_PORT": "70000"}, "70000 is no port"),
-        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, "does not fit 5 tasks"),
-        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "two"}, "SLURM_STEP_TASKS_PER_NODE = 'two'"),
-        ({**SLURM, "SLURM_NODEID": "3"}, "this one on node 3"),
-        ({**SLURM, "SLURM_STEP_NODELIST": ""}, "names no host"),
+        ({**TORCHRUN, "MASTER_PORT": "70000"}, "70000 is not a port"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}, "need MASTER_ADDR"),
         ({**PMI, "MPI_LOCALNRANKS": ""}, "MPI_LOCALNRANKS = ''"),
     ],

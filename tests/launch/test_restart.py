@@ -25,7 +25,7 @@ AGAIN = {"again": True}
 def endings(tmp_path_factory: pytest.TempPathFactory, launch_each: Callable[..., dict[str, Ended]]) -> dict[str, Ended]:
     behaviours = {
         "killed@2": AGAIN | {"processes": 3},
-        "crash": AGAIN | {"max_cycles": 2},
+        "crash@9": AGAIN | {"max_cycles": 2},
         "progress@4": AGAIN | {"max_cycles": 1},
         "mistake": AGAIN,
         "late@1": AGAIN,
@@ -49,15 +49,15 @@ def test_a_killed_rank_is_started_again_with_all_others(endings: dict[str, Ended
         assert (event["attempt"], event["checkpoint"], event["fruitless_starts"]) == (number, 0, number)
     for event in ended.events("failed"):
         assert {name: one["step"] for name, one in event["ranks"].items()} == {"0": 5, "1": 5, "2": 5}
-    said = [line for line in ended.output.splitlines() if "again" in line]
+    said = [line for line in ended.output.splitlines() if "restarting" in line]
     assert said == [
-        "starting the ranks again from the beginning; 1 of at most 3 starts in a row brought no new checkpoint",
-        "starting the ranks again from the beginning; 2 of at most 3 starts in a row brought no new checkpoint",
+        "restarting the ranks from the beginning; 1 of at most 3 starts in a row without a new checkpoint",
+        "restarting the ranks from the beginning; 2 of at most 3 starts in a row without a new checkpoint",
     ]
 
 
 def test_a_run_without_progress_is_given_up(endings: dict[str, Ended]) -> None:
-    ended = endings["crash"]
+    ended = endings["crash@9"]
     assert ended.code == 70
     assert launches(ended) == 2
     reason = (
@@ -73,7 +73,7 @@ def test_checkpoints_are_progress(endings: dict[str, Ended]) -> None:
     ended = endings["progress@4"]
     assert ended.code == 0, "one start without a checkpoint would have been too many"
     assert [event["checkpoint"] for event in ended.events("restart")] == [1, 2, 3, 4]
-    assert "starting the ranks again from the checkpoint of step 4" in ended.output.splitlines()
+    assert "restarting the ranks from the checkpoint of step 4" in ended.output.splitlines()
 
 
 def test_mistakes_are_not_tried_again(endings: dict[str, Ended]) -> None:
@@ -109,7 +109,7 @@ def test_a_signal_while_ranks_are_started_again_ends_it(
     start: Callable[..., Launcher], wait_until: Callable[..., None]
 ) -> None:
     launcher = start("killed@2", AGAIN)
-    wait_until(lambda: "again" in log(launcher))
+    wait_until(lambda: "restarting" in log(launcher))
     launcher.process.send_signal(signal.SIGTERM)
     ended = launcher.wait()
     assert ended.code == 75, ended.output

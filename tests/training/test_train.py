@@ -176,7 +176,7 @@ def test_stopped_runs_go_on_as_if_nothing_had_happened(
         if launch == 1:
             assert "SIGINT: finishing this step, then saving and exiting" in ended.stderr
         # The line that says how to go on is the command itself.
-        assert ended.last_line.startswith("go on with: lightscale train ")
+        assert ended.last_line.startswith("resume with: lightscale train ")
         words = shlex.split(ended.last_line.partition("lightscale train ")[2])
         # From the second start on every step is saved, and waits for that.
         words += ["checkpoint.every=1", "checkpoint.asynchronous=false"] if launch == 1 else []
@@ -206,7 +206,7 @@ def test_a_killed_or_suspended_rank_costs_only_the_steps_since_the_last_checkpoi
     ended = running.end()
     assert ended.code == 1, ended.stderr
     assert "rank 1 failed: killed by SIGKILL" in ended.stderr
-    assert ended.last_line.startswith("go on from the newest checkpoint with: lightscale train ")
+    assert ended.last_line.startswith("resume from the newest checkpoint with: lightscale train ")
     status = run.read_status()
     assert status is not None and status.status == "resumable"
     running = start(*words, "restart.hang_timeout_s=5")
@@ -218,16 +218,14 @@ def test_a_killed_or_suspended_rank_costs_only_the_steps_since_the_last_checkpoi
     ended = running.end()
     assert ended.code == 0, ended.stderr
     hanging, killed = [event for event in read_lines(run.events) if event["event"] == "restart"]
-    assert re.match(
-        r"rank 1: no (sign of life|heartbeat) for \d+\.\d s, stopped by a signal at step 2\d, ", hanging["reason"]
-    )
+    assert re.match(r"rank 1: no heartbeat for \d+\.\d s, stopped by a signal at step 2\d, ", hanging["reason"])
     found_at = datetime.datetime.fromisoformat(hanging["time"]).timestamp()
     assert found_at - stopped_at < 60
     assert "File " in (run.logs / "launch-0002" / "rank-0.stacks").read_text()
     assert "rank 0 failed: killed by SIGKILL" in ended.stderr
     assert "rank 0" in killed["reason"]
     for number in (1, 2):
-        assert f"starting the ranks again from the checkpoint of step 20; {number} of at most 3" in ended.stderr
+        assert f"restarting the ranks from the checkpoint of step 20; {number} of at most 3" in ended.stderr
     assert ended.stderr.count("resuming after step 20") == 3
     assert [event["step"] for event in read_lines(run.events) if event["event"] == "resume"] == [20, 20, 20]
     assert steps_of(read_metrics(run.metrics)) == steps_of(read_metrics(whole[0].metrics))

@@ -2,7 +2,7 @@
 
 DIR/reference/       the undisturbed run; used again by a campaign with the same configuration
     round-0001/      the runs under faults, each of the same steps
-    round-0001.log   what their commands said
+    round-0001.log   the output of their commands
     disk/            the run whose disk fills up
 """
 
@@ -28,14 +28,14 @@ from lightscale.launch.chaos.trial import Runner, Trial
 from lightscale.launch.chaos.verify import Verdict, judge
 from lightscale.runs.run_directory import RunDirectory, read_lines
 
-# A start, a step and a save take far less. What hangs is noticed after a time that differs from phase to phase.
+# A start, a step and a save take far less. How long a rank may be silent differs from phase to phase.
 _PATIENCE_S, _PATIENCE_HANG_TIMEOUTS = 180.0, 12
 # Room for the checkpoints that are kept, one that is written, and what a save asks for beyond them.
 _DISK_CHECKPOINTS, _DISK_SPARE_BYTES, _LARGEST_DISK_BYTES = 6, 32 << 20, 2 << 30
 
 
 @dataclass(kw_only=True)
-class Result:
+class CampaignResult:
     """What happened in all rounds."""
 
     reference_s: float = 0.0
@@ -45,14 +45,14 @@ class Result:
     finished_s: list[float] = field(default_factory=list)
     """The same of each run that finished under faults."""
     detection: DamageCheck = field(default_factory=DamageCheck)
-    left_out: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
     """Faults that could not be tried, and why."""
 
 
 class Campaign:
-    """Runs of `config` with `words`, its arguments of `lightscale train`, in `directory`.
+    """Runs of `config` with `overrides`, as `lightscale train` takes them, in `directory`.
 
-    `report` is told what goes on, and called with the result so far after each fault.
+    `report` is called with a line of text and the result so far: before each part, and after each fault.
     """
 
     def __init__(
@@ -63,15 +63,15 @@ class Campaign:
         *,
         processes: int,
         seed: int,
-        report: Callable[[str, Result], None],
+        report: Callable[[str, CampaignResult], None],
     ) -> None:
         self.directory, self.processes, self.seed, self._report = directory, processes, seed, report
         self._command = [sys.executable, "-m", "lightscale", "train", str(config), *overrides]
         self.config = load(config, overrides)
-        self.result = Result()
+        self.result = CampaignResult()
         self._reference = RunDirectory(directory / "reference")
 
-    def run(self, amounts: Amounts, *, flips: int) -> Result:
+    def run(self, amounts: Amounts, *, flips: int) -> CampaignResult:
         """Everything, in turn."""
         self._report("undisturbed run", self.result)
         self._run_reference()
@@ -89,7 +89,7 @@ class Campaign:
             self._round(f"round-{number:04d}", queue)
             if len(queue) == before or not self.result.trials[-1].finished:
                 break
-        self.result.left_out += [f"{one.kind}: the runs were over, or given up, before" for one in queue]
+        self.result.skipped += [f"{one.kind}: the runs were over, or given up, before" for one in queue]
         if amounts.full_disks:
             self._disk_round(amounts.full_disks)
         return self.result
@@ -148,16 +148,16 @@ class Campaign:
         run = RunDirectory(self.directory / "disk")
         size = _DISK_CHECKPOINTS * self._checkpoint_bytes() + _DISK_SPARE_BYTES
         if size > _LARGEST_DISK_BYTES:
-            self.result.left_out.append(f"full disk: checkpoints of {self._checkpoint_bytes():,} bytes are too large")
+            self.result.skipped.append(f"full disk: checkpoints of {self._checkpoint_bytes():,} bytes are too large")
             return
         run.create_or_open(self.config)
         with _small_disk(run.checkpoints, size) as problem:
             if problem is not None:
-                self.result.left_out.append(f"full disk: {problem}")
+                self.result.skipped.append(f"full disk: {problem}")
                 return
             queue = deque(full_disks(number, seed=self.seed))
             self._round("disk", queue)
-            self.result.left_out += [f"{one.kind}: the run was over before" for one in queue]
+            self.result.skipped += [f"{one.kind}: the run was over before" for one in queue]
 
     def _checkpoint_bytes(self) -> int:
         newest = checkpoint_directories(self._reference.checkpoints)[-1]

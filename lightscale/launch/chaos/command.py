@@ -1,4 +1,4 @@
-"""``lightscale chaos``: try out on this machine whether a run survives kills, damaged files and bad disks."""
+"""``lightscale chaos``: test on this machine whether a run survives kills, damaged files and failing disks."""
 
 import argparse
 import datetime
@@ -23,7 +23,7 @@ from rich.table import Table
 
 from lightscale import __version__
 from lightscale.errors import UserError
-from lightscale.launch.chaos.campaign import Campaign, Result
+from lightscale.launch.chaos.campaign import Campaign, CampaignResult
 from lightscale.launch.chaos.schedule import Amounts, Kill
 from lightscale.launch.chaos.verify import shown
 
@@ -104,8 +104,8 @@ def run(args: argparse.Namespace) -> int:
     return 0 if record["passed"] else EXIT_FAILED
 
 
-def summary(result: Result) -> dict[str, Any]:
-    """The result in numbers, with every finding in words."""
+def summary(result: CampaignResult) -> dict[str, Any]:
+    """The result in numbers, with a line of text for everything that is wrong."""
     injected = [one for trial in result.trials for one in trial.injected]
     kinds = Counter(one.fault.kind for one in injected)
     recovered = Counter(one.fault.kind for one in injected if one.recovered)
@@ -141,11 +141,11 @@ def summary(result: Result) -> dict[str, Any]:
         "kinds": {kind: {"faults": number, "recovered": recovered[kind]} for kind, number in sorted(kinds.items())},
         "findings": {name: shown(texts) for name, texts in findings.items() if texts},
         "unreached": sorted({point for trial in result.trials for point in trial.unreached}),
-        "left_out": result.left_out,
+        "left_out": result.skipped,
     }
 
 
-def _goodput(result: Result) -> float | None:
+def _goodput(result: CampaignResult) -> float | None:
     """Time of the undisturbed run over that of the runs under faults."""
     under_faults = sum(result.finished_s)
     return round(result.reference_s * len(result.finished_s) / under_faults, 4) if under_faults else None
@@ -166,7 +166,7 @@ def _show(record: dict[str, Any]) -> None:
     if record["unreached"]:
         console.print(f"never reached, killed at another instant: {', '.join(record['unreached'])}")
     for text in record["left_out"]:
-        console.print(f"left out: {text}")
+        console.print(f"skipped: {text}")
     console.print("passed" if record["passed"] else "FAILED")
 
 
@@ -217,7 +217,7 @@ def _sigterm_as_ctrl_c() -> Iterator[None]:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[str, Result], None]]:
+def _progress(total: int) -> Iterator[Callable[[str, CampaignResult], None]]:
     """A bar on stderr, or a line for each fault where that is no terminal."""
     console, began = Console(stderr=True), time.monotonic()
     bar = Progress(
@@ -230,7 +230,7 @@ def _progress(total: int) -> Iterator[Callable[[str, Result], None]]:
     )
     task = bar.add_task("", total=total)
 
-    def report(text: str, result: Result) -> None:
+    def report(text: str, result: CampaignResult) -> None:
         done = sum(len(trial.injected) for trial in result.trials)
         if console.is_terminal:
             bar.update(task, completed=done, description=text)

@@ -62,7 +62,7 @@ class Damage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stop:
+class StopRank:
     """SIGSTOP to a rank: it hangs, without ending."""
 
     rank: int
@@ -99,7 +99,7 @@ class FullDisk:
     kind: str = "full disk"
 
 
-Fault = Kill | Damage | Stop | DiskFault | FullDisk
+Fault = Kill | Damage | StopRank | DiskFault | FullDisk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ def schedule(amounts: Amounts, *, processes: int, seed: int) -> list[Fault]:
             for how in _shuffled_cycle(generator, DAMAGE_KINDS, amounts.damages)
         ),
         *(
-            Stop(rank=generator.randrange(processes), delay_s=generator.uniform(0, _LATEST_S))
+            StopRank(rank=generator.randrange(processes), delay_s=generator.uniform(0, _LATEST_S))
             for _ in range(amounts.stops)
         ),
         *_disk_faults(generator, amounts.disk_faults, processes),

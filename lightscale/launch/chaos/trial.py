@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lightscale.launch.chaos.damage import checkpoint_directories, damage
-from lightscale.launch.chaos.schedule import Damage, DiskFault, Fault, FullDisk, Kill, Stop
+from lightscale.launch.chaos.schedule import Damage, DiskFault, Fault, FullDisk, Kill, StopRank
 from lightscale.launch.chaos.training import ORPHAN_S, Training, send, wait_until_gone
 from lightscale.launch.chaos.verify import DamagedStep
 from lightscale.training.health.fault_injection import InjectedFault
@@ -118,7 +118,7 @@ class Runner:
                 self._kill_at_a_point(fault)
             case Damage():
                 self._damage(fault)
-            case Stop():
+            case StopRank():
                 self._stop(fault)
             case DiskFault():
                 self._disk_fault(fault)
@@ -185,7 +185,7 @@ class Runner:
         # Whoever is killed before it has told what it refused cannot be asked.
         return self._wait_for_first_step()
 
-    def _stop(self, fault: Stop) -> None:
+    def _stop(self, fault: StopRank) -> None:
         self._wait_for_first_step()
         # The first steps may take long, and launchers are patient with them.
         first = self._steps_seen()

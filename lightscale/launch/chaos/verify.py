@@ -1,4 +1,4 @@
-"""What a run under faults left in its directory, compared with the run that was left in peace."""
+"""The records of a run under faults, compared with those of the undisturbed run."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class DamagedStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What is wrong with a run, in words, and what it lost."""
+    """What is wrong with a run, as lines of text, and what it lost."""
 
     compared: int
     """Steps of all attempts that were compared with the undisturbed run."""
@@ -76,14 +76,15 @@ def _mismatches(reference: Lines, lines: Lines, *, finished: bool) -> Iterator[s
     seen = set()
     for line in lines:
         for key in COMPARED:
-            place = line["step"], key
+            where = f"step {line['step']}, attempt {line['attempt']}"
+            step_key = line["step"], key
             if key not in line:
                 continue
-            seen.add(place)
-            if place not in expected:
-                yield f"step {place[0]}, attempt {line['attempt']}: {key} is not in the undisturbed run"
-            elif line[key] != expected[place]:
-                yield f"step {place[0]}, attempt {line['attempt']}: {key} {line[key]}, undisturbed {expected[place]}"
+            seen.add(step_key)
+            if step_key not in expected:
+                yield f"{where}: {key} is not in the undisturbed run"
+            elif line[key] != expected[step_key]:
+                yield f"{where}: {key} {line[key]}, undisturbed {expected[step_key]}"
     if finished:
         yield from (f"step {step}: no {key} was recorded" for step, key in sorted(set(expected) - seen))
 

@@ -1,4 +1,4 @@
-"""``lightscale logs``: what a run prints."""
+"""``lightscale logs``: the output of a run."""
 
 import argparse
 import math
@@ -7,27 +7,28 @@ import time
 from pathlib import Path
 
 from lightscale.errors import UserError
-from lightscale.runs.jobs import live_jobs, recorded_jobs
+from lightscale.launch.commands.runs import is_running
+from lightscale.launch.scheduler import live_jobs, newest_job_log
+from lightscale.runs.jobs import recorded_jobs
 from lightscale.runs.run_directory import RunDirectory
-from lightscale.runs.runs_command import is_running
 
 _POLL_S = 1.0
-# How often SLURM is asked whether there still is a job.
+# How often the scheduler is asked whether there still is a job: each time costs its controller something.
 _ASK_S = 15.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale logs``."""
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
-    parser.add_argument("--rank", type=int, metavar="N", help="what this rank said (default: the job, or rank 0)")
-    parser.add_argument("--follow", action="store_true", help="go on until the run ends")
+    parser.add_argument("--rank", type=int, metavar="N", help="output of this rank (default: of the job, or of rank 0)")
+    parser.add_argument("--follow", action="store_true", help="continue until the run ends")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the newest output of the run."""
     directory = RunDirectory(args.run)
     if not directory.config.exists():
-        raise UserError(f"{directory.path} is no run directory: it has no config.toml; `lightscale runs` lists runs")
+        raise UserError(f"{directory.path}: not a run directory, it has no config.toml; `lightscale runs` lists runs")
     if args.follow:
         return follow(directory, args.rank)
     files = _newest(directory, args.rank)
@@ -40,15 +41,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def follow(directory: RunDirectory, rank: int | None) -> int:
-    """Print what the run says as it comes, over restarts and from job to job, until none is left to speak."""
+    """Print the run's output as it comes, over restarts and from job to job, until nothing of it runs or waits."""
     shown: dict[Path, int] = {}
     asked_s = -math.inf
     while True:
-        spoke = False
+        is_new = False
         for file in _newest(directory, rank):
-            spoke |= _show(file, shown)
+            is_new |= _show(file, shown)
         sys.stdout.flush()
-        if not spoke and time.monotonic() - asked_s > _ASK_S:
+        if not is_new and time.monotonic() - asked_s > _ASK_S:
             if not is_running(directory) and not live_jobs(recorded_jobs(directory)):
                 for file in _newest(directory, rank):
                     _show(file, shown)
@@ -71,9 +72,8 @@ def _show(file: Path, shown: dict[Path, int]) -> bool:
 
 def _newest(directory: RunDirectory, rank: int | None) -> list[Path]:
     """The files of the newest job; or of rank `rank` in the newest launch, 0 where there are no jobs."""
-    jobs = sorted(directory.logs.glob("slurm-*.out"), key=lambda path: int(path.stem.partition("-")[2]))
-    if rank is None and jobs:
-        return jobs[-1:]
+    if rank is None and (job := newest_job_log(directory)) is not None:
+        return [job]
     launches = sorted(directory.logs.glob("launch-*"))[-1:]
     files = [launch / f"rank-{rank or 0}.{stream}" for launch in launches for stream in ("out", "err")]
     return [file for file in files if file.exists()]

@@ -1,8 +1,7 @@
-"""``lightscale submit``: start a run, or go on with it, as jobs of a SLURM cluster."""
+"""``lightscale submit``: start or resume a run as jobs of a scheduler."""
 
 import argparse
 import sys
-import tempfile
 from pathlib import Path
 
 from lightscale.config.files import load
@@ -10,12 +9,13 @@ from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
 from lightscale.launch.commands.logs import follow
 from lightscale.launch.commands.train import allowed_changes, check_run, default_directory, is_finished
-from lightscale.launch.slurm.client import ask, partitions, require
-from lightscale.launch.slurm.script import ranks, render
-from lightscale.launch.slurm.settings import LaunchSettings, load_settings
-from lightscale.runs.jobs import live_jobs, record_job, recorded_jobs
+from lightscale.launch.scheduler import SCHEDULERS, JobRequest, default_scheduler, get_scheduler, live_jobs
+from lightscale.launch.settings import LaunchSettings, load_settings
+from lightscale.runs.jobs import JobRecord, record_job, recorded_jobs
 from lightscale.runs.lock import RunLock
 from lightscale.runs.run_directory import RunDirectory, write_atomically
+
+_SETTINGS = ("nodes", "time", "partition", "account", "gpus_per_node", "processes")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides",
         nargs="*",
         metavar="section.key=value",
-        help="values that replace the file's; launch.key=value for those of the cluster",
+        help="values that replace the file's; launch.key=value for those of the job",
     )
     parser.add_argument(
         "--run",
@@ -33,10 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="run directory; one that exists is resumed (default: runs/NAME of CONFIG)",
     )
+    parser.add_argument(
+        "--scheduler",
+        default=default_scheduler(),
+        metavar="NAME",
+        help=f"one of {', '.join(SCHEDULERS)} (default: {default_scheduler()})",
+    )
     parser.add_argument("--nodes", type=int, metavar="N", help="nodes of the job (default: launch.nodes, or 1)")
     parser.add_argument("--time", metavar="TIME", help="time limit of the job, like 24:00:00 (default: launch.time)")
-    parser.add_argument("--partition", metavar="NAME", help="SLURM's partition (default: launch.partition)")
-    parser.add_argument("--account", metavar="NAME", help="whom SLURM charges (default: launch.account)")
+    parser.add_argument("--partition", metavar="NAME", help="partition of the cluster (default: launch.partition)")
+    parser.add_argument("--account", metavar="NAME", help="account that is charged (default: launch.account)")
     parser.add_argument(
         "--gpus-per-node", type=int, metavar="N", help="GPUs of each node (default: launch.gpus_per_node)"
     )
@@ -62,80 +68,83 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="resume although this differs from the run's, see `lightscale train --help`",
     )
     parser.epilog = (
-        "The cluster's settings come from [launch] in ~/.config/lightscale/launch.toml, then in CONFIG. "
+        "The settings of jobs come from [launch] in ~/.config/lightscale/launch.toml, then in CONFIG. "
         + "; ".join(f"{name}: {field.description}".rstrip(".") for name, field in LaunchSettings.model_fields.items())
         + "."
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the run here, then submit it; print the jobs' ids and the run directory."""
+    """Check the run here, then submit it; print the jobs' numbers and the run directory."""
     ours = [text for text in args.overrides if text.startswith("launch.")]
-    given = {
-        name: getattr(args, name) for name in ("nodes", "time", "partition", "account", "gpus_per_node", "processes")
-    }
-    settings = load_settings(args.config, ours, given)
+    settings = load_settings(args.config, ours, {name: getattr(args, name) for name in _SETTINGS})
+    scheduler = get_scheduler(args.scheduler)
+    scheduler.check_settings(settings)
     if args.chain is not None and args.chain < 1:
         raise UserError(f"--chain {args.chain}: must be at least 1")
     config = load(args.config, [text for text in args.overrides if text not in ours])
-    allow = allowed_changes(args.allow_change)
-    check_run(config, settings.nodes * ranks(settings))
-    directory = RunDirectory(args.run or default_directory(args.config))
-    script = render(settings, directory, is_chain=args.chain is not None, allow=allow)
-    if args.dry_run:
-        print(script, end="")
-        return 0
-    require("sbatch", "squeue")
-    _refuse_live_jobs(directory)
-    _check_script(script, settings)
-    if is_finished(directory, config, allow):
-        print(f"{directory.path} is finished: all {config.total_steps} steps are done", file=sys.stderr)
-        return 0
-    jobs = _submit(directory, config, allow, script, args.chain or 1)
-    print(f"{'job' if len(jobs) == 1 else 'jobs'} {', '.join(map(str, jobs))} in {directory.path}")
-    if args.follow:
-        return follow(directory, None)
-    print(
-        f"lightscale logs {directory.path} --follow, lightscale runs, lightscale cancel {directory.path}",
-        file=sys.stderr,
+    request = JobRequest(
+        run=RunDirectory(args.run or default_directory(args.config)),
+        settings=settings,
+        is_chain=args.chain is not None,
+        allow=allowed_changes(args.allow_change),
     )
+    if args.dry_run:
+        check_run(config, settings.nodes * settings.ranks_per_node)
+        print(scheduler.script(request), end="")
+        return 0
+    jobs = submit_run(config, request, scheduler=args.scheduler, count=args.chain or 1)
+    path = request.run.path
+    if not jobs:
+        print(f"{path} is finished: all {config.total_steps} steps are done", file=sys.stderr)
+        return 0
+    print(f"{'job' if len(jobs) == 1 else 'jobs'} {', '.join(map(str, jobs))} in {path}")
+    if args.follow:
+        return follow(request.run, None)
+    print(f"lightscale logs {path} --follow, lightscale runs, lightscale cancel {path}", file=sys.stderr)
     return 0
 
 
-def _refuse_live_jobs(directory: RunDirectory) -> None:
-    live = live_jobs(recorded_jobs(directory))
+def submit_run(config: RunConfig, request: JobRequest, *, scheduler: str | None = None, count: int = 1) -> list[int]:
+    """Submit `count` jobs, each for after the one before, for the run of `config`; returns their numbers.
+
+    None are submitted for a run that is finished. Everything that can be checked here is, before anything is written.
+    Raises UserError for what the user must change, as for a run that another job holds.
+
+    Args:
+        scheduler: a name of `SCHEDULERS`; None for the default.
+    """
+    implementation, run = get_scheduler(scheduler), request.run
+    settings, allow = request.settings, frozenset(request.allow)
+    implementation.check_settings(settings)
+    check_run(config, settings.nodes * settings.ranks_per_node)
+    script = implementation.script(request)
+    implementation.require("submit")
+    _refuse_live_jobs(run)
+    implementation.check(request)
+    if is_finished(run, config, allow):
+        return []
+    run.create(config)
+    # For a moment: a job that runs has the lock, and would be refused by ours.
+    with RunLock(run):
+        run.create_or_open(config, allow)
+        # Schedulers open a job's output before it starts, and none of them makes its folder.
+        run.logs.mkdir(exist_ok=True)
+        write_atomically(request.script, script)
+    name = None if scheduler == default_scheduler() else scheduler
+    jobs: list[int] = []
+    for _ in range(count):
+        jobs.append(implementation.submit(request, after=jobs[-1] if jobs else None))
+        # Each at once: should the next submission fail, `cancel` finds those before.
+        record_job(run, JobRecord(number=jobs[-1], scheduler=name))
+    return jobs
+
+
+def _refuse_live_jobs(run: RunDirectory) -> None:
+    live = live_jobs(recorded_jobs(run))
     if live:
         jobs = ", ".join(map(str, live.values()))
         raise UserError(
-            f"{directory.path} is in use by job {jobs}; wait for it, end it with `lightscale cancel {directory.path}`, "
+            f"{run.path} is in use by job {jobs}; wait for it, end it with `lightscale cancel {run.path}`, "
             "or start another run with --run"
         )
-
-
-def _check_script(script: str, settings: LaunchSettings) -> None:
-    """Refuse what SLURM would not take, before anything is written."""
-    if settings.partition is not None and settings.partition not in (there := partitions()):
-        raise UserError(
-            f'partition "{settings.partition}": the cluster has no such one; there are {", ".join(there) or "none"}'
-        )
-    with tempfile.NamedTemporaryFile("w", suffix=".sh", encoding="utf-8") as file:
-        file.write(script)
-        file.flush()
-        ask("sbatch", "--test-only", file.name)
-
-
-def _submit(directory: RunDirectory, config: RunConfig, allow: frozenset[str], script: str, count: int) -> list[int]:
-    """Submit `count` jobs, each for after the one before."""
-    directory.create(config)
-    # For a moment: a job that runs has the lock, and would be refused by ours.
-    with RunLock(directory):
-        directory.create_or_open(config, allow)
-        directory.logs.mkdir(exist_ok=True)
-        path = directory.path / "job.sh"
-        write_atomically(path, script)
-    jobs: list[int] = []
-    for _ in range(count):
-        after = [f"--dependency=afterany:{jobs[-1]}"] if jobs else []
-        jobs.append(int(ask("sbatch", "--parsable", *after, str(path)).split(";")[0]))
-        record_job(directory, jobs[-1])
-    return jobs

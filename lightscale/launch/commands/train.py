@@ -1,4 +1,4 @@
-"""``lightscale train``: start a run, or go on with it."""
+"""``lightscale train``: start or resume a run."""
 
 import argparse
 import contextlib
@@ -23,16 +23,16 @@ from lightscale.errors import UserError
 from lightscale.launch.duration import parse_duration
 from lightscale.launch.environment import RankEnvironment
 from lightscale.launch.network import choose_interface
-from lightscale.launch.rank import LAUNCHER_VARIABLE, run_rank, summary_and_place
-from lightscale.launch.restart import EXIT_CODES, Place, RestartPolicy, run_ranks
-from lightscale.launch.slurm.allocation import Allocation
+from lightscale.launch.rank import LAUNCHER_VARIABLE, run_rank, summary_and_notes
+from lightscale.launch.restart import EXIT_CODES, Nodes, RestartPolicy, run_ranks
+from lightscale.launch.scheduler import default_scheduler, get_scheduler
 from lightscale.launch.torchrun import ThisMachine
 from lightscale.models.registry import check_mixers
 from lightscale.runs.lock import InUse, RunLock
 from lightscale.runs.run_directory import RunDirectory, Status
 from lightscale.training.signals import DEADLINE_VARIABLE
 
-# A lock that nobody renews counts as given up after a minute.
+# Longer than it takes until a lock that is not renewed becomes stale, a minute: see `runs/lock.py`.
 _PATIENCE_S, _PAUSE_S = 150.0, 5.0
 
 
@@ -54,24 +54,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ranks on this machine, or on each node (default: one per GPU, or one)",
     )
     parser.add_argument(
-        "--slurm",
-        action="store_true",
-        help="start the ranks on all nodes of the SLURM job that this runs in, by srun; what `lightscale submit` does",
+        "--scheduler",
+        metavar="NAME",
+        help="start the ranks on all nodes of this scheduler's job that this runs in; what `lightscale submit` does",
     )
     parser.add_argument(
         "--min-nodes",
         type=int,
         metavar="N",
-        help="with --slurm: after nodes failed, go on with the others if they are as many (default: half of them), "
-        "else leave to be queued again",
+        help="with --scheduler: least number of nodes with which the run continues after others failed (default: half "
+        "of them); with fewer it exits, to be queued again",
     )
     parser.add_argument(
         "--stop-after",
         metavar="TIME",
-        help="save and leave after this long, like 23h30m: less than the job's time limit by a step and a save",
+        help="save and exit after this long, like 23h30m: less than the job's time limit by a step and a save",
     )
     parser.add_argument(
-        "--no-restart", action="store_true", help="do not start the ranks again after a failure: the job script does"
+        "--no-restart", action="store_true", help="do not restart the ranks after a failure: the job script does"
     )
     parser.add_argument(
         "--allow-change",
@@ -95,18 +95,20 @@ def run(args: argparse.Namespace) -> int:
     environment = RankEnvironment.read(os.environ)
     if environment is None:
         return _launch(args, directory, deadline_s)
+    # Where our launcher started the ranks the variable is set already; here another launcher did.
     if deadline_s is not None:
         os.environ[DEADLINE_VARIABLE] = str(deadline_s)
-    place, allow = environment, allowed_changes(args.allow_change)
-    return run_rank(lambda: _train(load(args.config, args.overrides), directory, place, allow))
+    rank, allow = environment, allowed_changes(args.allow_change)
+    return run_rank(lambda: _train(load(args.config, args.overrides), directory, rank, allow))
 
 
 def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float | None) -> int:
     """Check everything that can be checked without ranks, then start them."""
     config, allow = load(args.config, args.overrides), allowed_changes(args.allow_change)
     processes = _num_processes(config, args.processes)
-    place, num_nodes = _place(args, config, processes)
-    check_run(config, processes * num_nodes)
+    nodes = _nodes(args, config, processes)
+    # Before the run's directory exists: a mistake leaves nothing behind.
+    check_run(config, processes * nodes.num_nodes)
     if is_finished(directory, config, allow):
         print(f"{directory.path} is finished: all {config.total_steps} steps are done", file=sys.stderr)
         code = EXIT_CODES["finished"]
@@ -116,8 +118,9 @@ def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float
         command += [f"--allow-change={key}" for key in sorted(allow)]
         policy = RestartPolicy(config=config.restart, again=not args.no_restart, deadline_s=deadline_s)
         resume = _command_line(args, directory)
-        with _held(directory, config, allow, patience_s=_PATIENCE_S if args.slurm else 0.0):
-            code = run_ranks(directory, command, processes=processes, resume=resume, policy=policy, place=place)
+        job = None if args.scheduler is None else get_scheduler(args.scheduler).current_job(os.environ)
+        with _held(directory, config, allow, job=job):
+            code = run_ranks(directory, command, processes=processes, resume=resume, policy=policy, nodes=nodes)
     if args.json:
         status = directory.read_status()
         record = dataclasses.asdict(status) if status else {}
@@ -125,13 +128,14 @@ def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float
     return code
 
 
-def _place(args: argparse.Namespace, config: RunConfig, processes: int) -> tuple[Place, int]:
-    """Where the ranks run, and its number of nodes."""
-    if not args.slurm:
+def _nodes(args: argparse.Namespace, config: RunConfig, processes: int) -> Nodes:
+    """Where the ranks run."""
+    if args.scheduler is None:
         if args.min_nodes is not None:
-            raise UserError(f"--min-nodes {args.min_nodes} is for runs on the nodes of a SLURM job: with --slurm")
-        return ThisMachine(), 1
+            raise UserError(f"--min-nodes {args.min_nodes}: only for runs on the nodes of a job; use --scheduler too")
+        return ThisMachine()
 
+    # Asked again after nodes failed, for those that are left.
     def fits(num_nodes: int) -> bool:
         try:
             check_layout(config, processes * num_nodes)
@@ -139,8 +143,7 @@ def _place(args: argparse.Namespace, config: RunConfig, processes: int) -> tuple
             return False
         return True
 
-    allocation = Allocation.read(os.environ, args.min_nodes, fits)
-    return allocation, allocation.num_nodes
+    return get_scheduler(args.scheduler).allocation(os.environ, min_nodes=args.min_nodes, fits=fits)
 
 
 def check_run(config: RunConfig, num_ranks: int) -> None:
@@ -152,16 +155,18 @@ def check_run(config: RunConfig, num_ranks: int) -> None:
 
 def _train(config: RunConfig, directory: RunDirectory, environment: RankEnvironment, allow: frozenset[str]) -> int:
     """The work of one rank."""
+    # torch.distributed and Megatron know only torchrun's variables.
     os.environ.update(environment.variables())
     check_layout(config, environment.world_size)
     is_main = environment.rank == 0
+    # Only rank 0 may create the directory. The others have to come to the same answer without it.
     if is_finished(directory, config, allow) if is_main else directory.is_finished(config):
         return 0
     choose_interface(environment)
-    # Where a launcher started the ranks, it holds the run, and says how it ended.
+    # Our launcher holds the run, and writes how it ended; without it rank 0 does both.
     alone = LAUNCHER_VARIABLE not in os.environ
     hold = functools.partial(_held_by_rank, directory, config, allow) if alone else contextlib.nullcontext
-    # Imported here, because the launcher, in the same module, needs neither the models nor the engine.
+    # By name, because the launcher, in the same module, needs neither the models nor the engine: seconds of each start.
     importlib.import_module("lightscale.training.train").train(config, directory, allow, hold)
     assert not is_main or directory.read_status() is not None, "training ended without a status"
     return 0
@@ -192,47 +197,51 @@ def is_finished(directory: RunDirectory, config: RunConfig, allow: frozenset[str
 
 
 @contextlib.contextmanager
-def _held(directory: RunDirectory, config: RunConfig, allow: frozenset[str], patience_s: float = 0.0) -> Iterator[None]:
-    """Have the run for this job alone, with `config` in it; wait `patience_s` for an earlier start of the job."""
+def _held(directory: RunDirectory, config: RunConfig, allow: frozenset[str], job: str | None = None) -> Iterator[None]:
+    """Hold the run's lock, with `config` stored. `job`: the scheduler's job that this launcher runs in."""
     with contextlib.ExitStack() as stack:
-        deadline_s = time.monotonic() + patience_s
+        deadline_s = time.monotonic() + _PATIENCE_S
         while True:
             try:
                 stack.enter_context(RunLock(directory))
                 break
             except InUse as error:
-                # A job that was queued again is the only one of its number: its first node had failed, with the lock.
-                if error.job != os.environ.get("SLURM_JOB_ID") or time.monotonic() > deadline_s:
+                # A job that was queued again is the only one of its number: the holder is its own earlier start, whose
+                # node failed, and the lock becomes stale. Any other holder is at work, and waiting would be in vain.
+                if job is None or error.job != job or time.monotonic() > deadline_s:
                     raise
             time.sleep(_PAUSE_S)
+        # Under the lock: until now another launcher could have written another configuration.
         directory.create_or_open(config, allow)
         yield
 
 
 @contextlib.contextmanager
 def _held_by_rank(directory: RunDirectory, config: RunConfig, allow: frozenset[str]) -> Iterator[None]:
-    """The same for a job that somebody else's launcher started: its errors become the run's status."""
+    """The same for ranks that another launcher started: their errors become the run's status."""
     with _held(directory, config, allow):
         try:
             yield
         except Exception as error:
             step, tokens = directory.progress()
             status: Status = "stopped" if isinstance(error, UserError) else "resumable"
-            directory.write_status(status, reason=f"rank 0: {summary_and_place(error)}", step=step, tokens=tokens)
+            directory.write_status(status, reason=f"rank 0: {summary_and_notes(error)}", step=step, tokens=tokens)
             raise
 
 
 def default_directory(config: Path) -> Path:
     """Where the run of a configuration is: runs/NAME for NAME.toml; a run's own config.toml stands for that run."""
+    # Otherwise a command line that names a run's own file would start another run, runs/config.
     if config.name == "config.toml" and (config.parent / "events.jsonl").exists():
         return config.parent
     return Path("runs") / config.stem
 
 
 def _num_processes(config: RunConfig, wanted: int | None) -> int:
+    # device_count asks the driver without creating a context: the GPUs are for the ranks.
     gpus = 0 if config.train.device == "cpu" else torch.cuda.device_count()
     if config.train.device == "cuda" and gpus == 0:
-        raise UserError('train.device = "cuda", but torch sees no GPU; "auto" or "cpu" would do')
+        raise UserError('train.device = "cuda", but torch sees no GPU; use "auto" or "cpu"')
     processes = wanted if wanted is not None else max(1, gpus)
     if processes < 1:
         raise UserError(f"--processes {processes}: must be at least 1")
@@ -246,20 +255,22 @@ def _check_store(config: RunConfig) -> None:
     data = config.data
     store = TokenStore(data.store)
     tokenizer = store.tokenizer
+    # An id without an embedding would fail on the device, far from its cause.
     if tokenizer.vocab_size > config.model.vocab_size:
         raise UserError(
             f"model.vocab_size = {config.model.vocab_size} is less than the {tokenizer.vocab_size} tokens of "
-            f"{tokenizer.name} in data.store = {data.store}; at least as many would do"
+            f"{tokenizer.name} in data.store = {data.store}; use at least as many"
         )
     for name in data.sources:
         _check_source(f"data.sources.{name}", name, store)
     for name, validation in data.validation.items():
         other = store if validation.store is None else TokenStore(validation.store)
         _check_source(f"data.validation.{name}.source", validation.source, other)
+        # Losses per token of two tokenizers cannot be compared.
         if other.tokenizer.sha256 != tokenizer.sha256:
             raise UserError(
                 f"data.validation.{name}.store = {validation.store} was written with another tokenizer "
-                f"({_words(other.tokenizer)}) than data.store = {data.store} ({_words(tokenizer)}); "
+                f"({_describe(other.tokenizer)}) than data.store = {data.store} ({_describe(tokenizer)}); "
                 "prepare both with the same one"
             )
 
@@ -269,18 +280,19 @@ def _check_source(key: str, name: str, store: TokenStore) -> None:
         raise UserError(f"{key}: no source {name!r} in {store.path}; it has {', '.join(store.sources)}")
 
 
-def _words(tokenizer: TokenizerIdentity) -> str:
+def _describe(tokenizer: TokenizerIdentity) -> str:
     return f"{tokenizer.name}, {tokenizer.vocab_size} tokens, {tokenizer.sha256[:8]}"
 
 
 def _command_line(args: argparse.Namespace, directory: RunDirectory) -> str:
-    if args.slurm:
-        return f"lightscale submit {shlex.join([str(directory.config)])} --nodes … --time …"
-    words = ["lightscale", "train", str(args.config), *args.overrides, "--run", str(directory.path)]
+    if args.scheduler is not None:
+        other = "" if args.scheduler == default_scheduler() else f"--scheduler {args.scheduler} "
+        return f"lightscale submit {shlex.join([str(directory.config)])} {other}--nodes … --time …"
+    arguments = ["lightscale", "train", str(args.config), *args.overrides, "--run", str(directory.path)]
     if args.processes is not None:
-        words += ["--processes", str(args.processes)]
+        arguments += ["--processes", str(args.processes)]
     if args.stop_after is not None:
-        words += ["--stop-after", args.stop_after]
+        arguments += ["--stop-after", args.stop_after]
     if args.no_restart:
-        words.append("--no-restart")
-    return shlex.join(words)
+        arguments.append("--no-restart")
+    return shlex.join(arguments)

@@ -1,4 +1,4 @@
-"""``lightscale doctor``: whether this machine, or all ranks of a job together, can train, and what would be right."""
+"""``lightscale doctor``: whether this machine, or all ranks of a job together, can train, and what to change."""
 
 import argparse
 import dataclasses
@@ -21,7 +21,7 @@ from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
 from lightscale.launch.commands.train import default_directory
 from lightscale.launch.doctor import measure
-from lightscale.launch.doctor.peers import AbsentRanks, Company, company
+from lightscale.launch.doctor.peers import AbsentRanks, PeerRanks, meet_peers
 from lightscale.launch.environment import RankEnvironment
 from lightscale.training.health.check_result import CheckResult, Outcome, where
 from lightscale.training.health.machine import Machine, host_name
@@ -33,7 +33,7 @@ _WAIT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class DoctorReport:
     """All findings of one machine or of all ranks."""
 
     hosts: Sequence[str]
@@ -52,7 +52,7 @@ class Report:
 
     @property
     def exclude(self) -> list[str]:
-        """Hosts without which the job would do."""
+        """Hosts to exclude from the job."""
         blamed = [one for one in self.findings if one.result == "failed" and one.blames_host]
         ranks = [rank for one in blamed for rank in one.ranks or range(len(self.hosts))]
         return sorted({self.hosts[rank] for rank in ranks})
@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--exclude",
         type=Path,
         metavar="FILE",
-        help="add hosts that failed to FILE, a line each, as `sbatch --exclude=./FILE` reads them",
+        help="add hosts that failed to FILE, one per line, the form that a scheduler's --exclude=./FILE reads",
     )
     parser.add_argument(
         "--wait", type=float, default=_WAIT_S, metavar="SECONDS", help=f"for ranks to answer (default: {_WAIT_S:.0f})"
@@ -103,27 +103,27 @@ def run(args: argparse.Namespace) -> int:
     if args.wait <= 0:
         raise UserError(f"--wait {args.wait:g}: must be more than 0 seconds")
     config, directory = _target(args)
-    place = RankEnvironment.read(os.environ)
-    if place is None:
+    environment = RankEnvironment.read(os.environ)
+    if environment is None:
         report = examine_machine(config, directory, full=args.full)
     else:
         try:
-            with company(place, args.wait) as ranks:
-                report = examine_ranks(config, directory, ranks, place)
+            with meet_peers(environment, args.wait) as ranks:
+                report = examine_ranks(config, directory, ranks, environment)
         except AbsentRanks as absent:
-            report = Report(hosts=absent.hosts, findings=[_absence(absent)])
+            report = DoctorReport(hosts=absent.hosts, findings=[_absence(absent)])
         except (dist.DistError, RuntimeError) as error:
             # Rank 0 left because of a rank that did not answer, and has said so.
             reason = str(error).strip().splitlines()[0]
-            print(f"rank {place.rank} on {host_name()} lost the other ranks: {reason}", file=sys.stderr)
+            print(f"rank {environment.rank} on {host_name()} lost the other ranks: {reason}", file=sys.stderr)
             return UserError.EXIT_CODE
-    if place is None or place.rank == 0:
+    if environment is None or environment.rank == 0:
         _exclude(args.exclude, report)
         _print(report, as_json=args.json)
     return report.exit_code
 
 
-def examine_machine(config: RunConfig | None, directory: Path, *, full: bool) -> Report:
+def examine_machine(config: RunConfig | None, directory: Path, *, full: bool) -> DoctorReport:
     """This machine alone."""
     findings = check_machine(config, directory)
     if full:
@@ -142,16 +142,18 @@ def examine_machine(config: RunConfig | None, directory: Path, *, full: bool) ->
             else one
             for one in measure.judge_products(products, kinds, devices[0].type)
         ]
-    return Report(hosts=[host_name()], findings=findings)
+    return DoctorReport(hosts=[host_name()], findings=findings)
 
 
-def examine_ranks(config: RunConfig | None, directory: Path, ranks: Company, place: RankEnvironment) -> Report:
+def examine_ranks(
+    config: RunConfig | None, directory: Path, ranks: PeerRanks, environment: RankEnvironment
+) -> DoctorReport:
     """All ranks of a job, with measurements. The same report on every rank."""
-    findings = check_ranks(config, directory, ranks, place.local_rank)
-    machines = ranks.on_all(lambda: Machine.read(place.local_rank))
+    findings = check_ranks(config, directory, ranks, environment.local_rank)
+    machines = ranks.on_all(lambda: Machine.read(environment.local_rank))
     wanted = "auto" if config is None else config.train.device
     if wanted != "cpu" and all(machine.gpus for machine in machines):
-        device = torch.device("cuda", place.local_rank)
+        device = torch.device("cuda", environment.local_rank)
         torch.cuda.set_device(device)
         kinds = [machine.gpus[0].name for machine in machines]
     else:
@@ -170,7 +172,7 @@ def examine_ranks(config: RunConfig | None, directory: Path, ranks: Company, pla
     if ranks.size > 1:
         findings += measure.judge_exchange(ranks.on_all(lambda: measure.measure_exchange(peers)))
         findings += measure.judge_all_reduce(ranks.on_all(lambda: measure.measure_all_reduce(peers)))
-    return Report(hosts=ranks.hosts, findings=findings)
+    return DoctorReport(hosts=ranks.hosts, findings=findings)
 
 
 def _target(args: argparse.Namespace) -> tuple[RunConfig | None, Path]:
@@ -194,7 +196,7 @@ def _absence(absent: AbsentRanks) -> CheckResult:
     )
 
 
-def _exclude(path: Path | None, report: Report) -> None:
+def _exclude(path: Path | None, report: DoctorReport) -> None:
     """Add to the file what is not there yet."""
     if path is None:
         return
@@ -202,12 +204,12 @@ def _exclude(path: Path | None, report: Report) -> None:
     path.write_text("".join(f"{host}\n" for host in dict.fromkeys([*there, *report.exclude])), encoding="utf-8")
 
 
-def _print(report: Report, *, as_json: bool) -> None:
+def _print(report: DoctorReport, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(report.record(), indent=2))
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("check", "result", "found", "what would be right"):
+    for heading in ("check", "result", "found", "expected"):
         table.add_column(heading, no_wrap=heading in ("check", "result"), overflow="fold")
     for finding in report.findings:
         who = where(finding.ranks, report.hosts)
@@ -217,7 +219,7 @@ def _print(report: Report, *, as_json: bool) -> None:
     console = Console(highlight=False, width=max(Console().width, 120))
     console.print(table)
     if report.exclude:
-        console.print(f"hosts to leave out: {', '.join(report.exclude)}", markup=False)
+        console.print(f"hosts to exclude: {', '.join(report.exclude)}", markup=False)
 
 
 def _plain(text: str) -> str:

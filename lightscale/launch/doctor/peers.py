@@ -29,7 +29,7 @@ class AbsentRanks(Exception):
         self.ranks, self.hosts = ranks, hosts
 
 
-class Company(Agreement):
+class PeerRanks(Agreement):
     """All ranks of one command, with their hosts. Nothing waits longer than `timeout_s` for a rank."""
 
     def __init__(self, hosts: list[str], timeout_s: float) -> None:
@@ -63,33 +63,35 @@ class Company(Agreement):
 
 
 @contextlib.contextmanager
-def company(place: RankEnvironment, timeout_s: float) -> Iterator[Company]:
-    """Meet the other ranks of this job, by gloo."""
-    os.environ.update(place.variables())
-    choose_interface(place)
+def meet_peers(environment: RankEnvironment, timeout_s: float) -> Iterator[PeerRanks]:
+    """Connect to the other ranks of this job, by gloo. Raises AbsentRanks on rank 0 where some do not come."""
+    os.environ.update(environment.variables())
+    choose_interface(environment)
     wait = timedelta(seconds=timeout_s)
     # torchrun's agent has the store that its ranks meet at; other launchers leave that to rank 0.
     is_there = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.PrefixStore(
         f"doctor-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         dist.TCPStore(
-            place.master_address,
-            place.master_port,
-            is_master=place.rank == 0 and not is_there,
+            environment.master_address,
+            environment.master_port,
+            is_master=environment.rank == 0 and not is_there,
             wait_for_workers=False,
             timeout=wait,
         ),
     )
-    store.set(_key(place.rank), host_name())
-    keys = [_key(rank) for rank in range(place.world_size)]
-    if place.rank == 0:
+    store.set(_key(environment.rank), host_name())
+    keys = [_key(rank) for rank in range(environment.world_size)]
+    if environment.rank == 0:
         _await_all(store, keys, timeout_s)
     # Twice: rank 0 has just waited as long for the last one.
     store.wait(keys, 2 * wait)
     hosts = [store.get(key).decode() for key in keys]
-    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=2 * wait)
+    dist.init_process_group(
+        "gloo", store=store, rank=environment.rank, world_size=environment.world_size, timeout=2 * wait
+    )
     try:
-        yield Company(hosts, timeout_s)
+        yield PeerRanks(hosts, timeout_s)
     finally:
         dist.destroy_process_group()
 

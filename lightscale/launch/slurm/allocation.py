@@ -1,13 +1,14 @@
-"""The nodes of the SLURM job that this process runs in, as the place of a run's ranks.
+"""The nodes of the SLURM job that this process runs in, on which the launcher starts a run's ranks.
 
-    batch script ──▶ launcher (`train --slurm`, on the first node) ── srun ──▶ an agent on every node ──▶ ranks
+    batch script ──▶ launcher (`train --scheduler slurm`, first node) ── srun ──▶ an agent on every node ──▶ ranks
 
-The launcher stays what it is on one machine: it has the run's lock, starts the ranks again after a failure, and says
-by its exit code how it ended. Each start is a step of its own, on the nodes that the job has then: one that failed is
-taken out of the job by SLURM (where it has `sbatch --no-kill`), and the run goes on with the others as far as its batch
-can be split over them, or leaves for a job with other nodes.
+The launcher does what it does on one machine: it holds the run's lock, restarts the ranks after a failure, and tells by
+its exit code how the run ended. Each start is a job step of its own, on the nodes that the job has then: SLURM takes a
+failed one out of the job (submitted with `sbatch --no-kill`), and the run continues on the others if its batch can be
+split over them, or exits, to be queued again with other nodes.
 
-srun takes SIGUSR1 to all agents, but ends the step at once on SIGTERM and SIGINT: so every stop signal becomes SIGUSR1.
+srun forwards SIGUSR1 to all agents, but ends the step at once on SIGTERM and SIGINT: so every stop signal becomes
+SIGUSR1.
 """
 
 import contextlib
@@ -34,6 +35,7 @@ from lightscale.launch.torchrun import Launch, conclude
 
 # Of a shell that reports the death of a child by a signal.
 _SIGNALLED = 128
+# A controller that is started again, as for an update, is away for a minute or two, and jobs go on meanwhile.
 _PATIENCE_S, _PAUSE_S = 300.0, 10.0
 _POLL_S = 1.0
 # A failed agent waits for the others for some seconds, then SLURM gives them its KillWait of usually 30.
@@ -50,7 +52,7 @@ class Allocation:
     num_nodes: int
     """When it started."""
     least_nodes: int
-    """With fewer the run leaves, to be queued again."""
+    """With fewer the run exits, to be queued again."""
     fits: Callable[[int], bool]
     """Whether the run can be split over so many nodes."""
 
@@ -58,7 +60,7 @@ class Allocation:
         {
             signal.SIGTERM: signal.SIGUSR1,
             signal.SIGINT: signal.SIGUSR1,
-            # On this one srun kills the step, which nobody does who is killed itself.
+            # Killing srun itself would leave its step behind; on SIGTERM srun kills the step, then ends.
             signal.SIGKILL: signal.SIGTERM,
         }
     )
@@ -70,8 +72,8 @@ class Allocation:
         numbers = [environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES")]
         if not all(re.fullmatch(r"[1-9][0-9]*", number) for number in numbers):
             raise UserError(
-                "--slurm: this is no SLURM job (SLURM_JOB_ID and SLURM_JOB_NUM_NODES are not set to numbers); "
-                "`lightscale submit` makes one"
+                "--scheduler slurm: this is not a SLURM job (SLURM_JOB_ID and SLURM_JOB_NUM_NODES are not set to "
+                "numbers); use `lightscale submit`"
             )
         job, num_nodes = map(int, numbers)
         least = max(1, num_nodes // 2) if least_nodes is None else least_nodes
@@ -91,24 +93,27 @@ class Allocation:
             hang_timeout_s=hang_timeout_s,
             deadline_s=deadline_s,
             address=os.environ.get("MASTER_ADDR") or nodes[0].address,
-            # Another one for each start: what is left of the last may still have the old one.
+            # Another one for each start: processes of the last one may still be there, and hold its port.
             port=job_port(self.job, int(logs.name.rpartition("-")[2])),
             num_nodes=len(nodes),
+            node_variable="SLURM_NODEID",
         )
         environment = {name: value for name, value in os.environ.items() if name not in _OF_THE_BATCH}
-        # As for the ranks: folders of the current directory are no packages.
+        # As for the ranks: folders of the current directory must not be imported as packages.
         environment["PYTHONSAFEPATH"] = "1"
-        # A session of its own: the relay tells it by that from other children.
+        # A session of its own: by that the relay tells it from other children. A Ctrl-C in a terminal then reaches it
+        # only through the relay.
         step = subprocess.Popen(_srun(nodes, order), env=environment, start_new_session=True)
         return self._conclude(nodes, order, logs, _wait(step, logs, len(nodes)))
 
     def _usable(self) -> list[Node]:
         up = self._up()
+        # As many as the batch can be split over. The rest stays idle, in case one of these fails next.
         count = next((count for count in range(len(up), self.least_nodes - 1, -1) if self.fits(count)), 0)
         if not count:
             raise NodesLost(
-                f"{len(up)} of the {self.num_nodes} nodes of job {self.job} are left, on which the run "
-                f"cannot go on (at least {self.least_nodes}, and its layout must fit): it needs to be queued again"
+                f"{len(up)} of the {self.num_nodes} nodes of job {self.job} are left; the run needs at least "
+                f"{self.least_nodes}, as many as its layout can be split over, and must be queued again"
             )
         return up[:count]
 
@@ -127,17 +132,19 @@ class Allocation:
     def _conclude(self, nodes: Sequence[Node], order: Order, logs: Path, code: int) -> Launch:
         reports = read_reports(logs)
         launch = conclude(list(reports.values()), logs)
+        # The step's own exit code says little: srun ends all other agents because of the first that failed.
         silent = [number for number in range(len(nodes)) if number not in reports]
         if not silent or code == 0:
             return launch
         left = {node.name for node in self._up()}
         lost = [number for number in silent if nodes[number].name not in left]
+        # A lost node is the cause, whatever the other ranks said about their connections to it.
         if launch.failure is None or lost:
             first = (lost or silent)[0]
             return replace(launch, failure=_unreported(nodes[first].name, first * order.processes, bool(lost), code))
         names = ", ".join(nodes[number].name for number in silent)
         return replace(
-            launch, failure=replace(launch.failure, summary=f"{launch.failure.summary}; not a word from {names}")
+            launch, failure=replace(launch.failure, summary=f"{launch.failure.summary}; no report from {names}")
         )
 
 
@@ -165,11 +172,12 @@ def _srun(nodes: Sequence[Node], order: Order) -> list[str]:
 
 
 def _wait(step: subprocess.Popen[bytes], logs: Path, num_nodes: int) -> int:
-    """Wait for srun; returns its exit code. It would wait for ever for a node whose slurmstepd died, and is ended."""
+    """Wait for srun; returns its exit code. Ends it where it would wait for ever, for a node whose slurmstepd died."""
     last_s = math.inf
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return step.wait(_POLL_S)
+        # By the agents' reports, which come over the file system, not by srun.
         if last_s == math.inf and _is_over(logs, num_nodes):
             last_s = time.monotonic() + _END_S
         if time.monotonic() > last_s:
@@ -188,10 +196,10 @@ def _is_over(logs: Path, num_nodes: int) -> bool:
 
 
 def _unreported(node: str, rank: int, is_lost: bool, code: int) -> RankFailure:
-    """The failure of a node of which no agent says anything."""
+    """The failure of a node whose agent left no report."""
     number = code - _SIGNALLED if code > _SIGNALLED else -code
     killer = signal.Signals(number) if number in {signum.value for signum in signal.Signals} else None
-    what = "failed" if is_lost else "ended without a word"
+    what = "failed" if is_lost else "ended without a report"
     return RankFailure(
         rank=rank,
         summary=f"node {node} {what} (srun: {'exit code ' + str(code) if killer is None else killer.name})",

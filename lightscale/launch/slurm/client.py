@@ -1,13 +1,20 @@
-"""SLURM's own commands, whose complaints become ours."""
+"""SLURM's commands, as functions; their error messages become UserErrors."""
 
+import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightscale.errors import UserError
-from lightscale.runs.jobs import plain_environment
+from lightscale.launch.scheduler import JobState, Phase
 
 _TIMEOUT_S = 120.0
+# A controller that is busy answers late; nobody should wait longer for a column of a table.
+_STATE_TIMEOUT_S = 20.0
+_WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
+# Of squeue's error where SLURM has forgotten all jobs that it was asked for.
+_FORGOTTEN = "Invalid job id"
 # States in which a node runs nothing any more. A "*" behind one of them: it does not answer.
 _BROKEN = {"down", "fail", "failing", "error", "powered_down", "powering_down", "unknown"}
 
@@ -32,21 +39,57 @@ def require(*programs: str) -> None:
             )
 
 
-def ask(*words: str) -> str:
-    """What SLURM's command `words` prints; its complaint is a UserError."""
-    require(words[0])
+def ask(*command: str) -> str:
+    """What SLURM's command `command` prints. Raises UserError with its own message where it fails."""
+    require(command[0])
     try:
         done = subprocess.run(
-            words, env=plain_environment(), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            command, env=_plain_environment(), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
         raise UserError(
-            f"{words[0]} has not answered for {_TIMEOUT_S:.0f} s; is the controller up? (`sinfo`)"
+            f"{command[0]} has not answered for {_TIMEOUT_S:.0f} s; is the controller up? (`sinfo`)"
         ) from None
     if done.returncode != 0:
-        said = [line.removeprefix(f"{words[0]}: ").removeprefix("error: ") for line in done.stderr.splitlines() if line]
-        raise UserError(f"{words[0]}: {'; '.join(said) or f'exit code {done.returncode}'}")
+        lines = filter(None, done.stderr.splitlines())
+        errors = [line.removeprefix(f"{command[0]}: ").removeprefix("error: ") for line in lines]
+        raise UserError(f"{command[0]}: {'; '.join(errors) or f'exit code {done.returncode}'}")
     return done.stdout
+
+
+def job_states(numbers: Sequence[int]) -> dict[int, JobState]:
+    """What squeue reports of the jobs `numbers`; "unknown", not an error, where it does not answer or is not here."""
+    program = shutil.which("squeue")
+    if not numbers or program is None:
+        return {number: JobState(number=number, phase="unknown") for number in numbers}
+    command = [program, "--noheader", f"--jobs={','.join(map(str, numbers))}", "--format=%A|%T|%r"]
+    try:
+        done = subprocess.run(
+            command, env=_plain_environment(), capture_output=True, text=True, timeout=_STATE_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {number: JobState(number=number, phase="unknown") for number in numbers}
+    # A job that SLURM has forgotten may be an error beside its answer about the others. After any other error
+    # nothing is known of those that are not listed.
+    is_answer = done.returncode == 0 or _FORGOTTEN in done.stderr
+    unlisted: Phase = "ended" if is_answer else "unknown"
+    found = {number: JobState(number=number, phase=unlisted) for number in numbers}
+    for line in done.stdout.splitlines():
+        number, state, reason = line.split("|", 2)
+        found[int(number)] = _job_state(int(number), state, reason)
+    return {number: found[number] for number in numbers}
+
+
+def _job_state(number: int, state: str, reason: str) -> JobState:
+    """Of one line of squeue. Its `reason` is why a job waits, "None" otherwise."""
+    phase: Phase = "waiting" if state in _WAITING else "ending" if state == "COMPLETING" else "running"
+    more = f" ({reason})" if phase == "waiting" and reason != "None" else ""
+    return JobState(number=number, phase=phase, text=f"{state}{more}")
+
+
+def _plain_environment() -> dict[str, str]:
+    """Without a user's own formats and filters, which change what SLURM's commands print."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("SQUEUE_", "SINFO_"))}
 
 
 def partitions() -> list[str]:
@@ -55,14 +98,16 @@ def partitions() -> list[str]:
 
 
 def nodes_of(job: int) -> list[Node]:
-    """Those that `job` has now, in SLURM's order; failed ones that it lost are missing."""
+    """The nodes that `job` has now, in SLURM's order; failed ones that were taken out of it are missing."""
     names = ask("squeue", "--noheader", f"--jobs={job}", "--format=%N").strip()
     if not names:
         return []
+    # sinfo sorts by name, but ranks are to be where srun puts its tasks: in the order of the job's list.
     in_order = ask("scontrol", "show", "hostnames", names).split()
     lines = ask("sinfo", "--noheader", "--Node", f"--nodes={names}", "--format=%N|%o|%T").split()
     found = {}
     for name, address, state in (line.split("|") for line in lines):
+        # Letters behind a state are flags, such as "~" for a node that is powered down to save energy.
         is_up = not state.endswith("*") and state.rstrip("~#!%$@^-+") not in _BROKEN
         found[name] = Node(name=name, address=address, is_up=is_up)
     return [found[name] for name in in_order if name in found]

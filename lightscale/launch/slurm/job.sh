@@ -3,7 +3,7 @@
 {{options}}
 
 {{setup}}
-# For the ranks. What is exported where `lightscale submit` is called comes first; [launch.environment] sets the rest.
+# For the ranks. What is exported where `lightscale submit` is called has precedence over [launch.environment].
 export PYTHONSAFEPATH=1
 {{environment}}
 
@@ -16,7 +16,7 @@ before=$(newest_checkpoint)
 {{command}} &
 launcher=$!
 
-# SLURM signals this shell, {{signal_s}} s before the time limit and when the job is cancelled; the launcher saves and leaves.
+# SLURM signals this shell {{signal_s}} s before the time limit, and when the job is cancelled: the launcher saves and exits.
 trap 'signalled=yes; kill -USR1 "$launcher"' USR1
 trap 'signalled=yes; kill -TERM "$launcher"' TERM
 while :; do
@@ -29,15 +29,15 @@ done
 trap - USR1 TERM
 
 case $code in
-  75) # saved in time: there is more to do
+  75) # saved in time, with steps left to do
     {{again}}
     ;;
-  134 | 137 | 139) # the launcher itself was killed, as where memory is short; again if there was progress
+  134 | 137 | 139) # the launcher itself was killed, as when memory is short: again, if this job brought a checkpoint
     if [ "$(newest_checkpoint)" != "$before" ]; then
       {{again}}
     fi
     ;;
-  0 | 70 | 74 | 78) # finished, or a person must look
+  0 | 70 | 74 | 78) # finished, or needs attention: jobs of the chain that wait would only repeat it
     {{command_name}} cancel {{run}} --waiting
     ;;
 esac

@@ -3,11 +3,12 @@
 import re
 import shlex
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from lightscale.errors import UserError
-from lightscale.launch.slurm.settings import LaunchSettings
+from lightscale.launch.scheduler import JobRequest
+from lightscale.launch.settings import LaunchSettings
 from lightscale.runs.run_directory import RunDirectory
 
 _TEMPLATE = Path(__file__).with_name("job.sh")
@@ -15,28 +16,31 @@ _PLAIN = re.compile(r"[\w@%+=:,./\[\]*-]+")
 
 _ENVIRONMENT = {
     "NCCL_DEBUG": "WARN",
-    # A rank whose exchange failed ends, in place of waiting for ever.
+    # A rank whose collective failed ends, instead of waiting for ever.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-    # The store that torchrun shares between its starts keeps the addresses of dead ranks.
+    # The store that torchrun shares between its starts keeps the addresses of dead ranks; ours is new each time.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 
 
-def render(settings: LaunchSettings, run: RunDirectory, *, is_chain: bool, allow: Collection[str]) -> str:
-    """The script of a job for `run`. `is_chain`: what is left to do is for the next job, not for this one again."""
+def render(job: JobRequest) -> str:
+    """The script of `job`."""
+    settings, run = job.settings, job.run
     path = run.path.absolute()
     command_name = shlex.join([sys.executable, "-m", "lightscale"])
-    words = ["train", str(path / run.config.name), "--run", str(path), "--slurm", "--processes", str(ranks(settings))]
+    arguments = ["train", str(path / run.config.name), "--run", str(path), "--scheduler", "slurm"]
+    arguments += ["--processes", str(settings.ranks_per_node)]
     if settings.min_nodes is not None:
-        words += ["--min-nodes", str(settings.min_nodes)]
-    words += [f"--allow-change={key}" for key in sorted(allow)]
-    again = ": the next job of the chain does it" if is_chain else 'scontrol requeue "$SLURM_JOB_ID" && sleep 60'
+        arguments += ["--min-nodes", str(settings.min_nodes)]
+    arguments += [f"--allow-change={key}" for key in sorted(job.allow)]
+    # `scontrol requeue` kills the job while the script waits; the sleep keeps it from ending by itself before that.
+    again = ": the next job of the chain does it" if job.is_chain else 'scontrol requeue "$SLURM_JOB_ID" && sleep 60'
     values = {
         "run": shlex.quote(str(path)),
-        "options": "\n".join(f"#SBATCH {option}" for option in _options(settings, run, is_chain)),
+        "options": "\n".join(f"#SBATCH {option}" for option in _options(settings, run, job.is_chain)),
         "setup": "".join(f"{line}\n" for line in settings.setup),
         "environment": "\n".join(_exports(settings)),
-        "command": f"{command_name} {shlex.join(words)}",
+        "command": f"{command_name} {shlex.join(arguments)}",
         "command_name": command_name,
         "signal_s": str(settings.signal_s),
         "again": again,
@@ -46,15 +50,11 @@ def render(settings: LaunchSettings, run: RunDirectory, *, is_chain: bool, allow
     return re.sub(r"\n{3,}", "\n\n", text)
 
 
-def ranks(settings: LaunchSettings) -> int:
-    """On each node."""
-    return settings.processes or settings.gpus_per_node or 1
-
-
 def _options(settings: LaunchSettings, run: RunDirectory, is_chain: bool) -> Iterator[str]:
     path = run.path.absolute()
     yield _option("job-name", path.name)
     yield _option("nodes", settings.nodes)
+    # One agent, which starts the ranks: SLURM's own count of tasks would be that of the ranks otherwise.
     yield _option("ntasks-per-node", 1)
     yield _option("time", settings.time)
     optional = {
@@ -68,13 +68,15 @@ def _options(settings: LaunchSettings, run: RunDirectory, is_chain: bool) -> Ite
             yield _option(name, value)
     yield _option("chdir", Path.cwd())
     yield _option("output", f"{str(run.logs.absolute()).replace('%', '%%')}/slurm-%j.out")
+    # A job that is queued again keeps its number, and so its file.
     yield "--open-mode=append"
+    # B: to the batch script only, which passes it on. Otherwise SLURM signals the tasks of steps, but not the launcher.
     yield f"--signal=B:USR1@{settings.signal_s}"
-    # SLURM queues the job again after preemption, and when a node failed.
+    # SLURM itself then queues the job again after preemption, and when a node failed.
     yield "--requeue"
     if is_chain:
-        # Then it is only taken out of the job, which goes on with the others. If it was the first, the job ends, and
-        # the next one goes on.
+        # A failed node is then only taken out of the job, which continues on the others. If it was the first, which has
+        # the launcher, the job ends, and the next one of the chain resumes.
         yield "--no-kill"
     yield from settings.options
 
@@ -84,7 +86,7 @@ def _option(name: str, value: object) -> str:
     if not _PLAIN.fullmatch(text):
         if re.search(r'["\\\n]', text):
             raise UserError(
-                f"--{name} {text}: cannot be given to sbatch; quotes, backslashes and new lines are in the way"
+                f"--{name} {text}: cannot be given to sbatch, which accepts no quotes, backslashes and new lines"
             )
         text = f'"{text}"'
     return f"--{name}={text}"
@@ -93,7 +95,7 @@ def _option(name: str, value: object) -> str:
 def _exports(settings: LaunchSettings) -> Iterator[str]:
     values: dict[str, str | int] = dict(_ENVIRONMENT)
     if settings.cpus_per_node is not None:
-        values["OMP_NUM_THREADS"] = str(max(1, settings.cpus_per_node // ranks(settings)))
+        values["OMP_NUM_THREADS"] = str(max(1, settings.cpus_per_node // settings.ranks_per_node))
     values |= settings.environment
     for name, value in values.items():
         escaped = re.sub(r'(["\\$`}])', r"\\\1", str(value))

@@ -16,7 +16,7 @@ import pytest
 from lightscale.cli import main
 from lightscale.errors import UserError
 from lightscale.launch.chaos import command
-from lightscale.launch.chaos.campaign import Result
+from lightscale.launch.chaos.campaign import CampaignResult
 from lightscale.launch.chaos.damage import DamageCheck
 from lightscale.launch.chaos.schedule import Kill
 from lightscale.launch.chaos.trial import Injected, Trial
@@ -126,10 +126,10 @@ def test_an_interrupted_campaign_leaves_no_process(folder: Path, signum: signal.
 VERDICT = Verdict(compared=70, mismatches=(), wrong_resumes=(), undetected=(), lost_steps=10, max_lost_steps=7)
 
 
-def result(**changes: Any) -> Result:
+def result(**changes: Any) -> CampaignResult:
     kill = Kill(victims=(0,), launcher=False, point="save:write")
     trial = Trial(injected=[Injected(fault=kill, recovered=True)], finished=True, seconds=20.0)
-    return Result(reference_s=6.0, trials=[trial], verdicts=[VERDICT], finished_s=[12.0], **changes)
+    return CampaignResult(reference_s=6.0, trials=[trial], verdicts=[VERDICT], finished_s=[12.0], **changes)
 
 
 def test_the_summary() -> None:
@@ -139,7 +139,7 @@ def test_the_summary() -> None:
     assert (record["kills"], record["kills_during_saves"], record["seconds_per_fault"]) == (1, 1, 20.0)
     assert (record["goodput"], record["lost_steps"], record["max_lost_steps"]) == (0.5, 10, 7)
     assert record["kinds"] == {"kill at save:write": {"faults": 1, "recovered": 1}}
-    assert command.summary(Result())["goodput"] is None
+    assert command.summary(CampaignResult())["goodput"] is None
 
 
 @pytest.mark.parametrize("what", ["mismatches", "wrong_resumes", "undetected", "failures", "orphans", "lost", "over"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightscale.launch.chaos.schedule import Amounts, Damage, Fault, Kill, Stop, schedule
+from lightscale.launch.chaos.schedule import Amounts, Damage, Fault, Kill, StopRank, schedule
 from lightscale.launch.chaos.training import Training
 from lightscale.launch.chaos.trial import Runner, Trial
 from lightscale.launch.chaos.verify import Verdict, judge
@@ -131,14 +131,14 @@ def test_ranks_that_outlive_their_launcher_are_found(
 
 @pytest.mark.soak
 def test_a_stopped_rank(run_trial: RunTrial, tmp_path: Path) -> None:
-    trial, verdict = run_trial("watches", deque([Stop(rank=1, delay_s=0.05)]))
+    trial, verdict = run_trial("watches", deque([StopRank(rank=1, delay_s=0.05)]))
     assert trial.finished and trial.failures == [] and verdict.mismatches == ()
     assert [one.recovered for one in trial.injected] == [True]
 
 
 @pytest.mark.long
 def test_a_stopped_rank_that_nobody_notices(run_trial: RunTrial, tmp_path: Path) -> None:
-    trial, _ = run_trial("good", deque([Stop(rank=1, delay_s=0.05)]))
+    trial, _ = run_trial("good", deque([StopRank(rank=1, delay_s=0.05)]))
     assert trial.finished
     assert trial.failures == ["nobody noticed for 20 s that rank 1 was stopped; all were killed then"]
     assert left_behind(tmp_path) == []

@@ -101,20 +101,20 @@ def test_a_job_that_was_queued_again_waits_for_what_is_left_of_itself(
     folder: Path, launched: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train("tiny-run.toml")
-    monkeypatch.setattr(train_command, "_place", lambda *_: (ThisMachine(), 1))
+    monkeypatch.setattr(train_command, "_nodes", lambda *_: ThisMachine())
     monkeypatch.setattr(train_command, "_PAUSE_S", 0.05)
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     with contextlib.ExitStack() as held:
         held.enter_context(RunLock(RunDirectory("runs/tiny-run")))
         given_up = threading.Timer(0.5, held.close)
         given_up.start()
-        assert train("tiny-run.toml", "--slurm") == 75
+        assert train("tiny-run.toml", "--scheduler", "slurm") == 75
         given_up.join()
     assert len(launched) == 2
     with RunLock(RunDirectory("runs/tiny-run")):
         monkeypatch.setenv("SLURM_JOB_ID", "18")
         with pytest.raises(UserError, match="of job 17, since"):
-            train("tiny-run.toml", "--slurm")
+            train("tiny-run.toml", "--scheduler", "slurm")
 
 
 def test_the_nodes_of_a_job_are_shared_out_as_the_batch_allows(
@@ -123,25 +123,25 @@ def test_the_nodes_of_a_job_are_shared_out_as_the_batch_allows(
     monkeypatch.setattr(allocation, "require", lambda *_: None)
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "4")
-    train("tiny-run.toml", "--slurm")
-    place = launched[0]["place"]
-    assert (place.job, place.num_nodes, place.least_nodes) == (17, 4, 2)
+    train("tiny-run.toml", "--scheduler", "slurm")
+    nodes = launched[0]["nodes"]
+    assert (nodes.job, nodes.num_nodes, nodes.least_nodes) == (17, 4, 2)
     up = [Node(name=f"n{number}", address=f"10.0.0.{number}", is_up=number != 3) for number in range(1, 5)]
     monkeypatch.setattr(allocation, "nodes_of", lambda job: up)
     # A batch of 4 is not for 3.
-    assert [node.name for node in place._usable()] == ["n1", "n2"]
+    assert [node.name for node in nodes._usable()] == ["n1", "n2"]
     up[0] = dataclasses.replace(up[0], is_up=False)
     up[1] = dataclasses.replace(up[1], is_up=False)
     with pytest.raises(NodesLost, match="1 of the 4 nodes of job 17 are left"):
-        place._usable()
+        nodes._usable()
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
     with pytest.raises(UserError, match="global_batch_size = 4"):
-        train("tiny-run.toml", "--slurm", "--run", "runs/other")
+        train("tiny-run.toml", "--scheduler", "slurm", "--run", "runs/other")
     with pytest.raises(UserError, match="--min-nodes 4: must be at least 1 and at most the 3 nodes"):
-        train("tiny-run.toml", "--slurm", "--min-nodes", "4")
+        train("tiny-run.toml", "--scheduler", "slurm", "--min-nodes", "4")
     monkeypatch.delenv("SLURM_JOB_NUM_NODES")
-    with pytest.raises(UserError, match="--slurm: this is no SLURM job"):
-        train("tiny-run.toml", "--slurm")
+    with pytest.raises(UserError, match="--scheduler slurm: this is not a SLURM job"):
+        train("tiny-run.toml", "--scheduler", "slurm")
 
 
 def test_one_rank_per_gpu(folder: Path, launched: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +252,7 @@ def lightscale(folder: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 def test_the_whole_way_from_start_to_end(lightscale: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     first = lightscale("train", "tiny-run.toml", "--processes", "2")
-    resume = "go on with: lightscale train tiny-run.toml --run runs/tiny-run --processes 2"
+    resume = "resume with: lightscale train tiny-run.toml --run runs/tiny-run --processes 2"
     assert (first.returncode, first.stderr.splitlines()[-1]) == (75, resume), first.stderr
     assert first.stdout == "attempt 1 in 4 steps\n"
     # By torchrun itself, on one rank: the same run. Its ranks leave 0, and status.json says how it ended.

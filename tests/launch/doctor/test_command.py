@@ -21,7 +21,7 @@ import pytest
 from lightscale import cli
 from lightscale.config.schema import RunConfig
 from lightscale.launch.doctor import measure
-from lightscale.launch.doctor.command import Report
+from lightscale.launch.doctor.command import DoctorReport
 from lightscale.launch.doctor.measure import Product, judge_exchange, judge_products, pairings
 from lightscale.parallel.fused import wrong_apex
 from lightscale.training import preflight
@@ -208,7 +208,7 @@ def test_a_slow_node_among_others_is_named_though_its_own_ranks_are_many() -> No
     findings = judge_products([Product(flops=rate, digest="d") for rate in rates], ["H100"] * 24, "cuda")
     assert [finding.ranks for finding in findings] == [(rank,) for rank in range(8, 16)]
     hosts = ["gpu1"] * 8 + ["gpu2"] * 8 + ["gpu3"] * 8
-    assert Report(hosts=hosts, findings=findings).exclude == ["gpu2"]
+    assert DoctorReport(hosts=hosts, findings=findings).exclude == ["gpu2"]
     assert bad(judge_exchange([1e9, 1.2e9, 0.9e9])) == []
     (finding,) = judge_exchange([1e9, 0.2e9, 0.9e9])
     assert finding.found == "200 MB/s, 21% of the others' 950 MB/s"

@@ -63,7 +63,7 @@ SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
 SlurmdTimeout=300
-KillWait=30
+KillWait=5
 MinJobAge=3600
 SchedulerParameters=sched_min_interval=0,bf_interval=2,batch_sched_delay=0
 SlurmdParameters=config_overrides
@@ -273,7 +273,7 @@ class Run:
         words = ["submit", "run.toml", *self._words, "--run", self._path, "--nodes", "2", "--time", "2:00:00", *options]
         done = self.command(*words)
         assert done.returncode == 0, done.stderr
-        jobs = recorded_jobs(self.directory)[before:]
+        jobs = [record.number for record in recorded_jobs(self.directory)[before:]]
         assert f"{', '.join(map(str, jobs))} in {self._path}" in done.stdout
         return jobs
 

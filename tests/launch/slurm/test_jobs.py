@@ -116,7 +116,7 @@ def test_a_cancelled_job_saves_and_is_not_queued_again(new_run: NewRun, undistur
     (job,) = run.submit()
     run.wait_for_step(STEP)
     cancelled = run.command("cancel", str(run.directory.path))
-    assert cancelled.stdout == f"job {job} saves and leaves\n", cancelled.stderr
+    assert cancelled.stdout == f"job {job} saves and exits\n", cancelled.stderr
     run.await_(lambda: not run.cluster.client("squeue", "--noheader").strip())
     status = run.directory.read_status()
     assert (status.status, status.reason) == ("resumable", "stopped by SIGUSR1")
@@ -126,36 +126,34 @@ def test_a_cancelled_job_saves_and_is_not_queued_again(new_run: NewRun, undistur
     assert run.trajectory() == undisturbed(SPLIT).trajectory()
 
 
-@pytest.mark.parametrize("victim", ["slurmstepd", "rank", "rank stopped"])
-def test_what_dies_or_hangs_on_the_second_node_is_named_and_started_again(
-    new_run: NewRun, undisturbed: NewRun, victim: str
-) -> None:
+def test_what_dies_or_hangs_on_the_second_node_is_named_and_started_again(new_run: NewRun, undisturbed: NewRun) -> None:
+    """One after the other in one job: a rank is killed, a rank is stopped, a slurmstepd is killed."""
     run = new_run(SPLIT, "restart.hang_timeout_s=20.0")
     run.slow(STEP)
     run.submit()
-    run.wait_for_step(STEP)
-    rank = processes_of(run, RANK="1")[0]
-    if victim == "slurmstepd":
-        agent = psutil.Process(rank.ppid())
-        step = psutil.Process(agent.ppid())
-        assert "slurmstepd" in step.name()
-        step.send_signal(signal.SIGKILL)
-    else:
-        rank.send_signal(signal.SIGKILL if victim == "rank" else signal.SIGSTOP)
-    restart = run.wait_for_event("restart")
+    for number, victim in enumerate(("rank", "rank stopped", "slurmstepd")):
+        # Each start is slow from its own step on, and begins at the last checkpoint before that.
+        run.wait_for_step(STEP + 10 * number)
+        rank = processes_of(run, RANK="1")[0]
+        if victim == "slurmstepd":
+            agent = psutil.Process(rank.ppid())
+            step = psutil.Process(agent.ppid())
+            assert "slurmstepd" in step.name()
+            step.send_signal(signal.SIGKILL)
+        else:
+            rank.send_signal(signal.SIGKILL if victim == "rank" else signal.SIGSTOP)
+        run.await_(lambda before=number: len(run.events("restart")) > before)
     run.speed_up()
     run.wait_finished()
     assert run.trajectory() == undisturbed(SPLIT).trajectory()
-    assert restart["checkpoint"] == 10
-    (failed,) = run.events("failed")
-    if victim == "slurmstepd":
-        assert "n2" in failed["reason"]
-    else:
+    assert [restart["checkpoint"] for restart in run.events("restart")] == [10, 20, 30]
+    killed, stopped, lost = run.events("failed")
+    assert "n2" in lost["reason"]
+    for failed, named in ((killed, "killed by SIGKILL"), (stopped, "stopped by a signal")):
         assert failed["rank"] == 1
-        named = "killed by SIGKILL" if victim == "rank" else "stopped by a signal"
         assert named in failed["reason"]
         assert failed["ranks"]["0"]["step"] >= STEP
-    assert len(run.events("start")) == 2
+    assert len(run.events("start")) == 4
 
 
 def processes_of(run: Run, **variables: str) -> list[psutil.Process]:
@@ -171,7 +169,8 @@ def processes_of(run: Run, **variables: str) -> list[psutil.Process]:
 
 
 def launcher_of(run: Run) -> psutil.Process:
-    (launcher,) = [process for process in processes_of(run, SLURM_PROCID="0") if {"train", "--slurm"} <= words(process)]
+    processes = processes_of(run, SLURM_PROCID="0")
+    (launcher,) = [process for process in processes if {"train", "--scheduler"} <= words(process)]
     return launcher
 
 

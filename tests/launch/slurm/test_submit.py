@@ -11,9 +11,10 @@ import pytest
 
 from lightscale.cli import main
 from lightscale.config.files import load
+from lightscale.launch.scheduler import live_jobs
+from lightscale.launch.settings import load_settings
 from lightscale.launch.slurm import client
-from lightscale.launch.slurm.settings import load_settings
-from lightscale.runs.jobs import live_jobs, record_job, recorded_jobs
+from lightscale.runs.jobs import JobRecord, record_job, recorded_jobs
 from lightscale.runs.lock import RunLock
 from lightscale.runs.run_directory import RunDirectory
 
@@ -70,7 +71,8 @@ def test_a_dry_run_shows_the_script_and_touches_nothing(
     ]
     assert "{{" not in text
     assert 'scontrol requeue "$SLURM_JOB_ID"' in text
-    assert f"train {folder}/runs/tiny-run/config.toml --run {folder}/runs/tiny-run --slurm --processes 1 &" in text
+    train = f"train {folder}/runs/tiny-run/config.toml --run {folder}/runs/tiny-run"
+    assert f"{train} --scheduler slurm --processes 1 &" in text
     subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=60)
     assert not (folder / "runs").exists()
     chain = script(capsys, *TIME, "--chain", "3")
@@ -114,20 +116,20 @@ def test_settings_of_the_site_the_run_and_the_command_line(folder: Path, capsys:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "how long may the job take? --time HOURS:MINUTES:SECONDS"),
-        (["--time", "10h"], 'command line: launch.time = "10h": must be a time as SLURM writes it'),
+        ([], "launch.time is not set; use --time HOURS:MINUTES:SECONDS"),
+        (["--time", "10h"], 'command line: launch.time = "10h": must be hours:minutes:seconds or days-hours'),
         ([*TIME, "--nodes", "0"], "command line: launch.nodes = 0: must be a whole number >= 1"),
         ([*TIME, "--nodes", "3"], "train.global_batch_size = 4"),
-        (["--time", "5"], "launch.signal_s = 300: leaves nothing of a job of 5"),
-        (["--time", "4:59"], "leaves nothing"),
-        (["--time", "0:05:00"], "leaves nothing"),
-        (["--time", "0-0:05"], "leaves nothing"),
+        (["--time", "5"], "launch.signal_s = 300: must be less than the time limit, launch.time = 5"),
+        (["--time", "4:59"], "must be less than the time limit"),
+        (["--time", "0:05:00"], "must be less than the time limit"),
+        (["--time", "0-0:05"], "must be less than the time limit"),
         (["--time", "5:01", "--nodes", "3"], "train.global_batch_size = 4"),
         (["--time", "1-0", "--nodes", "3"], "train.global_batch_size = 4"),
         ([*TIME, "launch.partitoin=gpu"], 'override "launch.partitoin=gpu": unknown key launch.partitoin; there are'),
         ([*TIME, "launch.min_nodes=2"], "launch.min_nodes = 2: must be at most launch.nodes = 1"),
-        ([*TIME, "launch.options=['qos']"], 'launch.options has "qos": must be options of sbatch'),
-        ([*TIME, "launch.environment.A-B=1"], "launch.environment.A-B: is no name of a variable"),
+        ([*TIME, "launch.options=['qos']"], 'launch.options has "qos": must be options of the scheduler'),
+        ([*TIME, "launch.environment.A-B=1"], "launch.environment.A-B: must be the name of a variable"),
         ([*TIME, "--run", 'a"b'], "cannot be given to sbatch"),
         ([*TIME, "--chain", "0"], "--chain 0: must be at least 1"),
         ([*TIME, "data.store=nowhere"], "nowhere"),
@@ -154,16 +156,20 @@ def test_commands_for_jobs_where_there_is_no_slurm(
     run = RunDirectory("runs/tiny-run")
     run.create(load("tiny-run.toml"))
     monkeypatch.setenv("PATH", str(folder))
-    record_job(run, 17)
-    record_job(run, 18)
-    assert recorded_jobs(run) == [17, 18]
-    assert live_jobs([17, 18]) == {}
+    records = [JobRecord(number=17), JobRecord(number=18)]
+    for record in records:
+        record_job(run, record)
+    assert recorded_jobs(run) == records
+    assert live_jobs(records) == {}
     for words, message in (
         (["cancel", "runs/tiny-run"], "there is no SLURM here: scancel"),
-        (["cancel", "runs/other"], "runs/other is no run directory"),
+        (["cancel", "runs/other"], "runs/other: not a run directory"),
         (["logs", "runs/tiny-run", "--rank", "3"], "has no output of rank 3 yet"),
-        (["train", "tiny-run.toml", "--slurm"], "there is no SLURM here: srun"),
-        (["train", "tiny-run.toml", "--min-nodes", "2"], "--min-nodes 2 is for runs on the nodes of a SLURM job"),
+        (["train", "tiny-run.toml", "--scheduler", "slurm"], "there is no SLURM here: srun"),
+        (
+            ["train", "tiny-run.toml", "--min-nodes", "2"],
+            "--min-nodes 2: only for runs on the nodes of a job",
+        ),
     ):
         assert main(words) == 78
         assert message in capsys.readouterr().err
@@ -190,7 +196,7 @@ def test_what_slurm_or_the_run_refuses(
     for name in ("SLURM_CONF", "PATH"):
         monkeypatch.setenv(name, cluster.environment[name])
     for words, message in (
-        (["--partition", "gpu"], 'partition "gpu": the cluster has no such one; there are high, low, main'),
+        (["--partition", "gpu"], 'partition "gpu": the cluster does not have it; use high, low, main'),
         (["launch.options=['--mem=99T']"], "error: sbatch: "),
     ):
         assert main(["submit", "tiny-run.toml", *TIME, *words]) == 78
@@ -224,10 +230,40 @@ def test_the_nodes_of_a_job(
     ]
     # What a user set up for himself does not matter.
     monkeypatch.setenv("SQUEUE_FORMAT", "%i")
-    assert str(live_jobs([job])[job]) == f"{job} RUNNING"
+    record = JobRecord(number=job)
+    assert str(live_jobs([record])[record]) == f"{job} RUNNING"
     cluster.client("scontrol", "update", "nodename=n2", "state=down", "reason=test")
     run.await_(lambda: [node.name for node in client.nodes_of(job) if node.is_up] == ["n1"])
     cluster.client("scancel", str(job))
-    run.await_(lambda: live_jobs([job]) == {})
+    run.await_(lambda: live_jobs([record]) == {})
+    assert client.job_states([job])[job].phase == "ended"
     settings = load_settings(run.folder / "run.toml", [], {"time": "10", "nodes": 2})
     assert (settings.nodes, settings.partition) == (2, None)
+
+
+@pytest.mark.parametrize(
+    ("answer", "phases"),
+    [
+        ("echo '17|PENDING|Priority'; echo '18|COMPLETING|None'", ["waiting", "ending", "ended"]),
+        ("echo '17|RUNNING|None'; echo '19|REQUEUED|BeginTime'", ["running", "ended", "waiting"]),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", ["ended"] * 3),
+        (
+            "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1",
+            ["unknown"] * 3,
+        ),
+        ("sleep 10", ["unknown"] * 3),
+        (None, ["unknown"] * 3),
+    ],
+)
+def test_states_of_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str | None, phases: list[str]) -> None:
+    """No answer is not the answer that there is no job."""
+    if answer is not None:
+        squeue = tmp_path / "squeue"
+        squeue.write_text(f"#!/bin/sh\n{answer}\n")
+        squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if answer is not None else str(tmp_path))
+    monkeypatch.setattr(client, "_STATE_TIMEOUT_S", 0.5)
+    states = client.job_states([17, 18, 19])
+    assert [states[number].phase for number in (17, 18, 19)] == phases
+    if phases[0] == "waiting":
+        assert str(states[17]) == "17 PENDING (Priority)"

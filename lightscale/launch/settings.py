@@ -1,4 +1,7 @@
-"""Settings of the cluster: [launch] in ~/.config/lightscale/launch.toml, in a run's file, and on the command line."""
+"""Settings of jobs: [launch] in ~/.config/lightscale/launch.toml, in a run's file, and on the command line.
+
+They are the same for all schedulers, which refuse those that they lack (`Scheduler.check_settings`).
+"""
 
 import os
 import re
@@ -21,16 +24,16 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class LaunchSettings(Section):
-    """[launch]: how runs are submitted to a cluster."""
+    """[launch]: how runs are submitted to a scheduler."""
 
     nodes: int = Field(default=1, ge=1)
     """Nodes of a job."""
     time: str | None = None
-    """Time limit of a job, as SLURM writes it: hours:minutes:seconds or days-hours."""
+    """Time limit of a job: hours:minutes:seconds or days-hours."""
     partition: str | None = None
-    """SLURM's partition; none: the cluster's default."""
+    """Partition (queue) of the cluster; none: the cluster's default."""
     account: str | None = None
-    """Whom SLURM charges."""
+    """Account that is charged."""
     gpus_per_node: int | None = Field(default=None, ge=1)
     """GPUs asked for on each node."""
     cpus_per_node: int | None = Field(default=None, ge=1)
@@ -38,21 +41,31 @@ class LaunchSettings(Section):
     processes: int | None = Field(default=None, ge=1)
     """Ranks on each node; none: one for each GPU, or one."""
     min_nodes: int | None = Field(default=None, ge=1)
-    """After nodes of a chain's job failed, the run goes on with the others if they are as many; none: half of them."""
+    """Least number of nodes with which a chain's job continues after some failed; none: half of them."""
     signal_s: int = Field(default=300, ge=1)
-    """Seconds before the time limit at which the run saves and leaves: more than a step and a save."""
+    """Seconds before the time limit at which the run saves and exits: more than a step and a save."""
     setup: list[str] = Field(default=[])
     """Lines of the script before the run, like "module load cuda"."""
     environment: dict[str, str | int] = Field(default={})
     """Variables of the ranks, like NCCL_SOCKET_IFNAME."""
     options: list[str] = Field(default=[])
-    """More options of sbatch, like "--constraint=h100"."""
+    """More options of the scheduler, like "--constraint=h100"."""
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Number of ranks on each node."""
+        return self.processes or self.gpus_per_node or 1
+
+    @property
+    def time_s(self) -> int | None:
+        """`time` in seconds."""
+        return None if self.time is None else _seconds(self.time)
 
 
 def load_settings(config: Path, overrides: Sequence[str], given: Mapping[str, Any]) -> LaunchSettings:
     """The site's settings, over them those of the files of `config`, the `overrides` (launch.key=value), and `given`.
 
-    Raises UserError that names file, key, value, and what would be right.
+    Raises UserError that names the file, the key, its value, and what is allowed.
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -99,7 +112,7 @@ def _explain(key: str, kind: str, values: Mapping[str, Any], origins: Mapping[st
 
 
 def _seconds(time: str) -> int:
-    """What SLURM takes a time limit for."""
+    """A time limit in seconds. Without a dash, one number is minutes; behind one, hours come first."""
     days, dash, clock = time.rpartition("-")
     parts = list(map(int, clock.split(":")))
     if dash:
@@ -110,25 +123,23 @@ def _seconds(time: str) -> int:
 
 
 def _check(settings: LaunchSettings, origins: Mapping[str, str]) -> None:
-    if settings.time is None:
-        raise UserError("how long may the job take? --time HOURS:MINUTES:SECONDS, or launch.time in a file")
-    if not _TIME.fullmatch(settings.time):
+    if settings.time is not None and not _TIME.fullmatch(settings.time):
         raise UserError(
-            f'{origins["time"]}: launch.time = "{settings.time}": must be a time as SLURM writes it, '
+            f'{origins["time"]}: launch.time = "{settings.time}": must be hours:minutes:seconds or days-hours, '
             'like "24:00:00" or "2-12"'
         )
-    if settings.signal_s >= _seconds(settings.time):
+    if settings.time_s is not None and settings.signal_s >= settings.time_s:
         raise UserError(
-            f"launch.signal_s = {settings.signal_s}: leaves nothing of a job of {settings.time}; "
-            "it must be less than launch.time"
+            f"launch.signal_s = {settings.signal_s}: must be less than the time limit, launch.time = {settings.time}"
         )
     if settings.min_nodes is not None and settings.min_nodes > settings.nodes:
         raise UserError(f"launch.min_nodes = {settings.min_nodes}: must be at most launch.nodes = {settings.nodes}")
     for name in settings.environment:
         if not _NAME.fullmatch(name):
-            raise UserError(f"{origins['environment']}: launch.environment.{name}: is no name of a variable")
+            raise UserError(f"{origins['environment']}: launch.environment.{name}: must be the name of a variable")
     for option in settings.options:
         if not option.startswith("-") or "\n" in option:
             raise UserError(
-                f'{origins["options"]}: launch.options has "{option}": must be options of sbatch, like "--qos=high"'
+                f'{origins["options"]}: launch.options has "{option}": must be options of the scheduler, '
+                'like "--qos=high"'
             )

@@ -15,9 +15,9 @@ import pytest
 from lightscale import cli
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
+from lightscale.launch.commands.runs import RunSummary, summarize
 from lightscale.runs.lock import RunLock
 from lightscale.runs.run_directory import LineWriter, RunDirectory, timestamp
-from lightscale.runs.runs_command import RunSummary, summarize
 
 MakeRun = Callable[..., RunDirectory]
 
@@ -234,6 +234,6 @@ def test_a_wrong_place_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_it_does_not_wait_for_torch(tmp_path: Path) -> None:
-    code = "import sys, lightscale.runs.runs_command; print('torch' in sys.modules)"
+    code = "import sys, lightscale.launch.commands.runs; print('torch' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert shown.stdout == "False\n"

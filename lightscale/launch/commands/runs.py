@@ -19,8 +19,9 @@ from rich.table import Table
 
 from lightscale.config.files import load
 from lightscale.errors import UserError
+from lightscale.launch.scheduler import live_jobs
 from lightscale.runs.goodput import Goodput, duration, measure_goodput, record_time_s
-from lightscale.runs.jobs import live_jobs, recorded_jobs
+from lightscale.runs.jobs import JobRecord, recorded_jobs
 from lightscale.runs.run_directory import RunDirectory, read_lines
 
 State = Literal["running", "finished", "resumable", "stopped", "dead", "new", "damaged"]
@@ -49,7 +50,7 @@ class RunSummary:
     note: str = ""
     """Why it ended, or what is damaged."""
     job: str | None = None
-    """Its SLURM job that runs or waits: number and SLURM's state."""
+    """Its job that runs or waits: number, and state in the scheduler's terms."""
     step: int = 0
     total_steps: int | None = None
     tokens: int = 0
@@ -117,15 +118,15 @@ def is_running(directory: RunDirectory) -> bool:
 
 
 def _with_jobs(summaries: Iterable[RunSummary]) -> list[RunSummary]:
-    """The same with their jobs; SLURM is asked once for all."""
+    """The same with their jobs; each scheduler is asked once for all."""
     summaries = list(summaries)
-    numbers = {one.run: _job_numbers(RunDirectory(one.run)) for one in summaries}
-    live = live_jobs(number for own in numbers.values() for number in own)
-    jobs = {run: next((str(live[number]) for number in own if number in live), None) for run, own in numbers.items()}
+    records = {one.run: _job_records(RunDirectory(one.run)) for one in summaries}
+    live = live_jobs(record for own in records.values() for record in own)
+    jobs = {run: next((str(live[one]) for one in own if one in live), None) for run, own in records.items()}
     return [dataclasses.replace(one, job=jobs[one.run]) for one in summaries]
 
 
-def _job_numbers(directory: RunDirectory) -> list[int]:
+def _job_records(directory: RunDirectory) -> list[JobRecord]:
     try:
         return recorded_jobs(directory)
     except (UserError, KeyError):
