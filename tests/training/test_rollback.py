@@ -1,4 +1,4 @@
-"""Runs with bad numbers: steps left out, going back to a checkpoint, jumps over data, and changed weights.
+"""Runs with bad numbers: skipped steps, going back to a checkpoint, jumps over data, and changed weights.
 
 Several runs in one process. What is bad goes with the data, so that a run that comes there again finds it again: only
 then can an interrupted run be compared with one that was not.
@@ -311,7 +311,7 @@ def test_other_weights_are_no_beginning(back: list[Any], workplace: Path, run_ra
 
 
 def test_a_run_that_goes_back_too_often_is_stopped(workplace: Path, run_ranks: RunRanks) -> None:
-    # Three checkpoints, and two more while steps are left out: the third must not be removed for those.
+    # Three checkpoints, and two more while steps are skipped: the third must not be removed for those.
     words = ("run.toml", *WORDS, "train.steps=20", "checkpoint.every=1", "guard.max_rollbacks=2")
     bad = dict.fromkeys(range(4, 30), "nan")
     plans = [
@@ -334,7 +334,7 @@ def test_a_run_that_goes_back_too_often_is_stopped(workplace: Path, run_ranks: R
     assert len(events(run, "rollback")) == 3
 
 
-# ----- steps left out, and resumed runs ------------------------------------------------------------------------------
+# ----- skipped steps, and resumed runs --------------------------------------------------------------------------------
 
 GUARDED = ("run.toml", *WORDS, "train.steps=16", "checkpoint.every=5", "guard.window=8", "metrics.log_every=8")
 
@@ -347,10 +347,10 @@ def test_a_resumed_run_judges_as_the_uninterrupted_one(workplace: Path, run_rank
     assert [ends[1], ends[2]] == ["before step 8", "before step 13"]
     assert ends[0][0] == ends[3][0] == 0, ends
     whole, resumed = RunDirectory(workplace / "judged"), RunDirectory(workplace / "judged-resumed")
-    assert [event["step"] for event in events(resumed, "resume")] == [5, 10], "5 was left out itself"
+    assert [event["step"] for event in events(resumed, "resume")] == [5, 10], "5 was skipped itself"
     expected, found = ([line for line in read_metrics(run.metrics) if "loss" in line] for run in (whole, resumed))
     assert steps_of(found) == steps_of(expected)
-    assert [line["step"] for line in expected] == [5, 8, 12, 13, 16], "what is left out is always recorded"
+    assert [line["step"] for line in expected] == [5, 8, 12, 13, 16], "what is skipped is always recorded"
     reasons = {line["step"]: line["skipped"] for line in expected if "skipped" in line}
     assert reasons == {line["step"]: line["skipped"] for line in found if "skipped" in line}
     assert reasons[5] == "the loss is nan"

@@ -1,4 +1,4 @@
-"""Everything that a run is comes back from a checkpoint: nothing that training changes is left out, bit by bit."""
+"""Everything that a run is comes back from a checkpoint: nothing that training changes is missing, bit by bit."""
 
 import itertools
 import math
@@ -201,7 +201,7 @@ def end_of_first_epoch(run: RunDirectory) -> int:
 def test_a_hundred_steps_after_resuming_are_bitwise_the_same(
     run_ranks: RunRanks, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From step 1, from the end of an epoch, and right after a validation and a step that was left out."""
+    """From step 1, from the end of an epoch, and right after a validation and a skipped step."""
     monkeypatch.chdir(workplace)  # where the store is
     overrides = [
         "train.global_batch_size=16",

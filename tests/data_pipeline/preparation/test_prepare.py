@@ -263,7 +263,7 @@ def test_every_step_counts_what_it_drops(handmade: dict[str, Any], tmp_path: Pat
         },
     }
     assert dropped(prose) == {
-        ("normalise", "empty document left out"): empty,
+        ("normalise", "empty document skipped"): empty,
         ("filter", "size"): short,
         ("deduplicate", "exact duplicate"): {"documents": 1, "bytes": length(PROSE[0])},
         ("deduplicate", "near duplicate"): {"documents": 1, "bytes": length(PROSE[1]) + 1},
