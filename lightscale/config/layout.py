@@ -36,6 +36,7 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
     parallel = config.parallel
     data = _data_ranks(parallel, world_size)
     tensor = parallel.tensor
+    # hidden_size needs no check: it is a multiple of num_heads.
     for name in ("num_heads", "intermediate_size", "vocab_size"):
         _require_divisible(f"model.{name}", getattr(config.model, name), "parallel.tensor", tensor)
     _check_stages(config)
@@ -50,6 +51,7 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
             f"the {data} data ranks (parallel.data); use {near_multiple(batch, micro * data)} sequences"
         )
     num_microbatches = batch // (micro * data)
+    # Megatron's interleaved schedule sends a group of as many micro-batches as there are pipeline ranks at a time.
     if parallel.virtual_stages > 1 and num_microbatches % parallel.pipeline:
         unit = micro * data * parallel.pipeline
         raise UserError(

@@ -48,6 +48,7 @@ MIXERS: dict[str, MixerEntry] = {
 
 def known_mixers() -> list[str]:
     """The names of all mixers, built in and of installed packages; those of packages are not imported."""
+    # Importing every package to list its name would be slow, and one that is broken would break the list.
     return [*MIXERS, *sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)} - MIXERS.keys())]
 
 

@@ -116,8 +116,9 @@ class ModelConfig(Section):
     @classmethod
     def _typed_options(cls, tables: Any, info: ValidationInfo) -> dict[str, Section]:
         """Of every mixer in use its options, complete with defaults, in its own type."""
+        # Fields are checked in their order: `mixer` is there, unless it is wrong, and then that is the error to show.
         if "mixer" not in info.data:
-            return {}  # an error already, and nobody knows what is in use
+            return {}
         if not isinstance(tables, dict):
             raise PydanticKnownError("dict_type")
         used = dict.fromkeys(_mixer_period(info.data["mixer"]))

@@ -39,6 +39,7 @@ def parameter_shapes(model: ModelConfig) -> Shapes:
         block = f"decoder.layers.{layer}"
         own = mixer_class(mixer).parameter_shapes(model, layer)
         shapes |= {f"{block}.self_attention.{name}": shape for name, shape in own.items()}
+        # Gate and up stand in one matrix, as Megatron's gated layers have them.
         shapes |= {f"{block}.mlp.linear_fc1.weight": (2 * g, d), f"{block}.mlp.linear_fc2.weight": (d, g)}
         if weighted_norm:
             shapes |= {f"{block}.{norm}.weight": (d,) for norm in ("input_layernorm", "pre_mlp_layernorm")}
@@ -96,9 +97,11 @@ def _copies(name: str, stage: int, last: int, layers: range) -> int:
     if match := _LAYER.match(name):
         return int(int(match[1]) in layers)
     if name == _EMBEDDING_WEIGHT:
+        # Once where one stage is both the first and the last.
         return int(stage in (0, last))
     if name.startswith("embedding."):
         return int(stage == 0)
     if name.startswith("decoder."):
         return int(stage == last)
+    # What is neither in the embedding nor in a layer is a part that every stage reads.
     return 1

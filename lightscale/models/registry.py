@@ -6,7 +6,7 @@ Which mixers there are stands in ``lightscale.config.mixers``, without torch.
 from lightscale.config.mixers import imported_class
 from lightscale.config.schema import ModelConfig, ParallelConfig
 from lightscale.errors import UserError
-from lightscale.models.layers.shared_parts import SharedPart
+from lightscale.models.layers.shared_parts import EmbeddingPart, SharedPart, StagePart
 from lightscale.models.mixers.interface import Mixer
 
 
@@ -25,11 +25,13 @@ def shared_parts(model: ModelConfig) -> tuple[type[SharedPart], ...]:
     parts: dict[str, type[SharedPart]] = {}
     for name in dict.fromkeys(model.layers):
         for part in mixer_class(name).shared:
+            assert issubclass(part, (EmbeddingPart, StagePart)), f"{part} stands nowhere in a model"
             if parts.setdefault(part.name, part) is not part:
                 raise UserError(
                     f"model.mixer: {name} shares a part {part.name!r} that is another than that of a mixer beside it; "
                     "the two cannot stand in one model"
                 )
+    # In one order for every stack: the order of parameters decides how the distributed optimizer cuts them up.
     return tuple(parts[name] for name in sorted(parts))
 
 

@@ -63,11 +63,13 @@ class SequenceContext:
     ) -> "SequenceContext":
         """The context of rows with these ``positions`` (b, n)."""
         b, n = positions.shape
+        # Asked here once for all layers: on a GPU, the host waits for the answer.
         starts = positions == 0
         if n == 0 or not bool(starts[:, 1:].any()):
             cu_seqlens = None
         else:
             starts = starts.clone()
+            # Operators see the rows as one sequence: a row that continues a document must not continue the row above.
             starts[:, 0] = True
             edges = starts.flatten().nonzero().squeeze(-1)
             cu_seqlens = torch.cat([edges, edges.new_tensor([b * n])])

@@ -39,6 +39,7 @@ class LRPE(MegatronModule):
         self.theta = nn.Parameter(torch.empty(heads, width, dtype=wide, device=torch.cuda.current_device()))
         self.theta.tensor_model_parallel = True  # type: ignore[attr-defined]
         self.theta.partition_dim, self.theta.partition_stride = 0, 1  # type: ignore[attr-defined]
+        # At 0 an angle says nothing about positions: decay is not what should take it there.
         self.theta.no_weight_decay = True  # type: ignore[attr-defined]
         set_initializer(self.theta, lambda weight, generator: weight.copy_(angles))
 

@@ -58,6 +58,7 @@ class Mixer(MegatronModule, ABC):
         self.model = model
         self.options = model.layer_options(self.layer)
         self.group: dist.ProcessGroup = pg_collection.tp
+        # Of this tensor rank.
         self.num_heads = model.num_heads // self.group.size()
         self.heads = slice(self.group.rank() * self.num_heads, (self.group.rank() + 1) * self.num_heads)
         # Outputs that are added to the residual stream start smaller, so that its variance does not grow with depth.
