@@ -40,7 +40,7 @@ COMMANDS: dict[str, Command] = {
     "runs": Command(module="lightscale.launch.commands.runs", help="list the runs in a folder, with their goodput"),
     "doctor": Command(module="lightscale.launch.doctor.command", help="check whether machines and ranks can train"),
     "monitor": Command(
-        module="lightscale.runs.monitor_command", help="show the curves of runs in the browser (TensorBoard)"
+        module="lightscale.launch.commands.monitor", help="show the curves of runs in the browser (TensorBoard)"
     ),
     "chaos": Command(
         module="lightscale.launch.chaos.command", help="test whether a run survives kills, damage and failing disks"

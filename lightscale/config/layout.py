@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from lightscale.config.arithmetic import near_divisor, near_multiple
-from lightscale.config.schema import ParallelConfig, RunConfig
+from lightscale.config.mixers import check_shape, mixer_entry
+from lightscale.config.schema import ModelConfig, ParallelConfig, RunConfig
 from lightscale.errors import UserError
 
 
@@ -68,6 +69,21 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
         num_microbatches=num_microbatches,
         rank_sequence_tokens=length // parallel.sequence,
     )
+
+
+def check_mixers(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Refuse shapes that a mixer cannot have, and axes that a layer cannot be split on; imports no mixer's class."""
+    for layer, name in enumerate(model.layers):
+        check_shape(name, model)
+        able = mixer_entry(name).axes
+        for axis in ("tensor", "pipeline", "sequence"):
+            degree = getattr(parallel, axis)
+            if degree > 1 and axis not in able:
+                others = ", ".join(sorted(able - {"data"})) or "none"
+                raise UserError(
+                    f"parallel.{axis} = {degree}: layer {layer} ({name}) cannot be split along {axis} yet; "
+                    f"use parallel.{axis} = 1, with more data ranks or another axis of: {others}"
+                )
 
 
 def _check_length(name: str, length: int, parallel: ParallelConfig) -> None:

@@ -24,14 +24,21 @@ from lightscale.errors import UserError
 ENTRY_POINT_GROUP = "lightscale.mixers"
 
 
+AXES = frozenset({"tensor", "pipeline", "sequence", "data"})
+
+
 @dataclass(frozen=True, kw_only=True)
 class MixerEntry:
-    """Where a mixer is found; both as "module:name"."""
+    """Where a mixer is found, as "module:name", and what can be said of it without its class."""
 
     cls: str
     """A subclass of ``lightscale.models.mixers.interface.Mixer``."""
     options: str | None = None
     """A subclass of ``lightscale.config.schema.Section``, the keys of [model.mixer_options.NAME]; None: no options."""
+    axes: frozenset[str] = AXES
+    """The axes that its layers can be split along."""
+    check: str | None = None
+    """A function of a ``ModelConfig``, in a module without torch: UserError for shapes that the mixer cannot have."""
 
 
 _MODULES = "lightscale.models.mixers"
@@ -41,7 +48,7 @@ MIXERS: dict[str, MixerEntry] = {
     "hgrn2": MixerEntry(cls=f"{_MODULES}.hgrn2:HGRN2"),
     "cosformer2": MixerEntry(cls=f"{_MODULES}.cosformer2:CosFormer2", options=f"{_MODULES}.options:GatedMixerOptions"),
     "lightnet": MixerEntry(cls=f"{_MODULES}.lightnet:LightNet", options=f"{_MODULES}.options:GatedMixerOptions"),
-    "llama": MixerEntry(cls=f"{_MODULES}.llama:LLaMA"),
+    "llama": MixerEntry(cls=f"{_MODULES}.llama:LLaMA", check=f"{_MODULES}.options:check_rotary"),
 }
 """The built-in ones. An entry point of the same name is not looked at."""
 
@@ -75,6 +82,13 @@ def mixer_options_type(name: str) -> type[BaseModel] | None:
     if not isinstance(found, type) or not issubclass(found, BaseModel):
         raise UserError(f"mixer {name}: the type of its options, {options}, must be a lightscale.config.schema.Section")
     return found
+
+
+def check_shape(name: str, model: object) -> None:
+    """UserError where ``model``, a ``ModelConfig``, has a shape that the mixer ``name`` cannot have."""
+    check = mixer_entry(name).check
+    if check is not None:
+        _imported(name, check, "the check of its shape")(model)
 
 
 def imported_class(name: str) -> Any:

@@ -11,7 +11,7 @@ from lightscale.config.schema import ParallelConfig, RunConfig
 from lightscale.data_pipeline.tokenizers import Tokenizer, load_tokenizer
 from lightscale.errors import UserError
 from lightscale.models.language_model import LanguageModel
-from lightscale.models.registry import check_mixers
+from lightscale.models.registry import check_model
 from lightscale.parallel.mesh import start_mesh
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.training.build import build_engine
@@ -52,7 +52,7 @@ def load_model(
     directory = RunDirectory(run)
     config = _read_config(directory)
     # One process whatever the run's layout: the shards of a checkpoint say which part of a tensor they are.
-    check_mixers(config.model, ParallelConfig())
+    check_model(config.model, ParallelConfig())
     _check_step(directory, step)
     chosen = _choose_store(directory, config, store)
     tokenizer = load_tokenizer(chosen)

@@ -6,6 +6,7 @@ launcher know only this interface:
     lightscale submit   check_settings, script, require, check, submit
     the batch script    lightscale train --scheduler NAME: allocation, current_job
     srun-like launchers rank_variables
+    every command       job_variables
     lightscale runs     state
     lightscale cancel   state, require, cancel
     lightscale logs     logs, state
@@ -16,7 +17,7 @@ torch at the top, because `lightscale runs` is to answer within a second.
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
@@ -125,9 +126,22 @@ class Scheduler(ABC):
     def current_job(self, environ: Mapping[str, str]) -> str | None:
         """The job that `environ` is of; None: this process is in no job of this scheduler."""
 
+    def job_variables(self, environ: Mapping[str, str]) -> Mapping[str, str]:
+        """What `environ` says of the job, by the names in ``runs.job_environment``; nothing outside of a job."""
+        return {}
+
     def rank_variables(self, environ: Mapping[str, str]) -> Mapping[str, str] | None:
         """torchrun's variables (RANK, …) where this scheduler itself started the process as one of several ranks."""
         return None
+
+
+def adopt_job(environ: MutableMapping[str, str]) -> None:
+    """Set the variables of ``runs.job_environment`` from those of the scheduler whose job this process is in.
+
+    Again in every process: those of another node may have been inherited.
+    """
+    for scheduler in map(get_scheduler, SCHEDULERS):
+        environ.update(scheduler.job_variables(environ))
 
 
 def default_scheduler() -> str:

@@ -3,6 +3,7 @@
 Which mixers there are stands in ``lightscale.config.mixers``, without torch.
 """
 
+from lightscale.config.layout import check_mixers
 from lightscale.config.mixers import imported_class
 from lightscale.config.schema import ModelConfig, ParallelConfig
 from lightscale.errors import UserError
@@ -35,18 +36,8 @@ def shared_parts(model: ModelConfig) -> tuple[type[SharedPart], ...]:
     return tuple(parts[name] for name in sorted(parts))
 
 
-def check_mixers(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Refuse shapes that a mixer or its parts cannot have, and axes that a layer cannot be split on; builds nothing."""
+def check_model(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Refuse what ``config.layout.check_mixers`` refuses, and shapes that a shared part cannot have; builds nothing."""
+    check_mixers(model, parallel)
     for part in shared_parts(model):
         part.check(model)
-    for layer, name in enumerate(model.layers):
-        mixer = mixer_class(name)
-        mixer.check(model)
-        for axis in ("tensor", "pipeline", "sequence"):
-            degree = getattr(parallel, axis)
-            if degree > 1 and axis not in mixer.axes:
-                able = ", ".join(sorted(mixer.axes - {"data"})) or "none"
-                raise UserError(
-                    f"parallel.{axis} = {degree}: layer {layer} ({name}) cannot be split along {axis} yet; "
-                    f"use parallel.{axis} = 1, with more data ranks or another axis of: {able}"
-                )

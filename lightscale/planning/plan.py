@@ -8,7 +8,7 @@ from lightscale.config.layout import Layout, check_layout
 from lightscale.config.schema import ModelConfig, RunConfig
 from lightscale.models.accounting import EMBEDDING, parameter_terms
 from lightscale.models.flops import training_flops_per_token
-from lightscale.models.registry import check_mixers
+from lightscale.models.registry import check_model
 from lightscale.planning.communication import RankGroup
 from lightscale.planning.exchange_sizes import Summary, contribution
 from lightscale.planning.hardware import H100
@@ -85,7 +85,7 @@ def plan(config: RunConfig, processes: int | None = None) -> RunPlan:
 
     Raises UserError for an unknown mixer and for a layout that would not run.
     """
-    check_mixers(config.model, config.parallel)
+    check_model(config.model, config.parallel)
     layout = check_layout(config, processes or _fewest_processes(config))
     model, data, train = config.model, config.data, config.train
     return RunPlan(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from lightscale.config.layout import Layout, check_layout
 from lightscale.config.schema import Exchange, ParallelConfig, Recompute, RunConfig
 from lightscale.errors import UserError
-from lightscale.models.registry import check_mixers, mixer_class
+from lightscale.models.registry import check_model, mixer_class
 from lightscale.planning.communication import EXCHANGES
 from lightscale.planning.hardware import Hardware
 from lightscale.planning.prediction import Prediction
@@ -86,7 +86,7 @@ def explain_none(config: RunConfig, *, nodes: int, sequence_length: int, hardwar
         }
     )
     try:
-        check_mixers(config.model, parallel)
+        check_model(config.model, parallel)
         if fixed.axes:
             check_layout(asked, gpus)
     except UserError as error:

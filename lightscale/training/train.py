@@ -26,7 +26,7 @@ from lightscale.data_pipeline.loading.windows import Batch
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.models.flops import training_flops_per_token
 from lightscale.models.operators import describe_operators
-from lightscale.models.registry import check_mixers
+from lightscale.models.registry import check_model
 from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.fused import describe_fused_kernels
 from lightscale.parallel.mesh import Mesh, start_mesh
@@ -66,7 +66,7 @@ def train(
     """
     heartbeat = Heartbeat(config.restart.hang_timeout_s)
     heartbeat.beat("starting", step=0)
-    check_mixers(config.model, config.parallel)
+    check_model(config.model, config.parallel)
     parallel, environ = config.parallel, os.environ
     with (
         # First: a stop signal during the slow start must not kill the process, but end the run after its first step.

@@ -14,7 +14,7 @@ from lightscale.models.accounting import parameter_shapes, parameter_terms, rank
 from lightscale.models.language_model import LanguageModel, transformer_config
 from lightscale.models.layers.states import Shapes
 from lightscale.models.mixers.interface import Mixer
-from lightscale.models.registry import check_mixers, mixer_class
+from lightscale.models.registry import check_model, mixer_class
 from lightscale.parallel.initialization import named_parameters
 from lightscale.parallel.mesh import Mesh, start_mesh
 
@@ -142,6 +142,6 @@ class Convolution(Mixer):
 def test_an_unknown_kind_of_parameter_is_named_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MIXERS, "convolution", MixerEntry(cls=f"{__name__}:Convolution"))
     model = tiny("convolution")
-    check_mixers(model, load(CONFIGS / "tnl-tiny.toml").parallel)
+    check_model(model, load(CONFIGS / "tnl-tiny.toml").parallel)
     assert parameter_terms(model)["conv.weight"] == 4 * 64 * 4
     assert parameter_terms(model)["projections"] == 4 * 64 * 64

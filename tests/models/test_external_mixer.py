@@ -194,7 +194,7 @@ def measure_layout(name: str, rank: int, init_method: str) -> dict[str, Any]:
     from lightscale.models.accounting import parameter_shapes, parameter_terms, rank_parameters
     from lightscale.models.flops import forward_flops_per_token
     from lightscale.models.operators import describe_operators
-    from lightscale.models.registry import check_mixers
+    from lightscale.models.registry import check_model
     from lightscale.parallel.initialization import named_parameters
     from lightscale.planning.workload import Workload
 
@@ -223,7 +223,7 @@ def measure_layout(name: str, rank: int, init_method: str) -> dict[str, Any]:
     found["work"] = (work.embedding_part_flops, work.embedding_part_summaries(1), work.layers[0].cost.value)
     found["operators"] = describe_operators(model, torch.float32, torch.device("cpu"))
     with pytest.raises(UserError) as refused:
-        check_mixers(model, ParallelConfig(sequence=2))
+        check_model(model, ParallelConfig(sequence=2))
     found["refused"] = str(refused.value)
     return found
 

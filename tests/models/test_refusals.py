@@ -6,7 +6,6 @@ What runs is held to one process in tests/parallel/test_parity.py.
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar
 
 import pytest
 
@@ -14,8 +13,7 @@ from lightscale.config.layout import check_layout
 from lightscale.config.mixers import MIXERS
 from lightscale.config.schema import ModelConfig, ParallelConfig, RunConfig
 from lightscale.errors import UserError
-from lightscale.models.mixers.tnl import TNL
-from lightscale.models.registry import check_mixers
+from lightscale.models.registry import check_model
 
 AXES = ("tensor", "pipeline", "sequence")
 # Of the model below: 4 layers, width 64, 4 heads, GLU width 128, 512 ids; sequences of 64 tokens, 4 a step.
@@ -29,7 +27,7 @@ def test_every_degree_runs_or_is_refused_with_what_to_use(
     for degree in (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128):
         config = tiny_config(f"model.mixer={name}", f"parallel.{axis}={degree}")
         if degree in ABLE[axis]:
-            check_mixers(config.model, config.parallel)
+            check_model(config.model, config.parallel)
             assert getattr(check_layout(config, degree), axis) == degree
             continue
         with pytest.raises(UserError) as refused:
@@ -39,25 +37,20 @@ def test_every_degree_runs_or_is_refused_with_what_to_use(
         assert "; use " in message
 
 
-class Whole(TNL):
-    """A mixer that needs whole sequences and all heads."""
-
-    axes: ClassVar[frozenset[str]] = frozenset({"pipeline", "data"})
-
-
 @pytest.mark.parametrize("axis", AXES)
 def test_a_layer_that_cannot_be_split_says_so(axis: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever it stands in the model, and whatever stands beside it."""
-    monkeypatch.setitem(MIXERS, "whole", replace(MIXERS["tnl"], cls=f"{__name__}:Whole"))
+    """Wherever it stands in the model, and whatever stands beside it: a mixer of whole sequences and all heads."""
+    whole = replace(MIXERS["tnl"], axes=frozenset({"pipeline", "data"}))
+    monkeypatch.setitem(MIXERS, "whole", whole)
     model = ModelConfig(
         mixer=["tnl", "tnl", "whole"], num_layers=3, hidden_size=64, num_heads=4, intermediate_size=96, vocab_size=128
     )
     parallel = ParallelConfig(**{axis: 2})
-    if axis in Whole.axes:
-        check_mixers(model, parallel)
+    if axis in whole.axes:
+        check_model(model, parallel)
         return
     with pytest.raises(UserError) as refused:
-        check_mixers(model, parallel)
+        check_model(model, parallel)
     for part in (f"parallel.{axis} = 2", "layer 2 (whole)", f"use parallel.{axis} = 1,", "pipeline"):
         assert part in str(refused.value)
 

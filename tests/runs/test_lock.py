@@ -47,7 +47,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 @pytest.fixture
 def hold(run: RunDirectory) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """`hold(SLURM_JOB_ID="7")`: another process that takes the lock as soon as it reads a line."""
+    """`hold(LIGHTSCALE_JOB_ID="7")`: another process that takes the lock as soon as it reads a line."""
     processes: list[subprocess.Popen[str]] = []
 
     def hold(**environment: str) -> subprocess.Popen[str]:
@@ -84,7 +84,7 @@ def takeovers(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def test_a_second_job_is_refused_with_the_name_of_the_first(run: RunDirectory, hold: Callable[..., Any]) -> None:
-    first = hold(SLURM_JOB_ID="4711")
+    first = hold(LIGHTSCALE_JOB_ID="4711")
     assert begin(first) == "held"
     message = refusal(run)
     assert f"{run.path} is in use by process {first.pid} on {os.uname().nodename} of job 4711, since 2" in message

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from lightscale.config.files import load
-from lightscale.config.layout import check_layout
+from lightscale.config.layout import check_layout, check_mixers
 from lightscale.config.schema import RunConfig
 from lightscale.data_pipeline.store.token_store import TokenizerIdentity, TokenStore
 from lightscale.errors import UserError
@@ -25,9 +25,8 @@ from lightscale.launch.environment import RankEnvironment
 from lightscale.launch.network import choose_interface
 from lightscale.launch.rank import LAUNCHER_VARIABLE, run_rank, summary_and_notes
 from lightscale.launch.restart import EXIT_CODES, Nodes, RestartPolicy, run_ranks
-from lightscale.launch.scheduler import default_scheduler, get_scheduler
+from lightscale.launch.scheduler import adopt_job, default_scheduler, get_scheduler
 from lightscale.launch.torchrun import ThisMachine
-from lightscale.models.registry import check_mixers
 from lightscale.runs.lock import InUse, RunLock
 from lightscale.runs.run_directory import RunDirectory, Status
 from lightscale.training.signals import DEADLINE_VARIABLE
@@ -90,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
     Returns one of the exit codes that `launch/restart.py` lists; a rank that stopped together with the others
     returns 0.
     """
+    adopt_job(os.environ)
     deadline_s = None if args.stop_after is None else time.time() + parse_duration("--stop-after", args.stop_after)
     directory = RunDirectory(args.run or default_directory(args.config))
     environment = RankEnvironment.read(os.environ)

@@ -23,6 +23,7 @@ from lightscale.launch.commands.train import default_directory
 from lightscale.launch.doctor import measure
 from lightscale.launch.doctor.peers import AbsentRanks, PeerRanks, meet_peers
 from lightscale.launch.environment import RankEnvironment
+from lightscale.launch.scheduler import adopt_job
 from lightscale.training.health.check_result import CheckResult, Outcome, where
 from lightscale.training.health.machine import Machine, host_name
 from lightscale.training.preflight import check_machine, check_ranks
@@ -102,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
     """Examine, print, and return the exit code, the same on all ranks; rank 0 prints."""
     if args.wait <= 0:
         raise UserError(f"--wait {args.wait:g}: must be more than 0 seconds")
+    adopt_job(os.environ)
     config, directory = _target(args)
     environment = RankEnvironment.read(os.environ)
     if environment is None:

@@ -1,10 +1,18 @@
-"""The ranks that srun itself starts (``srun … lightscale train CONFIG``), by the variables of their step."""
+"""What SLURM tells the processes of a job: the job, and the ranks that srun starts (``srun … lightscale train``)."""
 
 import re
 from collections.abc import Mapping
 
 from lightscale.errors import UserError
 from lightscale.launch.environment import job_port, number_reader
+from lightscale.runs.job_environment import JOB_ID, NODE_NAME, SUBMIT_HOST
+
+_JOB_VARIABLES = {"SLURM_JOB_ID": JOB_ID, "SLURMD_NODENAME": NODE_NAME, "SLURM_SUBMIT_HOST": SUBMIT_HOST}
+
+
+def job_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """lightscale's own names for what `environ` says of the job."""
+    return {name: environ[variable] for variable, name in _JOB_VARIABLES.items() if environ.get(variable)}
 
 
 def rank_variables(environ: Mapping[str, str]) -> dict[str, str] | None:

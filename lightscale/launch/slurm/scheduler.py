@@ -87,6 +87,10 @@ class Slurm(Scheduler):
         """See `Scheduler`."""
         return environ.get("SLURM_JOB_ID")
 
+    def job_variables(self, environ: Mapping[str, str]) -> Mapping[str, str]:
+        """See `Scheduler`."""
+        return ranks.job_variables(environ)
+
     def rank_variables(self, environ: Mapping[str, str]) -> Mapping[str, str] | None:
         """See `Scheduler`."""
         return ranks.rank_variables(environ)

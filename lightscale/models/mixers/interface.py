@@ -31,9 +31,6 @@ class Mixer(MegatronModule, ABC):
         pg_collection: Megatron's process groups.
     """
 
-    axes: ClassVar[frozenset[str]] = frozenset({"tensor", "pipeline", "sequence", "data"})
-    """Axes along which the mixer can be split; a degree on any other is refused before anything is built."""
-
     operator: ClassVar[str]
     """What computes it, as ``kernels.operators`` describes it."""
 
@@ -78,10 +75,6 @@ class Mixer(MegatronModule, ABC):
     def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
         """fp32 numbers per row that each sequence rank contributes to an exchange, forward and backward."""
         return 0, 0
-
-    @staticmethod
-    def check(model: ModelConfig) -> None:
-        """UserError for a shape of the model that the mixer cannot have; naming key, value and what to use instead."""
 
     @abstractmethod
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightscale.config.schema import ModelConfig
-from lightscale.errors import UserError
 from lightscale.kernels.common.angles import Angles, phases_of
 from lightscale.models.layers.context import Finish, SequenceContext
 from lightscale.models.layers.linear import column_parallel, row_parallel
@@ -50,16 +49,6 @@ class LLaMA(Mixer):
         """Projections."""
         d = model.hidden_size
         return {"kv_proj.weight": (2 * d, d), "q_proj.weight": (d, d), "out_proj.weight": (d, d)}
-
-    @staticmethod
-    def check(model: ModelConfig) -> None:
-        """Rotary positions turn channels in pairs: head_dim must be even."""
-        if model.head_dim % 2:
-            raise UserError(
-                f"model.hidden_size = {model.hidden_size} and model.num_heads = {model.num_heads} give llama heads of "
-                f"{model.head_dim} channels, but it rotates channels in pairs; use an even number, such as "
-                f"model.hidden_size = {(model.head_dim + 1) * model.num_heads}"
-            )
 
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""

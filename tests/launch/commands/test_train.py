@@ -23,6 +23,7 @@ from lightscale.launch.restart import NodesLost, RestartPolicy
 from lightscale.launch.slurm import allocation
 from lightscale.launch.slurm.client import Node
 from lightscale.launch.torchrun import ThisMachine
+from lightscale.runs.job_environment import JOB_ID
 from lightscale.runs.lock import RunLock
 from lightscale.runs.run_directory import RunDirectory, read_lines
 
@@ -45,6 +46,9 @@ def folder(tmp_path: Path, tiny_run: Path, monkeypatch: pytest.MonkeyPatch, writ
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What the command would have started."""
+    # The command sets it in this process; set and removed here, it is removed again at the end.
+    monkeypatch.setenv(JOB_ID, "none")
+    monkeypatch.delenv(JOB_ID)
     calls: list[dict[str, Any]] = []
 
     def run_ranks(run: RunDirectory, command: list[str], **options: Any) -> int:
@@ -104,6 +108,7 @@ def test_a_job_that_was_queued_again_waits_for_what_is_left_of_itself(
     monkeypatch.setattr(train_command, "_nodes", lambda *_: ThisMachine())
     monkeypatch.setattr(train_command, "_PAUSE_S", 0.05)
     monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv(JOB_ID, "17")
     with contextlib.ExitStack() as held:
         held.enter_context(RunLock(RunDirectory("runs/tiny-run")))
         given_up = threading.Timer(0.5, held.close)

@@ -4,6 +4,8 @@ import pytest
 
 from lightscale.errors import UserError
 from lightscale.launch.environment import RankEnvironment
+from lightscale.launch.scheduler import adopt_job
+from lightscale.runs.job_environment import job_id, node_name, submit_host
 
 # What `srun --nodes=3 --ntasks=5` gives the fourth of its tasks.
 SLURM = {
@@ -99,3 +101,13 @@ def test_contradictions_are_refused(environ: dict[str, str], message: str) -> No
     with pytest.raises(UserError) as caught:
         RankEnvironment.read({**SLURM, **environ})
     assert message in str(caught.value)
+
+
+def test_the_job_has_the_names_of_every_scheduler() -> None:
+    environ = {**SLURM, "SLURMD_NODENAME": "gpu03", "SLURM_SUBMIT_HOST": "login2"}
+    inherited = {**environ, "LIGHTSCALE_NODE_NAME": "gpu01"}
+    adopt_job(inherited)
+    assert (job_id(inherited), node_name(inherited), submit_host(inherited)) == ("4711", "gpu03", "login2")
+    outside = {"PATH": "/usr/bin"}
+    adopt_job(outside)
+    assert outside == {"PATH": "/usr/bin"}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightscale.config.schema import ModelConfig, ParallelConfig
 from lightscale.errors import UserError
-from lightscale.models.registry import check_mixers
+from lightscale.models.registry import check_model
 
 plain = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "plain_models.py")))
 
@@ -61,5 +61,5 @@ def test_an_odd_head_width_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"model\.hidden_size = 33 and model\.num_heads = 3 .* model\.hidden_size = 36$"
     ):
-        check_mixers(ModelConfig(mixer=["tnl", "llama"], **shape), ParallelConfig())
-    check_mixers(ModelConfig(mixer="tnl", **shape), ParallelConfig())
+        check_model(ModelConfig(mixer=["tnl", "llama"], **shape), ParallelConfig())
+    check_model(ModelConfig(mixer="tnl", **shape), ParallelConfig())

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from lightscale.config.mixers import MIXERS
+from lightscale.config.mixers import MIXERS, mixer_entry
 from lightscale.config.schema import ModelConfig, ParallelConfig
 from lightscale.errors import UserError
 from lightscale.kernels.operators import get_operator, state_grows
@@ -26,8 +26,7 @@ from lightscale.models.accounting import parameter_shapes
 from lightscale.models.flops import forward_flops_per_token
 from lightscale.models.layers.tpe import TPE
 from lightscale.models.mixers.interface import Mixer
-from lightscale.models.mixers.tnl import TNL
-from lightscale.models.registry import check_mixers, mixer_class
+from lightscale.models.registry import check_model, mixer_class
 from lightscale.parallel.initialization import named_parameters
 from lightscale.training.checkpoints.restore import Checkpoints
 from lightscale.training.checkpoints.saving import Saver
@@ -345,15 +344,10 @@ def test_an_unknown_mixer_is_refused_with_the_nearest() -> None:
         ModelConfig(mixer=["tnl", "lama"], num_layers=2, **SHAPE)
 
 
-class Stiff(TNL):
-    """A mixer that some axes cannot split."""
-
-
 @pytest.mark.parametrize("axis", ["tensor", "pipeline", "sequence"])
 def test_an_axis_that_a_layer_cannot_be_split_on_is_refused(axis: str, monkeypatch: pytest.MonkeyPatch) -> None:
     others = frozenset({"tensor", "pipeline", "sequence", "data"}) - {axis}
-    monkeypatch.setattr(Stiff, "axes", others)
-    monkeypatch.setitem(MIXERS, "stiff", replace(MIXERS["tnl"], cls=f"{__name__}:Stiff"))
+    monkeypatch.setitem(MIXERS, "stiff", replace(MIXERS["tnl"], axes=others))
     model = ModelConfig(mixer=["tnl", "stiff"], num_layers=4, **SHAPE)
     able = ", ".join(sorted(others - {"data"}))
     message = (
@@ -361,22 +355,23 @@ def test_an_axis_that_a_layer_cannot_be_split_on_is_refused(axis: str, monkeypat
         rf"use parallel\.{axis} = 1, with more data ranks or another axis of: {able}$"
     )
     with pytest.raises(UserError, match=message):
-        check_mixers(model, ParallelConfig(**{axis: 2}))
-    check_mixers(model, ParallelConfig(**dict.fromkeys(others, 2)))
+        check_model(model, ParallelConfig(**{axis: 2}))
+    check_model(model, ParallelConfig(**dict.fromkeys(others, 2)))
 
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_a_mixer_says_what_it_is(name: str) -> None:
     mixer = mixer_class(name)
     assert issubclass(mixer, Mixer)
-    assert mixer.axes <= {"tensor", "pipeline", "sequence", "data"}
+    axes = mixer_entry(name).axes
+    assert axes <= {"tensor", "pipeline", "sequence", "data"}
     for axis in ("tensor", "pipeline", "sequence"):
         parallel = ParallelConfig(**{axis: 2})
-        if axis in mixer.axes:
-            check_mixers(MODELS[name], parallel)
+        if axis in axes:
+            check_model(MODELS[name], parallel)
         else:
             with pytest.raises(UserError, match=rf"layer 0 \({name}\) cannot be split along {axis}"):
-                check_mixers(MODELS[name], parallel)
+                check_model(MODELS[name], parallel)
 
 
 def test_seven_and_one(measured: dict[str, dict[str, Any]]) -> None:

@@ -5,4 +5,8 @@ This module and ``options`` are imported where configurations are read: neither 
 
 from lightscale.config.mixers import MixerEntry
 
-ENTRY = MixerEntry(cls="toy_mixer.layer:Toy", options="toy_mixer.options:ToyOptions")
+ENTRY = MixerEntry(
+    cls="toy_mixer.layer:Toy",
+    options="toy_mixer.options:ToyOptions",
+    axes=frozenset({"tensor", "pipeline", "data"}),
+)

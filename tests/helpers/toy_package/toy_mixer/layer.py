@@ -81,7 +81,6 @@ class Positions(EmbeddingPart):
 
 class Toy(Mixer):
     operator = SUM.name
-    axes: ClassVar[frozenset[str]] = frozenset({"tensor", "pipeline", "data"})
     shared: ClassVar[tuple[type[SharedPart], ...]] = (Scales, Positions)
 
     def __init__(

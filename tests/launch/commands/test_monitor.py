@@ -20,13 +20,13 @@ import pytest
 
 from lightscale import cli
 from lightscale.config.schema import RunConfig
+from lightscale.launch.commands.monitor import forwarding, log_directory
 from lightscale.runs.metrics import MetricsLogger
-from lightscale.runs.monitor_command import forwarding, log_directory
 from lightscale.runs.run_directory import RunDirectory
 
 pytestmark = pytest.mark.timeout(600)
 
-browser = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "browser.py")))
+browser = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "browser.py")))
 
 TIMEOUT_S = 200
 # The points of the line in the card of a tag; null while the card is not there.
@@ -158,7 +158,7 @@ def test_the_way_from_the_users_machine(monkeypatch: pytest.MonkeyPatch) -> None
     assert forwarding({}, host="localhost", port=6006) == "ssh -L 6006:localhost:6006 ada@gpu07"
     over_ssh = {"SSH_CONNECTION": "198.51.100.7 50000 203.0.113.9 22"}
     assert forwarding(over_ssh, host="localhost", port=6006) == "ssh -L 6006:localhost:6006 ada@203.0.113.9"
-    job = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_HOST": "login2", **over_ssh}
+    job = {"LIGHTSCALE_JOB_ID": "7", "LIGHTSCALE_SUBMIT_HOST": "login2", **over_ssh}
     assert forwarding(job, host="localhost", port=6006) == "ssh -L 6006:localhost:6006 -J ada@login2 ada@gpu07"
     assert forwarding(job, host="0.0.0.0", port=6006) == "ssh -L 6006:gpu07:6006 ada@login2"
 

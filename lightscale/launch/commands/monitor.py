@@ -20,6 +20,7 @@ from tensorboard import program
 
 from lightscale.config.files import load
 from lightscale.errors import UserError
+from lightscale.launch.scheduler import adopt_job
 from lightscale.runs.job_environment import job_id, submit_host
 from lightscale.runs.run_directory import RunDirectory
 
@@ -48,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     """Start TensorBoard, print its address, and wait for Ctrl-C or SIGTERM, which end it without an error."""
     if args.port is not None and not 0 <= args.port < 1 << 16:
         raise UserError(f"--port {args.port}: must be a port number, 0 to 65535")
+    adopt_job(os.environ)
     stop = threading.Event()
     with log_directory(args.runs) as logs:
         server = start(logs, host=args.host, port=args.port)
