@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from lightscale.config.layout import Layout, check_layout
+from lightscale.config.mixers import mixer_entry
 from lightscale.config.schema import Exchange, ParallelConfig, Recompute, RunConfig
 from lightscale.errors import UserError
-from lightscale.models.registry import check_model, mixer_class
+from lightscale.models.registry import check_model
 from lightscale.planning.communication import EXCHANGES
 from lightscale.planning.hardware import Hardware
 from lightscale.planning.prediction import Prediction
@@ -139,7 +140,7 @@ def _degrees(axis: str, config: RunConfig, fixed: Fixed, ranks: int, *, most: in
     """Of `ranks`, how many can share the axis."""
     if axis in fixed.axes:
         wanted = [fixed.axes[axis]]
-    elif all(axis in mixer_class(name).axes for name in set(config.model.layers)):
+    elif all(axis in mixer_entry(name).axes for name in set(config.model.layers)):
         wanted = list(range(1, min(ranks, most) + 1))
     else:
         wanted = [1]

@@ -14,7 +14,7 @@ from lightscale.models.accounting import parameter_shapes, parameter_terms, rank
 from lightscale.models.language_model import LanguageModel, transformer_config
 from lightscale.models.layers.states import Shapes
 from lightscale.models.mixers.interface import Mixer
-from lightscale.models.registry import check_model, mixer_class
+from lightscale.models.registry import check_model
 from lightscale.parallel.initialization import named_parameters
 from lightscale.parallel.mesh import Mesh, start_mesh
 
@@ -66,7 +66,7 @@ def shapes_and_shares(
         method = f"{init_method}-{axis}"
         with start_mesh(device="cpu", rank=rank, world_size=world_size, init_method=method, **degrees) as mesh:
             for name, model in split.items():
-                if axis in mixer_class(name).axes:
+                if axis in MIXERS[name].axes:
                     shares[axis, name] = sum(parameter.numel() for parameter in build(model, mesh).parameters())
     return shapes, shares, num_bytes
 
@@ -97,7 +97,7 @@ def test_a_real_model_has_the_counted_bytes(built: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "axis"), [(name, axis) for name in MIXERS for axis in AXES if axis in mixer_class(name).axes]
+    ("name", "axis"), [(name, axis) for name in MIXERS for axis in AXES if axis in MIXERS[name].axes]
 )
 def test_each_rank_holds_the_counted_share(built: list[Any], name: str, axis: str) -> None:
     degrees = {"tensor": 1, "pipeline": 1, **AXES[axis]}
