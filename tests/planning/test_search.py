@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import pytest
 from lightscale import cli
 from lightscale.config.files import load
 from lightscale.config.layout import check_layout
+from lightscale.config.mixers import MIXERS
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
-from lightscale.models.registry import mixer_class
 from lightscale.planning.hardware import H100, with_settings
 from lightscale.planning.search import Fixed, best_layouts
 from lightscale.planning.step_cost import CostModel
@@ -96,7 +97,7 @@ def test_what_is_fixed_stays() -> None:
 
 
 def test_an_axis_that_a_mixer_cannot_be_split_on_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixer_class("tnl"), "axes", frozenset({"data", "pipeline"}))
+    monkeypatch.setitem(MIXERS, "tnl", replace(MIXERS["tnl"], axes=frozenset({"data", "pipeline"})))
     found = best_layouts(config("tnl-1b"), nodes=1, sequence_length=8 * K, hardware=H100, fixed=FREE)
     assert {(one.layout.tensor, one.layout.sequence) for one in found} == {(1, 1)}
 
