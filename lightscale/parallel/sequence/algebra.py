@@ -63,6 +63,7 @@ class Diagonal(Algebra):
         return torch.zeros_like(S), torch.ones_like(D)
 
     def combine(self, earlier: Tensors, later: Tensors) -> Tensors:
+        # The associative product of first-order recurrences (Blelloch, "Prefix sums and their applications", 1990).
         (S,) = self.apply(later, earlier[:1])
         return S, earlier[1] * later[1]
 
@@ -75,9 +76,11 @@ class Diagonal(Algebra):
         return (S + _scaled(D, state[0]),)
 
     def transition(self, summary: Tensors, state: Tensors) -> Tensor:
+        # Whatever state enters: the map is linear in S, so that passing cotangents back takes D and no state.
         return summary[1]
 
     def adjoint(self, transition: Tensor, reads: Tensors, cotangent: Tensors) -> Tensors:
+        # The transposed map of ``apply``: a real diagonal is its own transpose.
         return (reads[0] + _scaled(transition, cotangent[0]),)
 
 
@@ -110,6 +113,9 @@ class LogSumExp(Algebra):
         return passed_share(state[0], z, through[:, 0])
 
     def adjoint(self, transition: Tensor, reads: Tensors, cotangent: Tensors) -> Tensors:
+        # In the unnormalised sums e^z and e^z S merging is addition, whose cotangents pass unchanged. U and -R are
+        # those cotangents times the state's own weight e^z, which itself would overflow, so that only the ratio of two
+        # weights, at most 1, is applied. The plain cotangent of z would mix with that of S instead.
         U, R = cotangent
         return reads[0] + _scaled(by_row(transition, U.shape[2]), U), reads[1] + _scaled(transition, R)
 

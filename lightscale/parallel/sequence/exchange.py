@@ -60,6 +60,8 @@ class StateExchange(ABC):
         """The ``tensors`` (equal shapes and one dtype on all ranks) of every rank of ``group``, in one collective."""
         # One message instead of one per tensor: for payloads this small the latency counts.
         flat = _packed(tensors)
+        # As many payloads as ranks, the largest buffer of a pass. It must not live until the backward pass: what is
+        # kept of it has to be a copy, not a view.
         gathered = flat.new_empty(group.size() * flat.numel())
         dist.all_gather_into_tensor(gathered, flat, group=group)
         self.count(flat)
@@ -74,10 +76,13 @@ class Gather(StateExchange):
 
     def forward(self, algebra: Algebra, summary: Tensors) -> tuple[Tensors, Tensors]:
         entering, transitions = _fold(algebra, self._all_gather(summary, self.group))
+        # Stacked, that is copied: the transitions of ``Diagonal`` are views into the gathered buffer. The backward fold
+        # runs over those of the later segments, which are kept so that they need not be sent a second time.
         return entering[self.rank], (torch.stack(transitions),)
 
     def backward(self, algebra: Algebra, kept: Tensors, reads: Tensors) -> Tensors:
         (transitions,) = kept
+        # The state that leaves this segment is the one that enters the next: the fold stops there.
         return _fold_back(algebra, transitions, self._all_gather(reads, self.group), self.rank + 1)
 
 
@@ -110,6 +115,7 @@ class TwoLevel(StateExchange):
     def backward(self, algebra: Algebra, kept: Tensors, reads: Tensors) -> Tensors:
         within, between = kept
         inside = self._all_gather(reads, self.node)
+        # With nothing from behind: what the node, as one segment, reads of the state that enters it.
         of_node = _fold_back(algebra, within, inside, 0)
         shares = self._all_gather(self._share(of_node), self.across)
         leaving_node = self._join(_fold_back(algebra, between, shares, self.across.rank() + 1), reads)
@@ -145,6 +151,7 @@ class Ring(StateExchange):
 
     def forward(self, algebra: Algebra, summary: Tensors) -> tuple[Tensors, Tensors]:
         # A chain of waits, begun before the outputs: what a rank does between receiving and sending is one ``apply``.
+        # Blocking calls cannot deadlock: every rank waits for the one before it only, and the first for none.
         state = algebra.empty(summary)
         if self.rank > 0:
             state = self._receive(state, self.rank - 1)
@@ -163,6 +170,7 @@ class Ring(StateExchange):
 
     def _send(self, tensors: Tensors, to: int) -> None:
         flat = _packed(tensors)
+        # Ranks of the group, which differ from the global ones as soon as there is a data, tensor or pipeline axis.
         dist.send(flat, group=self.group, group_dst=to)
         self.count(flat)
 
@@ -178,6 +186,8 @@ def _fold(
     """The state that enters each segment, the first with ``state`` (empty when None), and each one's transition."""
     if state is None:
         state = algebra.empty(segments[0])
+    # All segments, not only those before the own: backward needs the transitions of the later ones, and those of
+    # ``LogSumExp`` depend on the state that enters. One order on every rank makes them the same bits everywhere.
     entering, transitions = [], []
     for segment in segments:
         entering.append(state)
@@ -238,6 +248,7 @@ class _OnStream(_Beside):
     def submit(self, name: str, work: Callable[..., Any], args: tuple[Any, ...]) -> Wait:
         # What is sent was computed on the current stream, and may not be ready yet.
         self._stream.wait_stream(torch.cuda.current_stream())
+        # A collective occupies the stream it is called on until it is done: on the computing one nothing would overlap.
         with torch.no_grad(), torch.cuda.stream(self._stream), torch.profiler.record_function(name):
             result = work(*args)
         done = self._stream.record_event()

@@ -20,6 +20,8 @@ def begin_gather(x: Tensor, exchange: StateExchange, lengths: Sequence[int] | No
         lengths: T of every rank where they differ; None when they are equal.
     """
     sizes = [x.size(1)] * exchange.size if lengths is None else list(lengths)
+    # No replay as states have: kept, the keys and values of the whole sequence would stay for every layer, memory that
+    # grows with the number of ranks. A recomputed layer gathers again, in one order on every rank.
     wait = exchange.submit(_all_gather, exchange, x.detach(), sizes)
     return lambda: _Gathered.apply(x, exchange, sizes, wait)
 
@@ -37,6 +39,8 @@ def _all_gather(exchange: StateExchange, x: Tensor, sizes: Sequence[int]) -> Ten
     return torch.cat([part[:, :size] for part, size in zip(gathered, sizes, strict=True)], dim=1)
 
 
+# Written out, because the backward pass of ``torch.distributed.nn.all_gather`` crashed on subgroups and gave wrong
+# gradients (pytorch issues 120213, 120386), and because the wait has to be apart from the start.
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: StateExchange, sizes: Sequence[int], wait: Callable[[], Any]) -> Tensor:
@@ -55,6 +59,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def _reduce_scatter(exchange: StateExchange, parts: Tensor) -> Tensor:
+    # Summed in the dtype of the keys, as autograd sums the gradients of activations; states alone are fp32 at least.
     own = parts.new_empty(parts.size(0) // exchange.size, *parts.shape[1:])
     dist.reduce_scatter_tensor(own, parts, group=exchange.group)
     exchange.count(parts)

@@ -56,6 +56,7 @@ def begin(
     """
     # With gradients, a layer that is recomputed runs for the second time. (Checkpointed layers run without them first.)
     if replay is not None and torch.is_grad_enabled():
+        # No collective: repeated by recomputation, they hang where ranks recompute in other orders (VeOmni issue 979).
         incoming = replay[name].popleft()
         return lambda *read: _PassStates.apply(scan, exchange, lambda: incoming, *written, *read)
     # The exchange is no part of autograd's graph: _PassStates computes its gradients itself, exchange included.
@@ -67,6 +68,8 @@ def begin(
         before, kept = wait()
         state = scan.entering(before)
         incoming = _Incoming(state=state, kept=kept, remembered=scan.remember(summary, state))
+        # One state per layer that stays until the backward pass, beside the layer's input. Unlike the activations that
+        # recomputation saves, it does not grow with the sequence.
         if replay is not None:
             replay[name].append(incoming)
         return incoming
@@ -89,11 +92,14 @@ class _PassStates(torch.autograd.Function):
         incoming = arrive()
         ctx.scan, ctx.exchange = scan, exchange
         # All tensors by autograd's own means: kept on ctx, they would escape its checks for changes in place.
+        # The states between chunks are not among them: the gradients' pass makes them again from inputs and incoming
+        # state, which costs one more pass over keys and values, and spares the memory of a state per chunk and layer.
         ctx.sizes = len(inputs), len(incoming.state), len(incoming.kept)
         ctx.save_for_backward(*inputs, *incoming.state, *incoming.kept, *incoming.remembered)
         return scan.outputs(inputs, early, incoming.state)
 
     @staticmethod
+    # Autograd does not see the exchange: a second derivative would miss it silently, so that it is refused.
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
         num_inputs, num_state, num_kept = ctx.sizes
@@ -105,6 +111,8 @@ class _PassStates(torch.autograd.Function):
         wait = exchange.submit(exchange.backward, scan.algebra, kept, scan.reads(inputs, do, state))
         with torch.profiler.record_function("gradients within the rank"):
             gradients = scan.own_gradients(inputs, do, state)
+        # Gradients are linear in (do, cotangent of the outgoing state): the parts of each are computed apart and added.
+        # In bf16 models each is rounded before, which is one rounding more than in a scan of the whole row.
         leaving = scan.leaving_gradients(inputs, state, remembered, wait())
         for number, gradient in enumerate(leaving):
             own = gradients[number]

@@ -97,9 +97,13 @@ class DiagonalScan(Scan):
     """A scan whose state only decays: a tensor S, zero where a document begins."""
 
     def entering(self, state: Tensors) -> Tensors:
+        # A document that begins with the row's first token is cut off twice: here for this rank's own tokens, in
+        # ``_summary`` for the ranks behind, to which nothing from before the document may go on.
         return (self.where_continues(state[0]),)
 
     def _summary(self, state: Tensor, decay: Tensor) -> Tensors:
+        # ``cu_seqlens`` names every row's start and cannot tell whether a document begins there, so that D is not 0
+        # yet. Others could not derive even a fixed decay: it depends on where documents begin here.
         return state, self.where_continues(decay).to(state.dtype)
 
 
@@ -123,16 +127,22 @@ class LightningScan(DiagonalScan):
     def outputs(self, inputs: Inputs, early: Tensor | None, state: Tensors) -> Tensor:
         assert early is not None
         _, _, log_decay, *angles, q = inputs
+        # Linear in the state, so that what the incoming one adds comes on top. In bf16 models both parts are rounded
+        # before the sum: the price of computing the first while the state travels.
         read = lightning_boundary.read_fwd(q, log_decay, state[0], self.cu_seqlens, angles=angles_of(*angles))
         return early.add_(read)
 
     def reads(self, inputs: Inputs, do: Tensor, state: Tensors) -> Tensors:
         _, _, log_decay, *angles, q = inputs
         own = lightning.state_bwd(q, do, log_decay, self.cu_seqlens, angles=angles_of(*angles))
+        # With one decay per head, U = Σ_t λ^t q_t do_tᵀ, t from 1. The pass takes the row's first document for one that
+        # has come in; where it begins here, its tokens read nothing of the incoming state.
         return (self.where_continues(own),)
 
     def own_gradients(self, inputs: Inputs, do: Tensor, state: Tensors) -> list[Tensor | None]:
         k, v, log_decay, theta, positions, q = inputs
+        # Backward the incoming state is known from the start: everything that reads it (queries, decays) is done in
+        # this pass, before the exchange ends. None stands for the cotangent that is still on its way.
         own = lightning.grad_bwd(
             q,
             k,
@@ -194,6 +204,8 @@ class GatedScan(DiagonalScan):
     def leaving_gradients(
         self, inputs: Inputs, state: Tensors, remembered: Tensors, cotangent: Tensors
     ) -> Sequence[Tensor | None]:
+        # No second exchange for the decays: those of this segment act on the state that came in and on what was written
+        # here, and the cotangent of the state that leaves says how much that counts later.
         k, v, log_decay, _ = inputs
         return gla_boundary.write_bwd(k, v, log_decay, state[0], cotangent[0], self.cu_seqlens)
 
@@ -224,6 +236,7 @@ class TPEScan(DiagonalScan):
 
     def own_gradients(self, inputs: Inputs, do: Tensor, state: Tensors) -> list[Tensor | None]:
         x, log_decay, gamma = inputs
+        # Of this segment only: the engine's reduction of parameters' gradients also sums over sequence ranks.
         return list(tpe.grad_bwd(x, log_decay, gamma, do, state[0], None, self.cu_seqlens))
 
     def leaving_gradients(
@@ -258,10 +271,14 @@ class LightNetScan(Scan):
         return lightnet.out_fwd(q, k, v, angles_of(*angles), LightNetState(*state), self.cu_seqlens)[0]
 
     def remember(self, summary: Tensors, state: Tensors) -> Tensors:
+        # z behind the segment, what came in included: token t has the share e^(k_t - z_end) of the state that leaves.
+        # S_end is not needed: R already holds what normalising by z takes off the keys' gradients.
         return (self.algebra.apply(summary, state)[0],)
 
     def reads(self, inputs: Inputs, do: Tensor, state: Tensors) -> Tensors:
         k, v, *angles, q = inputs
+        # Keys, values and state too: R = Σ_t e^(z_in - z_t) (q_t ⊙ dq_t) needs the gradients of the queries. It has to
+        # travel, because it does not follow from S and dS at the segment's end.
         own = lightnet.state_bwd(q, k, v, angles_of(*angles), do, LightNetState(*state), self.cu_seqlens)
         return self.where_continues(own.U), self.where_continues(own.R)
 
