@@ -272,7 +272,7 @@ def test_the_doctor_by_srun(new_run: NewRun) -> None:
         command = [sys.executable, "-P", "-m", "lightscale", "doctor", "run.toml", SPLIT, "--json"]
         said = run.cluster.client("srun", *options, *before, *command, check=False)
         report: dict[str, Any] = json.loads(said)
-        report["findings"] = {finding["check"]: finding for finding in report["findings"]}
+        report["findings"] = {result["check"]: result for result in report["findings"]}
         return report
 
     report = doctor()
