@@ -38,7 +38,7 @@ def named(text: str) -> set[str]:
 
 
 def missing(readme: Path) -> list[str]:
-    """What a README names and does not exist, relative to its folder, the package, the repository or a folder it names."""
+    """What a README names and does not exist, from its folder, the package, the repository or a folder it names."""
     names = named(readme.read_text(encoding="utf-8")) - MADE_BY_RUNS
     bases = {readme.parent, ROOT / "lightscale", ROOT}
     for _ in range(2):  # `lightning/` is in `kernels/`, and `triton/` in that.

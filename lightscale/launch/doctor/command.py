@@ -72,21 +72,21 @@ class DoctorReport:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale doctor``."""
     parser.description = (
-        "Look at this machine; started by torchrun, srun or mpirun, at all ranks together, with measurements. "
-        "0: all is well or only warned of; 78: something failed."
+        "Checks this machine or, started by torchrun, srun or mpirun, all ranks together, with measurements. "
+        "Exit code 0: no check failed, though some may warn; 78: a check failed."
     )
     parser.add_argument(
         "config",
         nargs="?",
         type=Path,
         metavar="CONFIG",
-        help="TOML file of a run that is to fit (default: that of DIR)",
+        help="TOML file of the run to check for (default: that of DIR)",
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
     parser.add_argument(
         "--run", "--run-dir", type=Path, metavar="DIR", help="run directory (default: runs/NAME of CONFIG, or here)"
     )
-    parser.add_argument("--full", action="store_true", help="measure a matrix product on this machine alone, too")
+    parser.add_argument("--full", action="store_true", help="also measure a matrix product, on one machine")
     parser.add_argument(
         "--exclude",
         type=Path,

@@ -92,7 +92,7 @@ def judge_products(products: Sequence[Product], kinds: Sequence[str], device: st
         usual = Counter(products[rank].digest for rank in own).most_common(1)[0][0]
         wrong = tuple(rank for rank in own if products[rank].digest != usual)
         if wrong:
-            found = f"other numbers than on the other machines with {kind}, from the same matrices"
+            found = f"the result differs from that of the other machines with {kind}, for the same matrices"
             results.append(
                 CheckResult(
                     check="matrix product",

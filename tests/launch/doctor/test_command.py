@@ -70,7 +70,7 @@ def test_a_machine_as_it_should_be() -> None:
             "triton 3.6.0 on Hopper",
         ),
         ({"versions": VERSIONS | {"torch": "2.9.1"}}, "auto", ("versions", "failed"), "torch 2.9.1"),
-        ({"apex": "the installed package apex 0.9"}, "auto", ("apex", "warning"), "another project than NVIDIA's"),
+        ({"apex": "the installed package apex 0.9"}, "auto", ("apex", "warning"), "is not NVIDIA's apex"),
     ],
 )
 def test_what_is_wrong_with_a_machine(change: dict[str, Any], device: str, wrong: tuple[str, str], words: str) -> None:
