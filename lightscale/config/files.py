@@ -132,7 +132,7 @@ class _Merged:
 def _read(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file, its table) of the files that `path` extends, then of `path`. `chain`: the way to it."""
     if path.resolve() in [earlier.resolve() for earlier in chain]:
-        raise UserError(f"{chain[0]}: extends goes in a circle: {' -> '.join(map(str, [*chain, path]))}")
+        raise UserError(f"{chain[0]}: extends is circular: {' -> '.join(map(str, [*chain, path]))}")
     table = _parse_file(path, f'{chain[-1]}: extends "{path}": ' if chain else "")
     bases = table.pop("extends", [])
     bases = [bases] if isinstance(bases, str) else bases

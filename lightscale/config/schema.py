@@ -400,8 +400,8 @@ class RunConfig(Section):
         optimizer, steps = self.optimizer, self.total_steps
         if optimizer.schedule == "cosine" and optimizer.warmup_steps >= steps:
             raise ValueError(
-                f"optimizer.warmup_steps = {optimizer.warmup_steps} leaves nothing of the run's {steps} "
-                f"steps (train.steps or train.tokens) to the cosine; use {steps // 10}"
+                f"optimizer.warmup_steps = {optimizer.warmup_steps} leaves no step of the run's {steps} "
+                f"steps (train.steps or train.tokens) for the cosine; use {steps // 10}"
             )
         decay_steps = optimizer.decay_steps or 0
         if optimizer.schedule == "wsd" and optimizer.warmup_steps + decay_steps > steps:

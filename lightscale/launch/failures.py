@@ -87,7 +87,7 @@ def located(failure: RankFailure, beats: Mapping[int, Beat]) -> RankFailure:
         failed_s = time.monotonic() - (time.time() - failure.time_s)
         first, last = (choose(beats.values(), key=lambda beat: beat.time_s) for choose in (min, max))
         if last.time_s > failed_s + _LATE_S:
-            notes.append(f"rank {last.rank} came {last.time_s - failed_s:.0f} s later")
+            notes.append(f"rank {last.rank} arrived {last.time_s - failed_s:.0f} s later")
         elif first.where != own.where:
-            notes.append(f"rank {first.rank} had been silent for {failed_s - first.time_s:.0f} s, at {first.where}")
+            notes.append(f"no heartbeat of rank {first.rank} for {failed_s - first.time_s:.0f} s, at {first.where}")
     return replace(failure, summary=f"{failure.summary} ({'; '.join(notes)})")

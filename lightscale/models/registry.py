@@ -26,11 +26,11 @@ def shared_parts(model: ModelConfig) -> tuple[type[SharedPart], ...]:
     parts: dict[str, type[SharedPart]] = {}
     for name in dict.fromkeys(model.layers):
         for part in mixer_class(name).shared:
-            assert issubclass(part, (EmbeddingPart, StagePart)), f"{part} stands nowhere in a model"
+            assert issubclass(part, (EmbeddingPart, StagePart)), f"{part} is neither an EmbeddingPart nor a StagePart"
             if parts.setdefault(part.name, part) is not part:
                 raise UserError(
-                    f"model.mixer: {name} shares a part {part.name!r} that is another than that of a mixer beside it; "
-                    "the two cannot stand in one model"
+                    f"model.mixer: {name} and another mixer of the model have different shared parts named {part.name!r}; "
+                    "use mixers that share one class"
                 )
     # In one order for every stack: the order of parameters decides how the distributed optimizer cuts them up.
     return tuple(parts[name] for name in sorted(parts))

@@ -15,7 +15,7 @@ def describe_fused_kernels() -> str:
     ]
     text = f"fused kernels: {' and '.join(found) or 'none, neither NVIDIA apex nor Transformer Engine is installed'}"
     wrong = wrong_apex()
-    return text if wrong is None else f"{text}; {wrong} is another project than NVIDIA's and is not used: {APEX_REMEDY}"
+    return text if wrong is None else f"{text}; {wrong} is not NVIDIA's apex and is not used: {APEX_REMEDY}"
 
 
 APEX_REMEDY = "uninstall it, and build NVIDIA's from its source"

@@ -36,7 +36,7 @@ class PendingRecords:
             if not is_full(error):
                 raise
             if is_new:
-                print(f"{error}; training continues, records are held back", file=sys.stderr, flush=True)
+                print(f"{error}; training continues, records are kept in memory", file=sys.stderr, flush=True)
 
     def flush(self) -> None:
         """Write all pending records. Raises OSError where that fails."""

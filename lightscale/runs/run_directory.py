@@ -125,7 +125,7 @@ class RunDirectory:
             if not is_named(change[0], allow) and not self._is_harmless(change[0], stored, config)
         ]
         if refused:
-            lines = [f"  {key}: {_json(before)} there, {_json(now)} now" for key, before, now in refused]
+            lines = [f"  {key}: {_json(before)} in the run, {_json(now)} now" for key, before, now in refused]
             raise UserError(
                 f"{self.path} holds a run with another configuration:\n" + "\n".join(lines) + "\n"
                 "Restore those values, start a new run with --run, or accept the new ones, at your own risk, with "

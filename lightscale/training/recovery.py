@@ -183,7 +183,8 @@ class Recovery:
         if trained != now.sha256:
             raise UserError(
                 f"{restored.path} was trained with another tokenizer (sha256 {trained[:16]}…) than that of "
-                f"{store.path} ({now.name}, sha256 {now.sha256[:16]}…); prepare the store with the former"
+                f"{store.path} ({now.name}, sha256 {now.sha256[:16]}…); use a store "
+                "prepared with the tokenizer of the checkpoint"
             )
 
     def _check_same_start(self, restored: Restored) -> None:

@@ -87,7 +87,7 @@ def test_an_exchange_that_times_out_names_who_did_not_come(endings: dict[str, En
     assert ended.code == 0, ended.output
     (event,) = ended.events("restart")
     assert event["reason"].startswith("rank 0: RuntimeError: ")
-    assert re.search(r"\(step 5, agreeing; rank 1 came \d+ s later\)$", event["reason"]), event["reason"]
+    assert re.search(r"\(step 5, agreeing; rank 1 arrived \d+ s later\)$", event["reason"]), event["reason"]
 
 
 def test_an_exchange_that_times_out_names_who_was_silent() -> None:
@@ -98,7 +98,7 @@ def test_an_exchange_that_times_out_names_who_was_silent() -> None:
 
     timeout = RankFailure(rank=0, summary="RuntimeError: Timed out", traceback="…", time_s=time.time())
     beats = {0: beat(0, 11, 8, "optimizer"), 1: beat(1, 12, 7, "reading data"), 2: beat(2, 11.5, 8, "optimizer")}
-    silent = "RuntimeError: Timed out (step 8, optimizer; rank 1 had been silent for 12 s, at step 7, reading data)"
+    silent = "RuntimeError: Timed out (step 8, optimizer; no heartbeat of rank 1 for 12 s, at step 7, reading data)"
     assert located(timeout, beats).summary == silent
     del beats[1]
     assert located(timeout, beats).summary == "RuntimeError: Timed out (step 8, optimizer)"

@@ -50,8 +50,8 @@ def test_another_configuration_is_refused_with_both_values(run: RunDirectory, ti
         run.create_or_open(tiny_config("optimizer.lr=0.5", "model.hidden_size=128", "metrics.log_every=7"))
     message = str(caught.value)
     assert str(run.path) in message
-    assert "optimizer.lr: 0.001 there, 0.5 now" in message
-    assert "model.hidden_size: 64 there, 128 now" in message
+    assert "optimizer.lr: 0.001 in the run, 0.5 now" in message
+    assert "model.hidden_size: 64 in the run, 128 now" in message
     assert "metrics" not in message, "that alone would do no harm"
     assert run.config.read_bytes() == stored
     assert events(run) == []
@@ -120,7 +120,7 @@ def test_wsd_may_be_longer_until_its_decay_begins(
     if is_allowed:
         assert not run.create_or_open(longer)
     else:
-        with pytest.raises(UserError, match=r"train\.steps: 4 there, 9 now"):
+        with pytest.raises(UserError, match=r"train\.steps: 4 in the run, 9 now"):
             run.create_or_open(longer)
 
 

@@ -79,10 +79,10 @@ def test_changes_that_ranks_notice(whole: tuple[RunDirectory, Any], workplace: P
     (changed,) = [event for event in read_lines(other.events) if event["event"] == "data_changed"]
     assert changed["step"] == 20
     assert "store" in changed["changes"]
-    assert "versions.torch: 1.0 there, " in results[3][1]
+    assert "versions.torch: 1.0 in the checkpoint, " in results[3][1]
     assert "--allow-change versions" in results[3][1]
     (changed,) = [event for event in read_lines(aged.events) if event["event"] == "versions_changed"]
-    assert changed["changes"][0].startswith("versions.torch: 1.0 there, ")
+    assert changed["changes"][0].startswith("versions.torch: 1.0 in the checkpoint, ")
     for run in (other, aged):
         status = run.read_status()
         assert status is not None and (status.status, status.step) == ("finished", 40)
@@ -97,10 +97,10 @@ def test_changes_of_the_configuration(workplace: Path, tmp_path: Path) -> None:
     changed = config("optimizer.lr=2e-3", "optimizer.eps=1e-6", "train.seed=5")
     with pytest.raises(UserError, match=r"--allow-change optimizer\.(lr|eps)"):
         run.changes(changed)
-    with pytest.raises(UserError, match=r"train\.seed: 0 there, 5 now\nRestore") as refusal:
+    with pytest.raises(UserError, match=r"train\.seed: 0 in the run, 5 now\nRestore") as refusal:
         run.changes(changed, {"optimizer"})
     assert "optimizer" not in str(refusal.value)
-    with pytest.raises(UserError, match=r"optimizer\.eps: 1e-08 there, 1e-06 now\nRestore"):
+    with pytest.raises(UserError, match=r"optimizer\.eps: 1e-08 in the run, 1e-06 now\nRestore"):
         run.changes(changed, {"optimizer.lr", "train"})
     assert not run.create_or_open(changed, {"optimizer", "train.seed"})
     assert load(run.config) == changed

@@ -68,7 +68,7 @@ def test_ranks_agree_on_what_they_find(
     assert (equal.result, equal.found) == ("ok", f"all ranks see the same {place}")
     # 12 bytes for each parameter, and 16 MiB to spare; three at once, when two are kept.
     assert refused.startswith(f"disk: 10 MB free in {place}; a checkpoint is 19 MB (204,864 parameters)")
-    assert refused.endswith("(right: 58 MB free, for 3 more)")
+    assert refused.endswith("(expected: 58 MB free, for 3 more)")
     print(f"the whole check: {seconds:.3f} s")
     assert list(place.iterdir()) == [], "nothing is left"
 

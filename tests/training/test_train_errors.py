@@ -112,8 +112,8 @@ def test_two_configurations_for_one_run(
         "2",
     )
     assert "runs/whole holds a run with another configuration:" in message
-    assert "optimizer.lr: 0.001 there, 0.002 now" in message
-    assert "train.seed: 0 there, 5 now" in message
+    assert "optimizer.lr: 0.001 in the run, 0.002 now" in message
+    assert "train.seed: 0 in the run, 5 now" in message
     assert fingerprint(whole[0].path) == before
 
 

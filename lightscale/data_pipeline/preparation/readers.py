@@ -130,7 +130,7 @@ def _read_text(file_range: FileRange, problems: Problems, advance: Advance) -> I
     if file_range.file.size_bytes > MAX_DOCUMENT_BYTES:
         problems.add(
             TOO_LONG,
-            f"{file_range.file.id}: {file_range.file.size_bytes} bytes, at most {MAX_DOCUMENT_BYTES} are taken",
+            f"{file_range.file.id}: {file_range.file.size_bytes} bytes, more than the limit of {MAX_DOCUMENT_BYTES}",
         )
     else:
         yield RawDocument(id=file_range.file.id, data=file_range.file.path.read_bytes())
@@ -265,7 +265,7 @@ def _fits(text: str | bytes, document_id: str, problems: Problems) -> bool:
     num_bytes = len(text) if isinstance(text, bytes) or 4 * len(text) <= MAX_DOCUMENT_BYTES else _utf8_length(text)
     if num_bytes <= MAX_DOCUMENT_BYTES:
         return True
-    problems.add(TOO_LONG, f"{document_id}: {num_bytes} bytes, at most {MAX_DOCUMENT_BYTES} are taken")
+    problems.add(TOO_LONG, f"{document_id}: {num_bytes} bytes, more than the limit of {MAX_DOCUMENT_BYTES}")
     return False
 
 

@@ -89,7 +89,7 @@ class Campaign:
             self._round(f"round-{number:04d}", queue)
             if len(queue) == before or not self.result.trials[-1].finished:
                 break
-        self.result.skipped += [f"{one.kind}: the runs were over, or given up, before" for one in queue]
+        self.result.skipped += [f"{one.kind}: the runs had ended, or were given up, before it" for one in queue]
         if amounts.full_disks:
             self._disk_round(amounts.full_disks)
         return self.result
@@ -157,7 +157,7 @@ class Campaign:
                 return
             queue = deque(full_disks(number, seed=self.seed))
             self._round("disk", queue)
-            self.result.skipped += [f"{one.kind}: the run was over before" for one in queue]
+            self.result.skipped += [f"{one.kind}: the run had ended before it" for one in queue]
 
     def _checkpoint_bytes(self) -> int:
         newest = checkpoint_directories(self._reference.checkpoints)[-1]

@@ -111,18 +111,18 @@ def summary(result: CampaignResult) -> dict[str, Any]:
     recovered = Counter(one.fault.kind for one in injected if one.recovered)
     kills = [one.fault for one in injected if isinstance(one.fault, Kill)]
     given_up = [trial for trial in result.trials if not trial.finished]
-    findings = {
+    problems = {
         "mismatches": [text for verdict in result.verdicts for text in verdict.mismatches],
         "undetected": result.detection.undetected + [text for one in result.verdicts for text in one.undetected],
         "wrong_resumes": [text for verdict in result.verdicts for text in verdict.wrong_resumes],
         "failures": [text for trial in result.trials for text in trial.failures],
         "orphans": [text for trial in result.trials for text in trial.orphans],
     }
-    # A run that does not go on counts, whether or not a fault is to blame.
+    # A run that does not continue counts, whether or not a fault is to blame.
     unrecoverable = max(len(injected) - recovered.total(), len(given_up))
     seconds = sum(trial.seconds for trial in result.trials)
     return {
-        "passed": not unrecoverable and not any(findings.values()),
+        "passed": not unrecoverable and not any(problems.values()),
         "faults": len(injected),
         "recovered": recovered.total(),
         "unrecoverable": unrecoverable,
@@ -132,14 +132,14 @@ def summary(result: CampaignResult) -> dict[str, Any]:
         "other_damage": result.detection.others,
         "runs": len(result.trials),
         "steps_compared": sum(verdict.compared for verdict in result.verdicts),
-        **{name: len(texts) for name, texts in findings.items()},
+        **{name: len(texts) for name, texts in problems.items()},
         "lost_steps": sum(verdict.lost_steps for verdict in result.verdicts),
         "max_lost_steps": max((verdict.max_lost_steps for verdict in result.verdicts), default=0),
         "goodput": _goodput(result),
         "seconds": round(seconds, 1),
         "seconds_per_fault": round(seconds / len(injected), 2) if injected else None,
         "kinds": {kind: {"faults": number, "recovered": recovered[kind]} for kind, number in sorted(kinds.items())},
-        "findings": {name: shown(texts) for name, texts in findings.items() if texts},
+        "findings": {name: shown(texts) for name, texts in problems.items() if texts},
         "unreached": sorted({point for trial in result.trials for point in trial.unreached}),
         "left_out": result.skipped,
     }

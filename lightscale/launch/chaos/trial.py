@@ -198,7 +198,7 @@ class Runner:
         self._happened(fault)
         if left := wait_until_gone(ranks.values(), self._patience_s):
             self.trial.failures.append(
-                f"nobody noticed for {self._patience_s:.0f} s that rank {fault.rank} was stopped; all were killed then"
+                f"rank {fault.rank} was stopped and not detected within {self._patience_s:.0f} s; all were killed"
             )
             self.training.kill(left, launcher=True)
             wait_until_gone(left, ORPHAN_S)
@@ -291,10 +291,10 @@ class Runner:
             raise RunEnded
         to_blame = [one for one in self.trial.injected if not one.recovered]
         if not to_blame and self.training.run.attempt > self._blamed_attempt:
-            self.trial.failures.append(f"the command ended with {self.training.exit_code}, though nothing had happened")
+            self.trial.failures.append(f"the command ended with {self.training.exit_code} without a fault")
             self._unexplained += 1
             if self._unexplained >= _MAX_FAILURES:
-                raise GivenUp(f"the command ended {self._unexplained} times though nothing had happened")
+                raise GivenUp(f"the command ended {self._unexplained} times without a fault")
         self._failures_in_row += 1
         if self._failures_in_row > _MAX_FAILURES + len(to_blame):
             raise GivenUp(

@@ -121,8 +121,8 @@ def _undetected(events: Lines, damaged: Sequence[DamagedStep]) -> Iterator[str]:
             yield f"{where}: attempt {resume['attempt']} did not name it"
 
 
-def shown(findings: Iterable[str]) -> list[str]:
+def shown(texts: Iterable[str]) -> list[str]:
     """The first of them, and how many more there are."""
-    every = list(findings)
+    every = list(texts)
     more = [f"… and {len(every) - _SHOWN} more"] if len(every) > _SHOWN else []
     return every[:_SHOWN] + more

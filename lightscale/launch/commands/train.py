@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop-after",
         metavar="TIME",
-        help="save and exit after this long, like 23h30m: less than the job's time limit by a step and a save",
+        help="save and exit after this time, such as 23h30m: the job's time limit less a step and a save",
     )
     parser.add_argument(
         "--no-restart", action="store_true", help="do not restart the ranks after a failure: the job script does"

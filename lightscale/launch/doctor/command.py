@@ -35,16 +35,16 @@ _WAIT_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorReport:
-    """All findings of one machine or of all ranks."""
+    """The results of all checks of one machine or of all ranks."""
 
     hosts: Sequence[str]
     """By rank."""
-    findings: Sequence[CheckResult]
+    results: Sequence[CheckResult]
 
     @property
     def result(self) -> Outcome:
         """The worst of all."""
-        return max((finding.result for finding in self.findings), key=_SEVERITY.index, default="ok")
+        return max((one.result for one in self.results), key=_SEVERITY.index, default="ok")
 
     @property
     def exit_code(self) -> int:
@@ -54,7 +54,7 @@ class DoctorReport:
     @property
     def exclude(self) -> list[str]:
         """Hosts to exclude from the job."""
-        blamed = [one for one in self.findings if one.result == "failed" and one.blames_host]
+        blamed = [one for one in self.results if one.result == "failed" and one.blames_host]
         ranks = [rank for one in blamed for rank in one.ranks or range(len(self.hosts))]
         return sorted({self.hosts[rank] for rank in ranks})
 
@@ -65,28 +65,28 @@ class DoctorReport:
             "exit_code": self.exit_code,
             "hosts": list(self.hosts),
             "exclude": self.exclude,
-            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+            "findings": [dataclasses.asdict(one) for one in self.results],
         }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale doctor``."""
     parser.description = (
-        "Look at this machine; started by torchrun, srun or mpirun, at all ranks together, with measurements. "
-        "0: all is well or only warned of; 78: something failed."
+        "Checks this machine or, started by torchrun, srun or mpirun, all ranks together, with measurements. "
+        "Exit code 0: no check failed, though some may warn; 78: a check failed."
     )
     parser.add_argument(
         "config",
         nargs="?",
         type=Path,
         metavar="CONFIG",
-        help="TOML file of a run that is to fit (default: that of DIR)",
+        help="TOML file of the run to check for (default: that of DIR)",
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
     parser.add_argument(
         "--run", "--run-dir", type=Path, metavar="DIR", help="run directory (default: runs/NAME of CONFIG, or here)"
     )
-    parser.add_argument("--full", action="store_true", help="measure a matrix product on this machine alone, too")
+    parser.add_argument("--full", action="store_true", help="also measure a matrix product, on one machine")
     parser.add_argument(
         "--exclude",
         type=Path,
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
             with meet_peers(environment, args.wait) as ranks:
                 report = examine_ranks(config, directory, ranks, environment)
         except AbsentRanks as absent:
-            report = DoctorReport(hosts=absent.hosts, findings=[_absence(absent)])
+            report = DoctorReport(hosts=absent.hosts, results=[_absence(absent)])
         except (dist.DistError, RuntimeError) as error:
             # Rank 0 left because of a rank that did not answer, and has said so.
             reason = str(error).strip().splitlines()[0]
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
 
 def examine_machine(config: RunConfig | None, directory: Path, *, full: bool) -> DoctorReport:
     """This machine alone."""
-    findings = check_machine(config, directory)
+    results = check_machine(config, directory)
     if full:
         gpus = range(torch.cuda.device_count())
         devices = [torch.device("cuda", index) for index in gpus] or [torch.device("cpu")]
@@ -138,20 +138,20 @@ def examine_machine(config: RunConfig | None, directory: Path, *, full: bool) ->
         products = [measure.measure_product(peers) for peers in alone]
         kinds = [torch.cuda.get_device_name(index) for index in gpus] or [measure.processor()]
         # One after the other, and not ranks: which GPU it is must be said.
-        findings += [
+        results += [
             dataclasses.replace(one, found=f"GPU {', '.join(map(str, one.ranks))}: {one.found}", ranks=())
             if one.ranks
             else one
             for one in measure.judge_products(products, kinds, devices[0].type)
         ]
-    return DoctorReport(hosts=[host_name()], findings=findings)
+    return DoctorReport(hosts=[host_name()], results=results)
 
 
 def examine_ranks(
     config: RunConfig | None, directory: Path, ranks: PeerRanks, environment: RankEnvironment
 ) -> DoctorReport:
     """All ranks of a job, with measurements. The same report on every rank."""
-    findings = check_ranks(config, directory, ranks, environment.local_rank)
+    results = check_ranks(config, directory, ranks, environment.local_rank)
     machines = ranks.on_all(lambda: Machine.read(environment.local_rank))
     wanted = "auto" if config is None else config.train.device
     if wanted != "cpu" and all(machine.gpus for machine in machines):
@@ -170,11 +170,11 @@ def examine_ranks(
         barrier=ranks.barrier,
     )
     products = ranks.on_all(lambda: measure.measure_product(peers))
-    findings += measure.judge_products(products, kinds, device.type)
+    results += measure.judge_products(products, kinds, device.type)
     if ranks.size > 1:
-        findings += measure.judge_exchange(ranks.on_all(lambda: measure.measure_exchange(peers)))
-        findings += measure.judge_all_reduce(ranks.on_all(lambda: measure.measure_all_reduce(peers)))
-    return DoctorReport(hosts=ranks.hosts, findings=findings)
+        results += measure.judge_exchange(ranks.on_all(lambda: measure.measure_exchange(peers)))
+        results += measure.judge_all_reduce(ranks.on_all(lambda: measure.measure_all_reduce(peers)))
+    return DoctorReport(hosts=ranks.hosts, results=results)
 
 
 def _target(args: argparse.Namespace) -> tuple[RunConfig | None, Path]:
@@ -213,11 +213,11 @@ def _print(report: DoctorReport, *, as_json: bool) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("check", "result", "found", "expected"):
         table.add_column(heading, no_wrap=heading in ("check", "result"), overflow="fold")
-    for finding in report.findings:
-        who = where(finding.ranks, report.hosts)
-        style = _STYLES[finding.result]
-        found = f"{who}: {finding.found}" if who else finding.found
-        table.add_row(finding.check, f"[{style}]{finding.result}[/]", _plain(found), _plain(finding.right))
+    for result in report.results:
+        who = where(result.ranks, report.hosts)
+        style = _STYLES[result.result]
+        found = f"{who}: {result.found}" if who else result.found
+        table.add_row(result.check, f"[{style}]{result.result}[/]", _plain(found), _plain(result.right))
     console = Console(highlight=False, width=max(Console().width, 120))
     console.print(table)
     if report.exclude:

@@ -86,14 +86,14 @@ def processor() -> str:
 def judge_products(products: Sequence[Product], kinds: Sequence[str], device: str) -> list[CheckResult]:
     """Ranks slower than the others, and those whose numbers are wrong. `kinds`: of machine, by rank."""
     rates = [product.flops for product in products]
-    findings = _slow("matrix product", rates, "FLOP/s", _SLOW[device])
+    results = _slow("matrix product", rates, "FLOP/s", _SLOW[device])
     for kind in sorted(set(kinds)):
         own = [rank for rank, one in enumerate(kinds) if one == kind]
         usual = Counter(products[rank].digest for rank in own).most_common(1)[0][0]
         wrong = tuple(rank for rank in own if products[rank].digest != usual)
         if wrong:
-            found = f"other numbers than on the other machines with {kind}, from the same matrices"
-            findings.append(
+            found = f"the result differs from that of the other machines with {kind}, for the same matrices"
+            results.append(
                 CheckResult(
                     check="matrix product",
                     result="failed",
@@ -103,7 +103,7 @@ def judge_products(products: Sequence[Product], kinds: Sequence[str], device: st
                     blames_host=2 * len(wrong) < len(own),
                 )
             )
-    return findings or [CheckResult(check="matrix product", result="ok", found=_range(rates, "FLOP/s"))]
+    return results or [CheckResult(check="matrix product", result="ok", found=_range(rates, "FLOP/s"))]
 
 
 def measure_all_reduce(peers: Peers) -> tuple[float, bool]:
@@ -164,8 +164,8 @@ def measure_exchange(peers: Peers) -> float:
 
 def judge_exchange(rates: Sequence[float]) -> list[CheckResult]:
     """Ranks that exchange more slowly than the others."""
-    findings = _slow("exchange of pairs", rates, "B/s", _SLOW_EXCHANGE)
-    return findings or [CheckResult(check="exchange of pairs", result="ok", found=_range(rates, "B/s"))]
+    results = _slow("exchange of pairs", rates, "B/s", _SLOW_EXCHANGE)
+    return results or [CheckResult(check="exchange of pairs", result="ok", found=_range(rates, "B/s"))]
 
 
 def pairings(hosts: Sequence[str]) -> list[dict[int, int]]:
@@ -198,12 +198,12 @@ def _tournament(size: int) -> list[dict[int, int]]:
 
 
 def _slow(check: str, rates: Sequence[float], unit: str, least: float) -> list[CheckResult]:
-    findings = []
+    results = []
     for rank, rate in enumerate(rates):
         others = [*rates[:rank], *rates[rank + 1 :]]
         usual = statistics.median(others) if others else rate
         if rate < least * usual:
-            findings.append(
+            results.append(
                 CheckResult(
                     check=check,
                     result="failed",
@@ -213,7 +213,7 @@ def _slow(check: str, rates: Sequence[float], unit: str, least: float) -> list[C
                     blames_host=True,
                 )
             )
-    return findings
+    return results
 
 
 def _range(rates: Sequence[float], unit: str) -> str:

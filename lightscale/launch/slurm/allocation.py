@@ -112,7 +112,7 @@ class Allocation:
         count = next((count for count in range(len(up), self.least_nodes - 1, -1) if self.fits(count)), 0)
         if not count:
             raise NodesLost(
-                f"{len(up)} of the {self.num_nodes} nodes of job {self.job} are left; the run needs at least "
+                f"{len(up)} of the {self.num_nodes} nodes of job {self.job} are up; the run needs at least "
                 f"{self.least_nodes}, as many as its layout can be split over, and must be queued again"
             )
         return up[:count]

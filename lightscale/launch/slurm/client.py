@@ -48,7 +48,7 @@ def ask(*command: str) -> str:
         )
     except subprocess.TimeoutExpired:
         raise UserError(
-            f"{command[0]} has not answered for {_TIMEOUT_S:.0f} s; is the controller up? (`sinfo`)"
+            f"{command[0]} has not answered for {_TIMEOUT_S:.0f} s; check with `sinfo` that the controller is up"
         ) from None
     if done.returncode != 0:
         lines = filter(None, done.stderr.splitlines())

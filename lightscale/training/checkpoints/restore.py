@@ -207,7 +207,7 @@ def _check_environment(path: Path, manifest: Manifest, allow: Collection[str]) -
     """The allowed differences between the versions that wrote the checkpoint and those that read it."""
     there, now = manifest.facts["versions"], environment()
     changes = {
-        f"versions.{name}": f"{there.get(name, 'none')} there, {now.get(name, 'none')} now"
+        f"versions.{name}": f"{there.get(name, 'none')} in the checkpoint, {now.get(name, 'none')} now"
         for name in sorted({*there, *now})
         if there.get(name) != now.get(name)
     }

@@ -253,7 +253,7 @@ class Saver:
             return None
         # The same step of the same data has the same weights, as training is deterministic: nothing to write.
         there, now = manifest.facts, snapshot.facts
-        differing = [f"{key}: {there.get(key)} there, {now[key]} now" for key in now if there.get(key) != now[key]]
+        differing = [f"{key}: {there.get(key)} in it, {now[key]} now" for key in now if there.get(key) != now[key]]
         if differing:
             raise SaveError(
                 f"{final} is a whole checkpoint of another state ({'; '.join(differing)}); move it elsewhere"

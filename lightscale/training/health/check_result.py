@@ -35,7 +35,7 @@ def merged(results: Iterable[CheckResult], num_ranks: int) -> list[CheckResult]:
 def describe(result: CheckResult, hosts: Sequence[str]) -> str:
     """One line: the ranks, what they found, and what would be right. `hosts`: of each rank."""
     who = where(result.ranks, hosts)
-    right = f" (right: {result.right})" if result.right else ""
+    right = f" (expected: {result.right})" if result.right else ""
     return f"{who}{': ' if who else ''}{result.found}{right}"
 
 

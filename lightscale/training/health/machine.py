@@ -159,7 +159,7 @@ def _judge_apex(wrong: str | None) -> CheckResult:
     return CheckResult(
         check="apex",
         result="warning",
-        found=f"{wrong} is another project than NVIDIA's, and is not used",
+        found=f"{wrong} is not NVIDIA's apex, and is not used",
         right=APEX_REMEDY,
     )
 

@@ -208,10 +208,10 @@ def _faults_of_copies(reports: Sequence[ReplicaReport]) -> Iterator[ReplicaFault
             continue
         if count > others[0][1]:
             odd = {rank for rank, checksum in held if checksum != usual}
-            yield ReplicaFault(ranks=tuple(sorted(odd)), what=f"{name} is not what most ranks have")
+            yield ReplicaFault(ranks=tuple(sorted(odd)), what=f"{name} differs from that of most ranks")
         else:
             every = {rank for rank, _ in held}
-            yield ReplicaFault(ranks=tuple(sorted(every)), what=f"{name} differs, and no majority says who is right")
+            yield ReplicaFault(ranks=tuple(sorted(every)), what=f"{name} differs, and no majority of ranks agrees")
 
 
 def _checksums(rows: Tensor) -> Tensor:

@@ -115,8 +115,8 @@ def test_a_run_that_fails_by_itself_is_not_started_for_ever(run_trial: RunTrial)
     trial, _ = run_trial("stumbles", deque())
     assert not trial.finished
     assert trial.failures == [
-        *["the command ended with 1, though nothing had happened"] * 3,
-        "the command ended 3 times though nothing had happened",
+        *["the command ended with 1 without a fault"] * 3,
+        "the command ended 3 times without a fault",
     ]
 
 
@@ -140,5 +140,5 @@ def test_a_stopped_rank(run_trial: RunTrial, tmp_path: Path) -> None:
 def test_a_stopped_rank_that_nobody_notices(run_trial: RunTrial, tmp_path: Path) -> None:
     trial, _ = run_trial("good", deque([StopRank(rank=1, delay_s=0.05)]))
     assert trial.finished
-    assert trial.failures == ["nobody noticed for 20 s that rank 1 was stopped; all were killed then"]
+    assert trial.failures == ["rank 1 was stopped and not detected within 20 s; all were killed"]
     assert left_behind(tmp_path) == []

@@ -137,7 +137,7 @@ def test_the_nodes_of_a_job_are_shared_out_as_the_batch_allows(
     assert [node.name for node in nodes._usable()] == ["n1", "n2"]
     up[0] = dataclasses.replace(up[0], is_up=False)
     up[1] = dataclasses.replace(up[1], is_up=False)
-    with pytest.raises(NodesLost, match="1 of the 4 nodes of job 17 are left"):
+    with pytest.raises(NodesLost, match="1 of the 4 nodes of job 17 are up"):
         nodes._usable()
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
     with pytest.raises(UserError, match="global_batch_size = 4"):
@@ -200,7 +200,7 @@ def test_mistakes_are_found_before_anything_is_written(
 
 def test_another_configuration_is_refused_before_ranks_start(folder: Path, launched: list[dict[str, Any]]) -> None:
     train("tiny-run.toml")
-    with pytest.raises(UserError, match=r"optimizer\.lr: 0\.001 there, 0\.5 now"):
+    with pytest.raises(UserError, match=r"optimizer\.lr: 0\.001 in the run, 0\.5 now"):
         train("tiny-run.toml", "optimizer.lr=0.5")
     assert len(launched) == 1
 

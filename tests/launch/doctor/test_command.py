@@ -46,14 +46,14 @@ MACHINE = Machine(
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 1 << 14, 1 << 18
 
 
-def bad(findings: list[CheckResult]) -> list[tuple[str, str]]:
-    return [(finding.check, finding.result) for finding in findings if finding.result != "ok"]
+def bad(results: list[CheckResult]) -> list[tuple[str, str]]:
+    return [(result.check, result.result) for result in results if result.result != "ok"]
 
 
 def test_a_machine_as_it_should_be() -> None:
-    findings = judge_machine(MACHINE, processes=8, device="cuda")
-    assert bad(findings) == []
-    assert findings[0].found == "1 NVIDIA H100, driver 560.35.03"
+    results = judge_machine(MACHINE, processes=8, device="cuda")
+    assert bad(results) == []
+    assert results[0].found == "1 NVIDIA H100, driver 560.35.03"
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,14 @@ def test_a_machine_as_it_should_be() -> None:
             "triton 3.6.0 on Hopper",
         ),
         ({"versions": VERSIONS | {"torch": "2.9.1"}}, "auto", ("versions", "failed"), "torch 2.9.1"),
-        ({"apex": "the installed package apex 0.9"}, "auto", ("apex", "warning"), "another project than NVIDIA's"),
+        ({"apex": "the installed package apex 0.9"}, "auto", ("apex", "warning"), "is not NVIDIA's apex"),
     ],
 )
 def test_what_is_wrong_with_a_machine(change: dict[str, Any], device: str, wrong: tuple[str, str], words: str) -> None:
-    findings = judge_machine(replace(MACHINE, **change), processes=8, device=device)
-    assert bad(findings) == [wrong]
-    (finding,) = [finding for finding in findings if finding.result != "ok"]
-    assert words in finding.found and finding.right
+    results = judge_machine(replace(MACHINE, **change), processes=8, device=device)
+    assert bad(results) == [wrong]
+    (result,) = [result for result in results if result.result != "ok"]
+    assert words in result.found and result.right
 
 
 def test_a_fault_of_hopper_is_none_elsewhere() -> None:
@@ -95,13 +95,13 @@ def test_without_gpus_cpus_will_do() -> None:
 
 def test_a_rank_with_other_versions_is_named() -> None:
     other = replace(MACHINE, versions=VERSIONS | {"NCCL": "2.20.5"})
-    (finding,) = judge_alike([MACHINE, MACHINE, other, MACHINE])
-    assert (finding.result, finding.ranks, finding.blames_host) == ("failed", (2,), True)
-    assert finding.found == "NCCL 2.20.5, on most ranks none"
-    (finding,) = judge_alike([MACHINE, MACHINE, replace(MACHINE, driver="535.1")])
-    assert (finding.result, finding.ranks) == ("warning", (2,))
-    (finding,) = judge_alike([MACHINE, other])
-    assert not finding.blames_host, "of two that differ, neither is known to be the wrong one"
+    (result,) = judge_alike([MACHINE, MACHINE, other, MACHINE])
+    assert (result.result, result.ranks, result.blames_host) == ("failed", (2,), True)
+    assert result.found == "NCCL 2.20.5, on most ranks none"
+    (result,) = judge_alike([MACHINE, MACHINE, replace(MACHINE, driver="535.1")])
+    assert (result.result, result.ranks) == ("warning", (2,))
+    (result,) = judge_alike([MACHINE, other])
+    assert not result.blames_host, "of two that differ, neither is known to be the wrong one"
 
 
 def install(folder: Path, **files: str) -> None:
@@ -123,8 +123,8 @@ def test_the_apex_that_is_not_nvidias(tmp_path: Path, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.syspath_prepend(str(tmp_path / "pypi"))
         assert wrong_apex() == "the installed package apex 0.9.10.dev0"
-        findings = judge_machine(Machine.read(), processes=1, device="auto")
-        assert ("apex", "warning") in bad(findings)
+        results = judge_machine(Machine.read(), processes=1, device="auto")
+        assert ("apex", "warning") in bad(results)
     install(tmp_path / "nvidia", optimizers="")
     with monkeypatch.context() as patch:
         patch.syspath_prepend(str(tmp_path / "nvidia"))
@@ -164,14 +164,14 @@ def test_a_disk_too_small_for_the_next_checkpoints(
     config = tiny_config()
     results = []
     for megabytes in (10, 30, 90):
-        (finding,) = check_disk(config, small_disk(megabytes) / "runs" / "mine")
-        results.append(finding.result)
-        assert "MB free in" in finding.found and "parameters)" in finding.found
+        (result,) = check_disk(config, small_disk(megabytes) / "runs" / "mine")
+        results.append(result.result)
+        assert "MB free in" in result.found and "parameters)" in result.found
     assert results == ["failed", "warning", "ok"]
     small = tiny_run.parent / "disk-10" / "runs" / "mine"
     assert cli.main(["doctor", str(tiny_run), "--run", str(small), "--json"]) == 78
     report = json.loads(capsys.readouterr().out)
-    (failed,) = [finding for finding in report["findings"] if finding["result"] == "failed"]
+    (failed,) = [result for result in report["findings"] if result["result"] == "failed"]
     assert failed["check"] == "disk" and failed["right"].endswith(" MB free, for 3 more")
     assert cli.main(["doctor", str(tiny_run), "--run", str(tiny_run.parent / "disk-90")]) == 0
     assert "disk " in capsys.readouterr().out
@@ -205,19 +205,19 @@ def test_everybody_meets_everybody_and_first_those_on_other_hosts() -> None:
 
 def test_a_slow_node_among_others_is_named_though_its_own_ranks_are_many() -> None:
     rates = [100.0] * 8 + [60.0] * 8 + [97.0] * 8
-    findings = judge_products([Product(flops=rate, digest="d") for rate in rates], ["H100"] * 24, "cuda")
-    assert [finding.ranks for finding in findings] == [(rank,) for rank in range(8, 16)]
+    results = judge_products([Product(flops=rate, digest="d") for rate in rates], ["H100"] * 24, "cuda")
+    assert [result.ranks for result in results] == [(rank,) for rank in range(8, 16)]
     hosts = ["gpu1"] * 8 + ["gpu2"] * 8 + ["gpu3"] * 8
-    assert DoctorReport(hosts=hosts, findings=findings).exclude == ["gpu2"]
+    assert DoctorReport(hosts=hosts, results=results).exclude == ["gpu2"]
     assert bad(judge_exchange([1e9, 1.2e9, 0.9e9])) == []
-    (finding,) = judge_exchange([1e9, 0.2e9, 0.9e9])
-    assert finding.found == "200 MB/s, 21% of the others' 950 MB/s"
+    (result,) = judge_exchange([1e9, 0.2e9, 0.9e9])
+    assert result.found == "200 MB/s, 21% of the others' 950 MB/s"
 
 
 def test_wrong_numbers_are_named_among_machines_of_one_kind() -> None:
     products = [Product(flops=1e9, digest=digest) for digest in ("a", "a", "b", "c")]
-    (finding,) = judge_products(products, ["H100", "H100", "H100", "H200"], "cuda")
-    assert (finding.ranks, finding.result, finding.blames_host) == ((2,), "failed", True)
+    (result,) = judge_products(products, ["H100", "H100", "H100", "H200"], "cuda")
+    assert (result.ranks, result.result, result.blames_host) == ((2,), "failed", True)
 
 
 def test_ranks_are_named_by_host() -> None:
@@ -327,7 +327,7 @@ def failures(results: list[tuple[int, dict[str, Any]]]) -> list[tuple[str, list[
     report = results[0][1]
     assert codes == [report["exit_code"]] * len(codes)
     assert [printed for _, printed in results[1:]] == [None] * (len(codes) - 1)
-    return [(finding["check"], finding["ranks"]) for finding in report["findings"] if finding["result"] == "failed"]
+    return [(result["check"], result["ranks"]) for result in report["findings"] if result["result"] == "failed"]
 
 
 def test_a_rank_that_is_slow_is_named_and_excluded(run_ranks: RunRanks, tmp_path: Path) -> None:
@@ -349,8 +349,8 @@ def test_a_directory_that_is_not_shared_is_named(run_ranks: RunRanks, tmp_path: 
     results = run_ranks(doctor_in, 3, str(tmp_path / "runs"), free_port(), ["--run", "mine"], "elsewhere")
     assert failures(results) == [("shared directory", [1])]
     report = results[0][1]
-    (finding,) = [one for one in report["findings"] if one["result"] == "failed"]
-    assert finding["found"] == f"{tmp_path}/runs is another directory than that of the other ranks"
+    (result,) = [one for one in report["findings"] if one["result"] == "failed"]
+    assert result["found"] == f"{tmp_path}/runs is another directory than that of the other ranks"
     assert report["exclude"] == ["node1"]
     assert list((tmp_path / "runs").iterdir()) == [], "nothing is left there"
 
@@ -364,8 +364,8 @@ def test_a_clock_that_is_wrong_is_named(run_ranks: RunRanks, tmp_path: Path) -> 
     results = run_ranks(doctor, 3, free_port(), ["--run", str(tmp_path)], "early")
     assert failures(results) == [("clocks", [1])]
     report = results[0][1]
-    (finding,) = [one for one in report["findings"] if one["result"] == "failed"]
-    assert finding["found"].endswith("s ahead of others")
+    (result,) = [one for one in report["findings"] if one["result"] == "failed"]
+    assert result["found"].endswith("s ahead of others")
 
 
 @pytest.mark.long
@@ -410,6 +410,6 @@ def test_the_clock_of_a_whole_process(tmp_path: Path) -> None:
             process.kill()
             process.communicate()
     report = json.loads(output)
-    (finding,) = [one for one in report["findings"] if one["result"] == "failed"]
-    assert (finding["check"], finding["ranks"], report["exclude"]) == ("clocks", [2], ["node2"])
-    assert finding["found"].endswith("s behind others")
+    (result,) = [one for one in report["findings"] if one["result"] == "failed"]
+    assert (result["check"], result["ranks"], report["exclude"]) == ("clocks", [2], ["node2"])
+    assert result["found"].endswith("s behind others")

@@ -239,7 +239,7 @@ def test_a_chain_goes_on_with_the_nodes_that_are_left_or_the_next_job(
     losses, expected = run.trajectory(), undisturbed(*words).trajectory()
     if words:
         assert losses == expected
-        assert f"1 of the 2 nodes of job {jobs[0]} are left" in run.output()
+        assert f"1 of the 2 nodes of job {jobs[0]} are up" in run.output()
         return
     assert [event["world_size"] for event in run.events("start")] == [2, 1]
     assert {step: losses[step] for step in range(1, 11)} == {step: expected[step] for step in range(1, 11)}
@@ -272,7 +272,7 @@ def test_the_doctor_by_srun(new_run: NewRun) -> None:
         command = [sys.executable, "-P", "-m", "lightscale", "doctor", "run.toml", SPLIT, "--json"]
         said = run.cluster.client("srun", *options, *before, *command, check=False)
         report: dict[str, Any] = json.loads(said)
-        report["findings"] = {finding["check"]: finding for finding in report["findings"]}
+        report["findings"] = {result["check"]: result for result in report["findings"]}
         return report
 
     report = doctor()

@@ -206,7 +206,7 @@ def test_what_slurm_or_the_run_refuses(
     run.create(load("tiny-run.toml"))
     assert main(["submit", "tiny-run.toml", *TIME, "optimizer.lr=0.5"]) == 78
     error = capsys.readouterr().err
-    assert "optimizer.lr: 0.001 there, 0.5 now" in error
+    assert "optimizer.lr: 0.001 in the run, 0.5 now" in error
     assert "--allow-change optimizer.lr" in error
     with RunLock(run):
         assert main(["submit", "tiny-run.toml", *TIME]) == 78

@@ -324,7 +324,7 @@ def keep_what_is_there(scene: Scene) -> None:
     assert saver.save(scene.engine, step=2, common={}, facts={"tokens": 2}).path == target
     assert {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in target.iterdir()} == before
     message = scene.refusal(lambda: saver.save(scene.engine, step=2, common={}, facts={"tokens": 3}), SaveError)
-    assert f"{target} is a whole checkpoint of another state (tokens: 2 there, 3 now)" in message
+    assert f"{target} is a whole checkpoint of another state (tokens: 2 in it, 3 now)" in message
     assert {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in target.iterdir()} == before
     for name in (".bad", ".bad1"):
         dist.barrier(group=scene.control)
@@ -439,13 +439,13 @@ def refuse_other_versions(scene: Scene) -> None:
 
     checkpoints = scene.copy(age)
     message = scene.refusal(lambda: checkpoints.restore(scene.engine))
-    assert f"versions.torch: 1.0 there, {torch.__version__} now" in message
+    assert f"versions.torch: 1.0 in the checkpoint, {torch.__version__} now" in message
     assert "--allow-change versions" in message
     scene.refusal(lambda: checkpoints.restore(scene.engine, allow=["versions.megatron-core"]))
     for allowed in ("versions", "versions.torch"):
         restored = checkpoints.restore(scene.engine, allow=[allowed])
         assert restored is not None
-        assert restored.changes == (f"versions.torch: 1.0 there, {torch.__version__} now",)
+        assert restored.changes == (f"versions.torch: 1.0 in the checkpoint, {torch.__version__} now",)
     # Weights alone have no numbers to go on with.
     assert checkpoints.restore(scene.engine, weights_only=True) is not None
 

@@ -151,7 +151,7 @@ def test_a_changed_bit_names_its_rank_within_the_interval(run_ranks: RunRanks) -
         if found:
             assert found["since"] == found["step"] - EVERY
             assert all(f"rank {rank} (" in found["text"] for rank in found["ranks"])
-    assert "layernorm.weight differs, and no majority says who is right" in both[0][7]["text"]
+    assert "layernorm.weight differs, and no majority of ranks agrees" in both[0][7]["text"]
 
 
 def test_one_rank_alone_notices_its_own_memory(run_ranks: RunRanks) -> None:
