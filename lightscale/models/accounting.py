@@ -80,6 +80,7 @@ def rank_parameters(model: ModelConfig, *, tensor: int, pipeline: int, stage: in
     last = pipeline - 1
     held, whole = 0, _whole_on_tensor_ranks(model)
     for name, shape in parameter_shapes(model).items():
+        # Norms see whole tokens, of which every tensor rank has some: each holds the whole weight.
         ranks = 1 if name in whole or "layernorm." in name else tensor
         held += _copies(name, stage, last, layers) * (prod(shape) // ranks)
     return held

@@ -9,6 +9,7 @@ from lightscale.models.registry import mixer_class, shared_parts
 
 def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """Multiplications and additions of one forward pass, per token: projections, mixers, GLUs and logits."""
+    # Gate, up and down. The embedding is a look-up and counts once only, as the output layer.
     glu = 2 * 3 * model.hidden_size * model.intermediate_size
     logits = 2 * model.hidden_size * model.vocab_size
     mixers = sum(

@@ -290,6 +290,7 @@ class LanguageModel(LanguageModule):
         context = SequenceContext.of(
             positions,
             exchange=self.exchange,
+            # Nothing is recomputed in evaluation: states that it left there would be taken by the next training step.
             replay=self.replay if self.training else None,
             lengths=lengths,
             states=states,
@@ -305,6 +306,7 @@ class LanguageModel(LanguageModule):
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=context)
         if not self.post_process:
             return hidden
+        # Before the output layer: the logits of all tokens of a prompt would be by far the largest tensor.
         if last_only:
             hidden = hidden[-1:]
         # A stage that has the embedding too uses its weight; a last stage of several has a copy in its output layer.

@@ -35,6 +35,7 @@ class PendingRecords:
         except OSError as error:
             if not is_full(error):
                 raise
+            # Once per full disk, not per record: the message goes to a log, which may be on the same disk.
             if is_new:
                 print(f"{error}; training continues, records are kept in memory", file=sys.stderr, flush=True)
 

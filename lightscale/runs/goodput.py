@@ -345,6 +345,8 @@ def _pauses(attempts: Sequence[_Attempt]) -> tuple[float, list[float]]:
             waiting_s += gap_s
             waited_s += gap_s
         if stopped is not None and attempt.first_step_began is not None and not attempt.is_rollback:
+            # Hosts' clocks differ: a restart on another host could come out negative, and take from the sum of the
+            # others.
             restart_times_s.append(max(0.0, attempt.first_step_began - stopped - waited_s))
         # An attempt without steps does not end the restart: the next one's first step does.
         if attempt.lines:

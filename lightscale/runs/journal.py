@@ -18,6 +18,7 @@ class Journal:
         """Append to events.jsonl; it is on disk when this returns."""
         if self._enabled:
             # Events stay in order: those held back come first.
+            # Raises where the disk is still full: what a restart depends on must be on disk before the run goes on.
             self._pending.flush()
             self._directory.event(event, **fields)
 

@@ -34,6 +34,7 @@ from lightscale.runs.job_environment import job_id
 from lightscale.runs.run_directory import RunDirectory
 
 _RENEW_S = 5.0
+# Twelve renewals: a file system that hangs for a while must not cost a living job its lock.
 _STALE_S = 60.0
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
@@ -126,6 +127,9 @@ class RunLock:
     ) -> None:
         self._done.set()
         self._thread.join()
+        # Emptied, not removed: numbers only grow, or a process that read the directory before could take one beside the
+        # next holder. And before close, which releases the flock: a file that still names a holder, unlocked, is that
+        # of a dead one.
         os.ftruncate(self._file, 0)
         os.close(self._file)
 
@@ -135,6 +139,7 @@ class RunLock:
         before = self._check_dead(self._path(newest), draft) if newest else None
         self._number = newest + 1
         try:
+            # Fails where the number is taken, on network file systems too; a rename would replace the other's file.
             os.link(draft, self._path(self._number))
         except FileExistsError:
             self._refuse(self._path(self._number))

@@ -102,6 +102,7 @@ class MetricsLogger:
         if not self._enabled:
             return
         self._attempt = attempt
+        # The pace counts steps forward only; after a return the difference of steps would be negative.
         self._pace = _Pace(self._total_steps)
         if self._tensorboard is not None:
             self._tensorboard.go_back(step)
@@ -188,6 +189,7 @@ class MetricsLogger:
         """
         if not self._enabled:
             return
+        # ``read_metrics`` joins the lines of one attempt for a step, and of several attempts takes the last one's.
         if step == self._logged_step:
             self._write(step, tokens, {"goodput": goodput.record()})
         self._scalars("goodput", goodput.scalars(), step)

@@ -102,6 +102,8 @@ class RunDirectory:
         changes = self.changes(config, allow)
         if changes:
             fields = {key: {"before": before, "now": now} for key, before, now in changes}
+            # The event first: killed in between, the next start finds the change again and records it twice. The other
+            # way round the run would go on with values that no record explains.
             self.event("configuration_changed", attempt=self.attempt + 1, changes=fields)
             write_atomically(self.config, to_toml(config))
         return False
@@ -136,6 +138,7 @@ class RunDirectory:
     def begin_attempt(self, beginning: Beginning = "start", **fields: Any) -> int:
         """Record the beginning, remove the previous attempt's status, and return this attempt's number, from 1."""
         attempt = self.attempt + 1
+        # The event first: where it cannot be written (a full disk), the previous attempt's status must still be there.
         self.event(beginning, attempt=attempt, **fields)
         self.status.unlink(missing_ok=True)
         return attempt
@@ -202,6 +205,7 @@ class RunDirectory:
     def create(self, config: RunConfig) -> bool:
         """Create the directory with its config.toml; True for only one of two processes that do so at once."""
         parent = self.path.absolute().parent
+        # Beside its later name: a rename is atomic only within one file system.
         draft = parent / f".{self.path.name}.{uuid.uuid4().hex}"
         try:
             if self.path.exists() and any(self.path.iterdir()):
@@ -229,6 +233,7 @@ class RunDirectory:
     def _may_extend(self, stored: RunConfig) -> bool:
         """Whether a longer run would have had the same learning rates so far."""
         optimizer = stored.optimizer
+        # Before its decay, WSD's rates do not depend on the length of the run; a cosine's do behind the warm-up.
         if optimizer.schedule == "wsd":
             return self.progress()[0] <= stored.total_steps - (optimizer.decay_steps or 0)
         return optimizer.schedule == "constant"
@@ -239,11 +244,13 @@ class LineWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        # Each write goes to the end as it is then: launcher and rank 0 append to the same files, one after the other.
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             end = _after_newline(file, size)
         if end != size:
+            # Else the next line would continue the cut one, and one damaged line would make the file unreadable.
             os.truncate(self._file, end)
 
     def write(self, value: dict[str, Any]) -> None:
@@ -254,6 +261,7 @@ class LineWriter:
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
+            # A full disk accepts the beginning of a line. It is taken back, because the whole line is written later.
             os.ftruncate(self._file, before)
             raise _of(error, self._path) from None
 
@@ -279,6 +287,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """
     steps: dict[int, dict[str, Any]] = {}
     for line in read_lines(Path(path)):
+        # The order in the file decides, not the time in the lines: attempts may run on hosts whose clocks differ.
         before = steps.get(line["step"], line)
         steps[line["step"]] = {**before, **line} if before["attempt"] == line["attempt"] else line
     return [steps[step] for step in sorted(steps)]
@@ -311,6 +320,7 @@ def write_atomically(path: Path, text: str) -> None:
         with draft.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
+            # Before the rename: after a power failure the name could otherwise stand for an empty file.
             os.fsync(file.fileno())
         draft.replace(path)
     except OSError as error:

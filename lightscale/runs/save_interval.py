@@ -45,6 +45,7 @@ class SaveInterval:
         if not self._stalls_s:
             return FIRST_INTERVAL_S
         best_s = best_interval_s(statistics.median(self._stalls_s), self._mtbf_s)
+        # The optimum is flat: an interval twice too long or too short loses a quarter more time.
         return min(max(best_s, SHORTEST_INTERVAL_S), LONGEST_INTERVAL_S)
 
     def due(self, now_s: float) -> bool:

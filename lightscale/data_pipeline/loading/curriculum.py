@@ -40,6 +40,7 @@ class SkippedRanges:
 
     def position(self, tokens: int) -> int:
         """The position in the data, in tokens, of the token that comes after ``tokens`` consumed ones."""
+        # Equality included: a range that is skipped now lies before the token that comes next.
         return tokens + sum(skip_tokens for at_tokens, skip_tokens in self.records if at_tokens <= tokens)
 
     def adding(self, at_tokens: int, skip_tokens: int) -> "SkippedRanges":
@@ -85,6 +86,8 @@ class Curriculum:
         lengths = [entry.sequence_length for entry in entries]
         self.stages: list[LengthStage] = []
         for length, start, stop in zip([*lengths, sequence_length], [0, *ends], [*ends, None], strict=True):
+            # As many more sequences as they are shorter: tokens per step, and so the learning rate's schedule and the
+            # memory of a micro-batch, stay as they are.
             num_parts, rest = divmod(sequence_length, length)
             assert rest == 0, "the configuration was not checked"
             if start == stop:

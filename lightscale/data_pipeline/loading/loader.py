@@ -244,6 +244,7 @@ class TokenLoader:
             raise UserError(f"{self.store.path}: the data is not what this run was trained on ({changes})")
         tokens, skips = int(state["tokens"]), SkippedRanges.of(state.get("skips", []))
         # With a curriculum a step must begin where it began before: it must not reach from one stage into the next.
+        # Without one, whole sequences do: the batch size may change at a resume.
         unit = self.tokens_per_step if len(self._stages) > 1 else self.sequence_length
         if tokens < 0 or skips.position(tokens) % unit:
             what = f"sequence_length {unit}" if unit == self.sequence_length else f"the {unit} tokens of a step"
@@ -312,6 +313,7 @@ class TokenLoader:
             assert stage.stop is not None
             parts = PartOrder(
                 order,
+                # Exact: curriculum stages begin and end with whole steps, which are whole windows of the last length.
                 first=stage.start // self.sequence_length,
                 num_windows=(stage.stop - stage.start) // self.sequence_length,
                 num_parts=stage.num_parts,
@@ -319,6 +321,7 @@ class TokenLoader:
             )
             windows = self._concat_windows(stage.sequence_length)
             stages.append(_StageOrder(stage=stage, first_sample=0, order=parts, windows=windows))
+        # It goes on behind the windows that the earlier curriculum stages read in parts: none is read twice.
         first_sample = last.start // self.sequence_length
         return [*stages, _StageOrder(stage=last, first_sample=first_sample, order=order, windows=longest)]
 
@@ -350,6 +353,7 @@ def validation_batches(
     the same shape: micro-batch m of data rank r of R holds the windows (m R + r) b …, and rows beyond the last window
     repeat the first one with ``loss_mask`` 0.
     """
+    # One kind of window for every run: losses of runs that pack differently can be compared.
     windows, buffers = ConcatWindows(source, sequence_length), Buffers()
     num_windows = min(num_sequences, windows.num_windows)
     bounds = _sequence_slice(sequence_length, layout)

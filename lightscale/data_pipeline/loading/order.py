@@ -68,6 +68,7 @@ class Permutation:
         # right passes unchanged, so a round is undone by subtracting the same F(right): no round loses anything.
         left, right = np.divmod(numbers, self._base)
         for key in self._keys:
+            # 32 bits of the mix, so that left + F fits into 64: wrapped around before "mod b" it could not be undone.
             left, right = right, (left + (mixed(right ^ key) >> _HALF)) % self._base
         return left * self._base + right
 
@@ -191,6 +192,7 @@ def _whole_parts(weights: list[float]) -> list[int]:
     """Whole parts in proportion to ``weights``, each at least 1, without a common divisor."""
     total = math.fsum(weights)
     shares = [weight / total * RESOLUTION for weight in weights]
+    # At least one part: a source of tiny weight that rounded to nothing would never be read, without a word.
     parts = [max(1, round(share)) for share in shares]
     divisor = math.gcd(*parts)
     return [part // divisor for part in parts]
@@ -199,6 +201,7 @@ def _whole_parts(weights: list[float]) -> list[int]:
 def _one_period(parts: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(P,) source of every slot of a period, and (P,) how many slots it had before in the period."""
     period = sum(parts)
+    # Both heaps compare tuples, so that ties go to the lower number, that is the earlier name, on every machine.
     source_at = np.empty(period, dtype=np.int64)
     rank_at = np.empty(period, dtype=np.int64)
     waiting = [(0, source, 0) for source in range(len(parts))]  # (first slot allowed, source, rank): heaps

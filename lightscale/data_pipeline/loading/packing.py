@@ -96,6 +96,7 @@ def _best_fit(sizes: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
     room: list[int] = []
     num_windows = 0
     chosen = []
+    # Longest first: a long range finds room only while windows are empty enough, a short one later too.
     for size in sizes[large].tolist():
         best = bisect.bisect_left(room, size << 32)
         if best < len(room):
@@ -149,6 +150,7 @@ class WholeWindows:
         """(regions + 1,): the windows of all regions before each."""
         self.num_windows = int(self._first_window[-1])
         # The cache belongs to the object: one on the method would keep every source alive.
+        # Several regions, because shuffled samples jump between them: each would be packed again for every window.
         cache = functools.lru_cache(maxsize=_CACHED_REGIONS)
         self._packed: Callable[[int], tuple[NDArray[np.int64], PackedRegion]] = cache(self._pack)
 

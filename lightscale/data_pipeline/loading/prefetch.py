@@ -43,6 +43,7 @@ class Prefetcher:
         found = batches.result()
         # Only now: a checkpoint taken in between holds the steps that were trained on, not those that were read.
         loader.tokens += loader.tokens_per_step
+        # After the wait, not before: at most ``depth`` steps are then in memory beside the one that is handed out.
         while len(self._ahead) < self._depth:
             self._read(loader.tokens + len(self._ahead) * loader.tokens_per_step)
         return found
@@ -63,6 +64,7 @@ class Prefetcher:
         self._ahead.append(((tokens, self._loader.skips), batches))
 
     def _drop(self) -> None:
+        # A step that is being read cannot be cancelled: it is read to its end, and nobody takes it.
         for _, batches in self._ahead:
             batches.cancel()
         self._ahead.clear()

@@ -68,6 +68,7 @@ def run_loader(run: Path) -> tuple[RunConfig, TokenLoader]:
         raise UserError(f"{run}: not the directory of a run (it has no config.toml)")
     config = load(path)
     store = TokenStore(config.data.store)
+    # Another store at the same path would give an answer too, about tokens that the run never saw.
     for trained_on in _stores(run):
         if trained_on != store.fingerprint():
             raise UserError(
@@ -114,6 +115,7 @@ def _contents(loader: TokenLoader, step: StepSamples) -> Iterator[SampleContent]
                 padding_tokens = end - slot
                 continue
             document = source.document_at(start)
+            # Tokens are numbered in the source; a document's own count starts at its end-of-text token.
             begin = start - source.document(document)[0]
             documents.append(DocumentRange(document=document, start=begin, stop=begin + end - slot))
         yield SampleContent(

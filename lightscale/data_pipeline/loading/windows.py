@@ -67,6 +67,7 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same on ``device``, where ids become int64: they move, and are read, with half the bytes."""
+        # Positions are not among the fields: they are made on the device, of the few numbers that start the ranges.
         moved = {field.name: getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)}
         return Batch(**{**moved, "tokens": moved["tokens"].long(), "labels": moved["labels"].long()})
 
@@ -109,6 +110,7 @@ class ConcatWindows:
         """``UserError`` for a source shorter than one window."""
         self.source = source
         self.sequence_length = sequence_length
+        # One token less: the last window's last label is the token behind its inputs.
         self.num_windows = (source.num_tokens - 1) // sequence_length
         if self.num_windows < 1:
             raise UserError(
@@ -179,6 +181,7 @@ def read_batch(
         slots, positions = _range_starts_of(ranges, first, shape[1])
         arrays = buffers.take(*shape), buffers.take(*shape)
         counted = np.zeros(shape, dtype=np.float32)
+        # Buffers come with the content of an earlier batch. Padding is a valid id, because embeddings look it up too.
         for array in arrays:
             array.fill(padding_id)
         for row, ((windows, _), one) in enumerate(zip(rows, ranges, strict=True)):

@@ -73,6 +73,7 @@ class SequenceContext:
             starts[:, 0] = True
             edges = starts.flatten().nonzero().squeeze(-1)
             cu_seqlens = torch.cat([edges, edges.new_tensor([b * n])])
+        # An empty segment begins no document: what came in goes on to the next rank unchanged.
         continues = positions[:, 0] != 0 if n else positions.new_ones(b, dtype=torch.bool)
         return SequenceContext(
             positions=positions,

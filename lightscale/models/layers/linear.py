@@ -97,6 +97,7 @@ class OutputLayer(ColumnParallelLinear):
         if labels is None:
             logits, bias = super().forward(hidden, weight=weight)
             return logits, bias
+        # The embedding's weight where one stage holds both ends of the model, else this layer's copy of it.
         rows = self.weight if weight is None else weight
         losses = vocab_parallel_linear_cross_entropy(hidden, rows, labels, vocab_size=vocab_size, group=self.tp_group)
         return losses, None

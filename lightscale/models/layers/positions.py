@@ -18,6 +18,7 @@ from lightscale.parallel.megatron import (
 
 def lrpe_angles(num_heads: int, head_dim: int) -> Tensor:
     """(h, k) fp64: 10000^(-2j/d) with j counted over heads and channels, d = h k."""
+    # Over all heads, as TransNormerLLM counts: heads differ in their wavelengths. cosFormer2 counts within a head.
     width = num_heads * head_dim
     j = torch.arange(width, dtype=torch.float64)
     return torch.pow(10000.0, -2 * j / width).view(num_heads, head_dim)
@@ -68,6 +69,7 @@ def rotary_angles(head_dim: int) -> Tensor:
 
 def rope(x: Tensor, phases: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate the pairs (x_i, x_{i + k/2}) of x (b, n, h, k) by phases (b, n, 1, k/2)."""
+    # Rounded only here. A bf16 angle of a thousand radians would be off by up to two, its cosine is off by 1/512.
     cos, sin = (phase.to(x.dtype) for phase in phases)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)

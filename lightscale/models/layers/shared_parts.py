@@ -132,6 +132,8 @@ class SharedPart(MegatronModule, ABC):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Megatron's description of the parameters: how they are split, and that the first stage's copy counts."""
+        # Of the copies of a shard the one whose replica id is all zeros is written. The shards of a split parameter
+        # differ between tensor ranks, which hold no copies of one another: there the tensor rank is not in the id.
         data_group = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
         where = {"tp_group": self.tp_group, "dp_cp_group": data_group, "prepend_offsets": sharded_offsets}
         described = {}
@@ -187,6 +189,7 @@ def for_all_layers(hidden: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     layers get a leaf, which collects their gradients, and the sum is passed on when ``hidden`` gets its own, behind
     the last layer; it is zero where no layer read it.
     """
+    # Autograd adds into the leaf's ``grad`` whatever the number and order of the layers' own backward passes.
     leaf = value.detach().requires_grad_(value.requires_grad)
     passed: Tensor = _Collect.apply(hidden, value, lambda: leaf.grad)
     return passed, leaf

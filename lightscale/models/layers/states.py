@@ -29,6 +29,7 @@ def incoming_state(
         return None
     check_state(name, state, shapes, dtype)
     empty = empty or {}
+    # Replaced where a document begins, not scaled by zero: whatever the row's last document left must have no effect.
     return {
         key: torch.where(context.continues.view(-1, *[1] * (tensor.dim() - 1)), tensor, empty.get(key, 0.0))
         for key, tensor in state.items()

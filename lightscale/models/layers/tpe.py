@@ -77,8 +77,11 @@ class TPE(EmbeddingPart):
 
     def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n, b, d / tensor), this tensor rank's channels of all tokens -> the same."""
+        # log λ from the logit itself: in fp32 the logarithm of a rounded λ near 1 has lost its last digits, which
+        # thousands of steps multiply. The decays stay positive and below 1 whatever the optimizer does to the logit.
         rows, log_decay = x.transpose(0, 1), F.logsigmoid(self.decay_logit)
         if context.exchange is not None:
+            # No layer name: only the layers are recomputed, so that no state is kept for a second pass.
             return x + context.begin(TPEScan, rows, log_decay, layer=None)(self.gamma).transpose(0, 1)
         if context.states is None:
             y, _ = tpe_scan(rows, log_decay, self.gamma, cu_seqlens=context.cu_seqlens)

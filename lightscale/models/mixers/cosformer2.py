@@ -36,6 +36,7 @@ class CosFormer2(GatedMixer):
     ) -> None:
         super().__init__(config, layer_number, model, *args, **kwargs)
         i = torch.arange(model.head_dim, dtype=torch.float64)
+        # Equal in all heads at first; each learns its own from there.
         angles = torch.pow(10000.0, -2 * i / model.head_dim).expand(model.num_heads, -1)
         self.lrpe = LRPE(config, angles, self.group)
 
@@ -60,6 +61,8 @@ class CosFormer2(GatedMixer):
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
         k, v = self._heads(self.kv_proj, x, 2)
         angles = self.lrpe(context.positions)
+        # Without decay and denominator the outputs grow with the position; the norm behind takes that out (TransNormer,
+        # arXiv 2210.10340). The state grows too, which is one reason to keep it in fp32.
         finish = begin_attention(F.silu(k), v, None, angles=angles, context=context, state_name=self.state_name)
         (q,) = self._heads(self.q_proj, x)
         gate = self._gate(x)

@@ -44,6 +44,7 @@ def log_forget(logits: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
     """
     logits = logits.to(bound.dtype)
     forget = bound + (1 - bound) * torch.sigmoid(logits)
+    # 1 - sigmoid(a) is sigmoid(-a), which is small but not 0 where sigmoid(a) has rounded to 1.
     key = (1 - bound) * torch.sigmoid(-logits)
     large = forget > 0.5
     # Each branch gets a harmless input where the other is taken: its gradient there would be 0 times infinity.
@@ -120,6 +121,7 @@ class HGRN2(Mixer):
         f, v = self._heads(self.fv_proj, x, 2)
         bounds = context.shared[LowerBounds.name]
         log_decay, k = log_forget(f, bounds[self.layer].view(self.num_heads, -1))
+        # Keys enter products and are rounded once. log f stays in fp32: it is summed over tokens, and so is its error.
         finish = self._begin(k.to(v.dtype), v, log_decay, context)
         (q,) = self._heads(self.q_proj, x)
         out: Tensor = self.out_proj(self._norm(finish(F.silu(q))))[0]

@@ -143,6 +143,7 @@ class GatedMixer(Mixer):
 
     def _gate(self, x: Tensor) -> Tensor:
         """x: (n / tensor, b, d), the mixer's input -> (n, b, h v), before the sigmoid."""
+        # Down on each tensor rank's own tokens, so that gate_up gathers them gate_rank wide instead of d.
         gate: Tensor = self.gate_up(self.gate_down(x))[0]
         return gate
 
@@ -175,5 +176,6 @@ def chunked_flops(model: ModelConfig, sequence_length: int, *, operator: str, ke
     C is the chunk of ``operator``.
     """
     k, v = key_width, model.head_dim
+    # The operator's own chunk: the work inside it grows with its length, that with the state does not.
     chunk = min(get_operator(operator).chunk_size, sequence_length)
     return model.num_heads * (2 * chunk * (k + v) + 4 * k * v)

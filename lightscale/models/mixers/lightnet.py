@@ -60,6 +60,7 @@ class LightNet(GatedMixer):
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
         k, v = self._heads(self.kv_proj, x, 2)
+        # No activation on k: it is the logarithm of a weight and may have either sign.
         finish = self._begin(k, v, Angles(self.theta, context.positions), context)
         (q,) = self._heads(self.q_proj, x)
         gate = self._gate(x)

@@ -53,6 +53,7 @@ def _attend(
         o, after = recurrent_step(q[:, 0], k[:, 0], v[:, 0], log_decay, before, angles=here)
         context.states[state_name] = {"S": after}
         return o[:, None]
+    # A prompt, or its next part: from ``before`` on, in chunks, at the cost of training's forward pass.
     o, final = lightning_attention(
         q,
         k,

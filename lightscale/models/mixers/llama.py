@@ -75,6 +75,7 @@ class LLaMA(Mixer):
         """Attention within each document, one after the other: no mask over pairs of tokens is ever made."""
         if context.cu_seqlens is None:
             return _attention(q, k, v, is_causal=True)
+        # On a GPU the host waits here in every layer: to split by documents, their lengths must be numbers.
         edges = context.cu_seqlens.tolist()
         lengths = [stop - start for start, stop in pairwise(edges)]
         parts = zip(*(x.flatten(0, 1).split(lengths) for x in (q, k, v)), strict=True)
@@ -96,9 +97,13 @@ class LLaMA(Mixer):
     def _across_ranks(self, q: Tensor, gathered: Tensor, context: SequenceContext) -> Tensor:
         """Attention to the tokens of all sequence ranks up to this one, gathered: (b, all tokens, 2, h, k)."""
         assert context.exchange is not None
+        # Later ranks attend to more keys, and the last decides the time. A zigzag order would balance this, but
+        # segments are contiguous for all mixers, which may stand in one stack.
         own = context.exchange.rank + 1
         end = own * q.size(1) if context.lengths is None else sum(context.lengths[:own])
         k, v = gathered[:, :end].unbind(dim=2)
+        # A mask of n x keys, which PyTorch's flash kernel does not take: is_causal would align the first query with the
+        # first key, but this rank's queries are the last of the keys' tokens.
         return _attention(q, k, v, attn_mask=_seen(context.positions, end))
 
 

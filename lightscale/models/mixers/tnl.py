@@ -37,6 +37,8 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
 def log_decays(num_heads: int, layer: int, num_layers: int) -> Tensor:
     """log λ of each head, (h,) fp64: -s_h (1 - layer/(l-1) + 1e-5), ``layer`` from 0; a single layer has factor 1."""
+    # The factor of the last layer is 1e-5, so that its λ differs from 1 by less than fp32 can resolve well: log λ is
+    # what is kept and multiplied by distances, never λ itself.
     factor = 1.0 if num_layers == 1 else 1 - layer / (num_layers - 1) + 1e-5
     return -torch.tensor(alibi_slopes(num_heads), dtype=torch.float64) * factor
 
@@ -58,6 +60,7 @@ class TNL(GatedMixer):
         # Kept in fp32 in half-precision models: it is multiplied by distances.
         wide = torch.promote_types(config.params_dtype, torch.float32)
         decays = log_decays(model.num_heads, self.layer, model.num_layers)[self.heads]
+        # Not in checkpoints: configuration and layout decide it, and a checkpoint is read under any layout.
         self.register_buffer("log_decay", decays.to(self.kv_proj.weight.device, wide), persistent=False)
 
     @staticmethod
@@ -82,6 +85,7 @@ class TNL(GatedMixer):
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
         k, v = self._heads(self.kv_proj, x, 2)
         angles = None if self.lrpe is None else self.lrpe(context.positions)
+        # Between begin and finish the state travels along the sequence ranks: the order of these lines is the overlap.
         finish = begin_attention(
             F.silu(k), v, self.log_decay, angles=angles, context=context, state_name=self.state_name
         )

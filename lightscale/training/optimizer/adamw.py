@@ -12,6 +12,7 @@ from lightscale.parallel.optimizer_spec import MegatronSpec
 class AdamW(MegatronSpec):
     """w ← w - lr (m̂ / (√v̂ + eps) + weight_decay w), with means m of g and v of g², and their corrections for bias."""
 
+    # 0.95 as for GPT-3 (arXiv 2005.14165, appendix B): Adam's own 0.999 would remember a spike for a thousand steps.
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of the means m and v, per step."""
     eps: float = 1e-8
@@ -29,6 +30,7 @@ class AdamW(MegatronSpec):
         """As Megatron names them."""
         return {
             "optimizer": "adam",
+            # Without it "adam" is the older Adam, which adds the decay to the gradient, where the moments rescale it.
             "decoupled_weight_decay": True,
             "adam_beta1": self.betas[0],
             "adam_beta2": self.betas[1],
