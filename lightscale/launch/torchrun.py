@@ -185,7 +185,7 @@ def _launch(command: Sequence[str], processes: int, logs: Path, rendezvous: Rend
         log_line_prefix_template="${role_name}",
         # Restarts are for the launcher, which first looks for progress and at the nodes that are left.
         max_restarts=0,
-        # How soon the end of a rank is noticed. Its peers in a NCCL collective do not notice it before the time-out of
+        # How soon the end of a rank is noticed. Its peers in a NCCL collective may not notice it before the time-out of
         # that collective, ten minutes by default (restart.collective_timeout_s).
         monitor_interval=_POLL_S,
         logs_specs=_RankLogs(logs),
