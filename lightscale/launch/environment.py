@@ -108,6 +108,7 @@ class RankEnvironment:
     ) -> Self | None:
         number = number_reader(launcher, environ)
         rank, world_size, local_rank, local_world_size = map(number, names)
+        # `mpirun -n 1`, or a shell within an MPI job: the process starts ranks of its own, as if by hand.
         if world_size == 1:
             return None
         address = environ.get("MASTER_ADDR") or (_LOCALHOST if local_world_size == world_size else None)
@@ -118,6 +119,8 @@ class RankEnvironment:
             )
         # All ranks of a job, and no other job, have this name.
         job = next((environ[name] for name in job_names if environ.get(name)), "")
+        # Not `hash`, which differs between processes: all ranks must arrive at the same port without asking one
+        # another.
         port = _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS
         return cls(
             launcher=launcher,

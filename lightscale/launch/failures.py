@@ -39,6 +39,8 @@ class RankFailure:
 def read_failure(rank: int, failure: ProcessFailure) -> RankFailure:
     """What the agent and the rank's own record (`launch/rank.py`) say."""
     message: Any = failure.message
+    # Only records of `launch/rank.py` have time_s. In all other cases the process left none, and its exit code is all
+    # there is.
     if isinstance(message, dict) and "time_s" in message["extraInfo"]:
         extra = message["extraInfo"]
         return RankFailure(
@@ -52,6 +54,7 @@ def read_failure(rank: int, failure: ProcessFailure) -> RankFailure:
         )
     if failure.exitcode < 0:
         killer = signal.Signals(-failure.exitcode)
+        # The kernel's out-of-memory killer sends SIGKILL, and leaves no trace in the output of the rank.
         hint = "; the machine may be out of memory" if killer is signal.SIGKILL else ""
         summary = f"killed by {killer.name}{hint}"
         return RankFailure(rank=rank, summary=summary, time_s=failure.timestamp, killer=killer)
@@ -84,8 +87,11 @@ def located(failure: RankFailure, beats: Mapping[int, Beat]) -> RankFailure:
         return failure
     notes = [own.where]
     if TIMED_OUT.search(failure.summary):
+        # Heartbeats are times of the monotonic clock, failures of the wall clock.
         failed_s = time.monotonic() - (time.time() - failure.time_s)
         first, last = (choose(beats.values(), key=lambda beat: beat.time_s) for choose in (min, max))
+        # A rank that still wrote heartbeats after the time-out was slow, not stuck. Otherwise the one that has been
+        # silent the longest is the one that all others waited for.
         if last.time_s > failed_s + _LATE_S:
             notes.append(f"rank {last.rank} arrived {last.time_s - failed_s:.0f} s later")
         elif first.where != own.where:

@@ -33,6 +33,7 @@ def interface_to(address: str, port: int) -> str | None:
     except OSError:
         return None
     for name, addresses in psutil.net_if_addrs().items():
+        # Addresses of IPv6 that hold on one link only have their interface behind a %.
         if any(one.address.partition("%")[0] == own for one in addresses):
             return None if own.startswith("127.") or own == "::1" else name
     return None

@@ -40,9 +40,12 @@ def run_rank(work: Callable[[], int]) -> int:
 
     Until `work` handles the stop signals, they end the process. The end of the launcher always ends it.
     """
+    # Crashes of native code (SIGSEGV, SIGABRT) raise no exception: their stacks go to the rank's stderr, or nowhere.
     faulthandler.enable()
     # Their logs may be on the disk that the run fills.
     sys.stdout, sys.stderr = (cast(TextIO, LogStream(stream)) for stream in (sys.stdout, sys.stderr))
+    # By their default action signals leave no record. Then the launcher could not tell the rank that was signalled
+    # first from those that torch ended because of it.
     for signum in STOP_SIGNALS:
         signal.signal(signum, _end)
     launcher = os.environ.get(LAUNCHER_VARIABLE)
@@ -57,6 +60,8 @@ def run_rank(work: Callable[[], int]) -> int:
         message = summary(error) if launcher is not None else summary_and_notes(error)
         if TIMED_OUT.search(message):
             message += _what_peers_do()
+        # With our launcher the traceback is in the record, and shown once. With torchrun or srun nobody else would show
+        # it.
         if not _record(message, py_callstack=traceback.format_exc(), exit_code=exit_code) or launcher is None:
             raise
         return EXIT_CRASHED if exit_code is None else exit_code
@@ -90,6 +95,7 @@ def _what_peers_do() -> str:
     for rank, beat in peers.items():
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(beat.process_id)
+            # Process ids are used again; a peer is a child of the same launcher, and nothing else may be signalled.
             if process.ppid() != os.getppid():
                 continue
             if process.status() == psutil.STATUS_STOPPED:
@@ -111,6 +117,7 @@ def _leave_stacks_on_request() -> None:
 def _end(signum: int, frame: FrameType | None) -> None:
     """Die of the signal, but say when: the others are ended by the same signal because of this one."""
     _record(f"ended by {signal.Signals(signum).name} before training began", signal=signum)
+    # By the signal's own action, so that whoever waits for this process sees a death by that signal, not an exit code.
     signal.signal(signum, signal.SIG_DFL)
     os.kill(os.getpid(), signum)
 

@@ -62,8 +62,12 @@ class StopRelay:
                 continue
             for rank in psutil.Process().children():
                 with contextlib.suppress(ProcessLookupError):
+                    # Leaders of a session are ranks, or the scheduler's step with the agents. Anything else is a helper
+                    # of this process.
                     if os.getsid(rank.pid) != rank.pid:
                         continue
+                    # The group, with all that the rank has started: data workers would otherwise go on until they
+                    # notice.
                     if self._interrupts > 1:
                         os.killpg(rank.pid, self._translated(signal.SIGKILL))
                     elif rank.pid not in self._told:

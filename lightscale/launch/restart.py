@@ -35,6 +35,8 @@ from lightscale.runs.run_directory import RunDirectory, Status
 from lightscale.training.signals import DEADLINE, STOP_SIGNALS
 
 EXIT_CODES: dict[Status, int] = {"finished": 0, "resumable": 75, "stopped": UserError.EXIT_CODE}
+# The codes above 1 are those of sysexits.h: 70 EX_SOFTWARE, 74 EX_IOERR, 75 EX_TEMPFAIL, 78 EX_CONFIG. Python itself
+# leaves with 1 or 2, and a shell reports a death by signal n as 128 + n, so that job scripts can tell them apart.
 EXIT_GIVEN_UP = 70
 
 # No scheduler or program sends the last one (Ctrl-\ in a terminal): the run is not restarted after it either.
@@ -116,6 +118,7 @@ def run_ranks(
             # A user's mistake (with an exit code) is reported as such even if somebody asked to stop meanwhile.
             if failure is not None and failure.exit_code is None:
                 stop = _stop_reason(relay.received, failure, policy.deadline_s)
+                # A job that is to stop is killed soon: a new start would not come as far as its first save.
                 if stop is not None:
                     _leave_unsaved(run, failure, stop, launch)
                     failure = None

@@ -74,6 +74,8 @@ def load_settings(config: Path, overrides: Sequence[str], given: Mapping[str, An
     for origin, table in layers:
         for key, value in table.items():
             before = values.get(key)
+            # Variables of launch.environment add up over the layers; any other key of a later layer replaces the
+            # earlier value.
             merges = isinstance(before, dict) and isinstance(value, dict)
             values[key] = {**before, **value} if merges and before is not None else value
             origins[key] = origin
@@ -98,6 +100,7 @@ def _override(text: str) -> tuple[str, dict[str, Any]]:
     try:
         parsed = tomllib.loads(f"{name} = {value}")
     except tomllib.TOMLDecodeError:
+        # A bare word, as in launch.partition=long, is no TOML. It is taken as text, and the dots before it as tables.
         parsed = {}
         for part in reversed(name.split(".")):
             parsed = {part: parsed or value}

@@ -117,6 +117,7 @@ def run_node(
         name = f"-{node}"
     # For all ranks of the run, not of this node: a rank writes at the offset of its number in the run.
     heartbeats = logs / f"heartbeats{name}"
+    # Before any rank starts, because a rank opens this file and does not create it.
     create_heartbeats(heartbeats, processes * num_nodes)
     variables = {**_rank_variables(processes), HEARTBEATS_VARIABLE: str(heartbeats.absolute())}
     if deadline_s is not None:
@@ -184,6 +185,8 @@ def _launch(command: Sequence[str], processes: int, logs: Path, rendezvous: Rend
         log_line_prefix_template="${role_name}",
         # Restarts are for the launcher, which first looks for progress and at the nodes that are left.
         max_restarts=0,
+        # How soon the end of a rank is noticed. Its peers in a NCCL collective may not notice it before the time-out of
+        # that collective, ten minutes by default (restart.collective_timeout_s).
         monitor_interval=_POLL_S,
         logs_specs=_RankLogs(logs),
         # Not the stop signals: those are the relay's.
@@ -207,6 +210,7 @@ def _rank_variables(processes: int) -> dict[str, str]:
     """What the ranks find in their environment beside torchrun's variables; the user's own settings stay."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     defaults = {
+        # Equal shares of the cores: if every rank used all of them, the ranks' threads would displace one another.
         "OMP_NUM_THREADS": str(max(1, cores // processes)),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_TIMEOUT_S),
     }
@@ -215,6 +219,7 @@ def _rank_variables(processes: int) -> dict[str, str]:
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         # Otherwise folders of the current directory could be imported in place of packages.
         "PYTHONSAFEPATH": "1",
+        # What a rank printed last must be in its file when it is killed.
         "PYTHONUNBUFFERED": "1",
     }
     # The ranks' stderr is a file: rank 0 draws its progress line on the launcher's terminal, if there is one.
@@ -233,6 +238,8 @@ def _changed_environment(variables: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
+        # The whole environment, whatever else was set meanwhile: the next start must not inherit anything from this
+        # one.
         os.environ.clear()
         os.environ.update(before)
 
@@ -271,6 +278,7 @@ class _RankLogs(LogsSpecs):
             stem = str(self._directory / f"rank-{variables['RANK']}")
             destination.stdouts[local_rank] = f"{stem}.out"
             destination.stderrs[local_rank] = f"{stem}.err"
+            # Both: the agent looks where `error_files` says, the rank writes where its variable says (`rank.py`).
             destination.error_files[local_rank] = variables[ERROR_FILE_VARIABLE] = f"{stem}.error.json"
             if variables["RANK"] == "0":
                 destination.tee_stdouts[local_rank] = f"{stem}.out"

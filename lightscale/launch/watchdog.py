@@ -24,9 +24,13 @@ import psutil
 from lightscale.launch.rank import STACKS_SIGNAL, stacks_file
 from lightscale.training.health.heartbeat import Beat, read_heartbeats, start_allowance_s
 
+# Short against the least time that a rank may be silent (restart.hang_timeout_s, 60 s by default). Each look reads 128
+# bytes a rank.
 _POLL_S = 0.2
 # A longer pause is the watchdog's own, as when the whole job was suspended: ranks may be silent meanwhile.
 _LONGEST_POLL_S = 1.0
+# Writing the stacks takes milliseconds. A rank that has not begun by then is in a system call that no signal
+# interrupts, as on a dead file system, and never will.
 _STACKS_S = 2.0
 
 
@@ -94,6 +98,8 @@ class Watchdog:
                     # With what a rank started itself. SIGKILL is the only signal that ends a stopped process.
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
+                # Once is enough: no rank is left, torch's agent sees that, and the launcher decides about the next
+                # start.
                 return
 
     def _late_ranks(self, passed_s: float) -> list[int]:
@@ -156,6 +162,7 @@ def _rank_processes() -> list[psutil.Process]:
 
 def _is_alive(process_id: int) -> bool:
     try:
+        # Until torch's agent has reaped it, a dead rank keeps its process id.
         return psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False

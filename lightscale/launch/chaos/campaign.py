@@ -29,6 +29,7 @@ from lightscale.launch.chaos.verify import Verdict, judge
 from lightscale.runs.run_directory import RunDirectory, read_lines
 
 # A start, a step and a save take far less. How long a rank may be silent differs from phase to phase.
+# A save or a start may be silent for 10 hang time-outs (`training/health/heartbeat.py`); 12 are more.
 _PATIENCE_S, _PATIENCE_HANG_TIMEOUTS = 180.0, 12
 # Room for the checkpoints that are kept, one that is written, and what a save asks for beyond them.
 _DISK_CHECKPOINTS, _DISK_SPARE_BYTES, _LARGEST_DISK_BYTES = 6, 32 << 20, 2 << 30
@@ -75,6 +76,7 @@ class Campaign:
         """Everything, in turn."""
         self._report("undisturbed run", self.result)
         self._run_reference()
+        # A round of an earlier campaign would be resumed instead of begun.
         for old in [*self.directory.glob("round-*"), self.directory / "disk", self.directory / "disk.log"]:
             shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
         self._report("damage to copies of a checkpoint", self.result)
@@ -87,6 +89,8 @@ class Campaign:
                 break
             before = len(queue)
             self._round(f"round-{number:04d}", queue)
+            # A run that ends before any fault could happen would do so again, and one that was given up does not
+            # recover.
             if len(queue) == before or not self.result.trials[-1].finished:
                 break
         self.result.skipped += [f"{one.kind}: the runs had ended, or were given up, before it" for one in queue]
@@ -105,7 +109,9 @@ class Campaign:
                 while not training.has_ended:
                     time.sleep(0.05)
             finally:
+                # Also after Ctrl-C, which does not reach the command: it is in a session of its own.
                 training.end()
+            # Exit code 0 alone is not enough: the launcher may have restarted its ranks on the way.
             if not training.is_finished or not self._is_undisturbed():
                 tail = "\n".join(training.log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:])
                 raise UserError(f"the undisturbed run ended with {training.exit_code} ({training.log}):\n{tail}")
@@ -116,6 +122,7 @@ class Campaign:
         reference = self._reference
         starts = [event for event in read_lines(reference.events) if event["event"] == "start"]
         return (
+            # A run that was itself resumed proves nothing about resuming.
             len(starts) == 1
             and starts[0]["world_size"] == self.processes
             and reference.is_finished(self.config)
@@ -150,6 +157,8 @@ class Campaign:
         if size > _LARGEST_DISK_BYTES:
             self.result.skipped.append(f"full disk: checkpoints of {self._checkpoint_bytes():,} bytes are too large")
             return
+        # Before the mount, whose mount point is in the directory of the run: a run is created only where nothing is
+        # yet.
         run.create_or_open(self.config)
         with _small_disk(run.checkpoints, size) as problem:
             if problem is not None:
@@ -185,6 +194,7 @@ def _small_disk(directory: Path, size: int) -> Iterator[str | None]:
         yield "needs Linux and mount"
         return
     directory.mkdir(parents=True, exist_ok=True)
+    # A tmpfs of a given size needs no device, and reports ENOSPC as a disk does.
     command = [mount, "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -23,11 +23,13 @@ class DamageCheck:
 
 def checkpoint_directories(checkpoints: Path) -> list[Path]:
     """The complete checkpoints, oldest first."""
+    # step-N.tmp is not finished, and step-N.bad was refused.
     return sorted(path for path in checkpoints.glob("step-*") if not path.suffix)
 
 
 def damage(checkpoint: Path, how: str, generator: random.Random) -> Path:
     """Damage one file of `checkpoint` that is not empty and return its path."""
+    # An empty file has no bits to flip, and emptying it is no damage.
     files = [path for path in sorted(checkpoint.iterdir()) if path.stat().st_size]
     path = generator.choice(files)
     damage_file(path, how, generator)
@@ -48,6 +50,7 @@ def damage_file(path: Path, how: str, generator: random.Random) -> None:
     elif how == "emptied":
         data.clear()
     elif how == "page zeroed":
+        # A page of zeros would stay as it is, which is no damage.
         pages = [start for start in range(0, len(data), _PAGE_BYTES) if any(data[start : start + _PAGE_BYTES])]
         start = generator.choice(pages)
         end = min(start + _PAGE_BYTES, len(data))
@@ -72,6 +75,7 @@ def check_detection(checkpoints: Path, scratch: Path, *, flips: int, seed: int) 
     shutil.copytree(newest, copy)
     whole = _verify(copy)
     files = [path for path in sorted(copy.iterdir()) if path.stat().st_size]
+    # In turn, not by size: nearly all flips would otherwise hit weights, and none the manifest.
     cases = [("bit flipped", files[number % len(files)]) for number in range(flips)]
     if flips:
         cases += [(how, path) for how in DAMAGE_KINDS if how != "bit flipped" for path in files]
@@ -83,7 +87,9 @@ def check_detection(checkpoints: Path, scratch: Path, *, flips: int, seed: int) 
             found.others += 1
         if reason := _fault(copy, path, whole):
             found.undetected.append(f"{path.name} {how}: {reason}")
+        # Repaired, so that each damage is met alone.
         shutil.copyfile(newest / path.name, path)
+    # Otherwise refusals may have been because of a case before.
     assert _verify(copy) == whole
     shutil.rmtree(scratch)
     return found

@@ -115,6 +115,7 @@ class Amounts:
 
 def schedule(amounts: Amounts, *, processes: int, seed: int) -> list[Fault]:
     """All faults but full disks, in the order in which they come."""
+    # Seeds of text do not depend on Python's hash seed: the same in every process.
     generator = random.Random(f"{seed} {processes}")
     faults: list[Fault] = [
         *_kills(generator, amounts.kills, processes),
@@ -128,12 +129,14 @@ def schedule(amounts: Amounts, *, processes: int, seed: int) -> list[Fault]:
         ),
         *_disk_faults(generator, amounts.disk_faults, processes),
     ]
+    # Mixed, because a recovery may depend on what the fault before has left.
     generator.shuffle(faults)
     return faults
 
 
 def full_disks(number: int, *, seed: int) -> list[Fault]:
     """Full disks, from one that takes nothing to one that takes nearly all."""
+    # One of its own: whether disks can be filled, for which root is needed, does not change the other faults.
     generator = random.Random(f"{seed} disk")
     return [FullDisk(free_share=generator.random(), delay_s=generator.uniform(0, _LATEST_S)) for _ in range(number)]
 
@@ -172,6 +175,7 @@ def _count(generator: random.Random, point: str) -> int:
     """Late enough that saves before it succeed: otherwise there is hardly any progress between kills."""
     if point in LOAD_POINTS:
         return 1
+    # A save passes save:write once for every block of its file, so that these kills also hit the middle of a file.
     if point in ("save:write", "save:sync"):
         return generator.choice([1, 2, 3, 4, 6])
     return generator.randint(1, 9 if point in STEP_POINTS else 3)

@@ -40,6 +40,7 @@ class Training:
         """Start the command; it must not be running."""
         assert self.has_ended
         self.faults_folder.mkdir(parents=True, exist_ok=True)
+        # With them the command would take itself for a rank of the job that this process is in.
         outer = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         environment = {name: value for name, value in os.environ.items() if name not in outer}
         environment[fault_injection.VARIABLE] = f"@{self.faults_folder.absolute()}"
@@ -74,6 +75,7 @@ class Training:
         """The processes of the ranks, by rank."""
         found: dict[int, psutil.Process] = {}
         for process in self._descendants():
+            # The process may end between any two of these questions.
             with contextlib.suppress(psutil.Error):
                 rank = process.environ().get("RANK")
                 # Parents come first: processes that a rank started are not the rank.
@@ -84,6 +86,7 @@ class Training:
     def kill(self, ranks: Iterable[psutil.Process], *, launcher: bool) -> None:
         """SIGKILL to `ranks` and, before them, to the launcher."""
         if launcher and self._process is not None:
+            # First, so that it neither starts the ranks again nor records how they ended.
             self._process.kill()
             self._process.wait()
         for rank in ranks:
@@ -91,6 +94,7 @@ class Training:
 
     def end(self) -> None:
         """Leave no process behind."""
+        # Listed first: when the launcher is dead they are no longer below it.
         processes = self._descendants()
         self.kill(processes, launcher=True)
         psutil.wait_procs(processes, timeout=ORPHAN_S)
@@ -100,6 +104,7 @@ class Training:
         file = fault_injection.fault_file(self.faults_folder, rank)
         draft = file.with_suffix(".draft")
         draft.write_text(str(fault), encoding="utf-8")
+        # By a rename: a rank reads the file at any moment, and half a specification is an error.
         draft.replace(file)
 
     def is_armed(self, rank: int) -> bool:
@@ -144,6 +149,7 @@ class Tail:
         with self._path.open("rb") as file:
             file.seek(self._bytes)
             data = file.read()
+        # The rank may be writing the last line, or may have been killed while it did.
         whole = data[: data.rfind(b"\n") + 1]
         self._bytes += len(whole)
         lines = whole.splitlines()
@@ -172,6 +178,7 @@ def wait_until_gone(processes: Iterable[psutil.Process], timeout_s: float) -> li
 
 def _is_alive(process: psutil.Process) -> bool:
     try:
+        # `is_running` also compares start times: the id of a process that has ended may be used again.
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False

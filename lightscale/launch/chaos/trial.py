@@ -96,6 +96,7 @@ class Runner:
         self.training.start()
         try:
             while self.queue:
+                # Taken out only when it has happened: after RunEnded it is the first of the next round.
                 self._inject(self.queue[0])
                 self._report(self.trial, self.queue.popleft())
             self._wait(lambda: False)
@@ -105,6 +106,7 @@ class Runner:
             self.trial.failures.append(str(reason))
         finally:
             self.training.end()
+            # A fault that is left would be met by the next campaign in this directory.
             self.training.disarm()
         self.trial.seconds = time.monotonic() - began
         self.trial.starts = self.training.starts
@@ -132,6 +134,7 @@ class Runner:
             self._wait_for_first_step()
         self._pause(kill.delay_s)
         there = kill.launcher or set(kill.victims) & set(self.training.ranks())
+        # Between two attempts there is nothing to kill; a kill that hits nobody must not count.
         if self.training.has_ended or not there:
             return self._kill_at_an_instant(kill)
         return self._strike(kill)
@@ -149,6 +152,7 @@ class Runner:
             self.training.disarm()
             if kill.point not in self.trial.unreached:
                 self.trial.unreached.append(kill.point)
+        # Also where the point was not reached: the kill then comes at this instant.
         self._strike(kill)
 
     def _strike(self, kill: Kill) -> None:
@@ -156,6 +160,7 @@ class Runner:
         ranks = self.training.ranks()
         self.training.kill([ranks[rank] for rank in kill.victims if rank in ranks], launcher=kill.launcher)
         self._happened(kill)
+        # Without their launcher ranks are ended by the kernel, at once; with it, by the launcher, once it has noticed.
         left = wait_until_gone(ranks.values(), ORPHAN_S if kill.launcher else self._patience_s)
         if left and kill.launcher:
             self.trial.orphans += [f"rank of process {process.pid} after {kill.kind}" for process in left]
@@ -168,6 +173,7 @@ class Runner:
 
     def _damage(self, fault: Damage) -> None:
         self._wait_for_first_step()
+        # The run must have an older one to go back to.
         self._wait(lambda: len(checkpoint_directories(self.training.run.checkpoints)) > 1)
         ranks = self.training.ranks()
         self.training.kill(ranks.values(), launcher=True)
@@ -192,6 +198,7 @@ class Runner:
         self._wait(lambda: self._steps_seen() > first + 2 * self._every)
         self._pause(fault.delay_s)
         ranks = self.training.ranks()
+        # It is just being started again: there will be a better moment.
         if fault.rank not in ranks:
             return self._stop(fault)
         send(ranks[fault.rank], signal.SIGSTOP)
@@ -212,6 +219,7 @@ class Runner:
         try:
             self._wait(lambda: not self.training.is_armed(fault.rank) or self._steps_seen() > first + most)
         finally:
+            # The file of a slow disk stays where it is, and does not tell whether its point was reached.
             reached = fault.error is None or not self.training.is_armed(fault.rank)
             self.training.disarm()
         if reached:
@@ -227,6 +235,7 @@ class Runner:
         surplus = shutil.disk_usage(disk).free - int(fault.free_share * self._disk_bytes)
         # A save at the same time may leave less than there was.
         with contextlib.suppress(OSError):
+            # Written zeros: a sparse file would take no space.
             ballast.write_bytes(bytes(max(0, surplus)))
         first = self._steps_seen()
         try:
@@ -267,6 +276,7 @@ class Runner:
             self._watch()
             if until():
                 return
+            # As a user or a job script would: the command restarts its ranks itself, but not after its own end.
             if self.training.has_ended:
                 self._start_again()
             time.sleep(poll_s)
@@ -277,6 +287,7 @@ class Runner:
         if self.training.steps.num_lines > before:
             self._last_change = time.monotonic()
         if self.training.steps.num_lines > self._old_lines:
+            # A step was taken after the newest fault, so that the run has survived all before it as well.
             self._failures_in_row = 0
             for injected in self.trial.injected:
                 injected.recovered = True
@@ -289,12 +300,14 @@ class Runner:
             for injected in self.trial.injected:
                 injected.recovered = True
             raise RunEnded
+        # A fault that nobody has recovered from explains an end of the command, and so does one of this same attempt.
         to_blame = [one for one in self.trial.injected if not one.recovered]
         if not to_blame and self.training.run.attempt > self._blamed_attempt:
             self.trial.failures.append(f"the command ended with {self.training.exit_code} without a fault")
             self._unexplained += 1
             if self._unexplained >= _MAX_FAILURES:
                 raise GivenUp(f"the command ended {self._unexplained} times without a fault")
+        # Faults that come close together may cost one end each before there is a step again.
         self._failures_in_row += 1
         if self._failures_in_row > _MAX_FAILURES + len(to_blame):
             raise GivenUp(

@@ -64,6 +64,7 @@ def lost_steps(lines: Lines) -> list[int]:
     reached, lost, attempt = 0, [], None
     for line in lines:
         if attempt is not None and line["attempt"] != attempt:
+            # An attempt that begins with step s takes the steps s to `reached` again.
             lost.append(max(0, reached - line["step"] + 1))
         attempt, reached = line["attempt"], max(reached, line["step"])
     return lost
@@ -93,6 +94,7 @@ def _wrong_resumes(events: Lines, damaged: Sequence[DamagedStep]) -> Iterator[st
     """A resume from an older checkpoint than the newest one recorded that was neither removed nor damaged."""
     whole: set[int] = set()
     for number, event in enumerate(events):
+        # Before the event itself: the file was damaged when so many lines had been written.
         whole -= {one.step for one in damaged if one.after_events == number}
         if event["event"] == "checkpoint":
             whole.add(event["step"])
@@ -117,6 +119,7 @@ def _undetected(events: Lines, damaged: Sequence[DamagedStep]) -> Iterator[str]:
             yield f"{where}: no attempt resumed after the damage"
         elif resume["step"] == one.step:
             yield f"{where}: attempt {resume['attempt']} resumed from it"
+        # To refuse is not enough: the message must tell the user which file to look at.
         elif not any(where in reason for reason in resume.get("refused", ())):
             yield f"{where}: attempt {resume['attempt']} did not name it"
 

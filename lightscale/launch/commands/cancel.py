@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
     # From the last one on, so that none begins because the one before it has ended.
     for scheduler, job in reversed(live):
         if job.phase == "waiting":
+            # A job that has not started has nothing to save.
             _end(scheduler, job, now=True)
     for scheduler, job in live:
         if job.phase != "waiting" and not args.waiting:

@@ -43,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
 def follow(directory: RunDirectory, rank: int | None) -> int:
     """Print the run's output as it comes, over restarts and from job to job, until nothing of it runs or waits."""
     shown: dict[Path, int] = {}
+    # The first question follows the first look without anything new: after a run that has ended, the command ends at
+    # once.
     asked_s = -math.inf
     while True:
         is_new = False
@@ -51,6 +53,7 @@ def follow(directory: RunDirectory, rank: int | None) -> int:
         sys.stdout.flush()
         if not is_new and time.monotonic() - asked_s > _ASK_S:
             if not is_running(directory) and not live_jobs(recorded_jobs(directory)):
+                # Once more: lines may have come between the look above and the end of the run.
                 for file in _newest(directory, rank):
                     _show(file, shown)
                 return 0
@@ -74,6 +77,7 @@ def _newest(directory: RunDirectory, rank: int | None) -> list[Path]:
     """The files of the newest job; or of rank `rank` in the newest launch, 0 where there are no jobs."""
     if rank is None and (job := newest_job_log(directory)) is not None:
         return [job]
+    # Four digits: the order of the names is that of the starts.
     launches = sorted(directory.logs.glob("launch-*"))[-1:]
     files = [launch / f"rank-{rank or 0}.{stream}" for launch in launches for stream in ("out", "err")]
     return [file for file in files if file.exists()]

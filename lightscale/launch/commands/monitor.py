@@ -25,6 +25,7 @@ from lightscale.runs.job_environment import job_id, submit_host
 from lightscale.runs.run_directory import RunDirectory
 
 _LOCALHOST = "localhost"
+# The first start imports TensorBoard, which may take a minute from a network file system.
 _START_TIMEOUT_S = 120.0
 _POLL_S = 0.1
 # Soon after each line of metrics is on disk.
@@ -49,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """Start TensorBoard, print its address, and wait for Ctrl-C or SIGTERM, which end it without an error."""
     if args.port is not None and not 0 <= args.port < 1 << 16:
         raise UserError(f"--port {args.port}: must be a port number, 0 to 65535")
+    # For the `ssh` command, which differs on the node of a job.
     adopt_job(os.environ)
     stop = threading.Event()
     with log_directory(args.runs) as logs:
@@ -57,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
         assert port is not None
         _wait_for_answer(port, args.host)
         forward = forwarding(os.environ, host=args.host, port=port)
+        # Only now: while TensorBoard starts, a signal ends the command by its own action.
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, lambda *_: stop.set())
         if args.json:
@@ -88,6 +91,7 @@ def log_directory(runs: Sequence[Path]) -> Iterator[Path]:
         for label, path in zip(_labels(runs), runs, strict=True):
             link = Path(name) / label
             link.parent.mkdir(parents=True, exist_ok=True)
+            # Absolute, because the link is in another directory than the one from which `runs` was given.
             link.symlink_to(RunDirectory(path.absolute()).tensorboard)
         yield Path(name)
 
@@ -155,6 +159,7 @@ def _labels(runs: Sequence[Path]) -> list[str]:
     absolute = [path.absolute() for path in runs]
     if len(set(absolute)) < len(absolute):
         raise UserError(f"{' '.join(map(str, runs))}: the same run twice; give each run once")
+    # Names alone are not enough: runs in two folders may be called alike.
     common = os.path.commonpath([path.parent for path in absolute])
     return [str(path.relative_to(common)) for path in absolute]
 

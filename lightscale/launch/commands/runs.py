@@ -33,6 +33,7 @@ _STATES = (
 # The speed is the median of this many last lines.
 _RECENT_LINES = 20
 # A holder of RUN/lock on another machine renews it every few seconds.
+# That of `runs/lock.py`: what is called dead here is what the next start takes over.
 _LOCK_STALE_S = 60.0
 # Without a lock, a run that has written nothing for this long counts as dead: a start or a save may take minutes.
 _QUIET_S = 300.0
@@ -142,11 +143,13 @@ def _summarize(directory: RunDirectory, now: float, active: float) -> RunSummary
     newest = recent[-1] if recent else {}
     event = events[-1] if events else {}
     quiet_s = max(_QUIET_S, _QUIET_STEPS * (_median(recent, "step_s") or 0.0))
+    # First of all, as status.json may still be that of an attempt before.
     if _is_held(directory, now, otherwise=status is None and bool(events) and now - active < quiet_s):
         state: State = "running"
     elif status is not None:
         state = status.status
     else:
+        # Attempts, but neither a holder nor a status: the launcher itself was killed, or its machine failed.
         state = "dead" if goodput is not None else "new"
     event_time_s = record_time_s(event)
     return RunSummary(
@@ -180,6 +183,8 @@ def _is_held(directory: RunDirectory, now: float, *, otherwise: bool) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
+        # Nobody has it locked. On this machine the holder is dead then; flock of another machine may not be seen here,
+        # so that the age of the file decides about those.
         text, renewed = file.read(), os.fstat(file.fileno()).st_mtime
     return bool(text) and not _is_of_this_machine(text) and now - renewed < _LOCK_STALE_S
 

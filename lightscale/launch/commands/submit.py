@@ -76,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check the run here, then submit it; print the jobs' numbers and the run directory."""
+    # Settings of jobs, not of the run: they may differ from job to job, and are no change of its configuration.
     ours = [text for text in args.overrides if text.startswith("launch.")]
     settings = load_settings(args.config, ours, {name: getattr(args, name) for name in _SETTINGS})
     scheduler = get_scheduler(args.scheduler)
@@ -89,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
         is_chain=args.chain is not None,
         allow=allowed_changes(args.allow_change),
     )
+    # Before anything asks the scheduler, so that it works on a machine without one.
     if args.dry_run:
         check_run(config, settings.nodes * settings.ranks_per_node)
         print(scheduler.script(request), end="")
@@ -121,6 +123,7 @@ def submit_run(config: RunConfig, request: JobRequest, *, scheduler: str | None 
     script = implementation.script(request)
     implementation.require("submit")
     _refuse_live_jobs(run)
+    # Before the run exists: a partition that refuses the job leaves no directory behind.
     implementation.check(request)
     if is_finished(run, config, allow):
         return []

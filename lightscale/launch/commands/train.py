@@ -90,15 +90,19 @@ def run(args: argparse.Namespace) -> int:
     returns 0.
     """
     adopt_job(os.environ)
+    # Counted from the start of the command, over all restarts, as the time limit of a job is.
     deadline_s = None if args.stop_after is None else time.time() + parse_duration("--stop-after", args.stop_after)
     directory = RunDirectory(args.run or default_directory(args.config))
     environment = RankEnvironment.read(os.environ)
+    # The launcher and its ranks are the same command: a process with a rank's number in its environment is a rank.
     if environment is None:
         return _launch(args, directory, deadline_s)
     # Where our launcher started the ranks the variable is set already; here another launcher did.
     if deadline_s is not None:
         os.environ[DEADLINE_VARIABLE] = str(deadline_s)
     rank, allow = environment, allowed_changes(args.allow_change)
+    # The configuration is read within the frame, so that a mistake in it is recorded for the launcher like any other
+    # error.
     return run_rank(lambda: _train(load(args.config, args.overrides), directory, rank, allow))
 
 
@@ -119,6 +123,7 @@ def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float
         policy = RestartPolicy(config=config.restart, again=not args.no_restart, deadline_s=deadline_s)
         resume = _command_line(args, directory)
         job = None if args.scheduler is None else get_scheduler(args.scheduler).current_job(os.environ)
+        # By the launcher, over all restarts: between two starts of the ranks no other job can take the run.
         with _held(directory, config, allow, job=job):
             code = run_ranks(directory, command, processes=processes, resume=resume, policy=policy, nodes=nodes)
     if args.json:
@@ -148,6 +153,7 @@ def _nodes(args: argparse.Namespace, config: RunConfig, processes: int) -> Nodes
 
 def check_run(config: RunConfig, num_ranks: int) -> None:
     """Refuse a configuration that cannot run on so many ranks, or whose data is not there."""
+    # The quickest first: reading the store may take seconds on a network file system.
     check_layout(config, num_ranks)
     check_mixers(config.model, config.parallel)
     _check_store(config)
@@ -168,6 +174,7 @@ def _train(config: RunConfig, directory: RunDirectory, environment: RankEnvironm
     hold = functools.partial(_held_by_rank, directory, config, allow) if alone else contextlib.nullcontext
     # By name, because the launcher, in the same module, needs neither the models nor the engine: seconds of each start.
     importlib.import_module("lightscale.training.train").train(config, directory, allow, hold)
+    # The launcher takes exit code 0 of all ranks without a status for a failure.
     assert not is_main or directory.read_status() is not None, "training ended without a status"
     return 0
 
@@ -190,6 +197,8 @@ def allowed_changes(keys: Sequence[str]) -> frozenset[str]:
 
 def is_finished(directory: RunDirectory, config: RunConfig, allow: frozenset[str]) -> bool:
     """Whether nothing is left to do; refuses a run of another configuration. Nothing of an existing run is touched."""
+    # By one rename: of two processes that start the same new run at once, the slower one compares with the faster
+    # one's.
     if directory.create(config):
         return False
     directory.changes(config, allow)
@@ -224,6 +233,8 @@ def _held_by_rank(directory: RunDirectory, config: RunConfig, allow: frozenset[s
             yield
         except Exception as error:
             step, tokens = directory.progress()
+            # Nobody restarts these ranks, but whoever has started them may do so after any error that is no mistake of
+            # the user.
             status: Status = "stopped" if isinstance(error, UserError) else "resumable"
             directory.write_status(status, reason=f"rank 0: {summary_and_notes(error)}", step=step, tokens=tokens)
             raise

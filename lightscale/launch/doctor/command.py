@@ -30,6 +30,7 @@ from lightscale.training.preflight import check_machine, check_ranks
 
 _SEVERITY: tuple[Outcome, ...] = ("ok", "warning", "failed")
 _STYLES: dict[Outcome, str] = {"ok": "green", "warning": "yellow", "failed": "bold red"}
+# Ranks of a large job do not start at the same moment, and each first imports torch, often from a network file system.
 _WAIT_S = 60.0
 
 
@@ -49,6 +50,7 @@ class DoctorReport:
     @property
     def exit_code(self) -> int:
         """Of the command."""
+        # A warning is no reason for a job script that calls the doctor first to give up its nodes.
         return UserError.EXIT_CODE if self.result == "failed" else 0
 
     @property
@@ -103,6 +105,7 @@ def run(args: argparse.Namespace) -> int:
     """Examine, print, and return the exit code, the same on all ranks; rank 0 prints."""
     if args.wait <= 0:
         raise UserError(f"--wait {args.wait:g}: must be more than 0 seconds")
+    # Before any host is named: `host_name` takes the scheduler's name for it from these variables.
     adopt_job(os.environ)
     config, directory = _target(args)
     environment = RankEnvironment.read(os.environ)
@@ -120,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"rank {environment.rank} on {host_name()} lost the other ranks: {reason}", file=sys.stderr)
             return UserError.EXIT_CODE
     if environment is None or environment.rank == 0:
+        # On rank 0 only, because FILE usually is on a disk that all ranks share.
         _exclude(args.exclude, report)
         _print(report, as_json=args.json)
     return report.exit_code
@@ -154,8 +158,11 @@ def examine_ranks(
     results = check_ranks(config, directory, ranks, environment.local_rank)
     machines = ranks.on_all(lambda: Machine.read(environment.local_rank))
     wanted = "auto" if config is None else config.train.device
+    # All ranks on GPUs, or none: NCCL needs one on each, and a CPU among GPUs would only be slow. A rank whose GPU is
+    # missing is reported by the checks above.
     if wanted != "cpu" and all(machine.gpus for machine in machines):
         device = torch.device("cuda", environment.local_rank)
+        # Before the NCCL group is made below, which takes the current device.
         torch.cuda.set_device(device)
         kinds = [machine.gpus[0].name for machine in machines]
     else:
@@ -202,6 +209,7 @@ def _exclude(path: Path | None, report: DoctorReport) -> None:
     """Add to the file what is not there yet."""
     if path is None:
         return
+    # Hosts of earlier checks stay: a job that has excluded them cannot look at them again.
     there = path.read_text(encoding="utf-8").split() if path.exists() else []
     path.write_text("".join(f"{host}\n" for host in dict.fromkeys([*there, *report.exclude])), encoding="utf-8")
 

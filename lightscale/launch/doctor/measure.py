@@ -20,10 +20,13 @@ from lightscale.training.health.check_result import CheckResult
 
 # Of the others' median. CPUs are shared with other work, and GPUs of one kind differ by a few per cent.
 _SLOW = {"cpu": 0.5, "cuda": 0.85}
+# The rate of a pair depends on the switches between its hosts, so that only a large difference says something.
 _SLOW_EXCHANGE = 0.5
 _ROUNDS = 3
 _ROUND_S = {"cpu": 0.4, "cuda": 0.5}
+# With 8192 a product has 1.1 TFLOP: arithmetic decides its time, neither memory nor the start of kernels.
 _SIDE = {"cpu": 512, "cuda": 8192}
+# Large enough for bandwidth, not latency, to decide.
 _EXCHANGE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 
 
@@ -58,6 +61,7 @@ def measure_product(peers: Peers) -> Product:
     # Drawn on the CPU, so that all ranks have the same numbers.
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(side, side, generator=generator).to(peers.device, dtype) for _ in range(2))
+    # Not timed, because the first product loads the library and its kernels.
     result = a @ b
     best = 0.0
     for _ in range(_ROUNDS):
@@ -65,6 +69,7 @@ def measure_product(peers: Peers) -> Product:
         _finish(peers.device)
         began, count = time.perf_counter(), 0
         while time.perf_counter() - began < _ROUND_S[kind]:
+            # GPUs get eight products at once, so that the wait for the result below costs little of the time.
             for _ in range(8 if kind == "cuda" else 1):
                 torch.mm(a, b, out=result)
                 count += 1
@@ -89,6 +94,7 @@ def judge_products(products: Sequence[Product], kinds: Sequence[str], device: st
     results = _slow("matrix product", rates, "FLOP/s", _SLOW[device])
     for kind in sorted(set(kinds)):
         own = [rank for rank, one in enumerate(kinds) if one == kind]
+        # Only among machines of one kind: others have other kernels, which round in another way.
         usual = Counter(products[rank].digest for rank in own).most_common(1)[0][0]
         wrong = tuple(rank for rank in own if products[rank].digest != usual)
         if wrong:
@@ -100,6 +106,7 @@ def judge_products(products: Sequence[Product], kinds: Sequence[str], device: st
                     found=found,
                     right="the same, bit by bit: this device or its memory is broken",
                     ranks=wrong,
+                    # Of two that differ nothing says which is right; a minority is wrong.
                     blames_host=2 * len(wrong) < len(own),
                 )
             )
@@ -111,6 +118,7 @@ def measure_all_reduce(peers: Peers) -> tuple[float, bool]:
     assert peers.group is not None
     numbers = _EXCHANGE_BYTES[peers.device.type] // 4
     # Small whole numbers: any order of summation gives exactly the same.
+    # With at most 2,364 ranks all sums are less than 2^24, up to which fp32 has every whole number.
     pattern = torch.arange(numbers, device=peers.device, dtype=torch.float32) % 7
     best, is_right = 0.0, True
     for _ in range(_ROUNDS):
@@ -121,6 +129,7 @@ def measure_all_reduce(peers: Peers) -> tuple[float, bool]:
         dist.all_reduce(values, group=peers.group)
         _finish(peers.device)
         elapsed_s = time.perf_counter() - began
+        # What a ring sends through each rank; nccl-tests calls it the bus bandwidth.
         best = max(best, 2 * (peers.size - 1) / peers.size * 4 * numbers / elapsed_s)
         is_right = is_right and torch.equal(values, pattern * (peers.size * (peers.size + 1) // 2))
     return best, is_right
@@ -150,6 +159,7 @@ def measure_exchange(peers: Peers) -> float:
         partner = partners.get(peers.rank)
         for _ in range(_ROUNDS):
             peers.barrier()
+            # After the barrier, which needs every rank: those that pause in this round too.
             if partner is None:
                 continue
             began = time.perf_counter()

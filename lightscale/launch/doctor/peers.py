@@ -17,6 +17,7 @@ from lightscale.parallel.agreement import Agreement
 from lightscale.training.health.machine import host_name
 
 _T = TypeVar("_T")
+# The error text of torch's monitored_barrier: nothing else says which ranks are missing.
 _FAILED_TO_PASS = re.compile(r"Ranks ([\d, ]+) failed to pass")
 _POLL_S = 0.1
 
@@ -41,9 +42,12 @@ class PeerRanks(Agreement):
     def barrier(self) -> None:
         """Wait for all ranks. Raises AbsentRanks on rank 0 where some do not come."""
         try:
+            # Only gloo has it. Rank 0 hears from each rank in turn, so that it can name those that are silent; with
+            # `wait_all_ranks` it names all of them, not only the first.
             dist.monitored_barrier(timeout=timedelta(seconds=self._timeout_s), wait_all_ranks=True)
         except RuntimeError as error:
             match = _FAILED_TO_PASS.search(str(error))
+            # On the other ranks, which only learn that rank 0 has left: `command.run` reports that.
             if match is None:
                 raise
             ranks = tuple(int(number) for number in match[1].split(","))
@@ -54,10 +58,13 @@ class PeerRanks(Agreement):
         outcome: Future[_T] = Future()
         try:
             outcome.set_result(action())
+        # From a barrier within `action`: rank 0 knows who is missing, and another barrier would only wait as long
+        # again.
         except AbsentRanks:
             raise
         except Exception as error:  # noqa: BLE001 - raised below, on all ranks
             outcome.set_exception(error)
+        # Before the exchange of the results, whose own time-out would name nobody.
         self.barrier()
         return super().on_all(outcome.result)
 
@@ -70,12 +77,15 @@ def meet_peers(environment: RankEnvironment, timeout_s: float) -> Iterator[PeerR
     wait = timedelta(seconds=timeout_s)
     # torchrun's agent has the store that its ranks meet at; other launchers leave that to rank 0.
     is_there = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # Each restart by torchrun has keys of its own: the agent's store keeps those of the last one, whose hosts would
+    # count as present.
     store = dist.PrefixStore(
         f"doctor-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         dist.TCPStore(
             environment.master_address,
             environment.master_port,
             is_master=environment.rank == 0 and not is_there,
+            # Nobody waits within the constructor, which could not say who is missing; `_await_all` can.
             wait_for_workers=False,
             timeout=wait,
         ),
@@ -87,6 +97,7 @@ def meet_peers(environment: RankEnvironment, timeout_s: float) -> Iterator[PeerR
     # Twice: rank 0 has just waited as long for the last one.
     store.wait(keys, 2 * wait)
     hosts = [store.get(key).decode() for key in keys]
+    # gloo, on GPUs too: a rank whose NCCL is broken must still be able to say so.
     dist.init_process_group(
         "gloo", store=store, rank=environment.rank, world_size=environment.world_size, timeout=2 * wait
     )

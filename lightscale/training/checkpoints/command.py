@@ -152,6 +152,7 @@ def _summary(one: _Checkpoint) -> dict[str, Any]:
 
 def _verify(args: argparse.Namespace) -> int:
     found = {}
+    # Standard output is for the result.
     console = Console(stderr=True, highlight=False)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         for one in progress.track(_chosen(args.run), description="verifying"):
@@ -204,6 +205,7 @@ def _only(name: str) -> _Checkpoint:
     if "@" not in name:
         raise UserError(f'"{name}" must be RUN@STEP, like {name}@1000')
     (one,) = _chosen(name)
+    # Damage would show as a difference, and say nothing about the two states.
     if (damage := one.damage()) is not None:
         raise UserError(damage)
     return one
@@ -225,9 +227,11 @@ def _differences(first: _Checkpoint, second: _Checkpoint) -> Iterator[dict[str, 
         if key not in one or key not in other:
             yield {"tensor": key, "problem": f"only in {first.path if key in one else second.path}"}
             continue
+        # One tensor at a time: two checkpoints of a large model do not fit into memory.
         a, b = _whole(one[key]), _whole(other[key])
         if a.shape != b.shape:
             yield {"tensor": key, "problem": f"{tuple(a.shape)} and {tuple(b.shape)}"}
+        # As bytes: NaN then equals itself, and -0 is not 0.
         elif not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
             difference, size = a.double() - b.double(), a.double().norm()
             relative = float(difference.norm() / size) if size else float("inf")
@@ -248,6 +252,7 @@ def _whole(parts: list[tuple[TensorFile, Box]]) -> Tensor:
 
 
 def _prune(args: argparse.Namespace) -> int:
+    # At least two, as in a run (checkpoint.keep): the newest may be damaged later.
     for name, value, least in (("--keep", args.keep, 2), ("--keep-every", args.keep_every, 1)):
         if value is not None and value < least:
             raise UserError(f"{name} {value}: must be at least {least}")
@@ -255,6 +260,7 @@ def _prune(args: argparse.Namespace) -> int:
     every = _all_of(args.run)
     good: list[int] = []
     for one in reversed(every):
+        # From the newest on, and no more than needed: each one is read as a whole.
         if len(good) < args.keep and one.damage() is None:
             good.append(one.step)
     old = retention.superseded([one.step for one in every], good)

@@ -24,6 +24,7 @@ from lightscale.training.health.fault_injection import fault_point
 
 STATE = "state.json"
 TENSORS = ".safetensors"
+# Matched as a whole: step-N.tmp (unfinished) and step-N.bad (put aside) are no checkpoints.
 _STEP = re.compile(r"step-(\d{8})")
 
 
@@ -85,6 +86,7 @@ class Retention:
 
     def superseded(self, steps: Sequence[int], good: Sequence[int]) -> list[int]:
         """Those of ``steps`` to remove. ``good``: the newest ones that are known to be whole, newest first."""
+        # With fewer that are known to be whole, an older one may be the only one that can be read.
         if len(good) < self.keep:
             return []
         oldest = good[self.keep - 1]
@@ -95,6 +97,7 @@ def remove(directory: Path, steps: Sequence[int]) -> None:
     """Remove checkpoints, each renamed first, so that no name of a checkpoint ever stands for half of one."""
     for step in steps:
         path = directory / directory_name(step)
+        # The name of a draft: what a kill leaves of it, the next save removes (``Saver._make_room``).
         doomed = path.with_suffix(".tmp")
         path.rename(doomed)
         # Otherwise a power failure may bring back the name without the files.
@@ -108,6 +111,7 @@ def put_aside(damaged: Sequence[Path], ranks: Agreement) -> None:
 
     def rename() -> None:
         for path in damaged:
+            # The name may be taken: a step that was put aside is saved again, and may be damaged again.
             names = (path.with_suffix(f".bad{number or ''}") for number in itertools.count())
             path.rename(next(name for name in names if not name.exists()))
             sync(path.parent)

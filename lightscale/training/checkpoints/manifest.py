@@ -56,6 +56,7 @@ def write_synced(path: Path, content: bytes) -> FileRecord:
     with path.open("xb") as file:
         file.write(content)
         file.flush()
+        # Also for its error: writes that a file system delays may meet a full disk only here.
         os.fsync(file.fileno())
     return FileRecord(num_bytes=len(content), xxh3_128=xxhash.xxh3_128(content).hexdigest())
 
@@ -99,6 +100,8 @@ def read_manifest(directory: Path) -> Manifest:
         raise DamagedCheckpoint(f"{path} is missing: the checkpoint was not finished") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"{path} cannot be read as a manifest: {error!r}") from None
+    # Before the format is looked at: a flipped bit there would pass for another version, which is an error instead of
+    # damage.
     if (found := _own_hash(body)) != recorded:
         raise DamagedCheckpoint(f"{path}: expected hash {recorded}, found {found}")
     if body.get("format") != FORMAT:
@@ -112,6 +115,7 @@ def verify_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> N
     for name in names:
         path, expected = directory / name, manifest.files[name]
         try:
+            # First, as it costs no reading, and tells a truncated file from one with changed bytes.
             size = path.stat().st_size
             if size != expected.num_bytes:
                 raise DamagedCheckpoint(f"{path}: expected {expected.num_bytes} bytes, found {size}")
@@ -123,4 +127,5 @@ def verify_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> N
 
 
 def _own_hash(body: Mapping[str, Any]) -> str:
+    # Of the values in one fixed order, not of the text: the hash is in the text itself.
     return xxhash.xxh3_128(json.dumps(body, sort_keys=True).encode()).hexdigest()

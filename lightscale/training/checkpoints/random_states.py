@@ -9,6 +9,7 @@ import torch
 
 def seed_generators(seed: int, rank: int) -> None:
     """Give ``rank`` random streams of its own, which only ``seed`` and ``rank`` decide."""
+    # Seeded by text, so that no two pairs of seed and rank meet, as seed + rank would.
     own = random.Random(f"{seed} {rank}")
     random.seed(own.getrandbits(64))
     np.random.seed(own.getrandbits(32))
@@ -35,9 +36,11 @@ def set_random_states(states: dict[str, Any]) -> None:
     """Set every generator to what ``random_states`` returned."""
     torch.set_rng_state(_tensor(states["torch"]))
     version, keys, gauss = states["python"]
+    # JSON has made a list of it, which setstate does not take.
     random.setstate((version, tuple(keys), gauss))
     name, vector, position, has_gauss, cached = states["numpy"]
     np.random.set_state((name, np.array(vector, dtype=np.uint32), position, has_gauss, cached))
+    # A checkpoint that was written on CPUs has none; the GPU then keeps its seed.
     if torch.cuda.is_available() and "cuda" in states:
         torch.cuda.set_rng_state(_tensor(states["cuda"]))
 

@@ -104,6 +104,8 @@ class Checkpoints:
             NoGoodCheckpoint: all candidates are damaged; the message has one line for each.
             UserError: ``step`` is not there, or the checkpoint is of another model, environment or format.
         """
+        # As rank 0 sees the directory: with caches of a network file system, ranks could otherwise try different
+        # checkpoints.
         steps: list[int] = self._ranks.on_first(lambda: list_steps(self.directory))
         if step is not None:
             if step not in steps:
@@ -124,6 +126,7 @@ class Checkpoints:
                 continue
             # Weights alone mean the same under any version; a resumed run must not change its numbers unnoticed.
             changes = () if weights_only else _check_environment(path, manifest, allow)
+            # The first call that changes tensors. It begins with the last check, of names and shapes.
             common = self._read(engine, path, contents, weights_only)
             return Restored(
                 step=candidate,

@@ -90,12 +90,14 @@ class SavePolicy:
                 metrics.count_skipped_save(step)
                 self._journal.note("checkpoint_skipped", step=step, reason="the previous save is still being written")
                 return
+            # The last state is saved in any case, however long the save before it still takes.
             self.finish(step, metrics, tokens)
         self._heartbeat.beat("saving", step=step)
         retention = Retention(keep=self._config.keep, keep_every=self._config.keep_every) if prune else None
         stall_s = self.saver.begin(self._engine, step=step, common=state, facts=facts, about=about, retention=retention)
         if leaving or not self._config.asynchronous:
             stall_s = self.finish(step, metrics, tokens, leaving=leaving)
+        # Also after a failed save: the next one is due after an interval, not at the next step.
         self._interval.saved(time.monotonic(), stall_s)
 
     def finish(self, step: int, metrics: MetricsLogger, tokens: int, *, leaving: bool = False) -> float:
@@ -104,6 +106,7 @@ class SavePolicy:
         A failure stops the training only after ``checkpoint.max_failures`` in a row, or when the run is ``leaving``.
         Returns the seconds that training has waited for the save, from its copy to now.
         """
+        # The wait may be as long as the disk is slow; the watchdog allows this activity more time than a step.
         self._heartbeat.beat("saving", step=step)
         began = time.perf_counter()
         try:

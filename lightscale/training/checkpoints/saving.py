@@ -169,6 +169,7 @@ class Saver:
     def finish(self) -> Saved:
         """Wait for the save in flight. Raises ``SaveError``, on every rank, where it failed."""
         assert self._written is not None, "no save was begun"
+        # Cleared before the result is asked for, which may raise: the next save must be able to begin.
         written, self._written = self._written, None
         return written.result()
 
@@ -219,8 +220,10 @@ class Saver:
             # ``on_all`` has raised it on all ranks, so that all are here and none is still writing.
             self._ranks.on_first(lambda: shutil.rmtree(draft, ignore_errors=True))
             raise SaveError(f"cannot write {final}: {error}") from error
+        # Hashed while it was written, so that retention need not read it again.
         self.known_good.add(snapshot.step)
         write_s = time.perf_counter() - began
+        # Only after the commit: were older ones removed before it, a kill in between could leave none at all.
         removed, problem = self._retain(retention) if retention else ((), None)
         return Saved(
             step=snapshot.step,
@@ -266,6 +269,7 @@ class Saver:
             # Its name must survive a power failure as well as what is in it.
             self.directory.mkdir(parents=True)
             sync(self.directory.parent)
+        # None of them is being written: one run holds the lock, and has one save in flight.
         for dead in self.directory.glob("step-*.tmp"):
             shutil.rmtree(dead, ignore_errors=True)
         draft.mkdir()
@@ -315,12 +319,15 @@ class Saver:
         # The files' names must be on disk before the directory's: after a power failure the name may be all there is.
         sync(draft)
         fault_point("save:rename")
+        # The commit. Until the sync below returns, a power failure may undo it, and leaves a draft.
         draft.rename(final)
         sync(self.directory)
         return sum(record.num_bytes for record in files.values())
 
     def _retain(self, retention: Retention) -> tuple[tuple[int, ...], str | None]:
         """Remove what ``retention`` does not keep, once enough newer checkpoints are known to be whole."""
+        # As rank 0 sees the directory: caches of a network file system may differ, and all ranks must verify the same
+        # steps.
         steps: list[int] = self._ranks.on_first(lambda: list_steps(self.directory))
         good: list[int] = []
         # Newest first, and no further than needed: reading a checkpoint again to verify it takes as long as writing it.

@@ -21,7 +21,9 @@ from lightscale.parallel.shards import Box, TensorShard
 from lightscale.training.checkpoints.manifest import DamagedCheckpoint, FileRecord
 from lightscale.training.health.fault_injection import fault_point
 
+# 16 MiB: each block is hashed and then written while it is in the cache. Linux writes at most 2 GiB in one call anyway.
 _BLOCK_BYTES = 1 << 24
+# The format begins with the length of the header as a little-endian number of 8 bytes.
 _LENGTH_BYTES = 8
 _NAMES = {
     torch.float64: "F64",
@@ -49,6 +51,8 @@ def write_tensors(path: Path, shards: Sequence[TensorShard]) -> FileRecord:
     # The widest numbers first, so that every shard begins at a multiple of its element size and can be mapped.
     ordered = sorted(shards, key=lambda shard: -shard.data.element_size())
     digest, size = xxhash.xxh3_128(), 0
+    # "x": the draft is new, so that a file of this name means two writers. Unbuffered: each write goes to the kernel,
+    # which may take only a part of a block.
     with path.open("xb", buffering=0) as file:
         for block in _blocks(ordered):
             fault_point("save:write")
@@ -79,6 +83,7 @@ def _header(shards: Sequence[TensorShard]) -> bytes:
         name = f"{box.key}@{','.join(map(str, box.offset))}"
         header[name] = {"dtype": _NAMES[shard.data.dtype], "shape": box.sizes, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
+    # So that the data begins at a multiple of 8, the largest element size.
     text += b" " * (-len(text) % _LENGTH_BYTES)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
@@ -123,11 +128,14 @@ def _read_header(path: Path) -> list[_Entry]:
     shapes = json.loads(header.pop("__metadata__")["shapes"])
     entries = []
     for name, value in header.items():
+        # From the right, as only the offset is known to have no @.
         key, _, text = name.rpartition("@")
         offset = tuple(map(int, text.split(","))) if text else ()
         box = Box(key=key, shape=tuple(shapes[key]), offset=offset, sizes=tuple(value["shape"]))
         dtype, (start, end) = _DTYPES[value["dtype"]], value["data_offsets"]
         first_byte = _LENGTH_BYTES + length + start
+        # The hash says that the file is as it was written, not that it makes sense: a wrong offset would give a tensor
+        # bytes of another one.
         if end - start != box.numel * dtype.itemsize or not 0 <= start <= end <= size - _LENGTH_BYTES - length:
             raise ValueError(f"{name}: bytes {start} to {end} of {size}")
         if len(offset) != len(box.sizes) or any(

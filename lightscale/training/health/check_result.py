@@ -29,6 +29,7 @@ def merged(results: Iterable[CheckResult], num_ranks: int) -> list[CheckResult]:
     for result in results:
         key = replace(result, ranks=())
         ranks[key] = (*ranks.get(key, ()), *result.ranks)
+    # What holds for all ranks is about the job: a list of a thousand ranks would hide that.
     return [replace(key, ranks=() if len(own) == num_ranks else own) for key, own in ranks.items()]
 
 

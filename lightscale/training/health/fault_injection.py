@@ -94,13 +94,16 @@ class InjectedFault:
         if self.action == "slow":
             time.sleep(float(self.value or 0))
         elif self.action == "kill" and self.value is not None:
+            # From another thread: the process goes on, and dies somewhere in the middle of its next work.
             threading.Timer(float(self.value), os.kill, (os.getpid(), signal.SIGKILL)).start()
         else:
+            # Both act on all threads at once, and no handler can delay them: no buffer is flushed, no `finally` runs.
             os.kill(os.getpid(), signal.SIGKILL if self.action == "kill" else signal.SIGSTOP)
 
 
 def fault_point(point: str) -> None:
     """This process enters the phase `point`, one of `POINTS`: the fault that is armed for it happens here."""
+    # Asked at every point: in an ordinary run this is all that fault injection costs.
     setting = os.environ.get(VARIABLE)
     if setting:
         assert point in POINTS, point
@@ -143,6 +146,7 @@ class _Armed:
             specification = setting if file is None else file.read_text(encoding="utf-8")
         except FileNotFoundError:
             specification = ""
+        # The harness may arm and withdraw faults while the process runs. The count begins anew only with another text.
         if specification != self._specification:
             origin = VARIABLE if file is None else str(file)
             self._fault = InjectedFault.parse(specification, origin) if specification else None
@@ -150,6 +154,7 @@ class _Armed:
 
     def _is_due(self, fault: InjectedFault) -> bool:
         self._entered += 1
+        # A slow disk stays slow; all else happens once, also where no file is there to be removed.
         return self._entered >= fault.count if fault.action == "slow" else self._entered == fault.count
 
 

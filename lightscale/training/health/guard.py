@@ -48,6 +48,7 @@ class Guard:
         if len(self._losses) < self._config.window:
             return None
         rise, ratio = self._config.max_loss_rise, self._config.max_grad_norm_ratio
+        # Medians: one large value that was accepted would raise a mean for a whole window.
         usual = statistics.median(self._losses)
         if rise is not None and loss >= usual + rise:
             return f"the loss is {loss:.4f}, at least {rise:g} above the median {usual:.4f}"
@@ -67,6 +68,7 @@ class Guard:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Judge from here on as the guard that gave ``state``."""
+        # With the window of now: after it was made shorter, only the newest numbers are kept.
         self._losses = deque(state["losses"], maxlen=self._config.window)
         self._grad_norms = deque(state["grad_norms"], maxlen=self._config.window)
         self.skips_in_a_row = int(state["skips_in_a_row"])

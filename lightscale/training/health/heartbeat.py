@@ -25,13 +25,16 @@ from pathlib import Path
 # The file, for the ranks of a launch; without it there is nobody to watch them.
 HEARTBEATS_VARIABLE = "LIGHTSCALE_HEARTBEATS"
 
+# These differ too much from step to step to be part of a step's time, and have allowances of their own.
 _LONG = {"starting", "validation", "saving", "rolling back", "leaving"}
 _LONGER = 10.0
 _LEAST_START_S = 120.0
 _SLOWER = 5.0
+# With 100 the 99th percentile passes over exactly one step.
 _STEPS_REMEMBERED = 100
 
 # Time, allowed time, step, process id, activity; a checksum comes before.
+# 64 bytes with the checksum, and without padding: a slot is one cache line, which no other rank writes to.
 _FIELDS = struct.Struct("<ddqq28s")
 _CHECKSUM = struct.Struct("<I")
 _SLOT_BYTES = _CHECKSUM.size + _FIELDS.size
@@ -71,9 +74,12 @@ class Heartbeat:
         self._is_first_step = True
         self._writes = 0
         self._file: mmap.mmap | None = None
+        # Set by our launcher only: with torchrun or srun nobody reads heartbeats, and only `where` is kept, for
+        # messages.
         path = environ.get(HEARTBEATS_VARIABLE)
         if path:
             self._rank = int(environ["RANK"])
+            # The mapping outlives the file object.
             with Path(path).open("r+b") as file:
                 self._file = mmap.mmap(file.fileno(), 0)
 
@@ -103,6 +109,7 @@ class Heartbeat:
         self._steps_s.clear()
         self._is_first_step = True
         self._step_s = 0.0
+        # The next beat ends an activity of the old kind of step, and must not count as one of the new kind.
         self._last = None
 
     def _learn(self, before: Beat, now_s: float, step: int) -> None:
@@ -111,6 +118,7 @@ class Heartbeat:
             self._longest_s[before.doing] = max(elapsed_s, self._longest_s.get(before.doing, 0.0))
         else:
             self._step_s += elapsed_s
+        # All phases of a step make up its time, except those of `_LONG`; it is known when the next one begins.
         if step != before.step and self._step_s:
             # The first one compiles kernels: later ones must not be measured by it.
             if not self._is_first_step:
@@ -121,6 +129,7 @@ class Heartbeat:
     def _allowed_s(self, doing: str) -> float:
         if doing in _LONG - {"starting"}:
             return max(_LONGER * self._hang_timeout_s, _SLOWER * self._longest_s.get(doing, 0.0))
+        # No step of this kind is known yet, and the first one may compile kernels.
         if doing == "starting" or not self._steps_s:
             return start_allowance_s(self._hang_timeout_s)
         # Not the longest: one step in a hundred may have waited for the file system.
@@ -140,6 +149,7 @@ def create_heartbeats(path: Path, num_ranks: int) -> None:
 
 def read_heartbeats(path: Path) -> dict[int, Beat]:
     """What each rank last said, by rank; those that have not said anything yet are missing."""
+    # Read without a lock: a slot that is being written fails its checksum, and the other one of its rank holds.
     data = path.read_bytes()
     beats = {}
     for rank in range(len(data) // _RANK_BYTES):

@@ -106,6 +106,8 @@ def judge_machine(machine: Machine, *, processes: int, device: str) -> list[Chec
 def _judge_gpus(machine: Machine, processes: int, device: str) -> list[CheckResult]:
     right = "GPUs that torch sees: see `nvidia-smi`, CUDA_VISIBLE_DEVICES and the driver"
     if machine.num_gpus == 0:
+        # With a driver but no visible GPU something is broken, also where the device is "auto" and CPUs would be used
+        # silently.
         if machine.driver is not None and device != "cpu":
             cuda = machine.versions.get("CUDA")
             built = f"is built for CUDA {cuda}" if cuda else "is built without CUDA"
@@ -115,6 +117,7 @@ def _judge_gpus(machine: Machine, processes: int, device: str) -> list[CheckResu
             found = 'train.device = "cuda", but there is no GPU and no NVIDIA driver'
             return [CheckResult(check="GPUs", result="failed", found=found, right=right, blames_host=True)]
         return [CheckResult(check="GPUs", result="ok", found="none; training runs on CPUs")]
+    # NCCL refuses two ranks on one GPU too, but only when these first communicate.
     if processes > machine.num_gpus:
         found = f"{machine.num_gpus} for at least {processes} ranks of this machine"
         return [CheckResult(check="GPUs", result="failed", found=found, right="one for each rank", blames_host=True)]
@@ -136,6 +139,8 @@ def _judge_versions(machine: Machine) -> list[CheckResult]:
     results = []
     for requirement in _requirements():
         version = machine.versions.get(requirement.name)
+        # The torch of NVIDIA's containers is a pre-release: without `prereleases` it would be refused whatever its
+        # number.
         if version is not None and not requirement.specifier.contains(version, prereleases=True):
             right = (
                 f"{requirement.name} {requirement.specifier}: pip install '{requirement.name}{requirement.specifier}'"
@@ -165,6 +170,7 @@ def _judge_apex(wrong: str | None) -> CheckResult:
 
 
 def _read_gpu(index: int) -> GPU:
+    # Makes a CUDA context, some hundreds of MB that count as used; `_LEAST_FREE` leaves room for that.
     free, total = torch.cuda.mem_get_info(index)
     name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
     return GPU(name=name, capability=capability, free_bytes=free, total_bytes=total)
@@ -172,6 +178,7 @@ def _read_gpu(index: int) -> GPU:
 
 def _driver() -> str | None:
     try:
+        # Not `nvidia-smi`, which need not be installed in a container, and which may hang on a broken GPU.
         text = _DRIVER_FILE.read_text(encoding="utf-8")
     except OSError:
         return None
@@ -200,4 +207,5 @@ def _requirements() -> list[Requirement]:
     except importlib.metadata.PackageNotFoundError:
         return []
     every = [Requirement(line) for line in lines]
+    # Requirements of optional extras have a marker that is false for no extra at all.
     return [one for one in every if one.marker is None or one.marker.evaluate({"extra": ""})]

@@ -122,6 +122,8 @@ class ReplicaCheck:
     def observe(self) -> None:
         """The backward pass of a step is done, and no weight is written yet."""
         if self._every:
+            # Tensors of the device throughout: no step waits for the GPU, only `compare` reads the numbers. The factor
+            # makes the order count, so that a change in one step cannot cancel that of another.
             self._written = self._written * _FOLD + self._own
             self._seen = self._seen * _FOLD + self._rows(slice(None))
             copies = [_checksums(weight.reshape(1, -1)) for _, weight in self._copied()]
@@ -138,6 +140,7 @@ class ReplicaCheck:
         Raises:
             SilentCorruption: on all ranks, where anything differs.
         """
+        # Called before each save as well, also where nothing is compared.
         if not self._every:
             return
         names = [name for name, _ in self._copied()]
@@ -146,10 +149,13 @@ class ReplicaCheck:
             group=self._group,
             written=int(self._written),
             seen=tuple(self._seen.tolist()),
+            # Needs no peer: by this a rank without replicas finds faults of its own memory.
             is_intact=torch.equal(self._own, self._rows(self._own_rows)),
             copies=tuple(zip(names, self._copies.tolist(), strict=True)),
         )
         reports: list[ReplicaReport] = [own] * self._mesh.world_size
+        # By the control group, over gloo: every rank gets all reports and comes to the same verdict, so that all leave
+        # together.
         dist.all_gather_object(reports, own, group=self._mesh.control)
         found = find_faults(reports)
         if found:
@@ -173,8 +179,12 @@ class ReplicaCheck:
         """What other tensor ranks or stages (virtual ones: of this rank too) have copies of."""
         for chunk in self._engine.chunks:
             for name, parameter in named_parameters(chunk):
+                # Megatron's mark of weights that several stages hold, as tied embeddings. Those may be split over
+                # tensor ranks, so that stages are compared for each tensor rank apart.
                 if getattr(parameter, "shared_embedding", False):
                     yield f"{name} of tensor rank {self._mesh.groups.tp.rank()}", parameter.detach()
+                # Megatron's mark of parameters that are split over the tensor ranks: each rank has a copy of those
+                # without it.
                 elif self._mesh.tensor > 1 and not getattr(parameter, "tensor_model_parallel", False):
                     yield name, parameter.detach()
 
