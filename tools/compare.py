@@ -2,8 +2,8 @@
 """Trains every architecture by one recipe and puts the results side by side: ``python tools/compare.py``.
 
 Each architecture is one ``lightscale train`` run, with the same corpus, seeds, steps and learning rates; runs that are
-there already are reused, an interrupted one goes on. What comes out is a table (JSON and markdown) and a picture of the
-loss curves. The exit code is 1 if a model is no better than one that only knows how often each token is.
+there already are reused, an interrupted one is resumed. The results are a table (JSON and markdown) and a picture of
+the loss curves. The exit code is 1 if a model is no better than one that only knows how often each token is.
 """
 
 import argparse

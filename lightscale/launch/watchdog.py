@@ -48,7 +48,7 @@ class Hang:
 class Watchdog:
     """Watches `ranks`, children of this process, whose heartbeats are in the file `heartbeats`.
 
-    A context manager. After a rank has been silent for longer than it may, `hang` says so, every rank has left the
+    A context manager. After a rank has been silent for longer than it may, `hang` names it, every rank has left the
     stacks of its threads beside that file, and all of them have been killed.
     """
 

@@ -26,8 +26,8 @@ def event(time_s: float, attempt: int, kind: str, **fields: Any) -> Record:
 def steps(time_s: float, attempt: int, numbers: range, **fields: Any) -> list[Record]:
     """Lines of steps of 2 s, one after the other; the first one begins at `time_s`."""
     return [
-        {"step": number, "attempt": attempt, "time": at(time_s + 2 * place), "step_s": 2.0, **fields}
-        for place, number in enumerate(numbers, start=1)
+        {"step": number, "attempt": attempt, "time": at(time_s + 2 * index), "step_s": 2.0, **fields}
+        for index, number in enumerate(numbers, start=1)
     ]
 
 

@@ -205,11 +205,11 @@ class Scene:
         return restored.refused[0]
 
 
-def flip(name: str, place: float, directory: Path) -> None:
-    """One bit, in the byte at ``place`` of the file's length."""
+def flip(name: str, share: float, directory: Path) -> None:
+    """One bit, in the byte at ``share`` of the file's length."""
     path = directory / name
     data = bytearray(path.read_bytes())
-    data[int(place * (len(data) - 1))] ^= 1 << random.Random(name).randrange(8)
+    data[int(share * (len(data) - 1))] ^= 1 << random.Random(name).randrange(8)
     path.write_bytes(data)
 
 
@@ -235,8 +235,8 @@ def refuse_damage(scene: Scene) -> None:
     )
     for name in with_content:
         size = (scene.original / directory_name(2) / name).stat().st_size
-        for place in (0.0, 0.5, 1.0):
-            reason = scene.is_passed_over(partial(flip, name, place))
+        for share in (0.0, 0.5, 1.0):
+            reason = scene.is_passed_over(partial(flip, name, share))
             assert f"{directory_name(2)}/{name}" in reason
             if name != "MANIFEST.json":
                 assert "expected xxh3-128 " in reason

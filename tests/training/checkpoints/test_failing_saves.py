@@ -168,9 +168,8 @@ def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(
     ((code, text),) = results[0]
     assert code == 0, text
     run = RunDirectory(small_disk / "run")
-    assert (
-        f"[Errno 28] No space left on device: '{run.metrics}'; training continues, records are kept in memory" in text
-    )
+    problem = f"[Errno 28] No space left on device: '{run.metrics}'"
+    assert f"{problem}; training continues, records are kept in memory" in text
     assert trained(run, steps_of) == undisturbed
     assert [line["step"] for line in read_lines(run.metrics) if "loss" in line] == list(range(1, 41))
     saves = [(event["event"], event["step"]) for event in events(run, "checkpoint", "checkpoint_failed")]
