@@ -1,4 +1,4 @@
-"""Runs that fail, played through event by event: independent of the closed forms of `failures`, which it checks."""
+"""Runs that fail, simulated event by event: independent of the closed forms of `failures`, which it checks."""
 
 import math
 import random

@@ -180,7 +180,7 @@ def test_stalls_are_found_in_lines_and_in_events() -> None:
 
 
 def test_lines_of_older_runs_have_no_time() -> None:
-    """The first attempt is taken to have ended with its steps, at the earliest; its restart cannot be told."""
+    """The first attempt is taken to have ended with its steps, at the earliest; its restart cannot be known."""
     old = [{key: value for key, value in line.items() if key != "time"} for line in LINES]
     events, lines = after(1025)
     found = measure([event(0, 1, "start"), *events], [*old, *lines])

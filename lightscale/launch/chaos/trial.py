@@ -187,7 +187,7 @@ class Runner:
 
     def _stop(self, fault: StopRank) -> None:
         self._wait_for_first_step()
-        # The first steps may take long, and launchers are patient with them.
+        # The first steps may take long, and the watchdog allows more time for them.
         first = self._steps_seen()
         self._wait(lambda: self._steps_seen() > first + 2 * self._every)
         self._pause(fault.delay_s)

@@ -340,7 +340,7 @@ def keep_what_is_there(scene: Scene) -> None:
 
 
 def save_what_was_there_at_the_call(scene: Scene) -> None:
-    """Training goes on at once and changes every weight, while the copy is still being written."""
+    """Training continues at once and changes every weight, while the copy is still being written."""
     checkpoints = scene.copy()
     saver = scene.saver(checkpoints)
     saver.reserve(scene.engine)
@@ -461,7 +461,7 @@ class Exploit:
 
 
 def run_nothing_that_is_in_a_checkpoint(scene: Scene) -> None:
-    """Files of formats that can carry code, and crafted ones of our own, under a manifest that vouches for them."""
+    """Files of formats that can hold code, and crafted ones of our own, under a manifest with their hashes."""
     struck = scene.folder / "struck"
     pickled = pickle.dumps(Exploit(struck))
     assert pickle.loads(pickle.dumps(Exploit(scene.folder / "proof"))) is None and (scene.folder / "proof").is_dir()
