@@ -33,7 +33,8 @@ PHRASES = {
 }
 # Words of identifiers that stand for something else in the field.
 IDENTIFIERS = re.compile(
-    r"(?:^|_)(?:crew|company|keeper|tally|telescope|carry|piece|pieces|fragment|fragments|stretch|stretches)(?:_|$)"
+    r"(?:^|_)(?:crew|company|keeper|tally|telescope|carry|piece|pieces|fragment|fragments|finding|findings|"
+    r"stretch|stretches)(?:_|$)"
 )
 
 

@@ -2,8 +2,8 @@
 """Trains every architecture by one recipe and puts the results side by side: ``python tools/compare.py``.
 
 Each architecture is one ``lightscale train`` run, with the same corpus, seeds, steps and learning rates; runs that are
-there already are reused, an interrupted one goes on. What comes out is a table (JSON and markdown) and a picture of the
-loss curves. The exit code is 1 if a model is no better than one that only knows how often each token is.
+there already are reused, an interrupted one is resumed. The results are a table (JSON and markdown) and a picture of
+the loss curves. The exit code is 1 if a model is no better than one that only knows how often each token is.
 """
 
 import argparse
@@ -73,16 +73,16 @@ class ArchitectureResult:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, collect, write; exit code 0, 1, that of a failed run, or 78 for a mistake of the user."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    args = parse(words)
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    args = parse(argv)
     try:
-        return compare(args, command=shlex.join(["python", "tools/compare.py", *words]))
+        return compare(args, command=shlex.join(["python", "tools/compare.py", *argv]))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return UserError.EXIT_CODE
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="compare.py", description="Trains every architecture by one recipe, and compares loss and speed."
@@ -121,7 +121,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         help="note to record, such as what else ran on the machine",
     )
     add("--json", action="store_true", help="print the results as JSON, not as a table")
-    return parser.parse_intermixed_args(words)
+    return parser.parse_intermixed_args(argv)
 
 
 def compare(args: argparse.Namespace, command: str) -> int:

@@ -54,7 +54,7 @@ def train(command: list[str], *, stop_after: Path | None) -> None:
     try:
         while process.poll() is None:
             if stop_after is not None and not stopped and stop_after.exists():
-                console.print("[bold]stopping the run now, to show that it goes on where it was[/bold]")
+                console.print("[bold]stopping the run now, to show that it resumes where it was[/bold]")
                 process.send_signal(signal.SIGTERM)
                 stopped = True
             time.sleep(_POLL_S)

@@ -8,7 +8,7 @@ can be measured too. Only ``.py`` files of ``lightscale/`` count.
 What is counted:
 
 - lines of a file: all; of a function: from ``def`` to its last line, nested functions too;
-- share of comments: lines that carry a comment, of those that are not blank; ``noqa`` and the like are no comments;
+- share of comments: lines with a comment, of those that are not blank; ``noqa`` and the like are no comments;
 - duplicates: runs of at least 6 lines of code that an earlier file, or the same one before, has already. Comments,
   docstrings, imports and blank lines are no code; blanks within a line do not count. The second place of a run and
   each further one count once;

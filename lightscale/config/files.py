@@ -197,12 +197,12 @@ def _explain(error: dict[str, Any], merged: _Merged, path: Path) -> str:
 def _locate(location: Sequence[int | str]) -> tuple[Key, str]:
     """The key that pydantic's `location` lies in, and what the key takes.
 
-    Beyond the key, a location goes on with indices into lists and with the members of unions.
+    Beyond the key, a location continues with indices into lists and with the members of unions.
     """
     key: list[str] = []
     section: type[BaseModel] | None = RunConfig
     expected = "a table"
-    # The walk goes by types: what pydantic adds behind the key cannot be told from a key by its looks.
+    # Types decide: what pydantic adds behind the key can look like a key.
     parts = iter(map(str, location))
     for part in parts:
         if section is None:

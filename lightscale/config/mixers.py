@@ -62,8 +62,8 @@ def known_mixers() -> list[str]:
 def mixer_entry(name: str) -> MixerEntry:
     """The entry of the mixer ``name``.
 
-    Raises UserError for a name that nobody provides, with the nearest and all known names, and for an entry point that
-    cannot be loaded.
+    Raises UserError for a name that no package provides, with the nearest and all known names, and for an entry point
+    that cannot be loaded.
     """
     if name in MIXERS:
         return MIXERS[name]

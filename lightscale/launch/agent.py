@@ -35,7 +35,7 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What all agents of a launch are told: their one argument, as JSON.
+    """What all agents of a launch get: their one argument, as JSON.
 
     Everything that differs between starts is in it. What differs between nodes is not, because a scheduler starts the
     same command line on all of them.

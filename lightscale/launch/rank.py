@@ -56,7 +56,7 @@ def run_rank(work: Callable[[], int]) -> int:
         return work()
     except Exception as error:
         exit_code = error.EXIT_CODE if isinstance(error, UserError) else None
-        # Our own launcher knows from the heartbeats where each rank was, torchrun only what it is told.
+        # Our own launcher knows from the heartbeats where each rank was, torchrun only from what ranks report.
         message = summary(error) if launcher is not None else summary_and_notes(error)
         if TIMED_OUT.search(message):
             message += _what_peers_do()

@@ -1,4 +1,4 @@
-"""Stop signals to the launcher go on to the ranks."""
+"""Passes stop signals of the launcher on to the ranks."""
 
 import contextlib
 import os

@@ -1,6 +1,6 @@
 """Keep a run going: start its ranks, and start them again after every failure, for as long as it makes progress.
 
-Whether a machine broke or the program is wrong cannot be told from one failure. So any failure of a rank (a crash, a
+Whether a machine broke or the program is wrong cannot be decided from one failure. So any failure of a rank (a crash, a
 kill, a hang) is answered by a new start from the newest whole checkpoint, with a new agent and a new rendezvous; but
 after `restart.max_cycles` starts in a row without a new checkpoint the run is given up. A mistake of the user is not
 tried again, and a stop signal or the deadline ends the run.
@@ -65,7 +65,7 @@ class Nodes(Protocol):
 
 
 class NodesLost(Exception):
-    """The nodes that are left do not suffice: the run goes on when the job has others."""
+    """The nodes that are left do not suffice: the run continues when the job has others."""
 
 
 class RankMistake(UserError):
@@ -92,7 +92,7 @@ def run_ranks(
 ) -> int:
     """Run `command` as ranks, `processes` on each of `nodes`, again and again if need be.
 
-    Returns the exit code described above. `resume` is the command line that goes on with the run, for the last message.
+    Returns the exit code described above. `resume` is the command line that resumes the run, for the last message.
     Raises UserError for a mistake of the user that a rank found.
     """
     # Of what the disk has, not of events: only a checkpoint that is there saves the next start from doing it again.
@@ -115,7 +115,7 @@ def run_ranks(
                 _write_status(run, "resumable", str(error))
                 return _say_end(run, resume)
             failure = launch.failure or _missing_status(run)
-            # A user's mistake (with an exit code) is reported as such even if somebody asked to stop meanwhile.
+            # A user's mistake (with an exit code) is reported as such even if a stop was requested meanwhile.
             if failure is not None and failure.exit_code is None:
                 stop = _stop_reason(relay.received, failure, policy.deadline_s)
                 # A job that is to stop is killed soon: a new start would not come as far as its first save.
@@ -153,7 +153,7 @@ def _missing_status(run: RunDirectory) -> RankFailure | None:
 
 
 def _stop_reason(received: signal.Signals | None, failure: RankFailure, deadline_s: float | None) -> str | None:
-    """Why not to start the ranks again after `failure`; None: nobody asked to stop."""
+    """Why not to start the ranks again after `failure`; None: no stop was requested."""
     # A rank may have been signalled itself, before the ranks agreed on stopping: the scheduler signals all processes.
     stop = received or (failure.killer if failure.killer in _STOPPING else None)
     if stop is None and deadline_s is not None and time.time() >= deadline_s:

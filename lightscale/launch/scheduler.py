@@ -87,7 +87,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def check_settings(self, settings: LaunchSettings) -> None:
-        """Refuse settings that this scheduler lacks or cannot honour; asks nobody."""
+        """Refuse settings that this scheduler lacks or cannot follow, without asking the cluster."""
 
     @abstractmethod
     def script(self, job: JobRequest) -> str:

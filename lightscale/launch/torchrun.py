@@ -5,7 +5,7 @@ program of `launch/agent.py`. Three of its habits are changed, by its own settin
 
 - Stop signals. torchrun answers a signal by signalling every process of every rank and ending them after 30
   s, and forwards a second signal too. Here the first stop signal goes once to each rank, to none of their
-  children, and nobody hurries them: the agent sees its ranks end by themselves. That needs no shutdown
+  children, and nothing signals them: the agent sees its ranks end by themselves. That needs no shutdown
   timeout, which torch has only from 2.12 on; TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set for the cases where
   torch itself ends the ranks.
 - Rendezvous. The ranks get a store of their own (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1): the shared one

@@ -52,7 +52,7 @@ class Hang:
 class Watchdog:
     """Watches `ranks`, children of this process, whose heartbeats are in the file `heartbeats`.
 
-    A context manager. After a rank has been silent for longer than it may, `hang` says so, every rank has left the
+    A context manager. After a rank has been silent for longer than it may, `hang` names it, every rank has left the
     stacks of its threads beside that file, and all of them have been killed.
     """
 
@@ -129,12 +129,12 @@ class Watchdog:
             ranks, doing = mute, ", starting Python"
         else:
             oldest = min(beats.values(), key=lambda beat: beat.time_s)
-            # Those who do the same wait for one another, and which of them is to blame the times do not tell.
+            # Ranks that do the same wait for one another; the times do not show which of them is the cause.
             ranks = [rank for rank, beat in beats.items() if beat.where == oldest.where]
             doing = f" at {oldest.where}"
         others = f", like {_names(ranks[1:])}" if len(ranks) > 1 else ""
         reason = f"no heartbeat for {silent_s:.1f} s{doing}{others}"
-        # Not by this watchdog's looks, which are too far apart to tell who was silent first on another node.
+        # Not by this watchdog's own readings, which are too far apart to show who was silent first on another node.
         clock_s = time.monotonic()
         oldest_s = max(clock_s - beats[rank].time_s if rank in beats else self._silent_s[rank] for rank in ranks)
         now_s = time.time()

@@ -13,7 +13,7 @@ def describe_operators(model: ModelConfig, dtype: torch.dtype, device: torch.dev
     """One line: each operator of ``model`` and what computes it for inputs of ``dtype`` on ``device``.
 
     Raises:
-        UserError: an operator that nobody described (``kernels.operators``), or what was asked for
+        UserError: an operator that is not described (``kernels.operators``), or what was asked for
             (``train.kernels``) is not there or cannot compute such inputs.
     """
     like = torch.empty(0, dtype=dtype, device=device)

@@ -29,8 +29,8 @@ def shared_parts(model: ModelConfig) -> tuple[type[SharedPart], ...]:
             assert issubclass(part, (EmbeddingPart, StagePart)), f"{part} is neither an EmbeddingPart nor a StagePart"
             if parts.setdefault(part.name, part) is not part:
                 raise UserError(
-                    f"model.mixer: {name} and another mixer of the model have different shared parts named {part.name!r}; "
-                    "use mixers that share one class"
+                    f"model.mixer: {name} and another mixer of the model have different shared parts named "
+                    f"{part.name!r}; use mixers that share one class"
                 )
     # In one order for every stack: the order of parameters decides how the distributed optimizer cuts them up.
     return tuple(parts[name] for name in sorted(parts))

@@ -36,7 +36,7 @@ class Agreement:
         # Before anything is raised: a rank that left now would let the others wait here until the time limit.
         every: list[Any] = [None] * self.size
         dist.all_gather_object(every, result, group=self._group)
-        # Where it happened the original goes on, with its traceback; exceptions of other libraries need not survive
+        # Where it happened the original is raised, with its traceback; exceptions of other libraries need not survive
         # pickling, so the others get only its message.
         if fault is not None:
             raise fault

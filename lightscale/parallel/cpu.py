@@ -1,6 +1,6 @@
 """Run Megatron core on processes without a GPU.
 
-Megatron names the CUDA device in the few places listed in ``_redirections``. Each is replaced, for the life of the
+Megatron names the CUDA device in the few places listed in ``_redirections``. Each is replaced, for the lifetime of the
 process, by its CPU equivalent, so that the very same engine code serves tests and first runs on a laptop. Nothing
 is emulated: tensors live on the CPU, collectives go through gloo. The module is imported only where there is no GPU,
 and refuses to act where there is one.
@@ -63,7 +63,7 @@ def _redirections() -> list[tuple[object, str, Any]]:
         # Point-to-point exchanges and checkpoint writers wait for the device; the CPU has nothing outstanding.
         (torch.cuda, "synchronize", nothing),
         # Layers are built, and activations recomputed, under saved and restored states of the device's generator.
-        # A generator beside the CPU's own stands for it, so that the two are told apart as on a GPU.
+        # A generator beside the CPU's own stands for it, so that the two are distinct, as on a GPU.
         (torch.cuda, "get_rng_state", lambda *args, **kwargs: generator.get_state()),
         (torch.cuda, "manual_seed", generator.manual_seed),
         (megatron_random, "_get_cuda_rng_state", lambda *args, **kwargs: generator.get_state()),

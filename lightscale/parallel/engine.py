@@ -135,7 +135,7 @@ class Engine:
                 ),
                 module=chunk,
                 pg_collection=self.mesh.groups,
-                # As Megatron does: buckets of later chunks come last in the backward pass, where nothing can overlap.
+                # As Megatron does: buckets of later virtual stages come last in the backward pass: nothing can overlap.
                 disable_bucketing=number > 0,
             )
             for number, chunk in enumerate(self.chunks)

@@ -1,4 +1,4 @@
-"""Runs that fail, played through event by event: independent of the closed forms of `failures`, which it checks."""
+"""Runs that fail, simulated event by event: independent of the closed forms of `failures`, which it checks."""
 
 import math
 import random
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lightscale.planning.failures import Regime, Shares
 
-# Saves that are played through in all, where nobody says how many runs: some seconds of computing.
+# Saves that are simulated in all, unless the number of runs is given: some seconds of computing.
 _BUDGET_SAVES = 2_000_000
 _FEWEST_RUNS, _MOST_RUNS = 20, 2000
 
@@ -119,7 +119,7 @@ def _run_attempt(
     # When the newest save is written, and the work that is in it.
     written_at, written, due = -math.inf, 0.0, now + interval_s
     while True:
-        # A save that is due waits until the one before is written; training goes on meanwhile.
+        # A save that is due waits until the one before is written; training continues meanwhile.
         begins = due if due > written_at else written_at
         until = begins if begins < stop_at else max(now, stop_at)
         worked += until - now

@@ -117,7 +117,7 @@ def _fewest_processes(config: RunConfig) -> int:
 def _exchanges(config: RunConfig, layout: Layout) -> Iterator[StateExchangeSize]:
     model, parallel = config.model, config.parallel
     work = Workload(model, config.data.sequence_length)
-    # Where nobody says how many ranks share a node, as many as there are GPUs in one.
+    # Unless the configuration gives the ranks of a node, as many as there are GPUs in one.
     hardware = replace(H100, gpus_per_node=parallel.ranks_per_node or H100.gpus_per_node)
     per_node = RankGroup(ranks=layout.sequence, stride=layout.tensor, hardware=hardware).per_node
     row_bytes = _STATE_BYTES * layout.micro_batch_size

@@ -146,7 +146,7 @@ class Recovery:
         if restored.changes:
             self._journal.event("versions_changed", step=restored.step, changes=restored.changes)
         # The run now continues without them: damaged checkpoints must not count among those to keep. Only renamed, as
-        # somebody may want to know what damaged them.
+        # what damaged them may be worth finding out.
         self._checkpoints.put_aside(restored.damaged)
         for reason in restored.refused:
             self._journal.say(f"skipped a damaged checkpoint, renamed to .bad: {reason}")

@@ -22,7 +22,7 @@ WriteStore = Callable[..., TokenStore]
 
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> TiktokenTokenizer:
-    """A token is a byte: what a text becomes can be told without a tokenizer."""
+    """A token is a byte: what a text becomes is known without a tokenizer."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     return TiktokenTokenizer(
         name="bytes", pat_str=r"(?s:.+)", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": EOT}

@@ -66,8 +66,8 @@ def test_what_is_said_of_the_master_counts() -> None:
 @pytest.mark.parametrize(("environ", "launcher"), [(OPEN_MPI, "Open MPI"), (PMI, "PMI")])
 def test_mpi_on_one_machine(environ: dict[str, str], launcher: str) -> None:
     environment = read(environ)
-    place = (environment.launcher, environment.rank, environment.world_size, environment.local_rank)
-    assert place == (launcher, 1, 2, 1)
+    found = (environment.launcher, environment.rank, environment.world_size, environment.local_rank)
+    assert found == (launcher, 1, 2, 1)
     assert environment.master_address == "127.0.0.1"
 
 

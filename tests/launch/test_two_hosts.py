@@ -88,8 +88,8 @@ def hosts() -> Iterator[tuple[Host, Host]]:
     switch = f"{stem}s"
     number = os.getpid() % 250
     pair = tuple(
-        Host(namespace=f"{stem}{letter}", switch=switch, name=f"node-{letter}", address=f"10.231.{number}.{place}")
-        for place, letter in enumerate("ab", start=1)
+        Host(namespace=f"{stem}{letter}", switch=switch, name=f"node-{letter}", address=f"10.231.{number}.{index}")
+        for index, letter in enumerate("ab", start=1)
     )
     try:
         try:
@@ -131,9 +131,9 @@ class Job:
         self.logs = [folder / f"{run}-{host.name}-{time.monotonic_ns()}.log" for host in hosts]
         self.processes = []
         for node, (host, log) in enumerate(zip(hosts, self.logs, strict=True)):
-            place = ("--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}", f"--master-addr={hosts[0].address}")
+            options = ("--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}", f"--master-addr={hosts[0].address}")
             train = ("-m", "lightscale", "train", "run.toml", *overrides, "--run-dir", run)
-            command = [*TORCHRUN, *place, "--master-port=29511", *train]
+            command = [*TORCHRUN, *options, "--master-port=29511", *train]
             self.processes.append(host.start(command, folder, log))
 
     def reach(self, step: int) -> None:

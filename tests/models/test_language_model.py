@@ -64,15 +64,15 @@ def examine(rank: int, world_size: int, init_method: str) -> dict[str, Any]:
 
 
 def seen_by(network: LanguageModel) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    """For some tokens, the places (row, place) whose logits change with it."""
+    """For some tokens, the positions (row, position) whose logits change with it."""
     tokens, positions = rows()
     before = network(tokens, positions)
     found = {}
-    for row, place in ((0, 0), (0, 19), (0, 20), (0, 30), (0, 69), (1, 40), (1, 64)):
+    for row, position in ((0, 0), (0, 19), (0, 20), (0, 30), (0, 69), (1, 40), (1, 64)):
         changed = tokens.clone()
-        changed[row, place] = (changed[row, place] + 1) % VOCAB_SIZE
+        changed[row, position] = (changed[row, position] + 1) % VOCAB_SIZE
         after = network(changed, positions)
-        found[row, place] = [tuple(index) for index in (before != after).any(dim=-1).nonzero().tolist()]
+        found[row, position] = [tuple(index) for index in (before != after).any(dim=-1).nonzero().tolist()]
     return found
 
 
@@ -88,9 +88,9 @@ def fed_in_parts(network: LanguageModel) -> dict[str, float]:
         "a prompt, then tokens": list(range(25, TOKENS)),
     }
     found = {}
-    for name, places in cuts.items():
+    for name, inner in cuts.items():
         states: dict[str, dict[str, Tensor]] = {}
-        edges = [0, *places, TOKENS]
+        edges = [0, *inner, TOKENS]
         parts = [network(tokens[:, a:b], positions[:, a:b], states=states) for a, b in pairwise(edges)]
         found[name] = float((torch.cat(parts, dim=1) - whole).abs().max())
         assert sorted(states) == ["layer-0", "layer-1", "layer-2"]
@@ -149,9 +149,9 @@ def examined(run_ranks: RunRanks) -> dict[str, Any]:
 
 def test_a_token_is_seen_from_its_place_to_the_end_of_its_document(examined: dict[str, Any]) -> None:
     ends = {0: [20, 41, TOKENS], 1: [64, TOKENS]}
-    for (row, place), changed in examined["seen by"].items():
-        end = next(end for end in ends[row] if place < end)
-        assert changed == [(row, t) for t in range(place, end)], (row, place)
+    for (row, position), changed in examined["seen by"].items():
+        end = next(end for end in ends[row] if position < end)
+        assert changed == [(row, t) for t in range(position, end)], (row, position)
 
 
 @pytest.mark.parametrize(("key", "limit"), [("parts", 1e-10), ("parts in fp32", 1e-4)])

@@ -283,7 +283,7 @@ def kept_values(model: ModelConfig, mesh: Mesh) -> float:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss()
-    sizes = [tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in weights]
+    sizes = [tensor.untyped_storage().nbytes() for pointer, tensor in kept.items() if pointer not in weights]
     return sum(sizes) / 4 / (ROWS * TOKENS)
 
 
@@ -294,9 +294,9 @@ def measure(
     with start_mesh(device="cpu", rank=rank, world_size=world_size, init_method=init_method) as mesh:
         kept = {name: kept_values(more, mesh) - kept_values(model, mesh) for name, (model, more) in models.items()}
     payloads = {}
-    place: dict[str, Any] = {"device": "cpu", "rank": rank, "world_size": world_size, "sequence": 2}
+    options: dict[str, Any] = {"device": "cpu", "rank": rank, "world_size": world_size, "sequence": 2}
     for way in EXCHANGES:
-        with start_mesh(**place, init_method=f"{init_method}-{way}", exchange=way) as mesh:
+        with start_mesh(**options, init_method=f"{init_method}-{way}", exchange=way) as mesh:
             assert mesh.exchange is not None
             for name, (model, _) in models.items():
                 before = mesh.exchange.payload_bytes

@@ -26,8 +26,8 @@ def event(time_s: float, attempt: int, kind: str, **fields: Any) -> Record:
 def steps(time_s: float, attempt: int, numbers: range, **fields: Any) -> list[Record]:
     """Lines of steps of 2 s, one after the other; the first one begins at `time_s`."""
     return [
-        {"step": number, "attempt": attempt, "time": at(time_s + 2 * place), "step_s": 2.0, **fields}
-        for place, number in enumerate(numbers, start=1)
+        {"step": number, "attempt": attempt, "time": at(time_s + 2 * index), "step_s": 2.0, **fields}
+        for index, number in enumerate(numbers, start=1)
     ]
 
 
@@ -180,7 +180,7 @@ def test_stalls_are_found_in_lines_and_in_events() -> None:
 
 
 def test_lines_of_older_runs_have_no_time() -> None:
-    """The first attempt is taken to have ended with its steps, at the earliest; its restart cannot be told."""
+    """The first attempt is taken to have ended with its steps, at the earliest; its restart cannot be known."""
     old = [{key: value for key, value in line.items() if key != "time"} for line in LINES]
     events, lines = after(1025)
     found = measure([event(0, 1, "start"), *events], [*old, *lines])

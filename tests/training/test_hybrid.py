@@ -33,7 +33,7 @@ def train_resume_generate(
 ) -> tuple[list[tuple[int, str]], str]:
     """Exit codes and stderr of two runs, the second resumed in the middle, and what ``lightscale generate`` prints."""
     results = commands(rank, world_size, f"{init_method}-whole", folder, [["train", *WORDS, "--run", whole]])
-    # The same run as a crash leaves it after its first checkpoint, before it is told how the run ended.
+    # The same run as a crash leaves it after its first checkpoint, before it records how the run ended.
     run = RunDirectory(resumed)
     shutil.copytree(whole, run.path)
     shutil.rmtree(run.checkpoints / directory_name(STEPS))

@@ -1,7 +1,7 @@
 """Checkpoints on CPUs: how long a step waits for one, beside a plain copy of the same bytes and a synchronous save.
 
 ``run`` starts processes that share a model of a few layers, each with as much state as asked for. In turns every rank
-copies its state into memory that is there already, saves and waits for the end, and saves while it goes on; between
+copies its state into memory that is there already, saves and waits for the end, and saves in the background; between
 the turns it changes every weight. What counts is the ratio within a turn, of the slowest rank.
 """
 
@@ -107,18 +107,18 @@ def _rank(rank: int, folder: str, settings: CheckpointSettings) -> None:
     ) as mesh:
         engine = build_engine(config, mesh, vocab_size=config.model.vocab_size, trainable=True)
         turns = _measure(engine, mesh, Path(folder) / "checkpoints", settings.repeats)
-        state = sum(piece.data.nbytes for piece in engine.owned_shards())
+        state = sum(shard.data.nbytes for shard in engine.owned_shards())
         torch.save({"turns": turns, "state_bytes": state}, Path(folder) / f"rank-{rank}")
 
 
 def _measure(engine: Engine, mesh: Mesh, directory: Path, repeats: int) -> list[dict[str, float]]:
     saver = Saver(directory, mesh)
     saver.reserve(engine)
-    places = [torch.zeros_like(piece.data) for piece in engine.owned_shards()]
+    copies = [torch.zeros_like(shard.data) for shard in engine.owned_shards()]
 
     def copy() -> None:
-        for place, piece in zip(places, engine.owned_shards(), strict=True):
-            place.copy_(piece.data)
+        for target, shard in zip(copies, engine.owned_shards(), strict=True):
+            target.copy_(shard.data)
 
     turns = []
     for turn in range(repeats + 1):
@@ -128,8 +128,8 @@ def _measure(engine: Engine, mesh: Mesh, directory: Path, repeats: int) -> list[
             "synchronous_s": _timed(lambda step=step: saver.save(engine, step=step, common={}, facts={}), mesh),  # type: ignore[misc]
         }
         stall = _timed(lambda step=step: saver.begin(engine, step=step + 1, common={}, facts={}), mesh)  # type: ignore[misc]
-        for piece in engine.owned_shards():
-            piece.data.add_(1.0)
+        for shard in engine.owned_shards():
+            shard.data.add_(1.0)
         saved = saver.finish()
         turns.append({**seconds, "stall_s": stall, "write_s": saved.write_s})
         _check(engine, mesh, directory, step + 1)
@@ -143,11 +143,11 @@ def _measure(engine: Engine, mesh: Mesh, directory: Path, repeats: int) -> list[
 
 def _check(engine: Engine, mesh: Mesh, directory: Path, step: int) -> None:
     """The bytes saved are those at the call: one less than what was made of them meanwhile."""
-    changed = [piece.data.clone() for piece in engine.owned_shards()]
+    changed = [shard.data.clone() for shard in engine.owned_shards()]
     assert Checkpoints(directory, mesh).restore(engine, step=step) is not None
-    for piece, after in zip(engine.owned_shards(), changed, strict=True):
-        if not torch.equal(piece.data + 1.0, after):
-            raise RuntimeError(f"{piece.box.key}: the checkpoint has not what was there when it was begun")
+    for shard, after in zip(engine.owned_shards(), changed, strict=True):
+        if not torch.equal(shard.data + 1.0, after):
+            raise RuntimeError(f"{shard.box.key}: the checkpoint differs from the state at the beginning of the save")
 
 
 def _timed(action: Callable[[], object], mesh: Mesh) -> float:

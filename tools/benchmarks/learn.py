@@ -34,8 +34,8 @@ def run(config: str, *, steps: int, store: Path | None, overrides: list[str]) ->
     with tempfile.TemporaryDirectory() as folder:
         if store is None:
             store = Path(folder) / "store"
-            words = f"data prepare --corpus stdlib --vocab-size {VOCAB_SIZE} --validation 0.02 --out"
-            _lightscale(*words.split(), str(store))
+            arguments = f"data prepare --corpus stdlib --vocab-size {VOCAB_SIZE} --validation 0.02 --out"
+            _lightscale(*arguments.split(), str(store))
         directory = RunDirectory(Path(folder) / "run")
         common = [f"data.store={store}", f"train.steps={steps}", "optimizer.schedule=constant", *overrides]
         _lightscale("train", config, "--run", str(directory.path), "--processes", "1", *common)
@@ -43,13 +43,13 @@ def run(config: str, *, steps: int, store: Path | None, overrides: list[str]) ->
     return {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", **figures(lines)}
 
 
-def _lightscale(*words: str) -> None:
-    command = [sys.executable, "-m", "lightscale", *words]
+def _lightscale(*arguments: str) -> None:
+    command = [sys.executable, "-m", "lightscale", *arguments]
     # The folders of the current directory are no packages. What they print goes where progress goes.
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}
     code = subprocess.run(command, check=False, env=environment, stdout=sys.stderr).returncode
     if code:
-        raise UserError(f"`{shlex.join(['lightscale', *words])}` failed with exit code {code}, as it says above")
+        raise UserError(f"`{shlex.join(['lightscale', *arguments])}` failed with exit code {code}, as it says above")
 
 
 def figures(lines: list[dict[str, Any]]) -> dict[str, Any]:

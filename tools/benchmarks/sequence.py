@@ -216,9 +216,9 @@ def _exchanges(mesh: Mesh, ranks_per_node: int) -> dict[str, StateExchange | Non
         return {"none": None}
     ranks, per_node = mesh.sequence, min(ranks_per_node, mesh.sequence)
     assert ranks % per_node == 0, f"{ranks} ranks do not fill nodes of {per_node}"
-    places = range(per_node)
-    nodes = [dist.new_group([first + place for place in places]) for first in range(0, ranks, per_node)]
-    across = [dist.new_group(list(range(place, ranks, per_node))) for place in places]
+    local_ranks = range(per_node)
+    nodes = [dist.new_group([first + local_rank for local_rank in local_ranks]) for first in range(0, ranks, per_node)]
+    across = [dist.new_group(list(range(local_rank, ranks, per_node))) for local_rank in local_ranks]
     group = dist.new_group(list(range(ranks)))
     own = {"node": nodes[mesh.sequence_rank // per_node], "across": across[mesh.sequence_rank % per_node]}
     made = {"gather": Gather(group), "two_level": TwoLevel(group, **own), "ring": Ring(group)}

@@ -197,7 +197,7 @@ class WholeWindows:
 
     def _regions(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """(region, lengths of its documents) of all regions that have some; reads many document ends at once."""
-        waiting = np.empty(0, dtype=np.int64)  # ends of the documents of a region that may go on in the next read
+        waiting = np.empty(0, dtype=np.int64)  # ends of the documents of a region that may continue in the next read
         start = 0
         for first in range(0, self.source.num_documents, _DOCUMENTS_AT_ONCE):
             last = min(first + _DOCUMENTS_AT_ONCE, self.source.num_documents)

@@ -39,7 +39,7 @@ class Batch:
     """(m,) int64 ascending: the slots where document ranges start, over the rows laid one after another; every row
     starts one."""
     start_positions: torch.Tensor
-    """(m,) int64: the position there; above 0 where a document range goes on from the sequence rank before."""
+    """(m,) int64: the position there; above 0 where a document range continues that of the sequence rank before."""
 
     @property
     def lengths(self) -> None:

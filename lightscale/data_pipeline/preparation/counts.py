@@ -32,12 +32,12 @@ class StepCounts:
     dropped: dict[str, Dropped] = field(default_factory=dict)
 
     def keep(self, num_bytes: int) -> None:
-        """Count a document that goes on."""
+        """Count a document that a step keeps."""
         self.documents += 1
         self.bytes += num_bytes
 
     def drop(self, reason: str, num_bytes: int, document_id: str, text: str) -> None:
-        """Count a document that does not."""
+        """Count a document that it drops."""
         dropped = self.dropped.setdefault(reason, Dropped())
         dropped.documents += 1
         dropped.bytes += num_bytes

@@ -57,7 +57,7 @@ def _text(value: object) -> str:
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], row_class: str = "") -> str:
-    """``rows`` hold HTML; a cell that is a bar says so itself."""
+    """``rows`` hold HTML; a cell that is a bar brings its own <td>."""
     head = "".join(f"<th>{_text(heading)}</th>" for heading in headings)
     body = "".join(
         f"<tr>{''.join(cell if cell.startswith('<td') else f'<td>{cell}</td>' for cell in row)}</tr>\n" for row in rows

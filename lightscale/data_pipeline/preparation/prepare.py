@@ -6,7 +6,7 @@
 
 A unit of work is a part of the corpus that one task processes (``plan.py``). Nothing depends on time, machine, the
 number of workers or interruptions: the same corpus and versions give the same store, byte for byte. What is finished is
-kept in STORE.work; the same command goes on from there. The README of
+kept in STORE.work; the same command continues from there. The README of
 ``data_pipeline`` says what takes memory as the corpus grows.
 """
 

@@ -102,7 +102,7 @@ def cut_into_ranges(file: SourceFile, range_bytes: int, problems: Problems) -> I
 def read(file_range: FileRange, problems: Problems, *, text_field: str, advance: Advance) -> Iterator[RawDocument]:
     """The documents of ``file_range`` in order.
 
-    What cannot be read is counted in ``problems`` with file and position, and the rest goes on: a missing or changed
+    What cannot be read is counted in ``problems`` with file and position, and the rest is read: a missing or changed
     file, the end of a truncated one, lines that are no objects, rows and objects without text, texts of more than
     16 MiB.
     """

@@ -56,7 +56,7 @@ def unigram_entropy(counts: NDArray[np.int64], under: NDArray[np.int64] | None =
 
 
 class DropSummary:
-    """Why nothing is left of a corpus: for the error that says so."""
+    """Why no document of a corpus is left, for the error message."""
 
     def __init__(self) -> None:
         self._problems = Problems()

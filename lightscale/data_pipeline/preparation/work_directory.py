@@ -11,7 +11,7 @@
     store/              the store, until it gets its name
 
 Everything is written under a temporary name and renamed when it is whole, so that a name in the directory means
-finished work: nothing else says so, and nothing else needs to.
+finished work: there is no other record of it.
 """
 
 import contextlib
@@ -133,7 +133,7 @@ class WorkDirectory:
 
 @contextmanager
 def explain_full_disk(work: WorkDirectory) -> Iterator[None]:
-    """A full disk in the block becomes a ``UserError`` that says how to go on."""
+    """A full disk in the block becomes a ``UserError`` that says how to continue."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
 """An encoder that is several times faster than tiktoken, used as long as it agrees with tiktoken.
 
 A sample of every batch is encoded by both. At the first difference, or error, the batch is encoded again by tiktoken,
-the fast encoder is off for the rest of the process, and a note says so.
+the fast encoder is off for the rest of the process, and the report notes it.
 """
 
 import importlib

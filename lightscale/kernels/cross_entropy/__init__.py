@@ -25,7 +25,7 @@ Reduce = Callable[[Tensor, Literal["max", "sum"]], None]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Saves the inputs and two numbers per token. Backward honours any cotangent of each token's loss."""
+    """Saves the inputs and two numbers per token. Backward takes any cotangent of each token's loss."""
 
     @staticmethod
     def forward(

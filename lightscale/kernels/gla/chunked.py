@@ -16,7 +16,7 @@ from lightscale.kernels.common.states import state_dtype, state_or_zeros, withou
 from lightscale.kernels.gla.chunk_batches import GLAChunkBatch, chunk_batches
 
 # Tokens of a chunk. Short, because a chunk takes the slower form by halves once a channel forgets more than e^-60 in
-# it: with 32 tokens an average decay of 0.15 in one channel would do (README.md, "What was tried").
+# it: with 32 tokens an average decay of 0.15 in one channel is enough (README.md, "What was tried").
 DEFAULT_CHUNK_SIZE = 16
 
 

@@ -188,12 +188,12 @@ class Runner:
         step, events = int(newest.name.removeprefix("step-")), len(self.training.events())
         self.trial.damaged.append(DamagedStep(step=step, directory=newest.name, file=file.name, after_events=events))
         self._happened(fault)
-        # Whoever is killed before it has told what it refused cannot be asked.
+        # A process that is killed before it recorded what it refused leaves no record of it.
         return self._wait_for_first_step()
 
     def _stop(self, fault: StopRank) -> None:
         self._wait_for_first_step()
-        # The first steps may take long, and launchers are patient with them.
+        # The first steps may take long, and the watchdog allows more time for them.
         first = self._steps_seen()
         self._wait(lambda: self._steps_seen() > first + 2 * self._every)
         self._pause(fault.delay_s)

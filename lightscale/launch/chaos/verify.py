@@ -32,7 +32,7 @@ class Verdict:
     """Steps of all attempts that were compared with the undisturbed run."""
     mismatches: tuple[str, ...]
     wrong_resumes: tuple[str, ...]
-    """Attempts that did not go on from the newest whole checkpoint, or began anew."""
+    """Attempts that did not resume from the newest whole checkpoint, or began anew."""
     undetected: tuple[str, ...]
     """Damage that was not refused with its file's name."""
     lost_steps: int

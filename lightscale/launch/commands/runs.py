@@ -179,7 +179,7 @@ def _is_held(directory: RunDirectory, now: float, *, otherwise: bool) -> bool:
         return otherwise
     with locks[-1].open("rb") as file:
         try:
-            # Shared and for a moment: it hinders nobody, as a process that starts the run locks a file of its own.
+            # Shared and for a moment: it blocks no other process, as one that starts the run locks a file of its own.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True

@@ -117,7 +117,7 @@ def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float
         print(f"{directory.path} is finished: all {config.total_steps} steps are done", file=sys.stderr)
         code = EXIT_CODES["finished"]
     else:
-        # The ranks read the stored form: the user may edit CONFIG while the run goes on.
+        # The ranks read the stored form: the user may edit CONFIG during the run.
         command = [sys.executable, "-m", "lightscale", "train", str(directory.config), "--run", str(directory.path)]
         command += [f"--allow-change={key}" for key in sorted(allow)]
         policy = RestartPolicy(config=config.restart, again=not args.no_restart, deadline_s=deadline_s)

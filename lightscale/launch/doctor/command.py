@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         except AbsentRanks as absent:
             report = DoctorReport(hosts=absent.hosts, results=[_absence(absent)])
         except (dist.DistError, RuntimeError) as error:
-            # Rank 0 left because of a rank that did not answer, and has said so.
+            # Rank 0 left because of a rank that did not answer, and reports it.
             reason = str(error).strip().splitlines()[0]
             print(f"rank {environment.rank} on {host_name()} lost the other ranks: {reason}", file=sys.stderr)
             return UserError.EXIT_CODE

@@ -195,7 +195,7 @@ def pairings(hosts: Sequence[str]) -> list[dict[int, int]]:
 
 
 def _tournament(size: int) -> list[dict[int, int]]:
-    """Of `size` players each meets each other one once: one stays, the others go round."""
+    """A round-robin of `size` players: one keeps its position, the others rotate."""
     players: list[int | None] = [*range(size)] + [None] * (size % 2)
     rounds = []
     for _ in range(len(players) - 1):

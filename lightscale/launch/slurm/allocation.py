@@ -35,7 +35,7 @@ from lightscale.launch.torchrun import Launch, conclude
 
 # Of a shell that reports the death of a child by a signal.
 _SIGNALLED = 128
-# A controller that is started again, as for an update, is away for a minute or two, and jobs go on meanwhile.
+# A controller that is started again, as for an update, is away for a minute or two, and jobs continue meanwhile.
 _PATIENCE_S, _PAUSE_S = 300.0, 10.0
 _POLL_S = 1.0
 # A failed agent waits for the others for some seconds, then SLURM gives them its KillWait of usually 30.

@@ -10,7 +10,7 @@ from lightscale.errors import UserError
 from lightscale.launch.scheduler import JobState, Phase
 
 _TIMEOUT_S = 120.0
-# A controller that is busy answers late; nobody should wait longer for a column of a table.
+# A controller that is busy answers late; a column of a table is not worth a longer wait.
 _STATE_TIMEOUT_S = 20.0
 _WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
 # Of squeue's error where SLURM has forgotten all jobs that it was asked for.

@@ -9,7 +9,7 @@ from lightscale.errors import UserError
 
 
 class GatedMixerOptions(Section):
-    """What every ``GatedMixer`` can be told."""
+    """The options of every ``GatedMixer``."""
 
     gate_rank: Count | None = None
     """Inner width of the low-rank output gate, in channels; none: head_dim."""

@@ -88,7 +88,7 @@ class Scan(ABC):
         """The gradients of what is written, in its order, by the state that leaves the row."""
 
     def where_continues(self, x: Tensor, otherwise: float = 0.0) -> Tensor:
-        """``x`` (B, …) for the rows that go on with a document, ``otherwise`` for those that begin one."""
+        """``x`` (B, …) for the rows that continue a document, ``otherwise`` for those that begin one."""
         return torch.where(self.continues.view(-1, *[1] * (x.dim() - 1)), x, otherwise)
 
 

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: what makes a directory of files a checkpoint, and proves that they are unchanged.
 
 A directory without a manifest, or whose files differ from it in size or content, is not a checkpoint. The manifest
-carries its own hash, so that damage to it is noticed too.
+has its own hash, so that damage to it is noticed too.
 """
 
 import json
@@ -105,7 +105,7 @@ def read_manifest(directory: Path) -> Manifest:
     if (found := _own_hash(body)) != recorded:
         raise DamagedCheckpoint(f"{path}: expected hash {recorded}, found {found}")
     if body.get("format") != FORMAT:
-        # Not damage: going on from an older checkpoint would throw away what a newer lightscale has trained.
+        # Not damage: resuming from an older checkpoint would throw away what a newer lightscale has trained.
         raise UserError(f"{path} has format {body.get('format')}, and this version of lightscale reads {FORMAT}")
     return Manifest(files=files, facts={key: value for key, value in body.items() if key not in ("files", "format")})
 

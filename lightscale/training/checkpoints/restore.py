@@ -114,7 +114,7 @@ class Checkpoints:
             steps = [step]
         refused: dict[Path, str] = {}
         # From the newest on. A damaged one is skipped for the next older; a whole one that may not be read (another
-        # model, environment or format) is an error instead, as going on from an older one would lose its training.
+        # model, environment or format) is an error instead, as resuming from an older one would lose its training.
         for candidate in reversed(steps):
             path = self.directory / directory_name(candidate)
             try:

@@ -61,7 +61,7 @@ class SavePolicy:
 
     def collect(self, step: int, metrics: MetricsLogger, tokens: int) -> None:
         """Record how the save in flight ended, once it has ended on all ranks."""
-        # Finishing on one rank alone would let it go on to a collective (retention, the next save) that others miss.
+        # Finishing on one rank alone would let it continue to a collective (retention, the next save) that others miss.
         if self.saver.is_writing and not self._largest(not self.saver.is_written):
             self.finish(step, metrics, tokens)
 

@@ -97,7 +97,7 @@ class Saver:
         self.directory, self.mesh = directory, mesh
         self.known_good: set[int] = set()
         """Steps whose checkpoints this process has written or verified."""
-        # Not ``mesh.control``: training's collectives go on there while the thread writes.
+        # Not ``mesh.control``: training's collectives continue there while the thread writes.
         self._ranks = Agreement(mesh.saving)
         self._copies: dict[tuple[str, Shape], torch.Tensor] = {}
         self._written: Future[Saved] | None = None
@@ -146,7 +146,7 @@ class Saver:
         self._written = written = Future[Saved]()
 
         def work() -> None:
-            # Errors go to ``finish``: a thread has nobody to raise them to.
+            # Errors go to ``finish``: a thread has no caller to raise them to.
             try:
                 written.set_result(self._write(snapshot, retention))
             except BaseException as error:  # noqa: BLE001 - raised where the result is asked for

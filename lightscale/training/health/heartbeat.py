@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-# The file, for the ranks of a launch; without it there is nobody to watch them.
+# The file, for the ranks of a launch; without it no watchdog reads them.
 HEARTBEATS_VARIABLE = "LIGHTSCALE_HEARTBEATS"
 
 # These differ too much from step to step to be part of a step's time, and have allowances of their own.
@@ -61,7 +61,7 @@ class Beat:
 
 
 class Heartbeat:
-    """Writes this rank's heartbeats; without effect where nobody watches."""
+    """Writes this rank's heartbeats; without effect where no watchdog reads them."""
 
     def __init__(self, hang_timeout_s: float, environ: Mapping[str, str] = os.environ) -> None:
         self._hang_timeout_s = hang_timeout_s

@@ -1,7 +1,7 @@
 """Silent corruption: weights that several ranks hold are compared, and the rank that differs is named.
 
 The optimizer of each data and sequence rank writes a part of the flat weights, its row, and all ranks of that group
-gather all rows. From then to the next step nobody writes weights: what differs then has changed by itself. With every
+gather all rows. From then to the next step nothing writes weights: what differs then has changed by itself. With every
 step the rows are gathered anew, which repairs the copies, and spreads what happened to a row where it is written; a
 look at the weights now and then would miss nearly everything. So every rank takes checksums in every step,
 
@@ -201,7 +201,7 @@ def _faults_of_rows(group: Sequence[int], reports: Sequence[ReplicaReport]) -> I
     blamed = {rank for rank in group if not reports[rank].is_intact}
     for row, owner in enumerate(group):
         wrong = {rank for rank in group if reports[rank].seen[row] != reports[owner].written}
-        # What nobody saw changed before it was gathered.
+        # What every rank sees wrong changed before it was gathered.
         blamed |= {owner} if len(wrong) == len(group) else wrong
     if blamed:
         yield ReplicaFault(ranks=tuple(sorted(blamed)), what="weights are not what the optimizer wrote")

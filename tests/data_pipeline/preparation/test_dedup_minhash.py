@@ -45,7 +45,7 @@ class Pairs:
 
 @pytest.fixture(scope="module")
 def windows() -> list[Ids]:
-    """Pieces of the standard library's sources, a word or a sign a token."""
+    """Parts of the standard library's sources, a word or a sign a token."""
     paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     ids: list[Ids] = []
     for path in paths:
@@ -228,7 +228,7 @@ def test_a_band_key_stands_for_its_rows_and_its_band() -> None:
 
 
 def test_keys_are_the_same_for_ever() -> None:
-    """Work that was begun with one version goes on with the next, so this number may not change."""
+    """Work that was begun with one version continues with the next, so this number may not change."""
     documents = [np.arange(start, start + 50, dtype=np.uint32) for start in range(20)]
     assert zlib.crc32(band_keys(signatures(documents)).astype("<u8").tobytes()) == 899_176_685
 

@@ -1,4 +1,4 @@
-"""Whatever stops a preparation, and whoever goes on with it: the same command gives the same store, byte for byte."""
+"""Whatever stops a preparation, and whoever resumes it: the same command gives the same store, byte for byte."""
 
 import fcntl
 import importlib.util

@@ -314,7 +314,7 @@ def dropped(stages: dict[str, Any]) -> dict[tuple[str, str], Any]:
 
 
 def check_page(page: str, report: dict[str, Any]) -> None:
-    """All that a person would look for is on it, and nothing from elsewhere."""
+    """All that a reader looks for is on it, and nothing from elsewhere."""
     for word in (
         "prose",
         "filter: size",

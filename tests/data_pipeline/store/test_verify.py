@@ -54,11 +54,11 @@ def test_a_flipped_bit_anywhere_in_any_shard_is_found_and_the_shard_is_named(sto
     for shard in sorted(store.glob("*/*/c/*")):
         raw = shard.read_bytes()
         changed = bytearray(raw)
-        place = generator.randrange(len(raw))
-        changed[place] ^= 1 << generator.randrange(8)
+        offset = generator.randrange(len(raw))
+        changed[offset] ^= 1 << generator.randrange(8)
         shard.write_bytes(changed)
         faults = verify(store).faults
-        assert any(fault.startswith(f"{shard}: content hash") for fault in faults), (shard, place, faults)
+        assert any(fault.startswith(f"{shard}: content hash") for fault in faults), (shard, offset, faults)
         assert all(str(shard) in fault or f"{shard.parent.parent}: " in fault for fault in faults)
         shard.write_bytes(raw)
     assert verify(store).faults == []

@@ -21,7 +21,7 @@ TEXTS = [f"document {number} " * (number % 7 + 1) for number in range(500)]
 
 
 class Encoder:
-    """The reference's ids, wrong from a call on if told so; counts its calls."""
+    """The reference's ids, wrong from a call on if asked for; counts its calls."""
 
     def __init__(self, reference: Tokenizer, fault: str = "") -> None:
         self.reference, self.fault, self.num_calls = reference, fault, 0

@@ -11,10 +11,10 @@ def lines(attempt: int, first: int, last: int, **changes: Any) -> list[Line]:
     """Metrics of steps `first` to `last`; every fourth step was validated too, in a line of its own."""
     found: list[Line] = []
     for step in range(first, last + 1):
-        place = {"step": step, "attempt": attempt, "tokens": 64 * step}
-        found.append({**place, "loss": 1 / step, "grad_norm": 0.1 * step, "lr": 1e-3, "step_s": attempt, **changes})
+        line = {"step": step, "attempt": attempt, "tokens": 64 * step}
+        found.append({**line, "loss": 1 / step, "grad_norm": 0.1 * step, "lr": 1e-3, "step_s": attempt, **changes})
         if step % 4 == 0:
-            found.append({**place, "validation": {"held": {"loss": 2 / step}}})
+            found.append({**line, "validation": {"held": {"loss": 2 / step}}})
     return found
 
 

@@ -236,8 +236,13 @@ def doctor(
     rank: int, world_size: int, init_method: str, port: int, words: list[str], trouble: str
 ) -> tuple[int, dict[str, Any] | None]:
     """Exit code of `lightscale doctor` on this rank, and what it printed; `trouble` comes over rank 1 first."""
-    place: dict[str, int] = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
-    os.environ.update({name: str(number) for name, number in place.items()})
+    variables: dict[str, int] = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": world_size,
+    }
+    os.environ.update({name: str(number) for name, number in variables.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), SLURMD_NODENAME=f"node{rank}")
     output = io.StringIO()
     with contextlib.redirect_stdout(output), TROUBLES[trouble]() if rank == 1 else contextlib.nullcontext():
@@ -395,9 +400,9 @@ def test_the_clock_of_a_whole_process(tmp_path: Path) -> None:
     port = free_port()
     processes = []
     for rank in range(3):
-        place = {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": 3}
-        place |= {"OMPI_COMM_WORLD_LOCAL_RANK": rank, "OMPI_COMM_WORLD_LOCAL_SIZE": 3, "MASTER_PORT": port}
-        environment = os.environ | {name: str(value) for name, value in place.items()}
+        variables = {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": 3}
+        variables |= {"OMPI_COMM_WORLD_LOCAL_RANK": rank, "OMPI_COMM_WORLD_LOCAL_SIZE": 3, "MASTER_PORT": port}
+        environment = os.environ | {name: str(value) for name, value in variables.items()}
         environment |= {"FAKETIME_DONT_FAKE_MONOTONIC": "1", "SLURMD_NODENAME": f"node{rank}"}
         skew = ["faketime", "-f", "-300s"] if rank == 2 else []
         command = [*skew, sys.executable, "-m", "lightscale", "doctor", "--json", "--run", str(tmp_path)]

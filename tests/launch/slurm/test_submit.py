@@ -77,7 +77,7 @@ def test_a_dry_run_shows_the_script_and_touches_nothing(
     assert not (folder / "runs").exists()
     chain = script(capsys, *TIME, "--chain", "3")
     subprocess.run(["bash", "-n"], input=chain, text=True, check=True, timeout=60)
-    assert "scontrol requeue" not in chain, "the next job of the chain goes on"
+    assert "scontrol requeue" not in chain, "the next job of the chain continues"
     assert "#SBATCH --no-kill" in chain.splitlines()
 
 

@@ -49,7 +49,7 @@ def measure(rank: int, world_size: int, init_method: str) -> dict[str, Any]:
     for name in (*MIXERS, "hybrid"):
         mixer = ["tnl", "lightnet"] if name == "hybrid" else name
         with plain.built_model(ModelConfig(mixer=mixer, **SHAPE), f"{init_method}-{name}") as module:
-            found["with"][name] = [place for place, part in module.named_modules() if isinstance(part, TPE)]
+            found["with"][name] = [path for path, part in module.named_modules() if isinstance(part, TPE)]
             if name == "cosformer2":
                 tpe = module.embedding.tpe
                 found["initial"] = plain.weights_of(module)
@@ -115,8 +115,8 @@ def test_time_scales_begin_between_one_token_and_4096(built: dict[str, Any]) -> 
 def test_a_model_has_it_once_if_a_mixer_asks_for_it(built: dict[str, Any]) -> None:
     asking = {name for name in MIXERS if TPE in mixer_class(name).shared}
     assert asking >= {"cosformer2", "lightnet"}
-    assert {name for name, places in built["with"].items() if places} == asking | {"hybrid"}
-    assert all(places in ([], ["embedding.tpe"]) for places in built["with"].values())
+    assert {name for name, paths in built["with"].items() if paths} == asking | {"hybrid"}
+    assert all(paths in ([], ["embedding.tpe"]) for paths in built["with"].values())
 
 
 def test_decays_stay_wide_in_half_precision(built: dict[str, Any]) -> None:

@@ -30,8 +30,8 @@ RunRanks = Callable[..., list[Any]]
 def mix(x: Tensor, weights: dict[str, Tensor], layer: int) -> Tensor:
     q, k, v = plain.heads(MODEL, x, weights)
     q, k = plain.silu(q), plain.silu(k)
-    place = torch.arange(len(x), dtype=torch.float64)
-    distance = place[:, None] - place
+    position = torch.arange(len(x), dtype=torch.float64)
+    distance = position[:, None] - position
     # Of channel c: q_t k_s cos((t - s) θ), for all s up to t.
     cosines = torch.cos(distance[None, :, :, None] * weights["lrpe.theta"][:, None, None, :])
     scores = torch.einsum("htc, hsc, htsc -> hts", q, k, cosines).tril()

@@ -50,7 +50,7 @@ def forget_rows(mixer: Any) -> Tensor:
 
 
 def with_bounds(module: Any) -> SequenceContext:
-    """What the model's layers are told of two rows."""
+    """What the model's layers know of two rows."""
     context = SequenceContext.of(torch.arange(TOKENS).repeat(2, 1))
     return replace(context, shared={"lower_bounds": module.lower_bounds(context)})
 

@@ -28,8 +28,8 @@ RunRanks = Callable[..., list[Any]]
 
 def mix(x: Tensor, weights: dict[str, Tensor], layer: int) -> Tensor:
     q, k, v = plain.heads(MODEL, x, weights)
-    place = torch.arange(len(x), dtype=torch.float64)
-    distance = place[:, None] - place
+    position = torch.arange(len(x), dtype=torch.float64)
+    distance = position[:, None] - position
     # After token t the weight of token s in channel c is the softmax of k over the tokens up to t.
     weight = torch.where(distance[None, :, :, None] >= 0, k.exp()[:, None], 0.0)
     weight = weight / weight.sum(dim=2, keepdim=True)

@@ -75,7 +75,7 @@ def measure_one(name: str, init_method: str, folder: Path) -> dict[str, Any]:
             "alone": documents_alone(module),
             "state bytes": state_bytes(module),
             "wrong states": wrong_states(module),
-            "shapes": {place: tuple(weight.shape) for place, weight in named_parameters(module)},
+            "shapes": {path: tuple(weight.shape) for path, weight in named_parameters(module)},
             "mixers": [type(layer.self_attention) for layer in module.decoder.layers],
         }
         weights = plain.weights_of(module)
@@ -87,8 +87,8 @@ def measure_one(name: str, init_method: str, folder: Path) -> dict[str, Any]:
 def with_states(module: Any, tokens: Tensor, positions: Tensor, parts: list[int], states: States) -> Tensor:
     return torch.cat(
         [
-            module(ids, places, states=states)
-            for ids, places in zip(tokens.split(parts, dim=1), positions.split(parts, dim=1), strict=True)
+            module(ids, own, states=states)
+            for ids, own in zip(tokens.split(parts, dim=1), positions.split(parts, dim=1), strict=True)
         ],
         dim=1,
     )

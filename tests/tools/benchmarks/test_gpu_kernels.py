@@ -248,9 +248,9 @@ def test_targets(tools: SimpleNamespace) -> None:
 def test_what_did_not_run_is_missed_or_not_compared(tools: SimpleNamespace) -> None:
     figures = figures_of(tools)
     for way, passes in (("lightscale", "forward"), ("fla-core", "forward + backward")):
-        place = {"operator": "LightNet", "way": way, "passes": passes, "rows": 1, "tokens": 131072}
-        figures["lines"] = [x for x in figures["lines"] if {name: x[name] for name in place} != place]
-        figures["failures"].append(place | {"reason": "does not fit in memory"})
+        case = {"operator": "LightNet", "way": way, "passes": passes, "rows": 1, "tokens": 131072}
+        figures["lines"] = [x for x in figures["lines"] if {name: x[name] for name in case} != case]
+        figures["failures"].append(case | {"reason": "does not fit in memory"})
     verdict = tools.kernels.judge(figures)
     assert verdict["missed"] == ["LightNet, forward, 1 x 131072: does not fit in memory"]
     assert verdict["not_compared_with_fla"] == ["LightNet, forward + backward, 1 x 131072"]

@@ -71,9 +71,9 @@ def test_times_are_reported_of_every_case(found: dict[str, Any]) -> None:
 def test_another_number_of_bytes_or_calls_is_an_error(bench: ModuleType, found: dict[str, Any]) -> None:
     case = next(case for case in found["cases"] if (case["kind"], case["exchange"]) == ("hgrn2", "ring"))
     bench.check(case)
-    for place in (0, 1):
+    for index in (0, 1):
         wrong = copy.deepcopy(case)
-        wrong["backward"]["sent"][1][place] += 1
+        wrong["backward"]["sent"][1][index] += 1
         with pytest.raises(RuntimeError, match=r"hgrn2 by ring on 2 ranks with 5 tokens each, backward"):
             bench.check(wrong)
 

@@ -205,11 +205,11 @@ class Scene:
         return restored.refused[0]
 
 
-def flip(name: str, place: float, directory: Path) -> None:
-    """One bit, in the byte at ``place`` of the file's length."""
+def flip(name: str, share: float, directory: Path) -> None:
+    """One bit, in the byte at ``share`` of the file's length."""
     path = directory / name
     data = bytearray(path.read_bytes())
-    data[int(place * (len(data) - 1))] ^= 1 << random.Random(name).randrange(8)
+    data[int(share * (len(data) - 1))] ^= 1 << random.Random(name).randrange(8)
     path.write_bytes(data)
 
 
@@ -235,8 +235,8 @@ def refuse_damage(scene: Scene) -> None:
     )
     for name in with_content:
         size = (scene.original / directory_name(2) / name).stat().st_size
-        for place in (0.0, 0.5, 1.0):
-            reason = scene.is_passed_over(partial(flip, name, place))
+        for share in (0.0, 0.5, 1.0):
+            reason = scene.is_passed_over(partial(flip, name, share))
             assert f"{directory_name(2)}/{name}" in reason
             if name != "MANIFEST.json":
                 assert "expected xxh3-128 " in reason
@@ -340,7 +340,7 @@ def keep_what_is_there(scene: Scene) -> None:
 
 
 def save_what_was_there_at_the_call(scene: Scene) -> None:
-    """Training goes on at once and changes every weight, while the copy is still being written."""
+    """Training continues at once and changes every weight, while the copy is still being written."""
     checkpoints = scene.copy()
     saver = scene.saver(checkpoints)
     saver.reserve(scene.engine)
@@ -461,7 +461,7 @@ class Exploit:
 
 
 def run_nothing_that_is_in_a_checkpoint(scene: Scene) -> None:
-    """Files of formats that can carry code, and crafted ones of our own, under a manifest that vouches for them."""
+    """Files of formats that can hold code, and crafted ones of our own, under a manifest with their hashes."""
     struck = scene.folder / "struck"
     pickled = pickle.dumps(Exploit(struck))
     assert pickle.loads(pickle.dumps(Exploit(scene.folder / "proof"))) is None and (scene.folder / "proof").is_dir()

@@ -41,7 +41,7 @@ def peaks(rank: int, world_size: int, init_method: str, folder: str) -> tuple[in
         (1, 1, 1, 1), rank, init_method, hidden_size=512, intermediate_size=1024, vocab_size=4096
     ) as engine:
         tiny.train(engine, 0, 1)
-        state = sum(piece.data.nbytes for piece in engine.owned_shards())
+        state = sum(shard.data.nbytes for shard in engine.owned_shards())
         before = forget_peak()
         saver = Saver(Path(folder), engine.mesh)
         saver.reserve(engine)

@@ -1,4 +1,4 @@
-"""Saves that fail or are slow while a run goes on: full disks, errors of the device, a disk that cannot keep up."""
+"""Saves that fail or are slow while a run continues: full disks, errors of the device, a disk that cannot keep up."""
 
 import contextlib
 import os
@@ -95,7 +95,7 @@ def trained(run: RunDirectory, steps_of: StepsOf) -> dict[int, tuple[Any, ...]]:
 def test_errors_of_the_disk_cost_a_checkpoint_and_nothing_else(
     workplace: Path, run_ranks: RunRanks, undisturbed: dict[int, tuple[Any, ...]], steps_of: StepsOf
 ) -> None:
-    """Of one rank, at several places of a save: said within a step, with number, words and path."""
+    """Of one rank, at several places of a save: reported within a step, with number, text and path."""
     faults = {6: "raise=EIO@save:open rank=1", 14: "raise=ENOSPC@save:sync rank=0", 22: "raise=EIO@save:rename rank=0"}
     results = run_ranks(with_faults, 2, str(workplace), faults)
     assert [code for ((code, _),) in results] == [0, 0], results[0][0][1]
@@ -118,7 +118,7 @@ def test_errors_of_the_disk_cost_a_checkpoint_and_nothing_else(
 def test_a_full_disk_in_a_run(
     workplace: Path, run_ranks: RunRanks, undisturbed: dict[int, tuple[Any, ...]], steps_of: StepsOf, small_disk: Path
 ) -> None:
-    """After as many failures in a row as it may have the run stops; with space it goes on as if nothing had been."""
+    """After as many failures in a row as it may have the run stops; with space it continues as if nothing had been."""
     run = RunDirectory(workplace / "full")
     os.chdir(workplace)
     assert run.create_or_open(load(Path(WORDS[0]), WORDS[1:]))
@@ -168,9 +168,8 @@ def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(
     ((code, text),) = results[0]
     assert code == 0, text
     run = RunDirectory(small_disk / "run")
-    assert (
-        f"[Errno 28] No space left on device: '{run.metrics}'; training continues, records are kept in memory" in text
-    )
+    problem = f"[Errno 28] No space left on device: '{run.metrics}'"
+    assert f"{problem}; training continues, records are kept in memory" in text
     assert trained(run, steps_of) == undisturbed
     assert [line["step"] for line in read_lines(run.metrics) if "loss" in line] == list(range(1, 41))
     saves = [(event["event"], event["step"]) for event in events(run, "checkpoint", "checkpoint_failed")]

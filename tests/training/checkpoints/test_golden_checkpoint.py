@@ -3,7 +3,7 @@
 ``golden/format-N`` was written once, by the first version with that format: one step of the model below. When the
 format changes, the folder stays, and another comes beside it:
 
-    python tests/training/test_golden_checkpoint.py
+    python tests/training/checkpoints/test_golden_checkpoint.py
 """
 
 import hashlib

@@ -51,9 +51,9 @@ def test_a_manifest_is_read_as_it_was_written(directory: Path) -> None:
 def test_every_flipped_bit_of_the_manifest_is_noticed(directory: Path) -> None:
     path = directory / NAME
     text = path.read_bytes()
-    for place in range(len(text)):
+    for offset in range(len(text)):
         for bit in range(8):
-            path.write_bytes(text[:place] + bytes([text[place] ^ (1 << bit)]) + text[place + 1 :])
+            path.write_bytes(text[:offset] + bytes([text[offset] ^ (1 << bit)]) + text[offset + 1 :])
             with pytest.raises(DamagedCheckpoint, match=NAME):
                 read_manifest(directory)
 
@@ -73,12 +73,12 @@ def test_flipped_bits_of_files_are_noticed(directory: Path) -> None:
     for _ in range(300):
         name = f"file-{generator.randrange(1, 5)}"
         path = directory / name
-        place, mask = generator.randrange(path.stat().st_size), 1 << generator.randrange(8)
+        offset, mask = generator.randrange(path.stat().st_size), 1 << generator.randrange(8)
         with path.open("r+b") as file:
             for damaged in (True, False):
-                file.seek(place)
+                file.seek(offset)
                 (byte,) = file.read(1)
-                file.seek(place)
+                file.seek(offset)
                 file.write(bytes([byte ^ mask]))
                 file.flush()
                 manifest = read_manifest(directory)

@@ -12,7 +12,7 @@ from lightscale.errors import UserError
 from lightscale.training.health import fault_injection
 from lightscale.training.health.fault_injection import POINTS, VARIABLE, InjectedFault, fault_file, fault_point
 
-# Reaches each point named on its command line in turn, and says so.
+# Reaches each point named on its command line in turn, and prints it.
 PROGRAM = """
 import sys
 from lightscale.training.health.fault_injection import fault_point

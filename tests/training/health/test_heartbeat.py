@@ -53,10 +53,10 @@ def test_of_two_places_one_is_always_whole(path: Path, clock: list[float]) -> No
         heartbeat.beat("optimizer", step=step)
     data = path.read_bytes()
     start, end = (data.index(b"optimizer"), data.rindex(b"optimizer"))
-    for place, step in ((end, 1), (start, 2)):
-        path.write_bytes(data[:place] + b"o" + data[place + 1 :])
+    for offset, step in ((end, 1), (start, 2)):
+        path.write_bytes(data[:offset] + b"o" + data[offset + 1 :])
         assert read_heartbeats(path)[1].step == 2
-        path.write_bytes(data[:place] + b"x" + data[place + 1 :])
+        path.write_bytes(data[:offset] + b"x" + data[offset + 1 :])
         assert read_heartbeats(path)[1].step == step, "half of it is of another time"
 
 

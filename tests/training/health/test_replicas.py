@@ -86,12 +86,12 @@ def test_every_bit_counts(dtype: torch.dtype, n: int) -> None:
     before = _checksums(rows)
     assert torch.equal(_checksums(rows[1:2]), before[1:2]), "as a row by itself"
     words = rows.view(torch.int16)
-    for place in range(words.size(1)):
+    for column in range(words.size(1)):
         for bit in range(16):
-            words[2, place] ^= -(1 << 15) if bit == 15 else 1 << bit
+            words[2, column] ^= -(1 << 15) if bit == 15 else 1 << bit
             changed = _checksums(rows) != before
-            assert changed.tolist() == [False, False, True], (place, bit)
-            words[2, place] ^= -(1 << 15) if bit == 15 else 1 << bit
+            assert changed.tolist() == [False, False, True], (column, bit)
+            words[2, column] ^= -(1 << 15) if bit == 15 else 1 << bit
 
 
 # ----- on ranks ------------------------------------------------------------------------------------------------------
@@ -129,8 +129,8 @@ def blame(engine: Engine, *, flip: tuple[int, int, int] | None, updated: int | N
 def flips(rank: int, world_size: int, init_method: str, jobs: list[tuple[Axes, list[Any]]], model: Any) -> list[Any]:
     found = []
     for number, (axes, cases) in enumerate(jobs):
-        for place, case in enumerate(cases):
-            with tiny.engine_on(axes, rank, f"{init_method}-{number}-{place}", **model) as engine:
+        for index, case in enumerate(cases):
+            with tiny.engine_on(axes, rank, f"{init_method}-{number}-{index}", **model) as engine:
                 found.append(blame(engine, **case))
     return found
 

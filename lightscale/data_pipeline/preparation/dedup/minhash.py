@@ -94,7 +94,7 @@ def _minima(hashes: NDArray[np.uint32], starts: NDArray[np.int64]) -> NDArray[np
     for begin in range(0, len(hashes), _SHINGLES_AT_ONCE):
         some = hashes[begin : begin + _SHINGLES_AT_ONCE]
         values = buffer[: len(some)]
-        # The documents with shingles here; the first may have begun before and the last may go on after.
+        # The documents with shingles here; the first may have begun before and the last may end after.
         first = int(np.searchsorted(starts, begin, side="right")) - 1
         last = int(np.searchsorted(starts, begin + len(some), side="left"))
         cuts = np.maximum(starts[first:last] - begin, 0)

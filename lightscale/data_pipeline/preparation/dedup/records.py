@@ -1,4 +1,4 @@
-"""Files of (key, document) records: what the units of work leave for finding duplicates.
+"""Files of (key, document) records: what the units of work write for finding duplicates.
 
 One file a unit of work, raw little-endian records in ascending order of their keys, so that the records of a range
 of keys are contiguous in each file and nothing else of it is read.

@@ -1,4 +1,4 @@
-"""Words of a text as arrays, found and told apart on its UTF-8 bytes without making a string of any."""
+"""Words of a text as arrays, found and compared on its UTF-8 bytes without making a string of any."""
 
 from functools import cached_property
 

@@ -19,7 +19,7 @@ _LEAST_SPLIT_CHUNKS = 8
 
 
 def document_starts(cu_seqlens: Tensor | None, *, num_rows: int, num_tokens: int) -> Tensor | None:
-    """Where in its row each token's document begins, (B, T) int32; -1 in a row's first document, which goes on.
+    """Where in its row each token's document begins, (B, T) int32; -1 in a row's first one: it may begin before.
 
     Made on cu_seqlens' device without waiting for it. None for None.
     """

@@ -70,7 +70,7 @@ class GLARows:
         return torch.empty(self.num_rows, self.num_heads, *inner, dtype=dtype, device=self.device)
 
     def tokens(self, width: int, dtype: torch.dtype | None = None) -> Tensor:
-        """(B, T, H, width), not initialised, in the inputs' dtype unless told."""
+        """(B, T, H, width), not initialised, in the inputs' dtype by default."""
         shape = (self.num_rows, self.num_tokens, self.num_heads, width)
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 

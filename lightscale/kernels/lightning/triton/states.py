@@ -88,7 +88,7 @@ def scan_states(
         length = tl.minimum(CHUNK, T - begin).to(tl.int32)
         of_chunk = ((row * H + head) * num_chunks + chunk) * F * V
         if chunk_states is not None:
-            # Only what is stored is rounded; the state itself goes on in fp32.
+            # Only what is stored is rounded; the state itself stays in fp32.
             rounded = state.to(chunk_states.dtype.element_ty)
             tl.store(chunk_states + of_chunk + within, rounded, mask=in_tile)
 

@@ -102,7 +102,7 @@ def _leave(
     WITH_SLOPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The state and its slope behind a step: what entered, and the tokens of the document that goes on behind it."""
+    """The state and its slope behind a step: what entered, and the tokens of the document that continues behind it."""
     goes_on = own == behind
     exponent = tl.where(goes_on, length - step - READ, -1)[None, :]
     write = _table(powers, exponent, mode[:, None], E)
