@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from lightscale.config.mixers import MIXERS
 from lightscale.config.schema import ModelConfig, RunConfig
 from lightscale.errors import UserError
 from lightscale.models.language_model import LanguageModel, transformer_config
-from lightscale.models.registry import mixer_class
 from lightscale.parallel.initialization import draw_weights
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.planning.communication import EXCHANGES
@@ -197,7 +197,7 @@ def test_mistakes_are_named(
 
 
 def test_an_axis_that_a_mixer_cannot_be_split_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixer_class("tnl"), "axes", frozenset({"data"}))
+    monkeypatch.setitem(MIXERS, "tnl", replace(MIXERS["tnl"], axes=frozenset({"data"})))
     with pytest.raises(UserError, match=r"parallel\.sequence = 2: layer 0 \(tnl\)"):
         plan(config("tnl-tiny", "parallel.sequence=2"))
 

@@ -464,8 +464,10 @@ def run_nothing_that_is_in_a_checkpoint(scene: Scene) -> None:
     """Files of formats that can hold code, and crafted ones of our own, under a manifest with their hashes."""
     struck = scene.folder / "struck"
     pickled = pickle.dumps(Exploit(struck))
-    assert pickle.loads(pickle.dumps(Exploit(scene.folder / "proof"))) is None and (scene.folder / "proof").is_dir()
-    (scene.folder / "proof").rmdir()
+    # That the exploit works; the ranks share the folder.
+    proof = scene.folder / f"proof-{scene.rank}"
+    assert pickle.loads(pickle.dumps(Exploit(proof))) is None and proof.is_dir()
+    proof.rmdir()
     own = ("rank-00000.safetensors", "rank-00001.safetensors", "state.json", "rank-00000.json")
     for name in (".metadata", "common.pt", "__0_0.distcp", *own):
         crafted = {
