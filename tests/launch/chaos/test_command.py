@@ -85,10 +85,10 @@ def chaos(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 @pytest.mark.timeout(600)
 def test_a_real_run_under_faults(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--kills", "4", "--damages", "1", "--disk-faults", "0", "--stops", "0", "--full-disks", "0"]
+    words = ["--kills", "2", "--damages", "1", "--disk-faults", "0", "--stops", "0", "--full-disks", "0"]
     record = chaos(capsys, *words)
-    assert (record["kills"], record["kills_during_saves"], record["flips"]) == (4, 2, 300)
-    assert record["faults"] == 5
+    assert (record["kills"], record["kills_during_saves"], record["flips"]) == (2, 1, 300)
+    assert record["faults"] == 3
     assert len(read_metrics(RunDirectory("runs/chaos-chaos/reference").metrics)) == 60
 
 

@@ -51,5 +51,5 @@ def test_a_wrong_checkpoint_is_an_error(bench: ModuleType, tmp_path: Path) -> No
     with bench.start_mesh(device="cpu", init_method=f"file://{tmp_path}/rendezvous") as mesh:
         engine = build_engine(config, mesh, vocab_size=config.model.vocab_size, trainable=True)
         Saver(tmp_path / "checkpoints", mesh).save(engine, step=1, common={}, facts={})
-        with pytest.raises(RuntimeError, match="has not what was there when it was begun"):
+        with pytest.raises(RuntimeError, match="the checkpoint differs from the state at the beginning of the save"):
             bench._check(engine, mesh, tmp_path / "checkpoints", 1)
