@@ -31,9 +31,12 @@ test: check
 	$(PYTEST) --numprocesses $(JOBS) --dist loadfile --ignore tests/parallel
 	$(PYTEST) tests/parallel
 
-# The rest: tests marked `long`. Exit code 5 says that there is none.
+# The rest: tests marked `long`. Jobs of a scheduler mostly wait, so the others run beside them; those that measure speed,
+# and those with more ranks than cores, run by themselves. Exit code 5 says that there is none.
+ALONE := tests/parallel tests/tools/benchmarks tests/data_pipeline
 test-long: install
-	$(PYTEST) -m long || test $$? -eq 5
+	$(PYTEST) -m long --numprocesses $(JOBS) --dist loadfile $(addprefix --ignore ,$(ALONE)) || test $$? -eq 5
+	$(PYTEST) -m long $(ALONE) || test $$? -eq 5
 
 # The full counts of restarts and faults: about an hour.
 test-soak: install
