@@ -64,9 +64,10 @@ def train(
         ``finished`` or ``resumable``, as written to status.json. Errors are raised; those that are UserError need
         attention, others may pass when the run is restarted.
     """
+    # Before the first heartbeat: it imports the mixers, and until `StopSignal` a stop signal ends the process.
+    check_model(config.model, config.parallel)
     heartbeat = Heartbeat(config.restart.hang_timeout_s)
     heartbeat.beat("starting", step=0)
-    check_model(config.model, config.parallel)
     parallel, environ = config.parallel, os.environ
     with (
         # First: a stop signal during the slow start must not kill the process, but end the run after its first step.
