@@ -4,7 +4,7 @@ A scheduler is a folder beside this file with a subclass of `Scheduler`, and one
 launcher know only this interface:
 
     lightscale submit   check_settings, script, require, check, submit
-    the batch script    lightscale train --scheduler NAME: allocation, current_job
+    the batch script    lightscale train --scheduler NAME: allocation
     srun-like launchers rank_variables
     every command       job_variables
     lightscale runs     state
@@ -121,10 +121,6 @@ class Scheduler(ABC):
     @abstractmethod
     def logs(self, run: RunDirectory) -> list[Path]:
         """The files with what the jobs of `run` printed, oldest first."""
-
-    @abstractmethod
-    def current_job(self, environ: Mapping[str, str]) -> str | None:
-        """The job that `environ` is of; None: this process is in no job of this scheduler."""
 
     def job_variables(self, environ: Mapping[str, str]) -> Mapping[str, str]:
         """What `environ` says of the job, by the names in ``runs.job_environment``; nothing outside of a job."""

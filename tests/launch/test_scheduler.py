@@ -84,9 +84,6 @@ class Toy(Scheduler):
     def logs(self, run: RunDirectory) -> list[Path]:
         return sorted(run.logs.glob("toy-*.txt"))
 
-    def current_job(self, environ: Mapping[str, str]) -> str | None:
-        return environ.get("TOY_JOB")
-
     def rank_variables(self, environ: Mapping[str, str]) -> Mapping[str, str] | None:
         if "TOY_RANK" not in environ:
             return None

@@ -27,6 +27,7 @@ from lightscale.launch.rank import LAUNCHER_VARIABLE, run_rank, summary_and_note
 from lightscale.launch.restart import EXIT_CODES, Nodes, RestartPolicy, run_ranks
 from lightscale.launch.scheduler import adopt_job, default_scheduler, get_scheduler
 from lightscale.launch.torchrun import ThisMachine
+from lightscale.runs.job_environment import job_id
 from lightscale.runs.lock import InUse, RunLock
 from lightscale.runs.run_directory import RunDirectory, Status
 from lightscale.training.signals import DEADLINE_VARIABLE
@@ -122,7 +123,7 @@ def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float
         command += [f"--allow-change={key}" for key in sorted(allow)]
         policy = RestartPolicy(config=config.restart, again=not args.no_restart, deadline_s=deadline_s)
         resume = _command_line(args, directory)
-        job = None if args.scheduler is None else get_scheduler(args.scheduler).current_job(os.environ)
+        job = None if args.scheduler is None else job_id()
         # By the launcher, over all restarts: between two starts of the ranks no other job can take the run.
         with _held(directory, config, allow, job=job):
             code = run_ranks(directory, command, processes=processes, resume=resume, policy=policy, nodes=nodes)

@@ -83,10 +83,6 @@ class Slurm(Scheduler):
         """See `Scheduler`."""
         return sorted(run.logs.glob("slurm-*.out"), key=lambda path: int(path.stem.partition("-")[2]))
 
-    def current_job(self, environ: Mapping[str, str]) -> str | None:
-        """See `Scheduler`."""
-        return environ.get("SLURM_JOB_ID")
-
     def job_variables(self, environ: Mapping[str, str]) -> Mapping[str, str]:
         """See `Scheduler`."""
         return ranks.job_variables(environ)
