@@ -33,6 +33,7 @@ from lightscale.launch.scheduler import (
 )
 from lightscale.launch.settings import LaunchSettings
 from lightscale.launch.torchrun import ThisMachine
+from lightscale.runs.job_environment import JOB_ID, job_id
 from lightscale.runs.jobs import JobRecord, record_job, recorded_jobs
 from lightscale.runs.run_directory import RunDirectory, read_lines
 
@@ -83,6 +84,9 @@ class Toy(Scheduler):
 
     def logs(self, run: RunDirectory) -> list[Path]:
         return sorted(run.logs.glob("toy-*.txt"))
+
+    def job_variables(self, environ: Mapping[str, str]) -> Mapping[str, str]:
+        return {JOB_ID: environ["TOY_JOB"]} if "TOY_JOB" in environ else {}
 
     def rank_variables(self, environ: Mapping[str, str]) -> Mapping[str, str] | None:
         if "TOY_RANK" not in environ:
@@ -287,8 +291,12 @@ def test_ranks_and_launchers_of_a_toy(toy: None, folder: Path, monkeypatch: pyte
 
     monkeypatch.setattr(train_command, "run_ranks", run_ranks)
     monkeypatch.setenv("TOY_JOB", "5")
+    # The command sets it in this process; set and removed here, it is removed again at the end.
+    monkeypatch.setenv(JOB_ID, "none")
+    monkeypatch.delenv(JOB_ID)
     assert main(["train", "tiny-run.toml", "train.device=cpu", "--scheduler", "toy"]) == 75
     (options,) = started
     assert isinstance(options["nodes"], ThisMachine)
     words = shlex.split(options["resume"])
     assert words[:5] == ["lightscale", "submit", "runs/tiny-run/config.toml", "--scheduler", "toy"]
+    assert job_id() == "5"
