@@ -6,7 +6,7 @@ PYTEST := $(BIN)/pytest --durations=10
 # Test files at a time. Not of those that start ranks: more ranks than cores only wait for each other.
 JOBS ?= 2
 
-.PHONY: install check test test-long test-soak gpu-check quickstart golden clean
+.PHONY: install check test test-long test-soak gpu-check quickstart golden lock clean
 
 install: $(STAMP)
 
@@ -18,13 +18,14 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
-# Static checks and the direction of imports.
+# Static checks, dependencies, the direction of imports, and that nothing that is read can be executed.
 check: install
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy -p lightscale
 	$(BIN)/mypy tools
-	$(BIN)/pytest -q tests/test_layering.py
+	$(BIN)/python tools/dependencies.py
+	$(BIN)/pytest -q tests/test_layering.py tests/test_safety.py
 
 # The default suite.
 test: check
@@ -55,6 +56,10 @@ golden: install
 	for config in configs/*.toml; do \
 	  $(BIN)/lightscale config $$config > tests/config/golden/$$(basename $$config) || exit 1; \
 	done
+
+# Write down the versions that are installed now, after a change of dependencies.
+lock: install
+	$(BIN)/python tools/dependencies.py --lock
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
