@@ -1,5 +1,6 @@
 """cosFormer2 against full matrices of cosines of distances."""
 
+import functools
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from lightscale.config.schema import ModelConfig
 from lightscale.models.layers.context import SequenceContext
 
 plain = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "plain_models.py")))
+mixers = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "plain_mixers.py")))
 
 MODEL = ModelConfig(
     mixer="cosformer2",
@@ -24,18 +26,8 @@ MODEL = ModelConfig(
     vocab_size=101,
     mixer_options={"cosformer2": {"gate_rank": 5}},
 )
+mix = functools.partial(mixers.cosformer2, MODEL)
 RunRanks = Callable[..., list[Any]]
-
-
-def mix(x: Tensor, weights: dict[str, Tensor], layer: int) -> Tensor:
-    q, k, v = plain.heads(MODEL, x, weights)
-    q, k = plain.silu(q), plain.silu(k)
-    position = torch.arange(len(x), dtype=torch.float64)
-    distance = position[:, None] - position
-    # Of channel c: q_t k_s cos((t - s) θ), for all s up to t.
-    cosines = torch.cos(distance[None, :, :, None] * weights["lrpe.theta"][:, None, None, :])
-    scores = torch.einsum("htc, hsc, htsc -> hts", q, k, cosines).tril()
-    return plain.gated_output(MODEL, scores @ v, x, weights)
 
 
 def without_angles(module: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -1,5 +1,6 @@
 """HGRN2 against its recurrence, one token at a time, and at the ends of its forget gates."""
 
+import functools
 import runpy
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,31 +18,15 @@ from lightscale.models.layers.context import SequenceContext
 from lightscale.models.mixers.hgrn2 import log_forget, lower_bounds
 
 plain = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "plain_models.py")))
+mixers = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "plain_mixers.py")))
 
 MODEL = ModelConfig(mixer="hgrn2", num_layers=3, hidden_size=27, num_heads=3, intermediate_size=37, vocab_size=101)
 TABLE = "lower_bounds.table"
 OUT_PROJ = "decoder.layers.1.self_attention.out_proj.weight"
 EXTREME = 100.0
 TOKENS = 130
+mix = functools.partial(mixers.hgrn2, MODEL)
 RunRanks = Callable[..., list[Any]]
-
-
-def plain_bounds(table: Tensor) -> Tensor:
-    """β (l, d): softmax over the layers, summed up, minus the first row."""
-    share = table.exp() / table.exp().sum(dim=0)
-    return torch.stack([share[: layer + 1].sum(dim=0) - share[0] for layer in range(len(table))])
-
-
-def mix(x: Tensor, weights: dict[str, Tensor], layer: int) -> Tensor:
-    q, f, v = plain.heads(MODEL, x, weights)
-    bound = plain_bounds(weights[TABLE])[layer].view(MODEL.num_heads, 1, MODEL.head_dim)
-    forget = bound + (1 - bound) * torch.sigmoid(f)
-    S, outputs = torch.zeros(MODEL.num_heads, MODEL.head_dim, MODEL.head_dim, dtype=x.dtype), []
-    for t in range(len(x)):
-        S = forget[:, t, :, None] * S + (1 - forget[:, t, :, None]) * v[:, t, None, :]
-        outputs.append(torch.einsum("hkv, hk -> hv", S, plain.silu(q[:, t])))
-    o = plain.concatenated(torch.stack(outputs, dim=1))
-    return plain.norm(MODEL, o) @ weights["out_proj.weight"].T
 
 
 def forget_rows(mixer: Any) -> Tensor:
@@ -129,7 +114,7 @@ def test_bounds_rise_with_the_layer_and_are_exactly_zero_in_the_first(num_layers
     assert torch.equal(bounds[0], torch.zeros(7))
     assert (bounds.diff(dim=0) > 0).all()
     assert (bounds < 1).all()
-    torch.testing.assert_close(bounds.double(), plain_bounds(table.double()), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(bounds.double(), mixers.lower_bounds(table.double()), rtol=1e-5, atol=1e-7)
     # Whatever comes back at the first layer's bound, which is a constant, reaches no row.
     (gradient,) = torch.autograd.grad(bounds[0].sum() * 1e38 * 10, table)
     assert torch.equal(gradient, torch.zeros_like(table))

@@ -1,6 +1,6 @@
 """LLaMA against full matrices of attention, with rotations as products of complex numbers."""
 
-import math
+import functools
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -9,34 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightscale.config.schema import ModelConfig, ParallelConfig
 from lightscale.errors import UserError
 from lightscale.models.registry import check_model
 
 plain = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "plain_models.py")))
+mixers = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "plain_mixers.py")))
 
 SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 30, "num_heads": 3, "intermediate_size": 37, "vocab_size": 101}
 MODEL = ModelConfig(mixer="llama", norm="rmsnorm", glu_activation="silu", **SHAPE)
+mix = functools.partial(mixers.llama, MODEL)
 RunRanks = Callable[..., list[Any]]
-
-
-def rotated(x: Tensor) -> Tensor:
-    """(h, n, k) at positions 0 … n - 1: channel i is the real part and i + k/2 the imaginary part of a number."""
-    half = x.size(-1) // 2
-    angles = 10000.0 ** (-2 * torch.arange(half, dtype=torch.float64) / (2 * half))
-    phases = torch.arange(x.size(-2), dtype=torch.float64)[:, None] * angles
-    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(phases), phases)
-    return torch.cat([turned.real, turned.imag], dim=-1)
-
-
-def mix(x: Tensor, weights: dict[str, Tensor], layer: int) -> Tensor:
-    q, k, v = plain.heads(MODEL, x, weights)
-    scores = rotated(q) @ rotated(k).mT / math.sqrt(MODEL.head_dim)
-    weight = torch.where(torch.ones_like(scores).tril() > 0, scores.exp(), 0.0)
-    o = weight / weight.sum(dim=-1, keepdim=True) @ v
-    return plain.concatenated(o) @ weights["out_proj.weight"].T
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,117 @@
+"""Every mixer written out plainly, for one document: full matrices, or the recurrence token by token.
+
+Each is (model, normalised input (n, d), weights of the mixer and of the model, layer from 0) -> output (n, d); see
+``plain_models.py``, of which these take heads, norms and gates. Loaded by path (runpy).
+"""
+
+import math
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightscale.config.schema import ModelConfig
+
+plain = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("plain_models.py"))))
+
+Weights = dict[str, Tensor]
+LOWER_BOUNDS = "lower_bounds.table"
+
+
+def tnl(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor:
+    """Decays by head (ALiBi slopes, heads a power of two) and layer; LRPE in the first layer."""
+    q, k, v = plain.heads(model, x, weights)
+    q, k = plain.silu(q), plain.silu(k)
+    distance = _distance(x)
+    slopes = torch.tensor([2.0 ** (-8 * (head + 1) / model.num_heads) for head in range(model.num_heads)])
+    factor = 1.0 if model.num_layers == 1 else 1 - layer / (model.num_layers - 1) + 1e-5
+    decay = torch.where(distance >= 0, (-slopes.double()[:, None, None] * factor * distance).exp(), 0.0)
+    if layer == 0:
+        scores = torch.einsum("htc, hsc, htsc -> hts", q, k, _cosines(distance, weights["lrpe.theta"]))
+    else:
+        scores = q @ k.mT
+    return gated(model, (scores * decay) @ v, x, weights)
+
+
+def cosformer2(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor:
+    """Of channel c: q_t k_s cos((t - s) θ), for all s up to t."""
+    q, k, v = plain.heads(model, x, weights)
+    cosines = _cosines(_distance(x), weights["lrpe.theta"])
+    scores = torch.einsum("htc, hsc, htsc -> hts", plain.silu(q), plain.silu(k), cosines).tril()
+    return gated(model, scores @ v, x, weights)
+
+
+def lightnet(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor:
+    """After token t the weight of token s in channel c is the softmax of k over the tokens up to t."""
+    q, k, v = plain.heads(model, x, weights)
+    distance = _distance(x)
+    weight = torch.where(distance[None, :, :, None] >= 0, k.exp()[:, None], 0.0)
+    weight = weight / weight.sum(dim=2, keepdim=True)
+    j = torch.arange(model.hidden_size, dtype=torch.float64).view(model.num_heads, model.head_dim)
+    cosines = _cosines(distance, 10000.0 ** (-2 * j / model.hidden_size))
+    scores = torch.einsum("htc, htsc, htsc -> hts", plain.silu(q), weight, cosines)
+    return gated(model, scores @ v, x, weights)
+
+
+def hgrn2(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor:
+    """The recurrence, one token at a time."""
+    q, f, v = plain.heads(model, x, weights)
+    bound = lower_bounds(weights[LOWER_BOUNDS])[layer].view(model.num_heads, 1, model.head_dim)
+    forget = bound + (1 - bound) * torch.sigmoid(f)
+    S, outputs = torch.zeros(model.num_heads, model.head_dim, model.head_dim, dtype=x.dtype), []
+    for t in range(len(x)):
+        S = forget[:, t, :, None] * S + (1 - forget[:, t, :, None]) * v[:, t, None, :]
+        outputs.append(torch.einsum("hkv, hk -> hv", S, plain.silu(q[:, t])))
+    o = plain.concatenated(torch.stack(outputs, dim=1))
+    return plain.norm(model, o) @ weights["out_proj.weight"].T
+
+
+def lower_bounds(table: Tensor) -> Tensor:
+    """β (l, d): softmax over the layers, summed up, minus the first row."""
+    share = table.exp() / table.exp().sum(dim=0)
+    return torch.stack([share[: layer + 1].sum(dim=0) - share[0] for layer in range(len(table))])
+
+
+def llama(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor:
+    """Full matrices of attention, with rotations as products of complex numbers."""
+    q, k, v = plain.heads(model, x, weights)
+    scores = _rotated(q) @ _rotated(k).mT / math.sqrt(model.head_dim)
+    weight = torch.where(torch.ones_like(scores).tril() > 0, scores.exp(), 0.0)
+    o = weight / weight.sum(dim=-1, keepdim=True) @ v
+    return plain.concatenated(o) @ weights["out_proj.weight"].T
+
+
+gated: Callable[..., Tensor] = plain.gated_output
+MIX: dict[str, Callable[..., Tensor]] = {
+    "tnl": tnl,
+    "hgrn2": hgrn2,
+    "cosformer2": cosformer2,
+    "lightnet": lightnet,
+    "llama": llama,
+}
+ENCODE: dict[str, Any] = {"cosformer2": plain.toeplitz, "lightnet": plain.toeplitz}
+"""What the model does before its first layer, for those where it does something."""
+
+
+def _distance(x: Tensor) -> Tensor:
+    """t - s, (n, n)."""
+    position = torch.arange(len(x), dtype=torch.float64)
+    return position[:, None] - position
+
+
+def _cosines(distance: Tensor, theta: Tensor) -> Tensor:
+    """(n, n) and (h, c) -> (h, n, n, c)."""
+    return torch.cos(distance[None, :, :, None] * theta[:, None, None, :])
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """(h, n, k) at positions 0 … n - 1: channel i is the real part and i + k/2 the imaginary part of a number."""
+    half = x.size(-1) // 2
+    angles = 10000.0 ** (-2 * torch.arange(half, dtype=torch.float64) / (2 * half))
+    phases = torch.arange(x.size(-2), dtype=torch.float64)[:, None] * angles
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(phases), phases)
+    return torch.cat([turned.real, turned.imag], dim=-1)
