@@ -152,9 +152,11 @@ class Engine:
         if not double:
             self.optimizer = build_optimizer(spec, self.models, self.config, on_gpu=on_gpu)
 
-    def _finalize_gradients(self, model: list[nn.Module], *args: Any, **kwargs: Any) -> None:
-        # Sums over data and sequence ranks, and divides by the number of valid tokens of all of them.
-        finalize_model_grads(model, *args, **{**kwargs, "pg_collection": self.mesh.groups})
+    def _finalize_gradients(self, model: list[nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
+        # Sums over data and sequence ranks, and divides by the number of valid tokens of all of them. That is a whole
+        # number, of which Megatron takes the inverse in fp32 and so scales all gradients of fp64 runs by up to 6e-8.
+        count = None if num_tokens is None else num_tokens.double()
+        finalize_model_grads(model, count, **{**kwargs, "pg_collection": self.mesh.groups})
         copies: dict[str, list[Tensor]] = {}
         for chunk in self.chunks:
             for name, parameter in chunk.named_parameters():
