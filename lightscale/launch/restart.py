@@ -11,7 +11,7 @@ Exit codes of `lightscale train`, for people and job scripts:
     75  resumable   stopped by a signal or the deadline, and saved: start the same command again
     1   resumable   a rank failed and --no-restart was given: the same, as long as the run makes progress
     70  stopped     given up: the ranks failed again and again without a new checkpoint
-    74  stopped     there are checkpoints, but none that is whole
+    74  stopped     there are checkpoints, but none that is whole; or there were some, and all are gone
     78  stopped     a mistake of the user, or something else that needs attention
 
 The second word is the status in status.json.

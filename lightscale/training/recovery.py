@@ -1,8 +1,8 @@
 """Where a run continues: at its newest good checkpoint, or at one before steps that had to be skipped.
 
     resume      at every start: newest whole checkpoint -> weights, optimizer, random states, data position, guard
-    roll_back   after too many skipped steps in a row: put newer checkpoints aside, record that their data is skipped,
-                and resume from the last checkpoint before them
+    roll_back   after too many skipped steps in a row, or where the state is not finite: put newer checkpoints aside,
+                record that their data is skipped, and resume from the last checkpoint before them
 
 Nothing here is kept in memory alone. What decides where a run continues is on disk, as checkpoints and as events, so
 that a crash at any moment leads to the same run as no crash.
@@ -25,8 +25,11 @@ from lightscale.training.build import start_again
 from lightscale.training.checkpoints.directories import directory_name, list_steps
 from lightscale.training.checkpoints.manifest import NAME as MANIFEST
 from lightscale.training.checkpoints.manifest import hash_file
-from lightscale.training.checkpoints.restore import Checkpoints, Restored
+from lightscale.training.checkpoints.restore import Checkpoints, LostCheckpoints, Restored
 from lightscale.training.health.guard import Guard
+
+GIVE_UP = "lost-checkpoints"
+"""In ``--allow-change``: begin again at step 0 although the run's checkpoints are gone."""
 
 
 class Stateful(Protocol):
@@ -69,6 +72,7 @@ class Recovery:
         """Load the newest whole checkpoint, or else the weights of ``train.init_from``; returns the steps done."""
         restored = self._checkpoints.restore(self._engine, allow=self._allow)
         if restored is None:
+            self._check_none_is_lost()
             self._start_from_weights()
         else:
             self._load(restored)
@@ -79,26 +83,51 @@ class Recovery:
             self._loader.skip(at_tokens, skip_tokens)
         return 0 if restored is None else restored.step
 
-    def roll_back(self, last: int) -> int:
-        """Return to the last checkpoint before the steps skipped in a row, and skip all data since then.
+    def _check_none_is_lost(self) -> None:
+        """Refuse to begin again at step 0 where checkpoints were there, as after a file system was not mounted."""
+        events = self._ranks.on_first(lambda: read_lines(self._directory.events))
+        saved: dict[str, int] = {}
+        for event in events:
+            if event["event"] == "checkpoint":
+                saved[event["checkpoint"]] = event["step"]
+                for step in event.get("removed", ()):
+                    saved.pop(directory_name(step), None)
+            for name in event.get("put_aside", ()):
+                saved.pop(name, None)
+            if event["event"] == "checkpoints_given_up":
+                saved.clear()
+        if not saved:
+            return
+        last = max(saved.values())
+        if GIVE_UP not in self._allow:
+            raise LostCheckpoints(
+                f"{self._checkpoints.directory} has no checkpoint, but the run has saved {', '.join(saved)}: it was at "
+                f"step {last}. Is a file system not mounted? Put them back there; or begin again at step 0 with "
+                f"--allow-change {GIVE_UP}"
+            )
+        self._journal.event("checkpoints_given_up", step=last, checkpoints=list(saved))
+        self._journal.say(f"beginning again at step 0: the checkpoints up to step {last} are given up")
+
+    def roll_back(self, first: int, last: int, reason: str) -> int:
+        """Return to the last checkpoint before step `first`, and skip all data from there to step `last`.
 
         The order of the three parts matters. A crash after the first (newer checkpoints put aside) repeats the skipped
         steps and rolls back again; after the second (skip recorded) every start finds the checkpoint and applies the
         skip; the third (new attempt) only separates the records.
 
         Args:
-            last: the step just skipped.
+            first: of the bad steps. Good steps in between would have ended their row.
+            last: the step that was just done.
+            reason: what was bad, for messages.
 
         Returns:
             The steps done. Checkpoints after it have been put aside, since later ones will take their names.
         """
-        # Steps in between that were good would have ended the row, so that the row is contiguous.
-        first = last - self._guard.skips_in_a_row + 1
         steps: list[int] = self._ranks.on_first(lambda: list_steps(self._checkpoints.directory))
         # A checkpoint within the row holds good weights too, but its guard has counted skips; without any checkpoint
         # the run begins again at step 0.
         target = max((step for step in steps if step < first), default=0)
-        self._check_rollbacks(first, last, target)
+        self._check_rollbacks(reason, first, target)
         later = [self._checkpoints.directory / directory_name(step) for step in steps if step >= first]
         self._checkpoints.put_aside(later)
 
@@ -109,9 +138,7 @@ class Recovery:
         skip_tokens = loader.tokens - at_tokens
         journal.event(SKIP_EVENT, at_tokens=at_tokens, skip_tokens=skip_tokens, first_step=target + 1, last_step=last)
         journal.begin_attempt("rollback", step=target, put_aside=[path.name for path in later])
-        journal.say(
-            f"steps {first} to {last} were skipped; rolling back to step {target} and skipping the data since then"
-        )
+        journal.say(f"{reason}; rolling back to step {target} and skipping the data since then")
 
         if target == 0:
             # ``resume`` will find no checkpoint to overwrite what training has changed.
@@ -120,7 +147,7 @@ class Recovery:
             self._guard.load_state_dict(Guard(self._config.guard).state_dict())
         return self.resume()
 
-    def _check_rollbacks(self, first: int, last: int, target: int) -> None:
+    def _check_rollbacks(self, reason: str, first: int, target: int) -> None:
         done, limit = len(self._recorded_skips()), self._config.guard.max_rollbacks
         # Of all attempts together: a restart must not reset the count, or a run with bad data would never end.
         if done < limit:
@@ -128,7 +155,7 @@ class Recovery:
         run = self._directory.path
         hint = f' in a new run with train.init_from = "{run}@{target}"' if target else ""
         raise UserError(
-            f"steps {first} to {last} were skipped, after {done} rollbacks already "
+            f"{reason}, after {done} rollbacks already "
             f"(guard.max_rollbacks = {limit}); events.jsonl has the reasons. Check the data of these steps "
             f"(lightscale data samples {run} --step {first}); a lower optimizer.lr or longer "
             f"optimizer.warmup_steps{hint} may help"

@@ -195,7 +195,8 @@ class Trainer:
                 with profiler.step(self.step + 1):
                     self._train_step(ahead, metrics)
                 if self.guard.skips_in_a_row >= config.guard.max_skips:
-                    self._roll_back(metrics)
+                    first = self.step - self.guard.skips_in_a_row + 1
+                    self._roll_back(metrics, first, f"steps {first} to {self.step} were skipped")
                     continue
                 # After a possible rollback and before a possible save: the loss of the weights that are saved.
                 every = config.train.validate_every
@@ -209,6 +210,10 @@ class Trainer:
                 leaving = stopping or self.step == total
                 if leaving or self.save_policy.is_due(self.step):
                     self._save(metrics, leaving=leaving)
+                # A stopped run finds it out again when it is resumed, and goes back then.
+                if self.save_policy.not_finite is not None and not stopping:
+                    self._roll_back(metrics, self.step, self.save_policy.not_finite)
+                    continue
                 if leaving:
                     self._log_goodput(metrics)
                 if stopping:
@@ -268,13 +273,14 @@ class Trainer:
             dist.barrier(group=self.mesh.control)
             raise
 
-    def _roll_back(self, metrics: MetricsLogger) -> None:
-        """Return to before the steps that were skipped in a row, and continue with other data."""
+    def _roll_back(self, metrics: MetricsLogger, first: int, reason: str) -> None:
+        """Return to a checkpoint before step `first`, and continue with other data than that until here."""
         # A save in flight would give its name to a checkpoint after the one returned to.
         if self.save_policy.saver.is_writing:
             self.save_policy.finish(self.step, metrics, self.loader.tokens)
         self.heartbeat.beat("rolling back", step=self.step)
-        self.step = self.recovery.roll_back(self.step)
+        self.step = self.recovery.roll_back(first, self.step, reason)
+        self.save_policy.not_finite = None
         # Checkpoints of these steps will be other ones.
         self.save_policy.saver.known_good.clear()
         self.replicas.begin(self.step)

@@ -5,6 +5,7 @@ then can an interrupted run be compared with one that was not.
 """
 
 import json
+import math
 import os
 import runpy
 import shutil
@@ -17,6 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
@@ -64,6 +66,8 @@ class Plan:
     """Behind put_aside, or behind the event of that name, or before a step."""
     flip: int | None = None
     """The last rank's weights change before this step."""
+    poison: int | None = None
+    """Before this step, once, a moment of the optimizer becomes NaN on the last rank."""
 
 
 def starts(rank: int, world_size: int, init_method: str, folder: str, plans: list[dict[str, Any]]) -> list[Any]:
@@ -90,6 +94,7 @@ def disturbed(plan: Plan, rank: int, world_size: int, trained: dict[int, Tensor]
     next_step, sum_losses, put_aside = Prefetcher.next_step, Engine._sum_losses, Checkpoints.put_aside
     forward_backward, event = Engine.forward_backward, RunDirectory.event
     bad: list[str | None] = [None]
+    poisoned: list[int] = []
 
     def next_or_crash(self: Prefetcher) -> Any:
         tokens = self._loader.tokens
@@ -105,6 +110,10 @@ def disturbed(plan: Plan, rank: int, world_size: int, trained: dict[int, Tensor]
         if plan.flip == max(trained) and rank == world_size - 1:
             words = next(self.flat_weights())[0].view(torch.int32)
             words[7] ^= 1 << 20
+        if plan.poison == max(trained) and rank == world_size - 1 and not poisoned:
+            poisoned.append(max(trained))
+            moment = next(shard for shard in self.owned_shards() if shard.box.key.startswith("exp_avg_sq."))
+            moment.data.view(-1)[3] = float("nan")
         return forward_backward(self, batches)
 
     def disturb(self: Engine, batch: Any, losses: Tensor) -> Any:
@@ -308,6 +317,62 @@ def test_other_weights_are_no_beginning(back: list[Any], workplace: Path, run_ra
     (((code, text), _),) = run_ranks(starts, 1, str(workplace), [asdict(Plan("other-weights", words))])[0]
     assert code == 78
     assert "is another checkpoint than the one that other-weights began with" in text
+
+
+# ----- states that are not finite ------------------------------------------------------------------------------------
+
+
+def test_no_checkpoint_has_nan_and_the_run_goes_back(back: list[Any], workplace: Path, run_ranks: RunRanks) -> None:
+    """At the last step, whose loss is good; before a checkpoint in the middle; and with saves in the background."""
+    background = tuple(word.replace("asynchronous=false", "asynchronous=true") for word in BACK)
+    plans = [
+        Plan("nan-16", BACK, poison=16),
+        Plan("nan-12", BACK, poison=12),
+        Plan("nan-12-background", background, poison=12),
+    ]
+    (ends,) = run_ranks(starts, 1, str(workplace), [asdict(plan) for plan in plans])
+    for plan, ((code, text), _) in zip(plans, ends, strict=True):
+        assert code == 0, text
+        run = RunDirectory(workplace / plan.run)
+        found = events(run, "state_not_finite")
+        (rollback,) = events(run, "rollback")
+        # In the background a save may have been skipped for the one before it: then skipped steps showed it first.
+        if plan.run != "nan-12-background":
+            assert f"the state after step {plan.poison} is not finite: " in found[0]["reason"]
+            assert rollback["step"] == (15 if plan.poison == 16 else 9)
+        assert run.read_status().status == "finished"
+        assert list_steps(run.checkpoints)[-1] == 16
+        for file in run.checkpoints.glob("step-*/*.safetensors"):
+            tensors = load_file(file)
+            assert all(tensor.isfinite().all() for tensor in tensors.values()), file
+        assert all(math.isfinite(line["loss"]) for line in read_metrics(run.metrics))
+        # The poisoned step and what came after it, until it was found, was trained on other data.
+        assert data_of(run, 16, 16)[0] >= 17
+
+
+# ----- checkpoints that are gone -------------------------------------------------------------------------------------
+
+
+def test_lost_checkpoints_are_no_new_run(back: list[Any], workplace: Path, run_ranks: RunRanks) -> None:
+    run = RunDirectory(workplace / "lost")
+    shutil.copytree(workplace / "back-0", run.path)
+    run.status.unlink()
+    # As of a file system that is not mounted: the directory is there, and empty.
+    shutil.rmtree(run.checkpoints)
+    run.checkpoints.mkdir()
+    afresh = (*BACK, "--allow-change", "lost-checkpoints")
+    plans = [Plan("lost", BACK), Plan("lost", afresh, crash=3), Plan("lost", BACK)]
+    (refused, _), (begun, _), (again, _) = run_ranks(starts, 1, str(workplace), [asdict(p) for p in plans])[0]
+    assert refused[0] == 74
+    assert refused[1].splitlines()[-1].startswith("error: lost/checkpoints has no checkpoint, but the run has saved ")
+    assert "step-00000016" in refused[1]
+    assert "step-00000012" not in refused[1]
+    assert "--allow-change lost-checkpoints" in refused[1]
+    assert begun == "before step 3"
+    # Given up once, and nothing saved since: no second question.
+    assert again[0] == 0, again[1]
+    (given_up,) = events(run, "checkpoints_given_up")
+    assert given_up["step"] == 16
 
 
 def test_a_run_that_goes_back_too_often_is_stopped(workplace: Path, run_ranks: RunRanks) -> None:

@@ -79,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="KEY",
         help="resume although this differs from the run's: a key or section of the configuration, data (another "
-        "store or tokenizer), versions or versions.PACKAGE; may be given several times",
+        "store or tokenizer), versions or versions.PACKAGE; lost-checkpoints: begin again at step 0 where all "
+        "checkpoints are gone; may be given several times",
     )
     parser.add_argument("--json", action="store_true", help="print at the end, as JSON, how the run ended")
 
@@ -185,13 +186,13 @@ def allowed_changes(keys: Sequence[str]) -> frozenset[str]:
     for key in keys:
         section, _, rest = key.partition(".")
         fields = getattr(RunConfig.model_fields.get(section), "annotation", None)
-        known = section == "versions" or (
+        known = key == "lost-checkpoints" or section == "versions" or (
             fields is not None and (not rest or rest.split(".")[0] in fields.model_fields)
         )
         if not known:
             raise UserError(
                 f"--allow-change {key}: neither a key or section of the configuration, like optimizer.lr or data, "
-                "nor versions or versions.PACKAGE"
+                "nor versions or versions.PACKAGE, nor lost-checkpoints"
             )
     return frozenset(keys)
 

@@ -52,6 +52,10 @@ class NoGoodCheckpoint(UserError):
     """``EX_IOERR``."""
 
 
+class LostCheckpoints(NoGoodCheckpoint):
+    """There were checkpoints, says the run's record, and none is there now."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Restored:
     """What was read: the step, and the small state that was saved beside the tensors."""

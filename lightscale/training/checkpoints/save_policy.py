@@ -17,7 +17,7 @@ from lightscale.runs.metrics import MetricsLogger
 from lightscale.runs.run_directory import RunDirectory, read_lines
 from lightscale.runs.save_interval import SaveInterval
 from lightscale.training.checkpoints.directories import Retention
-from lightscale.training.checkpoints.saving import SaveError, Saver
+from lightscale.training.checkpoints.saving import NotFinite, SaveError, Saver
 from lightscale.training.health.heartbeat import Heartbeat
 
 Largest = Callable[[int], int]
@@ -49,6 +49,8 @@ class SavePolicy:
         )
         # In a row, of this attempt.
         self._failures = 0
+        self.not_finite: str | None = None
+        """Why the last save was refused, if the state was not finite: the run must go back."""
 
     def is_due(self, step: int) -> bool:
         """Whether the run is to be saved after ``step``."""
@@ -111,6 +113,11 @@ class SavePolicy:
         began = time.perf_counter()
         try:
             saved = self.saver.finish()
+        except NotFinite as error:
+            # No fault of the disk: more saves of this state would fail too, and are not waited for.
+            self.not_finite = str(error)
+            self._journal.event("state_not_finite", step=step, reason=str(error))
+            return time.perf_counter() - began
         except SaveError as error:
             self._failures += 1
             self._journal.note("checkpoint_failed", step=step, reason=str(error), in_a_row=self._failures)

@@ -52,6 +52,10 @@ class SaveError(UserError):
     """A checkpoint could not be written; the message has the path and the system's error. Earlier ones are intact."""
 
 
+class NotFinite(SaveError):
+    """A weight or moment is NaN or infinite: nothing was written, and the run must return to before it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Saved:
     """A checkpoint that is on disk on all ranks."""
@@ -211,6 +215,8 @@ class Saver:
         draft = final.with_suffix(".tmp")
         try:
             self._ranks.on_all(lambda: fault_point("save:begin"))
+            # By the thread, in the copy: training does not wait for it. Before anything is written.
+            self._ranks.on_all(lambda: _check_finite(snapshot))
             num_bytes = self._bytes_if_saved(final, snapshot)
             if num_bytes is None:
                 num_bytes = self._write_new(draft, final, snapshot)
@@ -354,3 +360,13 @@ class Saver:
             return False
         self.known_good.add(step)
         return True
+
+
+def _check_finite(snapshot: _Snapshot) -> None:
+    """Refuse a state that nothing could be trained from."""
+    for shard in snapshot.shards:
+        # Extremes are NaN where any element is, and need no memory; a sum could overflow.
+        if shard.data.numel() and not torch.stack(torch.aminmax(shard.data)).isfinite().all():
+            raise NotFinite(
+                f"the state after step {snapshot.step} is not finite: {shard.box.key} has NaN or infinities"
+            )
