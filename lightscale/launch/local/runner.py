@@ -33,7 +33,7 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
 
-class Runner:
+class JobRunner:
     """Runs the job `number` of `queue`."""
 
     def __init__(self, queue: Queue, number: int) -> None:
@@ -180,4 +180,4 @@ def _save_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    Runner(Queue(Path(sys.argv[1])), int(sys.argv[2])).run()
+    JobRunner(Queue(Path(sys.argv[1])), int(sys.argv[2])).run()

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from lightscale.launch.restart import Nodes
 
 _SMI_TIMEOUT_S = 60.0
+# Of a cluster.
+_NOT_USED = ("partition", "account", "min_nodes", "options")
 
 
 class Local(Scheduler):
@@ -32,24 +34,24 @@ class Local(Scheduler):
         """See `Scheduler`. Every machine can."""
 
     def check_settings(self, settings: LaunchSettings) -> None:
-        """See `Scheduler`. What a cluster has besides (partition, account) is not asked for here."""
+        """See `Scheduler`. The script names what only a cluster has and is not used here."""
         if settings.nodes > 1:
             raise UserError(
                 f"launch.nodes = {settings.nodes}: --scheduler local runs jobs on this one machine; use --nodes 1, or "
                 "the scheduler of a cluster"
             )
-        if settings.options:
-            raise UserError(f"launch.options = {settings.options}: --scheduler local has none; use launch.options=[]")
 
     def script(self, job: JobRequest) -> str:
         """See `Scheduler`."""
         settings, path = job.settings, job.run.path.absolute()
         gpus = _num_gpus(settings, visible_gpus())
+        unused = [f"launch.{name}" for name in _NOT_USED if getattr(settings, name)]
         limit = "no time limit" if settings.time is None else f"time limit {settings.time}"
         lines = [
             "#!/bin/bash",
             f"# One job of the run {path}: `lightscale submit --scheduler local` made this script.",
             f"# GPUs: {gpus}; {limit}; output: {path}/logs/local-N.out",
+            *([f"# Not used on one machine: {', '.join(unused)}"] if unused else []),
             *settings.setup,
             "export PYTHONSAFEPATH=1",
             *job.exports(),

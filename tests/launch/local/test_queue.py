@@ -89,7 +89,9 @@ def job_of(queue: Queue, number: int) -> Job:
 def test_first_in_first_out_one_at_a_time(submit: Submit, queue: Queue, tmp_path: Path) -> None:
     jobs = [submit(name, SAYS + WAITS + "echo end >> ../said; exit 0") for name in ("a", "b", "c")]
     assert jobs == [1, 2, 3]
-    await_(lambda: phase(1) == "running")
+    await_(lambda: said(tmp_path) == ["begin 1"])
+    # Several looks of the others' runners.
+    time.sleep(1.5)
     assert [phase(number) for number in jobs] == ["running", "waiting", "waiting"]
     (tmp_path / "go").touch()
     await_(lambda: all(phase(number) == "ended" for number in jobs))
@@ -299,21 +301,16 @@ def test_what_this_queue_does_not_know_is_unknown(queue: Queue, submit: Submit) 
     runner.resume()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"nodes": 2}, "launch.nodes = 2: --scheduler local runs jobs on this one machine; use --nodes 1"),
-        ({"options": ["--qos=high"]}, "--scheduler local has none"),
-    ],
-)
-def test_settings_that_one_machine_cannot_follow(settings: dict[str, object], message: str) -> None:
+def test_one_machine_is_one_node() -> None:
+    message = "launch.nodes = 2: --scheduler local runs jobs on this one machine; use --nodes 1"
     with pytest.raises(UserError, match=re.escape(message)):
-        Local().check_settings(LaunchSettings.model_validate(settings))
+        Local().check_settings(LaunchSettings(nodes=2))
 
 
 def test_the_script_starts_the_launcher_in_place_of_the_shell(tmp_path: Path, queue: Queue) -> None:
-    settings = LaunchSettings(processes=2, setup=["module load cuda"], environment={"A": "b c"})
+    settings = LaunchSettings(processes=2, setup=["module load cuda"], environment={"A": "b c"}, partition="gpu")
     text = Local().script(JobRequest(run=RunDirectory(tmp_path), settings=settings))
+    assert "# Not used on one machine: launch.partition" in text.splitlines()
     assert "module load cuda" in text.splitlines()
     assert 'export A="${A:-b c}"' in text.splitlines()
     command = f"train {tmp_path}/config.toml --run {tmp_path} --scheduler local --processes 2"
