@@ -16,8 +16,10 @@ torch at the top, because `lightscale runs` is to answer within a second.
 """
 
 import importlib
+import re
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
@@ -34,6 +36,15 @@ if TYPE_CHECKING:
 # Name to "module:class". The first is the default, and the one of records in jobs.jsonl that name none.
 SCHEDULERS: dict[str, str] = {
     "slurm": "lightscale.launch.slurm.scheduler:Slurm",
+    "local": "lightscale.launch.local.scheduler:Local",
+}
+
+_ENVIRONMENT = {
+    "NCCL_DEBUG": "WARN",
+    # A rank whose collective failed ends, instead of waiting for ever.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    # The store that torchrun shares between its starts keeps the addresses of dead ranks; ours is new each time.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 
 Phase = Literal["waiting", "running", "ending", "ended", "unknown"]
@@ -74,12 +85,36 @@ class JobRequest:
         """The file with the text that `Scheduler.script` makes, written before `Scheduler.submit` is called."""
         return self.run.path / "job.sh"
 
+    def command(self, scheduler: str) -> list[str]:
+        """The launcher of the run, as a job of the scheduler called `scheduler` starts it."""
+        path = self.run.path.absolute()
+        command = [sys.executable, "-m", "lightscale", "train", str(path / self.run.config.name), "--run", str(path)]
+        command += ["--scheduler", scheduler, "--processes", str(self.settings.ranks_per_node)]
+        if self.settings.min_nodes is not None:
+            command += ["--min-nodes", str(self.settings.min_nodes)]
+        return command + [f"--allow-change={key}" for key in sorted(self.allow)]
+
+    def exports(self) -> Iterator[str]:
+        """Lines of a shell that set variables for the ranks. What is set already has precedence."""
+        settings = self.settings
+        values: dict[str, str | int] = dict(_ENVIRONMENT)
+        if settings.cpus_per_node is not None:
+            values["OMP_NUM_THREADS"] = str(max(1, settings.cpus_per_node // settings.ranks_per_node))
+        values |= settings.environment
+        for name, value in values.items():
+            escaped = re.sub(r'(["\\$`}])', r"\\\1", str(value))
+            yield f'export {name}="${{{name}:-{escaped}}}"'
+        if "OMP_NUM_THREADS" not in values:
+            yield "# OMP_NUM_THREADS, where it is not set: the cores of a node over its ranks."
+
 
 class Scheduler(ABC):
     """One kind of scheduler; has no state of its own. All methods raise UserError for what the user must change."""
 
     title: ClassVar[str]
     """For messages."""
+    variables_prefix: ClassVar[str | None] = None
+    """With what the names of the variables begin that it sets for the processes of a job."""
 
     @abstractmethod
     def require(self, action: Literal["submit", "cancel"]) -> None:

@@ -42,6 +42,8 @@ class LaunchSettings(Section):
     """Ranks on each node; none: one for each GPU, or one."""
     min_nodes: int | None = Field(default=None, ge=1)
     """Least number of nodes with which a chain's job continues after some failed; none: half of them."""
+    jobs_at_once: int = Field(default=1, ge=1)
+    """With --scheduler local, on a machine without GPUs: jobs that may run there together."""
     signal_s: int = Field(default=300, ge=1)
     """Seconds before the time limit at which the run saves and exits: more than a step and a save."""
     setup: list[str] = Field(default=[])

@@ -207,7 +207,7 @@ def test_a_scheduler_refuses_before_anything_is_written(
     for words, message in (
         (["--nodes", "2"], "launch.nodes = 2: use 1"),
         (["--account", "nobody"], "nobody has no account"),
-        (["--scheduler", "abacus"], "scheduler abacus: unknown; use slurm, toy"),
+        (["--scheduler", "abacus"], "scheduler abacus: unknown; use slurm, local, toy"),
     ):
         assert main([*SUBMIT, *words]) == 78
         assert message in capsys.readouterr().err

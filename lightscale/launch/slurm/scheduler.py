@@ -23,6 +23,7 @@ class Slurm(Scheduler):
     """Jobs by sbatch, ranks by srun."""
 
     title = "SLURM"
+    variables_prefix = "SLURM_"
 
     def require(self, action: Literal["submit", "cancel"]) -> None:
         """See `Scheduler`."""

@@ -14,34 +14,20 @@ from lightscale.runs.run_directory import RunDirectory
 _TEMPLATE = Path(__file__).with_name("job.sh")
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]*-]+")
 
-_ENVIRONMENT = {
-    "NCCL_DEBUG": "WARN",
-    # A rank whose collective failed ends, instead of waiting for ever.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-    # The store that torchrun shares between its starts keeps the addresses of dead ranks; ours is new each time.
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-}
-
 
 def render(job: JobRequest) -> str:
     """The script of `job`."""
     settings, run = job.settings, job.run
     path = run.path.absolute()
-    command_name = shlex.join([sys.executable, "-m", "lightscale"])
-    arguments = ["train", str(path / run.config.name), "--run", str(path), "--scheduler", "slurm"]
-    arguments += ["--processes", str(settings.ranks_per_node)]
-    if settings.min_nodes is not None:
-        arguments += ["--min-nodes", str(settings.min_nodes)]
-    arguments += [f"--allow-change={key}" for key in sorted(job.allow)]
     # `scontrol requeue` kills the job while the script waits; the sleep keeps it from ending by itself before that.
     again = ": the next job of the chain does it" if job.is_chain else 'scontrol requeue "$SLURM_JOB_ID" && sleep 60'
     values = {
         "run": shlex.quote(str(path)),
         "options": "\n".join(f"#SBATCH {option}" for option in _options(settings, run, job.is_chain)),
         "setup": "".join(f"{line}\n" for line in settings.setup),
-        "environment": "\n".join(_exports(settings)),
-        "command": f"{command_name} {shlex.join(arguments)}",
-        "command_name": command_name,
+        "environment": "\n".join(job.exports()),
+        "command": shlex.join(job.command("slurm")),
+        "command_name": shlex.join([sys.executable, "-m", "lightscale"]),
         "signal_s": str(settings.signal_s),
         "again": again,
     }
@@ -90,15 +76,3 @@ def _option(name: str, value: object) -> str:
             )
         text = f'"{text}"'
     return f"--{name}={text}"
-
-
-def _exports(settings: LaunchSettings) -> Iterator[str]:
-    values: dict[str, str | int] = dict(_ENVIRONMENT)
-    if settings.cpus_per_node is not None:
-        values["OMP_NUM_THREADS"] = str(max(1, settings.cpus_per_node // settings.ranks_per_node))
-    values |= settings.environment
-    for name, value in values.items():
-        escaped = re.sub(r'(["\\$`}])', r"\\\1", str(value))
-        yield f'export {name}="${{{name}:-{escaped}}}"'
-    if "OMP_NUM_THREADS" not in values:
-        yield "# OMP_NUM_THREADS, where it is not set: the cores of a node over its ranks."
