@@ -22,7 +22,7 @@ from lightscale.parallel.engine import Engine
 from lightscale.runs.journal import Journal
 from lightscale.runs.run_directory import RunDirectory, read_lines
 from lightscale.training.build import start_again
-from lightscale.training.checkpoints.directories import directory_name, list_steps
+from lightscale.training.checkpoints.directories import CheckpointName, list_checkpoints, list_steps
 from lightscale.training.checkpoints.manifest import NAME as MANIFEST
 from lightscale.training.checkpoints.manifest import hash_file
 from lightscale.training.checkpoints.restore import Checkpoints, Restored
@@ -69,6 +69,7 @@ class Recovery:
         """Load the newest whole checkpoint, or else the weights of ``train.init_from``; returns the steps done."""
         restored = self._checkpoints.restore(self._engine, allow=self._allow)
         if restored is None:
+            self._check_never_saved()
             self._start_from_weights()
         else:
             self._load(restored)
@@ -94,12 +95,13 @@ class Recovery:
         """
         # Steps in between that were good would have ended the row, so that the row is contiguous.
         first = last - self._guard.skips_in_a_row + 1
-        steps: list[int] = self._ranks.on_first(lambda: list_steps(self._checkpoints.directory))
+        names: list[CheckpointName] = self._ranks.on_first(lambda: list_checkpoints(self._checkpoints.directory))
         # A checkpoint within the row holds good weights too, but its guard has counted skips; without any checkpoint
         # the run begins again at step 0.
-        target = max((step for step in steps if step < first), default=0)
+        target = max((name.step for name in names if name.contents == "full" and name.step < first), default=0)
         self._check_rollbacks(first, last, target)
-        later = [self._checkpoints.directory / directory_name(step) for step in steps if step >= first]
+        # With the weights alone of steps before the row, which the run will reach again with other data.
+        later = [self._checkpoints.directory / name.directory for name in names if name.step > target]
         self._checkpoints.put_aside(later)
 
         # All data between the checkpoint and here, not only that of the skipped steps: which batch did the damage is
@@ -161,6 +163,19 @@ class Recovery:
         if changes:
             self._journal.event("data_changed", step=restored.step, changes=changes)
             restored.common["data"]["fingerprint"] = current
+
+    def _check_never_saved(self) -> None:
+        """Refuse to begin again at step 0 a run whose full checkpoints were removed, and only the weights kept."""
+        directory = self._checkpoints.directory
+        kept: list[int] = self._ranks.on_first(lambda: list_steps(directory, "weights"))
+        events = self._ranks.on_first(lambda: read_lines(self._directory.events)) if kept else []
+        # A run that failed before its first full checkpoint does begin again, and saves the same weights.
+        if any(event["event"] == "checkpoint" for event in events):
+            raise UserError(
+                f"{directory} has no full checkpoint to resume from, only the weights of step {kept[-1]} and before: "
+                "the moments of the optimizer and the random states are gone. A new run can start from them: "
+                f'train.init_from = "{self._directory.path}@{kept[-1]}"'
+            )
 
     def _start_from_weights(self) -> None:
         if self._config.train.init_from is None:
