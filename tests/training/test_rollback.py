@@ -170,7 +170,8 @@ def data_of(run: RunDirectory, first: int, last: int) -> list[int]:
 
 # ----- going back to a checkpoint ------------------------------------------------------------------------------------
 
-BACK = ("run.toml", *WORDS, "train.steps=16", "checkpoint.every=3", "checkpoint.keep_every=9")
+KEEP_WEIGHTS = "checkpoint.keep_weights_every=5"
+BACK = ("run.toml", *WORDS, "train.steps=16", "checkpoint.every=3", "checkpoint.keep_every=9", KEEP_WEIGHTS)
 # Steps 10 … 13; the checkpoint of step 12 is put aside, and steps 10 … 16 go on with the data of 14 … 20.
 BAD = {11: "nan", 12: "nan", 13: "nan"}
 
@@ -199,12 +200,21 @@ def test_going_back_jumps_over_the_data(back: list[Any], workplace: Path, steps_
     ]
     jump, rollback, resume = events(run, SKIP_EVENT, "rollback", "resume")
     assert (jump["at_tokens"], jump["skip_tokens"]) == (9 * STEP_TOKENS, 4 * STEP_TOKENS)
-    assert (rollback["attempt"], rollback["step"], rollback["put_aside"]) == (2, 9, ["step-00000012"])
+    assert (rollback["attempt"], rollback["step"], rollback["put_aside"]) == (
+        2,
+        9,
+        ["step-00000010-weights", "step-00000012"],
+    )
     assert resume["step"] == 9
+    # The weights of step 10 are those of the run as it is now.
     assert sorted(path.name for path in run.checkpoints.iterdir()) == [
+        "step-00000005-weights",
         "step-00000009",
+        "step-00000010-weights",
+        "step-00000010-weights.bad",
         "step-00000012.bad",
         "step-00000015",
+        "step-00000015-weights",
         "step-00000016",
     ]
     lines = [line for line in read_lines(run.metrics) if "loss" in line]

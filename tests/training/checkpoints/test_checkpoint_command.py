@@ -49,7 +49,7 @@ def test_list_and_show(run: RunDirectory, command: Command) -> None:
     code, text, _ = command("list", str(run.path))
     assert code == 0
     lines = [line.split() for line in text.splitlines()]
-    assert [line[:2] for line in lines[1:]] == [["20", "5,120"], ["40", "10,240"]]
+    assert [line[:3] for line in lines[1:]] == [["20", "full", "5,120"], ["40", "full", "10,240"]]
     assert "sequence 2" in text
     code, text, _ = command("list", str(run.path), "--json")
     rows = json.loads(text)["checkpoints"]
