@@ -129,12 +129,12 @@ def resume_from_renamed(rank: int, world_size: int, init_method: str, folder: st
 
 def killed_at_every_point(rank: int, world_size: int, init_method: str, folder: str) -> dict[str, list[str]]:
     """What is there after a kill at each point of a save of weights, and after the save that follows."""
-    found = {}
-    for point in SAVE_POINTS[:-1]:
-        directory = Path(folder) / point
+    found, directories = {}, {point: Path(folder) / point for point in SAVE_POINTS[:-1]}
+    # Before this process has threads, as it has with an engine.
+    for point, directory in directories.items():
         child = os.fork()
         if child == 0:
-            with tiny.engine_on(ONE, 0, f"{init_method}-{point}-killed") as engine:
+            with tiny.engine_on(ONE, 0, f"{init_method}-{point}") as engine:
                 saver = Saver(directory, engine.mesh)
                 saver.save(engine, step=1, common={}, facts={})
                 os.environ[VARIABLE] = f"kill@{point}"
@@ -142,11 +142,12 @@ def killed_at_every_point(rank: int, world_size: int, init_method: str, folder: 
             os._exit(1)
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL, point
         assert list_checkpoints(directory) == [CheckpointName(1)], point
-        with tiny.engine_on(ONE, 0, f"{init_method}-{point}") as engine:
+    with tiny.engine_on(ONE, 0, init_method) as engine:
+        for point, directory in directories.items():
             restored = Checkpoints(directory, engine.mesh).restore(engine, weights_only=True)
             assert restored is not None and (restored.step, restored.refused) == (1, ())
             Saver(directory, engine.mesh).save(engine, step=2, common={}, facts={}, contents=("weights",))
-        found[point] = names(directory)
+            found[point] = names(directory)
     return found
 
 
