@@ -21,7 +21,7 @@ NAME = re.compile(r"(?:\.\./)*[a-z0-9_][a-z0-9_./-]*(?:\.py|\.sh|/)|(?:lightscal
 CONFIGURATION = re.compile(r"(?:configs|arch|recipe|size)/[A-Za-z0-9_./-]+\.toml")
 QUOTED = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)#:\s]+)\)")
-MADE_BY_RUNS = {"logs/", "tensorboard/"}
+MADE_BY_RUNS = {"logs/", "tensorboard/", "tokenizer/"}
 LISTED = re.compile(r"^ {4}((?:[a-z0-9_/]+\.(?:py|sh)(?:, )?)+)", re.MULTILINE)
 
 

@@ -324,6 +324,8 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints that are kept."""
     keep_every: Count | None = None
     """Checkpoints at multiples of this many steps are never removed; none: all but the newest are."""
+    keep_weights_every: Count | None = None
+    """Steps between checkpoints of the weights alone, 4 bytes a parameter, that are never removed; none: no such."""
     asynchronous: bool = True
     """Write in the background: training waits only until its state is copied."""
     max_failures: Count = 3

@@ -11,22 +11,23 @@ from typing import Any
 from lightscale.errors import UserError
 from lightscale.evaluation.generate import Sampling, decode_stream, encode_prompt, generate
 from lightscale.evaluation.model import LoadedModel, load_model
+from lightscale.runs.run_directory import split_step
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale generate``."""
     add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="run directory")
+    add("run", metavar="RUN[@STEP]", help="run directory, and the step of a checkpoint (default: the newest)")
     add("--prompt", metavar="TEXT", help="text to continue (default: none, the model begins a document)")
     add("--prompt-file", type=Path, metavar="FILE", help="file with the text to continue, UTF-8")
-    add("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
+    add("--step", type=int, metavar="N", help="the same as RUN@N")
     add("--tokens", type=int, default=200, metavar="N", help="tokens at most (default: %(default)s)")
     temperature = "divides the logits; 0 takes the most probable token (default: %(default)s)"
     add("--temperature", type=float, default=0.8, metavar="T", help=temperature)
     add("--top-k", type=int, metavar="K", help="only the K most probable tokens (default: all)")
     add("--top-p", type=float, metavar="P", help="only the most probable tokens that together have P (default: all)")
     add("--seed", type=int, default=0, help="seed of the random choices (default: %(default)s)")
-    add("--store", type=Path, metavar="PATH", help="token store with the tokenizer (default: that of the run)")
+    add("--store", type=Path, metavar="PATH", help="token store with the tokenizer (default: the run's own)")
     add("--json", action="store_true", help="print the text and its timings as JSON")
 
 
@@ -36,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     if args.tokens < 1:
         raise UserError(f"--tokens {args.tokens}: must be at least 1")
-    with load_model(args.run, step=args.step, store=args.store) as loaded:
+    run, step = _chosen(args)
+    with load_model(run, step=step, store=args.store) as loaded:
         for reason in loaded.refused:
             print(f"skipped a damaged checkpoint: {reason}", file=sys.stderr)
         tokenizer = loaded.tokenizer
@@ -79,6 +81,14 @@ class _Timed:
             return "the model ended the text at once"
         count = f"{len(self.ids)} token{'' if len(self.ids) == 1 else 's'} in {self.times_s[-1]:.2f} s"
         return count if self.tokens_per_s is None else f"{count} ({self.tokens_per_s:.0f} tokens/s after the prompt)"
+
+
+def _chosen(args: argparse.Namespace) -> tuple[str, int | None]:
+    """The run's directory, and the step; none: of the newest checkpoint."""
+    run, step = split_step(args.run)
+    if step is not None and args.step not in (None, step):
+        raise UserError(f"{args.run} and --step {args.step} both name the step; use only one of them")
+    return run, args.step if step is None else step
 
 
 def _read_prompt(args: argparse.Namespace) -> str:

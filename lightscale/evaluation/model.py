@@ -15,7 +15,7 @@ from lightscale.models.registry import check_model
 from lightscale.parallel.mesh import start_mesh
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.training.build import build_engine
-from lightscale.training.checkpoints.directories import list_steps
+from lightscale.training.checkpoints.directories import list_checkpoints, steps_of
 from lightscale.training.checkpoints.restore import Checkpoints, Restored
 
 
@@ -43,7 +43,8 @@ def load_model(
         run: the run's directory.
         step: of the checkpoint; None takes the newest whole one.
         device: "auto", "cpu" or "cuda".
-        store: token store whose tokenizer is used; None takes the one that the run's configuration names.
+        store: token store whose tokenizer is used; None takes the run's own. Runs from before, which keep none, have
+            that of the store that their configuration names.
 
     Raises:
         UserError: no such run, store or checkpoint, or a tokenizer other than the one that the run was trained with.
@@ -85,24 +86,26 @@ def _read_config(directory: RunDirectory) -> RunConfig:
 
 
 def _check_step(directory: RunDirectory, step: int | None) -> None:
-    steps = list_steps(directory.checkpoints)
-    if not steps:
+    names = list_checkpoints(directory.checkpoints)
+    if not names:
         raise UserError(f"{directory.path} has no checkpoint yet; the run must have saved one")
-    if step is not None and step not in steps:
-        known = ", ".join(map(str, steps))
-        raise UserError(f"{directory.checkpoints} has no checkpoint of step {step}; it has: {known}")
+    if step is not None and step not in {name.step for name in names}:
+        raise UserError(f"{directory.checkpoints} has no checkpoint of step {step}; it has: {steps_of(names)}")
 
 
 def _choose_store(directory: RunDirectory, config: RunConfig, store: Path | None) -> Path:
-    """Where the tokenizer is: ``store``, or what the run's configuration names."""
+    """Where the tokenizer is: in ``store``, in the run, or in the store that the run's configuration names."""
     if store is not None:
         if not store.exists():
             raise UserError(f"--store {store}: no token store there")
         return store
+    if directory.tokenizer.exists():
+        return directory.path
     if not config.data.store.exists():
         raise UserError(
-            f"{config.data.store}: the token store that {directory.config} names is not there, and its tokenizer is "
-            "needed. The path is relative to the directory where the run was started: change to it, or use --store PATH"
+            f"{config.data.store}: the token store that {directory.config} names is not there, and the run keeps no "
+            "tokenizer. The path is relative to the directory where the run was started: change to it, or use "
+            "--store PATH"
         )
     return config.data.store
 
@@ -112,5 +115,5 @@ def _check_tokenizer(tokenizer: Tokenizer, store: Path, restored: Restored) -> N
     if tokenizer.sha256 != expected:
         raise UserError(
             f"{store}: its tokenizer ({tokenizer.name}, sha256 {tokenizer.sha256[:16]}…) is not the one that "
-            f"{restored.path} was trained with (sha256 {expected[:16]}…); use the store of the run, by --store"
+            f"{restored.path} was trained with (sha256 {expected[:16]}…); use a store that has it, by --store"
         )

@@ -25,7 +25,7 @@ Record = Mapping[str, Any]
 
 # Events that begin an attempt, and events that show ranks at work.
 _BEGINNINGS = frozenset({"start", "rollback"})
-_WORK = _BEGINNINGS | {"resume", "init_from", "checkpoint", "checkpoint_failed", "step_skipped"}
+_WORK = _BEGINNINGS | {"resume", "init_from", "checkpoint", "weights", "checkpoint_failed", "step_skipped"}
 # Events that end an attempt. The launcher may write them some time after the ranks stopped working, so that their time
 # does not show when work ended. Events of neither set say nothing about time.
 _ENDS = frozenset({"failed", "resumable", "finished", "stopped"})

@@ -66,6 +66,17 @@ def is_named(key: str, names: Collection[str]) -> bool:
     return any(".".join(parts[:length]) in names for length in range(1, len(parts) + 1))
 
 
+def split_step(name: str) -> tuple[str, int | None]:
+    """ "runs/first@1000" -> ("runs/first", 1000); a run alone has the step None."""
+    run, at, step = name.rpartition("@")
+    # A directory may have an @ in its name.
+    if not at or Path(name).is_dir():
+        return name, None
+    if not step.isdecimal():
+        raise UserError(f'"{name}": the step after @ must be a number, like {run}@1000')
+    return run, int(step)
+
+
 def digest(config: RunConfig) -> str:
     """xxh3-128 of the resolved configuration."""
     return xxhash.xxh3_128(to_toml(config).encode()).hexdigest()
@@ -83,6 +94,7 @@ class RunDirectory:
         self.status = self.path / "status.json"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
+        self.tokenizer = self.path / "tokenizer"
         self.profile = self.path / "profile"
         self.logs = self.path / "logs"
 

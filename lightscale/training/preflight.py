@@ -31,7 +31,8 @@ from lightscale.training.health.check_result import CheckResult, Outcome, descri
 from lightscale.training.health.machine import Machine, host_name, judge_machine
 
 # fp32 weights and two moments, and what small files and other writers need meanwhile.
-_BYTES_PER_PARAMETER = 12
+_BYTES_PER_WEIGHT = 4
+_BYTES_PER_PARAMETER = 3 * _BYTES_PER_WEIGHT
 _SPARE_BYTES = 16 << 20
 _CLOCK_LIMITS_S: dict[Outcome, float] = {"failed": 60.0, "warning": 2.0}
 # Checkpoints on disk at once, where there is no configuration to say.
@@ -202,10 +203,28 @@ def check_disk(config: RunConfig | None, directory: Path) -> list[CheckResult]:
     # One more than are kept: a new one is whole before an old one is removed.
     missing = max(1, keep + 1 - len(list_steps(RunDirectory(directory).checkpoints)))
     found = f"{size_text(free)} free in {existing}; a checkpoint is {size_text(size)} ({origin})"
-    right = f"{size_text(missing * size)} free, for {missing} more"
-    if free >= missing * size:
+    needed, right = missing * size, f"for {missing} more"
+    next_save = size
+    if config is not None and (left := weights_left(config, RunDirectory(directory))):
+        weights = weights_bytes(config)
+        found += f", one of weights alone {size_text(weights)}"
+        needed, right = needed + left * weights, f"{right}, and {left} of weights alone until the end of the run"
+        next_save += weights
+    if free >= needed:
         return [CheckResult(check="disk", result="ok", found=found)]
-    return [CheckResult(check="disk", result="failed" if free < size else "warning", found=found, right=right)]
+    outcome: Outcome = "failed" if free < next_save else "warning"
+    return [CheckResult(check="disk", result=outcome, found=found, right=f"{size_text(needed)} free, {right}")]
+
+
+def weights_left(config: RunConfig, run: RunDirectory) -> int:
+    """How many checkpoints of the weights alone, which are never removed, `run` has still to write."""
+    every = config.checkpoint.keep_weights_every
+    return 0 if every is None else max(0, config.total_steps // every - len(list_steps(run.checkpoints, "weights")))
+
+
+def weights_bytes(config: RunConfig) -> int:
+    """Bytes of one checkpoint of the weights alone."""
+    return _num_parameters(config) * _BYTES_PER_WEIGHT
 
 
 def checkpoint_bytes(config: RunConfig | None, run: RunDirectory) -> tuple[int | None, str]:
@@ -220,8 +239,12 @@ def checkpoint_bytes(config: RunConfig | None, run: RunDirectory) -> tuple[int |
         return sum(record.num_bytes for record in files.values()) + _SPARE_BYTES, f"as {path.name}"
     if config is None:
         return None, "no configuration given, so that the size of a checkpoint is unknown"
-    parameters = sum(prod(shape) for shape in parameter_shapes(config.model).values())
+    parameters = _num_parameters(config)
     return parameters * _BYTES_PER_PARAMETER + _SPARE_BYTES, f"{parameters:,} parameters"
+
+
+def _num_parameters(config: RunConfig) -> int:
+    return sum(prod(shape) for shape in parameter_shapes(config.model).values())
 
 
 def existing_part(path: Path) -> Path:

@@ -22,7 +22,7 @@ from lightscale.parallel.engine import Engine
 from lightscale.runs.journal import Journal
 from lightscale.runs.run_directory import RunDirectory, read_lines
 from lightscale.training.build import start_again
-from lightscale.training.checkpoints.directories import directory_name, list_steps
+from lightscale.training.checkpoints.directories import CheckpointName, list_checkpoints, list_steps
 from lightscale.training.checkpoints.manifest import NAME as MANIFEST
 from lightscale.training.checkpoints.manifest import hash_file
 from lightscale.training.checkpoints.restore import Checkpoints, LostCheckpoints, Restored
@@ -91,7 +91,7 @@ class Recovery:
             if event["event"] == "checkpoint":
                 saved[event["checkpoint"]] = event["step"]
                 for step in event.get("removed", ()):
-                    saved.pop(directory_name(step), None)
+                    saved.pop(CheckpointName(step).directory, None)
             for name in event.get("put_aside", ()):
                 saved.pop(name, None)
             if event["event"] == "checkpoints_given_up":
@@ -100,10 +100,14 @@ class Recovery:
             return
         last = max(saved.values())
         if GIVE_UP not in self._allow:
+            directory = self._checkpoints.directory
+            kept: list[int] = self._ranks.on_first(lambda: list_steps(directory, "weights"))
+            start = f', start a new run with train.init_from = "{self._directory.path}@{kept[-1]}"' if kept else ""
+            there = f"only the weights of step {kept[-1]}" if kept else "none at all"
             raise LostCheckpoints(
-                f"{self._checkpoints.directory} has no checkpoint, but the run has saved {', '.join(saved)}: it was at "
-                f"step {last}. Is a file system not mounted? Put them back there; or begin again at step 0 with "
-                f"--allow-change {GIVE_UP}"
+                f"{directory} has no checkpoint to resume from, {there}, but the run saved {', '.join(saved)}. Is a "
+                f"file system not mounted? Put them back there{start}, or begin again at step 0 with --allow-change "
+                f"{GIVE_UP}"
             )
         self._journal.event("checkpoints_given_up", step=last, checkpoints=list(saved))
         self._journal.say(f"beginning again at step 0: the checkpoints up to step {last} are given up")
@@ -123,12 +127,13 @@ class Recovery:
         Returns:
             The steps done. Checkpoints after it have been put aside, since later ones will take their names.
         """
-        steps: list[int] = self._ranks.on_first(lambda: list_steps(self._checkpoints.directory))
+        names: list[CheckpointName] = self._ranks.on_first(lambda: list_checkpoints(self._checkpoints.directory))
         # A checkpoint within the row holds good weights too, but its guard has counted skips; without any checkpoint
         # the run begins again at step 0.
-        target = max((step for step in steps if step < first), default=0)
+        target = max((name.step for name in names if name.contents == "full" and name.step < first), default=0)
         self._check_rollbacks(reason, first, target)
-        later = [self._checkpoints.directory / directory_name(step) for step in steps if step >= first]
+        # With the weights alone of steps before the row, which the run will reach again with other data.
+        later = [self._checkpoints.directory / name.directory for name in names if name.step > target]
         self._checkpoints.put_aside(later)
 
         # All data between the checkpoint and here, not only that of the skipped steps: which batch did the damage is

@@ -35,6 +35,7 @@ from lightscale.runs.journal import Journal
 from lightscale.runs.metrics import MetricsLogger, ValidationLoss, device_peak_flops
 from lightscale.runs.run_directory import RunDirectory, Status, digest
 from lightscale.training.build import build_engine, weight_dtype
+from lightscale.training.checkpoints.directories import Contents
 from lightscale.training.checkpoints.random_states import seed_generators
 from lightscale.training.checkpoints.save_policy import SavePolicy
 from lightscale.training.health.fault_injection import fault_point
@@ -44,6 +45,7 @@ from lightscale.training.health.replicas import ReplicaCheck, SilentCorruption
 from lightscale.training.preflight import check_before_training
 from lightscale.training.profile import StepProfiler
 from lightscale.training.recovery import Recovery, Stateful
+from lightscale.training.run_tokenizer import keep_tokenizer
 from lightscale.training.schedule import learning_rate
 from lightscale.training.signals import StopSignal
 
@@ -135,6 +137,7 @@ class Trainer:
             sequence_size=mesh.sequence,
         )
         self.store = TokenStore(config.data.store)
+        keep_tokenizer(run, self.store, self.journal, Agreement(mesh.control), allow)
         self.loader = TokenLoader.of(config, self.store, layout=self.layout, index_dir=run.path / INDEX_DIR)
         self.engine = build_engine(config, mesh, vocab_size=self.store.tokenizer.vocab_size, trainable=True)
         self.guard = Guard(config.guard)
@@ -208,8 +211,8 @@ class Trainer:
                 self.save_policy.collect(self.step, metrics, self.loader.tokens)
                 stopping = self.stop.should_stop(self._largest) and self.step < total
                 leaving = stopping or self.step == total
-                if leaving or self.save_policy.is_due(self.step):
-                    self._save(metrics, leaving=leaving)
+                if contents := self.save_policy.contents_due(self.step, leaving=leaving):
+                    self._save(metrics, contents, leaving=leaving)
                 # A stopped run finds it out again when it is resumed, and goes back then.
                 if self.save_policy.not_finite is not None and not stopping:
                     self._roll_back(metrics, self.step, self.save_policy.not_finite)
@@ -304,7 +307,7 @@ class Trainer:
             losses[name] = ValidationLoss(loss=sums.mean, by_position=by_position)
         metrics.log_validation(self.step, tokens=self.loader.tokens, losses=losses)
 
-    def _save(self, metrics: MetricsLogger, *, leaving: bool) -> None:
+    def _save(self, metrics: MetricsLogger, contents: Sequence[Contents], *, leaving: bool) -> None:
         # Corrupted weights must not reach a checkpoint: a restart then goes back to before the corruption.
         self._compare_replicas(self.step)
         self.save_policy.save(
@@ -313,7 +316,12 @@ class Trainer:
             self.loader.tokens,
             state={name: part.state_dict() for name, part in self.state.items()},
             facts={"tokens": self.loader.tokens, "store": self.store.fingerprint()},
-            about={"config": digest(self.config), "attempt": self.directory.attempt},
+            about={
+                "config": digest(self.config),
+                "attempt": self.directory.attempt,
+                "tokenizer": self.store.tokenizer.sha256,
+            },
+            contents=contents,
             # While steps are being skipped, a rollback may need the last checkpoint before them.
             prune=not self.guard.skips_in_a_row,
             leaving=leaving,

@@ -22,7 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightscale.config.files import load
 from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader
 from lightscale.data_pipeline.store.token_store import StoreWriter, TokenStore
-from lightscale.data_pipeline.tokenizers import TiktokenTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
+from lightscale.data_pipeline.tokenizers import (
+    TiktokenTokenizer,
+    Tokenizer,
+    copy_tokenizer,
+    load_tokenizer,
+    train_sentencepiece,
+)
 from lightscale.errors import UserError
 from lightscale.evaluation import generate_command
 from lightscale.evaluation.generate import Document, Sampling, choose, decode_stream, encode_prompt, generate
@@ -30,7 +36,7 @@ from lightscale.evaluation.model import LoadedModel, load_model
 from lightscale.parallel.mesh import start_mesh
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.training.build import build_engine
-from lightscale.training.checkpoints.directories import directory_name
+from lightscale.training.checkpoints.directories import Contents, directory_name
 from lightscale.training.checkpoints.saving import Saver
 
 RunRanks = Callable[..., list[Any]]
@@ -61,7 +67,16 @@ global_batch_size = 4
 """
 
 
-def save(run: Path, rank: int, world_size: int, init_method: str, *, precision: str = "fp32", **axes: int) -> None:
+def save(
+    run: Path,
+    rank: int,
+    world_size: int,
+    init_method: str,
+    *,
+    precision: str = "fp32",
+    contents: Contents = "full",
+    **axes: int,
+) -> None:
     """A checkpoint of the initial weights, made by ``world_size`` ranks laid out along ``axes``."""
     config = load(run / "config.toml", [f"train.precision={precision}"])
     store = TokenStore(config.data.store)
@@ -77,13 +92,15 @@ def save(run: Path, rank: int, world_size: int, init_method: str, *, precision: 
             layout=LoaderLayout(data_rank=0, data_size=1, sequence_rank=0, sequence_size=1),
         )
         common = {"data": loader.state_dict()}
-        Saver(RunDirectory(run).checkpoints, mesh).save(engine, step=STEP, common=common, facts={})
+        saver = Saver(RunDirectory(run).checkpoints, mesh)
+        saver.save(engine, step=STEP, common=common, facts={}, contents=(contents,))
 
 
 def save_all(rank: int, world_size: int, init_method: str, folder: Path) -> None:
     """One run for each layout of two ranks, and two of one rank."""
     for name, axes in LAYOUTS.items():
         save(folder / name, rank, world_size, f"{init_method}-{name}", **axes)
+    save(folder / "weights", rank, world_size, f"{init_method}-weights", contents="weights", tensor=2)
     if rank == 0:
         save(folder / "one", 0, 1, f"{init_method}-one")
         save(folder / "half", 0, 1, f"{init_method}-half", precision="bf16")
@@ -102,7 +119,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, run_ranks: RunRanks) -> Path:
     write_store(folder / "store", train_sentencepiece([TEXT] * 20, vocab_size=420))
     write_store(folder / "other-store", train_sentencepiece([TEXT] * 20, vocab_size=400))
     (folder / "run.toml").write_text(CONFIG.format(root=ROOT, store=folder / "store"), encoding="utf-8")
-    for name in (*LAYOUTS, "one", "half"):
+    for name in (*LAYOUTS, "one", "half", "weights"):
         RunDirectory(folder / name).create_or_open(load(folder / "run.toml"))
     run_ranks(save_all, 2, folder)
     return folder
@@ -393,6 +410,9 @@ def parse(*words: str) -> argparse.Namespace:
         (["{runs}/one", "--store", "{runs}/no-store"], "--store {runs}/no-store: no token store there"),
         (["{runs}/moved"], "elsewhere: the token store that {runs}/moved/config.toml names is not there"),
         (["{runs}/one", "--store", "{runs}/one"], "{runs}/one/tokenizer/tokenizer.json"),
+        (["{runs}/weights@7"], "{runs}/weights/checkpoints has no checkpoint of step 7; it has: 2 (weights)"),
+        (["{runs}/one@2", "--step", "1"], "{runs}/one@2 and --step 1 both name the step"),
+        (["{runs}/one@last"], '"{runs}/one@last": the step after @ must be a number, like {runs}/one@1000'),
         (["{runs}/one", "--prompt", ""], "--prompt: empty"),
         (["{runs}/one", "--prompt", "a\udcff"], "--prompt: not valid UTF-8 at character 1"),
         (["{runs}/one", "--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file both"),
@@ -412,6 +432,43 @@ def test_a_mistake_is_named(runs: Path, words: list[str], message: str) -> None:
     with pytest.raises(UserError) as caught:
         generate_command.run(parse(*(word.format(runs=runs) for word in words)))
     assert message.format(runs=runs) in str(caught.value)
+
+
+def test_a_copied_run_needs_no_store(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its directory alone, with weights alone, written by two ranks: the text is that of the run with its store."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    words = ["--prompt", "the start of", "--tokens", "20", "--json"]
+    assert generate_command.run(parse(f"{runs}/one@{STEP}", *words)) == 0
+    expected = json.loads(capsys.readouterr().out)
+    store, copied = tmp_path / "store", RunDirectory(tmp_path / "copied")
+    shutil.copytree(runs / "store", store)
+    config = load(runs / "run.toml", [f'data.store="{store}"'])
+    run = RunDirectory(tmp_path / "run")
+    run.create_or_open(config)
+    shutil.copytree(runs / "weights/checkpoints", run.checkpoints)
+    identity = TokenStore(store).tokenizer
+    copy_tokenizer(store / "tokenizer", run.tokenizer, sha256=identity.sha256)
+    shutil.copytree(run.path, copied.path)
+    shutil.rmtree(store)
+    shutil.rmtree(run.path)
+    assert generate_command.run(parse(f"{copied.path}@{STEP}", *words)) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["checkpoint"] == str(copied.checkpoints / directory_name(STEP, "weights"))
+    assert (found["text"], found["tokens"]) == (expected["text"], expected["tokens"])
+
+    # Another tokenizer in its place, and one that was changed.
+    other = TokenStore(runs / "other-store").tokenizer
+    copy_tokenizer(runs / "other-store" / "tokenizer", copied.tokenizer, sha256=other.sha256)
+    with pytest.raises(UserError) as refused:
+        generate_command.run(parse(str(copied.path), *words))
+    assert f"{copied.path}: its tokenizer (sentencepiece, sha256 {other.sha256[:16]}…)" in str(refused.value)
+    assert f"was trained with (sha256 {identity.sha256[:16]}…)" in str(refused.value)
+    model = copied.tokenizer / "sentencepiece.model"
+    model.write_bytes((runs / "store" / "tokenizer" / model.name).read_bytes())
+    with pytest.raises(UserError, match=f"{copied.tokenizer}: the files have sha256 {identity.sha256}"):
+        generate_command.run(parse(str(copied.path), *words))
 
 
 def lightscale(*commands: list[str]) -> list[tuple[int, str, str]]:

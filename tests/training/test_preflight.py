@@ -5,6 +5,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from lightscale.errors import UserError
 from lightscale.parallel.agreement import Agreement
 from lightscale.runs.run_directory import RunDirectory, read_lines
+from lightscale.training import preflight
+from lightscale.training.checkpoints.directories import directory_name
 from lightscale.training.preflight import check_before_training, check_clocks, check_shared
 
 pytestmark = pytest.mark.timeout(400)
@@ -71,6 +74,33 @@ def test_ranks_agree_on_what_they_find(
     assert refused.endswith("(expected: 58 MB free, for 3 more)")
     print(f"the whole check: {seconds:.3f} s")
     assert list(place.iterdir()) == [], "nothing is left"
+
+
+@pytest.mark.parametrize(
+    ("num_full", "num_weights", "result"), [(1, 0, "failed"), (1, 1, "warning"), (3, 99, "warning"), (3, 100, "ok")]
+)
+def test_the_weights_that_are_kept_count(
+    tmp_path: Path,
+    tiny_config: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    num_full: int,
+    num_weights: int,
+    result: str,
+) -> None:
+    """204,864 parameters, 12 bytes each in a full checkpoint, 4 in one of weights, of which 100 are still to come."""
+    weights, run = 204_864 * 4, RunDirectory(tmp_path)
+    full = 3 * weights + (16 << 20)
+    for step in (10, 20):
+        (run.checkpoints / directory_name(step, "weights")).mkdir(parents=True)
+    config = tiny_config("train.steps=1029", "checkpoint.keep_weights_every=10")
+    free = num_full * full + num_weights * weights
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    (found,) = preflight.check_disk(config, run.path)
+    assert (found.result, "one of weights alone" in found.found) == (result, True)
+    if result != "ok":
+        assert found.right is not None and found.right.endswith(
+            "for 3 more, and 100 of weights alone until the end of the run"
+        )
 
 
 @pytest.mark.long

@@ -179,7 +179,8 @@ def data_of(run: RunDirectory, first: int, last: int) -> list[int]:
 
 # ----- going back to a checkpoint ------------------------------------------------------------------------------------
 
-BACK = ("run.toml", *WORDS, "train.steps=16", "checkpoint.every=3", "checkpoint.keep_every=9")
+KEEP_WEIGHTS = "checkpoint.keep_weights_every=5"
+BACK = ("run.toml", *WORDS, "train.steps=16", "checkpoint.every=3", "checkpoint.keep_every=9", KEEP_WEIGHTS)
 # Steps 10 … 13; the checkpoint of step 12 is put aside, and steps 10 … 16 go on with the data of 14 … 20.
 BAD = {11: "nan", 12: "nan", 13: "nan"}
 
@@ -208,12 +209,21 @@ def test_going_back_jumps_over_the_data(back: list[Any], workplace: Path, steps_
     ]
     jump, rollback, resume = events(run, SKIP_EVENT, "rollback", "resume")
     assert (jump["at_tokens"], jump["skip_tokens"]) == (9 * STEP_TOKENS, 4 * STEP_TOKENS)
-    assert (rollback["attempt"], rollback["step"], rollback["put_aside"]) == (2, 9, ["step-00000012"])
+    assert (rollback["attempt"], rollback["step"], rollback["put_aside"]) == (
+        2,
+        9,
+        ["step-00000010-weights", "step-00000012"],
+    )
     assert resume["step"] == 9
+    # The weights of step 10 are those of the run as it is now.
     assert sorted(path.name for path in run.checkpoints.iterdir()) == [
+        "step-00000005-weights",
         "step-00000009",
+        "step-00000010-weights",
+        "step-00000010-weights.bad",
         "step-00000012.bad",
         "step-00000015",
+        "step-00000015-weights",
         "step-00000016",
     ]
     lines = [line for line in read_lines(run.metrics) if "loss" in line]
@@ -364,7 +374,7 @@ def test_lost_checkpoints_are_no_new_run(back: list[Any], workplace: Path, run_r
     plans = [Plan("lost", BACK), Plan("lost", afresh, crash=3), Plan("lost", BACK)]
     (refused, _), (begun, _), (again, _) = run_ranks(starts, 1, str(workplace), [asdict(p) for p in plans])[0]
     assert refused[0] == 74
-    assert refused[1].splitlines()[-1].startswith("error: lost/checkpoints has no checkpoint, but the run has saved ")
+    assert refused[1].splitlines()[-1].startswith("error: lost/checkpoints has no checkpoint to resume from, ")
     assert "step-00000016" in refused[1]
     assert "step-00000012" not in refused[1]
     assert "--allow-change lost-checkpoints" in refused[1]

@@ -5,6 +5,7 @@ text that spells a special token ("<|endoftext|>", "</s>") becomes ordinary toke
 document.
 """
 
+from lightscale.data_pipeline.tokenizers.directory import copy_tokenizer, files_sha256
 from lightscale.data_pipeline.tokenizers.fast_path import CheckedTokenizer, fast_path_notes, with_fast_path
 from lightscale.data_pipeline.tokenizers.huggingface_file import HuggingFaceTokenizer
 from lightscale.data_pipeline.tokenizers.interface import DESCRIPTION_FILE, END_OF_TEXT, Tokenizer
@@ -20,7 +21,9 @@ __all__ = [
     "SentencePieceTokenizer",
     "TiktokenTokenizer",
     "Tokenizer",
+    "copy_tokenizer",
     "fast_path_notes",
+    "files_sha256",
     "load_tiktoken",
     "load_tokenizer",
     "train_sentencepiece",

@@ -53,7 +53,7 @@ class HuggingFaceTokenizer:
         self._is_text = np.zeros(self.vocab_size, dtype=bool)
         self._is_text[list(ids)] = True
         self._is_text[list(special.values())] = False
-        self.sha256 = hashlib.sha256(file + b"\n" + self._end_of_text.encode()).hexdigest()
+        self.sha256 = _sha256(file, self._end_of_text)
         self._require_no_forgery(special, origin)
         self._require_lossless(origin)
 
@@ -97,6 +97,15 @@ def load_huggingface(directory: Path, description: dict[str, Any]) -> HuggingFac
     """What ``HuggingFaceTokenizer.save`` wrote."""
     path = directory / _FILE
     return HuggingFaceTokenizer(read_file(path), origin=str(path), end_of_text=description["end_of_text"])
+
+
+def huggingface_sha256(directory: Path, description: dict[str, Any]) -> str:
+    """The ``sha256`` of what ``HuggingFaceTokenizer.save`` wrote."""
+    return _sha256(read_file(directory / _FILE), description["end_of_text"])
+
+
+def _sha256(file: bytes, end_of_text: str) -> str:
+    return hashlib.sha256(file + b"\n" + end_of_text.encode()).hexdigest()
 
 
 def _parse(file: bytes, origin: str) -> tuple[Any, dict[str, int]]:

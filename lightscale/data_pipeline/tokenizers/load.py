@@ -19,7 +19,7 @@ _LOADERS: dict[str, Callable[[Path, dict[str, Any]], Tokenizer]] = {
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a store, or of a file: a sentencepiece model, or a Hugging Face ``.json``.
+    """The tokenizer of a store or a run, or of a file: a sentencepiece model, or a Hugging Face ``.json``.
 
     Raises ``UserError`` naming the file that is missing, or is not the one that the store was written with.
     """

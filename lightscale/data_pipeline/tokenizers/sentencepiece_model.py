@@ -39,7 +39,7 @@ class SentencePieceTokenizer:
         except RuntimeError as error:
             raise UserError(f"{origin}: not a sentencepiece model ({error})") from error
         self._model = model
-        self.sha256 = hashlib.sha256(model).hexdigest()
+        self.sha256 = _sha256(model)
         self.vocab_size: int = self._processor.vocab_size()
         self.eot_id: int = self._processor.eos_id()
         if self.eot_id < 0:
@@ -118,6 +118,15 @@ def load_sentencepiece(directory: Path, description: dict[str, Any]) -> Sentence
     """What ``SentencePieceTokenizer.save`` wrote."""
     path = directory / _MODEL_FILE
     return SentencePieceTokenizer(read_file(path), origin=str(path))
+
+
+def sentencepiece_sha256(directory: Path, description: dict[str, Any]) -> str:
+    """The ``sha256`` of what ``SentencePieceTokenizer.save`` wrote."""
+    return _sha256(read_file(directory / _MODEL_FILE))
+
+
+def _sha256(model: bytes) -> str:
+    return hashlib.sha256(model).hexdigest()
 
 
 def _training_sentences(texts: Iterable[str]) -> Iterator[str]:

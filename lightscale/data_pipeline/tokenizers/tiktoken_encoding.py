@@ -40,8 +40,7 @@ class TiktokenTokenizer:
             b"%b %d\n" % (binascii.b2a_base64(token, newline=False), rank)
             for token, rank in sorted(mergeable_ranks.items(), key=lambda item: item[1])
         )
-        rules = json.dumps([pat_str, special_tokens], sort_keys=True).encode()
-        self.sha256 = hashlib.sha256(rules + b"\n" + self.ranks).hexdigest()
+        self.sha256 = _sha256(pat_str, special_tokens, self.ranks)
         self.vocab_size = self._encoding.n_vocab
         self.eot_id = special_tokens[END_OF_TEXT]
 
@@ -92,6 +91,16 @@ def load_saved_tiktoken(directory: Path, description: dict[str, Any]) -> Tiktoke
         mergeable_ranks={binascii.a2b_base64(token): int(rank) for token, rank in ranks},
         special_tokens=description["special_tokens"],
     )
+
+
+def tiktoken_sha256(directory: Path, description: dict[str, Any]) -> str:
+    """The ``sha256`` of what ``TiktokenTokenizer.save`` wrote."""
+    return _sha256(description["pattern"], description["special_tokens"], read_file(directory / RANKS_FILE))
+
+
+def _sha256(pattern: str, special_tokens: dict[str, int], ranks: bytes) -> str:
+    rules = json.dumps([pattern, special_tokens], sort_keys=True).encode()
+    return hashlib.sha256(rules + b"\n" + ranks).hexdigest()
 
 
 @contextmanager

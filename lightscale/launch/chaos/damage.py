@@ -22,9 +22,9 @@ class DamageCheck:
 
 
 def checkpoint_directories(checkpoints: Path) -> list[Path]:
-    """The complete checkpoints, oldest first."""
-    # step-N.tmp is not finished, and step-N.bad was refused.
-    return sorted(path for path in checkpoints.glob("step-*") if not path.suffix)
+    """The complete checkpoints that a run continues from, oldest first."""
+    # step-N.tmp is not finished, step-N.bad was refused, and step-N-weights is never read by the run.
+    return sorted(path for path in checkpoints.glob("step-*") if path.name.removeprefix("step-").isdecimal())
 
 
 def damage(checkpoint: Path, how: str, generator: random.Random) -> Path:

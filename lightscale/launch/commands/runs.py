@@ -4,31 +4,41 @@ import argparse
 import dataclasses
 import fcntl
 import json
+import math
 import os
 import socket
 import statistics
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from lightscale.config.files import load
 from lightscale.errors import UserError
 from lightscale.launch.scheduler import live_jobs
 from lightscale.runs.goodput import Goodput, duration, measure_goodput, record_time_s
 from lightscale.runs.jobs import JobRecord, recorded_jobs
+from lightscale.runs.metrics_tail import NUM_STEPS, MetricsTail
 from lightscale.runs.run_directory import RunDirectory, read_lines
 
 State = Literal["running", "finished", "resumable", "stopped", "dead", "new", "damaged"]
 
-_STATES = (
+_EPILOG = (
     "States: running; finished, resumable (start it again), stopped (needs attention): as the last attempt recorded; "
-    "dead: ended without a record; new: never started; damaged: cannot be read."
+    "dead: ended without a record; new: never started; damaged: cannot be read. "
+    f"Loss: the mean of the last {NUM_STEPS} logged steps that were not skipped; validation: the newest. Speed: the "
+    "median of the last 20 logged steps. Memory: of rank 0, at the newest logged step: the peak of its GPU, or "
+    "on a CPU that of its process. Age: since the first start. With --watch only what is new is read of the metrics; "
+    "goodput, which needs all of them, is computed at most once a minute."
 )
 # The speed is the median of this many last lines.
 _RECENT_LINES = 20
@@ -39,6 +49,13 @@ _LOCK_STALE_S = 60.0
 _QUIET_S = 300.0
 _QUIET_STEPS = 20
 _MOST_COLUMNS = 1000
+_WATCH_S, _LEAST_WATCH_S = 5.0, 0.1
+# Of --watch: goodput reads all records of a run, and a scheduler does not like to be asked often.
+_GOODPUT_EVERY_S = 60.0
+_JOBS_EVERY_S = 30.0
+# On a GPU, and on a CPU.
+_MEMORY_KEYS = ("memory_peak_bytes", "memory_rss_bytes")
+_SIZES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +73,18 @@ class RunSummary:
     total_steps: int | None = None
     tokens: int = 0
     loss: float | None = None
+    """Of the newest logged step."""
+    smoothed_loss: float | None = None
+    """Mean of the last logged steps."""
+    validation: dict[str, float | None] = dataclasses.field(default_factory=dict)
+    """Newest loss on each validation set."""
+    validation_step: int | None = None
     tokens_per_s: float | None = None
+    memory_bytes: int | None = None
+    """Measured on rank 0: the peak on its GPU, or of its process."""
     goodput: Goodput | None = None
+    age_s: float | None = None
+    """Since its first start."""
     last_event: str | None = None
     last_event_age_s: float | None = None
     active: float = 0.0
@@ -79,38 +106,163 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder of runs, or one run, to show it in detail (default: runs)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.epilog = _STATES
+    parser.add_argument("--json", action="store_true", help="print JSON; with --watch one line each time")
+    parser.add_argument(
+        "--watch",
+        nargs="?",
+        type=_interval,
+        const=_WATCH_S,
+        metavar="SECONDS",
+        help="show them again and again, until Ctrl-C; DIR, if any, comes before it (default: every 5 s)",
+    )
+    parser.epilog = _EPILOG
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the runs, the most recently active first."""
-    now = time.time()
-    folders = [args.directory] if _is_run(args.directory) else _find_runs(args.directory)
-    summaries = sorted(_with_jobs(summarize(RunDirectory(path), now) for path in folders), key=lambda one: -one.active)
-    if args.json:
-        print(json.dumps([one.record() for one in summaries], indent=2))
-        return 0
+    """Print the runs, the most recently active first; with --watch until the process is interrupted."""
+    view = _View(args.directory)
     # As wide as the content and without line breaks, so that names can be copied.
-    console = Console(highlight=False, markup=False, soft_wrap=True, width=_MOST_COLUMNS)
-    console.print(_runs_table(summaries))
-    for one in summaries:
-        if one.note:
-            console.print(f"{one.run}: {one.note}")
-    if args.directory == folders[0] and summaries[0].goodput is not None:
-        console.print(_goodput_table(summaries[0].goodput))
+    wide = Console(highlight=False, markup=False, soft_wrap=True, width=_MOST_COLUMNS)
+    terminal = Console(highlight=False, markup=False)
+    if args.watch is None:
+        _print(view.summaries(time.time()), wide, args)
+    elif args.json or not terminal.is_terminal:
+        while True:
+            _print(view.summaries(time.time()), wide, args)
+            sys.stdout.flush()
+            time.sleep(args.watch)
+    else:
+        # Drawn when something was read: a thread that draws would only repeat it.
+        with Live(console=terminal, auto_refresh=False) as live:
+            while True:
+                live.update(_page(view.summaries(time.time()), args), refresh=True)
+                time.sleep(args.watch)
     return 0
+
+
+def _interval(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds; DIR comes before --watch") from None
+    if not math.isfinite(seconds) or seconds < _LEAST_WATCH_S:
+        raise argparse.ArgumentTypeError(f"{text} s: must be at least {_LEAST_WATCH_S} s")
+    return seconds
+
+
+def _print(summaries: Sequence[RunSummary], console: Console, args: argparse.Namespace) -> None:
+    if args.json:
+        print(json.dumps([one.record() for one in summaries], indent=None if args.watch else 2))
+    else:
+        console.print(_page(summaries, args))
+
+
+def _page(summaries: Sequence[RunSummary], args: argparse.Namespace) -> RenderableType:
+    parts: list[RenderableType] = [_runs_table(summaries)]
+    parts += [Text(f"{one.run}: {one.note}") for one in summaries if one.note]
+    if _is_run(args.directory) and summaries[0].goodput is not None:
+        parts.append(_goodput_table(summaries[0].goodput))
+    return Group(*parts)
+
+
+class _View:
+    """The runs of a folder, or one run, looked at again and again."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._readers: dict[Path, RunReader] = {}
+        self._jobs: dict[str, str | None] = {}
+        self._asked = -math.inf
+
+    def summaries(self, now: float) -> list[RunSummary]:
+        """Of all runs at `now`, the most recently active first."""
+        folders = [self._directory] if _is_run(self._directory) else _find_runs(self._directory)
+        self._readers = {path: self._readers.get(path) or RunReader(RunDirectory(path)) for path in folders}
+        found = [reader.summary(now) for reader in self._readers.values()]
+        if now - self._asked >= _JOBS_EVERY_S:
+            self._jobs, self._asked = _live_jobs(found), now
+        found = [dataclasses.replace(one, job=self._jobs.get(one.run)) for one in found]
+        return sorted(found, key=lambda one: -one.active)
+
+
+class RunReader:
+    """Summaries of one run, for whoever asks again and again."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._directory = directory
+        self._tail = MetricsTail(directory.metrics)
+        self._goodput: Goodput | None = None
+        # (when it was computed, when the run had last written then)
+        self._measured = (-math.inf, -math.inf)
+
+    def summary(self, now: float) -> RunSummary:
+        """From the run's files at `now`, in seconds since the epoch; a damaged run is not an error."""
+        directory = self._directory
+        files = (directory.config, directory.events, directory.metrics, directory.status)
+        active = max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
+        try:
+            return self._summary(now, active)
+        except (ValueError, OSError) as error:
+            note = " ".join(str(error).split())
+            return RunSummary(run=str(directory.path), state="damaged", note=note, active=active)
+
+    def _summary(self, now: float, active: float) -> RunSummary:
+        directory, tail = self._directory, self._tail
+        config, status = load(directory.config), directory.read_status()
+        events = read_lines(directory.events)
+        goodput = self._measure(events, now, active)
+        tail.refresh(has_validation=config.train.validate_every > 0)
+        recent = list(islice(reversed(tail.steps), _RECENT_LINES))
+        newest = recent[0] if recent else {}
+        event = events[-1] if events else {}
+        quiet_s = max(_QUIET_S, _QUIET_STEPS * (_median(recent, "step_s") or 0.0))
+        # First of all, as status.json may still be that of an attempt before.
+        if _is_held(directory, now, otherwise=status is None and bool(events) and now - active < quiet_s):
+            state: State = "running"
+        elif status is not None:
+            state = status.status
+        else:
+            # Attempts, but neither a holder nor a status: the launcher itself was killed, or its machine failed.
+            state = "dead" if goodput is not None else "new"
+        validation = tail.validation or {"validation": {}}
+        return RunSummary(
+            run=str(directory.path),
+            state=state,
+            note=status.reason if status is not None and state in ("resumable", "stopped") else "",
+            step=newest.get("step", 0),
+            total_steps=config.total_steps,
+            tokens=newest.get("tokens", 0),
+            loss=newest.get("loss"),
+            smoothed_loss=tail.smoothed_loss(),
+            validation={name: one["loss"] for name, one in validation["validation"].items()},
+            validation_step=validation.get("step"),
+            tokens_per_s=_median(recent, "tokens_per_s"),
+            memory_bytes=tail.newest(*_MEMORY_KEYS),
+            goodput=goodput,
+            age_s=_age_s(events[0] if events else {}, now),
+            last_event=event.get("event"),
+            last_event_age_s=_age_s(event, now),
+            active=active,
+        )
+
+    def _measure(self, events: Sequence[dict[str, Any]], now: float, active: float) -> Goodput | None:
+        """The goodput, as it was not long ago."""
+        measured, as_of = self._measured
+        if active != as_of and now - measured >= _GOODPUT_EVERY_S:
+            self._goodput = measure_goodput(events, read_lines(self._directory.metrics))
+            self._measured = (now, active)
+        return self._goodput
+
+
+def _age_s(event: dict[str, Any], now: float) -> float | None:
+    time_s = record_time_s(event)
+    # The clock of the host that wrote it may be ahead of this one's.
+    return None if time_s is None else max(0.0, now - time_s)
 
 
 def summarize(directory: RunDirectory, now: float) -> RunSummary:
     """Summary of a run's files at `now`, in seconds since the epoch; a damaged run is not an error."""
-    files = (directory.config, directory.events, directory.metrics, directory.status)
-    active = max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
-    name = str(directory.path)
-    try:
-        return _summarize(directory, now, active)
-    except (ValueError, OSError) as error:
-        return RunSummary(run=name, state="damaged", note=" ".join(str(error).split()), active=active)
+    return RunReader(directory).summary(now)
 
 
 def is_running(directory: RunDirectory) -> bool:
@@ -118,13 +270,11 @@ def is_running(directory: RunDirectory) -> bool:
     return _is_held(directory, time.time(), otherwise=False)
 
 
-def _with_jobs(summaries: Iterable[RunSummary]) -> list[RunSummary]:
-    """The same with their jobs; each scheduler is asked once for all."""
-    summaries = list(summaries)
+def _live_jobs(summaries: Iterable[RunSummary]) -> dict[str, str | None]:
+    """The job of each run that runs or waits, by the run's directory; each scheduler is asked once for all."""
     records = {one.run: _job_records(RunDirectory(one.run)) for one in summaries}
     live = live_jobs(record for own in records.values() for record in own)
-    jobs = {run: next((str(live[one]) for one in own if one in live), None) for run, own in records.items()}
-    return [dataclasses.replace(one, job=jobs[one.run]) for one in summaries]
+    return {run: next((str(live[one]) for one in own if one in live), None) for run, own in records.items()}
 
 
 def _job_records(directory: RunDirectory) -> list[JobRecord]:
@@ -133,39 +283,6 @@ def _job_records(directory: RunDirectory) -> list[JobRecord]:
     except (UserError, KeyError):
         # Damaged: the table is about the run.
         return []
-
-
-def _summarize(directory: RunDirectory, now: float, active: float) -> RunSummary:
-    config, status = load(directory.config), directory.read_status()
-    events, lines = read_lines(directory.events), read_lines(directory.metrics)
-    goodput = measure_goodput(events, lines)
-    recent = [line for line in lines if "step_s" in line][-_RECENT_LINES:]
-    newest = recent[-1] if recent else {}
-    event = events[-1] if events else {}
-    quiet_s = max(_QUIET_S, _QUIET_STEPS * (_median(recent, "step_s") or 0.0))
-    # First of all, as status.json may still be that of an attempt before.
-    if _is_held(directory, now, otherwise=status is None and bool(events) and now - active < quiet_s):
-        state: State = "running"
-    elif status is not None:
-        state = status.status
-    else:
-        # Attempts, but neither a holder nor a status: the launcher itself was killed, or its machine failed.
-        state = "dead" if goodput is not None else "new"
-    event_time_s = record_time_s(event)
-    return RunSummary(
-        run=str(directory.path),
-        state=state,
-        note=status.reason if status is not None and state in ("resumable", "stopped") else "",
-        step=newest.get("step", 0),
-        total_steps=config.total_steps,
-        tokens=newest.get("tokens", 0),
-        loss=newest.get("loss"),
-        tokens_per_s=_median(recent, "tokens_per_s"),
-        goodput=goodput,
-        last_event=event.get("event"),
-        last_event_age_s=None if event_time_s is None else now - event_time_s,
-        active=active,
-    )
 
 
 def _is_held(directory: RunDirectory, now: float, *, otherwise: bool) -> bool:
@@ -218,11 +335,26 @@ def _find_runs(folder: Path) -> list[Path]:
     return found
 
 
+_NUMBERS = (
+    "step",
+    "loss",
+    "validation",
+    "tokens/s",
+    "memory",
+    "goodput",
+    "lost steps",
+    "restarts",
+    "age",
+    "last event",
+    "ago",
+)
+
+
 def _runs_table(summaries: Iterable[RunSummary]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("run", "state", "job"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("step", "loss", "tokens/s", "goodput", "lost steps", "restarts", "last event", "ago"):
+    for heading in _NUMBERS:
         table.add_column(heading, justify="right", no_wrap=True)
     for one in summaries:
         table.add_row(*_cells(one))
@@ -237,14 +369,30 @@ def _cells(one: RunSummary) -> list[str]:
         one.state,
         one.job or "—",
         "—" if one.total_steps is None else f"{one.step:,}/{one.total_steps:,}",
-        "—" if one.loss is None else f"{one.loss:.4f}",
+        "—" if one.smoothed_loss is None else f"{one.smoothed_loss:.4f}",
+        _validation_text(one.validation),
         "—" if one.tokens_per_s is None else f"{one.tokens_per_s:,.0f}",
+        "—" if one.memory_bytes is None else _size_text(one.memory_bytes),
         "—" if ratio is None else f"{ratio:.1%}",
         "—" if goodput is None else f"{goodput.lost_steps:,}",
         "—" if goodput is None else f"{goodput.restarts:,}",
+        "—" if one.age_s is None else duration(one.age_s),
         one.last_event or "—",
         "—" if one.last_event_age_s is None else duration(one.last_event_age_s),
     ]
+
+
+def _validation_text(losses: dict[str, float | None]) -> str:
+    """3.1415, or with the names of several sets; the records have null for NaN."""
+    texts = {name: "nan" if loss is None else f"{loss:.4f}" for name, loss in losses.items()}
+    if len(texts) == 1:
+        return next(iter(texts.values()))
+    return " ".join(f"{name} {text}" for name, text in texts.items()) or "—"
+
+
+def _size_text(num_bytes: int) -> str:
+    unit, size = next((one for one in _SIZES if num_bytes >= one[1]), _SIZES[-1])
+    return f"{num_bytes / size:.3g} {unit}"
 
 
 def _goodput_table(goodput: Goodput) -> Table:

@@ -186,8 +186,10 @@ def allowed_changes(keys: Sequence[str]) -> frozenset[str]:
     for key in keys:
         section, _, rest = key.partition(".")
         fields = getattr(RunConfig.model_fields.get(section), "annotation", None)
-        known = key == "lost-checkpoints" or section == "versions" or (
-            fields is not None and (not rest or rest.split(".")[0] in fields.model_fields)
+        known = (
+            key == "lost-checkpoints"
+            or section == "versions"
+            or (fields is not None and (not rest or rest.split(".")[0] in fields.model_fields))
         )
         if not known:
             raise UserError(

@@ -1,6 +1,7 @@
 """``lightscale checkpoint``: list, verify, compare and remove the checkpoints of a run, in one process."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
@@ -15,20 +16,29 @@ from torch import Tensor
 
 from lightscale.errors import UserError
 from lightscale.parallel.shards import Box, TensorShard, copy_overlap
-from lightscale.runs.run_directory import RunDirectory
+from lightscale.runs.lock import RunLock
+from lightscale.runs.run_directory import RunDirectory, split_step
 from lightscale.training.checkpoints.directories import (
     TENSORS,
+    WEIGHTS_PREFIX,
+    CheckpointName,
+    Contents,
     Retention,
-    directory_name,
-    list_steps,
+    list_checkpoints,
     manifest_of,
     remove,
+    steps_of,
 )
 from lightscale.training.checkpoints.manifest import DamagedCheckpoint, Manifest, verify_files
 from lightscale.training.checkpoints.tensor_file import TensorFile
 
 EXIT_DIFFERENT = 1
 """Something is damaged, or two checkpoints differ."""
+_WEIGHTS_SUFFIX = "-weights"
+_KINDS = (
+    "A run continues from its full checkpoints. Those of the weights alone (checkpoint.keep_weights_every) are for "
+    "evaluation, and are never removed by a run or by prune."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,10 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def add(name: str, action: Callable[[argparse.Namespace], int], help_: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help_, description=help_)
         command.set_defaults(run_checkpoint=action)
+        command.epilog = _KINDS
         command.add_argument("--json", action="store_true", help="print one JSON object")
         return command
 
-    one = "the run's directory, or RUN@STEP for one of its checkpoints"
+    one = "the run's directory, or RUN@STEP for a checkpoint; RUN@STEP-weights: the one of the weights alone"
     add("list", _list, "list a run's checkpoints by their manifests; reads no tensors").add_argument(
         "run", type=Path, metavar="RUN", help="the run's directory"
     )
@@ -54,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     diff = add("diff", _diff, "compare two checkpoints, tensor by tensor, written by any layouts")
     for name in ("first", "second"):
         diff.add_argument(name, metavar="RUN@STEP")
-    prune = add("prune", _prune, "remove older checkpoints, after those that stay were verified")
+    prune = add("prune", _prune, "remove older full checkpoints, after those that stay were verified")
     prune.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
     prune.add_argument("--keep", type=int, default=2, metavar="N", help="newest whole checkpoints to keep (default: 2)")
     prune.add_argument("--keep-every", type=int, metavar="K", help="also keep steps at multiples of K")
@@ -71,8 +82,12 @@ def run(args: argparse.Namespace) -> int:
 class _Checkpoint:
     """One directory."""
 
-    step: int
+    name: CheckpointName
     path: Path
+
+    @property
+    def step(self) -> int:
+        return self.name.step
 
     def manifest(self) -> Manifest:
         return manifest_of(self.path, self.step)
@@ -101,25 +116,23 @@ def _all_of(run: Path) -> list[_Checkpoint]:
     directory = RunDirectory(run)
     if not directory.config.exists():
         raise UserError(f"{run} is not a run directory: it has no config.toml")
-    steps = list_steps(directory.checkpoints)
-    if not steps:
+    names = list_checkpoints(directory.checkpoints)
+    if not names:
         raise UserError(f"{run} has no checkpoint yet")
-    return [_Checkpoint(step=step, path=directory.checkpoints / directory_name(step)) for step in steps]
+    return [_Checkpoint(name=name, path=directory.checkpoints / name.directory) for name in names]
 
 
 def _chosen(name: str) -> list[_Checkpoint]:
-    """``RUN`` or ``RUN@STEP``, oldest first."""
-    run, at, number = name.rpartition("@")
-    if not at:
-        return _all_of(Path(name))
-    if not number.isdecimal():
-        raise UserError(f'"{name}": the step after @ must be a number, like {run}@1000')
+    """``RUN``, ``RUN@STEP`` or ``RUN@STEP-weights``, oldest first; of a step the full checkpoint first."""
+    run, step = split_step(name.removesuffix(_WEIGHTS_SUFFIX) if "@" in name else name)
     every = _all_of(Path(run))
-    found = [one for one in every if one.step == int(number)]
+    if step is None:
+        return every
+    wanted: tuple[Contents, ...] = ("weights",) if name.endswith(_WEIGHTS_SUFFIX) else ("full", "weights")
+    found = [one for one in every if one.step == step and one.name.contents in wanted]
     if not found:
-        raise UserError(
-            f"{run} has no checkpoint of step {number}; it has: {', '.join(str(one.step) for one in every)}"
-        )
+        has = steps_of(one.name for one in every)
+        raise UserError(f"{run} has no checkpoint of step {name.rpartition('@')[2]}; it has: {has}")
     return found
 
 
@@ -128,15 +141,16 @@ def _list(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"run": str(args.run), "checkpoints": rows}))
     else:
-        table = Table("step", "tokens", "size", "ranks", "layout", "written by", box=None, pad_edge=False)
+        table = Table("step", "contents", "tokens", "size", "ranks", "layout", "written by", box=None, pad_edge=False)
         for row in rows:
             if "damage" in row:
-                table.add_row(str(row["step"]), "", "", "", row["damage"], "")
+                table.add_row(str(row["step"]), row["contents"], "", "", "", row["damage"], "")
                 continue
             layout = " ".join(f"{axis} {size}" for axis, size in row["layout"].items() if size > 1) or "one rank"
             written = ", ".join(sorted(set(row["hosts"])))
             size = f"{row['num_bytes'] / 1e6:,.1f} MB"
-            table.add_row(f"{row['step']:,}", f"{row['tokens']:,}", size, str(len(row["hosts"])), layout, written)
+            ranks = str(len(row["hosts"]))
+            table.add_row(f"{row['step']:,}", row["contents"], f"{row['tokens']:,}", size, ranks, layout, written)
         Console(highlight=False).print(table)
     return EXIT_DIFFERENT if any("damage" in row for row in rows) else 0
 
@@ -145,9 +159,10 @@ def _summary(one: _Checkpoint) -> dict[str, Any]:
     try:
         manifest = one.manifest()
     except DamagedCheckpoint as error:
-        return {"step": one.step, "damage": str(error)}
+        return {"step": one.step, "contents": one.name.contents, "damage": str(error)}
     num_bytes = sum(record.num_bytes for record in manifest.files.values())
-    return {**manifest.facts, "num_bytes": num_bytes, "files": len(manifest.files)}
+    more = {"contents": one.name.contents, "num_bytes": num_bytes, "files": len(manifest.files)}
+    return {**manifest.facts, **more}
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -156,17 +171,19 @@ def _verify(args: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         for one in progress.track(_chosen(args.run), description="verifying"):
-            found[one.step] = one.damage()
+            found[one.name] = one.damage()
     if args.json:
-        print(json.dumps({"checkpoints": [{"step": step, "damage": damage} for step, damage in found.items()]}))
+        print(json.dumps({"checkpoints": [{**name._asdict(), "damage": damage} for name, damage in found.items()]}))
     else:
-        for step, damage in found.items():
-            print(f"step {step}: {damage or 'whole'}")
+        for name, damage in found.items():
+            print(f"step {steps_of([name])}: {damage or 'whole'}")
     return EXIT_DIFFERENT if any(found.values()) else 0
 
 
 def _show(args: argparse.Namespace) -> int:
-    one = _chosen(args.run)[-1]
+    chosen = _chosen(args.run)
+    # Of the newest step, the full one if it is there.
+    one = next(each for each in chosen if each.step == chosen[-1].step)
     facts = one.manifest().facts
     boxes = {key: [box for _, box in parts] for key, parts in one.tensors().items()}
     if args.json:
@@ -197,14 +214,14 @@ def _diff(args: argparse.Namespace) -> int:
         table = Table("tensor", "largest difference", "RMSE / RMS of the first", box=None, pad_edge=False)
         for row in rows:
             table.add_row(row["tensor"], *(row["problem"], "") if "problem" in row else _figures(row))
-        console.print(table if rows else "all tensors are bitwise equal")
+        console.print(table if rows else f"all {_compared(first, second)} are bitwise equal")
     return EXIT_DIFFERENT if rows else 0
 
 
 def _only(name: str) -> _Checkpoint:
     if "@" not in name:
         raise UserError(f'"{name}" must be RUN@STEP, like {name}@1000')
-    (one,) = _chosen(name)
+    one = _chosen(name)[0]
     # Damage would show as a difference, and say nothing about the two states.
     if (damage := one.damage()) is not None:
         raise UserError(damage)
@@ -216,14 +233,18 @@ def _figures(row: dict[str, Any]) -> tuple[str, str]:
 
 
 def _differing_facts(first: Manifest, second: Manifest) -> dict[str, tuple[Any, Any]]:
-    keys = sorted({*first.facts, *second.facts} - {"manifest_xxh3_128"})
+    # That of weights and of all is no difference between two states.
+    keys = sorted({*first.facts, *second.facts} - {"manifest_xxh3_128", "contents"})
     return {key: (a, b) for key in keys if (a := first.facts.get(key)) != (b := second.facts.get(key))}
 
 
 def _differences(first: _Checkpoint, second: _Checkpoint) -> Iterator[dict[str, Any]]:
     """A row for every tensor that is not bitwise the same."""
     one, other = first.tensors(), second.tensors()
-    for key in sorted({*one, *other}):
+    keys = sorted({*one, *other})
+    if _compared(first, second) == "weights":
+        keys = [key for key in keys if key.startswith(WEIGHTS_PREFIX)]
+    for key in keys:
         if key not in one or key not in other:
             yield {"tensor": key, "problem": f"only in {first.path if key in one else second.path}"}
             continue
@@ -236,6 +257,11 @@ def _differences(first: _Checkpoint, second: _Checkpoint) -> Iterator[dict[str, 
             difference, size = a.double() - b.double(), a.double().norm()
             relative = float(difference.norm() / size) if size else float("inf")
             yield {"tensor": key, "max_difference": float(difference.abs().max()), "relative_rmse": relative}
+
+
+def _compared(first: _Checkpoint, second: _Checkpoint) -> str:
+    """What of two checkpoints can be compared: everything, unless one of them has the weights alone."""
+    return "weights" if "weights" in (first.name.contents, second.name.contents) else "tensors"
 
 
 def _whole(parts: list[tuple[TensorFile, Box]]) -> Tensor:
@@ -256,16 +282,12 @@ def _prune(args: argparse.Namespace) -> int:
     for name, value, least in (("--keep", args.keep, 2), ("--keep-every", args.keep_every, 1)):
         if value is not None and value < least:
             raise UserError(f"{name} {value}: must be at least {least}")
-    retention = Retention(keep=args.keep, keep_every=args.keep_every)
-    every = _all_of(args.run)
-    good: list[int] = []
-    for one in reversed(every):
-        # From the newest on, and no more than needed: each one is read as a whole.
-        if len(good) < args.keep and one.damage() is None:
-            good.append(one.step)
-    old = retention.superseded([one.step for one in every], good)
-    if not args.dry_run:
-        remove(RunDirectory(args.run).checkpoints, old)
+    directory, retention = RunDirectory(args.run), Retention(keep=args.keep, keep_every=args.keep_every)
+    # A missing run is not to be locked, which makes a directory in it.
+    _all_of(args.run)
+    # A job would save, count and remove checkpoints meanwhile, by what it has verified itself.
+    with contextlib.nullcontext() if args.dry_run else RunLock(directory):
+        good, old = _prune_held(directory, retention, dry_run=args.dry_run)
     if args.json:
         print(json.dumps({"good": sorted(good), "removed": old, "dry_run": args.dry_run}))
     elif len(good) < args.keep:
@@ -276,3 +298,17 @@ def _prune(args: argparse.Namespace) -> int:
             f"{verb}: {', '.join(map(str, old)) or 'none'}; the newest whole ones: {', '.join(map(str, sorted(good)))}"
         )
     return 0
+
+
+def _prune_held(directory: RunDirectory, retention: Retention, *, dry_run: bool) -> tuple[list[int], list[int]]:
+    """(steps known to be whole, steps removed), of full checkpoints."""
+    every = [one for one in _all_of(directory.path) if one.name.contents == "full"]
+    good: list[int] = []
+    for one in reversed(every):
+        # From the newest on, and no more than needed: each one is read as a whole.
+        if len(good) < retention.keep and one.damage() is None:
+            good.append(one.step)
+    old = retention.superseded([one.step for one in every], good)
+    if not dry_run:
+        remove(directory.checkpoints, old)
+    return good, old

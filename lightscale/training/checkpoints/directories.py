@@ -1,12 +1,14 @@
 """Checkpoints as directories: their names, verification, retention, and what happens to damaged ones."""
 
+import heapq
 import itertools
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata as packages
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -24,21 +26,57 @@ from lightscale.training.health.fault_injection import fault_point
 
 STATE = "state.json"
 TENSORS = ".safetensors"
+WEIGHTS_PREFIX = "model."
+"""Begins the keys of weights; those of moments begin with their own names."""
 # Matched as a whole: step-N.tmp (unfinished) and step-N.bad (put aside) are no checkpoints.
-_STEP = re.compile(r"step-(\d{8})")
+_NAME = re.compile(r"step-(\d{8})(-weights)?")
+
+Contents = Literal["full", "weights"]
+"""What is in a checkpoint: everything that a run continues from, or its weights alone, which are never removed."""
+
+_HOLDS: dict[Contents, str] = {
+    "full": "holds a full checkpoint",
+    "weights": "holds weights alone, without the moments of the optimizer and the random states",
+}
 
 
-def directory_name(step: int) -> str:
-    """step-00000100"""
-    return f"step-{step:08d}"
+class CheckpointName(NamedTuple):
+    """Which checkpoint of a run. In order: by step, and of one step the full one first."""
+
+    step: int
+    contents: Contents = "full"
+
+    @property
+    def directory(self) -> str:
+        """step-00000100, or step-00000100-weights"""
+        return directory_name(self.step, self.contents)
 
 
-def list_steps(directory: Path) -> list[int]:
-    """Steps of the checkpoints in ``directory``, oldest first, damaged ones included: nothing is read."""
+def directory_name(step: int, contents: Contents = "full") -> str:
+    """step-00000100, or step-00000100-weights"""
+    return f"step-{step:08d}{'' if contents == 'full' else f'-{contents}'}"
+
+
+def list_checkpoints(directory: Path) -> list[CheckpointName]:
+    """The checkpoints in ``directory``, oldest first, damaged ones included: nothing is read."""
     if not directory.is_dir():
         return []
-    matches = (_STEP.fullmatch(entry.name) for entry in directory.iterdir() if entry.is_dir())
-    return sorted(int(match.group(1)) for match in matches if match)
+    matches = (_NAME.fullmatch(entry.name) for entry in directory.iterdir() if entry.is_dir())
+    return sorted(CheckpointName(int(match[1]), "weights" if match[2] else "full") for match in matches if match)
+
+
+def list_steps(directory: Path, contents: Contents = "full") -> list[int]:
+    """The steps of those with ``contents``, oldest first. A run continues from full ones only."""
+    return [name.step for name in list_checkpoints(directory) if name.contents == contents]
+
+
+def steps_of(names: Iterable[CheckpointName]) -> str:
+    """For messages: "10, 20, 30 (weights)"."""
+    contents: dict[int, list[Contents]] = {}
+    for name in names:
+        contents.setdefault(name.step, []).append(name.contents)
+    marked = (f"{step}{'' if 'full' in held else ' (weights)'}" for step, held in sorted(contents.items()))
+    return ", ".join(marked) or "none"
 
 
 def rank_stem(rank: int) -> str:
@@ -56,10 +94,14 @@ def environment() -> dict[str, str]:
 
 
 def manifest_of(path: Path, step: int) -> Manifest:
-    """The manifest of the checkpoint ``path``; ``DamagedCheckpoint`` where there is none, or not that of ``step``."""
+    """The manifest of the checkpoint ``path``; ``DamagedCheckpoint`` where there is none, or not one of its name."""
     manifest = read_manifest(path)
     if manifest.facts["step"] != step:
         raise DamagedCheckpoint(f"{path / NAME}: expected step {step}, found {manifest.facts['step']}")
+    # Manifests from before there were others do not say what is in a full checkpoint.
+    contents: Contents = manifest.facts.get("contents", "full")
+    if path.name != directory_name(step, contents):
+        raise DamagedCheckpoint(f"{path / NAME}: {_HOLDS[contents]}; its name is {directory_name(step, contents)}")
     return manifest
 
 
@@ -71,10 +113,26 @@ def verify_together(path: Path, step: int, ranks: Agreement) -> Manifest:
 
     def own_share() -> Manifest:
         manifest = manifest_of(path, step)
-        verify_files(path, manifest, sorted(manifest.files)[ranks.rank :: ranks.size])
+        sizes = {name: record.num_bytes for name, record in manifest.files.items()}
+        verify_files(path, manifest, shares_by_size(sizes, ranks.size)[ranks.rank])
         return manifest
 
     return ranks.on_all(own_share)[0]
+
+
+def shares_by_size(sizes: Mapping[str, int], num_shares: int) -> list[list[str]]:
+    """The names of ``sizes`` dealt into shares of about as many bytes; the same on every rank.
+
+    From the largest on, each to the share that has least: no share has more than the fair one and one file.
+    """
+    shares: list[list[str]] = [[] for _ in range(num_shares)]
+    # (bytes, share): of equals the first.
+    loads = [(0, number) for number in range(num_shares)]
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        load, number = heapq.heappop(loads)
+        shares[number].append(name)
+        heapq.heappush(loads, (load + sizes[name], number))
+    return shares
 
 
 @dataclass(frozen=True, kw_only=True)

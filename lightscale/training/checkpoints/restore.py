@@ -5,6 +5,7 @@
                                       rank-RRRRR.json           its random states
                                       state.json                counters and all other state, the same on every rank
                                       MANIFEST.json             size and hash of every file, and what the run was
+    checkpoints/step-00000100-weights/    the weights alone, in the same form, without rank-RRRRR.json: to be evaluated
 
 ``saving.py`` writes them: every rank hashes and syncs its files, rank 0 gathers the records into the manifest,
 and the directory gets its name last. It is never written to again.
@@ -32,11 +33,12 @@ from lightscale.runs.run_directory import is_named
 from lightscale.training.checkpoints.directories import (
     STATE,
     TENSORS,
-    directory_name,
+    CheckpointName,
     environment,
-    list_steps,
+    list_checkpoints,
     put_aside,
     rank_stem,
+    steps_of,
     verify_together,
 )
 from lightscale.training.checkpoints.manifest import DamagedCheckpoint, Manifest
@@ -99,7 +101,8 @@ class Checkpoints:
         """Read the newest whole checkpoint, or that of ``step``, into ``engine``; None when there is none at all.
 
         No tensor changes before every file is verified. Random states are restored when the layout is the one that
-        saved them (no other state depends on the layout).
+        saved them (no other state depends on the layout). Checkpoints of the weights alone are only read with
+        ``weights_only``.
 
         Args:
             allow: changes that are accepted: ``versions`` or ``versions.NAME`` of a package (see ``environment``).
@@ -110,20 +113,25 @@ class Checkpoints:
         """
         # As rank 0 sees the directory: with caches of a network file system, ranks could otherwise try different
         # checkpoints.
-        steps: list[int] = self._ranks.on_first(lambda: list_steps(self.directory))
+        names: list[CheckpointName] = self._ranks.on_first(lambda: list_checkpoints(self.directory))
         if step is not None:
-            if step not in steps:
-                known = ", ".join(map(str, steps)) or "none"
-                raise UserError(f"{self.directory} has no checkpoint of step {step}; it has: {known}")
-            steps = [step]
+            names = self._of_step(names, step)
+        if not weights_only:
+            if step is not None and all(name.contents == "weights" for name in names):
+                raise UserError(
+                    f"{self.directory / names[0].directory} has the weights alone; a run continues from the moments "
+                    "of the optimizer and the random states too, which only a full checkpoint has"
+                )
+            names = [name for name in names if name.contents == "full"]
         refused: dict[Path, str] = {}
         # From the newest on. A damaged one is skipped for the next older; a whole one that may not be read (another
         # model, environment or format) is an error instead, as resuming from an older one would lose its training.
-        for candidate in reversed(steps):
-            path = self.directory / directory_name(candidate)
+        # Of one step the weights alone come first: they are the same, and a third of the bytes to verify.
+        for candidate in reversed(names):
+            path = self.directory / candidate.directory
             try:
                 fault_point("load:verify")
-                manifest = verify_together(path, candidate, self._ranks)
+                manifest = verify_together(path, candidate.step, self._ranks)
                 contents = self._open(path, manifest)
             except DamagedCheckpoint as error:
                 refused[path] = str(error)
@@ -133,7 +141,7 @@ class Checkpoints:
             # The first call that changes tensors. It begins with the last check, of names and shapes.
             common = self._read(engine, path, contents, weights_only)
             return Restored(
-                step=candidate,
+                step=candidate.step,
                 path=path,
                 common=common,
                 refused=tuple(refused.values()),
@@ -144,6 +152,12 @@ class Checkpoints:
         if refused:
             raise NoGoodCheckpoint("no checkpoint is whole:\n" + "\n".join(f"  {line}" for line in refused.values()))
         return None
+
+    def _of_step(self, names: Sequence[CheckpointName], step: int) -> list[CheckpointName]:
+        found = [name for name in names if name.step == step]
+        if not found:
+            raise UserError(f"{self.directory} has no checkpoint of step {step}; it has: {steps_of(names)}")
+        return found
 
     def put_aside(self, damaged: Sequence[Path]) -> None:
         """Rename damaged directories, so that they count neither as checkpoints nor as kept ones."""
@@ -160,8 +174,9 @@ class Checkpoints:
             if fault := fault_of_cover(box for file in files for box in file.boxes):
                 raise DamagedCheckpoint(f"{path}: {fault}")
             # On another layout there is no rank whose generators these would be: ranks then keep their own seeds.
-            same_layout = manifest.facts["layout"] == self.mesh.axes
-            random = _read_json(path / f"{rank_stem(self.mesh.rank)}.json") if same_layout else None
+            random_file = f"{rank_stem(self.mesh.rank)}.json"
+            has_own = manifest.facts["layout"] == self.mesh.axes and random_file in manifest.files
+            random = _read_json(path / random_file) if has_own else None
             opened.append(_Contents(tensors=files, state=_read_json(path / STATE), random=random))
 
         self._ranks.on_all(open_all)
@@ -187,7 +202,7 @@ class Checkpoints:
         self._ranks.on_all(copy)
         # The engine's own counters travel in the shared state; the caller gets the rest.
         common = dict(contents.state)
-        counters = common.pop("optimizer")
+        counters = common.pop("optimizer", None)
         engine.finish_loading(None if weights_only else counters)
         if contents.random is not None and not weights_only:
             set_random_states(contents.random)

@@ -1,13 +1,13 @@
 """When a run is saved, and how each save ended: due by steps or by time, one save at a time, failures counted.
 
-    is_due -> save (begins it)          at the end of a step
+    contents_due -> save (begins it)    at the end of a step
     collect -> finish (records it)      at the end of each later step, until it is durable
 
 ``saving.py`` writes; here is what a run does around it: events, metrics, heartbeats, and how many failures it accepts.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightscale.config.schema import CheckpointConfig
@@ -16,9 +16,12 @@ from lightscale.runs.journal import Journal
 from lightscale.runs.metrics import MetricsLogger
 from lightscale.runs.run_directory import RunDirectory, read_lines
 from lightscale.runs.save_interval import SaveInterval
-from lightscale.training.checkpoints.directories import Retention
+from lightscale.training.checkpoints.directories import Contents, Retention
 from lightscale.training.checkpoints.saving import NotFinite, SaveError, Saver
 from lightscale.training.health.heartbeat import Heartbeat
+
+# Of the events, which name the directories.
+_FIELDS: dict[Contents, str] = {"full": "checkpoint", "weights": "weights"}
 
 Largest = Callable[[int], int]
 """Maximum over the ranks of a number of each; collective."""
@@ -52,8 +55,14 @@ class SavePolicy:
         self.not_finite: str | None = None
         """Why the last save was refused, if the state was not finite: the run must go back."""
 
+    def contents_due(self, step: int, *, leaving: bool) -> tuple[Contents, ...]:
+        """What is to be saved after ``step``; ``leaving``: it is the last one."""
+        every = self._config.keep_weights_every
+        full: tuple[Contents, ...] = ("full",) if leaving or self.is_due(step) else ()
+        return (*full, "weights") if every is not None and step % every == 0 else full
+
     def is_due(self, step: int) -> bool:
-        """Whether the run is to be saved after ``step``."""
+        """Whether a full checkpoint is due after ``step``."""
         if self._config.every is not None:
             return step % self._config.every == 0
         # By the clock of rank 0: clocks differ, and all ranks must save after the same step. Not while a save is being
@@ -76,6 +85,7 @@ class SavePolicy:
         state: Mapping[str, Any],
         facts: Mapping[str, Any],
         about: Mapping[str, Any],
+        contents: Sequence[Contents],
         prune: bool,
         leaving: bool,
     ) -> None:
@@ -83,24 +93,29 @@ class SavePolicy:
 
         Args:
             tokens: trained on so far.
-            state, facts, about: see ``Saver.begin``.
+            state, facts, about, contents: see ``Saver.begin``.
             prune: whether older checkpoints may be removed.
         """
         if self.saver.is_writing:
-            if not leaving:
+            if not leaving and "weights" not in contents:
                 # The disk is slower than saves are due. Steps do not wait for it; the skipped save is counted.
                 metrics.count_skipped_save(step)
                 self._journal.note("checkpoint_skipped", step=step, reason="the previous save is still being written")
                 return
-            # The last state is saved in any case, however long the save before it still takes.
+            # The last state, and the weights of steps that were asked for, are saved in any case, however long the save
+            # before them still takes.
             self.finish(step, metrics, tokens)
         self._heartbeat.beat("saving", step=step)
         retention = Retention(keep=self._config.keep, keep_every=self._config.keep_every) if prune else None
-        stall_s = self.saver.begin(self._engine, step=step, common=state, facts=facts, about=about, retention=retention)
+        stall_s = self.saver.begin(
+            self._engine, step=step, common=state, facts=facts, about=about, retention=retention, contents=contents
+        )
         if leaving or not self._config.asynchronous:
             stall_s = self.finish(step, metrics, tokens, leaving=leaving)
-        # Also after a failed save: the next one is due after an interval, not at the next step.
-        self._interval.saved(time.monotonic(), stall_s)
+        # Also after a failed save: the next one is due after an interval, not at the next step. Weights alone save no
+        # progress, and cost less.
+        if "full" in contents:
+            self._interval.saved(time.monotonic(), stall_s)
 
     def finish(self, step: int, metrics: MetricsLogger, tokens: int, *, leaving: bool = False) -> float:
         """Wait for the save in flight and record how it ended.
@@ -131,8 +146,13 @@ class SavePolicy:
         stall_s = saved.stall_s + time.perf_counter() - began
         costs: dict[str, Any] = {"stall_s": stall_s, "write_s": saved.write_s, "num_bytes": saved.num_bytes}
         metrics.log_save(step, tokens=tokens, saved_step=saved.step, **costs)
-        where = {"step": saved.step, "tokens": saved.facts["tokens"], "checkpoint": saved.path.name}
-        self._journal.note("checkpoint", **where, removed=saved.removed, **costs)
+        where: dict[str, Any] = {"step": saved.step, "tokens": saved.facts["tokens"]}
+        where |= {_FIELDS[contents]: path.name for contents, path in saved.paths.items()}
+        if "full" in saved.paths:
+            self._journal.note("checkpoint", **where, removed=saved.removed, **costs)
+        else:
+            # By another name: whoever counts checkpoints means those that a run continues from.
+            self._journal.note("weights", **where, **costs)
         if saved.problem is not None:
             self._journal.say(saved.problem)
         return stall_s

@@ -2,6 +2,7 @@
 
     training thread   begin: shards -> host memory (the stall), start the thread     finish: wait, raise its error
     thread            step-N.tmp/ -> every rank's files, hashed and synced -> manifest -> rename to step-N/ -> retention
+                      the same for step-N-weights/, of the same copy, where the weights alone are kept too
 
 The rename is the commit: a directory called step-N is whole, whatever happens before or after. The thread has a process
 group of its own, as its collectives run at the same time as training's. See ``restore.py`` for what is in a checkpoint.
@@ -24,10 +25,12 @@ from lightscale.errors import UserError
 from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.mesh import Mesh
-from lightscale.parallel.shards import Box, Shape, TensorShard, fault_of_cover
+from lightscale.parallel.shards import Box, Shape, TensorShard, copy_overlap, fault_of_cover
 from lightscale.training.checkpoints.directories import (
     STATE,
     TENSORS,
+    WEIGHTS_PREFIX,
+    Contents,
     Retention,
     directory_name,
     environment,
@@ -37,9 +40,16 @@ from lightscale.training.checkpoints.directories import (
     remove,
     verify_together,
 )
-from lightscale.training.checkpoints.manifest import DamagedCheckpoint, FileRecord, sync, write_manifest, write_synced
+from lightscale.training.checkpoints.manifest import (
+    DamagedCheckpoint,
+    FileRecord,
+    Manifest,
+    sync,
+    write_manifest,
+    write_synced,
+)
 from lightscale.training.checkpoints.random_states import random_states
-from lightscale.training.checkpoints.tensor_file import write_tensors
+from lightscale.training.checkpoints.tensor_file import TensorFile, write_tensors
 from lightscale.training.health.fault_injection import fault_point
 
 _SPARE_BYTES = 16 << 20
@@ -61,7 +71,8 @@ class Saved:
     """A checkpoint that is on disk on all ranks."""
 
     step: int
-    path: Path
+    paths: Mapping[Contents, Path]
+    """The directory of each of the contents that were asked for."""
     facts: Mapping[str, Any]
     """As they were given."""
     num_bytes: int
@@ -75,14 +86,20 @@ class Saved:
     problem: str | None = None
     """Why older ones could not be removed."""
 
+    @property
+    def path(self) -> Path:
+        """The first of ``paths``."""
+        return next(iter(self.paths.values()))
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Snapshot:
     """The state of one rank at one step, in memory that training does not change."""
 
     step: int
+    contents: Sequence[Contents]
     shards: Sequence[TensorShard]
-    state: str
+    state: Mapping[str, Any]
     random: str
     facts: Mapping[str, Any]
     about: Mapping[str, Any]
@@ -119,6 +136,7 @@ class Saver:
         facts: Mapping[str, Any],
         about: Mapping[str, Any] | None = None,
         retention: Retention | None = None,
+        contents: Sequence[Contents] = ("full",),
     ) -> float:
         """Copy the state and begin to write it; ``finish`` gives the result. Returns the seconds of the copy.
 
@@ -130,16 +148,21 @@ class Saver:
             common: small state that is the same on every rank (counters, data position), as JSON gives it back.
             facts: what the manifest says of the state, besides step, versions and layout, and a later save compares.
             about: what else the manifest says.
-            retention: which older checkpoints are removed after it; None: none.
+            retention: which older full checkpoints are removed after it; None: none.
+            contents: a checkpoint is written of each, all of one copy of the state.
         """
         assert self._written is None, "the save before has not been finished"
+        assert contents, "nothing to save"
         began = time.perf_counter()
         # All that training will change is copied here, random states and counters as text: the thread reads only this
         # snapshot.
-        shards = self._copy(engine.owned_shards())
-        state = json.dumps({**common, "step": step, "optimizer": engine.counters()})
+        owned = engine.owned_shards()
+        shards = self._copy(owned if "full" in contents else filter(_is_weight, owned))
+        # Through text, so that nothing of it is shared with training.
+        state = json.loads(json.dumps({**common, "step": step, "optimizer": engine.counters()}))
         snapshot = _Snapshot(
             step=step,
+            contents=tuple(contents),
             shards=shards,
             state=state,
             random=json.dumps(random_states()),
@@ -186,9 +209,10 @@ class Saver:
         facts: Mapping[str, Any],
         about: Mapping[str, Any] | None = None,
         retention: Retention | None = None,
+        contents: Sequence[Contents] = ("full",),
     ) -> Saved:
         """``begin`` and ``finish``."""
-        self.begin(engine, step=step, common=common, facts=facts, about=about, retention=retention)
+        self.begin(engine, step=step, common=common, facts=facts, about=about, retention=retention, contents=contents)
         return self.finish()
 
     def _copy(self, shards: Iterable[TensorShard]) -> list[TensorShard]:
@@ -211,12 +235,33 @@ class Saver:
     def _write(self, snapshot: _Snapshot, retention: Retention | None) -> Saved:
         """In the thread: everything of a save but the copy."""
         began = time.perf_counter()
-        final = self.directory / directory_name(snapshot.step)
+        paths: dict[Contents, Path] = {}
+        num_bytes = 0
+        # By the thread, in the copy: training does not wait for it. Before anything is written.
+        self._ranks.on_all(lambda: _check_finite(snapshot))
+        for contents in snapshot.contents:
+            part = _part(snapshot, contents)
+            paths[contents] = self.directory / directory_name(part.step, contents)
+            num_bytes += self._write_one(paths[contents], part)
+        write_s = time.perf_counter() - began
+        # Only after the commit: were older ones removed before it, a kill in between could leave none at all.
+        removed, problem = self._retain(retention) if retention and "full" in paths else ((), None)
+        return Saved(
+            step=snapshot.step,
+            paths=paths,
+            facts=snapshot.facts,
+            num_bytes=num_bytes,
+            stall_s=snapshot.stall_s,
+            write_s=write_s,
+            removed=removed,
+            problem=problem,
+        )
+
+    def _write_one(self, final: Path, snapshot: _Snapshot) -> int:
+        """One checkpoint, of a snapshot of its contents alone; the bytes of its files. Raises ``SaveError``."""
         draft = final.with_suffix(".tmp")
         try:
             self._ranks.on_all(lambda: fault_point("save:begin"))
-            # By the thread, in the copy: training does not wait for it. Before anything is written.
-            self._ranks.on_all(lambda: _check_finite(snapshot))
             num_bytes = self._bytes_if_saved(final, snapshot)
             if num_bytes is None:
                 num_bytes = self._write_new(draft, final, snapshot)
@@ -226,21 +271,10 @@ class Saver:
             # ``on_all`` has raised it on all ranks, so that all are here and none is still writing.
             self._ranks.on_first(lambda: shutil.rmtree(draft, ignore_errors=True))
             raise SaveError(f"cannot write {final}: {error}") from error
-        # Hashed while it was written, so that retention need not read it again.
-        self.known_good.add(snapshot.step)
-        write_s = time.perf_counter() - began
-        # Only after the commit: were older ones removed before it, a kill in between could leave none at all.
-        removed, problem = self._retain(retention) if retention else ((), None)
-        return Saved(
-            step=snapshot.step,
-            path=final,
-            facts=snapshot.facts,
-            num_bytes=num_bytes,
-            stall_s=snapshot.stall_s,
-            write_s=write_s,
-            removed=removed,
-            problem=problem,
-        )
+        if snapshot.contents == ("full",):
+            # Hashed while it was written, so that retention need not read it again.
+            self.known_good.add(snapshot.step)
+        return num_bytes
 
     def _write_new(self, draft: Path, final: Path, snapshot: _Snapshot) -> int:
         """Every rank's files, then the name; the bytes of all of them."""
@@ -251,7 +285,7 @@ class Saver:
         return self._ranks.on_first(lambda: self._commit(draft, final, own, snapshot))
 
     def _bytes_if_saved(self, final: Path, snapshot: _Snapshot) -> int | None:
-        """The size of ``final`` if it exists and is whole; a damaged one is put aside."""
+        """The size of ``final`` if it exists, whole and of this state; a damaged one is put aside."""
         # After a rollback or a repeated last step. Rewriting it would leave a time without any good copy of the step.
         if not self._ranks.on_first(final.exists):
             return None
@@ -260,10 +294,17 @@ class Saver:
         except DamagedCheckpoint:
             put_aside([final], self._ranks)
             return None
-        # The same step of the same data has the same weights, as training is deterministic: nothing to write.
         there, now = manifest.facts, snapshot.facts
         differing = [f"{key}: {there.get(key)} in it, {now[key]} now" for key in now if there.get(key) != now[key]]
-        if differing:
+        if snapshot.contents == ("weights",):
+            # The run has passed this step before, and returned to a full checkpoint before it. By another layout, or
+            # with a change that was allowed, it comes back with other weights; its own are those that led to its end.
+            if differing or not all(self._ranks.on_all(lambda: _has_weights(final, manifest, snapshot.shards))):
+                put_aside([final], self._ranks)
+                return None
+        # The same step of the same data has the same weights, as training is deterministic: nothing to write. And a
+        # full checkpoint is never passed twice: the run continues from the newest.
+        elif differing:
             raise SaveError(
                 f"{final} is a whole checkpoint of another state ({'; '.join(differing)}); move it elsewhere"
             )
@@ -295,13 +336,12 @@ class Saver:
         """This rank's host, files and boxes."""
         fault_point("save:open")
         stem = rank_stem(self.mesh.rank)
-        records = {
-            f"{stem}{TENSORS}": write_tensors(draft / f"{stem}{TENSORS}", snapshot.shards),
-            f"{stem}.json": write_synced(draft / f"{stem}.json", snapshot.random.encode()),
-        }
+        records = {f"{stem}{TENSORS}": write_tensors(draft / f"{stem}{TENSORS}", snapshot.shards)}
+        if snapshot.random:
+            records[f"{stem}.json"] = write_synced(draft / f"{stem}.json", snapshot.random.encode())
         # What is the same on every rank is written once.
         if self.mesh.rank == 0:
-            records[STATE] = write_synced(draft / STATE, snapshot.state.encode())
+            records[STATE] = write_synced(draft / STATE, json.dumps(snapshot.state).encode())
         return socket.gethostname(), records, [shard.box for shard in snapshot.shards]
 
     def _commit(self, draft: Path, final: Path, own: Sequence[_RankFiles], snapshot: _Snapshot) -> int:
@@ -315,6 +355,7 @@ class Saver:
         fault_point("save:manifest")
         facts = {
             "step": snapshot.step,
+            "contents": snapshot.contents[0],
             **snapshot.facts,
             **snapshot.about,
             "layout": self.mesh.axes,
@@ -367,6 +408,49 @@ def _check_finite(snapshot: _Snapshot) -> None:
     for shard in snapshot.shards:
         # Extremes are NaN where any element is, and need no memory; a sum could overflow.
         if shard.data.numel() and not torch.stack(torch.aminmax(shard.data)).isfinite().all():
-            raise NotFinite(
-                f"the state after step {snapshot.step} is not finite: {shard.box.key} has NaN or infinities"
-            )
+            what = shard.box.key.removeprefix(WEIGHTS_PREFIX)
+            raise NotFinite(f"the state after step {snapshot.step} is not finite: {what} has NaN or infinities")
+
+
+def _is_weight(shard: TensorShard) -> bool:
+    return shard.box.key.startswith(WEIGHTS_PREFIX)
+
+
+def _part(snapshot: _Snapshot, contents: Contents) -> _Snapshot:
+    """What one checkpoint holds of ``snapshot``."""
+    if contents == "full":
+        return replace(snapshot, contents=("full",))
+    return replace(
+        snapshot,
+        contents=("weights",),
+        shards=[shard for shard in snapshot.shards if _is_weight(shard)],
+        state={key: value for key, value in snapshot.state.items() if key != "optimizer"},
+        random="",
+    )
+
+
+def _has_weights(path: Path, manifest: Manifest, shards: Sequence[TensorShard]) -> bool:
+    """Whether the whole checkpoint ``path``, written by any layout, has these elements, bit by bit."""
+    found = [replace(one, data=torch.empty_like(one.data)) for one in shards]
+    by_key: dict[str, list[TensorShard]] = {}
+    for shard in found:
+        by_key.setdefault(shard.box.key, []).append(shard)
+    copied = 0
+    for name in sorted(manifest.files):
+        if name.endswith(TENSORS):
+            for stored in TensorFile(path / name).shards():
+                # Of another shape or number format it is not the same weight, whatever the bytes are.
+                same = (one for one in by_key.get(stored.box.key, ()) if _is_alike(stored, one))
+                copied += sum(copy_overlap(stored, one) for one in same)
+    # As bytes: NaN then equals itself, and -0 is not 0.
+    return copied == sum(one.box.numel for one in shards) and all(
+        torch.equal(_bytes(one), _bytes(other)) for one, other in zip(shards, found, strict=True)
+    )
+
+
+def _is_alike(one: TensorShard, other: TensorShard) -> bool:
+    return one.box.shape == other.box.shape and one.data.dtype == other.data.dtype
+
+
+def _bytes(shard: TensorShard) -> torch.Tensor:
+    return shard.data.reshape(-1).view(torch.uint8)

@@ -15,7 +15,8 @@ import pytest
 from lightscale import cli
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
-from lightscale.launch.commands.runs import RunSummary, summarize
+from lightscale.launch.commands import runs
+from lightscale.launch.commands.runs import RunReader, RunSummary, summarize
 from lightscale.runs.lock import RunLock
 from lightscale.runs.run_directory import LineWriter, RunDirectory, timestamp
 
@@ -196,11 +197,15 @@ def test_people_get_a_table(make_run: MakeRun, capsys: pytest.CaptureFixture[str
     run = make_run("first")
     run.event("failed", reason="killed")
     run.write_status("stopped", reason="given up", step=3, tokens=768)
+    with LineWriter(run.metrics) as writer:
+        losses = {"wiki": {"loss": 2.5}, "code": {"loss": None}}
+        writer.write({"step": 3, "attempt": 1, "tokens": 768, "validation": losses})
     shown = table(capsys, str(run.path.parent))
     (row,) = [line for line in shown.splitlines() if "3/4" in line]
-    for word in ("runs/first", "stopped", "3/4", "2.0000", "502", "failed"):
+    for word in ("runs/first", "stopped", "3/4", "3.0000", "502", "failed"):
         assert word in row
     assert "runs/first: given up" in shown
+    assert "wiki 2.5000 code nan" in row
     assert "steps that count" not in shown
 
 
@@ -212,6 +217,96 @@ def test_one_run_shows_where_its_time_went(make_run: MakeRun, capsys: pytest.Cap
     lines = {line.strip().partition("  ")[0]: line for line in shown.splitlines()}
     assert "1.5 s" in lines["steps that count"] and "3 steps" in lines["steps that count"]
     assert "0.25 s" in lines["saves"] and "1 done, 1 failed" in lines["saves"]
+
+
+@pytest.mark.parametrize(("key", "text"), [("memory_rss_bytes", "1.23 GB"), ("memory_peak_bytes", "1.23 GB")])
+def test_memory_is_that_of_the_newest_line_that_has_it(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str], key: str, text: str
+) -> None:
+    run = make_run("first", steps=0)
+    assert summary(run).memory_bytes is None
+    with LineWriter(run.metrics) as writer:
+        for step, num_bytes in ((1, 10**9), (2, 1_234_000_000)):
+            writer.write({"step": step, "attempt": 1, "tokens": step, "step_s": 1.0, key: num_bytes})
+        writer.write({"step": 3, "attempt": 1, "tokens": 3, "step_s": 1.0})
+    assert summary(run).memory_bytes == 1_234_000_000
+    assert text in table(capsys, str(run.path.parent))
+
+
+def test_ages_are_not_negative(make_run: MakeRun) -> None:
+    """The clock of the host that wrote the records is ahead."""
+    run = make_run("first")
+    assert summary(run).age_s == pytest.approx(0, abs=30)
+    found = summarize(run, time.time() - 3600)
+    assert (found.age_s, found.last_event_age_s) == (0.0, 0.0)
+    assert summarize(run, time.time() + 3600).age_s == pytest.approx(3600, abs=30)
+
+
+def test_watching_reads_only_what_is_new(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run("first")
+    reader, now = RunReader(run), time.time()
+    assert (reader.summary(now).step, reader.summary(now).smoothed_loss) == (3, 3.0)
+    whole, read = runs.read_lines, []
+    monkeypatch.setattr(runs, "read_lines", lambda path: (read.append(path.name), whole(path))[1])
+    with LineWriter(run.metrics) as writer:
+        writer.write({"step": 4, "attempt": 1, "time": timestamp(), "tokens": 1, "loss": 1.0, "step_s": 1.0})
+    os.utime(run.metrics, (now + 1, now + 1))
+    found = reader.summary(now + 1)
+    assert (found.step, found.smoothed_loss) == (4, 2.5)
+    assert found.goodput is not None and found.goodput.steps == 3, "a moment old"
+    assert read == ["events.jsonl"]
+    found = reader.summary(now + 70)
+    assert found.goodput is not None and found.goodput.steps == 4
+    assert read.count("metrics.jsonl") == 1
+
+
+def watched(words: list[str], frames: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit code of `lightscale runs …`, interrupted after so many frames."""
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == frames:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs.time, "sleep", pause)
+    code = cli.main(["runs", *words])
+    assert pauses == [2.5] * frames
+    return code
+
+
+def test_watch_in_a_pipe_prints_again_and_again(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(make_run("first").path.parent)
+    assert watched([folder, "--watch", "2.5"], 3, monkeypatch) == cli.EXIT_INTERRUPTED
+    output = capsys.readouterr()
+    assert [line.count("3/4") for line in output.out.splitlines() if "runs/first" in line] == [1, 1, 1]
+    assert output.err == "interrupted\n"
+    assert watched([folder, "--json", "--watch", "2.5"], 2, monkeypatch) == cli.EXIT_INTERRUPTED
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)[0]["smoothed_loss"] for line in lines] == [3.0, 3.0]
+
+
+def test_watch_on_a_terminal_redraws(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(make_run("first").path.parent)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "250")
+    assert watched([folder, "--watch", "2.5"], 3, monkeypatch) == cli.EXIT_INTERRUPTED
+    shown = capsys.readouterr().out
+    assert shown.count("3/4") == 4, "and as it leaves the terminal"
+    assert "\x1b[1A\x1b[2K" in shown, "the lines before are written over"
+    assert shown.rstrip("\n").endswith("\x1b[?25h"), "the cursor is shown again"
+
+
+@pytest.mark.parametrize(("word", "message"), [("runs", "DIR comes before --watch"), ("0", "must be at least 0.1 s")])
+def test_a_wrong_interval_is_refused(capsys: pytest.CaptureFixture[str], word: str, message: str) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["runs", "--watch", word])
+    assert message in capsys.readouterr().err
 
 
 def test_the_default_is_the_folder_runs(

@@ -52,8 +52,12 @@ def record(rank: int, world_size: int, init_method: str, folder: str, layouts: l
         with tiny.engine_on(axes, rank, f"{init_method}-{axes}", mixer=mixer) as engine:
             tiny.train(engine, 0, STEPS)
             path = Path(folder) / str(axes)
-            Saver(path, engine.mesh).save(engine, step=STEPS, common={"place": [3, "x"]}, facts={"tokens": 9})
+            saver, state = Saver(path, engine.mesh), {"common": {"place": [3, "x"]}, "facts": {"tokens": 9}}
+            saver.save(engine, step=STEPS, **state, contents=("full", "weights"))
             torch.save((tiny.own_state(engine), draw()), f"{path}-{rank}")
+            weights = tiny.weights(engine)
+            if rank == 0:
+                torch.save(weights, f"{path}-weights")
             continuation = tiny.train(engine, STEPS, 2 * STEPS)
             if rank == 0:
                 torch.save(continuation, f"{path}-continuation")
@@ -75,8 +79,12 @@ def resume(
             random.seed(7), np.random.seed(7), torch.manual_seed(7)
             path = Path(folder) / str(source)
             with tiny.engine_on(axes, rank, f"{init_method}-{axes}-{source}", seed=1, mixer=mixer) as engine:
-                restored = Checkpoints(path, engine.mesh).restore(engine)
-                assert restored is not None
+                checkpoints = Checkpoints(path, engine.mesh)
+                alone = checkpoints.restore(engine, weights_only=True)
+                assert alone is not None and alone.path.name == directory_name(STEPS, "weights")
+                weights, kept = tiny.weights(engine), torch.load(f"{path}-weights")
+                restored = checkpoints.restore(engine)
+                assert restored is not None and restored.path.name == directory_name(STEPS)
                 exact = None
                 if axes == source:
                     state, drawn = torch.load(f"{path}-{rank}")
@@ -87,6 +95,7 @@ def resume(
                     "step": restored.step,
                     "common": restored.common,
                     "exact": exact,
+                    "weights": [name for name in kept if not torch.equal(kept[name], weights[name])],
                     "loss": [abs(a[0] - b[0]) for a, b in pairs],
                     "gradient": max(tiny.error(a[1][key], b[1][key]) for a, b in pairs for key in b[1]),
                     "weight": max(tiny.error(a[2][key], b[2][key]) for a, b in pairs for key in b[2]),
@@ -109,6 +118,7 @@ def check_all_pairs(run_ranks: RunRanks, folder: str, by_size: dict[int, list[Ax
         for (axes, source), one in result.items():
             where = f"{axes} from {source}: {one}"
             assert (one["step"], one["common"]) == (STEPS, {"place": [3, "x"], "step": STEPS}), where
+            assert one["weights"] == [], where
             if axes == source:
                 assert one["exact"] == ([], True), where
                 assert (one["loss"], one["gradient"], one["weight"]) == ([0.0] * STEPS, 0.0, 0.0), where

@@ -10,6 +10,7 @@ import pytest
 import safetensors
 
 from lightscale.cli import main
+from lightscale.runs.lock import RunLock
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.training.checkpoints.directories import directory_name, list_steps
 
@@ -49,7 +50,7 @@ def test_list_and_show(run: RunDirectory, command: Command) -> None:
     code, text, _ = command("list", str(run.path))
     assert code == 0
     lines = [line.split() for line in text.splitlines()]
-    assert [line[:2] for line in lines[1:]] == [["20", "5,120"], ["40", "10,240"]]
+    assert [line[:3] for line in lines[1:]] == [["20", "full", "5,120"], ["40", "full", "10,240"]]
     assert "sequence 2" in text
     code, text, _ = command("list", str(run.path), "--json")
     rows = json.loads(text)["checkpoints"]
@@ -117,6 +118,22 @@ def test_prune(run: RunDirectory, command: Command) -> None:
     assert list_steps(run.checkpoints) == [5, 10, 20, 40]
     code, text, _ = command("prune", str(run.path), "--json")
     assert json.loads(text) == {"good": [20, 40], "removed": [5, 10], "dry_run": False}
+    assert list_steps(run.checkpoints) == [20, 40]
+
+
+def test_a_run_that_a_job_holds_is_not_pruned(run: RunDirectory, command: Command) -> None:
+    """The job counts and removes checkpoints itself, by what it has verified."""
+    shutil.copytree(run.checkpoints / directory_name(20), run.checkpoints / directory_name(10))
+    with RunLock(run):
+        code, text, errors = command("prune", str(run.path))
+        assert (code, text) == (78, "")
+        assert f"{run.path} is in use by process" in errors
+        assert command("prune", str(run.path), "--dry-run")[:2] == (
+            0,
+            "would be removed: 10; the newest whole ones: 20, 40\n",
+        )
+    assert list_steps(run.checkpoints) == [10, 20, 40]
+    assert command("prune", str(run.path))[0] == 0
     assert list_steps(run.checkpoints) == [20, 40]
 
 

@@ -1,0 +1,123 @@
+"""The newest lines of a metrics.jsonl, for whoever looks at a run again and again: little is read however long."""
+
+import json
+import os
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from lightscale.errors import UserError
+
+NUM_STEPS = 50
+"""Newest lines of steps that are kept."""
+
+_CHUNK_BYTES = 1 << 16
+_VALIDATION = b'"validation"'
+
+Line = dict[str, Any]
+
+
+class MetricsTail:
+    """The newest lines of `path`. `refresh` reads what was appended since the last time.
+
+    The first time, and after a return to an earlier step, it reads backwards from the end, no further than it must. Of
+    a step that several attempts have reached only the last one's line counts, as in `read_metrics`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        # Bytes of complete lines that were read, or need not be.
+        self._end = 0
+        self.steps: deque[Line] = deque(maxlen=NUM_STEPS)
+        """Of the newest logged steps, in order."""
+        self.validation: Line | None = None
+        """The newest line with validation losses."""
+
+    def refresh(self, *, has_validation: bool) -> None:
+        """Read on. `has_validation`: the run validates, so that a line of it may be looked for far back."""
+        try:
+            with self._path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                # Shorter than before: a line that a kill cut short was removed, or it is another file.
+                if not self._end or size < self._end or not self._read_on(file, size):
+                    self._read_back(file, size, has_validation)
+        except FileNotFoundError:
+            self._forget()
+
+    def smoothed_loss(self) -> float | None:
+        """Mean of the losses of `steps`, without those of skipped steps."""
+        losses = [line["loss"] for line in self.steps if "skipped" not in line and line.get("loss") is not None]
+        return sum(losses) / len(losses) if losses else None
+
+    def newest(self, *keys: str) -> Any:
+        """The value of the first of `keys` that a line has, from the newest line on; None where none has."""
+        return next((line[key] for line in reversed(self.steps) for key in keys if line.get(key) is not None), None)
+
+    def _forget(self) -> None:
+        self._end, self.validation = 0, None
+        self.steps.clear()
+
+    def _read_on(self, file: BinaryIO, size: int) -> bool:
+        """Take in what was appended; False where the run has returned to an earlier step."""
+        file.seek(self._end)
+        data = file.read(size - self._end)
+        complete = data[: data.rfind(b"\n") + 1]
+        for text in complete.splitlines():
+            line = self._parse(text)
+            if "validation" in line:
+                self.validation = line
+            if "step_s" in line:
+                if self.steps and line["step"] <= self.steps[-1]["step"]:
+                    return False
+                self.steps.append(line)
+        self._end += len(complete)
+        return True
+
+    def _read_back(self, file: BinaryIO, size: int, has_validation: bool) -> None:
+        self._forget()
+        # The earliest step seen: what comes before it in the file and is of a later step was done again since.
+        earliest = float("inf")
+        for end, text in _backwards(file, size):
+            self._end = max(self._end, end)
+            has_steps = len(self.steps) == NUM_STEPS
+            if has_steps and (self.validation is not None or not has_validation):
+                break
+            if has_steps and _VALIDATION not in text:
+                continue
+            line = self._parse(text)
+            if line.get("step", 0) >= earliest:
+                continue
+            if "validation" in line and self.validation is None:
+                self.validation = line
+            if "step_s" in line and not has_steps:
+                self.steps.appendleft(line)
+                earliest = line["step"]
+
+    def _parse(self, text: bytes) -> Line:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            line = None
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            raise UserError(f"{self._path}: not a record of a step, the file is damaged: {text[:80]!r}")
+        return line
+
+
+def _backwards(file: BinaryIO, size: int) -> Iterator[tuple[int, bytes]]:
+    """The complete lines among the first `size` bytes, last to first, and where each ends."""
+    end, rest, is_complete = size, b"", False
+    while end > 0:
+        start = max(0, end - _CHUNK_BYTES)
+        file.seek(start)
+        first, *lines = (file.read(end - start) + rest).split(b"\n")
+        position = end + len(rest)
+        for text in reversed(lines):
+            # What is behind the last newline is a line that is being written.
+            if is_complete:
+                yield position + 1, text
+            is_complete = True
+            position -= len(text) + 1
+        end, rest = start, first
+    if is_complete:
+        yield len(rest) + 1, rest

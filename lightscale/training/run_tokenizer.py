@@ -1,0 +1,51 @@
+"""The tokenizer of a run, kept in its directory: whoever has the directory can use the model, without the token store.
+
+`keep_tokenizer` is called at every start, so that runs from before, which keep none, get theirs when they are resumed.
+"""
+
+from collections.abc import Collection
+
+from lightscale.data_pipeline.store.format import TOKENIZER_DIR
+from lightscale.data_pipeline.store.token_store import TokenStore
+from lightscale.data_pipeline.tokenizers import copy_tokenizer, files_sha256
+from lightscale.errors import UserError
+from lightscale.parallel.agreement import Agreement
+from lightscale.runs.journal import Journal
+from lightscale.runs.run_directory import RunDirectory
+
+
+def keep_tokenizer(
+    run: RunDirectory, store: TokenStore, journal: Journal, ranks: Agreement, allow: Collection[str]
+) -> None:
+    """Copy the tokenizer of `store` to `run`, unless it is there and whole; collective over `ranks`.
+
+    Raises UserError, on all of them, where the run keeps another tokenizer and `allow` does not name `data`, and where
+    the store's files are not those that the store was written with.
+    """
+
+    def keep() -> None:
+        now, kept = store.tokenizer, _kept_sha256(run, journal)
+        if kept == now.sha256:
+            return
+        if kept is not None and "data" not in allow:
+            raise UserError(
+                f"{run.tokenizer} is another tokenizer (sha256 {kept[:16]}…) than that of {store.path} ({now.name}, "
+                f"sha256 {now.sha256[:16]}…); use a store prepared with the tokenizer of the run, start a new run with "
+                "--run, or accept the other one, at your own risk, with --allow-change data"
+            )
+        copy_tokenizer(store.path / TOKENIZER_DIR, run.tokenizer, sha256=now.sha256)
+        if kept is not None:
+            journal.event("tokenizer_changed", before=kept, now=now.sha256)
+
+    ranks.on_first(keep)
+
+
+def _kept_sha256(run: RunDirectory, journal: Journal) -> str | None:
+    """Of the tokenizer in the run; None: there is none, or it is damaged."""
+    if not run.tokenizer.exists():
+        return None
+    try:
+        return files_sha256(run.tokenizer)
+    except UserError as error:
+        journal.say(f"{error}; it is copied again from the token store")
+        return None
