@@ -28,7 +28,7 @@ from lightscale.errors import UserError
 from lightscale.models.flops import training_flops_per_token
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.mesh import start_mesh
-from lightscale.runs.metrics import device_peak_flops
+from lightscale.runs.metrics.peak_flops import device_peak_flops
 from lightscale.training.build import build_engine
 from lightscale.training.memory import peak_memory_bytes
 
