@@ -3,8 +3,6 @@
 import resource
 from pathlib import Path
 
-import torch
-
 _STATUS = Path("/proc/self/status")
 
 
@@ -18,15 +16,8 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS, which counts bytes
 
 
-def measured_memory_bytes(device: torch.device) -> dict[str, int]:
-    """What this process holds now and has held at most, in bytes, by name; waits for nothing on a GPU."""
-    if device.type == "cuda":
-        return {
-            "allocated": torch.cuda.memory_allocated(device),
-            "reserved": torch.cuda.memory_reserved(device),
-            "peak": torch.cuda.max_memory_allocated(device),
-        }
-    # Resident main memory, of which Python and its packages are a part.
+def process_memory_bytes() -> dict[str, int]:
+    """Resident main memory of this process, Python and its packages included: ``resident`` now, ``peak`` so far."""
     now = {"resident": _status_bytes("VmRSS")} if _STATUS.exists() else {}
     return {**now, "peak": peak_memory_bytes()}
 

@@ -85,7 +85,7 @@ class BackgroundSink(Sink):
 
     def _serve(self) -> None:
         """The thread: work until the sink is closed and nothing waits, or it is switched off."""
-        while (work := self._next()) is not None and not self._off:
+        while not self._off and (work := self._next()) is not None:
             self._do(work)
         with self._changed:
             self._drop(len(self._waiting))
@@ -145,4 +145,5 @@ class BackgroundSink(Sink):
         self._say(f"metrics: sink {self._name} is switched off: {reason}")
 
     def _drop(self, number: int) -> None:
-        self.dropped += number
+        with self._changed:
+            self.dropped += number

@@ -8,17 +8,30 @@ from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.hparams import metadata
+from tensorboard.plugins.hparams.api_pb2 import (
+    DATA_TYPE_FLOAT64,
+    DATA_TYPE_STRING,
+    STATUS_SUCCESS,
+    Experiment,
+    HParamInfo,
+    MetricInfo,
+    MetricName,
+)
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo, SessionStartInfo
 from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.utils.tensorboard.summary import custom_scalars, hparams, text
+from torch.utils.tensorboard.summary import custom_scalars, text
 
 from lightscale.config.files import to_toml
 from lightscale.config.schema import RunConfig
 from lightscale.runs.metrics.sink import Measurement, RunFacts, Sink
 from lightscale.runs.run_directory import RunDirectory
 
-# The sections that people compare runs by, in the order of the table.
+# The sections that people compare runs by.
 _COMPARED = ("optimizer", "train", "model", "data", "parallel")
 _NOT_COMPARED = frozenset({"train.profile_steps", "train.device", "data.store"})
+# TensorBoard shows the first five columns, and first those that are said to differ. A run knows nothing of the others.
+_FIRST = frozenset({"optimizer.lr", "train.global_batch_size", "model.mixer", "model.hidden_size", "model.num_layers"})
 
 
 class TensorboardSink(Sink):
@@ -63,10 +76,7 @@ class TensorboardSink(Sink):
         texts = {"configuration": to_toml(run.config), "command": run.command}
         # Four spaces: Markdown shows the lines as they are.
         parts = [text(tag, _as_code(content)) for tag, content in texts.items() if content]
-        experiment, start, end = hparams(compared(run.config), dict.fromkeys(final_metrics(run.config), 0))
-        # The end too: TensorBoard then shows the run as one whose metrics are those that it has, be they the last or
-        # the latest.
-        for part in (*parts, custom_scalars(layout(run.config)), experiment, start, end):
+        for part in (*parts, custom_scalars(layout(run.config)), hparams(run.config)):
             self._add(Event(wall_time=time.time(), step=step, summary=part))
 
     def _add(self, event: Any) -> None:
@@ -109,6 +119,32 @@ def layout(config: RunConfig) -> dict[str, dict[str, list[Any]]]:
     return {
         category: {title: ["Multiline", tags] for title, tags in charts.items()} for category, charts in chosen.items()
     }
+
+
+def hparams(config: RunConfig) -> Any:
+    """What the tab HParams shows of a run; the metrics there are the last values of its curves."""
+    values = compared(config)
+    columns = [
+        HParamInfo(
+            name=key,
+            type=DATA_TYPE_STRING if isinstance(value, str) else DATA_TYPE_FLOAT64,
+            differs=key in _FIRST,
+        )
+        for key, value in values.items()
+    ]
+    metrics = [MetricInfo(name=MetricName(tag=tag)) for tag in final_metrics(config)]
+    start = SessionStartInfo()
+    for key, value in values.items():
+        setattr(start.hparams[key], "string_value" if isinstance(value, str) else "number_value", value)
+    said = {
+        metadata.EXPERIMENT_TAG: HParamsPluginData(experiment=Experiment(hparam_infos=columns, metric_infos=metrics)),
+        metadata.SESSION_START_INFO_TAG: HParamsPluginData(session_start_info=start),
+        # From the start: without an end TensorBoard counts a run as unknown, also one that was killed.
+        metadata.SESSION_END_INFO_TAG: HParamsPluginData(session_end_info=SessionEndInfo(status=STATUS_SUCCESS)),
+    }
+    return Summary(
+        value=[Summary.Value(tag=tag, metadata=metadata.create_summary_metadata(data)) for tag, data in said.items()]
+    )
 
 
 def compared(config: RunConfig) -> dict[str, float | str]:

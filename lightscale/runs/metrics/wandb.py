@@ -6,6 +6,7 @@ WANDB_ENTITY, WANDB_NAME, WANDB_API_KEY and so on.
 
 import json
 import os
+import uuid
 from pathlib import Path
 
 from lightscale.config.schema import RunConfig
@@ -67,7 +68,7 @@ class _State:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.id, self.step = os.environ.get("WANDB_RUN_ID") or wandb.util.generate_id(), 0
+        self.id, self.step = os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex, 0
         if path.exists():
             stored = json.loads(path.read_text("utf-8"))
             self.id, self.step = stored["id"], stored["step"]
