@@ -1,6 +1,7 @@
 """TensorBoard: curves, a layout of the charts to look at first, configuration and command, and hparams."""
 
 import datetime
+import io
 import os
 import socket
 import time
@@ -80,9 +81,13 @@ class TensorboardSink(Sink):
             self._add(Event(wall_time=time.time(), step=step, summary=part))
 
     def _add(self, event: Any) -> None:
-        size = self._path.stat().st_size
+        record = io.BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        data, size = record.getbuffer(), self._file.tell()
         try:
-            RecordWriter(self._file).write(event.SerializeToString())
+            # A full disk takes a part of it, without an error.
+            while data:
+                data = data[self._file.write(data) :]
         except OSError:
             # Of half a record the reader would make nothing, nor of what follows it.
             self._file.truncate(size)
