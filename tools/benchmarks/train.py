@@ -241,6 +241,7 @@ def random_batches(config: RunConfig, device: torch.device) -> list[Batch]:
             loss_mask=torch.ones(micro, length),
             start_slots=torch.arange(micro) * length,
             start_positions=torch.zeros(micro, dtype=torch.int64),
+            sources=torch.zeros(micro, dtype=torch.int64),
         )
         batches.append(batch.to(device))
     return batches
