@@ -1,8 +1,8 @@
-"""A sink that fails or hangs costs training nothing: it is said, counted and tried again, and nothing is there twice."""
+"""A sink that fails or hangs costs training nothing; it is said, counted, tried again, and nothing is there twice."""
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +156,7 @@ def test_one_that_hangs_is_not_waited_for(facts: RunFacts, monkeypatch: pytest.M
 
 
 @pytest.fixture
-def faulty_sinks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
+def faulty_sinks(monkeypatch: pytest.MonkeyPatch) -> Script:
     """All sinks but the record are faulty."""
     script = Script(open=2, at_3=1000, close=1000)
     real = registry._open
@@ -165,7 +165,7 @@ def faulty_sinks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
         return real(name, run) if name == "jsonl" else Faulty(run, script)
 
     monkeypatch.setattr(registry, "_open", open_one)
-    yield script
+    return script
 
 
 def test_the_record_of_a_run_has_all_and_counts_the_failures(
