@@ -25,6 +25,7 @@ _RENAMED = {
     ("model", "width"): ("model", "hidden_size"),
     ("model", "glu_width"): ("model", "intermediate_size"),
     ("model", "gate_rank"): (*MIXER_OPTIONS, "NAME", "gate_rank"),
+    ("metrics", "tensorboard"): ("metrics", "sinks"),
 }
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _TYPE_NAMES = {

@@ -27,6 +27,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownEr
 
 from lightscale.config.arithmetic import near_divisor, near_multiple
 from lightscale.config.mixers import known_mixers, mixer_entry, mixer_options_type
+from lightscale.config.sinks import RECORD, sink_entry
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -360,15 +361,45 @@ class RestartConfig(Section):
     """Longest wait for the other ranks in one exchange."""
 
 
+class WandbConfig(Section):
+    """[metrics.wandb]: for the sink wandb; what is none comes from wandb's environment variables."""
+
+    project: str | None = None
+    """Project of the run; none: WANDB_PROJECT, or lightscale."""
+    entity: str | None = None
+    """User or team that the project belongs to; none: WANDB_ENTITY, or the user's own default."""
+    name: str | None = None
+    """Name of the run; none: WANDB_NAME, or that of the run's directory."""
+    mode: Literal["online", "offline", "disabled"] | None = None
+    """offline: to be uploaded later by `wandb sync`; none: WANDB_MODE, or online."""
+
+
 class MetricsConfig(Section):
-    """[metrics]: what is recorded while training."""
+    """[metrics]: what is recorded while training, and where it goes."""
 
     log_every: Count = 1
     """Steps between lines of metrics."""
-    tensorboard: bool = True
-    """Write TensorBoard scalars beside metrics.jsonl."""
+    sinks: list[str] = ["tensorboard", "jsonl"]
+    """Where metrics go: tensorboard, wandb, and always jsonl, the record that other commands read."""
     position_buckets: Count = 8
     """Equal parts of the sequence for which the validation loss is reported separately."""
+    parameter_norms_every: CountOrZero = 10
+    """Steps between norms of gradients and updates by group of parameters, on logged steps only; 0: never."""
+    wandb: WandbConfig = WandbConfig()
+
+    @field_validator("sinks")
+    @classmethod
+    def _known_sinks(cls, sinks: list[str]) -> list[str]:
+        for name in sinks:
+            sink_entry(name)
+        if twice := {name for name in sinks if sinks.count(name) > 1}:
+            raise ValueError(f"names {' and '.join(sorted(twice))} twice; name each sink once")
+        if RECORD not in sinks:
+            raise ValueError(
+                f"without {RECORD} nothing records the run: resume, runs and goodput read metrics.jsonl; "
+                f"use {[*sinks, RECORD]}"
+            )
+        return sinks
 
 
 class RunConfig(Section):

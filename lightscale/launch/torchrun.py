@@ -39,7 +39,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from lightscale.launch.failures import RankFailure, first_failure, located, read_failure
 from lightscale.launch.rank import ERROR_FILE_VARIABLE, LAUNCHER_VARIABLE
 from lightscale.launch.watchdog import Hang, Watchdog
-from lightscale.runs.metrics import TERMINAL_VARIABLE
+from lightscale.runs.metrics.progress import TERMINAL_VARIABLE
 from lightscale.training.health.heartbeat import HEARTBEATS_VARIABLE, Beat, create_heartbeats, read_heartbeats
 from lightscale.training.signals import DEADLINE_VARIABLE
 

@@ -22,7 +22,7 @@ from lightscale.parallel.megatron import (
     get_forward_backward_func,
 )
 from lightscale.parallel.mesh import Mesh
-from lightscale.parallel.model_shards import optimizer_shards, weight_shards
+from lightscale.parallel.model_shards import ParameterPart, optimizer_shards, parameter_parts, weight_shards
 from lightscale.parallel.optimizer_interface import Optimizer, build_optimizer
 from lightscale.parallel.optimizer_spec import OptimizerSpec
 from lightscale.parallel.shards import TensorShard
@@ -52,6 +52,10 @@ class MicroBatch(Protocol):
         """int64: tokens since the document's start."""
 
     @property
+    def sources(self) -> Tensor | None:
+        """(b,) int64: the number of the source that each row is from; None where the engine has no ``num_sources``."""
+
+    @property
     def lengths(self) -> Sequence[int] | None:
         """n of every sequence rank where they differ (only without tensor and pipeline ranks); None when equal."""
 
@@ -63,6 +67,9 @@ class LossSums:
     loss: float
     tokens: int
     by_bucket: tuple[tuple[float, int], ...] = ()
+    """(loss, tokens) of each equal part of the rows."""
+    by_source: tuple[tuple[float, int], ...] = ()
+    """(loss, tokens) of each source."""
 
     @property
     def mean(self) -> float:
@@ -92,6 +99,7 @@ class Engine:
         mesh: the axes and groups of this process.
         optimizer: None for a model that is only evaluated.
         position_buckets: into how many equal parts of a row losses are summed apart.
+        num_sources: sources whose losses are summed apart; 0: losses are not summed by source.
     """
 
     def __init__(
@@ -102,9 +110,10 @@ class Engine:
         *,
         optimizer: OptimizerSpec | None = None,
         position_buckets: int = 1,
+        num_sources: int = 0,
     ) -> None:
         self.mesh, self.config = mesh, config
-        self.position_buckets = position_buckets
+        self.position_buckets, self.num_sources = position_buckets, num_sources
         self.chunks: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
         self.models: list[DistributedDataParallel] = []
         self.optimizer: Optimizer | None = None
@@ -211,7 +220,10 @@ class Engine:
         return output, partial(self._sum_losses, batch)
 
     def _sum_losses(self, batch: MicroBatch, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(sum of the losses, number of valid tokens, sums to report (2, buckets) fp64) of one micro-batch."""
+        """(sum of the losses, number of valid tokens, sums to report) of one micro-batch.
+
+        Those to report are losses and tokens of each bucket, then of each source: (2, buckets + sources) fp64.
+        """
         # A sum and a count, not a mean: ranks and micro-batches have different numbers of valid tokens, and a mean of
         # their means would weigh a token by the layout. Megatron (calculate_per_token_loss) adds up both over
         # micro-batches and ranks, and divides the gradients once, in _finalize_gradients.
@@ -223,14 +235,17 @@ class Engine:
         # Buckets are of the index in the row, which sequence ranks begin in the middle of.
         indices = torch.arange(first, first + n, device=losses.device)
         bucket = indices * self.position_buckets // sum(lengths)
-        sums = torch.zeros(2, self.position_buckets, dtype=torch.float64, device=losses.device)
-        sums[0].index_add_(0, bucket, masked.detach().double().sum(dim=0))
-        sums[1].index_add_(0, bucket, batch.loss_mask.double().sum(dim=0))
+        sums = self._zero_sums()
+        for total_of, values in zip(sums, (masked.detach().double(), batch.loss_mask.double()), strict=True):
+            total_of.index_add_(0, bucket, values.sum(dim=0))
+            if self.num_sources:
+                assert batch.sources is not None
+                total_of.index_add_(0, self.position_buckets + batch.sources, values.sum(dim=1))
         return total, batch.loss_mask.sum().int(), sums
 
     def _reduce(self, outputs: Sequence[Tensor]) -> LossSums:
         # Only the last stage has outputs; the others take part with zeros, so that all groups make the same calls.
-        sums = torch.zeros(2, self.position_buckets, dtype=torch.float64, device=self.mesh.device)
+        sums = self._zero_sums()
         for output in outputs:
             sums += output
         dist.all_reduce(sums, group=self.mesh.groups.dp_cp)
@@ -239,9 +254,18 @@ class Engine:
             # also when a tensor rank alone has computed something else.
             last = dist.get_process_group_ranks(self.mesh.groups.mp)[-self.mesh.tensor]
             dist.broadcast(sums, src=last, group=self.mesh.groups.mp)
-        losses, tokens = sums.tolist()
-        buckets = tuple((loss, int(count)) for loss, count in zip(losses, tokens, strict=True))
-        return LossSums(loss=sum(losses), tokens=int(sum(tokens)), by_bucket=buckets)
+        pairs = [(loss, int(count)) for loss, count in zip(*sums.tolist(), strict=True)]
+        buckets, sources = pairs[: self.position_buckets], pairs[self.position_buckets :]
+        return LossSums(
+            loss=sum(loss for loss, _ in buckets),
+            tokens=sum(count for _, count in buckets),
+            by_bucket=tuple(buckets),
+            by_source=tuple(sources),
+        )
+
+    def _zero_sums(self) -> Tensor:
+        shape = (2, self.position_buckets + self.num_sources)
+        return torch.zeros(shape, dtype=torch.float64, device=self.mesh.device)
 
     def gradient_norm(self) -> float:
         """The global norm of the gradients before clipping, the same on every rank; changes nothing that is trained.
@@ -266,6 +290,14 @@ class Engine:
         """The optimizer as before the first step, for the weights as they are now."""
         assert self.optimizer is not None, "this engine has no optimizer"
         self.optimizer.reset()
+
+    def parameter_parts(self) -> Iterator[ParameterPart]:
+        """What this rank's optimizer is to change, between ``gradient_norm`` and the end of ``apply``.
+
+        Every element of the model is one rank's, on any layout.
+        """
+        assert self.optimizer is not None, "this engine has no optimizer"
+        return parameter_parts(self.chunks, self.optimizer)
 
     def flat_weights(self) -> Iterator[Tensor]:
         """Everything that is trained, flat, (data x sequence ranks, n): row r is what the optimizer of rank r writes.

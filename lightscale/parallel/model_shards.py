@@ -12,11 +12,23 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from lightscale.parallel.megatron import ShardedTensor, apply_factories, nested_values
-from lightscale.parallel.optimizer_interface import Optimizer
+from lightscale.parallel.optimizer_interface import Optimizer, OwnedState
 from lightscale.parallel.shards import Box, TensorShard, range_boxes
 
 # What stands before a parameter's name in checkpoints: ``model.`` for weights, the state's name for optimizer state.
 _WEIGHTS = "model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterPart:
+    """Consecutive elements of a parameter, once flattened."""
+
+    key: str
+    """The parameter's global name."""
+    weights: Tensor
+    """(n,) fp32, what the optimizer adds its steps to."""
+    gradient: Tensor
+    """(n,), reduced over all ranks. Not clipped until the step is applied, which may clip it in place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +46,22 @@ def weight_shards(chunks: Sequence[nn.Module], *, copies: bool) -> Iterator[Tens
             yield _named(_WEIGHTS, part.shard)
 
 
+def parameter_parts(chunks: Sequence[nn.Module], optimizer: Optimizer) -> Iterator[ParameterPart]:
+    """What this rank's optimizer changes; every element is one rank's, on any layout."""
+    for part in _weight_shards(chunks):
+        owned = None if part.is_copy else optimizer.owned(part.parameter)
+        if owned is None:
+            continue
+        first, last = _owned_range(part, owned)
+        if first < last:
+            gradient: Tensor = part.parameter.main_grad  # type: ignore[attr-defined]
+            yield ParameterPart(
+                key=part.shard.box.key,
+                weights=owned.weights[first - owned.first : last - owned.first],
+                gradient=gradient.view(-1)[first:last],
+            )
+
+
 def optimizer_shards(
     chunks: Sequence[nn.Module], optimizer: Optimizer, *, copies: bool, state: bool
 ) -> Iterator[TensorShard]:
@@ -49,10 +77,8 @@ def optimizer_shards(
         if owned is None:
             continue
         tensors = {_WEIGHTS: owned.weights, **(owned.state if state else {})}
-        # Where the shard begins in the flattened parameter.
-        begin = (part.shard.data.data_ptr() - part.parameter.data_ptr()) // part.parameter.element_size()
-        first, last = max(owned.first, begin), min(owned.last, begin + part.shard.data.numel())
-        box = part.shard.box
+        first, last = _owned_range(part, owned)
+        begin, box = _begin(part), part.shard.box
         for offset, sizes in range_boxes(box.sizes, first - begin, last - begin):
             numel = math.prod(sizes)
             own = slice(first - owned.first, first - owned.first + numel)
@@ -60,6 +86,17 @@ def optimizer_shards(
             at = tuple(a + b for a, b in zip(box.offset, offset, strict=True))
             for name, flat in tensors.items():
                 yield _named(name, TensorShard(box=replace(box, offset=at, sizes=sizes), data=flat[own].view(sizes)))
+
+
+def _begin(part: _WeightShard) -> int:
+    """Where the shard begins in the flattened parameter."""
+    return (part.shard.data.data_ptr() - part.parameter.data_ptr()) // part.parameter.element_size()
+
+
+def _owned_range(part: _WeightShard, owned: OwnedState) -> tuple[int, int]:
+    """First and last + 1 element of the flattened parameter that are in the shard and the optimizer's; may be empty."""
+    begin = _begin(part)
+    return max(owned.first, begin), min(owned.last, begin + part.shard.data.numel())
 
 
 def _named(prefix: str, shard: TensorShard) -> TensorShard:

@@ -20,10 +20,13 @@ def is_full(error: OSError) -> bool:
 
 
 class PendingRecords:
-    """Records in order, each passed to ``write`` as soon as the disk accepts it."""
+    """Records in order, each passed to ``write`` as soon as the disk accepts it.
 
-    def __init__(self, write: Callable[[Record], None]) -> None:
-        self._write = write
+    ``may_pass``: which errors of ``write`` are waited for; all others are raised.
+    """
+
+    def __init__(self, write: Callable[[Record], None], *, may_pass: Callable[[OSError], bool] = is_full) -> None:
+        self._write, self._may_pass = write, may_pass
         self._records: deque[Record] = deque()
 
     def add(self, record: Record) -> None:
@@ -33,7 +36,7 @@ class PendingRecords:
         try:
             self.flush()
         except OSError as error:
-            if not is_full(error):
+            if not self._may_pass(error):
                 raise
             # Once per full disk, not per record: the message goes to a log, which may be on the same disk.
             if is_new:
@@ -45,11 +48,6 @@ class PendingRecords:
             self._write(self._records[0])
             # Only when it is written: a record must be neither lost nor written twice.
             self._records.popleft()
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is pending."""
-        return not self._records
 
 
 class LogStream:

@@ -23,12 +23,13 @@ def weight_dtype(train: TrainConfig, device: torch.device) -> torch.dtype:
     return _DTYPES[train.precision]
 
 
-def build_engine(config: RunConfig, mesh: Mesh, *, vocab_size: int, trainable: bool) -> Engine:
+def build_engine(config: RunConfig, mesh: Mesh, *, vocab_size: int, trainable: bool, num_sources: int = 0) -> Engine:
     """The model of ``config`` with its initial weights, on ``mesh``.
 
     Args:
         vocab_size: ids that the tokenizer uses; the rows of ``model.vocab_size`` beyond take no probability.
         trainable: with gradients and an optimizer; False for evaluation and generation.
+        num_sources: of the data; their losses are summed apart.
     """
     set_default_backend(config.train.kernels)
     model = config.model
@@ -42,6 +43,7 @@ def build_engine(config: RunConfig, mesh: Mesh, *, vocab_size: int, trainable: b
         mesh,
         optimizer=optimizer_spec(config.optimizer) if trainable else None,
         position_buckets=config.metrics.position_buckets,
+        num_sources=num_sources,
     )
 
 

@@ -10,8 +10,10 @@ for each start, save and stop, and a status when the loop ends.
 """
 
 import os
+import shlex
 import socket
-from collections.abc import Callable, Collection, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
@@ -28,11 +30,15 @@ from lightscale.models.flops import training_flops_per_token
 from lightscale.models.operators import describe_operators
 from lightscale.models.registry import check_model
 from lightscale.parallel.agreement import Agreement
+from lightscale.parallel.engine import LossSums
 from lightscale.parallel.fused import describe_fused_kernels
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.runs.goodput import run_goodput
 from lightscale.runs.journal import Journal
-from lightscale.runs.metrics import MetricsLogger, ValidationLoss, device_peak_flops
+from lightscale.runs.metrics.logger import MetricsLogger, Scalar, ValidationLoss
+from lightscale.runs.metrics.peak_flops import device_peak_flops
+from lightscale.runs.metrics.registry import open_sinks
+from lightscale.runs.metrics.sink import COMMAND_VARIABLE, RunFacts, Sink
 from lightscale.runs.run_directory import RunDirectory, Status, digest
 from lightscale.training.build import build_engine, weight_dtype
 from lightscale.training.checkpoints.directories import Contents
@@ -42,6 +48,8 @@ from lightscale.training.health.fault_injection import fault_point
 from lightscale.training.health.guard import Guard
 from lightscale.training.health.heartbeat import Heartbeat
 from lightscale.training.health.replicas import ReplicaCheck, SilentCorruption
+from lightscale.training.memory import process_memory_bytes
+from lightscale.training.parameter_norms import ParameterNorms
 from lightscale.training.preflight import check_before_training
 from lightscale.training.profile import StepProfiler
 from lightscale.training.recovery import Recovery, Stateful
@@ -55,12 +63,14 @@ def train(
     run: RunDirectory,
     allow: Collection[str] = (),
     hold: Callable[[], AbstractContextManager[object]] = nullcontext,
+    planned_memory_bytes: int | None = None,
 ) -> Status:
     """Train until the last step or a stop signal; resume from the newest whole checkpoint of ``run``.
 
     Called on every rank, with torchrun's variables in the environment and ``run`` already created. ``allow`` names the
     changes that a resumed run may have: ``data``, and those of ``Checkpoints.restore``. ``hold`` locks the run for
-    this job; rank 0 enters it as soon as the ranks have met.
+    this job; rank 0 enters it as soon as the ranks have met. ``planned_memory_bytes``: what planning expects this rank
+    to hold, shown beside what it does hold.
 
     Returns:
         ``finished`` or ``resumable``, as written to status.json. Errors are raised; those that are UserError need
@@ -96,7 +106,7 @@ def train(
         try:
             # Not before the ranks have met: rank 0's refusal would leave the others waiting for it at the rendezvous.
             Agreement(mesh.control).on_first(lock)
-            return Trainer(config, run, mesh, stop, heartbeat, allow).run()
+            return Trainer(config, run, mesh, stop, heartbeat, allow, planned_memory_bytes).run()
         except Exception as error:
             # The launcher shows the first error of all ranks; this says whose it is.
             error.add_note(f"rank {mesh.rank} on {socket.gethostname()}, at {heartbeat.where}")
@@ -120,9 +130,11 @@ class Trainer:
         stop: StopSignal,
         heartbeat: Heartbeat,
         allow: Collection[str] = (),
+        planned_memory_bytes: int | None = None,
     ) -> None:
         self.config, self.directory, self.mesh, self.stop, self.heartbeat = config, run, mesh, stop, heartbeat
         self.is_main = mesh.rank == 0
+        self.planned_memory_bytes = planned_memory_bytes
         # Of the length curriculum; None until the first step.
         self.stage: LengthStage | None = None
         self.journal = Journal(run, enabled=self.is_main)
@@ -139,7 +151,13 @@ class Trainer:
         self.store = TokenStore(config.data.store)
         keep_tokenizer(run, self.store, self.journal, Agreement(mesh.control), allow)
         self.loader = TokenLoader.of(config, self.store, layout=self.layout, index_dir=run.path / INDEX_DIR)
-        self.engine = build_engine(config, mesh, vocab_size=self.store.tokenizer.vocab_size, trainable=True)
+        self.engine = build_engine(
+            config,
+            mesh,
+            vocab_size=self.store.tokenizer.vocab_size,
+            trainable=True,
+            num_sources=len(self.loader.mixture.names),
+        )
         self.guard = Guard(config.guard)
         # After the engine, which may draw from them while it is built. A checkpoint of the same layout restores them.
         seed_generators(config.train.seed, mesh.rank)
@@ -177,14 +195,13 @@ class Trainer:
         flops, peak = training_flops_per_token(config.model, config.data.sequence_length), self._peak_flops()
         with (
             MetricsLogger(
-                self.directory.metrics,
+                self._open_sinks(),
                 enabled=self.is_main,
                 attempt=self.directory.attempt,
                 first_step=self.step + 1,
                 total_steps=total,
                 tokens_per_step=config.tokens_per_step,
                 log_every=config.metrics.log_every,
-                tensorboard=self.directory.tensorboard if config.metrics.tensorboard else None,
                 flops_per_token=flops,
                 peak_flops=peak,
             ) as metrics,
@@ -245,14 +262,19 @@ class Trainer:
         # weight and no moment; its data counts as used, so that the next step reads other samples.
         grad_norm = self.engine.gradient_norm()
         skipped = self.guard.judge(sums.mean, grad_norm)
+        norms: ParameterNorms | None = None
         if skipped is None:
             fault_point("step:optimizer")
+            every = self.config.metrics.parameter_norms_every
+            if every and step % every == 0 and metrics.due(step):
+                norms = ParameterNorms(self.engine)
             self.engine.apply(lr, grad_norm)
             self.replicas.remember()
         self.step = step
         # Skipped steps are always recorded, also where only every n-th step is: they explain gaps in the curves.
         if skipped is not None or metrics.due(step):
             more = {"sequence_length": stage.sequence_length} if self.config.data.curriculum else {}
+            groups = {**self._by_source(sums), "memory_gib": self._memory_gib(), **(norms.result() if norms else {})}
             metrics.log_step(
                 step,
                 tokens=self.loader.tokens,
@@ -260,12 +282,40 @@ class Trainer:
                 grad_norm=grad_norm,
                 lr=lr,
                 skipped=skipped,
+                groups=groups,
                 **more,
             )
         if skipped is not None:
             self.journal.say(f"step {step} is skipped: {skipped}")
             in_a_row = self.guard.skips_in_a_row
             self.journal.note("step_skipped", step=step, reason=skipped, in_a_row=in_a_row)
+
+    def _by_source(self, sums: LossSums) -> dict[str, Mapping[str, Scalar]]:
+        """The mean loss and the tokens of each source in a step; nothing where there is one source."""
+        found = {name: of for name, of in zip(self.loader.mixture.names, sums.by_source, strict=True) if of[1]}
+        if len(self.loader.mixture.names) == 1:
+            return {}
+        return {
+            "loss_by_source": {name: loss / tokens for name, (loss, tokens) in found.items()},
+            "tokens_by_source": {name: tokens for name, (_, tokens) in found.items()},
+        }
+
+    def _memory_gib(self) -> dict[str, Scalar]:
+        """What this rank holds, beside what planning expected."""
+        device = self.mesh.device
+        # Of GPUs what the allocator knows: that waits for nothing.
+        measured = (
+            {
+                "allocated": torch.cuda.memory_allocated(device),
+                "reserved": torch.cuda.memory_reserved(device),
+                "peak": torch.cuda.max_memory_allocated(device),
+            }
+            if device.type == "cuda"
+            else process_memory_bytes()
+        )
+        if self.planned_memory_bytes is not None:
+            measured["planned"] = self.planned_memory_bytes
+        return {name: value / 2**30 for name, value in measured.items()}
 
     def _compare_replicas(self, step: int) -> None:
         try:
@@ -351,8 +401,18 @@ class Trainer:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.mesh.control)
         return int(largest)
 
+    def _open_sinks(self) -> list[Sink]:
+        if not self.is_main:
+            return []
+        command = os.environ.get(COMMAND_VARIABLE) or shlex.join(["lightscale", *sys.argv[1:]])
+        facts = RunFacts(directory=self.directory.path, config=self.config, command=command, first_step=self.step + 1)
+        return open_sinks(self.config.metrics.sinks, facts)
+
     def _peak_flops(self) -> float | None:
-        peak = device_peak_flops(_device_name(self.mesh.device))
+        name = _device_name(self.mesh.device)
+        peak = device_peak_flops(name)
+        if peak is None:
+            self.journal.say(f"MFU is not known for device {name}")
         return None if peak is None else peak * self.mesh.world_size
 
     def _describe(self) -> None:

@@ -61,7 +61,7 @@ def test_another_configuration_is_refused_with_both_values(run: RunDirectory, ti
     "override",
     [
         "metrics.log_every=10",
-        "metrics.tensorboard=false",
+        'metrics.sinks=["jsonl"]',
         "checkpoint.every=7",
         "checkpoint.keep=5",
         "parallel.tensor=2",

@@ -90,6 +90,19 @@ def test_the_other_records_of_a_run(whole: tuple[RunDirectory, Any], workplace: 
     assert any(event.get("name") == "aten::mm" for event in trace)
 
 
+EXPECTED = {
+    "memory_gib": {"resident", "peak", "planned"},
+    "gradient_norm": {"embedding", "mixer", "glu"},
+    "update_ratio": {"embedding", "mixer", "glu"},
+}
+
+
+def test_norms_by_parameters_are_parts_of_the_whole_norm(whole: tuple[RunDirectory, Any]) -> None:
+    for line in read_metrics(whole[0].metrics)[9::10]:
+        assert math.hypot(*line["gradient_norm"].values()) == pytest.approx(line["grad_norm"], rel=1e-6)
+        assert all(0 < ratio < 0.2 for ratio in line["update_ratio"].values())
+
+
 def test_tensorboard_shows_the_same(whole: tuple[RunDirectory, Any]) -> None:
     run, _ = whole
     board = EventAccumulator(str(run.tensorboard), size_guidance={"scalars": 0})
@@ -101,15 +114,20 @@ def test_tensorboard_shows_the_same(whole: tuple[RunDirectory, Any]) -> None:
     for name in ("held", "other"):
         measured = [(line["step"], line["validation"][name]) for line in lines if "validation" in line]
         losses = [(step, pytest.approx(one["loss"], rel=1e-6)) for step, one in measured]
-        assert shown.pop(f"validation/{name}/loss") == losses
+        assert shown.pop(f"validation/{name}") == losses
         for part in range(4):
             of_part = [(step, pytest.approx(one["loss_by_position"][part], rel=1e-6)) for step, one in measured]
-            assert shown.pop(f"validation/{name}/loss_by_position/{part}") == of_part
+            assert shown.pop(f"validation_by_position/{name}/{part}") == of_part
     saves = [line for line in read_lines(run.metrics) if "checkpoint_step" in line]
     for key in ("stall_s", "write_s", "bytes_per_s"):
         values = [(line["checkpoint_step"], pytest.approx(line[f"checkpoint_{key}"], rel=1e-6)) for line in saves]
         assert shown.pop(f"checkpoint/{key}") == values
     assert [line["checkpoint_step"] for line in saves] == [20, 40]
+    for group, step in (("memory_gib", 1), ("gradient_norm", 10), ("update_ratio", 10)):
+        for tag in [tag for tag in shown if tag.startswith(f"{group}/")]:
+            values = [(line["step"], pytest.approx(line[group][tag.split("/")[1]])) for line in lines[step - 1 :: step]]
+            assert shown.pop(tag) == values
+        assert set(lines[9][group]) == EXPECTED[group]
     for tag in [tag for tag in shown if tag.startswith("goodput/")]:
         assert [step for step, _ in shown.pop(tag)] == [40], "once, at the end"
     assert shown == {}

@@ -28,7 +28,7 @@ from lightscale.errors import UserError
 from lightscale.models.flops import training_flops_per_token
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.mesh import start_mesh
-from lightscale.runs.metrics import device_peak_flops
+from lightscale.runs.metrics.peak_flops import device_peak_flops
 from lightscale.training.build import build_engine
 from lightscale.training.memory import peak_memory_bytes
 
@@ -241,6 +241,7 @@ def random_batches(config: RunConfig, device: torch.device) -> list[Batch]:
             loss_mask=torch.ones(micro, length),
             start_slots=torch.arange(micro) * length,
             start_positions=torch.zeros(micro, dtype=torch.int64),
+            sources=torch.zeros(micro, dtype=torch.int64),
         )
         batches.append(batch.to(device))
     return batches

@@ -138,6 +138,7 @@ class TokenLoader:
         weights = dict(sources) if sources else _default_weights(store)
         self._sources = {name: _training_source(store, name) for name in weights}
         self.mixture = Mixture(weights)
+        self._source_numbers = {name: number for number, name in enumerate(self.mixture.names)}
         self._buffers = Buffers()
         self._upcoming: dict[tuple[int, int], _MicroBatch] = {}
         self._stages = self._whole_stages(index_dir) if packing == "whole" else self._concat_stages()
@@ -185,7 +186,15 @@ class TokenLoader:
         for start in range(samples.start + self.layout.data_rank * b, samples.stop, b * self.layout.data_size):
             rows, range_starts = self._rows(here, start)
             batches.append(
-                read_batch(rows, first, last, buffers=self._buffers, padding_id=padding_id, range_starts=range_starts)
+                read_batch(
+                    rows,
+                    first,
+                    last,
+                    buffers=self._buffers,
+                    padding_id=padding_id,
+                    range_starts=range_starts,
+                    source_numbers=self._source_numbers,
+                )
             )
         return batches
 

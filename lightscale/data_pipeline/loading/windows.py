@@ -8,7 +8,7 @@ labels, positions and the segment of a sequence rank, is the same for both.
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -40,6 +40,8 @@ class Batch:
     starts one."""
     start_positions: torch.Tensor
     """(m,) int64: the position there; above 0 where a document range continues that of the sequence rank before."""
+    sources: torch.Tensor
+    """(b,) int64: which source each row is from, all of its tokens: its number in the loader's mixture."""
 
     @property
     def lengths(self) -> None:
@@ -162,11 +164,13 @@ def read_batch(
     buffers: Buffers,
     padding_id: int = 0,
     range_starts: RangeStarts | None = None,
+    source_numbers: Mapping[str, int] | None = None,
 ) -> Batch:
     """The slots ``first`` … ``last`` - 1 of each of ``rows``, whose windows are all of one kind.
 
     ``padding_id``: the end-of-text token; ``ConcatWindows`` have no use for it. ``range_starts``: what
-    ``find_range_starts`` gives for ``rows``, where it was asked before.
+    ``find_range_starts`` gives for ``rows``, where it was asked before. ``source_numbers``: of each source by its name,
+    for ``Batch.sources``; None: there is one.
     """
     shape = (len(rows), last - first)
     if rows[0][0].is_contiguous:
@@ -193,6 +197,7 @@ def read_batch(
         loss_mask=mask,
         start_slots=torch.from_numpy(slots),
         start_positions=torch.from_numpy(positions),
+        sources=torch.tensor([(source_numbers or {}).get(windows.source.name, 0) for windows, _ in rows]),
     )
 
 

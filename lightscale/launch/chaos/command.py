@@ -34,7 +34,7 @@ OVERRIDES = (
     "checkpoint.every=5",
     "checkpoint.keep=3",
     "metrics.log_every=1",
-    "metrics.tensorboard=false",
+    'metrics.sinks=["jsonl"]',
     "restart.hang_timeout_s=10",
 )
 # By the rule of three, 200 kills without a loss mean a rate of losses below 1.5 % with 95 % confidence, 300 bit flips

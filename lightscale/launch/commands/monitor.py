@@ -146,8 +146,8 @@ def _check(path: Path) -> None:
     if not _is_run(path):
         raise UserError(f"{path} is not a run: it has no config.toml; give runs, or one folder of runs")
     directory = RunDirectory(path)
-    if not directory.tensorboard.exists() and not load(directory.config).metrics.tensorboard:
-        raise UserError(f"{path} has no curves: metrics.tensorboard = false; metrics.jsonl has the numbers")
+    if not directory.tensorboard.exists() and "tensorboard" not in load(directory.config).metrics.sinks:
+        raise UserError(f"{path} has no curves: metrics.sinks lacks tensorboard; metrics.jsonl has the numbers")
 
 
 def _is_run(path: Path) -> bool:

@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 
 from lightscale.config.files import load
-from lightscale.config.layout import check_layout, check_mixers
+from lightscale.config.layout import Layout, check_layout, check_mixers
 from lightscale.config.schema import RunConfig
+from lightscale.config.sinks import check_installed
 from lightscale.data_pipeline.store.token_store import TokenizerIdentity, TokenStore
 from lightscale.errors import UserError
 from lightscale.launch.duration import parse_duration
@@ -29,6 +30,7 @@ from lightscale.launch.scheduler import adopt_job, default_scheduler, get_schedu
 from lightscale.launch.torchrun import ThisMachine
 from lightscale.runs.job_environment import job_id
 from lightscale.runs.lock import InUse, RunLock
+from lightscale.runs.metrics.sink import COMMAND_VARIABLE
 from lightscale.runs.run_directory import RunDirectory, Status
 from lightscale.training.signals import DEADLINE_VARIABLE
 
@@ -124,6 +126,7 @@ def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float
         command += [f"--allow-change={key}" for key in sorted(allow)]
         policy = RestartPolicy(config=config.restart, again=not args.no_restart, deadline_s=deadline_s)
         resume = _command_line(args, directory)
+        os.environ[COMMAND_VARIABLE] = resume
         job = None if args.scheduler is None else job_id()
         # By the launcher, over all restarts: between two starts of the ranks no other job can take the run.
         with _held(directory, config, allow, job=job):
@@ -158,6 +161,7 @@ def check_run(config: RunConfig, num_ranks: int) -> None:
     # The quickest first: reading the store may take seconds on a network file system.
     check_layout(config, num_ranks)
     check_mixers(config.model, config.parallel)
+    check_installed(config.metrics.sinks)
     _check_store(config)
 
 
@@ -165,7 +169,7 @@ def _train(config: RunConfig, directory: RunDirectory, environment: RankEnvironm
     """The work of one rank."""
     # torch.distributed and Megatron know only torchrun's variables.
     os.environ.update(environment.variables())
-    check_layout(config, environment.world_size)
+    layout = check_layout(config, environment.world_size)
     is_main = environment.rank == 0
     # Only rank 0 may create the directory. The others have to come to the same answer without it.
     if is_finished(directory, config, allow) if is_main else directory.is_finished(config):
@@ -175,10 +179,27 @@ def _train(config: RunConfig, directory: RunDirectory, environment: RankEnvironm
     alone = LAUNCHER_VARIABLE not in os.environ
     hold = functools.partial(_held_by_rank, directory, config, allow) if alone else contextlib.nullcontext
     # By name, because the launcher, in the same module, needs neither the models nor the engine: seconds of each start.
-    importlib.import_module("lightscale.training.train").train(config, directory, allow, hold)
+    trainer = importlib.import_module("lightscale.training.train")
+    planned = _planned_memory_bytes(config, layout) if is_main else None
+    trainer.train(config, directory, allow, hold, planned)
     # The launcher takes exit code 0 of all ranks without a status for a failure.
     assert not is_main or directory.read_status() is not None, "training ended without a status"
     return 0
+
+
+def _planned_memory_bytes(config: RunConfig, layout: Layout) -> int | None:
+    """What planning expects rank 0, on the first pipeline stage, to hold; None where it cannot say."""
+    # Without a device the plan is for GPUs, whose number format is another.
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    here = config.model_copy(update={"train": config.train.model_copy(update={"device": device})})
+    # By name, as the trainer: only rank 0 needs it.
+    planning = importlib.import_module("lightscale.planning.memory")
+    try:
+        planned: int = planning.rank_memory(here, layout, 0).total_bytes
+    except Exception as error:  # noqa: BLE001 - a line on a chart is not worth the run
+        print(f"no planned memory beside the measured one: {error}", file=sys.stderr, flush=True)
+        return None
+    return planned
 
 
 def allowed_changes(keys: Sequence[str]) -> frozenset[str]:

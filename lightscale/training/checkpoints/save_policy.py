@@ -13,7 +13,7 @@ from typing import Any
 from lightscale.config.schema import CheckpointConfig
 from lightscale.parallel.engine import Engine
 from lightscale.runs.journal import Journal
-from lightscale.runs.metrics import MetricsLogger
+from lightscale.runs.metrics.logger import MetricsLogger
 from lightscale.runs.run_directory import RunDirectory, read_lines
 from lightscale.runs.save_interval import SaveInterval
 from lightscale.training.checkpoints.directories import Contents, Retention

@@ -108,8 +108,12 @@ def test_a_batch_is_the_windows_that_its_samples_name(store: TokenStore, length:
     for step in range(4):
         batches = step_batches(loader, step)
         assert len(batches) == 6
-        wanted = [windows_of(found.source, length)[found.window] for found in locate(loader, step * 12, step * 12 + 12)]
+        located = locate(loader, step * 12, step * 12 + 12)
+        wanted = [windows_of(found.source, length)[found.window] for found in located]
         assert rows(batches) == wanted
+        sources = [loader.mixture.names[number] for batch in batches for number in batch.sources]
+        assert sources == [found.source for found in located]
+        assert len(set(sources)) == 2
         for number, batch in enumerate(batches):
             for row in range(2):
                 text = wanted[number * 2 + row]

@@ -51,7 +51,7 @@ every = {EVERY}
 max_cycles = 5
 
 [metrics]
-tensorboard = false
+sinks = ["jsonl"]
 """
 
 

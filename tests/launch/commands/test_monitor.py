@@ -19,9 +19,12 @@ import psutil
 import pytest
 
 from lightscale import cli
+from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
 from lightscale.launch.commands.monitor import forwarding, log_directory
-from lightscale.runs.metrics import MetricsLogger
+from lightscale.runs.metrics.logger import MetricsLogger
+from lightscale.runs.metrics.registry import open_sinks
+from lightscale.runs.metrics.sink import RunFacts
 from lightscale.runs.run_directory import RunDirectory
 
 pytestmark = pytest.mark.timeout(600)
@@ -60,7 +63,8 @@ def loss(step: int) -> float:
 def log(run: RunDirectory, first: int, last: int) -> None:
     """What training writes at these steps."""
     options: Any = {"enabled": True, "attempt": 1, "first_step": first, "total_steps": 100, "tokens_per_step": 8}
-    with MetricsLogger(run.metrics, tensorboard=run.tensorboard, **options) as metrics:
+    facts = RunFacts(directory=run.path, config=load(run.config), first_step=first)
+    with MetricsLogger(open_sinks(["tensorboard", "jsonl"], facts), **options) as metrics:
         for step in range(first, last + 1):
             metrics.begin_step()
             metrics.log_step(step, tokens=8 * step, loss=loss(step), grad_norm=1.0, lr=1e-3)
@@ -135,7 +139,7 @@ def test_which_curves(make_run: Callable[..., RunDirectory], tmp_path: Path) -> 
 
 
 def test_mistakes(make_run: Callable[..., RunDirectory], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, without = make_run("mine"), make_run("without", "metrics.tensorboard=false")
+    run, without = make_run("mine"), make_run("without", 'metrics.sinks=["jsonl"]')
     with socket.socket() as taken:
         taken.bind(("localhost", 0))
         taken.listen()
@@ -143,7 +147,7 @@ def test_mistakes(make_run: Callable[..., RunDirectory], tmp_path: Path, capsys:
         for words, message in (
             ([str(tmp_path)], "is neither a run nor a folder of runs"),
             ([str(run.path), str(tmp_path)], "is not a run: it has no config.toml"),
-            ([str(without.path)], "metrics.tensorboard = false"),
+            ([str(without.path)], "metrics.sinks lacks tensorboard"),
             ([str(run.path), str(run.path)], "the same run twice"),
             ([str(run.path), "--port", "65536"], "--port 65536"),
             ([str(run.path), "--port", port], f"--port {port} is used by another program"),

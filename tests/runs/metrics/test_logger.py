@@ -11,21 +11,33 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from lightscale.config.schema import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from lightscale.runs.goodput import measure_goodput
-from lightscale.runs.metrics import MetricsLogger, ValidationLoss, device_peak_flops
+from lightscale.runs.metrics.logger import MetricsLogger, ValidationLoss
+from lightscale.runs.metrics.peak_flops import device_peak_flops
+from lightscale.runs.metrics.registry import open_sinks
+from lightscale.runs.metrics.sink import RunFacts
 from lightscale.runs.run_directory import read_metrics
 
+CONFIG = RunConfig(
+    model=ModelConfig(num_layers=2, hidden_size=32, num_heads=4, intermediate_size=48, vocab_size=128),
+    data=DataConfig(store=Path("store"), sequence_length=8),
+    optimizer=OptimizerConfig(lr=1e-3),
+    train=TrainConfig(steps=100, global_batch_size=1),
+)
 
-def logger(folder: Path, **changes: Any) -> MetricsLogger:
+
+def logger(folder: Path, *, names: tuple[str, ...] = ("tensorboard", "jsonl"), **changes: Any) -> MetricsLogger:
     arguments: dict[str, Any] = {
         "enabled": True,
         "attempt": 1,
         "first_step": 1,
         "total_steps": 100,
         "tokens_per_step": 1000,
-        "tensorboard": folder / "tensorboard",
     }
-    return MetricsLogger(folder / "metrics.jsonl", **{**arguments, **changes})
+    arguments |= changes
+    facts = RunFacts(directory=folder, config=CONFIG, first_step=arguments["first_step"])
+    return MetricsLogger(open_sinks(names, facts) if arguments["enabled"] else (), **arguments)
 
 
 def log(metrics: MetricsLogger, steps: range, loss: float) -> None:
@@ -84,10 +96,21 @@ def test_mfu_is_the_share_of_the_peak(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
-        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA A100 80GB PCIe", 312e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA B200", 2250e12),
+        # Near to those in the table, and others: no number is better than a wrong one.
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA A100-SXM-64GB", None),
         ("NVIDIA GeForce RTX 3060", None),
-        ("cpu", None),
+        ("CPU", None),
     ],
 )
 def test_peaks_are_those_of_the_data_sheets(name: str, peak: float | None) -> None:
@@ -109,10 +132,10 @@ def test_validation_has_every_set_and_every_part_of_the_sequence(tmp_path: Path)
         "code": {"loss": 1.5, "loss_by_position": []},
     }
     shown = scalars(tmp_path)
-    assert shown["validation/books/loss"] == {4: 3.0}
-    assert shown["validation/code/loss"] == {4: 1.5}
-    assert [shown[f"validation/books/loss_by_position/{bucket:02}"][4] for bucket in range(12)] == list(range(12))
-    assert not any(tag.startswith("validation/code/loss_by_position") for tag in shown)
+    assert shown["validation/books"] == {4: 3.0}
+    assert shown["validation/code"] == {4: 1.5}
+    assert [shown[f"validation_by_position/books/{bucket:02}"][4] for bucket in range(12)] == list(range(12))
+    assert not any(tag.startswith("validation_by_position/code") for tag in shown)
 
 
 def test_tensorboard_shows_the_steps_after_a_rollback_only_once(tmp_path: Path) -> None:
@@ -191,9 +214,22 @@ def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_without_tensorboard_there_is_no_directory(tmp_path: Path) -> None:
-    with logger(tmp_path, tensorboard=None) as metrics:
+    with logger(tmp_path, names=("jsonl",)) as metrics:
         log(metrics, range(1, 2), 1.0)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_groups_are_tables_in_the_record_and_curves_side_by_side(tmp_path: Path) -> None:
+    groups = {"loss_by_source": {"books": 2.5, "code": math.nan}, "update_ratio": {}}
+    with logger(tmp_path) as metrics:
+        metrics.begin_step()
+        metrics.log_step(1, tokens=8, loss=2.0, grad_norm=1.0, lr=1.0, groups=groups)
+    (line,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert line["loss_by_source"] == {"books": 2.5, "code": None}
+    assert "update_ratio" not in line
+    shown = scalars(tmp_path)
+    assert shown["loss_by_source/books"] == {1: 2.5}
+    assert "loss_by_source/code" not in shown
 
 
 def test_every_nth_step_and_the_last_are_due(tmp_path: Path) -> None:
@@ -220,7 +256,7 @@ def test_time_left_follows_the_wall_clock_with_its_pauses(
 ) -> None:
     now_s = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    with logger(tmp_path, total_steps=1000, tensorboard=None) as metrics:
+    with logger(tmp_path, total_steps=1000, names=("jsonl",)) as metrics:
         for step in range(1, 501):
             now_s += 2.0 + (10.0 if step % 10 == 0 else 0.0)  # a save takes 10 s
             metrics.begin_step()
@@ -233,11 +269,10 @@ def test_time_left_follows_the_wall_clock_with_its_pauses(
 
 LIVE = """
 import os, sys
-from pathlib import Path
-from lightscale.runs.metrics import MetricsLogger, ValidationLoss
+from lightscale.runs.metrics.logger import MetricsLogger, ValidationLoss
 
-def play(path):
-    with MetricsLogger(path, enabled=True, attempt=1, first_step=1, total_steps=3, tokens_per_step=10) as metrics:
+def play():
+    with MetricsLogger(enabled=True, attempt=1, first_step=1, total_steps=3, tokens_per_step=10) as metrics:
         for step in range(1, 4):
             metrics.begin_step()
             metrics.log_step(step, tokens=10 * step, loss=1.0 + step, grad_norm=1.0, lr=1e-3)
@@ -245,12 +280,12 @@ def play(path):
                 metrics.log_validation(step, tokens=20, losses={"books": ValidationLoss(loss=9.0)})
     print("done", file=sys.stderr)
 
-folder, screen = Path(sys.argv[1]), int(sys.argv[2])
-play(folder / "named.jsonl")
+screen = int(sys.argv[1])
+play()
 os.environ["LIGHTSCALE_TERMINAL"] = ""
 sys.stderr.flush()
 os.dup2(screen, 2)
-play(folder / "own.jsonl")
+play()
 """
 
 
@@ -260,7 +295,7 @@ def test_a_terminal_gets_one_line_that_is_written_over(tmp_path: Path) -> None:
     try:
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "160", "LIGHTSCALE_TERMINAL": os.ttyname(named)}
         with (tmp_path / "stderr").open("w") as file:
-            command = [sys.executable, "-c", LIVE, str(tmp_path), str(own)]
+            command = [sys.executable, "-c", LIVE, str(own)]
             subprocess.run(command, env=environment, stderr=file, pass_fds=[own], timeout=60, check=True)
         screens = [os.read(keyboard, 1 << 16).decode() for keyboard in (named_keyboard, own_keyboard)]
     finally:
