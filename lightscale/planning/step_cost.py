@@ -71,9 +71,11 @@ class CostModel:
     def memory(self, layout: Layout, *, recompute: Recompute, exchange: Exchange) -> RankMemory:
         """What the ranks hold that hold most."""
         how = {"recompute": recompute, "exchange": exchange, "hardware": self.hardware}
-        stages = range(layout.pipeline)
+        stages = self.work.stages(tensor=layout.tensor, pipeline=layout.pipeline)
+        # Of stages that are alike the first one has most micro-batches in flight.
+        fullest = {(stage.kind, stage.parameters): number for number, stage in reversed(list(enumerate(stages)))}
         return max(
-            (stage_memory(self.config, layout, self.work, stage, **how) for stage in stages),  # type: ignore[arg-type]
+            (stage_memory(self.config, layout, self.work, stage, **how) for stage in fullest.values()),  # type: ignore[arg-type]
             key=lambda memory: memory.total_bytes,
         )
 
