@@ -16,6 +16,8 @@ from lightscale.planning.exchange_sizes import Summary
 
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
+_FP32_BYTES = 4
+
 # Those that a mixer's operator can have: `Hardware` has a speed for each.
 _COSTS = (CostClass.SCAN, CostClass.GATED_SCAN, CostClass.SOFTMAX)
 
@@ -50,6 +52,12 @@ def activation_values(model: ModelConfig, layer: int, recompute: Recompute = "no
     return 4 * d + projected + 2 * d + outputs + (0 if recompute == "selective" else 3 * g)
 
 
+def _fp32_values(model: ModelConfig, layer: int, recompute: Recompute) -> int:
+    """Decays per channel, in logarithms; one of a head is no activation, and the others are not kept."""
+    has_decays = mixer_operator(model.layers[layer]).cost is CostClass.GATED_SCAN
+    return model.hidden_size if has_decays and recompute != "full" else 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerWork:
     """One layer, per token and for the whole width; FLOPs are those of a forward pass."""
@@ -66,12 +74,19 @@ class LayerWork:
     """What bounds the operator's time."""
     values: tuple[int, ...]
     """Activations kept, for each of `RECOMPUTE`."""
+    fp32_values: tuple[int, ...]
+    """Those kept beside them in fp32."""
     num_column_parallel: int
     """Linear layers that split their output over the tensor ranks, the gate apart; two split their input."""
     gate_rank: int
     """Inner width of a low-rank gate, 0 without."""
     exchange: tuple[int, int] | None
     """See `Mixer.exchange_values`; None for a mixer whose state is all tokens."""
+
+    def kept_bytes(self, recompute: Recompute, size: int) -> int:
+        """Bytes of the activations kept, with weights of `size` bytes."""
+        kept = RECOMPUTE.index(recompute)
+        return size * self.values[kept] + _FP32_BYTES * self.fp32_values[kept]
 
     @property
     def product_flops(self) -> float:
@@ -169,6 +184,7 @@ class Workload:
             operator_flops=mixer.forward_flops_per_token(model, layer, self.sequence_length) - mixer_flops,
             cost=operator.cost,
             values=tuple(activation_values(model, layer, recompute) for recompute in RECOMPUTE),
+            fp32_values=tuple(_fp32_values(model, layer, recompute) for recompute in RECOMPUTE),
             num_column_parallel=len(columns) + 1,
             gate_rank=shapes["gate_down.weight"][0] if "gate_down.weight" in shapes else 0,
             exchange=mixer.exchange_values(model, layer) if has_state else None,
