@@ -58,9 +58,12 @@ def _fp32_values(model: ModelConfig, layer: int, recompute: Recompute) -> int:
     return model.hidden_size if has_decays and recompute != "full" else 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LayerWork:
-    """One layer, per token and for the whole width; FLOPs are those of a forward pass."""
+    """One layer, per token and for the whole width; FLOPs are those of a forward pass.
+
+    Layers that are alike are one object (`Workload.layers`): the search of layouts compares them often.
+    """
 
     mixer_flops: float
     """Matrix products with the mixer's weights: projections and gates."""
@@ -128,7 +131,9 @@ class Workload:
     @cached_property
     def layers(self) -> tuple[LayerWork, ...]:
         """First to last."""
-        return tuple(self._layer(layer) for layer in range(self.model.num_layers))
+        alike: dict[tuple[object, ...], LayerWork] = {}
+        made = [self._layer(layer) for layer in range(self.model.num_layers)]
+        return tuple(alike.setdefault(tuple(vars(layer).values()), layer) for layer in made)
 
     @cached_property
     def embedding_parts(self) -> tuple[type[EmbeddingPart], ...]:
