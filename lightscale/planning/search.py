@@ -228,13 +228,19 @@ class _Search:
         # Every node must have as many of a sequence's ranks as the others.
         sequence_gpus, node = layout.sequence * layout.tensor, self.hardware.gpus_per_node
         even = sequence_gpus % node == 0 or node % sequence_gpus == 0
-        wanted = (self.fixed.exchange,) if self.fixed.exchange else EXCHANGES
-        return [exchange for exchange in wanted if even or exchange != "two_level"]
+        if self.fixed.exchange is not None:
+            return [self.fixed.exchange] if even or self.fixed.exchange != "two_level" else []
+        # Within a node, or with one rank in each, two_level is a gather.
+        has_levels = even and layout.tensor < node < sequence_gpus
+        return [exchange for exchange in EXCHANGES if has_levels or exchange != "two_level"]
 
     def _with_micro_batch(self, layouts: list[Layout], exchange: Exchange) -> Prediction:
         """The smallest micro-batch than which the next one is not clearly faster, or does not fit."""
         best = self._with_least_recomputation(layouts[0], exchange)
         for layout in layouts[1:]:
+            # Where next to nothing is waited for, there is nothing to gain.
+            if best.work.launch_s + best.exposed_s < _LEAST_GAIN * best.step_s:
+                break
             larger = self._with_least_recomputation(layout, exchange)
             if not larger.fits or larger.tokens_per_s < (1 + _LEAST_GAIN) * best.tokens_per_s:
                 break

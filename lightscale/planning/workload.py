@@ -163,10 +163,11 @@ class Workload:
         """The stages of a layout, first to last."""
         key = tensor, pipeline
         if key not in self._stages:
+            held = rank_parameters(self.model, tensor=tensor, pipeline=pipeline)
             self._stages[key] = tuple(
                 StageWork(
                     layers=self.layers[layers.start : layers.stop],
-                    parameters=rank_parameters(self.model, tensor=tensor, pipeline=pipeline, stage=stage),
+                    parameters=held[stage],
                     first=stage == 0,
                     last=stage == pipeline - 1,
                 )
