@@ -47,9 +47,17 @@ def changed_batch(config: RunConfig, one: Prediction) -> str | None:
     change = one.tokens_per_step / config.tokens_per_step - 1
     if not change:
         return None
+    ranks, length = one.layout.world_size, one.sequence_length
+    own_length = length == config.data.sequence_length
+    why = (
+        f"no layout of {ranks} ranks that fits keeps"
+        if own_length
+        else f"on sequences of {length:,} tokens, instead of"
+    )
+    batch = config.train.global_batch_size
     return (
-        f"no layout of {one.layout.world_size} ranks that fits keeps the {config.tokens_per_step:,} tokens of a step: "
-        f"train.global_batch_size={one.global_batch_size} makes them {one.tokens_per_step:,}, {change:+.1%}"
+        f"{why} train.global_batch_size={batch}, {config.tokens_per_step:,} tokens a step: with "
+        f"train.global_batch_size={one.global_batch_size} it is {one.tokens_per_step:,}, {change:+.1%}"
     )
 
 

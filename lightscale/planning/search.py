@@ -16,7 +16,7 @@ from lightscale.planning.prediction import Prediction
 from lightscale.planning.step_cost import CostModel
 from lightscale.planning.workload import RECOMPUTE
 
-# Where no layout keeps the configuration's tokens of a step exactly: more or less.
+# Of the tokens of a step, more or less, where the batch cannot be kept.
 BATCH_TOLERANCE = 0.1
 AXES = ("tensor", "pipeline", "sequence", "data")
 _COUNTS = (*AXES, "micro_batch_size")
@@ -68,20 +68,22 @@ def best_layouts(
 ) -> list[Prediction]:
     """All layouts that `fixed` leaves open, those that fit first, the fastest of them first; [] if there is none.
 
-    The tokens of a step are exactly the configuration's. Only where no such layout fits they may be others within
-    `BATCH_TOLERANCE`, or those of one sequence, and the smallest change comes first. `check_layout` accepts all.
+    On the configuration's own length its batch is kept exactly; only where no such layout fits it may be another within
+    `BATCH_TOLERANCE`, and the smallest change comes first. On another length the batch is another in any case: the
+    tokens of a step stay within `BATCH_TOLERANCE`, or are those of one sequence. `check_layout` accepts all layouts.
     The micro-batch is the smallest than which none is clearly faster; of the ways to recompute, a layout takes the
     first that fits.
     """
     search = _Search(config, nodes * hardware.gpus_per_node, sequence_length, hardware, fixed)
+    own_length = sequence_length == config.data.sequence_length
     found = search.predictions(exact=True)
-    if not any(one.fits for one in found):
+    if not (own_length and any(one.fits for one in found)):
         found += search.predictions(exact=False)
 
     def order(one: Prediction) -> tuple[bool, int, float]:
         # What does not fit is kept, so that its memory can be shown.
         # Where none fits, the one that is nearest to fitting comes first.
-        change = abs(one.tokens_per_step - config.tokens_per_step)
+        change = abs(one.tokens_per_step - config.tokens_per_step) if own_length else 0
         return (False, change, -one.tokens_per_s) if one.fits else (True, 0, one.memory.total_bytes)
 
     return sorted(found, key=order)

@@ -235,9 +235,9 @@ def _layout_record(one: Prediction) -> dict[str, Any]:
 
 def _sentences(config: RunConfig) -> list[str]:
     batch = (
-        f"a step takes exactly the configuration's tokens, {config.tokens_per_step:,}; only where no such layout fits, "
-        f"{BATCH_TOLERANCE:.0%} more or less, or one sequence if that is longer; the micro-batch is the smallest than "
-        "which none is faster by more than 1 %"
+        f"a step takes the configuration's tokens, {config.tokens_per_step:,}: on its own length exactly, where any "
+        f"layout that fits can, else {BATCH_TOLERANCE:.0%} more or less, or one sequence if that is longer; the "
+        "micro-batch is the smallest than which none is faster by more than 1 %"
     )
     return [batch, *step_cost.assumptions(), *(f"memory: {one}" for one in memory.assumptions(config, searched=True))]
 
