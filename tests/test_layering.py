@@ -30,7 +30,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": {*TRAINING, "training.optimizer"},
     "training.optimizer": {*BASE, "parallel"},
     "evaluation": TRAINING,
-    # A rank is told what planning expects it to hold: training itself does not know planning.
+    # A rank is told what planning expects it to hold, which training does not know; and errors of divisibility name the
+    # layout that planning chooses.
     "launch": {*TRAINING, "planning"},
     "cli": BASE,
 }

@@ -7,6 +7,8 @@ def near_multiple(number: int, unit: int) -> int:
 
 
 def near_divisor(number: int, wanted: int) -> int:
-    """The divisor of `number` nearest to `wanted`."""
-    divisors = (divisor for divisor in range(1, number + 1) if number % divisor == 0)
-    return min(divisors, key=lambda divisor: abs(divisor - wanted))
+    """The divisor of `number` nearest to `wanted`, the smaller of two."""
+    # Outwards: a vocabulary has 100,000 numbers to try, and the search of layouts asks often.
+    start = min(wanted, number)
+    near = (candidate for distance in range(number) for candidate in (start - distance, start + distance))
+    return next(candidate for candidate in near if candidate > 0 and number % candidate == 0)

@@ -8,6 +8,15 @@ from lightscale.config.schema import ModelConfig, ParallelConfig, RunConfig
 from lightscale.errors import UserError
 
 
+class LayoutError(UserError):
+    """Axes that do not divide the model, the batch or the processes; the message is `fault` and what to change."""
+
+    def __init__(self, fault: str, cure: str = "") -> None:
+        super().__init__(f"{fault}; {cure}" if cure else fault)
+        self.fault = fault
+        """Without what to change."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Ranks along each axis, and the share of the batch that each holds. Made by `check_layout`."""
@@ -32,7 +41,8 @@ class Layout:
 def check_layout(config: RunConfig, world_size: int) -> Layout:
     """The layout of `config` on `world_size` processes; pure arithmetic, no process group is touched.
 
-    Raises UserError that names both fields, their values, and a value to use instead.
+    Raises LayoutError that names both fields, their values, and the nearest value of one of them; which layout to use
+    instead of all of it says `lightscale.planning.advice`.
     """
     parallel = config.parallel
     data = _data_ranks(parallel, world_size)
@@ -47,18 +57,20 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
         _check_length(f"data.curriculum[{number}].sequence_length", stage.sequence_length, parallel)
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     if batch % (micro * data):
-        raise UserError(
+        raise LayoutError(
             f"train.global_batch_size = {batch} is not divisible by train.micro_batch_size = {micro} times "
-            f"the {data} data ranks (parallel.data); use {near_multiple(batch, micro * data)} sequences"
+            f"the {data} data ranks (parallel.data)",
+            f"use {near_multiple(batch, micro * data)} sequences",
         )
     num_microbatches = batch // (micro * data)
     # Megatron's interleaved schedule sends a group of as many micro-batches as there are pipeline ranks at a time.
     if parallel.virtual_stages > 1 and num_microbatches % parallel.pipeline:
         unit = micro * data * parallel.pipeline
-        raise UserError(
+        raise LayoutError(
             f"parallel.virtual_stages = {parallel.virtual_stages} takes micro-batches in groups of parallel.pipeline = "
             f"{parallel.pipeline}, but train.global_batch_size = {batch} makes {num_microbatches} of them on every "
-            f"data rank; use {near_multiple(batch, unit)} sequences"
+            "data rank",
+            f"use {near_multiple(batch, unit)} sequences",
         )
     return Layout(
         tensor=tensor,
@@ -89,26 +101,27 @@ def check_mixers(model: ModelConfig, parallel: ParallelConfig) -> None:
 def _check_length(name: str, length: int, parallel: ParallelConfig) -> None:
     _require_divisible(name, length, "parallel.sequence", parallel.sequence)
     if length % (parallel.sequence * parallel.tensor):
-        raise UserError(
+        raise LayoutError(
             f"{name} = {length} is not divisible by parallel.sequence = {parallel.sequence} times parallel.tensor = "
-            f"{parallel.tensor} (tensor ranks hold shards of the activations too); "
-            f"use {near_multiple(length, parallel.sequence * parallel.tensor)} tokens"
+            f"{parallel.tensor} (tensor ranks hold shards of the activations too)",
+            f"use {near_multiple(length, parallel.sequence * parallel.tensor)} tokens",
         )
 
 
 def _check_stages(config: RunConfig) -> None:
     parallel, num_layers = config.parallel, config.model.num_layers
     if parallel.virtual_stages > 1 and parallel.pipeline == 1:
-        raise UserError(
-            f"parallel.virtual_stages = {parallel.virtual_stages} needs parallel.pipeline of at least 2; "
-            "use parallel.virtual_stages = 1"
+        raise LayoutError(
+            f"parallel.virtual_stages = {parallel.virtual_stages} needs parallel.pipeline of at least 2",
+            "use parallel.virtual_stages = 1",
         )
     stages = parallel.pipeline * parallel.virtual_stages
     if stages > num_layers:
-        raise UserError(
+        raise LayoutError(
             f"model.num_layers = {num_layers} is fewer than the {stages} stages of parallel.pipeline = "
             f"{parallel.pipeline} times parallel.virtual_stages = {parallel.virtual_stages}, and every stage needs a "
-            f"layer; use parallel.pipeline = {max(1, num_layers // parallel.virtual_stages)}"
+            "layer",
+            f"use parallel.pipeline = {max(1, num_layers // parallel.virtual_stages)}",
         )
 
 
@@ -119,23 +132,23 @@ def _data_ranks(parallel: ParallelConfig, world_size: int) -> int:
     axes = ", ".join(f"parallel.{axis} = {getattr(parallel, axis)}" for axis in ("tensor", "pipeline", "sequence"))
     if parallel.data is None:
         if world_size % inner:
-            raise UserError(
-                f"{world_size} processes cannot be divided among {axes} (together {inner}); "
-                f"use {near_multiple(world_size, inner)} processes"
+            raise LayoutError(
+                f"{world_size} processes cannot be divided among {axes} (together {inner})",
+                f"use {near_multiple(world_size, inner)} processes",
             )
         return world_size // inner
     if inner * parallel.data != world_size:
         rest = f", or parallel.data = {world_size // inner}" if world_size % inner == 0 else ""
-        raise UserError(
-            f"{world_size} processes are not the product of {axes}, parallel.data = {parallel.data}; "
-            f"use {inner * parallel.data} processes{rest}"
+        raise LayoutError(
+            f"{world_size} processes are not the product of {axes}, parallel.data = {parallel.data}",
+            f"use {inner * parallel.data} processes{rest}",
         )
     return parallel.data
 
 
 def _require_divisible(name: str, size: int, axis: str, ranks: int) -> None:
     if size % ranks:
-        raise UserError(
-            f"{name} = {size} is not divisible by {axis} = {ranks}; "
-            f"use {axis} = {near_divisor(size, ranks)} or {name} = {near_multiple(size, ranks)}"
+        raise LayoutError(
+            f"{name} = {size} is not divisible by {axis} = {ranks}",
+            f"use {axis} = {near_divisor(size, ranks)} or {name} = {near_multiple(size, ranks)}",
         )

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Collection
 from math import prod
 
 from lightscale.config.schema import ModelConfig
@@ -71,18 +72,19 @@ def _term(name: str) -> str:
     return next((term for part, term in _TERMS.items() if part in name), _MIXER.sub("", name))
 
 
-def rank_parameters(model: ModelConfig, *, tensor: int, pipeline: int, stage: int) -> int:
-    """Parameters that each tensor rank of pipeline stage `stage` (from 0) holds.
+def rank_parameters(model: ModelConfig, *, tensor: int, pipeline: int) -> list[int]:
+    """Parameters that each tensor rank holds, by its pipeline stage.
 
     The last stage of several holds a second copy of the embedding, for the output layer.
     """
-    layers = layer_stages(model.num_layers, pipeline)[stage]
-    last = pipeline - 1
-    held, whole = 0, _whole_on_tensor_ranks(model)
+    stages = layer_stages(model.num_layers, pipeline)
+    stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
+    held, whole = [0] * pipeline, _whole_on_tensor_ranks(model)
     for name, shape in parameter_shapes(model).items():
         # Norms see whole tokens, of which every tensor rank has some: each holds the whole weight.
         ranks = 1 if name in whole or "layernorm." in name else tensor
-        held += _copies(name, stage, last, layers) * (prod(shape) // ranks)
+        for stage in _stages(name, stage_of, last=pipeline - 1):
+            held[stage] += prod(shape) // ranks
     return held
 
 
@@ -94,15 +96,16 @@ def _whole_on_tensor_ranks(model: ModelConfig) -> set[str]:
     return whole
 
 
-def _copies(name: str, stage: int, last: int, layers: range) -> int:
+def _stages(name: str, stage_of: dict[int, int], last: int) -> Collection[int]:
+    """Those that hold the parameter."""
     if match := _LAYER.match(name):
-        return int(int(match[1]) in layers)
+        return {stage_of[int(match[1])]}
     if name == _EMBEDDING_WEIGHT:
         # Once where one stage is both the first and the last.
-        return int(stage in (0, last))
+        return {0, last}
     if name.startswith("embedding."):
-        return int(stage == 0)
+        return {0}
     if name.startswith("decoder."):
-        return int(stage == last)
+        return {last}
     # What is neither in the embedding nor in a layer is a part that every stage reads.
-    return 1
+    return range(last + 1)

@@ -7,7 +7,7 @@ from lightscale.config.schema import Exchange, Recompute, RunConfig
 from lightscale.kernels.cross_entropy.chunked import WORKSPACE_BYTES
 from lightscale.planning.communication import RankGroup, exchange_buffer_bytes
 from lightscale.planning.hardware import H100, Hardware
-from lightscale.planning.workload import RECOMPUTE, StageWork, Workload
+from lightscale.planning.workload import StageWork, Workload
 from lightscale.training.optimizer.registry import optimizer_spec
 
 _FP32_BYTES = 4
@@ -56,14 +56,14 @@ def assumptions(config: RunConfig, *, searched: bool = False) -> list[str]:
         "exchange along sequence: the gathered states of one layer, and each layer's incoming state; of softmax "
         "attention the keys and values of all ranks",
         f"logits: at most {WORKSPACE_BYTES >> 20} MiB at a time, and the output layer's gradient in fp32",
-        "not counted: fp32 intermediates of mixers and kernels, other buffers of communication, the allocator's gaps",
+        "not counted: fp32 intermediates within a layer, other buffers of communication, the allocator's gaps",
     ]
 
 
 _KEPT: dict[Recompute, str] = {
     "none": "activations without recomputation, under 1F1B: inputs and outputs of a block's norms; a mixer's "
-    "projections, gates, activated queries and keys, its output, and that behind norm and gate; a "
-    "GLU's two halves and their product",
+    "projections, gates, activated queries and keys, its output, and that behind norm and gate; decays per channel, "
+    "in fp32; a GLU's two halves and their product",
     "selective": "activations with selective recomputation: the same without those of the GLU, except for one block",
     "full": "activations with full recomputation: each block's input, and one block without recomputation",
 }
@@ -114,7 +114,7 @@ def stage_memory(
         weights_bytes=size * parameters,
         gradients_bytes=_FP32_BYTES * parameters,
         optimizer_bytes=-(-(main + state) * parameters // (layout.data * layout.sequence)),
-        activations_bytes=tokens * _activation_values(held, recompute, in_flight) * size // layout.tensor,
+        activations_bytes=tokens * _activation_bytes(held, recompute, in_flight, size) // layout.tensor,
         exchange_bytes=_exchange_bytes(layout, work, held, in_flight, size, recompute, exchange, hardware),
         logits_bytes=_logits_bytes(work, tokens, layout.tensor, size) if held.last else 0,
     )
@@ -126,12 +126,12 @@ def _logits_bytes(work: Workload, tokens: int, tensor: int, size: int) -> int:
     return min(tokens * rows * size, WORKSPACE_BYTES) + rows * work.model.hidden_size * _FP32_BYTES
 
 
-def _activation_values(held: StageWork, recompute: Recompute, in_flight: int) -> int:
-    """Numbers per token that a stage keeps, all its micro-batches in flight together."""
-    kept = RECOMPUTE.index(recompute)
-    values = in_flight * sum(layer.values[kept] for layer in held.layers)
+def _activation_bytes(held: StageWork, recompute: Recompute, in_flight: int, size: int) -> int:
+    """Bytes per token that a stage keeps, all its micro-batches in flight together."""
+    kept = {layer: layer.kept_bytes(recompute, size) for layer in set(held.layers)}
     # The block that is just computed again has all of its activations.
-    return values + (max(layer.values[0] - layer.values[kept] for layer in held.layers) if kept else 0)
+    again = max(layer.kept_bytes("none", size) - layer_bytes for layer, layer_bytes in kept.items())
+    return in_flight * sum(kept[layer] for layer in held.layers) + again
 
 
 def _exchange_bytes(

@@ -4,11 +4,12 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from lightscale.config.layout import Layout, check_layout
+from lightscale.config.layout import Layout, LayoutError, check_layout
 from lightscale.config.schema import ModelConfig, RunConfig
 from lightscale.models.accounting import EMBEDDING, parameter_terms
 from lightscale.models.flops import training_flops_per_token
 from lightscale.models.registry import check_model
+from lightscale.planning.advice import with_advice
 from lightscale.planning.communication import RankGroup
 from lightscale.planning.exchange_sizes import Summary, contribution
 from lightscale.planning.hardware import H100
@@ -83,10 +84,10 @@ class RunPlan:
 def plan(config: RunConfig, processes: int | None = None) -> RunPlan:
     """The plan of a run on `processes` ranks; None: as few as the layout allows.
 
-    Raises UserError for an unknown mixer and for a layout that would not run.
+    Raises UserError for an unknown mixer and for a layout that would not run, with one that would.
     """
     check_model(config.model, config.parallel)
-    layout = check_layout(config, processes or _fewest_processes(config))
+    layout = _layout(config, processes or _fewest_processes(config))
     model, data, train = config.model, config.data, config.train
     return RunPlan(
         layout=layout,
@@ -107,6 +108,13 @@ def count_parameters(model: ModelConfig) -> Parameters:
     terms = parameter_terms(model)
     embedding = terms.pop(EMBEDDING)
     return Parameters(terms=terms, embedding=embedding, study=study_parameters(model), only_exact=exact_only(terms))
+
+
+def _layout(config: RunConfig, processes: int) -> Layout:
+    try:
+        return check_layout(config, processes)
+    except LayoutError as error:
+        raise with_advice(error, config, processes) from None
 
 
 def _fewest_processes(config: RunConfig) -> int:

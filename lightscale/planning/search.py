@@ -1,9 +1,11 @@
 """Finds the layouts of a model on nodes of GPUs that are predicted to be fastest."""
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from lightscale.config.layout import Layout, check_layout
+from lightscale.config.arithmetic import near_multiple
+from lightscale.config.layout import Layout, LayoutError, check_layout
 from lightscale.config.mixers import mixer_entry
 from lightscale.config.schema import Exchange, ParallelConfig, Recompute, RunConfig
 from lightscale.errors import UserError
@@ -14,10 +16,15 @@ from lightscale.planning.prediction import Prediction
 from lightscale.planning.step_cost import CostModel
 from lightscale.planning.workload import RECOMPUTE
 
-# Sequences are whole and data ranks have equally many, so that a step's tokens cannot be kept exactly everywhere.
+# Of the tokens of a step, more or less, where the batch cannot be kept.
 BATCH_TOLERANCE = 0.1
 AXES = ("tensor", "pipeline", "sequence", "data")
+_COUNTS = (*AXES, "micro_batch_size")
 _CHOICES = {"recompute": RECOMPUTE, "exchange": EXCHANGES}
+# A larger micro-batch must be predicted to be faster by this share: predictions know no smaller differences.
+_LEAST_GAIN = 0.01
+MOST_NODES = 1024
+"""Where `least_nodes` gives up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +32,7 @@ class Fixed:
     """What is not searched."""
 
     axes: Mapping[str, int] = field(default_factory=dict)
+    micro_batch_size: int | None = None
     recompute: Recompute | None = None
     exchange: Exchange | None = None
 
@@ -34,23 +42,25 @@ class Fixed:
 
         Raises UserError for what is no axis or choice, and for a value that it cannot have.
         """
-        axes: dict[str, int] = {}
+        counts: dict[str, int] = {}
         choices: dict[str, str] = {}
         for entry in filter(None, text.split(",")):
             name, _, value = entry.partition("=")
-            if name in AXES and value.isdecimal() and int(value) > 0:
-                axes[name] = int(value)
-            elif name in AXES:
-                raise UserError(f"--layout {entry}: {name} must be a number of ranks, like {name}=2")
+            if name in _COUNTS and value.isdecimal() and int(value) > 0:
+                counts[name] = int(value)
+            elif name in _COUNTS:
+                what = "sequences" if name == "micro_batch_size" else "ranks"
+                raise UserError(f"--layout {entry}: {name} must be a number of {what}, like {name}=2")
             elif name not in _CHOICES:
                 raise UserError(
-                    f"--layout {entry}: expected {', '.join((*AXES, *_CHOICES))}, like tensor=2,sequence=16"
+                    f"--layout {entry}: expected {', '.join((*_COUNTS, *_CHOICES))}, like tensor=2,sequence=16"
                 )
             elif value not in _CHOICES[name]:
                 raise UserError(f"--layout {entry}: {name} must be one of {', '.join(_CHOICES[name])}")
             else:
                 choices[name] = value
-        return Fixed(axes=axes, **choices)  # type: ignore[arg-type]
+        micro = counts.pop("micro_batch_size", None)
+        return Fixed(axes=counts, micro_batch_size=micro, **choices)  # type: ignore[arg-type]
 
 
 def best_layouts(
@@ -58,19 +68,36 @@ def best_layouts(
 ) -> list[Prediction]:
     """All layouts that `fixed` leaves open, those that fit first, the fastest of them first; [] if there is none.
 
-    The tokens of a step are the configuration's, within `BATCH_TOLERANCE`, or those of one sequence. Of the ways to
-    recompute, a layout takes the first that fits.
+    On the configuration's own length its batch is kept exactly; only where no such layout fits it may be another within
+    `BATCH_TOLERANCE`, and the smallest change comes first. On another length the batch is another in any case: the
+    tokens of a step stay within `BATCH_TOLERANCE`, or are those of one sequence. `check_layout` accepts all layouts.
+    The micro-batch is the smallest than which none is clearly faster; of the ways to recompute, a layout takes the
+    first that fits.
     """
-    gpus = nodes * hardware.gpus_per_node
-    model = CostModel(config, sequence_length, hardware)
-    found = [
-        _with_least_recomputation(model, layout, exchange, fixed.recompute)
-        for layout in _layouts(config, gpus, sequence_length, hardware, fixed)
-        for exchange in _exchanges(model, layout, fixed)
-    ]
-    # What does not fit is kept, so that its memory can be shown.
-    # Where none fits, the one that is nearest to fitting comes first.
-    return sorted(found, key=lambda one: (not one.fits, -one.tokens_per_s if one.fits else one.memory.total_bytes))
+    search = _Search(config, nodes * hardware.gpus_per_node, sequence_length, hardware, fixed)
+    own_length = sequence_length == config.data.sequence_length
+    found = search.predictions(exact=True)
+    if not (own_length and any(one.fits for one in found)):
+        found += search.predictions(exact=False)
+
+    def order(one: Prediction) -> tuple[bool, int, float]:
+        # What does not fit is kept, so that its memory can be shown.
+        # Where none fits, the one that is nearest to fitting comes first.
+        change = abs(one.tokens_per_step - config.tokens_per_step) if own_length else 0
+        return (False, change, -one.tokens_per_s) if one.fits else (True, 0, one.memory.total_bytes)
+
+    return sorted(found, key=order)
+
+
+def least_nodes(
+    config: RunConfig, *, more_than: int, sequence_length: int, hardware: Hardware, fixed: Fixed
+) -> int | None:
+    """The smallest number of nodes above `more_than` on which a layout fits; None: none up to `MOST_NODES`."""
+    for nodes in range(more_than + 1, MOST_NODES + 1):
+        search = _Search(config, nodes * hardware.gpus_per_node, sequence_length, hardware, fixed)
+        if search.any_fits():
+            return nodes
+    return None
 
 
 def explain_none(config: RunConfig, *, nodes: int, sequence_length: int, hardware: Hardware, fixed: Fixed) -> UserError:
@@ -106,62 +133,124 @@ def explain_none(config: RunConfig, *, nodes: int, sequence_length: int, hardwar
     )
 
 
-def _layouts(config: RunConfig, gpus: int, sequence_length: int, hardware: Hardware, fixed: Fixed) -> Iterator[Layout]:
-    shape, micro = config.model, config.train.micro_batch_size
-    wanted_tokens = max(config.tokens_per_step, micro * sequence_length)
-    # Tensor ranks exchange activations in every layer: they stay within a node, where NVLink connects them.
-    for tensor in _degrees("tensor", config, fixed, gpus, most=hardware.gpus_per_node):
-        if any(size % tensor for size in (shape.num_heads, shape.intermediate_size, shape.vocab_size)):
-            continue
-        for pipeline in _degrees("pipeline", config, fixed, gpus // tensor, most=shape.num_layers):
-            rest = gpus // (tensor * pipeline)
-            for sequence in _degrees("sequence", config, fixed, rest, most=sequence_length):
-                data = rest // sequence
-                round_tokens = data * micro * sequence_length
-                rounds = max(1, round(wanted_tokens / round_tokens))
-                if (
-                    sequence_length % (sequence * tensor)
-                    or abs(rounds * round_tokens - wanted_tokens) > BATCH_TOLERANCE * wanted_tokens
-                    or data != fixed.axes.get("data", data)
-                ):
-                    continue
-                yield Layout(
-                    tensor=tensor,
-                    pipeline=pipeline,
-                    sequence=sequence,
-                    data=data,
-                    micro_batch_size=micro,
-                    num_microbatches=rounds,
-                    rank_sequence_tokens=sequence_length // sequence,
-                )
+@functools.cache
+def _micro_batch_sizes(share: int) -> tuple[int, ...]:
+    """Sizes to try of a data rank's share of the batch: its divisors, each at least twice the one before."""
+    sizes = [1]
+    for size in range(2, share + 1):
+        if share % size == 0 and size >= 2 * sizes[-1]:
+            sizes.append(size)
+    return tuple(sizes)
 
 
-def _degrees(axis: str, config: RunConfig, fixed: Fixed, ranks: int, *, most: int) -> list[int]:
-    """Of `ranks`, how many can share the axis."""
-    if axis in fixed.axes:
-        wanted = [fixed.axes[axis]]
-    elif all(axis in mixer_entry(name).axes for name in set(config.model.layers)):
-        wanted = list(range(1, min(ranks, most) + 1))
-    else:
-        wanted = [1]
-    return [degree for degree in wanted if degree <= most and ranks % degree == 0]
+class _Search:
+    """The layouts of one configuration on so many GPUs."""
 
+    def __init__(self, config: RunConfig, gpus: int, sequence_length: int, hardware: Hardware, fixed: Fixed) -> None:
+        self.config, self.gpus, self.hardware, self.fixed = config, gpus, hardware, fixed
+        self.model = CostModel(config, sequence_length, hardware)
+        data = config.data.model_copy(update={"sequence_length": sequence_length})
+        self.on_length = config.model_copy(update={"data": data})
 
-def _exchanges(model: CostModel, layout: Layout, fixed: Fixed) -> list[Exchange]:
-    has_states = any(layer.has_state for layer in model.work.layers)
-    if fixed.exchange is None and not (has_states and layout.sequence > 1):
-        return ["gather"]
-    # Every node must have as many of a sequence's ranks as the others.
-    sequence_gpus, node = layout.sequence * layout.tensor, model.hardware.gpus_per_node
-    even = sequence_gpus % node == 0 or node % sequence_gpus == 0
-    wanted = (fixed.exchange,) if fixed.exchange else EXCHANGES
-    return [exchange for exchange in wanted if even or exchange != "two_level"]
+    def predictions(self, *, exact: bool) -> list[Prediction]:
+        """One for each layout and exchange; `exact`: with the configuration's tokens a step, else with others."""
+        found = []
+        for sizes in self._layouts(exact=exact):
+            layout: Layout | None = None
+            for exchange in self._exchanges(sizes[0]):
+                # Exchanges differ too little to want micro-batches of their own.
+                one = self._with_micro_batch([layout] if layout else sizes, exchange)
+                layout = one.layout
+                found.append(one)
+        return found
 
+    def any_fits(self) -> bool:
+        """Whether a layout fits, at the least by recomputing everything."""
+        how = RECOMPUTE[-1] if self.fixed.recompute is None else self.fixed.recompute
+        return any(
+            self.model.fits(self.model.memory(sizes[0], recompute=how, exchange=exchange))
+            for exact in (True, False)
+            for sizes in self._layouts(exact=exact)
+            for exchange in self._exchanges(sizes[0])
+        )
 
-def _with_least_recomputation(
-    model: CostModel, layout: Layout, exchange: Exchange, fixed: Recompute | None
-) -> Prediction:
-    for recompute in (fixed,) if fixed else RECOMPUTE:
-        if model.fits(model.memory(layout, recompute=recompute, exchange=exchange)):
-            break
-    return model.predict(layout, recompute=recompute, exchange=exchange)
+    def _layouts(self, *, exact: bool) -> Iterator[list[Layout]]:
+        """Of each choice of axes and batch, one layout for every size of the micro-batch, the smallest first."""
+        # Tensor ranks exchange activations in every layer: they stay within a node, where NVLink connects them.
+        for tensor in self._degrees("tensor", self.gpus, most=self.hardware.gpus_per_node):
+            for pipeline in self._degrees("pipeline", self.gpus // tensor, most=self.config.model.num_layers):
+                rest = self.gpus // (tensor * pipeline)
+                for sequence in self._degrees("sequence", rest, most=self.model.work.sequence_length):
+                    data = rest // sequence
+                    if data != self.fixed.axes.get("data", data):
+                        continue
+                    parallel = ParallelConfig(tensor=tensor, pipeline=pipeline, sequence=sequence)
+                    batch = self._batch(data, exact=exact)
+                    if batch is None:
+                        continue
+                    given = self.fixed.micro_batch_size
+                    sizes = _micro_batch_sizes(batch // data) if given is None else (given,)
+                    layouts = [self._checked(parallel, batch, size) for size in sizes]
+                    if all(layouts):
+                        yield [layout for layout in layouts if layout is not None]
+
+    def _degrees(self, axis: str, ranks: int, *, most: int) -> list[int]:
+        """Of `ranks`, how many can share the axis."""
+        if axis in self.fixed.axes:
+            wanted = [self.fixed.axes[axis]]
+        elif all(axis in mixer_entry(name).axes for name in set(self.config.model.layers)):
+            wanted = list(range(1, min(ranks, most) + 1))
+        else:
+            wanted = [1]
+        return [degree for degree in wanted if degree <= most and ranks % degree == 0]
+
+    def _batch(self, data: int, *, exact: bool) -> int | None:
+        """Sequences of a step that so many data ranks can share."""
+        length = self.model.work.sequence_length
+        tokens = self.config.tokens_per_step
+        unit = data * (self.fixed.micro_batch_size or 1)
+        if exact:
+            return None if tokens % (length * unit) else tokens // length
+        wanted = max(tokens, length)
+        batch_tokens = near_multiple(wanted, length * unit)
+        is_near = abs(batch_tokens - wanted) <= BATCH_TOLERANCE * wanted
+        return batch_tokens // length if is_near and batch_tokens != tokens else None
+
+    def _checked(self, parallel: ParallelConfig, batch: int, micro_batch_size: int) -> Layout | None:
+        train = self.config.train.model_copy(update={"global_batch_size": batch, "micro_batch_size": micro_batch_size})
+        try:
+            return check_layout(self.on_length.model_copy(update={"parallel": parallel, "train": train}), self.gpus)
+        except LayoutError:
+            return None
+
+    def _exchanges(self, layout: Layout) -> list[Exchange]:
+        has_states = any(layer.has_state for layer in self.model.work.layers)
+        if self.fixed.exchange is None and not (has_states and layout.sequence > 1):
+            return ["gather"]
+        # Every node must have as many of a sequence's ranks as the others.
+        sequence_gpus, node = layout.sequence * layout.tensor, self.hardware.gpus_per_node
+        even = sequence_gpus % node == 0 or node % sequence_gpus == 0
+        if self.fixed.exchange is not None:
+            return [self.fixed.exchange] if even or self.fixed.exchange != "two_level" else []
+        # Within a node, or with one rank in each, two_level is a gather.
+        has_levels = even and layout.tensor < node < sequence_gpus
+        return [exchange for exchange in EXCHANGES if has_levels or exchange != "two_level"]
+
+    def _with_micro_batch(self, layouts: list[Layout], exchange: Exchange) -> Prediction:
+        """The smallest micro-batch than which the next one is not clearly faster, or does not fit."""
+        best = self._with_least_recomputation(layouts[0], exchange)
+        for layout in layouts[1:]:
+            # Where next to nothing is waited for, there is nothing to gain.
+            if best.work.launch_s + best.exposed_s < _LEAST_GAIN * best.step_s:
+                break
+            larger = self._with_least_recomputation(layout, exchange)
+            if not larger.fits or larger.tokens_per_s < (1 + _LEAST_GAIN) * best.tokens_per_s:
+                break
+            best = larger
+        return best
+
+    def _with_least_recomputation(self, layout: Layout, exchange: Exchange) -> Prediction:
+        for recompute in (self.fixed.recompute,) if self.fixed.recompute else RECOMPUTE:
+            if self.model.fits(self.model.memory(layout, recompute=recompute, exchange=exchange)):
+                break
+        return self.model.predict(layout, recompute=recompute, exchange=exchange)

@@ -63,6 +63,8 @@ class CostModel:
         self.config, self.hardware = config, hardware
         self.work = Workload(config.model, sequence_length)
         self.size = weight_bytes(config)
+        # Whether a layout fits is asked before what it costs.
+        self._memory: dict[tuple[Layout, Recompute, Exchange], RankMemory] = {}
 
     @cached_property
     def _flops_per_token(self) -> float:
@@ -70,12 +72,15 @@ class CostModel:
 
     def memory(self, layout: Layout, *, recompute: Recompute, exchange: Exchange) -> RankMemory:
         """What the ranks hold that hold most."""
-        how = {"recompute": recompute, "exchange": exchange, "hardware": self.hardware}
-        stages = range(layout.pipeline)
-        return max(
-            (stage_memory(self.config, layout, self.work, stage, **how) for stage in stages),  # type: ignore[arg-type]
-            key=lambda memory: memory.total_bytes,
-        )
+        key = layout, recompute, exchange
+        if key not in self._memory:
+            stages = self.work.stages(tensor=layout.tensor, pipeline=layout.pipeline)
+            # Of stages that are alike the first one has most micro-batches in flight.
+            fullest = {(stage.kind, stage.parameters): number for number, stage in reversed(list(enumerate(stages)))}
+            how = {"recompute": recompute, "exchange": exchange, "hardware": self.hardware}
+            held = [stage_memory(self.config, layout, self.work, stage, **how) for stage in fullest.values()]  # type: ignore[arg-type]
+            self._memory[key] = max(held, key=lambda memory: memory.total_bytes)
+        return self._memory[key]
 
     def fits(self, memory: RankMemory) -> bool:
         """Whether a GPU has that much."""

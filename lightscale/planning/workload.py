@@ -16,6 +16,8 @@ from lightscale.planning.exchange_sizes import Summary
 
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
+_FP32_BYTES = 4
+
 # Those that a mixer's operator can have: `Hardware` has a speed for each.
 _COSTS = (CostClass.SCAN, CostClass.GATED_SCAN, CostClass.SOFTMAX)
 
@@ -50,9 +52,18 @@ def activation_values(model: ModelConfig, layer: int, recompute: Recompute = "no
     return 4 * d + projected + 2 * d + outputs + (0 if recompute == "selective" else 3 * g)
 
 
-@dataclass(frozen=True, kw_only=True)
+def _fp32_values(model: ModelConfig, layer: int, recompute: Recompute) -> int:
+    """Decays per channel, in logarithms; one of a head is no activation, and the others are not kept."""
+    has_decays = mixer_operator(model.layers[layer]).cost is CostClass.GATED_SCAN
+    return model.hidden_size if has_decays and recompute != "full" else 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LayerWork:
-    """One layer, per token and for the whole width; FLOPs are those of a forward pass."""
+    """One layer, per token and for the whole width; FLOPs are those of a forward pass.
+
+    Layers that are alike are one object (`Workload.layers`): the search of layouts compares them often.
+    """
 
     mixer_flops: float
     """Matrix products with the mixer's weights: projections and gates."""
@@ -66,12 +77,19 @@ class LayerWork:
     """What bounds the operator's time."""
     values: tuple[int, ...]
     """Activations kept, for each of `RECOMPUTE`."""
+    fp32_values: tuple[int, ...]
+    """Those kept beside them in fp32."""
     num_column_parallel: int
     """Linear layers that split their output over the tensor ranks, the gate apart; two split their input."""
     gate_rank: int
     """Inner width of a low-rank gate, 0 without."""
     exchange: tuple[int, int] | None
     """See `Mixer.exchange_values`; None for a mixer whose state is all tokens."""
+
+    def kept_bytes(self, recompute: Recompute, size: int) -> int:
+        """Bytes of the activations kept, with weights of `size` bytes."""
+        kept = RECOMPUTE.index(recompute)
+        return size * self.values[kept] + _FP32_BYTES * self.fp32_values[kept]
 
     @property
     def product_flops(self) -> float:
@@ -113,7 +131,9 @@ class Workload:
     @cached_property
     def layers(self) -> tuple[LayerWork, ...]:
         """First to last."""
-        return tuple(self._layer(layer) for layer in range(self.model.num_layers))
+        alike: dict[tuple[object, ...], LayerWork] = {}
+        made = [self._layer(layer) for layer in range(self.model.num_layers)]
+        return tuple(alike.setdefault(tuple(vars(layer).values()), layer) for layer in made)
 
     @cached_property
     def embedding_parts(self) -> tuple[type[EmbeddingPart], ...]:
@@ -143,10 +163,11 @@ class Workload:
         """The stages of a layout, first to last."""
         key = tensor, pipeline
         if key not in self._stages:
+            held = rank_parameters(self.model, tensor=tensor, pipeline=pipeline)
             self._stages[key] = tuple(
                 StageWork(
                     layers=self.layers[layers.start : layers.stop],
-                    parameters=rank_parameters(self.model, tensor=tensor, pipeline=pipeline, stage=stage),
+                    parameters=held[stage],
                     first=stage == 0,
                     last=stage == pipeline - 1,
                 )
@@ -169,6 +190,7 @@ class Workload:
             operator_flops=mixer.forward_flops_per_token(model, layer, self.sequence_length) - mixer_flops,
             cost=operator.cost,
             values=tuple(activation_values(model, layer, recompute) for recompute in RECOMPUTE),
+            fp32_values=tuple(_fp32_values(model, layer, recompute) for recompute in RECOMPUTE),
             num_column_parallel=len(columns) + 1,
             gate_rank=shapes["gate_down.weight"][0] if "gate_down.weight" in shapes else 0,
             exchange=mixer.exchange_values(model, layer) if has_state else None,

@@ -203,7 +203,7 @@ def measure_layout(name: str, rank: int, init_method: str) -> dict[str, Any]:
     with tiny.engine_on(AXES[name], rank, init_method, **MODEL) as engine:
         found: dict[str, Any] = {
             "held": sum(parameter.numel() for parameter in engine.module.parameters()),
-            "counted": rank_parameters(model, tensor=tensor, pipeline=pipeline, stage=engine.mesh.groups.pp.rank()),
+            "counted": rank_parameters(model, tensor=tensor, pipeline=pipeline)[engine.mesh.groups.pp.rank()],
             "records": tiny.train(engine, 0, STEPS),
         }
         if name != "one":

@@ -18,13 +18,15 @@ from lightscale.config.mixers import MIXERS
 from lightscale.config.schema import ModelConfig, RunConfig
 from lightscale.errors import UserError
 from lightscale.models.language_model import LanguageModel, transformer_config
+from lightscale.parallel.engine import Engine
 from lightscale.parallel.initialization import draw_weights
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.planning.communication import EXCHANGES
 from lightscale.planning.memory import fullest_rank, rank_memory
 from lightscale.planning.plan import count_parameters, plan
 from lightscale.planning.published import study_parameters, study_table, study_training_flops
-from lightscale.planning.workload import activation_values
+from lightscale.planning.workload import Workload
+from lightscale.training.optimizer.registry import optimizer_spec
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 ROWS, TOKENS = 2, 128
@@ -259,11 +261,11 @@ def test_study_reads_the_folder_in_the_current_directory(
     assert "all 24 agree" in capsys.readouterr().out
 
 
-def loss_of(model: ModelConfig, mesh: Mesh) -> tuple[LanguageModel, Callable[[], Tensor]]:
-    """A model in fp32, and its loss on rows of one document each, this rank's segment of them."""
-    module = LanguageModel(
-        transformer_config(model, mesh, torch.float32), model, vocab_size=model.vocab_size, mesh=mesh
-    )
+def loss_of(
+    model: ModelConfig, mesh: Mesh, dtype: torch.dtype = torch.float32
+) -> tuple[LanguageModel, Callable[[], Tensor]]:
+    """A model, and its loss on rows of one document each, this rank's segment of them."""
+    module = LanguageModel(transformer_config(model, mesh, dtype), model, vocab_size=model.vocab_size, mesh=mesh)
     draw_weights(module, seed=0, tensor_rank=0, tensor_size=1)
     n = TOKENS // mesh.sequence
     positions = (mesh.sequence_rank * n + torch.arange(n)).repeat(ROWS, 1)
@@ -271,9 +273,9 @@ def loss_of(model: ModelConfig, mesh: Mesh) -> tuple[LanguageModel, Callable[[],
     return module, lambda: module(tokens, positions, tokens).sum()
 
 
-def kept_values(model: ModelConfig, mesh: Mesh) -> float:
-    """Numbers per token that autograd keeps, parameters not among them, each memory counted once."""
-    module, loss = loss_of(model, mesh)
+def kept_bytes(model: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> float:
+    """Bytes per token that autograd keeps, parameters not among them, each memory counted once."""
+    module, loss = loss_of(model, mesh, dtype)
     weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -284,15 +286,19 @@ def kept_values(model: ModelConfig, mesh: Mesh) -> float:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss()
     sizes = [tensor.untyped_storage().nbytes() for pointer, tensor in kept.items() if pointer not in weights]
-    return sum(sizes) / 4 / (ROWS * TOKENS)
+    return sum(sizes) / (ROWS * TOKENS)
 
 
 def measure(
     rank: int, world_size: int, init_method: str, models: dict[str, tuple[ModelConfig, ModelConfig]]
-) -> tuple[dict[str, float], dict[tuple[str, str], int]]:
+) -> tuple[dict[tuple[str, int], float], dict[tuple[str, str], int]]:
     """What one more layer keeps, on a rank of its own; bytes that a sequence rank contributes, there and back."""
     with start_mesh(device="cpu", rank=rank, world_size=world_size, init_method=init_method) as mesh:
-        kept = {name: kept_values(more, mesh) - kept_values(model, mesh) for name, (model, more) in models.items()}
+        kept = {
+            (name, dtype.itemsize): kept_bytes(more, mesh, dtype) - kept_bytes(model, mesh, dtype)
+            for name, (model, more) in models.items()
+            for dtype in (torch.float32, torch.bfloat16)
+        }
     payloads = {}
     options: dict[str, Any] = {"device": "cpu", "rank": rank, "world_size": world_size, "sequence": 2}
     for way in EXCHANGES:
@@ -307,7 +313,9 @@ def measure(
 
 
 @pytest.fixture(scope="module")
-def measured(run_ranks: Callable[..., list[Any]]) -> tuple[dict[str, float], list[dict[tuple[str, str], int]]]:
+def measured(
+    run_ranks: Callable[..., list[Any]],
+) -> tuple[dict[tuple[str, int], float], list[dict[tuple[str, str], int]]]:
     models = {}
     for name in MIXERS:
         wide = ["model.hidden_size=128", "model.intermediate_size=352", "model.vocab_size=64"]
@@ -317,13 +325,45 @@ def measured(run_ranks: Callable[..., list[Any]]) -> tuple[dict[str, float], lis
     return by_rank[0][0], [payloads for _, payloads in by_rank]
 
 
+@pytest.mark.parametrize("size", [4, 2], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", MIXERS)
-def test_activations_are_near_what_autograd_keeps(measured: tuple[dict[str, float], Any], name: str) -> None:
-    """HGRN2 keeps five fp32 intermediates of its gate that the estimate leaves out on purpose."""
-    left_out = 5 * 128 if name == "hgrn2" else 0
+def test_activations_are_what_autograd_keeps(
+    measured: tuple[dict[tuple[str, int], float], Any], name: str, size: int
+) -> None:
     wide = ["model.hidden_size=128", "model.intermediate_size=352", "model.num_layers=3"]
-    estimate = activation_values(config(f"{name}-tiny", *wide).model, 2)
-    assert 0.9 < estimate / (measured[0][name] - left_out) < 1.05
+    layer = Workload(config(f"{name}-tiny", *wide).model, TOKENS).layers[2]
+    assert 0.99 < layer.kept_bytes("none", size) / measured[0][name, size] < 1.05
+
+
+def allocate(rank: int, world_size: int, init_method: str, run: RunConfig) -> tuple[int, int, int]:
+    """Bytes of weights, gradients and optimizer of an engine for bf16 weights."""
+    with start_mesh(device="cpu", rank=rank, world_size=world_size, init_method=init_method) as mesh:
+        module, _ = loss_of(run.model, mesh, torch.bfloat16)
+        engine = Engine(module, module.config, mesh, optimizer=optimizer_spec(run.optimizer))
+        assert engine.optimizer is not None
+        # The distributed optimizer keeps all weights in its buffers, and the model's are views of them.
+        buffers = [buffer for model in engine.models for buffer in model.buffers]
+        owned = [engine.optimizer.owned(parameter) for parameter in module.parameters()]
+        states = [tensor for one in owned if one is not None for tensor in (one.weights, *one.state.values())]
+        return (
+            sum(buffer.param_data.nbytes for buffer in buffers),
+            sum(buffer.grad_data.nbytes for buffer in buffers),
+            sum(tensor.nbytes for tensor in states),
+        )
+
+
+def test_states_are_what_the_engine_allocates(run_ranks: Callable[..., list[Any]]) -> None:
+    """bf16 weights and fp32 gradients whole on each of two data ranks; fp32 weights and two moments shared out."""
+    run = config("tnl-tiny", "model.vocab_size=512", "train.precision=bf16", "train.micro_batch_size=1")
+    memory = plan(run, 2).memory
+    found = run_ranks(allocate, 2, run)
+    for weights, gradients, _ in found:
+        # Each rank's part of a buffer begins at an even address: zeros between parameters.
+        assert memory.weights_bytes <= weights < 1.02 * memory.weights_bytes
+        assert memory.gradients_bytes <= gradients < 1.02 * memory.gradients_bytes
+    # The ranks' shares differ by what stands at the border between them.
+    optimizer = sum(state for _, _, state in found)
+    assert abs(optimizer - 2 * memory.optimizer_bytes) <= 24
 
 
 @pytest.mark.parametrize("way", EXCHANGES)

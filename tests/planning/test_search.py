@@ -15,7 +15,7 @@ from lightscale.config.mixers import MIXERS
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
 from lightscale.planning.hardware import H100, with_settings
-from lightscale.planning.search import Fixed, best_layouts
+from lightscale.planning.search import Fixed, best_layouts, least_nodes
 from lightscale.planning.step_cost import CostModel
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -46,16 +46,62 @@ def allowed(gpus: int, length: int, *, batches: range) -> set[tuple[int, ...]]:
     return found
 
 
-def test_all_layouts_that_run_are_found() -> None:
-    """16 GPUs, 16 sequences of 64 tokens a step, 10 % more or less: 15 to 17."""
+@pytest.mark.parametrize(
+    ("nodes", "batch", "batches"),
+    [(2, 16, range(16, 17)), (2, 12, range(12, 13)), (5, 21, range(19, 24))],
+    ids=["two nodes", "data ranks divide by 4 alone", "no layout keeps the batch"],
+)
+def test_all_layouts_that_run_are_found(nodes: int, batch: int, batches: range) -> None:
+    """With exactly the batch, and where no layout keeps it, 10 % more or less."""
     run = config(
-        "tnl-tiny", "model.vocab_size=512", "data.sequence_length=64", "train.micro_batch_size=1",
-        "train.global_batch_size=16",
+        "tnl-tiny", "model.vocab_size=512", "data.sequence_length=64", f"train.global_batch_size={batch}",
+        "model.num_layers=4",
     )  # fmt: skip
-    found = best_layouts(run, nodes=2, sequence_length=64, hardware=H100, fixed=FREE)
+    found = best_layouts(run, nodes=nodes, sequence_length=64, hardware=H100, fixed=FREE)
     layouts = {(one.layout.tensor, one.layout.pipeline, one.layout.sequence, one.layout.data) for one in found}
-    assert layouts == allowed(16, 64, batches=range(15, 18))
-    assert len(layouts) > 10
+    assert layouts == allowed(8 * nodes, 64, batches=batches)
+    assert len(layouts) > 5
+    changes = [abs(one.global_batch_size - batch) for one in found]
+    assert changes == sorted(changes)
+    assert all(one.global_batch_size in batches for one in found)
+
+
+def test_the_micro_batch_is_the_smallest_than_which_none_is_clearly_faster() -> None:
+    """Of 256 tokens a rank, one sequence at a time leaves the GPU waiting for launches."""
+    run = config("tnl-7b")
+    found = best_layouts(run, nodes=128, sequence_length=8 * K, hardware=H100, fixed=FREE)
+    sizes = {one.layout.micro_batch_size for one in found}
+    assert {1, 3, 15} <= sizes
+    for one in found[:3]:
+        layout, micro = one.layout, one.layout.micro_batch_size
+        axes = {axis: getattr(layout, axis) for axis in ("tensor", "pipeline", "sequence")}
+        share = run.train.global_batch_size // layout.data
+        others = [
+            predicted
+            for size in range(1, share + 1)
+            if share % size == 0 and size != micro
+            for predicted in best_layouts(
+                run, nodes=128, sequence_length=8 * K, hardware=H100,
+                fixed=Fixed(axes=axes, micro_batch_size=size, exchange=one.exchange),
+            )
+        ]  # fmt: skip
+        for other in others:
+            assert not other.fits or other.tokens_per_s < 1.03 * one.tokens_per_s
+            if other.layout.micro_batch_size <= micro / 2:
+                assert other.tokens_per_s < one.tokens_per_s
+
+
+def test_the_least_nodes_are_the_first_that_fit() -> None:
+    run, where = config("tnl-7b"), {"sequence_length": 4096 * K, "hardware": H100, "fixed": FREE}
+    least = least_nodes(run, more_than=1, **where)  # type: ignore[arg-type]
+    fits = {nodes: best_layouts(run, nodes=nodes, **where)[0].fits for nodes in (1, 2, 4)}  # type: ignore[arg-type]
+    assert (least, fits) == (4, {1: False, 2: False, 4: True})
+    # Five nodes divide only the layers, and the stages do not fit.
+    assert not best_layouts(run, nodes=5, **where)[0].fits  # type: ignore[arg-type]
+    assert least_nodes(run, more_than=4, **where) == 6  # type: ignore[arg-type]
+    assert best_layouts(run, nodes=6, **where)[0].fits  # type: ignore[arg-type]
+    too_small = {**where, "hardware": with_settings(H100, ["memory_gib=7"])}
+    assert least_nodes(config("tnl-7b"), more_than=1000, **too_small) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("name", "nodes", "length"), [("tnl-1b", 2, 256), ("llama-7b", 4, 64), ("lightnet-7b", 3, 8)])
@@ -69,6 +115,7 @@ def test_found_layouts_run_and_are_in_order(name: str, nodes: int, length: int) 
             f"parallel.sequence={layout.sequence}", f"parallel.exchange={one.exchange}",
             f"train.recompute={one.recompute}", f"data.sequence_length={one.sequence_length}",
             f"train.global_batch_size={one.global_batch_size}",
+            f"train.micro_batch_size={layout.micro_batch_size}",
         )  # fmt: skip
         assert check_layout(run, 8 * nodes) == layout
         assert abs(run.tokens_per_step - tokens) <= 0.1 * tokens
@@ -134,7 +181,8 @@ def test_people_see_a_prediction_and_what_it_rests_on(capsys: pytest.CaptureFixt
         "1·1·32·2",
         "sequence: states",
         "of 73.6 usable",
-        "train.recompute=none data.sequence_length=1048576",
+        "train.recompute=none data.sequence_length=1048576 train.global_batch_size=4",
+        "train.global_batch_size=4 it is 4,194,304, +6.7%",
         "given by --set",
         "assumed",
         "pipeline: 1F1B",
@@ -142,6 +190,7 @@ def test_people_see_a_prediction_and_what_it_rests_on(capsys: pytest.CaptureFixt
         assert words in " ".join(out.split()), words
     table = plan(capsys, path, "--nodes", "1,2", "--length", "2M..4M")
     assert table.count("does not fit") == 1
+    assert "1 node, sequences of 4M tokens: nothing fits; the least that it takes is 2 nodes\n" in table
     assert "matrix products" not in table.split("hardware numbers")[0]
 
 
@@ -173,6 +222,7 @@ def test_exit_code_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> Non
         (["--nodes", "1", "--processes", "8"], ["--processes 8", "--nodes 1", "one rank per GPU"]),
         (["--nodes", "1", "--layout", "tensor"], ["--layout tensor", "number of ranks"]),
         (["--nodes", "1", "--layout", "tensor=0"], ["--layout tensor=0", "tensor=2"]),
+        (["--nodes", "1", "--layout", "micro_batch_size=0"], ["micro_batch_size must be a number of sequences"]),
         (["--nodes", "1", "--layout", "context=2"], ["--layout context=2", "tensor, pipeline, sequence, data"]),
         (["--nodes", "1", "--layout", "recompute=all"], ["recompute", "none, selective, full"]),
         (["--nodes", "1", "--layout", "tensor=8"], ["model.num_heads = 4", "parallel.tensor = 8"]),

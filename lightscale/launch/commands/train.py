@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from lightscale.config.files import load
-from lightscale.config.layout import Layout, check_layout, check_mixers
+from lightscale.config.layout import Layout, LayoutError, check_layout, check_mixers
 from lightscale.config.schema import RunConfig
 from lightscale.config.sinks import check_installed
 from lightscale.data_pipeline.store.token_store import TokenizerIdentity, TokenStore
@@ -156,10 +156,18 @@ def _nodes(args: argparse.Namespace, config: RunConfig, processes: int) -> Nodes
     return get_scheduler(args.scheduler).allocation(os.environ, min_nodes=args.min_nodes, fits=fits)
 
 
+def _check_layout(config: RunConfig, num_ranks: int) -> Layout:
+    try:
+        return check_layout(config, num_ranks)
+    except LayoutError as error:
+        # By name, because only a run that is refused needs the planner.
+        raise importlib.import_module("lightscale.planning.advice").with_advice(error, config, num_ranks) from None
+
+
 def check_run(config: RunConfig, num_ranks: int) -> None:
-    """Refuse a configuration that cannot run on so many ranks, or whose data is not there."""
+    """Refuse a configuration that cannot run on so many ranks, naming a layout that can, or whose data is not there."""
     # The quickest first: reading the store may take seconds on a network file system.
-    check_layout(config, num_ranks)
+    _check_layout(config, num_ranks)
     check_mixers(config.model, config.parallel)
     check_installed(config.metrics.sinks)
     _check_store(config)
@@ -169,7 +177,7 @@ def _train(config: RunConfig, directory: RunDirectory, environment: RankEnvironm
     """The work of one rank."""
     # torch.distributed and Megatron know only torchrun's variables.
     os.environ.update(environment.variables())
-    layout = check_layout(config, environment.world_size)
+    layout = _check_layout(config, environment.world_size)
     is_main = environment.rank == 0
     # Only rank 0 may create the directory. The others have to come to the same answer without it.
     if is_finished(directory, config, allow) if is_main else directory.is_finished(config):

@@ -1,11 +1,16 @@
-"""``lightscale plan CONFIG --nodes …``: predicted speed and memory on nodes of GPUs, by nodes and sequence length."""
+"""``lightscale plan CONFIG --nodes …``: predicted speed and memory on nodes of GPUs, by nodes and sequence length.
+
+For each it has the commands that train on the best layout, each on one line, to paste.
+"""
 
 import argparse
 import dataclasses
 import json
 import re
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -17,15 +22,32 @@ from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
 from lightscale.planning import memory, step_cost
+from lightscale.planning.advice import changed_batch, layout_overrides
 from lightscale.planning.hardware import HARDWARE, Hardware, with_settings
 from lightscale.planning.prediction import Prediction
-from lightscale.planning.search import AXES, BATCH_TOLERANCE, Fixed, best_layouts, explain_none
+from lightscale.planning.search import AXES, BATCH_TOLERANCE, MOST_NODES, Fixed, best_layouts, explain_none, least_nodes
 
 EXIT_NOTHING_FITS = 1
 _SHOWN_LAYOUTS = 5
 _UNITS = {"": 1, "k": 2**10, "m": 2**20}
 _NUMBER = re.compile(r"([0-9]+)([kKmM]?)")
 _OPTIONS = ("length", "layout", "hardware", "settings")
+# `lightscale train` on several nodes runs in a job of it: the default of `lightscale submit`.
+_SCHEDULER = "slurm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commands:
+    """What trains on a layout."""
+
+    overrides: tuple[str, ...]
+    """Those that were given, then those of the layout."""
+    train: str
+    """On one line; for several nodes, in a job that has them."""
+    submit: str
+    """On one line."""
+    changed_batch: str | None
+    """What the layout changes of the recipe, in words; None where a step keeps its tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +58,10 @@ class Point:
     sequence_length: int
     layouts: list[Prediction]
     """Best first; empty if there is none."""
+    commands: Commands | None
+    """Of the best layout; None where none fits."""
+    least_nodes: int | None
+    """Where none fits: on how many nodes one does; None: on none up to `MOST_NODES`."""
 
     @property
     def fits(self) -> bool:
@@ -53,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--layout",
         metavar="AXIS=N,…",
-        help="choices to fix instead of searching them: tensor, pipeline, sequence, data, recompute, exchange",
+        help="choices to fix instead of searching them: tensor, pipeline, sequence, data, micro_batch_size, recompute, "
+        "exchange",
     )
     group.add_argument("--hardware", choices=HARDWARE, help="kind of GPU (default: h100)")
     group.add_argument(
@@ -80,7 +107,8 @@ def run(args: argparse.Namespace) -> int:
     nodes = _series("--nodes", args.nodes)
     config = load(args.config, args.overrides)
     lengths = _series("--length", args.length) if args.length else [config.data.sequence_length]
-    points = _predict(config, nodes, lengths, hardware, fixed)
+    command = _Command(args.config, args.overrides, config, hardware, fixed)
+    points = command.points(nodes, lengths)
     if args.json:
         print(json.dumps({"config": str(args.config), **_record(config, hardware, points)}, indent=2))
     else:
@@ -88,12 +116,47 @@ def run(args: argparse.Namespace) -> int:
     return 0 if any(point.fits for point in points) else EXIT_NOTHING_FITS
 
 
-def _predict(config: RunConfig, nodes: list[int], lengths: list[int], hardware: Hardware, fixed: Fixed) -> list[Point]:
-    wanted = [{"nodes": count, "sequence_length": length} for count in nodes for length in lengths]
-    points = [Point(**one, layouts=best_layouts(config, **one, hardware=hardware, fixed=fixed)) for one in wanted]
-    if not any(point.layouts for point in points):
-        raise explain_none(config, **wanted[0], hardware=hardware, fixed=fixed)
-    return points
+class _Command:
+    """What was asked."""
+
+    def __init__(
+        self, path: Path, overrides: Sequence[str], config: RunConfig, hardware: Hardware, fixed: Fixed
+    ) -> None:
+        self.path, self.overrides, self.config = path, overrides, config
+        self.hardware, self.fixed = hardware, fixed
+
+    def points(self, nodes: list[int], lengths: list[int]) -> list[Point]:
+        """One for each number of nodes and each length."""
+        points = [self._point(count, length) for count in nodes for length in lengths]
+        if not any(point.layouts for point in points):
+            where = {"nodes": nodes[0], "sequence_length": lengths[0]}
+            raise explain_none(self.config, **where, hardware=self.hardware, fixed=self.fixed)
+        return points
+
+    def _point(self, nodes: int, length: int) -> Point:
+        where: dict[str, Any] = {"sequence_length": length, "hardware": self.hardware, "fixed": self.fixed}
+        layouts = best_layouts(self.config, nodes=nodes, **where)
+        fits = bool(layouts) and layouts[0].fits
+        return Point(
+            nodes=nodes,
+            sequence_length=length,
+            layouts=layouts,
+            commands=self._commands(nodes, layouts[0]) if fits else None,
+            least_nodes=None if fits or not layouts else least_nodes(self.config, more_than=nodes, **where),
+        )
+
+    def _commands(self, nodes: int, best: Prediction) -> Commands:
+        chosen = layout_overrides(self.config, best, self.hardware)
+        keys = {text.partition("=")[0] for text in chosen}
+        given = [text for text in self.overrides if text.partition("=")[0].strip() not in keys]
+        words = shlex.join([str(self.path), *given, *chosen])
+        gpus = self.hardware.gpus_per_node
+        return Commands(
+            overrides=(*given, *chosen),
+            train=f"lightscale train {words} --processes {gpus}" + (f" --scheduler {_SCHEDULER}" if nodes > 1 else ""),
+            submit=f"lightscale submit {words} --nodes {nodes} --gpus-per-node {gpus}",
+            changed_batch=changed_batch(self.config, best),
+        )
 
 
 def _series(option: str, text: str) -> list[int]:
@@ -134,6 +197,9 @@ def _record(config: RunConfig, hardware: Hardware, points: list[Point]) -> dict[
                 "nodes": point.nodes,
                 "gpus": point.nodes * hardware.gpus_per_node,
                 "sequence_length": point.sequence_length,
+                "fits": point.fits,
+                "least_nodes": point.least_nodes,
+                "commands": None if point.commands is None else dataclasses.asdict(point.commands),
                 "layouts": [_layout_record(one) for one in point.layouts[:_SHOWN_LAYOUTS]],
             }
             for point in points
@@ -169,8 +235,9 @@ def _layout_record(one: Prediction) -> dict[str, Any]:
 
 def _sentences(config: RunConfig) -> list[str]:
     batch = (
-        f"a step takes the configuration's tokens, {config.tokens_per_step:,}, {BATCH_TOLERANCE:.0%} more or less, or "
-        "one sequence if that is longer; the micro-batch is the configuration's"
+        f"a step takes the configuration's tokens, {config.tokens_per_step:,}: on its own length exactly, where any "
+        f"layout that fits can, else {BATCH_TOLERANCE:.0%} more or less, or one sequence if that is longer; the "
+        "micro-batch is the smallest than which none is faster by more than 1 %"
     )
     return [batch, *step_cost.assumptions(), *(f"memory: {one}" for one in memory.assumptions(config, searched=True))]
 
@@ -182,9 +249,14 @@ def _show(path: str, config: RunConfig, hardware: Hardware, points: list[Point])
     if len(points) == 1:
         (point,) = points
         console.print(_points_table((point, one) for one in point.layouts[:_SHOWN_LAYOUTS]))
-        _show_one(console, path, hardware, point.layouts[0])
+        _show_commands(console, point)
+        _show_one(console, hardware, point.layouts[0])
     else:
         console.print(_points_table((point, point.layouts[0] if point.layouts else None) for point in points))
+        for point in points:
+            if not point.fits:
+                console.print(_least_nodes(point), soft_wrap=True)
+        console.print("With one number of nodes and one length, this command prints what to paste.\n", soft_wrap=True)
     console.print(_hardware_table(hardware))
     console.print("Assumptions:")
     for sentence in _sentences(config):
@@ -200,17 +272,36 @@ def _points_table(rows: Iterable[tuple[Point, Prediction | None]]) -> Table:
         caption_justify="left",
     )
     left = ("t·p·s·d", "recompute", "exchange")
-    for heading in ("nodes", "length", "batch", *left, "GiB", "step s", "tokens/s", "per GPU", "MFU", "exposed"):
+    for heading in (
+        "nodes",
+        "length",
+        "batch",
+        "micro",
+        *left,
+        "GiB",
+        "step s",
+        "tokens/s",
+        "per GPU",
+        "MFU",
+        "exposed",
+    ):
         table.add_column(heading, justify="left" if heading in left else "right", no_wrap=True)
     for point, one in rows:
-        table.add_row(str(point.nodes), _short(point.sequence_length), *(_cells(one) if one else ["", "no layout"]))
+        table.add_row(str(point.nodes), _short(point.sequence_length), *(_cells(one) if one else ["", "", "no layout"]))
     return table
 
 
 def _cells(one: Prediction) -> list[str]:
     ranks = "·".join(str(getattr(one.layout, axis)) for axis in AXES)
     exchange = one.exchange if one.layout.sequence > 1 else "—"
-    head = [f"{one.global_batch_size:,}", ranks, one.recompute, exchange, _gib(one.memory.total_bytes)]
+    head = [
+        f"{one.global_batch_size:,}",
+        str(one.layout.micro_batch_size),
+        ranks,
+        one.recompute,
+        exchange,
+        _gib(one.memory.total_bytes),
+    ]
     if not one.fits:
         return [*head, "", "does not fit"]
     return [
@@ -223,16 +314,35 @@ def _cells(one: Prediction) -> list[str]:
     ]
 
 
-def _show_one(console: Console, path: str, hardware: Hardware, best: Prediction) -> None:
+def _show_commands(console: Console, point: Point) -> None:
+    """Each on one line, however narrow the terminal is: `soft_wrap` breaks none."""
+    if point.commands is None:
+        console.print(f"{_least_nodes(point)}\n", soft_wrap=True)
+        return
+    if point.commands.changed_batch:
+        console.print(f"Another batch than the configuration's: {point.commands.changed_batch}\n", soft_wrap=True)
+    where = "on this machine" if point.nodes == 1 else f"inside a job of {point.nodes} nodes"
+    console.print(f"To train on the first layout, {where}, or as a job (time limit: launch.time, or --time):")
+    for command in (point.commands.train, point.commands.submit):
+        console.print(command, soft_wrap=True)
+    console.print()
+
+
+def _least_nodes(point: Point) -> str:
+    where = (
+        f"{point.nodes} {'node' if point.nodes == 1 else 'nodes'}, sequences of {_short(point.sequence_length)} tokens"
+    )
+    if not point.layouts:
+        return f"{where}: heads, layers, sequences and the batch cannot be divided so far"
+    if point.least_nodes is None:
+        return f"{where}: nothing fits, nor on any number of nodes up to {MOST_NODES}"
+    return f"{where}: nothing fits; the least that it takes is {point.least_nodes} nodes"
+
+
+def _show_one(console: Console, hardware: Hardware, best: Prediction) -> None:
     console.print(_lines_table(("time of a step, first layout", "seconds", "share", ""), _time_lines(best)))
     usable = f"of {_gib(hardware.usable_bytes)} usable"
     console.print(_lines_table(("memory of a GPU, first layout", "GiB", "", ""), _memory_lines(best, usable)))
-    layout = best.layout
-    keys = [f"parallel.{axis}={getattr(layout, axis)}" for axis in AXES[:3]]
-    keys += [f"parallel.exchange={best.exchange}", f"train.recompute={best.recompute}"]
-    keys += [f"data.sequence_length={best.sequence_length}", f"train.global_batch_size={best.global_batch_size}"]
-    console.print("Overrides for this layout:")
-    console.print(Padding(f"{path} {' '.join(keys)}", (0, 0, 1, 2), expand=False))
 
 
 def _time_lines(one: Prediction) -> Iterable[tuple[str, str, str, str]]:

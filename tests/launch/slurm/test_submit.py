@@ -120,6 +120,7 @@ def test_settings_of_the_site_the_run_and_the_command_line(folder: Path, capsys:
         (["--time", "10h"], 'command line: launch.time = "10h": must be hours:minutes:seconds or days-hours'),
         ([*TIME, "--nodes", "0"], "command line: launch.nodes = 0: must be a whole number >= 1"),
         ([*TIME, "--nodes", "3"], "train.global_batch_size = 4"),
+        ([*TIME, "--nodes", "2", "--processes", "4"], "8 ranks use parallel.tensor=1 parallel.pipeline="),
         (["--time", "5"], "launch.signal_s = 300: must be less than the time limit, launch.time = 5"),
         (["--time", "4:59"], "must be less than the time limit"),
         (["--time", "0:05:00"], "must be less than the time limit"),
