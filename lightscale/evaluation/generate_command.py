@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from lightscale.config.arguments import add_run
 from lightscale.errors import UserError
 from lightscale.evaluation.generate import Sampling, decode_stream, encode_prompt, generate
 from lightscale.evaluation.model import LoadedModel, load_model
@@ -16,7 +17,7 @@ from lightscale.evaluation.model import LoadedModel, load_model
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale generate``."""
     add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="run directory")
+    add_run(parser)
     add("--prompt", metavar="TEXT", help="text to continue (default: none, the model begins a document)")
     add("--prompt-file", type=Path, metavar="FILE", help="file with the text to continue, UTF-8")
     add("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")

@@ -1,9 +1,8 @@
 """``lightscale cancel``: end the jobs of a run."""
 
 import argparse
-from pathlib import Path
 
-from lightscale.errors import UserError
+from lightscale.config.arguments import add_run, require_run
 from lightscale.launch.scheduler import JobState, Scheduler, get_scheduler, live_jobs
 from lightscale.runs.jobs import recorded_jobs
 from lightscale.runs.run_directory import RunDirectory
@@ -11,7 +10,7 @@ from lightscale.runs.run_directory import RunDirectory
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale cancel``."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    add_run(parser)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--waiting", action="store_true", help="only the jobs that have not started")
     how.add_argument(
@@ -21,9 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """End the jobs: those that wait at once, one that runs after it has saved."""
+    require_run(args.run)
     directory = RunDirectory(args.run)
-    if not directory.config.exists():
-        raise UserError(f"{directory.path}: not a run directory, it has no config.toml; `lightscale runs` lists runs")
     records = recorded_jobs(directory)
     # None stands for the default; a run without records may have a job whose script was submitted by hand.
     schedulers = {name: get_scheduler(name) for name in dict.fromkeys([one.scheduler for one in records] or [None])}

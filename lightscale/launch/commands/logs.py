@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+from lightscale.config.arguments import add_run, require_run
 from lightscale.errors import UserError
 from lightscale.launch.commands.runs import is_running
 from lightscale.launch.scheduler import live_jobs, newest_job_log
@@ -19,16 +20,15 @@ _ASK_S = 15.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale logs``."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    add_run(parser)
     parser.add_argument("--rank", type=int, metavar="N", help="output of this rank (default: of the job, or of rank 0)")
     parser.add_argument("--follow", action="store_true", help="continue until the run ends")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the newest output of the run."""
+    require_run(args.run)
     directory = RunDirectory(args.run)
-    if not directory.config.exists():
-        raise UserError(f"{directory.path}: not a run directory, it has no config.toml; `lightscale runs` lists runs")
     if args.follow:
         return follow(directory, args.rank)
     files = _newest(directory, args.rank)

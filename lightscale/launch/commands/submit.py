@@ -2,8 +2,8 @@
 
 import argparse
 import sys
-from pathlib import Path
 
+from lightscale.config.arguments import add_config, add_overrides, add_run_option
 from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
@@ -20,19 +20,9 @@ _SETTINGS = ("nodes", "time", "partition", "account", "gpus_per_node", "processe
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale submit``."""
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="TOML file of the run")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="values that replace the file's; launch.key=value for those of the job",
-    )
-    parser.add_argument(
-        "--run",
-        type=Path,
-        metavar="DIR",
-        help="run directory; one that exists is resumed (default: runs/NAME of CONFIG)",
-    )
+    add_config(parser)
+    add_overrides(parser, "values that replace the file's; launch.key=value for those of the job")
+    add_run_option(parser, "run directory; one that exists is resumed (default: runs/NAME of CONFIG)")
     parser.add_argument(
         "--scheduler",
         default=default_scheduler(),

@@ -13,6 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
+from lightscale.config.arguments import add_run, require_run, run_path
 from lightscale.errors import UserError
 from lightscale.parallel.shards import Box, TensorShard, copy_overlap
 from lightscale.runs.run_directory import RunDirectory
@@ -42,9 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         return command
 
     one = "the run's directory, or RUN@STEP for one of its checkpoints"
-    add("list", _list, "list a run's checkpoints by their manifests; reads no tensors").add_argument(
-        "run", type=Path, metavar="RUN", help="the run's directory"
-    )
+    add_run(add("list", _list, "list a run's checkpoints by their manifests; reads no tensors"))
     add("verify", _verify, "read every file and compare it with its manifest").add_argument(
         "run", metavar="RUN[@STEP]", help=one
     )
@@ -55,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("first", "second"):
         diff.add_argument(name, metavar="RUN@STEP")
     prune = add("prune", _prune, "remove older checkpoints, after those that stay were verified")
-    prune.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
+    add_run(prune)
     prune.add_argument("--keep", type=int, default=2, metavar="N", help="newest whole checkpoints to keep (default: 2)")
     prune.add_argument("--keep-every", type=int, metavar="K", help="also keep steps at multiples of K")
     prune.add_argument("--dry-run", action="store_true", help="only print what would be removed")
@@ -98,9 +97,8 @@ class _Checkpoint:
 
 
 def _all_of(run: Path) -> list[_Checkpoint]:
+    require_run(run)
     directory = RunDirectory(run)
-    if not directory.config.exists():
-        raise UserError(f"{run} is not a run directory: it has no config.toml")
     steps = list_steps(directory.checkpoints)
     if not steps:
         raise UserError(f"{run} has no checkpoint yet")
@@ -111,10 +109,10 @@ def _chosen(name: str) -> list[_Checkpoint]:
     """``RUN`` or ``RUN@STEP``, oldest first."""
     run, at, number = name.rpartition("@")
     if not at:
-        return _all_of(Path(name))
+        return _all_of(run_path(name))
     if not number.isdecimal():
         raise UserError(f'"{name}": the step after @ must be a number, like {run}@1000')
-    every = _all_of(Path(run))
+    every = _all_of(run_path(run))
     found = [one for one in every if one.step == int(number)]
     if not found:
         raise UserError(
