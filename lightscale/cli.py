@@ -29,6 +29,7 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "config": Command(module="lightscale.config.command", help="print a run's resolved configuration"),
+    "configs": Command(module="lightscale.planning.commands.configs", help="list the shipped configurations"),
     "data": Command(module="lightscale.data_pipeline.commands.data", help="prepare and inspect token stores"),
     "train": Command(module="lightscale.launch.commands.train", help="train a model, or resume a run"),
     "submit": Command(module="lightscale.launch.commands.submit", help="start or resume a run as jobs of a scheduler"),

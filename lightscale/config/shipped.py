@@ -17,12 +17,12 @@ _SUFFIX = ".toml"
 
 def run_names() -> list[str]:
     """The names of the shipped runs, like `tnl-1b`: what CONFIG can be."""
-    return [path.stem for path in sorted(FOLDER.glob(f"*{_SUFFIX}"))]
+    return _stems(FOLDER)
 
 
 def part_names() -> dict[str, list[str]]:
     """What `extends` can take beside the runs, like `arch/tnl`, by folder."""
-    return {part: [f"{part}/{path.stem}" for path in sorted((FOLDER / part).glob(f"*{_SUFFIX}"))] for part in PARTS}
+    return {part: [f"{part}/{name}" for name in _stems(FOLDER / part)] for part in PARTS}
 
 
 def shipped_file(name: str) -> Path:
@@ -57,6 +57,10 @@ def find_base(base: str, of: Path) -> Path:
         return shipped_file(name)
     looked = list(dict.fromkeys([beside.parent, FOLDER]))
     raise UserError(f'{of}: extends "{base}": there is no such file; {_advice(Path(base), names, looked)}')
+
+
+def _stems(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.glob(f"*{_SUFFIX}"))
 
 
 def _is_there(path: Path) -> bool:

@@ -37,7 +37,7 @@ def refusal(config: str) -> str:
 
 
 def test_names_are_the_files_in_configs(root: Path) -> None:
-    assert shipped.FOLDER == root / "lightscale" / "configs"
+    assert root / "lightscale" / "configs" == shipped.FOLDER
     assert set(shipped.run_names()) == {path.stem for path in (root / "configs").glob("*.toml")}
     parts = shipped.part_names()
     folders = {path.name for path in (root / "configs").iterdir() if path.is_dir()}
