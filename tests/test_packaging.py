@@ -17,6 +17,7 @@ import lightscale
 
 ROOT = Path(__file__).resolve().parents[1]
 LINKS = ("configs", "kernels", "parallel", "data_pipeline", "launch")
+DATA = {".sh", ".fish", ".toml"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 FIND_ORIGIN = "import importlib.util, sys; spec = importlib.util.find_spec(sys.argv[1]); print(spec and spec.origin)"
@@ -141,7 +142,9 @@ def test_wheel_holds_the_whole_package_and_nothing_else(tmp_path: Path) -> None:
     sources = {path.relative_to(copy).as_posix() for path in (copy / "lightscale").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == sources
     assert "lightscale/kernels/lightning/__init__.py" in sources
-    assert "lightscale/launch/slurm/job.sh" in names, "the template of a batch script is no module"
+    others = {path.relative_to(copy).as_posix() for path in (copy / "lightscale").rglob("*") if path.suffix in DATA}
+    assert "lightscale/launch/slurm/job.sh" in others
+    assert {name for name in names if Path(name).suffix in DATA} == others, "scripts and configurations are no modules"
     version = PROJECT["project"]["version"]
     assert {name.partition("/")[0] for name in names} == {"lightscale", f"lightscale-{version}.dist-info"}
 
