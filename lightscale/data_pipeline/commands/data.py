@@ -10,7 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from lightscale.config.arguments import add_run
-from lightscale.data_pipeline.commands import prepare, verify
+from lightscale.data_pipeline.commands import plan, prepare, verify
 from lightscale.data_pipeline.commands.output import plain_console, print_report
 from lightscale.data_pipeline.store.token_store import TokenStore, source_identity
 from lightscale.data_pipeline.tokenizers import load_tokenizer
@@ -21,6 +21,7 @@ _SAMPLE_TOKENS = 120
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``lightscale data``."""
     commands = parser.add_subparsers(dest="data_command", metavar="COMMAND", title="commands", required=True)
+    plan.add_parser(commands)
     prepare.add_parser(commands)
     inspect = commands.add_parser("inspect", help="show what a token store holds")
     inspect.add_argument("store", type=Path, metavar="STORE")
