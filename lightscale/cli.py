@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 from lightscale import __version__
 from lightscale.errors import UserError
@@ -29,6 +30,7 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "config": Command(module="lightscale.config.command", help="print a run's resolved configuration"),
+    "configs": Command(module="lightscale.planning.commands.configs", help="list the shipped configurations"),
     "data": Command(module="lightscale.data_pipeline.commands.data", help="prepare and inspect token stores"),
     "train": Command(module="lightscale.launch.commands.train", help="train a model, or resume a run"),
     "submit": Command(module="lightscale.launch.commands.submit", help="start or resume a run as jobs of a scheduler"),
@@ -49,6 +51,9 @@ COMMANDS: dict[str, Command] = {
         module="lightscale.planning.commands.plan", help="predict parameters, FLOPs, memory, speed and goodput of a run"
     ),
     "generate": Command(module="lightscale.evaluation.generate_command", help="generate text with a model"),
+    "completion": Command(
+        module="lightscale.completion.command", help="print a script that completes commands in bash, zsh or fish"
+    ),
 }
 
 
@@ -90,12 +95,18 @@ def _dispatch(arguments: list[str]) -> int:
         overview.parse_args(arguments or ["--help"])
         overview.error(f"the first argument must be a command: {', '.join(COMMANDS)}")
     name, *rest = arguments
-    module = importlib.import_module(COMMANDS[name].module)
-    parser = argparse.ArgumentParser(prog=f"lightscale {name}", description=COMMANDS[name].help)
-    module.add_arguments(parser)
+    module, parser = load_command(name)
     # KEY=VALUE overrides may come before and after options; argparse supports that only without subcommands.
     parse = parser.parse_intermixed_args if parser._subparsers is None else parser.parse_args
     return int(module.run(parse(rest)))
+
+
+def load_command(name: str) -> tuple[ModuleType, argparse.ArgumentParser]:
+    """The module of a command of `COMMANDS`, and the parser of its arguments."""
+    module = importlib.import_module(COMMANDS[name].module)
+    parser = argparse.ArgumentParser(prog=f"lightscale {name}", description=COMMANDS[name].help)
+    module.add_arguments(parser)
+    return module, parser
 
 
 def _overview() -> argparse.ArgumentParser:

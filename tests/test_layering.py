@@ -34,6 +34,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # layout that planning chooses.
     "launch": {*TRAINING, "planning"},
     "cli": BASE,
+    # It reads the arguments of all commands, whose modules `cli` imports by name.
+    "completion": {*BASE, "cli"},
 }
 ALIASES = {"__main__": "cli"}
 # Folders of a package that share nothing but what both may import: here, the token store on disk.

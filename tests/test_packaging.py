@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ import lightscale
 
 ROOT = Path(__file__).resolve().parents[1]
 LINKS = ("configs", "kernels", "parallel", "data_pipeline", "launch")
+DATA = {".sh", ".fish", ".toml"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 FIND_ORIGIN = "import importlib.util, sys; spec = importlib.util.find_spec(sys.argv[1]); print(spec and spec.origin)"
@@ -116,34 +118,61 @@ def test_style_is_checked_in_every_folder() -> None:
     assert {path.relative_to(ROOT) for folder in folders for path in folder.rglob("*.py")} <= checked
 
 
-def test_wheel_holds_the_whole_package_and_nothing_else(tmp_path: Path) -> None:
-    copy = tmp_path / "source"
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy of what git has."""
+    folder = tmp_path_factory.mktemp("wheel")
+    copy = folder / "source"
     for path in repository_files():
         target = copy / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
     for name in LINKS:
         (copy / name).symlink_to(f"lightscale/{name}")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(tmp_path),
-        ".",
-    ]
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), "."]
     subprocess.run(command, cwd=copy, check=True, capture_output=True, timeout=100)
-    (wheel,) = tmp_path.glob("*.whl")
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_wheel_holds_the_whole_package_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    sources = {path.relative_to(copy).as_posix() for path in (copy / "lightscale").rglob("*.py")}
-    assert {name for name in names if name.endswith(".py")} == sources
-    assert "lightscale/kernels/lightning/__init__.py" in sources
-    assert "lightscale/launch/slurm/job.sh" in names, "the template of a batch script is no module"
+    package = ROOT / "lightscale"
+    files = [path for path in repository_files() if path.is_relative_to(package)]
+    expected = {path.relative_to(ROOT).as_posix() for path in files if path.suffix in {".py", *DATA}}
+    assert {name for name in names if Path(name).suffix in {".py", *DATA}} == expected
+    assert {"lightscale/kernels/lightning/__init__.py", "lightscale/launch/slurm/job.sh"} <= expected
     version = PROJECT["project"]["version"]
     assert {name.partition("/")[0] for name in names} == {"lightscale", f"lightscale-{version}.dist-info"}
+
+
+def test_an_installed_wheel_has_the_shipped_configurations(wheel: Path, tmp_path: Path) -> None:
+    """In a folder where there is nothing else."""
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    zipfile.ZipFile(wheel).extractall(site)
+    empty.mkdir()
+
+    def run(*words: str) -> str:
+        code = (
+            "import sys; from lightscale import __file__, cli; print(__file__, file=sys.stderr); sys.exit(cli.main())"
+        )
+        shown = subprocess.run(
+            [sys.executable, "-c", code, *words],
+            cwd=empty,
+            env={**os.environ, "PYTHONPATH": str(site)},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        assert shown.stderr.splitlines()[0] == str(site / "lightscale/cli.py")
+        return shown.stdout
+
+    listed = json.loads(run("configs", "--json"))
+    assert {one["name"] for one in listed["configs"]} == {path.stem for path in (ROOT / "configs").glob("*.toml")}
+    assert run("config", "hgrn2-7b") == (ROOT / "tests/config/golden/hgrn2-7b.toml").read_text()
+    (empty / "mine.toml").write_text('extends = ["arch/tnl", "size/tiny", "recipe/stdlib"]\n')
+    assert run("config", "mine.toml") == run("config", "tnl-tiny")
 
 
 def test_versions_agree() -> None:

@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from lightscale.config.arguments import add_config, add_overrides
 from lightscale.config.fields import describe_fields
 from lightscale.config.files import load, to_toml
 from lightscale.errors import UserError
@@ -15,8 +16,8 @@ from lightscale.errors import UserError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale config``."""
-    parser.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file of the run")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces the file's value")
+    add_config(parser, nargs="?")
+    add_overrides(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--describe", action="store_true", help="print all fields and their meaning")
 

@@ -5,8 +5,6 @@ overrides. Tables of files are merged key by key; an override replaces the whole
 "none" unsets an optional field. Of train.steps and train.tokens, the one set last replaces the other.
 """
 
-import difflib
-import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +23,7 @@ from lightscale.config.fields import (
 )
 from lightscale.config.mixers import known_mixers, mixer_options_type
 from lightscale.config.schema import RunConfig, Section
+from lightscale.config.shipped import find_base, find_config
 from lightscale.errors import UserError
 
 Key = tuple[str, ...]
@@ -37,11 +36,11 @@ _LAUNCH = "launch"
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration in the file `path` with `overrides`, each `section.key=value`.
+    """The configuration in the file `path`, or the shipped one of that name, with `overrides`: `section.key=value`.
 
     Raises UserError with one line per mistake: file or override, key, value, and what would be right.
     """
-    path = Path(path)
+    path = find_config(Path(path))
     merged = _Merged()
     for origin, table in _read(path, ()):
         # What a cluster needs is no part of a run.
@@ -56,7 +55,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def launch_tables(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file, its table [launch]) of the files that `path` extends, then of `path`, where they have one."""
-    for origin, table in _read(Path(path), ()):
+    for origin, table in _read(find_config(Path(path)), ()):
         launch = table.get(_LAUNCH)
         if launch is not None:
             if not isinstance(launch, dict):
@@ -139,19 +138,13 @@ def _read(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[str, dict[str, 
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise UserError(f"{path}: extends = {toml_value(bases)}: must be a path or a list of paths")
     for base in bases:
-        yield from _read(Path(os.path.normpath(path.parent / base)), (*chain, path))
+        yield from _read(find_base(base, path), (*chain, path))
     yield str(path), table
 
 
 def _parse_file(path: Path, context: str) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        names = sorted(file.name for file in path.parent.glob("*.toml"))
-        near = difflib.get_close_matches(path.name, names, n=1)
-        there = ", ".join(names) or "no TOML files"
-        advice = f"did you mean {path.parent / near[0]}?" if near else f"{path.parent} has {there}"
-        raise UserError(f"{context}there is no configuration file {path}; {advice}") from None
     except OSError as error:
         raise UserError(f"{context}cannot read the configuration file {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:

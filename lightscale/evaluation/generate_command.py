@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from lightscale.config.arguments import run_path
 from lightscale.errors import UserError
 from lightscale.evaluation.generate import Sampling, decode_stream, encode_prompt, generate
 from lightscale.evaluation.model import LoadedModel, load_model
@@ -17,7 +18,7 @@ from lightscale.runs.run_directory import split_step
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale generate``."""
     add = parser.add_argument
-    add("run", metavar="RUN[@STEP]", help="run directory, and the step of a checkpoint (default: the newest)")
+    add("run", metavar="RUN[@STEP]", help="the run's directory, or NAME for runs/NAME; a step (default: the newest)")
     add("--prompt", metavar="TEXT", help="text to continue (default: none, the model begins a document)")
     add("--prompt-file", type=Path, metavar="FILE", help="file with the text to continue, UTF-8")
     add("--step", type=int, metavar="N", help="the same as RUN@N")
@@ -83,12 +84,12 @@ class _Timed:
         return count if self.tokens_per_s is None else f"{count} ({self.tokens_per_s:.0f} tokens/s after the prompt)"
 
 
-def _chosen(args: argparse.Namespace) -> tuple[str, int | None]:
+def _chosen(args: argparse.Namespace) -> tuple[Path, int | None]:
     """The run's directory, and the step; none: of the newest checkpoint."""
     run, step = split_step(args.run)
     if step is not None and args.step not in (None, step):
         raise UserError(f"{args.run} and --step {args.step} both name the step; use only one of them")
-    return run, args.step if step is None else step
+    return run_path(run), args.step if step is None else step
 
 
 def _read_prompt(args: argparse.Namespace) -> str:

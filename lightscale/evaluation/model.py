@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightscale.config.arguments import require_run
 from lightscale.config.files import load
 from lightscale.config.schema import ParallelConfig, RunConfig
 from lightscale.data_pipeline.tokenizers import Tokenizer, load_tokenizer
@@ -78,10 +79,7 @@ def load_model(
 
 
 def _read_config(directory: RunDirectory) -> RunConfig:
-    if not directory.path.is_dir():
-        raise UserError(f"{directory.path}: no such run")
-    if not directory.config.exists():
-        raise UserError(f"{directory.path} is no run directory: it has no config.toml")
+    require_run(directory.path)
     return load(directory.config)
 
 

@@ -166,14 +166,15 @@ def test_missing_sections_and_keys_are_named(tmp_path: Path) -> None:
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "quickstart.toml").write_bytes(b"[model]\nhidden_size = \xff\n")
     (tmp_path / "broken.toml").write_text("[model\n", encoding="utf-8")
-    (tmp_path / "child.toml").write_text('extends = "size/3M.toml"\n', encoding="utf-8")
+    (tmp_path / "child.toml").write_text('extends = "size/3Q.toml"\n', encoding="utf-8")
     (tmp_path / "number.toml").write_text("extends = 3\n", encoding="utf-8")
     assert "did you mean" in refusal(tmp_path / "quikstart.toml")
     assert "quickstart.toml" in refusal(tmp_path / "quikstart.toml")
     assert "not UTF-8" in refusal(tmp_path / "quickstart.toml")
     assert f"{tmp_path / 'broken.toml'}: not valid TOML" in refusal(tmp_path / "broken.toml")
     assert str(tmp_path / "child.toml") in refusal(tmp_path / "child.toml")
-    assert str(tmp_path / "size/3M.toml") in refusal(tmp_path / "child.toml")
+    assert 'extends "size/3Q.toml"' in refusal(tmp_path / "child.toml")
+    assert f"looked in {tmp_path / 'size'} and " in refusal(tmp_path / "child.toml")
     assert "extends = 3: must be a path or a list of paths" in refusal(tmp_path / "number.toml")
     assert "Is a directory" in refusal(tmp_path)
 

@@ -403,8 +403,8 @@ def parse(*words: str) -> argparse.Namespace:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["{runs}/nowhere"], "{runs}/nowhere: no such run"),
-        (["{runs}/store"], "{runs}/store is no run directory: it has no config.toml"),
+        (["{runs}/nowhere"], "there is no run {runs}/nowhere: the directory is not there"),
+        (["{runs}/store"], "{runs}/store is not a run directory: it has no config.toml"),
         (["{runs}/empty"], "{runs}/empty has no checkpoint yet"),
         (["{runs}/one", "--step", "7"], "{runs}/one/checkpoints has no checkpoint of step 7; it has: 2"),
         (["{runs}/one", "--store", "{runs}/no-store"], "--store {runs}/no-store: no token store there"),

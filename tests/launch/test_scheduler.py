@@ -201,6 +201,37 @@ def test_jobs_of_a_toy_from_submission_to_the_end(toy: None, folder: Path, capsy
     assert shown["job"] is None
 
 
+def test_a_script_reads_the_same_as_json(toy: None, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*words: str) -> list[Any]:
+        assert main([*words, "--json"]) == 0
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    where = {"run": "runs/tiny-run", "scheduler": "toy"}
+    assert said(*SUBMIT, "--dry-run") == [{**where, "jobs": [], "script": "train runs/tiny-run on 1 ranks\n"}]
+    assert said(*SUBMIT, "--chain", "2") == [{**where, "jobs": [{"number": 1}, {"number": 2}], "finished": False}]
+    log = Path("runs/tiny-run/logs/toy-2.txt")
+    log.write_text("one\n\ntwo\x0bthree\n")
+    lines = [{"file": str(log), "text": text} for text in ("one", "", "two\x0bthree")]
+    assert said("logs", "tiny-run") == lines
+    assert said("cancel", "tiny-run", "--waiting") == [
+        {"run": "runs/tiny-run", "jobs": [{"number": 2, "phase": "waiting", "state": "", "outcome": "removed"}]}
+    ]
+    for words, phase, outcome in (
+        ([], "running", "saving"),
+        ([], "ending", "ending"),
+        (["--now"], "running", "killed"),
+    ):
+        write_queue({"1": phase})
+        (record,) = said("cancel", "tiny-run", *words)
+        assert record["jobs"] == [{"number": 1, "phase": phase, "state": "", "outcome": outcome}]
+    write_queue({})
+    assert said("cancel", "tiny-run") == [{"run": "runs/tiny-run", "jobs": []}]
+    assert said("logs", "tiny-run", "--follow") == lines
+    run = RunDirectory("runs/tiny-run")
+    run.write_status("finished", reason="", step=load("tiny-run.toml").total_steps, tokens=0)
+    assert said(*SUBMIT) == [{**where, "jobs": [], "finished": True}]
+
+
 def test_a_scheduler_refuses_before_anything_is_written(
     toy: None, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -253,10 +253,10 @@ def test_study_names_what_disagrees(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert out.count(" NO ") == 1
 
 
-def test_study_reads_the_folder_in_the_current_directory(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_study_reads_what_is_shipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(CONFIGS.parent)
+    monkeypatch.chdir(tmp_path)
     assert cli.main(["plan", "--study"]) == 0
     assert "all 24 agree" in capsys.readouterr().out
 

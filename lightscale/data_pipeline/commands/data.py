@@ -9,7 +9,8 @@ from typing import Any
 
 from rich.text import Text
 
-from lightscale.data_pipeline.commands import prepare, verify
+from lightscale.config.arguments import add_run
+from lightscale.data_pipeline.commands import plan, prepare, verify
 from lightscale.data_pipeline.commands.output import plain_console, print_report
 from lightscale.data_pipeline.store.token_store import TokenStore, source_identity
 from lightscale.data_pipeline.tokenizers import load_tokenizer
@@ -20,6 +21,7 @@ _SAMPLE_TOKENS = 120
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``lightscale data``."""
     commands = parser.add_subparsers(dest="data_command", metavar="COMMAND", title="commands", required=True)
+    plan.add_parser(commands)
     prepare.add_parser(commands)
     inspect = commands.add_parser("inspect", help="show what a token store holds")
     inspect.add_argument("store", type=Path, metavar="STORE")
@@ -28,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     inspect.set_defaults(run_data=_inspect)
     verify.add_parser(commands)
     samples = commands.add_parser("samples", help="name the documents that a step of a run was trained on")
-    samples.add_argument("run_directory", type=Path, metavar="RUN", help="the run's directory")
+    add_run(samples)
     samples.add_argument("--step", type=int, required=True, metavar="N", help="the step, counted from 1")
     samples.add_argument("--json", action="store_true", help="print one JSON object")
     samples.set_defaults(run_data=_run_samples)

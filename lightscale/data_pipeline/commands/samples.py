@@ -13,9 +13,9 @@ from lightscale.errors import UserError
 
 def run(args: argparse.Namespace) -> int:
     """Print what the step consumed; ``UserError`` for a step that the run does not have."""
-    config, loader = run_loader(args.run_directory)
+    config, loader = run_loader(args.run)
     if not 1 <= args.step <= config.total_steps:
-        raise UserError(f"--step {args.step}: {args.run_directory} has the steps 1 … {config.total_steps}")
+        raise UserError(f"--step {args.step}: {args.run} has the steps 1 … {config.total_steps}")
     content = step_content(loader, args.step)
     if args.json:
         print(json.dumps(asdict(content)))

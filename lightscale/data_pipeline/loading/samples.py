@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightscale.config.arguments import require_run
 from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
 from lightscale.data_pipeline.loading.loader import StepSamples, TokenLoader
@@ -63,9 +64,8 @@ def run_loader(run: Path) -> tuple[RunConfig, TokenLoader]:
 
     ``UserError`` where it is no run, or its store is another one than its checkpoints were trained on.
     """
+    require_run(run)
     path = run / "config.toml"
-    if not path.is_file():
-        raise UserError(f"{run}: not the directory of a run (it has no config.toml)")
     config = load(path)
     store = TokenStore(config.data.store)
     # Another store at the same path would give an answer too, about tokens that the run never saw.

@@ -167,7 +167,7 @@ def _begin(corpus: Corpus, work: WorkDirectory, options: PrepareOptions) -> None
         work.empty()
     work.clean()
     plan_sha256 = write_plan(work.new_plan, corpus, unit_bytes=options.unit_bytes, strict=options.strict)
-    tokenizer = _given_tokenizer(corpus)
+    tokenizer = given_tokenizer(corpus)
     state = {
         "corpus": corpus.model_dump(mode="json"),
         "files": plan_sha256,
@@ -198,7 +198,7 @@ def _versions() -> dict[str, Any]:
     }
 
 
-def _given_tokenizer(corpus: Corpus) -> Tokenizer | None:
+def given_tokenizer(corpus: Corpus) -> Tokenizer | None:
     """The tokenizer that the corpus names; None: one is to be trained."""
     choice = corpus.tokenizer
     if choice == TRAINED_TOKENIZER:

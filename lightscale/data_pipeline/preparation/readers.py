@@ -334,3 +334,9 @@ def _column_fault(schema: Any, text_field: str) -> str | None:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
+
+
+def num_parquet_rows(file: SourceFile) -> int:
+    """The rows of a parquet file, by its metadata."""
+    num_rows: int = pyarrow.parquet.read_metadata(file.path).num_rows
+    return num_rows

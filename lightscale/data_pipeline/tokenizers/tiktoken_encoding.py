@@ -1,7 +1,8 @@
-"""tiktoken: published byte-pair vocabularies, read from its cache on disk."""
+"""tiktoken: published byte-pair vocabularies, read from its cache on disk or a package that carries them."""
 
 import binascii
 import hashlib
+import importlib.metadata
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,10 @@ from lightscale.data_pipeline.tokenizers.interface import END_OF_TEXT, read_file
 from lightscale.errors import UserError
 
 RANKS_FILE = "ranks.tiktoken"
+PACKAGE = "llama-index-core"
+"""A package (MIT) that carries files of tiktoken's cache, so that a package index is enough to get them."""
+_PACKAGE_FOLDER = "llama_index/core/_static/tiktoken_cache"
+_PACKAGED = ("cl100k_base", "o200k_base")
 
 
 class TiktokenTokenizer:
@@ -66,11 +71,10 @@ class TiktokenTokenizer:
 
 
 def load_tiktoken(encoding: str) -> TiktokenTokenizer:
-    """A published encoding of tiktoken (``cl100k_base``, ``o200k_base``, …) from its cache on disk, never
-    from the network.
+    """A published encoding of tiktoken (``cl100k_base``, ``o200k_base``, …), never from the network: from tiktoken's
+    cache on disk, else from ``PACKAGE`` if that is installed. tiktoken's own hash is checked in both cases.
 
-    Raises ``UserError`` for an unknown name, and where the cache lacks the file, saying which file must be
-    put where.
+    Raises ``UserError`` for an unknown name, and where neither has the file, saying how to get it.
     """
     names = tiktoken.list_encoding_names()
     if encoding not in names:
@@ -103,21 +107,50 @@ def _sha256(pattern: str, special_tokens: dict[str, int], ranks: bytes) -> str:
     return hashlib.sha256(rules + b"\n" + ranks).hexdigest()
 
 
+class _NotCached(Exception):
+    """tiktoken turned to the network."""
+
+
 @contextmanager
 def _offline(encoding: str) -> Iterator[None]:
-    """While it lasts, tiktoken reads its cache only: without a network it would wait for a long time."""
+    """While it lasts, tiktoken reads files on disk only: without a network it would wait for a long time."""
+    load = tiktoken.load
+    original, original_cached = load.read_file, load.read_file_cached
 
     def refuse(blobpath: str) -> bytes:
-        key = hashlib.sha1(blobpath.encode()).hexdigest()
-        raise UserError(
-            f"tiktoken:{encoding}: its file is not in tiktoken's cache (or is damaged there), and nothing is "
-            f"fetched from the network. Save {blobpath} under the name {key} in a directory, and set "
-            "TIKTOKEN_CACHE_DIR to that directory"
-        )
+        raise _NotCached
 
-    original = tiktoken.load.read_file
-    tiktoken.load.read_file = refuse
+    def read_cached(blobpath: str, expected_hash: str | None = None) -> bytes:
+        try:
+            return original_cached(blobpath, expected_hash)
+        except _NotCached:
+            key = hashlib.sha1(blobpath.encode()).hexdigest()
+        data = _packaged(key)
+        if data is None or (expected_hash is not None and not load.check_hash(data, expected_hash)):
+            raise _missing(encoding, blobpath, key)
+        return data
+
+    load.read_file, load.read_file_cached = refuse, read_cached
     try:
         yield
     finally:
-        tiktoken.load.read_file = original
+        load.read_file, load.read_file_cached = original, original_cached
+
+
+def _packaged(key: str) -> bytes | None:
+    """The file of tiktoken's cache that the package `PACKAGE` carries, if that is installed and has it."""
+    try:
+        # By its files: importing it takes seconds, and needs what else it depends on.
+        path = Path(str(importlib.metadata.distribution(PACKAGE).locate_file(f"{_PACKAGE_FOLDER}/{key}")))
+        return path.read_bytes()
+    except (importlib.metadata.PackageNotFoundError, OSError):
+        return None
+
+
+def _missing(encoding: str, blobpath: str, key: str) -> UserError:
+    package = f"`pip install --no-deps {PACKAGE}`, which carries it; or save" if encoding in _PACKAGED else "Save"
+    return UserError(
+        f"tiktoken:{encoding}: its file is not in tiktoken's cache (or is damaged there), and nothing is fetched from "
+        f"the network. {package} {blobpath} under the name {key} in a directory, and set TIKTOKEN_CACHE_DIR to that "
+        "directory"
+    )

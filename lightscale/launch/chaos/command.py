@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from lightscale import __version__
+from lightscale.config.arguments import add_config, add_overrides, add_run_option
 from lightscale.errors import UserError
 from lightscale.launch.chaos.campaign import Campaign, CampaignResult
 from lightscale.launch.chaos.schedule import Amounts, Kill
@@ -51,22 +52,15 @@ _AMOUNTS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale chaos``."""
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="TOML file of a run of some minutes")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help=f"values that replace the file's and those of the command ({' '.join(OVERRIDES)})",
-    )
+    add_config(parser, ", of some minutes")
+    add_overrides(parser, f"values that replace the file's and those of the command ({' '.join(OVERRIDES)})")
     for name, (default, text) in _AMOUNTS.items():
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default: {default})")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="ranks (default: 2)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the faults (default: 0)")
-    parser.add_argument(
-        "--run",
-        type=Path,
-        metavar="DIR",
-        help="where the runs go; an undisturbed run of the same configuration is used again, the others are removed "
+    add_run_option(
+        parser,
+        "where the runs go; an undisturbed run of the same configuration is used again, the others are removed "
         "(default: runs/NAME-chaos of CONFIG)",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")

@@ -1,55 +1,63 @@
 """``lightscale cancel``: end the jobs of a run."""
 
 import argparse
-from pathlib import Path
+import json
+from typing import Any
 
-from lightscale.errors import UserError
+from lightscale.config.arguments import add_run, require_run
 from lightscale.launch.scheduler import JobState, Scheduler, get_scheduler, live_jobs
 from lightscale.runs.jobs import recorded_jobs
 from lightscale.runs.run_directory import RunDirectory
 
+_WORDS = {
+    "removed": "cancelled before it started",
+    "saving": "saves and exits",
+    "killed": "cancelled",
+    "ending": "is ending",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale cancel``."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    add_run(parser)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--waiting", action="store_true", help="only the jobs that have not started")
     how.add_argument(
         "--now", action="store_true", help="do not wait for a save: the scheduler kills the job some seconds later"
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """End the jobs: those that wait at once, one that runs after it has saved."""
+    require_run(args.run)
     directory = RunDirectory(args.run)
-    if not directory.config.exists():
-        raise UserError(f"{directory.path}: not a run directory, it has no config.toml; `lightscale runs` lists runs")
     records = recorded_jobs(directory)
     # None stands for the default; a run without records may have a job whose script was submitted by hand.
     schedulers = {name: get_scheduler(name) for name in dict.fromkeys([one.scheduler for one in records] or [None])}
     for scheduler in schedulers.values():
         scheduler.require("cancel")
     live = [(schedulers[record.scheduler], state) for record, state in live_jobs(records).items()]
-    # From the last one on, so that none begins because the one before it has ended.
-    for scheduler, job in reversed(live):
-        if job.phase == "waiting":
-            # A job that has not started has nothing to save.
-            _end(scheduler, job, now=True)
-    for scheduler, job in live:
-        if job.phase != "waiting" and not args.waiting:
-            _end(scheduler, job, now=args.now)
+    # From the last one on, so that none begins because the one before it has ended. A job that has not started has
+    # nothing to save.
+    ended = [_end(scheduler, job, now=True) for scheduler, job in reversed(live) if job.phase == "waiting"]
+    if not args.waiting:
+        ended += [_end(scheduler, job, now=args.now) for scheduler, job in live if job.phase != "waiting"]
+    if args.json:
+        print(json.dumps({"run": str(directory.path), "jobs": ended}))
+        return 0
+    for one in ended:
+        print(f"job {one['number']} {_WORDS[one['outcome']]}")
     if not live and not args.waiting:
         print(f"{directory.path} has no job that waits or runs")
     return 0
 
 
-def _end(scheduler: Scheduler, job: JobState, *, now: bool) -> None:
-    """End `job`, and say how."""
+def _end(scheduler: Scheduler, job: JobState, *, now: bool) -> dict[str, Any]:
+    """End `job`; its record: number, phase and state before, and what becomes of it, a key of `_WORDS`."""
     if job.phase == "ending":
-        print(f"job {job.number} is ending")
-        return
-    scheduler.cancel(job, now=now)
-    if job.phase == "waiting":
-        print(f"job {job.number} cancelled before it started")
+        outcome = "ending"
     else:
-        print(f"job {job.number} {'cancelled' if now else 'saves and exits'}")
+        scheduler.cancel(job, now=now)
+        outcome = "removed" if job.phase == "waiting" else "killed" if now else "saving"
+    return {"number": job.number, "phase": job.phase, "state": job.text, "outcome": outcome}

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from tensorboard import program
 
+from lightscale.config.arguments import RUN, require_run, run_path
 from lightscale.config.files import load
 from lightscale.errors import UserError
 from lightscale.launch.scheduler import adopt_job
@@ -34,7 +35,7 @@ _RELOAD_S = 5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale monitor``."""
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories, or one folder of runs")
+    parser.add_argument("runs", nargs="+", type=run_path, metavar=RUN, help="runs, or one folder of runs")
     parser.add_argument("--port", type=int, metavar="N", help="port (default: 6006, or the next one free; 0: any)")
     parser.add_argument(
         "--host",
@@ -143,8 +144,7 @@ def _wait_for_answer(port: int, host: str) -> None:
 
 
 def _check(path: Path) -> None:
-    if not _is_run(path):
-        raise UserError(f"{path} is not a run: it has no config.toml; give runs, or one folder of runs")
+    require_run(path)
     directory = RunDirectory(path)
     if not directory.tensorboard.exists() and "tensorboard" not in load(directory.config).metrics.sinks:
         raise UserError(f"{path} has no curves: metrics.sinks lacks tensorboard; metrics.jsonl has the numbers")

@@ -22,6 +22,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from lightscale.config.arguments import RUN, RUNS, run_path
 from lightscale.config.files import load
 from lightscale.errors import UserError
 from lightscale.launch.scheduler import live_jobs
@@ -101,10 +102,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directory",
         nargs="?",
-        type=Path,
-        default=Path("runs"),
-        metavar="DIR",
-        help="folder of runs, or one run, to show it in detail (default: runs)",
+        type=run_path,
+        default=RUNS,
+        metavar=RUN,
+        help="one run, to show it in detail, or a folder of runs (default: runs)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON; with --watch one line each time")
     parser.add_argument(
@@ -326,7 +327,7 @@ def _find_runs(folder: Path) -> list[Path]:
     """Those with a dot are skipped: runs that are being created."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
-        raise UserError(f"{folder} {what}; DIR must be a folder of runs, or one run (default: runs)")
+        raise UserError(f"{folder} {what}; RUN must be a folder of runs, or one run (default: runs)")
     found = [path for path in folder.iterdir() if not path.name.startswith(".") and _is_run(path)]
     if not found:
         raise UserError(

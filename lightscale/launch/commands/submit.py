@@ -1,9 +1,11 @@
 """``lightscale submit``: start or resume a run as jobs of a scheduler."""
 
 import argparse
+import json
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 
+from lightscale.config.arguments import add_config, add_overrides, add_run_option
 from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
@@ -20,19 +22,9 @@ _SETTINGS = ("nodes", "time", "partition", "account", "gpus_per_node", "processe
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale submit``."""
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="TOML file of the run")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="values that replace the file's; launch.key=value for those of the job",
-    )
-    parser.add_argument(
-        "--run",
-        type=Path,
-        metavar="DIR",
-        help="run directory; one that exists is resumed (default: runs/NAME of CONFIG)",
-    )
+    add_config(parser)
+    add_overrides(parser, "values that replace the file's; launch.key=value for those of the job")
+    add_run_option(parser, "run directory; one that exists is resumed (default: runs/NAME of CONFIG)")
     parser.add_argument(
         "--scheduler",
         default=default_scheduler(),
@@ -67,6 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help="resume although this differs from the run's, see `lightscale train --help`",
     )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object; with --follow, then those of `lightscale logs --json`",
+    )
     parser.epilog = (
         "The settings of jobs come from [launch] in ~/.config/lightscale/launch.toml, then in CONFIG. "
         + "; ".join(f"{name}: {field.description}".rstrip(".") for name, field in LaunchSettings.model_fields.items())
@@ -91,20 +88,30 @@ def run(args: argparse.Namespace) -> int:
         allow=allowed_changes(args.allow_change),
     )
     # Before anything asks the scheduler, so that it works on a machine without one.
+    path = request.run.path
     if args.dry_run:
         check_run(config, settings.nodes * settings.ranks_per_node)
-        print(scheduler.script(request), end="")
+        script = scheduler.script(request)
+        print(_record(args, request, script=script) if args.json else script, end="\n" if args.json else "")
         return 0
     jobs = submit_run(config, request, scheduler=args.scheduler, count=args.chain or 1)
-    path = request.run.path
+    if args.json:
+        print(_record(args, request, jobs, finished=not jobs), flush=True)
     if not jobs:
         print(f"{path} is finished: all {config.total_steps} steps are done", file=sys.stderr)
         return 0
-    print(f"{'job' if len(jobs) == 1 else 'jobs'} {', '.join(map(str, jobs))} in {path}")
+    if not args.json:
+        print(f"{'job' if len(jobs) == 1 else 'jobs'} {', '.join(map(str, jobs))} in {path}")
     if args.follow:
-        return follow(request.run, None)
+        return follow(request.run, None, as_json=args.json)
     print(f"lightscale logs {path} --follow, lightscale runs, lightscale cancel {path}", file=sys.stderr)
     return 0
+
+
+def _record(args: argparse.Namespace, request: JobRequest, jobs: Sequence[int] = (), **more: str | bool) -> str:
+    """What scripts want to know, in JSON; jobs as `lightscale cancel --json` has them."""
+    numbers = [{"number": number} for number in jobs]
+    return json.dumps({"run": str(request.run.path), "scheduler": args.scheduler, "jobs": numbers, **more})
 
 
 def submit_run(config: RunConfig, request: JobRequest, *, scheduler: str | None = None, count: int = 1) -> list[int]:

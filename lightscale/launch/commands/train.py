@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from lightscale.config.arguments import add_config, add_overrides, add_run_option
 from lightscale.config.files import load
 from lightscale.config.layout import Layout, LayoutError, check_layout, check_mixers
 from lightscale.config.schema import RunConfig
@@ -40,15 +41,9 @@ _PATIENCE_S, _PAUSE_S = 150.0, 5.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale train``."""
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="TOML file of the run")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
-    parser.add_argument(
-        "--run",
-        "--run-dir",  # torchrun takes the first for one of its own, abbreviated
-        type=Path,
-        metavar="DIR",
-        help="run directory; one that exists is resumed (default: runs/NAME of CONFIG)",
-    )
+    add_config(parser)
+    add_overrides(parser)
+    add_run_option(parser, "run directory; one that exists is resumed (default: runs/NAME of CONFIG)")
     parser.add_argument(
         "--processes",
         type=int,

@@ -16,6 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from lightscale.config.arguments import add_config, add_overrides, add_run_option
 from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
@@ -77,17 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Checks this machine or, started by torchrun, srun or mpirun, all ranks together, with measurements. "
         "Exit code 0: no check failed, though some may warn; 78: a check failed."
     )
-    parser.add_argument(
-        "config",
-        nargs="?",
-        type=Path,
-        metavar="CONFIG",
-        help="TOML file of the run to check for (default: that of DIR)",
-    )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
-    parser.add_argument(
-        "--run", "--run-dir", type=Path, metavar="DIR", help="run directory (default: runs/NAME of CONFIG, or here)"
-    )
+    add_config(parser, " to check for (default: that of RUN)", nargs="?")
+    add_overrides(parser)
+    add_run_option(parser, "run directory (default: runs/NAME of CONFIG, or here)")
     parser.add_argument("--full", action="store_true", help="also measure a matrix product, on one machine")
     parser.add_argument(
         "--exclude",

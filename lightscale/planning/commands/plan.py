@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
+from lightscale.config import shipped
+from lightscale.config.arguments import add_config, add_overrides
 from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
@@ -29,17 +31,15 @@ _STUDY = "the study (arXiv 2406.16690)"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale plan``."""
-    parser.add_argument(
-        "config", nargs="?", type=Path, metavar="CONFIG", help="TOML file of the run; with --study the folder of runs"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
+    add_config(parser, "; with --study a folder of runs", nargs="?")
+    add_overrides(parser)
     parser.add_argument(
         "--processes", type=int, metavar="N", help="ranks (default: as few as the configured layout takes)"
     )
     parser.add_argument(
         "--study",
         action="store_true",
-        help="compare all sizes and architectures of the scaling-law study with its Table 7 (CONFIG: default configs)",
+        help="compare all sizes and architectures of the scaling-law study with its Table 7 (default: those shipped)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     scaling.add_arguments(parser)
@@ -174,7 +174,7 @@ def _table(headings: tuple[str, str, str], lines: Iterable[tuple[str, str, str]]
 def _study(args: argparse.Namespace) -> int:
     if args.overrides or args.processes is not None:
         raise UserError("--study takes no overrides and no --processes: it prints the sizes as they are shipped")
-    rows = study_table(args.config or Path("configs"))
+    rows = study_table(args.config or shipped.FOLDER)
     if args.json:
         print(json.dumps([_study_record(row) for row in rows], indent=2))
     else:

@@ -14,6 +14,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
+from lightscale.config.arguments import add_run, require_run, run_path
 from lightscale.errors import UserError
 from lightscale.parallel.shards import Box, TensorShard, copy_overlap
 from lightscale.runs.lock import RunLock
@@ -53,9 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         return command
 
     one = "the run's directory, or RUN@STEP for a checkpoint; RUN@STEP-weights: the one of the weights alone"
-    add("list", _list, "list a run's checkpoints by their manifests; reads no tensors").add_argument(
-        "run", type=Path, metavar="RUN", help="the run's directory"
-    )
+    add_run(add("list", _list, "list a run's checkpoints by their manifests; reads no tensors"))
     add("verify", _verify, "read every file and compare it with its manifest").add_argument(
         "run", metavar="RUN[@STEP]", help=one
     )
@@ -66,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("first", "second"):
         diff.add_argument(name, metavar="RUN@STEP")
     prune = add("prune", _prune, "remove older full checkpoints, after those that stay were verified")
-    prune.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
+    add_run(prune)
     prune.add_argument("--keep", type=int, default=2, metavar="N", help="newest whole checkpoints to keep (default: 2)")
     prune.add_argument("--keep-every", type=int, metavar="K", help="also keep steps at multiples of K")
     prune.add_argument("--dry-run", action="store_true", help="only print what would be removed")
@@ -113,9 +112,8 @@ class _Checkpoint:
 
 
 def _all_of(run: Path) -> list[_Checkpoint]:
+    require_run(run)
     directory = RunDirectory(run)
-    if not directory.config.exists():
-        raise UserError(f"{run} is not a run directory: it has no config.toml")
     names = list_checkpoints(directory.checkpoints)
     if not names:
         raise UserError(f"{run} has no checkpoint yet")
@@ -125,7 +123,7 @@ def _all_of(run: Path) -> list[_Checkpoint]:
 def _chosen(name: str) -> list[_Checkpoint]:
     """``RUN``, ``RUN@STEP`` or ``RUN@STEP-weights``, oldest first; of a step the full checkpoint first."""
     run, step = split_step(name.removesuffix(_WEIGHTS_SUFFIX) if "@" in name else name)
-    every = _all_of(Path(run))
+    every = _all_of(run_path(run))
     if step is None:
         return every
     wanted: tuple[Contents, ...] = ("weights",) if name.endswith(_WEIGHTS_SUFFIX) else ("full", "weights")

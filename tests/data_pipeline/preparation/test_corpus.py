@@ -1,10 +1,13 @@
 import re
+import textwrap
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightscale.data_pipeline.preparation.corpus import Corpus, load_corpus, make_corpus
+from lightscale.config.fields import toml_value
+from lightscale.data_pipeline.preparation.corpus import Corpus, DuplicatesConfig, SourceConfig, load_corpus, make_corpus
 from lightscale.errors import UserError
 
 GOOD = """
@@ -36,6 +39,26 @@ def test_a_corpus_file(tmp_path: Path) -> None:
     assert (corpus.duplicates.exact, corpus.duplicates.near) == (True, False)
     # What the work directory keeps of it is all of it.
     assert Corpus.model_validate(corpus.model_dump(mode="json")) == corpus
+
+
+def test_the_example_in_the_readme_has_every_key_with_its_default(tmp_path: Path, root: Path) -> None:
+    readme = (root / "lightscale/data_pipeline/README.md").read_text()
+    found = re.search(r"(?:^    .*\n|^\n(?=    ))+", readme[readme.index("    # corpus.toml") :], re.MULTILINE)
+    assert found is not None
+    text = textwrap.dedent(found[0])
+    (tmp_path / "corpus.toml").write_text(text)
+    assert list(load_corpus(tmp_path / "corpus.toml").sources) == ["wiki", "novels"]
+    table = tomllib.loads(text)
+    first = table["sources"]["wiki"]
+    for section, shown in ((Corpus, table), (DuplicatesConfig, table["duplicates"]), (SourceConfig, first)):
+        assert set(shown) == set(section.model_fields)
+        for name, field in section.model_fields.items():
+            # The key's line, and the lines of comments behind it.
+            line = re.search(rf"^(?:{name} =.*|\[{name}\].*)(?:\n +#.*)*", text, re.MULTILINE)
+            # [sources.NAME] needs no such line.
+            assert name == "sources" or (line is not None and "#" in line[0]), name
+            if line is not None and isinstance(field.default, str | int | float):
+                assert f"default: {toml_value(field.default)}" in line[0], name
 
 
 def test_without_weights_there_are_none() -> None:

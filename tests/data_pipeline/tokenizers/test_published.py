@@ -18,6 +18,7 @@ from lightscale.data_pipeline.tokenizers import (
     load_tokenizer,
     with_fast_path,
 )
+from lightscale.errors import UserError
 
 PACKAGE = "llama-index-core==0.14.25"  # MIT; carries tiktoken's cache
 CACHE_NAME = "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"
@@ -26,14 +27,21 @@ SPECIAL = ("<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"
 
 
 @pytest.fixture(scope="module")
-def cl100k(tmp_path_factory: pytest.TempPathFactory) -> TiktokenTokenizer:
-    directory = tmp_path_factory.mktemp("cl100k")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries=0", "--timeout=15"]
     try:
         subprocess.run([*pip, "--dest", directory, PACKAGE], check=True, capture_output=True, timeout=60)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
         pytest.skip(f"the package index has no {PACKAGE}, which carries the ranks of cl100k_base")
     (wheel,) = directory.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def cl100k(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> TiktokenTokenizer:
+    """As somebody has it who puts the file into tiktoken's cache."""
+    directory = tmp_path_factory.mktemp("cl100k")
     # Copied out: tiktoken deletes what it does not like in its cache.
     with zipfile.ZipFile(wheel) as archive:
         (member,) = [name for name in archive.namelist() if name.endswith(CACHE_NAME)]
@@ -41,6 +49,24 @@ def cl100k(tmp_path_factory: pytest.TempPathFactory) -> TiktokenTokenizer:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TIKTOKEN_CACHE_DIR", str(directory))
         return load_tiktoken("cl100k_base")
+
+
+def test_the_installed_package_is_enough(
+    wheel: Path, cl100k: TiktokenTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Installed without what it depends on, so that it cannot be imported; the cache stays empty."""
+    site, cache = tmp_path / "site", tmp_path / "cache"
+    with zipfile.ZipFile(wheel) as archive:
+        wanted = [name for name in archive.namelist() if name.endswith(("dist-info/METADATA", CACHE_NAME))]
+        archive.extractall(site, wanted)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
+    monkeypatch.syspath_prepend(site)
+    assert load_tiktoken("cl100k_base").sha256 == cl100k.sha256
+    assert not cache.exists()
+    # Not the file that tiktoken knows by its hash.
+    (site / next(name for name in wanted if name.endswith(CACHE_NAME))).write_bytes(b"AA== 0\n")
+    with pytest.raises(UserError, match="pip install --no-deps llama-index-core"):
+        load_tiktoken("cl100k_base")
 
 
 def test_cl100k_base_is_the_published_one(cl100k: TiktokenTokenizer, tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_mistakes(make_run: Callable[..., RunDirectory], tmp_path: Path, capsys:
         port = str(taken.getsockname()[1])
         for words, message in (
             ([str(tmp_path)], "is neither a run nor a folder of runs"),
-            ([str(run.path), str(tmp_path)], "is not a run: it has no config.toml"),
+            ([str(run.path), str(tmp_path)], "is not a run directory: it has no config.toml"),
             ([str(without.path)], "metrics.sinks lacks tensorboard"),
             ([str(run.path), str(run.path)], "the same run twice"),
             ([str(run.path), "--port", "65536"], "--port 65536"),

@@ -1,0 +1,1 @@
+"""Completion of `lightscale` commands in shells."""

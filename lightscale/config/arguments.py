@@ -1,0 +1,60 @@
+"""The arguments that commands share, with one name each: CONFIG, overrides, and RUN, a run's directory.
+
+Completion in shells goes by their metavars: see `launch/completion.py`.
+"""
+
+import argparse
+import difflib
+import os
+from pathlib import Path
+
+from lightscale.errors import UserError
+
+CONFIG, OVERRIDE, RUN = "CONFIG", "section.key=value", "RUN"
+RUNS = Path("runs")
+"""Where runs are unless another directory is given."""
+
+
+def add_config(parser: argparse.ArgumentParser, more: str = "", *, nargs: str | None = None) -> None:
+    """Declare CONFIG, as `args.config`; `more` is added to its help."""
+    text = f"TOML file of the run, or the name of a shipped one (`lightscale configs`){more}"
+    parser.add_argument("config", nargs=nargs, type=Path, metavar=CONFIG, help=text)
+
+
+def add_overrides(parser: argparse.ArgumentParser, text: str = "values that replace the file's") -> None:
+    """Declare `args.overrides`."""
+    parser.add_argument("overrides", nargs="*", metavar=OVERRIDE, help=text)
+
+
+def add_run(parser: argparse.ArgumentParser, text: str = "the run's directory, or NAME for runs/NAME") -> None:
+    """Declare RUN, as `args.run`."""
+    parser.add_argument("run", type=run_path, metavar=RUN, help=text)
+
+
+def add_run_option(parser: argparse.ArgumentParser, text: str) -> None:
+    """Declare `--run RUN`, as `args.run`; without it None."""
+    # torchrun takes the first for one of its own, abbreviated.
+    parser.add_argument("--run", "--run-dir", type=run_path, metavar=RUN, help=text)
+
+
+def run_path(given: str | Path) -> Path:
+    """The directory that RUN means: `given`, or runs/`given` where only that is there."""
+    path = Path(given)
+    inside = RUNS / path
+    is_name = len(path.parts) == 1 and path.name != ".."
+    # os.path: False also for what no path can be.
+    return inside if is_name and not os.path.exists(path) and os.path.isdir(inside) else path  # noqa: PTH110, PTH112
+
+
+def require_run(path: Path) -> None:
+    """Refuse a directory, as `run_path` gave it, that is no run: UserError with what may have been meant."""
+    if (path / "config.toml").is_file():
+        return
+    runs = {one.parent.name: str(one.parent) for one in sorted(RUNS.glob("*/config.toml"))}
+    near = [runs[name] for name in difflib.get_close_matches(path.name, runs, n=1)]
+    advice = f"did you mean {near[0]}?" if near else "`lightscale runs` lists runs"
+    if path.exists():
+        raise UserError(f"{path} is not a run directory: it has no config.toml; {advice}")
+    # A name by itself was looked for in both places.
+    looked = f"neither {path} nor {RUNS / path} is there" if len(path.parts) == 1 else "the directory is not there"
+    raise UserError(f"there is no run {path}: {looked}; {advice}")

@@ -1,0 +1,94 @@
+"""The configurations that lightscale ships, by name, and where a CONFIG or a file's `extends` is looked for."""
+
+import difflib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from lightscale.errors import UserError
+
+FOLDER = Path(__file__).resolve().parents[1] / "configs"
+"""Part of the package, in a clone and in an installed wheel alike."""
+PARTS = ("arch", "size", "recipe")
+"""What runs extend, a folder each; see the README there."""
+
+_SUFFIX = ".toml"
+
+
+def run_names() -> list[str]:
+    """The names of the shipped runs, like `tnl-1b`: what CONFIG can be."""
+    return _stems(FOLDER)
+
+
+def part_names() -> dict[str, list[str]]:
+    """What `extends` can take beside the runs, like `arch/tnl`, by folder."""
+    return {part: [f"{part}/{name}" for name in _stems(FOLDER / part)] for part in PARTS}
+
+
+def shipped_file(name: str) -> Path:
+    """The file of a run or part that `run_names` or `part_names` gave."""
+    return FOLDER / f"{name}{_SUFFIX}"
+
+
+def find_config(given: Path) -> Path:
+    """The file that CONFIG means: the one at that path, or the shipped run of that name, with or without `.toml`.
+
+    Raises UserError with what is nearly called so, and with the folders that were looked into.
+    """
+    if _is_there(given):
+        return given
+    if (name := str(given).removesuffix(_SUFFIX)) in (names := run_names()):
+        return shipped_file(name)
+    # A folder: reading it says so.
+    if given.is_dir():
+        return given
+    looked = [given.parent] if len(given.parts) > 1 else [Path(), FOLDER]
+    raise UserError(f"there is no configuration file {given}; {_advice(given, names, looked)}")
+
+
+def find_base(base: str, of: Path) -> Path:
+    """The file that `extends` means in the file `of`: relative to it, or shipped; each with or without `.toml`."""
+    beside = Path(os.path.normpath(of.parent / base))
+    for path in (beside, beside.with_name(f"{beside.name}{_SUFFIX}")):
+        if _is_there(path):
+            return path
+    names = [*(name for own in part_names().values() for name in own), *run_names()]
+    if (name := os.path.normpath(base).removesuffix(_SUFFIX)) in names:
+        return shipped_file(name)
+    looked = list(dict.fromkeys([beside.parent, FOLDER]))
+    raise UserError(f'{of}: extends "{base}": there is no such file; {_advice(Path(base), names, looked)}')
+
+
+def _stems(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.glob(f"*{_SUFFIX}"))
+
+
+def _is_there(path: Path) -> bool:
+    """Whether `path` is something that can be read; a pipe is, a folder is not."""
+    try:
+        return path.exists() and not path.is_dir()
+    except OSError:
+        # It may be there and must not be seen: reading it says why.
+        return True
+
+
+def _advice(wanted: Path, shipped: Iterable[str], looked: list[Path]) -> str:
+    """The files of the first folder and the shipped names that are nearly `wanted`, and where it was looked for."""
+    stem = wanted.name.removesuffix(_SUFFIX)
+    there = {path.stem: str(path) for path in sorted(looked[0].glob(f"*{_SUFFIX}"))}
+    near = [there[name] for name in difflib.get_close_matches(stem, there, n=1)]
+    near += _nearest_shipped(wanted, shipped)
+    where = f"looked in {' and '.join(map(str, looked))}"
+    if near:
+        return f"did you mean {' or '.join(near)}? ({where})"
+    names = ", ".join(there.values()) or "no TOML files"
+    return f"{looked[0]} has {names}; `lightscale configs` lists those that are shipped ({where})"
+
+
+def _nearest_shipped(wanted: Path, shipped: Iterable[str]) -> list[str]:
+    """By the whole name, then by its last part: `configs/tnl-1b.toml` of a clone is `tnl-1b` elsewhere."""
+    names = list(shipped)
+    for text in (str(wanted), wanted.name):
+        if found := difflib.get_close_matches(text.removesuffix(_SUFFIX), names, n=1):
+            return [f"the shipped {found[0]}"]
+    return []

@@ -1,0 +1,81 @@
+"""The corpus on a command line: a corpus file, or paths and a few options."""
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from lightscale.data_pipeline.preparation.corpus import (
+    DEFAULT_VOCAB_SIZE,
+    TRAINED_TOKENIZER,
+    Corpus,
+    load_corpus,
+    make_corpus,
+)
+from lightscale.data_pipeline.preparation.sources import DEFAULT_SUFFIXES, STDLIB, STDLIB_PATH
+from lightscale.errors import UserError
+
+_CORPUS_SUFFIX = ".toml"
+_DEFAULT_VALIDATION = 0.02
+# With a corpus file these are keys of the file.
+_PATH_OPTIONS = ("name", "tokenizer", "vocab_size", "validation", "suffixes", "text_field", "language")
+
+
+def add_corpus(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments that `read_corpus` reads."""
+    add = parser.add_argument
+    add("paths", nargs="*", type=Path, metavar="CORPUS.toml | PATH", help="a corpus file, or files and directories")
+    add("--corpus", choices=[STDLIB], help="a corpus that every machine has: Python's own sources")
+    own = parser.add_argument_group("for PATHs and --corpus (in a corpus file, these are its keys)")
+    add = own.add_argument
+    add("--name", help="name of the source (default: that of the corpus or of the first path)")
+    tokenizers = "sentencepiece (trained here), tiktoken:ENCODING, or the path of a store or a tokenizer's file"
+    add("--tokenizer", help=f"{tokenizers} (default: {TRAINED_TOKENIZER})")
+    add("--vocab-size", type=int, help=f"ids of a tokenizer trained here (default: {DEFAULT_VOCAB_SIZE})")
+    validation = f"share of the documents to hold out (default: {_DEFAULT_VALIDATION})"
+    add("--validation", type=float, metavar="SHARE", help=validation)
+    suffixes = f"ends of the names of the files to read in directories (default: {','.join(DEFAULT_SUFFIXES)})"
+    add("--suffixes", help=suffixes)
+    add("--text-field", help="field of the text in jsonl and parquet files (default: text)")
+    add("--language", help="drop documents that break the rules of this language (default: keep all)")
+
+
+def read_corpus(args: argparse.Namespace) -> Corpus:
+    """The corpus of the command line, in either form; UserError for what is not one of them."""
+    files = [path for path in args.paths if path.suffix == _CORPUS_SUFFIX]
+    if bool(args.paths) == (args.corpus is not None) or (files and len(args.paths) > 1):
+        raise UserError(f"the corpus is one CORPUS.toml, or PATHs, or --corpus {STDLIB}: use exactly one of these")
+    if not files:
+        return _corpus_of_paths(args)
+    given = [name for name in _PATH_OPTIONS if getattr(args, name) is not None]
+    if given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UserError(f"{options}: not possible with a corpus file; set the key in {files[0]}")
+    return load_corpus(files[0])
+
+
+def _corpus_of_paths(args: argparse.Namespace) -> Corpus:
+    """One source. Every document is kept, unless a language is given."""
+    if args.corpus == STDLIB:
+        paths, name = [STDLIB_PATH], STDLIB
+    else:
+        first: Path = args.paths[0].resolve()
+        name = re.sub(r"[^A-Za-z0-9_.-]+", "-", first.name if first.is_dir() else first.stem).strip("-.") or "corpus"
+        paths = [str(path) for path in args.paths]
+    source: dict[str, Any] = {"paths": paths}
+    if args.suffixes is not None:
+        source["suffixes"] = [suffix.strip() for suffix in args.suffixes.split(",") if suffix.strip()]
+    if args.text_field is not None:
+        source["text_field"] = args.text_field
+    if args.language is not None:
+        source["language"] = args.language
+    tokenizer = args.tokenizer or TRAINED_TOKENIZER
+    table: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "validation": _DEFAULT_VALIDATION if args.validation is None else args.validation,
+        "duplicates": {"exact": False, "near": False},
+        "sources": {args.name or name: source},
+    }
+    if args.vocab_size is not None:
+        table["vocab_size"] = args.vocab_size
+    return make_corpus(table, origin="command line")

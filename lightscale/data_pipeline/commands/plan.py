@@ -1,0 +1,106 @@
+"""``lightscale data plan``: what preparing a corpus will give and take, from a sample."""
+
+import argparse
+import json
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from lightscale.data_pipeline.commands.corpus import add_corpus, read_corpus
+from lightscale.data_pipeline.commands.output import plain_console
+from lightscale.data_pipeline.preparation.estimate import SAMPLE_DOCUMENTS, CorpusEstimate, SourceEstimate, estimate
+from lightscale.errors import UserError
+
+_MOST_EXAMPLES = 3
+
+
+def add_parser(commands: Any) -> None:
+    """Add ``plan`` to the commands of ``lightscale data``."""
+    text = "estimate tokens, disk and time of a preparation from a sample; writes nothing"
+    parser = commands.add_parser("plan", help=text, description=text)
+    add_corpus(parser)
+    parser.add_argument(
+        "--sample",
+        type=int,
+        default=SAMPLE_DOCUMENTS,
+        metavar="N",
+        help="documents of each source to look at (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run_data=_plan)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    if args.sample < 1:
+        raise UserError(f"--sample {args.sample}: must be at least 1")
+    found = estimate(read_corpus(args), sample=args.sample)
+    if args.json:
+        print(json.dumps(found.record(), ensure_ascii=False))
+    else:
+        _show(plain_console(), found)
+    return 0
+
+
+def _show(console: Console, found: CorpusEstimate) -> None:
+    console.print(_table(found))
+    for name, source in found.sources.items():
+        for rule, count in source.dropped.most_common():
+            console.print(f"{name}: {count:,} of {source.sampled:,} documents dropped: {rule}")
+        for reason, problem in source.problems.as_json().items():
+            console.print(f"{name}: warning: {reason}: {problem['count']:,}")
+            for example in problem["examples"][:_MOST_EXAMPLES]:
+                console.print(f"    {example}")
+    trained = ", trained on the sample: on the whole corpus it will take a few more tokens" if found.is_trained else ""
+    console.print(f"tokenizer {found.tokenizer}{trained}")
+    console.print(
+        f"about {_count(found.tokens)} tokens; store {_size(found.store_bytes)}, beside it while it is made "
+        f"{_size(found.work_bytes)}; {_time(found.seconds)} with one process of this machine (--workers divide it)"
+    )
+    console.print("estimated from the sample; duplicates are not known before all is read")
+
+
+def _table(found: CorpusEstimate) -> Table:
+    table = Table("source", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("files", "bytes", "sampled", "kept", "bytes/token", "documents", "tokens"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, source in found.sources.items():
+        table.add_row(name, *_cells(source))
+    return table
+
+
+def _cells(source: SourceEstimate) -> list[str]:
+    per_token = source.bytes_per_token
+    return [
+        f"{source.files:,}",
+        _size(source.file_bytes),
+        f"{source.sampled:,}",
+        f"{source.kept_share:.1%}",
+        "—" if per_token is None else f"{per_token:.3f}",
+        _count(source.documents),
+        _count(source.tokens),
+    ]
+
+
+def _count(number: float) -> str:
+    return _scaled(number, "", "")
+
+
+def _size(num_bytes: float) -> str:
+    return _scaled(num_bytes, " ", "B")
+
+
+def _scaled(number: float, between: str, unit: str) -> str:
+    """With three digits: no more of an estimate is right."""
+    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= factor:
+            return f"{number / factor:.3g}{between}{prefix}{unit}"
+    return f"{number:.0f}{between}{unit}"
+
+
+def _time(seconds: float) -> str:
+    for factor, name in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * factor:
+            return f"{seconds / factor:.1f} {name}"
+    return f"{seconds:.1f} seconds"

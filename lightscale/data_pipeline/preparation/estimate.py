@@ -1,0 +1,334 @@
+"""What preparing a corpus will give and take, from the first documents of some of its files; nothing is written.
+
+Every source's files are listed, as for the preparation. Of some of them, chosen by a hash of their names, the first
+documents go through the same reading, normalising, filters, tokenizer and keys of duplicates, and their counts are
+scaled by the bytes of files. Which documents are duplicates is known only when all are there: none is taken for one.
+"""
+
+import heapq
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from lightscale.data_pipeline.preparation.corpus import DEFAULT_VOCAB_SIZE, Corpus
+from lightscale.data_pipeline.preparation.dedup import NUM_BANDS, band_keys, document_key, signatures
+from lightscale.data_pipeline.preparation.filters import make_filter
+from lightscale.data_pipeline.preparation.normalise import normalise
+from lightscale.data_pipeline.preparation.prepare import given_tokenizer
+from lightscale.data_pipeline.preparation.readers import RawDocument, cut_into_ranges, num_parquet_rows, read
+from lightscale.data_pipeline.preparation.sources import (
+    EMPTY,
+    JSONL_SUFFIXES,
+    PARQUET_SUFFIX,
+    FileLister,
+    Problems,
+    SourceFile,
+)
+from lightscale.data_pipeline.tokenizers import Tokenizer, train_sentencepiece, with_fast_path
+from lightscale.errors import UserError
+
+SAMPLE_DOCUMENTS = 200
+# Formats whose files hold many documents. Of those, so many files are read in each source; of texts as many as
+# documents are wanted.
+_MANY, _FILES = (*JSONL_SUFFIXES, PARQUET_SUFFIX), 8
+# Of a file with many documents so much is read at least: what decompressing holds back is little beside it.
+_SEEN_BYTES = 2**20
+_TOKEN_BYTES = 4
+# In a store: where it ends, and where it came from.
+_STORED_DOCUMENT_BYTES = 24
+# In the work directory: its record with its name, and its keys if duplicates of the kind are looked for.
+_RECORD_BYTES, _EXACT_KEY_BYTES, _NEAR_KEYS_BYTES = 60, 24, 16 * NUM_BANDS
+_WHOLE_FILE = 2**62
+_SEED = 3
+
+
+@dataclass(kw_only=True)
+class FileSample:
+    """What was seen of one file."""
+
+    size_bytes: int
+    """Of all of it, compressed as it is; and"""
+    seen_file_bytes: float = 0.0
+    """as far as it was read."""
+    seen_documents: int = 0
+    seen_bytes: int = 0
+    """Of the texts in what was read."""
+    sampled: int = 0
+    """Documents that went through all steps, the first of those seen; likewise"""
+    sampled_bytes: int = 0
+    kept: int = 0
+    kept_bytes: int = 0
+    """those that the filters kept, normalised."""
+
+    @property
+    def scale(self) -> float:
+        """How many times what was read the file is."""
+        return self.size_bytes / self.seen_file_bytes if self.seen_file_bytes else 0.0
+
+    @property
+    def text_bytes(self) -> float:
+        """Estimated, of all its documents."""
+        return self.seen_bytes * self.scale
+
+    @property
+    def kept_text_bytes(self) -> float:
+        """Estimated, of those that are kept."""
+        return self.text_bytes * self.kept_bytes / self.sampled_bytes if self.sampled_bytes else 0.0
+
+    @property
+    def kept_documents(self) -> float:
+        """Estimated number."""
+        return self.seen_documents * self.scale * self.kept / self.sampled if self.sampled else 0.0
+
+
+@dataclass(kw_only=True)
+class SourceEstimate:
+    """One source: what it has, what was seen of it, and what follows for all of it."""
+
+    files: int = 0
+    file_bytes: int = 0
+    """Of all files, compressed as they are."""
+    samples: list[FileSample] = field(default_factory=list)
+    """Of some files. Each is scaled by itself, and their sum to the source: files of a source may differ much."""
+    kept_tokens: int = 0
+    """Of the sampled documents that are kept, without end of text."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Of the sampled documents, by rule."""
+    seconds: float = 0.0
+    """Processor time for the sampled documents."""
+    problems: Problems = field(default_factory=Problems)
+
+    @property
+    def sampled(self) -> int:
+        """Documents that went through all steps."""
+        return sum(one.sampled for one in self.samples)
+
+    @property
+    def scale(self) -> float:
+        """How many times the files that were looked at the source is."""
+        looked_at = sum(one.size_bytes for one in self.samples)
+        return self.file_bytes / looked_at if looked_at else 0.0
+
+    @property
+    def text_bytes(self) -> float:
+        """Estimated, of all texts."""
+        return self.scale * sum(one.text_bytes for one in self.samples)
+
+    @property
+    def kept_share(self) -> float:
+        """Estimated, of the bytes of text."""
+        kept = self.scale * sum(one.kept_text_bytes for one in self.samples)
+        return kept / self.text_bytes if kept else 0.0
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Of what is kept; None where nothing is."""
+        return sum(one.kept_bytes for one in self.samples) / self.kept_tokens if self.kept_tokens else None
+
+    @property
+    def documents(self) -> float:
+        """Estimated number that is kept."""
+        return self.scale * sum(one.kept_documents for one in self.samples)
+
+    @property
+    def tokens(self) -> float:
+        """Estimated number of the source's tokens, ends of text included."""
+        if self.bytes_per_token is None:
+            return 0.0
+        return self.text_bytes * self.kept_share / self.bytes_per_token + self.documents
+
+    @property
+    def total_seconds(self) -> float:
+        """Estimated processor time for all of it."""
+        sampled_bytes = sum(one.sampled_bytes for one in self.samples)
+        return self.text_bytes * self.seconds / sampled_bytes if sampled_bytes else 0.0
+
+    def record(self) -> dict[str, Any]:
+        """For JSON: counts as they are, estimates rounded."""
+        return {
+            "files": self.files,
+            "bytes": self.file_bytes,
+            "sampled_documents": self.sampled,
+            "kept_share": self.kept_share,
+            "bytes_per_token": self.bytes_per_token,
+            "documents": round(self.documents),
+            "tokens": round(self.tokens),
+            "seconds": self.total_seconds,
+            "dropped": dict(sorted(self.dropped.items())),
+            "problems": self.problems.as_json(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusEstimate:
+    """All sources, and the whole."""
+
+    sources: dict[str, SourceEstimate]
+    tokenizer: str
+    """Its name."""
+    is_trained: bool
+    """The tokenizer was trained on the sample, whose text it therefore encodes better than the rest."""
+    store_bytes: float
+    work_bytes: float
+    """Beside the store, until it is finished."""
+
+    @property
+    def tokens(self) -> float:
+        """Of all sources."""
+        return sum(source.tokens for source in self.sources.values())
+
+    @property
+    def seconds(self) -> float:
+        """Processor time for all of it, on this machine; workers and ranks divide it."""
+        return sum(source.total_seconds for source in self.sources.values())
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "tokenizer": {"name": self.tokenizer, "trained_on_the_sample": self.is_trained},
+            "sources": {name: source.record() for name, source in self.sources.items()},
+            "tokens": round(self.tokens),
+            "store_bytes": round(self.store_bytes),
+            "work_bytes": round(self.work_bytes),
+            "seconds": self.seconds,
+        }
+
+
+def estimate(corpus: Corpus, *, sample: int = SAMPLE_DOCUMENTS) -> CorpusEstimate:
+    """Look at `sample` documents of every source, and estimate the whole.
+
+    Raises ``UserError`` for mistakes in the corpus, as `prepare` does, and where no document of the sample is kept.
+    """
+    tokenizer = given_tokenizer(corpus)
+    sources: dict[str, SourceEstimate] = {}
+    texts: dict[str, list[str]] = {}
+    seen: FileLister | None = None
+    for name, config in corpus.sources.items():
+        found = sources[name] = SourceEstimate()
+        seen = FileLister(found.problems, after=seen)
+        chosen = _chosen(_counted(seen.files(config.paths, suffixes=config.suffixes), found), sample)
+        texts[name] = list(_kept_texts(corpus, name, chosen, sample, found))
+    everything = [text for own in texts.values() for text in own]
+    if not everything:
+        rules = sum((source.dropped for source in sources.values()), Counter[str]())
+        problems = [reason for source in sources.values() for reason in source.problems.counts]
+        raise UserError(
+            f"no document of the sample is kept: {sum(source.files for source in sources.values())} files; "
+            f"{', '.join([*(f'{count} × {rule}' for rule, count in rules.items()), *problems]) or 'no documents'}"
+        )
+    encoder = _encoder(tokenizer, everything, corpus.vocab_size or DEFAULT_VOCAB_SIZE)
+    for name, own in texts.items():
+        _tokenize(corpus, encoder, own, sources[name])
+    documents = sum(source.documents for source in sources.values())
+    token_bytes = _TOKEN_BYTES * sum(source.tokens for source in sources.values())
+    keys = corpus.duplicates.exact * _EXACT_KEY_BYTES + corpus.duplicates.near * _NEAR_KEYS_BYTES
+    return CorpusEstimate(
+        sources=sources,
+        tokenizer=encoder.name,
+        is_trained=tokenizer is None,
+        store_bytes=token_bytes + documents * _STORED_DOCUMENT_BYTES,
+        work_bytes=token_bytes + documents * (_RECORD_BYTES + keys),
+    )
+
+
+def _counted(files: Iterable[SourceFile], found: SourceEstimate) -> Iterator[SourceFile]:
+    for file in files:
+        found.files += 1
+        found.file_bytes += file.size_bytes
+        yield file
+
+
+def _chosen(files: Iterable[SourceFile], sample: int) -> list[SourceFile]:
+    """Some of them, enough for ``sample`` documents. Memory does not grow with their number."""
+    # By a hash of the name: every n-th could be always of one kind, where kinds take turns.
+    some = heapq.nsmallest(sample, files, key=lambda file: xxhash.xxh3_64_intdigest(file.id.encode(), seed=_SEED))
+    of_many = [file for file in some if file.path.name.endswith(_MANY)]
+    return [*of_many[:_FILES], *(file for file in some if not file.path.name.endswith(_MANY))]
+
+
+def _kept_texts(
+    corpus: Corpus, name: str, files: list[SourceFile], sample: int, found: SourceEstimate
+) -> Iterator[str]:
+    """The texts among the first documents of ``files`` that the filters keep; counts what it sees in ``found``."""
+    config = corpus.sources[name]
+    rules = make_filter(config.language, config.filters) if config.language else None
+    for number, file in enumerate(files):
+        # What a short file leaves of its share is for those behind it.
+        wanted = -(-(sample - found.sampled) // (len(files) - number))
+        if not wanted:
+            return
+        own = FileSample(size_bytes=file.size_bytes)
+        found.samples.append(own)
+        started = time.process_time()
+        for raw in _first_documents(file, wanted, config.text_field, own, found.problems):
+            own.sampled += 1
+            own.sampled_bytes += _num_bytes(raw)
+            text = normalise(raw.data).text
+            rule = EMPTY if not text or text.isspace() else None if rules is None else rules(text)
+            found.seconds += time.process_time() - started
+            if rule is None:
+                own.kept += 1
+                own.kept_bytes += len(text.encode())
+                yield text
+            else:
+                found.dropped[rule] += 1
+            started = time.process_time()
+
+
+def _first_documents(
+    file: SourceFile, wanted: int, text_field: str, own: FileSample, problems: Problems
+) -> Iterator[RawDocument]:
+    """The first ``wanted`` documents of a file, and in ``own`` how much of the file was read for how many.
+
+    Files are read in buffers, and only at the end of one is it known how many bytes its documents take: the documents
+    up to there are counted too, but not given. A parquet file knows its rows.
+    """
+    is_parquet = file.path.name.endswith(PARQUET_SUFFIX)
+    consumed = 0
+
+    def advance(num_bytes: int) -> None:
+        nonlocal consumed
+        consumed += num_bytes
+
+    for file_range in cut_into_ranges(file, _WHOLE_FILE, problems):
+        for raw in read(file_range, problems, text_field=text_field, advance=advance):
+            if own.seen_documents >= wanted and (consumed >= _SEEN_BYTES or is_parquet):
+                break
+            own.seen_documents += 1
+            own.seen_bytes += _num_bytes(raw)
+            if own.seen_documents <= wanted:
+                yield raw
+    if is_parquet and own.seen_documents:
+        own.seen_file_bytes = file.size_bytes * own.seen_documents / num_parquet_rows(file)
+    else:
+        own.seen_file_bytes = consumed
+
+
+def _num_bytes(raw: RawDocument) -> int:
+    return len(raw.data) if isinstance(raw.data, bytes) else len(raw.data.encode(errors="surrogatepass"))
+
+
+def _encoder(tokenizer: Tokenizer | None, texts: list[str], vocab_size: int) -> Tokenizer:
+    """The corpus's tokenizer, or one trained on the sample, ready to encode."""
+    if tokenizer is None:
+        tokenizer = train_sentencepiece(texts, vocab_size=vocab_size)
+    encoder = with_fast_path(tokenizer)
+    # What is done once does not count as time for each document.
+    encoder.encode_batch(texts[:1])
+    return encoder
+
+
+def _tokenize(corpus: Corpus, encoder: Tokenizer, texts: list[str], found: SourceEstimate) -> None:
+    started = time.process_time()
+    ids = encoder.encode_batch(texts) if texts else []
+    if corpus.duplicates.exact:
+        for text in texts:
+            document_key(text)
+    if corpus.duplicates.near and ids:
+        band_keys(signatures(ids))
+    found.seconds += time.process_time() - started
+    found.kept_tokens = sum(map(len, ids))

@@ -1,0 +1,71 @@
+"""``lightscale configs``: the configurations that lightscale ships, and what a file can extend."""
+
+import argparse
+import itertools
+import json
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from lightscale.config import shipped
+from lightscale.config.files import load
+from lightscale.models.accounting import parameter_terms
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``lightscale configs``."""
+    parser.description = (
+        "Lists the configurations that CONFIG can name, wherever the command is run, and the parts that "
+        "`extends` in a file can name."
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the runs as a table and the parts by folder, or both as JSON."""
+    runs = sorted(map(_record, shipped.run_names()), key=lambda one: (one["architecture"], one["parameters"]))
+    if args.json:
+        print(json.dumps({"folder": str(shipped.FOLDER), "configs": runs, "extends": shipped.part_names()}, indent=2))
+        return 0
+    # Without line breaks, so that names can be copied and lines be searched.
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(_table(runs))
+    console.print("extends in a file takes these, and any of the above:")
+    for folder, names in shipped.part_names().items():
+        console.print(f"  {folder + ':':<8} {' '.join(names)}")
+    console.print(f"files: {shipped.FOLDER}; `lightscale config NAME` shows all that one leads to")
+    return 0
+
+
+def _record(name: str) -> dict[str, Any]:
+    config = load(shipped.shipped_file(name))
+    terms = parameter_terms(config.model)
+    return {
+        "name": name,
+        "architecture": _architecture(config.model.layers),
+        "parameters": sum(terms.values()),
+        "tokens": config.total_steps * config.tokens_per_step,
+        "sequence_length": config.data.sequence_length,
+    }
+
+
+def _architecture(layers: tuple[str, ...]) -> str:
+    """The mixers from the first layer to the last, as `model.mixer` writes them: "tnl", "tnl*3 llama"."""
+    if len(set(layers)) == 1:
+        return layers[0]
+    repeats = [(mixer, len(list(group))) for mixer, group in itertools.groupby(layers)]
+    return " ".join(mixer if count == 1 else f"{mixer}*{count}" for mixer, count in repeats)
+
+
+def _table(runs: list[dict[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("name", "architecture"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("parameters", "tokens", "length"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in runs:
+        numbers = (f"{one[key]:,}" for key in ("parameters", "tokens", "sequence_length"))
+        table.add_row(one["name"], one["architecture"], *numbers)
+    return table
