@@ -37,7 +37,12 @@ ALIASES = {"__main__": "cli"}
 # Folders of a package that share nothing but what both may import: here, the token store on disk.
 APART = [("lightscale.data_pipeline.preparation", "lightscale.data_pipeline.loading")]
 # Importer and imported of the imports that are inside a function on purpose.
-LATE = {("lightscale.parallel.mesh", "lightscale.parallel.cpu")}  # must not even be loaded where there is a GPU
+LATE = {
+    ("lightscale.parallel.mesh", "lightscale.parallel.cpu"),  # must not even be loaded where there is a GPU
+    # Behind the checks of a run: they import torch.
+    ("lightscale.launch.commands.train", "lightscale.launch.restart"),
+    ("lightscale.launch.commands.train", "lightscale.launch.torchrun"),
+}
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60

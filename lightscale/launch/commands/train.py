@@ -10,27 +10,33 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from lightscale.config.files import load
-from lightscale.config.layout import check_layout, check_mixers
+from lightscale.config.layout import check_layout
 from lightscale.config.schema import RunConfig
-from lightscale.data_pipeline.store.token_store import TokenizerIdentity, TokenStore
 from lightscale.errors import UserError
+from lightscale.launch.commands.checks import (
+    allowed_changes,
+    check_inputs,
+    default_directory,
+    is_finished,
+    num_processes,
+)
 from lightscale.launch.duration import parse_duration
 from lightscale.launch.environment import RankEnvironment
 from lightscale.launch.network import choose_interface
 from lightscale.launch.rank import LAUNCHER_VARIABLE, run_rank, summary_and_notes
-from lightscale.launch.restart import EXIT_CODES, Nodes, RestartPolicy, run_ranks
 from lightscale.launch.scheduler import adopt_job, default_scheduler, get_scheduler
-from lightscale.launch.torchrun import ThisMachine
 from lightscale.runs.job_environment import job_id
 from lightscale.runs.lock import InUse, RunLock
 from lightscale.runs.run_directory import RunDirectory, Status
 from lightscale.training.signals import DEADLINE_VARIABLE
+
+if TYPE_CHECKING:
+    from lightscale.launch.restart import Nodes
 
 # Longer than it takes until a lock that is not renewed becomes stale, a minute: see `runs/lock.py`.
 _PATIENCE_S, _PAUSE_S = 150.0, 5.0
@@ -110,10 +116,14 @@ def run(args: argparse.Namespace) -> int:
 def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float | None) -> int:
     """Check everything that can be checked without ranks, then start them."""
     config, allow = load(args.config, args.overrides), allowed_changes(args.allow_change)
-    processes = _num_processes(config, args.processes)
-    nodes = _nodes(args, config, processes)
-    # Before the run's directory exists: a mistake leaves nothing behind.
-    check_run(config, processes * nodes.num_nodes)
+    # Before the run's directory exists: a mistake leaves nothing behind. And before torch is imported, for seconds.
+    check_inputs(config)
+    processes = num_processes(config, args.processes)
+    allocation = _allocation(args, config, processes)
+    check_layout(config, processes * (1 if allocation is None else allocation.num_nodes))
+    from lightscale.launch.restart import EXIT_CODES, RestartPolicy, run_ranks  # noqa: PLC0415
+    from lightscale.launch.torchrun import ThisMachine  # noqa: PLC0415
+
     if is_finished(directory, config, allow):
         print(f"{directory.path} is finished: all {config.total_steps} steps are done", file=sys.stderr)
         code = EXIT_CODES["finished"]
@@ -121,6 +131,7 @@ def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float
         # The ranks read the stored form: the user may edit CONFIG during the run.
         command = [sys.executable, "-m", "lightscale", "train", str(directory.config), "--run", str(directory.path)]
         command += [f"--allow-change={key}" for key in sorted(allow)]
+        nodes = allocation or ThisMachine()
         policy = RestartPolicy(config=config.restart, again=not args.no_restart, deadline_s=deadline_s)
         resume = _command_line(args, directory)
         job = None if args.scheduler is None else job_id()
@@ -134,12 +145,12 @@ def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float
     return code
 
 
-def _nodes(args: argparse.Namespace, config: RunConfig, processes: int) -> Nodes:
-    """Where the ranks run."""
+def _allocation(args: argparse.Namespace, config: RunConfig, processes: int) -> "Nodes | None":
+    """The nodes of the job that this runs in; None: no job, the ranks run on this machine."""
     if args.scheduler is None:
         if args.min_nodes is not None:
             raise UserError(f"--min-nodes {args.min_nodes}: only for runs on the nodes of a job; use --scheduler too")
-        return ThisMachine()
+        return None
 
     # Asked again after nodes failed, for those that are left.
     def fits(num_nodes: int) -> bool:
@@ -150,14 +161,6 @@ def _nodes(args: argparse.Namespace, config: RunConfig, processes: int) -> Nodes
         return True
 
     return get_scheduler(args.scheduler).allocation(os.environ, min_nodes=args.min_nodes, fits=fits)
-
-
-def check_run(config: RunConfig, num_ranks: int) -> None:
-    """Refuse a configuration that cannot run on so many ranks, or whose data is not there."""
-    # The quickest first: reading the store may take seconds on a network file system.
-    check_layout(config, num_ranks)
-    check_mixers(config.model, config.parallel)
-    _check_store(config)
 
 
 def _train(config: RunConfig, directory: RunDirectory, environment: RankEnvironment, allow: frozenset[str]) -> int:
@@ -178,32 +181,6 @@ def _train(config: RunConfig, directory: RunDirectory, environment: RankEnvironm
     # The launcher takes exit code 0 of all ranks without a status for a failure.
     assert not is_main or directory.read_status() is not None, "training ended without a status"
     return 0
-
-
-def allowed_changes(keys: Sequence[str]) -> frozenset[str]:
-    """What ``--allow-change`` names."""
-    for key in keys:
-        section, _, rest = key.partition(".")
-        fields = getattr(RunConfig.model_fields.get(section), "annotation", None)
-        known = section == "versions" or (
-            fields is not None and (not rest or rest.split(".")[0] in fields.model_fields)
-        )
-        if not known:
-            raise UserError(
-                f"--allow-change {key}: neither a key or section of the configuration, like optimizer.lr or data, "
-                "nor versions or versions.PACKAGE"
-            )
-    return frozenset(keys)
-
-
-def is_finished(directory: RunDirectory, config: RunConfig, allow: frozenset[str]) -> bool:
-    """Whether nothing is left to do; refuses a run of another configuration. Nothing of an existing run is touched."""
-    # By one rename: of two processes that start the same new run at once, the slower one compares with the faster
-    # one's.
-    if directory.create(config):
-        return False
-    directory.changes(config, allow)
-    return directory.is_finished(config)
 
 
 @contextlib.contextmanager
@@ -239,61 +216,6 @@ def _held_by_rank(directory: RunDirectory, config: RunConfig, allow: frozenset[s
             status: Status = "stopped" if isinstance(error, UserError) else "resumable"
             directory.write_status(status, reason=f"rank 0: {summary_and_notes(error)}", step=step, tokens=tokens)
             raise
-
-
-def default_directory(config: Path) -> Path:
-    """Where the run of a configuration is: runs/NAME for NAME.toml; a run's own config.toml stands for that run."""
-    # Otherwise a command line that names a run's own file would start another run, runs/config.
-    if config.name == "config.toml" and (config.parent / "events.jsonl").exists():
-        return config.parent
-    return Path("runs") / config.stem
-
-
-def _num_processes(config: RunConfig, wanted: int | None) -> int:
-    # device_count asks the driver without creating a context: the GPUs are for the ranks.
-    gpus = 0 if config.train.device == "cpu" else torch.cuda.device_count()
-    if config.train.device == "cuda" and gpus == 0:
-        raise UserError('train.device = "cuda", but torch sees no GPU; use "auto" or "cpu"')
-    processes = wanted if wanted is not None else max(1, gpus)
-    if processes < 1:
-        raise UserError(f"--processes {processes}: must be at least 1")
-    if gpus and processes > gpus:
-        raise UserError(f"--processes {processes}: there are only {gpus} GPUs, and each process needs its own")
-    return processes
-
-
-def _check_store(config: RunConfig) -> None:
-    """Refuse a store that is missing, damaged, lacks a named source, or whose tokenizer does not fit."""
-    data = config.data
-    store = TokenStore(data.store)
-    tokenizer = store.tokenizer
-    # An id without an embedding would fail on the device, far from its cause.
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise UserError(
-            f"model.vocab_size = {config.model.vocab_size} is less than the {tokenizer.vocab_size} tokens of "
-            f"{tokenizer.name} in data.store = {data.store}; use at least as many"
-        )
-    for name in data.sources:
-        _check_source(f"data.sources.{name}", name, store)
-    for name, validation in data.validation.items():
-        other = store if validation.store is None else TokenStore(validation.store)
-        _check_source(f"data.validation.{name}.source", validation.source, other)
-        # Losses per token of two tokenizers cannot be compared.
-        if other.tokenizer.sha256 != tokenizer.sha256:
-            raise UserError(
-                f"data.validation.{name}.store = {validation.store} was written with another tokenizer "
-                f"({_describe(other.tokenizer)}) than data.store = {data.store} ({_describe(tokenizer)}); "
-                "prepare both with the same one"
-            )
-
-
-def _check_source(key: str, name: str, store: TokenStore) -> None:
-    if name not in store.sources:
-        raise UserError(f"{key}: no source {name!r} in {store.path}; it has {', '.join(store.sources)}")
-
-
-def _describe(tokenizer: TokenizerIdentity) -> str:
-    return f"{tokenizer.name}, {tokenizer.vocab_size} tokens, {tokenizer.sha256[:8]}"
 
 
 def _command_line(args: argparse.Namespace, directory: RunDirectory) -> str:

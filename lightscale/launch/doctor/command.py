@@ -19,7 +19,7 @@ from rich.table import Table
 from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
-from lightscale.launch.commands.train import default_directory
+from lightscale.launch.commands.checks import default_directory
 from lightscale.launch.doctor import measure
 from lightscale.launch.doctor.peers import AbsentRanks, PeerRanks, meet_peers
 from lightscale.launch.environment import RankEnvironment
