@@ -3,12 +3,14 @@
 import argparse
 import dataclasses
 import json
+import sys
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightscale.config.fields import describe_fields
+from lightscale.config.fields import FieldDescription, describe_fields
 from lightscale.config.files import load, to_toml
 from lightscale.errors import UserError
 
@@ -16,7 +18,9 @@ from lightscale.errors import UserError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale config``."""
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file of the run")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces the file's value")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="replaces the file's value"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--describe", action="store_true", help="print all fields and their meaning")
 
@@ -38,6 +42,9 @@ def _describe(*, as_json: bool) -> None:
     if as_json:
         print(json.dumps([dataclasses.asdict(field) for field in fields], indent=2))
         return
+    if not sys.stdout.isatty():
+        _print_plain(fields)
+        return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("field", no_wrap=True)
     for heading in ("type", "default", "meaning"):
@@ -45,3 +52,12 @@ def _describe(*, as_json: bool) -> None:
     for field in fields:
         table.add_row(field.key, field.type, field.default, field.description)
     Console(markup=False).print(table)
+
+
+def _print_plain(fields: Sequence[FieldDescription]) -> None:
+    """A line for each field, whole, in columns: for grep and other programs."""
+    rows = [("field", "type", "default", "meaning")]
+    rows += [(field.key, field.type, field.default, field.description) for field in fields]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for *cells, meaning in rows:
+        print(*(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)), meaning, sep="  ")

@@ -31,7 +31,14 @@ def add_parser(commands: Any) -> None:
     """Add ``prepare`` to the commands of ``lightscale data``."""
     parser = commands.add_parser("prepare", help="turn a corpus into a token store")
     add = parser.add_argument
-    add("paths", nargs="*", type=Path, metavar="CORPUS.toml | PATH", help="a corpus file, or files and directories")
+    add(
+        "paths",
+        nargs="*",
+        default=[],
+        type=Path,
+        metavar="CORPUS.toml | PATH",
+        help="a corpus file, or files and directories",
+    )
     add("--corpus", choices=[STDLIB], help="a corpus that every machine has: Python's own sources")
     add("--out", required=True, type=Path, metavar="STORE", help="the store to write; must not exist")
     add("--workers", type=int, metavar="N", help="processes on this machine (default: 1)")

@@ -55,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides",
         nargs="*",
+        default=[],
         metavar="section.key=value",
         help=f"values that replace the file's and those of the command ({' '.join(OVERRIDES)})",
     )

@@ -163,7 +163,8 @@ def _summarize(directory: RunDirectory, now: float, active: float) -> RunSummary
         tokens_per_s=_median(recent, "tokens_per_s"),
         goodput=goodput,
         last_event=event.get("event"),
-        last_event_age_s=None if event_time_s is None else now - event_time_s,
+        # The clock may have been set back since.
+        last_event_age_s=None if event_time_s is None else max(0.0, now - event_time_s),
         active=active,
     )
 

@@ -45,7 +45,9 @@ _PATIENCE_S, _PAUSE_S = 150.0, 5.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale train``."""
     parser.add_argument("config", type=Path, metavar="CONFIG", help="TOML file of the run")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="values that replace the file's"
+    )
     parser.add_argument(
         "--run",
         "--run-dir",  # torchrun takes the first for one of its own, abbreviated

@@ -84,7 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CONFIG",
         help="TOML file of the run to check for (default: that of DIR)",
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="values that replace the file's"
+    )
     parser.add_argument(
         "--run", "--run-dir", type=Path, metavar="DIR", help="run directory (default: runs/NAME of CONFIG, or here)"
     )

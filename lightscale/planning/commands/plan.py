@@ -32,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", nargs="?", type=Path, metavar="CONFIG", help="TOML file of the run; with --study the folder of runs"
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="values that replace the file's"
+    )
     parser.add_argument(
         "--processes", type=int, metavar="N", help="ranks (default: as few as the configured layout takes)"
     )

@@ -232,7 +232,8 @@ def _show_one(console: Console, path: str, hardware: Hardware, best: Prediction)
     keys += [f"parallel.exchange={best.exchange}", f"train.recompute={best.recompute}"]
     keys += [f"data.sequence_length={best.sequence_length}", f"train.global_batch_size={best.global_batch_size}"]
     console.print("Overrides for this layout:")
-    console.print(Padding(f"{path} {' '.join(keys)}", (0, 0, 1, 2), expand=False))
+    # Whole, however long the line is: it is to be pasted.
+    console.print(f"  {path} {' '.join(keys)}\n", soft_wrap=True)
 
 
 def _time_lines(one: Prediction) -> Iterable[tuple[str, str, str, str]]:
