@@ -39,7 +39,10 @@ APART = [("lightscale.data_pipeline.preparation", "lightscale.data_pipeline.load
 # Importer and imported of the imports that are inside a function on purpose.
 LATE = {
     ("lightscale.parallel.mesh", "lightscale.parallel.cpu"),  # must not even be loaded where there is a GPU
-    # Behind the checks of a run: they import torch.
+    # Behind the checks of arguments and runs: they import torch.
+    ("lightscale.evaluation.generate_command", "lightscale.evaluation.generate"),
+    ("lightscale.evaluation.generate_command", "lightscale.evaluation.model"),
+    ("lightscale.launch.doctor.command", "lightscale.launch.doctor.examine"),
     ("lightscale.launch.commands.train", "lightscale.launch.restart"),
     ("lightscale.launch.commands.train", "lightscale.launch.torchrun"),
 }

@@ -6,11 +6,12 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightscale.errors import UserError
-from lightscale.evaluation.generate import Sampling, decode_stream, encode_prompt, generate
-from lightscale.evaluation.model import LoadedModel, load_model
+
+if TYPE_CHECKING:
+    from lightscale.evaluation.model import LoadedModel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,9 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the prompt and its continuation on stdout, token by token, and what it took on stderr."""
     prompt = _read_prompt(args)
-    sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     if args.tokens < 1:
         raise UserError(f"--tokens {args.tokens}: must be at least 1")
+    # Behind the arguments, as they import torch and Megatron.
+    from lightscale.evaluation.generate import Sampling, decode_stream, encode_prompt, generate  # noqa: PLC0415
+    from lightscale.evaluation.model import load_model  # noqa: PLC0415
+
+    sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     with load_model(args.run, step=args.step, store=args.store) as loaded:
         for reason in loaded.refused:
             print(f"skipped a damaged checkpoint: {reason}", file=sys.stderr)
@@ -117,7 +122,7 @@ def _show(prompt: str, parts: Iterable[str]) -> None:
     sys.stdout.flush()
 
 
-def _record(args: argparse.Namespace, loaded: LoadedModel, prompt: str, text: str, timed: _Timed) -> dict[str, Any]:
+def _record(args: argparse.Namespace, loaded: "LoadedModel", prompt: str, text: str, timed: _Timed) -> dict[str, Any]:
     return {
         "checkpoint": str(loaded.checkpoint),
         "step": loaded.step,
