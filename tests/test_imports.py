@@ -55,7 +55,7 @@ global_batch_size = 4
 # What is called, the exit code, and a part of what it says.
 COMMAND_LINES: list[tuple[str, int, str]] = [
     ("--help", 0, "commands:"),
-    ("trian", 2, "the first argument must be a command"),
+    ("trian", 2, "invalid choice: 'trian'"),
     ("train", 2, "required: CONFIG\n"),
     ("train nowhere.toml", 78, "nowhere.toml"),
     ("train tiny-run.toml model.hidden_size=65", 78, "model.hidden_size = 65"),
@@ -97,7 +97,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = TiktokenTokenizer(name="bytes", pat_str="(?s:.+)", mergeable_ranks=ranks, special_tokens=special)
     with StoreWriter(folder / "store", tokenizer) as store:
         store.source("text").append(np.arange(200, dtype=np.uint32), num_bytes=200)
-        store.finish({})
+        described = {"documents": 1, "bytes": 200, "tokens": 200, "bytes_per_token": 1.0}
+        about = {"name": "bytes", "vocab_size": 257, "eot_id": 256, "sha256": tokenizer.sha256}
+        entropy = {"train": 1.0}
+        report = {"tokenizer": about, "sources": {"text": described}, "unigram_entropy_nats": entropy, "problems": {}}
+        store.finish(report)
     run = RunDirectory(folder / "runs" / "first")
     run.create(load(folder / "tiny-run.toml"))
     golden = ROOT / "tests/training/checkpoints/golden/format-2/step-00000001"

@@ -141,5 +141,6 @@ def _imported(mixer: str, path: str, what: str) -> Any:
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    # TypeError: an entry of another version of lightscale, with other fields.
+    except (ImportError, AttributeError, TypeError) as error:
         raise UserError(f"mixer {mixer}: {what}, {path}, cannot be imported: {error}") from error

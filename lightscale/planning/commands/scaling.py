@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import re
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -233,7 +234,7 @@ def _show_one(console: Console, path: str, hardware: Hardware, best: Prediction)
     keys += [f"data.sequence_length={best.sequence_length}", f"train.global_batch_size={best.global_batch_size}"]
     console.print("Overrides for this layout:")
     # Whole, however long the line is: it is to be pasted.
-    console.print(f"  {path} {' '.join(keys)}\n", soft_wrap=True)
+    console.print(f"  {shlex.join([path, *keys])}\n", soft_wrap=True)
 
 
 def _time_lines(one: Prediction) -> Iterable[tuple[str, str, str, str]]:
