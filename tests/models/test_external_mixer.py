@@ -166,7 +166,7 @@ def test_an_entry_without_a_spec_is_refused(tiny_run: Path, tmp_path: Path, on_p
     install(tmp_path / "site", entries="toy = toy_mixer:ENTRY")
     write_entry(tmp_path / "site", 'cls="toy_mixer.layer:Toy"')
     on_path(tmp_path / "site")
-    with pytest.raises(UserError, match="mixer toy: the entry point of toy-mixer, .* missing .* 'spec'"):
+    with pytest.raises(UserError, match=r"mixer toy: the entry point of toy-mixer, .* missing .* 'spec'"):
         load(tiny_run, ["model.mixer=toy"])
 
 
