@@ -247,7 +247,7 @@ def _operator(settings: SequenceSettings, kind: str, mesh: Mesh) -> Callable[[Te
         first = mesh.sequence_rank * x.size(0)
         positions = (first + torch.arange(x.size(0))).repeat(x.size(1), 1)
         context = SequenceContext.of(positions, exchange=exchange)
-        context = dataclasses.replace(context, shared={part.name: part(context).detach() for part in parts})
+        context = dataclasses.replace(context, shared={part.spec.name: part(context).detach() for part in parts})
         output = module(x, context) if kind == "tpe" else module.mix(x, context)
         return cast(Tensor, output)
 
