@@ -13,6 +13,7 @@ import pytest
 
 from lightscale import __version__, cli
 from lightscale.cli import COMMANDS, Command, main
+from lightscale.config.fields import describe_fields
 from lightscale.config.files import load, to_toml
 from lightscale.errors import UserError
 
@@ -155,6 +156,26 @@ def test_config_prints_the_resolved_form(tiny_run: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out == to_toml(load(tiny_run, ["train.steps=9"]))
     assert main(["config", str(tiny_run), "--json", "train.steps=9"]) == 0
     assert json.loads(capsys.readouterr().out)["train"]["steps"] == 9
+
+
+def test_piped_every_field_is_one_whole_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--describe"]) == 0
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["field", "type", "default", "meaning"]
+    fields = describe_fields()
+    assert len(lines) == len(fields)
+    for line, field in zip(lines, fields, strict=True):
+        assert line.split("  ")[0] == field.key
+        assert line.endswith(f"  {field.description}")
+        assert f"  {field.type} " in line
+        assert f"  {field.default} " in line
+
+
+@pytest.mark.parametrize("name", ["train", "submit", "chaos"])
+def test_usage_asks_for_what_is_missing_and_no_more(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([name])
+    assert capsys.readouterr().err.endswith(f"lightscale {name}: error: the following arguments are required: CONFIG\n")
 
 
 def test_config_describes_every_field(capsys: pytest.CaptureFixture[str]) -> None:

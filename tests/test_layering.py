@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from lightscale.cli import COMMANDS
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # Every package of lightscale, and what its modules may import besides their own package.
@@ -41,7 +43,19 @@ ALIASES = {"__main__": "cli"}
 # Folders of a package that share nothing but what both may import: here, the token store on disk.
 APART = [("lightscale.data_pipeline.preparation", "lightscale.data_pipeline.loading")]
 # Importer and imported of the imports that are inside a function on purpose.
-LATE = {("lightscale.parallel.mesh", "lightscale.parallel.cpu")}  # must not even be loaded where there is a GPU
+LATE = {
+    ("lightscale.parallel.mesh", "lightscale.parallel.cpu"),  # must not even be loaded where there is a GPU
+    # Behind the checks of arguments and runs: they import torch.
+    ("lightscale.evaluation.generate_command", "lightscale.evaluation.generate"),
+    ("lightscale.evaluation.generate_command", "lightscale.evaluation.model"),
+    ("lightscale.launch.doctor.command", "lightscale.launch.doctor.examine"),
+    ("lightscale.launch.commands.train", "lightscale.launch.restart"),
+    ("lightscale.launch.commands.train", "lightscale.launch.torchrun"),
+}
+
+# What is read without torch, besides all modules of commands: see tests/test_imports.py for what they take together.
+TORCH_FREE = ("lightscale.models.specs", "lightscale.models.registry", "lightscale.models.accounting")
+HEAVY = {"torch", "megatron", "triton"}
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
@@ -111,6 +125,38 @@ def are_apart(first: str, second: str) -> bool:
     )
 
 
+def loaded(tree: ast.Module) -> Iterator[str]:
+    """The names that a module imports whenever it is imported, of lightscale and of others."""
+    skipped: set[int] = set()
+    for node in ast.walk(tree):
+        is_typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if is_typing or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            skipped |= {id(inner) for inner in ast.walk(node)}
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield str(node.module)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def way_to_torch(trees: dict[str, ast.Module], first: str) -> list[str] | None:
+    """The modules by which importing `first` imports torch, Megatron or Triton; None where it does not."""
+    ways = {first: [first]}
+    for module in (waiting := [first]):
+        for name in loaded(trees[module]):
+            if name.partition(".")[0] in HEAVY:
+                return [*ways[module], name]
+            # A package's own module comes before those in it.
+            parts = name.split(".")
+            for whole in (".".join(parts[:length]) for length in range(1, len(parts) + 1)):
+                if whole in trees and whole not in ways:
+                    ways[whole] = [*ways[module], whole]
+                    waiting.append(whole)
+    return None
+
+
 def circle(graph: dict[str, set[str]]) -> str | None:
     """One circle of `graph`, in words."""
     try:
@@ -165,6 +211,27 @@ def show_long_code() -> None:
 
 def test_imports_go_one_way() -> None:
     assert faults(ROOT) == []
+
+
+@pytest.mark.parametrize("root", [*TORCH_FREE, *(command.module for command in COMMANDS.values())])
+def test_what_commands_begin_with_imports_no_torch(root: str) -> None:
+    trees = modules(ROOT)
+    starts = [name for name in trees if f"{name}.".startswith(f"{root}.")]
+    assert starts
+    assert [way for name in starts if (way := way_to_torch(trees, name)) is not None] == []
+
+
+def test_a_way_to_torch_is_found() -> None:
+    sources = {
+        "a": "from b import c\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n",
+        "b": "def f():\n    import torch\n",
+        "b.c": "import b.d.e\n",
+        "b.d": "from torch import nn\n",
+        "b.d.e": "",
+    }
+    trees = {name: ast.parse(text) for name, text in sources.items()}
+    assert way_to_torch(trees, "a") == ["a", "b.c", "b.d", "torch"]
+    assert way_to_torch(trees, "b") is None
 
 
 def test_every_exception_is_still_needed() -> None:

@@ -23,7 +23,8 @@ def add_config(parser: argparse.ArgumentParser, more: str = "", *, nargs: str | 
 
 def add_overrides(parser: argparse.ArgumentParser, text: str = "values that replace the file's") -> None:
     """Declare `args.overrides`."""
-    parser.add_argument("overrides", nargs="*", metavar=OVERRIDE, help=text)
+    # With a default, argparse does not ask for it where CONFIG is missing.
+    parser.add_argument("overrides", nargs="*", default=[], metavar=OVERRIDE, help=text)
 
 
 def add_run(parser: argparse.ArgumentParser, text: str = "the run's directory, or NAME for runs/NAME") -> None:

@@ -3,13 +3,15 @@
 import argparse
 import dataclasses
 import json
+import sys
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from lightscale.config.arguments import add_config, add_overrides
-from lightscale.config.fields import describe_fields
+from lightscale.config.fields import FieldDescription, describe_fields
 from lightscale.config.files import load, to_toml
 from lightscale.errors import UserError
 
@@ -39,6 +41,9 @@ def _describe(*, as_json: bool) -> None:
     if as_json:
         print(json.dumps([dataclasses.asdict(field) for field in fields], indent=2))
         return
+    if not sys.stdout.isatty():
+        _print_plain(fields)
+        return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("field", no_wrap=True)
     for heading in ("type", "default", "meaning"):
@@ -46,3 +51,12 @@ def _describe(*, as_json: bool) -> None:
     for field in fields:
         table.add_row(field.key, field.type, field.default, field.description)
     Console(markup=False).print(table)
+
+
+def _print_plain(fields: Sequence[FieldDescription]) -> None:
+    """A line for each field, whole, in columns: for grep and other programs."""
+    rows = [("field", "type", "default", "meaning")]
+    rows += [(field.key, field.type, field.default, field.description) for field in fields]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for *cells, meaning in rows:
+        print(*(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)), meaning, sep="  ")

@@ -1,8 +1,9 @@
 """The token mixers that ``model.mixer`` can name, and where each is implemented.
 
-A mixer's class needs torch, and reading a configuration must not wait for torch. So entries are import strings. The
-class is imported where a model is counted or built (``lightscale.models.registry``), the type of its options where
-a configuration is checked; the module of the options must not import torch.
+A mixer's class needs torch, and neither reading a configuration nor planning a run must wait for torch. So entries are
+import strings. The type of the options is imported where a configuration is checked, the spec where a model is counted
+(``lightscale.models.registry``), and the class where it is built (``lightscale.models.classes``): only the
+last of these modules may import torch.
 
 Other packages add mixers without a change here, by entry points of the group ``lightscale.mixers``::
 
@@ -33,6 +34,8 @@ class MixerEntry:
 
     cls: str
     """A subclass of ``lightscale.models.mixers.interface.Mixer``."""
+    spec: str
+    """A subclass of ``lightscale.models.specs.interface.MixerSpec``, in a module without torch."""
     options: str | None = None
     """A subclass of ``lightscale.config.schema.Section``, the keys of [model.mixer_options.NAME]; None: no options."""
     axes: frozenset[str] = AXES
@@ -41,14 +44,20 @@ class MixerEntry:
     """A function of a ``ModelConfig``, in a module without torch: UserError for shapes that the mixer cannot have."""
 
 
-_MODULES = "lightscale.models.mixers"
+def _built_in(module: str, name: str, **more: Any) -> MixerEntry:
+    """The entry of the mixer whose class is ``name`` in ``mixers/module.py``, and its spec in ``specs/module.py``."""
+    models = "lightscale.models"
+    return MixerEntry(cls=f"{models}.mixers.{module}:{name}", spec=f"{models}.specs.{module}:{name}Spec", **more)
+
+
+_GATED, _ROTARY = "lightscale.models.specs.options:GatedMixerOptions", "lightscale.models.specs.options:check_rotary"
 
 MIXERS: dict[str, MixerEntry] = {
-    "tnl": MixerEntry(cls=f"{_MODULES}.tnl:TNL", options=f"{_MODULES}.options:GatedMixerOptions"),
-    "hgrn2": MixerEntry(cls=f"{_MODULES}.hgrn2:HGRN2"),
-    "cosformer2": MixerEntry(cls=f"{_MODULES}.cosformer2:CosFormer2", options=f"{_MODULES}.options:GatedMixerOptions"),
-    "lightnet": MixerEntry(cls=f"{_MODULES}.lightnet:LightNet", options=f"{_MODULES}.options:GatedMixerOptions"),
-    "llama": MixerEntry(cls=f"{_MODULES}.llama:LLaMA", check=f"{_MODULES}.options:check_rotary"),
+    "tnl": _built_in("tnl", "TNL", options=_GATED),
+    "hgrn2": _built_in("hgrn2", "HGRN2"),
+    "cosformer2": _built_in("cosformer2", "CosFormer2", options=_GATED),
+    "lightnet": _built_in("lightnet", "LightNet", options=_GATED),
+    "llama": _built_in("llama", "LLaMA", check=_ROTARY),
 }
 """The built-in ones. An entry point of the same name is not looked at."""
 
@@ -91,6 +100,11 @@ def check_shape(name: str, model: object) -> None:
         _imported(name, check, "the check of its shape")(model)
 
 
+def imported_spec(name: str) -> Any:
+    """The spec of the mixer ``name``, without torch. UserError as ``mixer_entry``."""
+    return _imported(name, mixer_entry(name).spec, "its spec")
+
+
 def imported_class(name: str) -> Any:
     """The class of the mixer ``name``, which needs torch. UserError as ``mixer_entry``."""
     return _imported(name, mixer_entry(name).cls, "its class")
@@ -127,5 +141,6 @@ def _imported(mixer: str, path: str, what: str) -> Any:
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    # TypeError: an entry of another version of lightscale, with other fields.
+    except (ImportError, AttributeError, TypeError) as error:
         raise UserError(f"mixer {mixer}: {what}, {path}, cannot be imported: {error}") from error

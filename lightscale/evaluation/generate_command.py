@@ -6,13 +6,14 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightscale.config.arguments import run_path
 from lightscale.errors import UserError
-from lightscale.evaluation.generate import Sampling, decode_stream, encode_prompt, generate
-from lightscale.evaluation.model import LoadedModel, load_model
 from lightscale.runs.run_directory import split_step
+
+if TYPE_CHECKING:
+    from lightscale.evaluation.model import LoadedModel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,10 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the prompt and its continuation on stdout, token by token, and what it took on stderr."""
     prompt = _read_prompt(args)
-    sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     if args.tokens < 1:
         raise UserError(f"--tokens {args.tokens}: must be at least 1")
     run, step = _chosen(args)
+    # Behind the arguments, as they import torch and Megatron.
+    from lightscale.evaluation.generate import Sampling, decode_stream, encode_prompt, generate  # noqa: PLC0415
+    from lightscale.evaluation.model import load_model  # noqa: PLC0415
+
+    sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     with load_model(run, step=step, store=args.store) as loaded:
         for reason in loaded.refused:
             print(f"skipped a damaged checkpoint: {reason}", file=sys.stderr)
@@ -128,7 +133,7 @@ def _show(prompt: str, parts: Iterable[str]) -> None:
     sys.stdout.flush()
 
 
-def _record(args: argparse.Namespace, loaded: LoadedModel, prompt: str, text: str, timed: _Timed) -> dict[str, Any]:
+def _record(args: argparse.Namespace, loaded: "LoadedModel", prompt: str, text: str, timed: _Timed) -> dict[str, Any]:
     return {
         "checkpoint": str(loaded.checkpoint),
         "step": loaded.step,

@@ -17,6 +17,9 @@ BackendName = Literal["triton", "chunked", "reference"]
 PYTORCH = "PyTorch"
 """What computes an operator without back-ends."""
 
+LOGITS_WORKSPACE_BYTES = 512 * 2**20
+"""Room for the logits that cross_entropy holds at a time."""
+
 
 class CostClass(Enum):
     """What bounds the time of an operator: which speed of ``planning.hardware.Hardware`` a prediction takes."""
@@ -98,7 +101,7 @@ class Operator:
     """
 
     name: str
-    """As ``Mixer.operator`` names it; that of the folder where it has one."""
+    """As ``MixerSpec.operator`` names it; that of the folder where it has one."""
     cost: CostClass
     backends: tuple[Backend, ...] = ()
     """In the order of preference; none for what PyTorch computes, whatever is asked for."""

@@ -6,9 +6,8 @@ from collections.abc import Collection
 from math import prod
 
 from lightscale.config.schema import ModelConfig
-from lightscale.models.layers.shared_parts import PartParameter
-from lightscale.models.layers.states import Shapes
-from lightscale.models.registry import mixer_class, shared_parts
+from lightscale.models.registry import mixer_spec, shared_specs
+from lightscale.models.specs.interface import PartParameter, Shapes
 from lightscale.models.stages import layer_stages
 
 EMBEDDING = "embedding"
@@ -38,7 +37,7 @@ def parameter_shapes(model: ModelConfig) -> Shapes:
     weighted_norm = model.norm == "rmsnorm"
     for layer, mixer in enumerate(model.layers):
         block = f"decoder.layers.{layer}"
-        own = mixer_class(mixer).parameter_shapes(model, layer)
+        own = mixer_spec(mixer).parameter_shapes(model, layer)
         shapes |= {f"{block}.self_attention.{name}": shape for name, shape in own.items()}
         # Gate and up stand in one matrix, as Megatron's gated layers have them.
         shapes |= {f"{block}.mlp.linear_fc1.weight": (2 * g, d), f"{block}.mlp.linear_fc2.weight": (d, g)}
@@ -62,7 +61,7 @@ def _part_parameters(model: ModelConfig) -> dict[str, PartParameter]:
     """Those of the shared parts, by their global names."""
     return {
         f"{part.prefix()}{name}": parameter
-        for part in shared_parts(model)
+        for part in shared_specs(model)
         for name, parameter in part.parameters_of(model).items()
     }
 
@@ -92,7 +91,7 @@ def _whole_on_tensor_ranks(model: ModelConfig) -> set[str]:
     """Global names of the parameters that tensor ranks do not split, of mixers and parts; norms are others."""
     whole = {name for name, parameter in _part_parameters(model).items() if parameter.split_dim is None}
     for layer, mixer in enumerate(model.layers):
-        whole |= {f"decoder.layers.{layer}.self_attention.{name}" for name in mixer_class(mixer).whole_on_tensor_ranks}
+        whole |= {f"decoder.layers.{layer}.self_attention.{name}" for name in mixer_spec(mixer).whole_on_tensor_ranks}
     return whole
 
 

@@ -4,7 +4,7 @@ The quadratic formula of softmax attention never stands in for a linear mixer.
 """
 
 from lightscale.config.schema import ModelConfig
-from lightscale.models.registry import mixer_class, shared_parts
+from lightscale.models.registry import mixer_spec, shared_specs
 
 
 def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
@@ -13,10 +13,10 @@ def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     glu = 2 * 3 * model.hidden_size * model.intermediate_size
     logits = 2 * model.hidden_size * model.vocab_size
     mixers = sum(
-        mixer_class(name).forward_flops_per_token(model, layer, sequence_length)
+        mixer_spec(name).forward_flops_per_token(model, layer, sequence_length)
         for layer, name in enumerate(model.layers)
     )
-    parts = sum(part.forward_flops_per_token(model) for part in shared_parts(model))
+    parts = sum(part.forward_flops_per_token(model) for part in shared_specs(model))
     return parts + mixers + model.num_layers * glu + logits
 
 

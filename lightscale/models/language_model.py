@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightscale.config.schema import ModelConfig, Recompute
+from lightscale.models.classes import mixer_class, shared_parts
 from lightscale.models.layers.context import MixerState, SequenceContext
 from lightscale.models.layers.linear import GatedLinearUnit, OutputLayer, leave_unset
 from lightscale.models.layers.norms import RMSNorm, SRMSNorm
 from lightscale.models.layers.shared_parts import EmbeddingPart, SharedPart, StagePart, for_all_layers
-from lightscale.models.registry import mixer_class, shared_parts
 from lightscale.models.stages import layer_stages, megatron_layout
 from lightscale.parallel.initialization import normal, set_initializer
 from lightscale.parallel.megatron import (
@@ -177,9 +177,9 @@ def _added(
 ) -> tuple[str, ...]:
     """Build ``parts`` as submodules of ``module`` under their own names, which begin the names of their parameters."""
     for part in parts:
-        assert not hasattr(module, part.name), f"{type(module).__name__} has a {part.name} of its own"
-        module.add_module(part.name, part(config, model, groups, stage=stage))
-    return tuple(part.name for part in parts)
+        assert not hasattr(module, part.spec.name), f"{type(module).__name__} has a {part.spec.name} of its own"
+        module.add_module(part.spec.name, part(config, model, groups, stage=stage))
+    return tuple(part.spec.name for part in parts)
 
 
 class LanguageModel(LanguageModule):

@@ -4,7 +4,7 @@ import torch
 
 from lightscale.config.schema import ModelConfig
 from lightscale.kernels.common.backends import choose_backend
-from lightscale.models.registry import mixer_class, shared_parts
+from lightscale.models.registry import mixer_spec, shared_specs
 
 _IN_EVERY_MODEL = ("norm", "glu", "cross_entropy")
 
@@ -17,7 +17,7 @@ def describe_operators(model: ModelConfig, dtype: torch.dtype, device: torch.dev
             (``train.kernels``) is not there or cannot compute such inputs.
     """
     like = torch.empty(0, dtype=dtype, device=device)
-    names = [mixer_class(name).operator for name in model.layers]
-    names += [part.operator for part in shared_parts(model) if part.operator is not None]
+    names = [mixer_spec(name).operator for name in model.layers]
+    names += [part.operator for part in shared_specs(model) if part.operator is not None]
     chosen = {name: choose_backend(name, like) for name in (*names, *_IN_EVERY_MODEL)}
     return "kernels: " + ", ".join(f"{name} {backend}" for name, backend in chosen.items())

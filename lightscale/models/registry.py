@@ -1,32 +1,32 @@
-"""From a model's configuration to the classes of its mixers and shared parts, and what they refuse.
+"""From a model's configuration to the specs of its mixers and shared parts, and what they refuse; without torch.
 
-Which mixers there are stands in ``lightscale.config.mixers``, without torch.
+Which mixers there are stands in ``lightscale.config.mixers``; the classes that the specs describe, in ``classes.py``.
 """
 
 from lightscale.config.layout import check_mixers
-from lightscale.config.mixers import imported_class
+from lightscale.config.mixers import imported_spec
 from lightscale.config.schema import ModelConfig, ParallelConfig
 from lightscale.errors import UserError
-from lightscale.models.layers.shared_parts import EmbeddingPart, SharedPart, StagePart
-from lightscale.models.mixers.interface import Mixer
+from lightscale.models.specs.interface import EmbeddingPartSpec, MixerSpec, PartSpec, StagePartSpec
 
 
-def mixer_class(name: str) -> type[Mixer]:
-    """The mixer called ``name``; UserError with the nearest known names otherwise."""
-    found = imported_class(name)
-    assert isinstance(found, type) and issubclass(found, Mixer), f"mixer {name}: {found} is no Mixer"
+def mixer_spec(name: str) -> type[MixerSpec]:
+    """That of the mixer called ``name``; UserError with the nearest known names otherwise."""
+    found = imported_spec(name)
+    assert isinstance(found, type) and issubclass(found, MixerSpec), f"mixer {name}: {found} is no MixerSpec"
     return found
 
 
-def shared_parts(model: ModelConfig) -> tuple[type[SharedPart], ...]:
-    """What the model holds once because one of its mixers needs it, by name: see ``Mixer.shared``.
+def shared_specs(model: ModelConfig) -> tuple[type[PartSpec], ...]:
+    """What the model holds once because one of its mixers needs it, by name: see ``MixerSpec.shared``.
 
     UserError where mixers of several packages have different parts of one name.
     """
-    parts: dict[str, type[SharedPart]] = {}
+    parts: dict[str, type[PartSpec]] = {}
     for name in dict.fromkeys(model.layers):
-        for part in mixer_class(name).shared:
-            assert issubclass(part, (EmbeddingPart, StagePart)), f"{part} is neither an EmbeddingPart nor a StagePart"
+        for part in mixer_spec(name).shared:
+            kinds = (EmbeddingPartSpec, StagePartSpec)
+            assert issubclass(part, kinds), f"{part} is neither an EmbeddingPartSpec nor a StagePartSpec"
             if parts.setdefault(part.name, part) is not part:
                 raise UserError(
                     f"model.mixer: {name} and another mixer of the model have different shared parts named "
@@ -39,5 +39,5 @@ def shared_parts(model: ModelConfig) -> tuple[type[SharedPart], ...]:
 def check_model(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Refuse what ``config.layout.check_mixers`` refuses, and shapes that a shared part cannot have; builds nothing."""
     check_mixers(model, parallel)
-    for part in shared_parts(model):
+    for part in shared_specs(model):
         part.check(model)

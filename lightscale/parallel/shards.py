@@ -8,8 +8,11 @@ it, and another layout reads the intersections with its own.
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    # The boxes of a checkpoint are listed without torch.
+    from torch import Tensor
 
 Shape = tuple[int, ...]
 
@@ -34,7 +37,7 @@ class TensorShard:
     """A box and its elements, ``data`` of the box's sizes: a view, through which the rank's own state is written."""
 
     box: Box
-    data: Tensor
+    data: "Tensor"
 
 
 def range_boxes(sizes: Shape, first: int, last: int) -> Iterator[tuple[Shape, Shape]]:

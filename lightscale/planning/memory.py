@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from lightscale.config.layout import Layout
 from lightscale.config.schema import Exchange, Recompute, RunConfig
-from lightscale.kernels.cross_entropy.chunked import WORKSPACE_BYTES
+from lightscale.kernels.operators import LOGITS_WORKSPACE_BYTES
 from lightscale.planning.communication import RankGroup, exchange_buffer_bytes
 from lightscale.planning.hardware import H100, Hardware
 from lightscale.planning.workload import StageWork, Workload
@@ -55,7 +55,7 @@ def assumptions(config: RunConfig, *, searched: bool = False) -> list[str]:
         *(sentence for kind, sentence in _KEPT.items() if searched or kind == config.train.recompute),
         "exchange along sequence: the gathered states of one layer, and each layer's incoming state; of softmax "
         "attention the keys and values of all ranks",
-        f"logits: at most {WORKSPACE_BYTES >> 20} MiB at a time, and the output layer's gradient in fp32",
+        f"logits: at most {LOGITS_WORKSPACE_BYTES >> 20} MiB at a time, and the output layer's gradient in fp32",
         "not counted: fp32 intermediates within a layer, other buffers of communication, the allocator's gaps",
     ]
 
@@ -123,7 +123,7 @@ def stage_memory(
 def _logits_bytes(work: Workload, tokens: int, tensor: int, size: int) -> int:
     """Logits are computed in chunks, twice; beside them stands the sum of the weight's gradient."""
     rows = work.model.vocab_size // tensor
-    return min(tokens * rows * size, WORKSPACE_BYTES) + rows * work.model.hidden_size * _FP32_BYTES
+    return min(tokens * rows * size, LOGITS_WORKSPACE_BYTES) + rows * work.model.hidden_size * _FP32_BYTES
 
 
 def _activation_bytes(held: StageWork, recompute: Recompute, in_flight: int, size: int) -> int:

@@ -13,9 +13,9 @@ from lightscale.config.files import load
 from lightscale.config.schema import ModelConfig
 from lightscale.errors import UserError
 from lightscale.models.accounting import LRPE_ANGLES, NORM_WEIGHTS
-from lightscale.models.layers.tpe import DECAYS_TERM
-from lightscale.models.mixers.interface import gate_rank
-from lightscale.models.mixers.options import GatedMixerOptions
+from lightscale.models.specs.gated import gate_rank
+from lightscale.models.specs.options import GatedMixerOptions
+from lightscale.models.specs.tpe import DECAYS_TERM
 
 _NOT_COUNTED = (NORM_WEIGHTS, LRPE_ANGLES, DECAYS_TERM)
 

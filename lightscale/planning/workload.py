@@ -9,8 +9,8 @@ from lightscale.config.schema import ModelConfig, Recompute
 from lightscale.errors import UserError
 from lightscale.kernels.operators import CostClass, Operator, get_operator
 from lightscale.models.accounting import rank_parameters
-from lightscale.models.layers.shared_parts import EmbeddingPart
-from lightscale.models.registry import mixer_class, shared_parts
+from lightscale.models.registry import mixer_spec, shared_specs
+from lightscale.models.specs.interface import EmbeddingPartSpec
 from lightscale.models.stages import layer_stages
 from lightscale.planning.exchange_sizes import Summary
 
@@ -28,7 +28,7 @@ def mixer_operator(name: str) -> Operator:
     Raises:
         UserError: an unknown mixer, an operator that is not described, or one of a cost class without a speed.
     """
-    operator = get_operator(mixer_class(name).operator)
+    operator = get_operator(mixer_spec(name).operator)
     if operator.cost not in _COSTS:
         able = ", ".join(cost.value for cost in _COSTS)
         raise UserError(
@@ -43,7 +43,7 @@ def activation_values(model: ModelConfig, layer: int, recompute: Recompute = "no
     d, g = model.hidden_size, model.intermediate_size
     if recompute == "full":
         return d
-    mixer = mixer_class(model.layers[layer])
+    mixer = mixer_spec(model.layers[layer])
     weights = mixer.parameter_shapes(model, layer)
     projected = sum(shape[0] for name, shape in weights.items() if name.endswith(".weight") and "out_proj" not in name)
     # Outputs, and those behind norm and gate, which softmax attention has not.
@@ -84,7 +84,7 @@ class LayerWork:
     gate_rank: int
     """Inner width of a low-rank gate, 0 without."""
     exchange: tuple[int, int] | None
-    """See `Mixer.exchange_values`; None for a mixer whose state is all tokens."""
+    """See `MixerSpec.exchange_values`; None for a mixer whose state is all tokens."""
 
     def kept_bytes(self, recompute: Recompute, size: int) -> int:
         """Bytes of the activations kept, with weights of `size` bytes."""
@@ -136,9 +136,9 @@ class Workload:
         return tuple(alike.setdefault(tuple(vars(layer).values()), layer) for layer in made)
 
     @cached_property
-    def embedding_parts(self) -> tuple[type[EmbeddingPart], ...]:
+    def embedding_parts(self) -> tuple[type[EmbeddingPartSpec], ...]:
         """What stands behind the word embedding, such as a positional encoding."""
-        return tuple(part for part in shared_parts(self.model) if issubclass(part, EmbeddingPart))
+        return tuple(part for part in shared_specs(self.model) if issubclass(part, EmbeddingPartSpec))
 
     @cached_property
     def embedding_part_flops(self) -> float:
@@ -177,7 +177,7 @@ class Workload:
 
     def _layer(self, layer: int) -> LayerWork:
         model = self.model
-        mixer, operator = mixer_class(model.layers[layer]), mixer_operator(model.layers[layer])
+        mixer, operator = mixer_spec(model.layers[layer]), mixer_operator(model.layers[layer])
         shapes = mixer.parameter_shapes(model, layer)
         flops = {weight: 2 * prod(shape) for weight, shape in shapes.items() if weight.endswith(".weight")}
         mixer_flops = sum(flops.values())

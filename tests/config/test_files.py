@@ -13,7 +13,7 @@ from lightscale.config.files import difference, load, to_toml
 from lightscale.config.mixers import MIXERS
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
-from lightscale.models.mixers.options import GatedMixerOptions
+from lightscale.models.specs.options import GatedMixerOptions
 
 TinyConfig = Callable[..., RunConfig]
 

@@ -118,7 +118,7 @@ def test_half_precision() -> None:
 
 def test_chunks_fill_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.zeros(1000, 4)
-    monkeypatch.setattr(chunked, "WORKSPACE_BYTES", 1000 * 4 * 300)
+    monkeypatch.setattr(chunked, "LOGITS_WORKSPACE_BYTES", 1000 * 4 * 300)
     cuts = list(chunked.chunks(torch.zeros(1000, 4), weight, None))
     assert [c.stop - c.start for c in cuts] == [250] * 4  # 334 would not fit, and 300 would leave a rest
     assert [c.stop - c.start for c in chunked.chunks(torch.zeros(100, 4), weight, None)] == [100]

@@ -11,7 +11,7 @@ import pytest
 
 from lightscale.cli import main
 from lightscale.config.files import load
-from lightscale.launch.commands.train import check_run
+from lightscale.launch.commands.checks import check_run
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text("utf-8")

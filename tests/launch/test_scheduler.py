@@ -16,8 +16,8 @@ import pytest
 from lightscale.cli import main
 from lightscale.config.files import load
 from lightscale.errors import UserError
+from lightscale.launch import restart
 from lightscale.launch import scheduler as schedulers
-from lightscale.launch.commands import train as train_command
 from lightscale.launch.commands.submit import submit_run
 from lightscale.launch.environment import RankEnvironment
 from lightscale.launch.scheduler import (
@@ -320,7 +320,7 @@ def test_ranks_and_launchers_of_a_toy(toy: None, folder: Path, monkeypatch: pyte
         started.append(options)
         return 75
 
-    monkeypatch.setattr(train_command, "run_ranks", run_ranks)
+    monkeypatch.setattr(restart, "run_ranks", run_ranks)
     monkeypatch.setenv("TOY_JOB", "5")
     # The command sets it in this process; set and removed here, it is removed again at the end.
     monkeypatch.setenv(JOB_ID, "none")

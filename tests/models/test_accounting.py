@@ -12,9 +12,8 @@ from lightscale.config.mixers import MIXERS, MixerEntry
 from lightscale.config.schema import ModelConfig
 from lightscale.models.accounting import parameter_shapes, parameter_terms, rank_parameters
 from lightscale.models.language_model import LanguageModel, transformer_config
-from lightscale.models.layers.states import Shapes
-from lightscale.models.mixers.interface import Mixer
 from lightscale.models.registry import check_model
+from lightscale.models.specs.interface import MixerSpec, Shapes
 from lightscale.parallel.initialization import named_parameters
 from lightscale.parallel.mesh import Mesh, start_mesh
 
@@ -133,14 +132,14 @@ def test_terms_are_the_formulas(model: ModelConfig, terms: dict[str, int]) -> No
     assert next(iter(parameter_terms(model))) == "embedding"
 
 
-class Convolution(Mixer):
+class Convolution(MixerSpec):
     @staticmethod
     def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
         return {"out_proj.weight": (model.hidden_size, model.hidden_size), "conv.weight": (model.hidden_size, 4)}
 
 
 def test_an_unknown_kind_of_parameter_is_named_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MIXERS, "convolution", MixerEntry(cls=f"{__name__}:Convolution"))
+    monkeypatch.setitem(MIXERS, "convolution", MixerEntry(spec=f"{__name__}:Convolution", cls="not.looked:At"))
     model = tiny("convolution")
     check_model(model, load(CONFIGS / "tnl-tiny.toml").parallel)
     assert parameter_terms(model)["conv.weight"] == 4 * 64 * 4

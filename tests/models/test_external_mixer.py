@@ -117,15 +117,21 @@ def test_it_is_among_the_known_mixers(tiny_run: Path) -> None:
         load(tiny_run, ["model.mixer_options.toy.decay=0.5"])
 
 
-def test_reading_its_configuration_does_not_import_torch(site: Path, tiny_run: Path) -> None:
+def test_neither_its_configuration_nor_its_plan_imports_torch(site: Path, tiny_run: Path) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(site)!r})\n"
         "from lightscale.cli import main\n"
-        f"assert main(['config', {str(tiny_run)!r}, 'model.mixer=toy']) == main(['config', '--describe']) == 0\n"
-        "print(sorted({'torch', 'toy_mixer.options', 'toy_mixer.layer'} & set(sys.modules)))\n"
+        f"run = [{str(tiny_run)!r}, 'model.mixer=toy']\n"
+        "names = {'torch', 'toy_mixer.options', 'toy_mixer.spec', 'toy_mixer.layer'}\n"
+        "def loaded(): return sorted(names & set(sys.modules))\n"
+        "assert main(['config', *run]) == main(['config', '--describe']) == 0\n"
+        "configured = loaded()\n"
+        "assert main(['plan', *run]) == main(['plan', *run, '--nodes', '1']) == 0\n"
+        "print(configured, loaded())\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.rstrip().endswith("['toy_mixer.options']")
+    assert done.stdout.rstrip().endswith("['toy_mixer.options'] ['toy_mixer.options', 'toy_mixer.spec']")
+    assert "toy positions" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -151,14 +157,24 @@ def test_a_broken_package_is_named(
     assert f"mixer toy: the entry point of toy-mixer, {message}" in str(refused.value)
 
 
+def write_entry(folder: Path, fields: str) -> None:
+    text = f"from lightscale.config.mixers import MixerEntry\nENTRY = MixerEntry({fields})\n"
+    (folder / "toy_mixer.py").write_text(text, encoding="utf-8")
+
+
+def test_an_entry_without_a_spec_is_refused(tiny_run: Path, tmp_path: Path, on_path: Callable[[Path], None]) -> None:
+    install(tmp_path / "site", entries="toy = toy_mixer:ENTRY")
+    write_entry(tmp_path / "site", 'cls="toy_mixer.layer:Toy"')
+    on_path(tmp_path / "site")
+    with pytest.raises(UserError, match=r"mixer toy: the entry point of toy-mixer, .* missing .* 'spec'"):
+        load(tiny_run, ["model.mixer=toy"])
+
+
 def test_options_that_are_no_section_are_refused(
     tiny_run: Path, tmp_path: Path, on_path: Callable[[Path], None]
 ) -> None:
     install(tmp_path / "site", entries="toy = toy_mixer:ENTRY")
-    text = (
-        'from lightscale.config.mixers import MixerEntry\nENTRY = MixerEntry(cls="json:dumps", options="json:dumps")\n'
-    )
-    (tmp_path / "site" / "toy_mixer.py").write_text(text, encoding="utf-8")
+    write_entry(tmp_path / "site", 'spec="json:dumps", cls="json:dumps", options="json:dumps"')
     on_path(tmp_path / "site")
     with pytest.raises(UserError) as refused:
         load(tiny_run, ["model.mixer=toy"])

@@ -10,10 +10,10 @@ from lightscale.config.schema import ModelConfig
 from lightscale.errors import UserError
 from lightscale.kernels.common.backends import set_default_backend
 from lightscale.kernels.operators import CostClass
-from lightscale.models.layers.tpe import TPE
-from lightscale.models.mixers.tnl import TNL
 from lightscale.models.operators import describe_operators
-from lightscale.models.registry import mixer_class as class_of
+from lightscale.models.registry import mixer_spec
+from lightscale.models.specs.tnl import TNLSpec
+from lightscale.models.specs.tpe import TPESpec
 from lightscale.planning.workload import Workload
 
 REST = "norm chunked, glu chunked, cross_entropy chunked"
@@ -60,7 +60,7 @@ def test_the_setting_is_for_all_of_them() -> None:
 @pytest.mark.parametrize("mixer", ["tnl", ["hgrn2", "tnl"]], ids=["alone", "hybrid"])
 def test_an_operator_that_nobody_described_is_refused(mixer: str | list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """In the log and in what planning computes from."""
-    monkeypatch.setattr(TNL, "operator", "delta")
+    monkeypatch.setattr(TNLSpec, "operator", "delta")
     with pytest.raises(UserError, match=r"no operator 'delta'; known: .*gla, glu, lightnet, lightning"):
         describe(mixer)
     work = Workload(shape(mixer), 128)
@@ -69,7 +69,7 @@ def test_an_operator_that_nobody_described_is_refused(mixer: str | list[str], mo
 
 
 def test_a_cost_class_that_planning_has_no_speed_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TNL, "operator", "norm")
+    monkeypatch.setattr(TNLSpec, "operator", "norm")
     with pytest.raises(UserError, match=r"mixer 'tnl': its operator 'norm' has cost class 'memory'.* scan, gated_scan"):
         _ = Workload(shape("tnl"), 128).layers
 
@@ -96,12 +96,12 @@ def test_flops_are_counted_with_the_chunk_of_the_kernel(mixer: str, chunk: int, 
     """4 heads of 16: 2 C (k + v) in the chunk and 4 k v with the state. LRPE doubles k, in TNL on the first layer."""
     model, k, v = shape(mixer), halves * 16, 16
     for length, used in ((8192, chunk), (48, 48)):
-        shapes = class_of(mixer).parameter_shapes(model, 1)
+        shapes = mixer_spec(mixer).parameter_shapes(model, 1)
         products = sum(2 * prod(shapes[name]) for name in shapes if name.endswith(".weight"))
         expected = products + 4 * (2 * used * (k + v) + 4 * k * v)
-        assert class_of(mixer).forward_flops_per_token(model, 1, length) == expected
+        assert mixer_spec(mixer).forward_flops_per_token(model, 1, length) == expected
 
 
 def test_flops_of_the_positional_encoding() -> None:
     """d 64 and 16 modes: a Toeplitz product of the kernel's 16 tokens, and the state read and written."""
-    assert TPE.forward_flops_per_token(shape("lightnet")) == 64 * (2 * 16 + 4 * 16)
+    assert TPESpec.forward_flops_per_token(shape("lightnet")) == 64 * (2 * 16 + 4 * 16)

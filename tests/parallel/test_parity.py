@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightscale.models.registry import mixer_class, shared_parts
+from lightscale.models.registry import mixer_spec, shared_specs
 from lightscale.training.schedule import learning_rate
 
 parity = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "parity.py")))
@@ -156,10 +156,10 @@ def states_sent(text: str, dtype: torch.dtype) -> tuple[int, int]:
     model = parity.MODELS[case.model]
     calls, values = 0, 0
     for layer, name in enumerate(model.layers):
-        sent = mixer_class(name).exchange_values(model, layer)
+        sent = mixer_spec(name).exchange_values(model, layer)
         calls += 2 if any(sent) else 0
         values += parity.ROWS * sum(sent)
-    for part in shared_parts(model):
+    for part in shared_specs(model):
         of_part = part.exchange_values(model)
         if of_part is not None:
             calls += 2

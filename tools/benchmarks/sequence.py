@@ -26,11 +26,12 @@ from torch import Tensor, nn
 
 from lightscale.config.mixers import MIXERS
 from lightscale.config.schema import ModelConfig
+from lightscale.models.classes import mixer_class, shared_parts
 from lightscale.models.language_model import transformer_config
 from lightscale.models.layers.context import SequenceContext
 from lightscale.models.layers.shared_parts import StagePart
 from lightscale.models.layers.tpe import TPE
-from lightscale.models.registry import mixer_class
+from lightscale.models.registry import mixer_spec
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.parallel.sequence import Gather, Ring, StateExchange, TwoLevel
 from lightscale.planning.communication import EXCHANGES, Exchange
@@ -207,7 +208,7 @@ def _rank(rank: int, ranks: int, folder: str, settings: SequenceSettings) -> Non
 
 def mixer_has_state(settings: SequenceSettings, kind: str) -> bool:
     """Whether ``kind`` exchanges states, and not keys and values."""
-    return kind == "tpe" or any(mixer_class(kind).exchange_values(settings.model(kind), _LAYER))
+    return kind == "tpe" or any(mixer_spec(kind).exchange_values(settings.model(kind), _LAYER))
 
 
 def _exchanges(mesh: Mesh, ranks_per_node: int) -> dict[str, StateExchange | None]:
@@ -235,7 +236,7 @@ def _operator(settings: SequenceSettings, kind: str, mesh: Mesh) -> Callable[[Te
         module = TPE(config, model, mesh.groups, stage=0)
     else:
         module = mixer_class(kind)(config, _LAYER + 1, model, mesh.groups)
-        shared = [part for part in mixer_class(kind).shared if issubclass(part, StagePart)]
+        shared = [part for part in shared_parts(model) if issubclass(part, StagePart)]
         parts = [part(config, model, mesh.groups, stage=0) for part in shared]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -246,7 +247,7 @@ def _operator(settings: SequenceSettings, kind: str, mesh: Mesh) -> Callable[[Te
         first = mesh.sequence_rank * x.size(0)
         positions = (first + torch.arange(x.size(0))).repeat(x.size(1), 1)
         context = SequenceContext.of(positions, exchange=exchange)
-        context = dataclasses.replace(context, shared={part.name: part(context).detach() for part in parts})
+        context = dataclasses.replace(context, shared={part.spec.name: part(context).detach() for part in parts})
         output = module(x, context) if kind == "tpe" else module.mix(x, context)
         return cast(Tensor, output)
 

@@ -24,7 +24,8 @@ _PATH_OPTIONS = ("name", "tokenizer", "vocab_size", "validation", "suffixes", "t
 def add_corpus(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that `read_corpus` reads."""
     add = parser.add_argument
-    add("paths", nargs="*", type=Path, metavar="CORPUS.toml | PATH", help="a corpus file, or files and directories")
+    paths = "a corpus file, or files and directories"
+    add("paths", nargs="*", default=[], type=Path, metavar="CORPUS.toml | PATH", help=paths)
     add("--corpus", choices=[STDLIB], help="a corpus that every machine has: Python's own sources")
     own = parser.add_argument_group("for PATHs and --corpus (in a corpus file, these are its keys)")
     add = own.add_argument

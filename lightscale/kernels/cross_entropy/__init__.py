@@ -100,7 +100,7 @@ def linear_cross_entropy(
         reduce: the maximum or sum over the ranks that hold the other rows, in place. Called once for each in forward,
             never in backward.
         loss_mask: (...), what each loss is multiplied by; None for 1.
-        chunk_tokens: tokens whose logits exist at a time; by default as many as ``chunked.WORKSPACE_BYTES`` hold.
+        chunk_tokens: tokens whose logits exist at a time; by default as many as ``LOGITS_WORKSPACE_BYTES`` hold.
         backend: "auto", "triton", "chunked" (PyTorch's operators), "reference" (all logits at once, by
             autograd; one rank).
 

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from lightscale.kernels.common.states import state_dtype
-
-WORKSPACE_BYTES = 512 * 2**20
-"""Room for one chunk's logits."""
+from lightscale.kernels.operators import LOGITS_WORKSPACE_BYTES
 
 
 class Ids(NamedTuple):
@@ -79,10 +77,10 @@ def _index(labels: Tensor, ids: Ids) -> tuple[Tensor, Tensor]:
 
 
 def chunks(hidden: Tensor, weight: Tensor, chunk_tokens: int | None) -> Iterator[slice]:
-    """Cut the tokens of hidden (tokens, d), by default into equal parts whose logits fit WORKSPACE_BYTES."""
+    """Cut the tokens of hidden (tokens, d), by default into equal parts whose logits fit LOGITS_WORKSPACE_BYTES."""
     if chunk_tokens is None:
         # At least 128 tokens, or the products of the two sides would be too small for a GPU.
-        fitting = max(128, WORKSPACE_BYTES // (weight.shape[0] * hidden.element_size()))
+        fitting = max(128, LOGITS_WORKSPACE_BYTES // (weight.shape[0] * hidden.element_size()))
         parts = -(-len(hidden) // fitting)
         # Equal parts: a short last chunk would cost nearly as much as a full one.
         chunk_tokens = max(1, -(-len(hidden) // max(1, parts)))

@@ -10,30 +10,35 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-
-import torch
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from lightscale.config.arguments import add_config, add_overrides, add_run_option
 from lightscale.config.files import load
-from lightscale.config.layout import Layout, LayoutError, check_layout, check_mixers
+from lightscale.config.layout import Layout, check_layout
 from lightscale.config.schema import RunConfig
-from lightscale.config.sinks import check_installed
-from lightscale.data_pipeline.store.token_store import TokenizerIdentity, TokenStore
 from lightscale.errors import UserError
+from lightscale.launch.commands.checks import (
+    allowed_changes,
+    check_divides,
+    check_inputs,
+    default_directory,
+    is_finished,
+    num_processes,
+)
 from lightscale.launch.duration import parse_duration
 from lightscale.launch.environment import RankEnvironment
 from lightscale.launch.network import choose_interface
 from lightscale.launch.rank import LAUNCHER_VARIABLE, run_rank, summary_and_notes
-from lightscale.launch.restart import EXIT_CODES, Nodes, RestartPolicy, run_ranks
 from lightscale.launch.scheduler import adopt_job, default_scheduler, get_scheduler
-from lightscale.launch.torchrun import ThisMachine
 from lightscale.runs.job_environment import job_id
 from lightscale.runs.lock import InUse, RunLock
 from lightscale.runs.metrics.sink import COMMAND_VARIABLE
 from lightscale.runs.run_directory import RunDirectory, Status
 from lightscale.training.signals import DEADLINE_VARIABLE
+
+if TYPE_CHECKING:
+    from lightscale.launch.restart import Nodes
 
 # Longer than it takes until a lock that is not renewed becomes stale, a minute: see `runs/lock.py`.
 _PATIENCE_S, _PAUSE_S = 150.0, 5.0
@@ -108,10 +113,14 @@ def run(args: argparse.Namespace) -> int:
 def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float | None) -> int:
     """Check everything that can be checked without ranks, then start them."""
     config, allow = load(args.config, args.overrides), allowed_changes(args.allow_change)
-    processes = _num_processes(config, args.processes)
-    nodes = _nodes(args, config, processes)
-    # Before the run's directory exists: a mistake leaves nothing behind.
-    check_run(config, processes * nodes.num_nodes)
+    # Before the run's directory exists: a mistake leaves nothing behind. And before torch is imported, for seconds.
+    check_inputs(config)
+    processes = num_processes(config, args.processes)
+    allocation = _allocation(args, config, processes)
+    check_divides(config, processes * (1 if allocation is None else allocation.num_nodes))
+    from lightscale.launch.restart import EXIT_CODES, RestartPolicy, run_ranks  # noqa: PLC0415
+    from lightscale.launch.torchrun import ThisMachine  # noqa: PLC0415
+
     if is_finished(directory, config, allow):
         print(f"{directory.path} is finished: all {config.total_steps} steps are done", file=sys.stderr)
         code = EXIT_CODES["finished"]
@@ -119,6 +128,7 @@ def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float
         # The ranks read the stored form: the user may edit CONFIG during the run.
         command = [sys.executable, "-m", "lightscale", "train", str(directory.config), "--run", str(directory.path)]
         command += [f"--allow-change={key}" for key in sorted(allow)]
+        nodes = allocation or ThisMachine()
         policy = RestartPolicy(config=config.restart, again=not args.no_restart, deadline_s=deadline_s)
         resume = _command_line(args, directory)
         os.environ[COMMAND_VARIABLE] = resume
@@ -133,12 +143,12 @@ def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float
     return code
 
 
-def _nodes(args: argparse.Namespace, config: RunConfig, processes: int) -> Nodes:
-    """Where the ranks run."""
+def _allocation(args: argparse.Namespace, config: RunConfig, processes: int) -> "Nodes | None":
+    """The nodes of the job that this runs in; None: no job, the ranks run on this machine."""
     if args.scheduler is None:
         if args.min_nodes is not None:
             raise UserError(f"--min-nodes {args.min_nodes}: only for runs on the nodes of a job; use --scheduler too")
-        return ThisMachine()
+        return None
 
     # Asked again after nodes failed, for those that are left.
     def fits(num_nodes: int) -> bool:
@@ -151,28 +161,11 @@ def _nodes(args: argparse.Namespace, config: RunConfig, processes: int) -> Nodes
     return get_scheduler(args.scheduler).allocation(os.environ, min_nodes=args.min_nodes, fits=fits)
 
 
-def _check_layout(config: RunConfig, num_ranks: int) -> Layout:
-    try:
-        return check_layout(config, num_ranks)
-    except LayoutError as error:
-        # By name, because only a run that is refused needs the planner.
-        raise importlib.import_module("lightscale.planning.advice").with_advice(error, config, num_ranks) from None
-
-
-def check_run(config: RunConfig, num_ranks: int) -> None:
-    """Refuse a configuration that cannot run on so many ranks, naming a layout that can, or whose data is not there."""
-    # The quickest first: reading the store may take seconds on a network file system.
-    _check_layout(config, num_ranks)
-    check_mixers(config.model, config.parallel)
-    check_installed(config.metrics.sinks)
-    _check_store(config)
-
-
 def _train(config: RunConfig, directory: RunDirectory, environment: RankEnvironment, allow: frozenset[str]) -> int:
     """The work of one rank."""
     # torch.distributed and Megatron know only torchrun's variables.
     os.environ.update(environment.variables())
-    layout = _check_layout(config, environment.world_size)
+    layout = check_divides(config, environment.world_size)
     is_main = environment.rank == 0
     # Only rank 0 may create the directory. The others have to come to the same answer without it.
     if is_finished(directory, config, allow) if is_main else directory.is_finished(config):
@@ -193,7 +186,7 @@ def _train(config: RunConfig, directory: RunDirectory, environment: RankEnvironm
 def _planned_memory_bytes(config: RunConfig, layout: Layout) -> int | None:
     """What planning expects rank 0, on the first pipeline stage, to hold; None where it cannot say."""
     # Without a device the plan is for GPUs, whose number format is another.
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if importlib.import_module("torch").cuda.is_available() else "cpu"
     here = config.model_copy(update={"train": config.train.model_copy(update={"device": device})})
     # By name, as the trainer: only rank 0 needs it.
     planning = importlib.import_module("lightscale.planning.memory")
@@ -203,34 +196,6 @@ def _planned_memory_bytes(config: RunConfig, layout: Layout) -> int | None:
         print(f"no planned memory beside the measured one: {error}", file=sys.stderr, flush=True)
         return None
     return planned
-
-
-def allowed_changes(keys: Sequence[str]) -> frozenset[str]:
-    """What ``--allow-change`` names."""
-    for key in keys:
-        section, _, rest = key.partition(".")
-        fields = getattr(RunConfig.model_fields.get(section), "annotation", None)
-        known = (
-            key == "lost-checkpoints"
-            or section == "versions"
-            or (fields is not None and (not rest or rest.split(".")[0] in fields.model_fields))
-        )
-        if not known:
-            raise UserError(
-                f"--allow-change {key}: neither a key or section of the configuration, like optimizer.lr or data, "
-                "nor versions or versions.PACKAGE, nor lost-checkpoints"
-            )
-    return frozenset(keys)
-
-
-def is_finished(directory: RunDirectory, config: RunConfig, allow: frozenset[str]) -> bool:
-    """Whether nothing is left to do; refuses a run of another configuration. Nothing of an existing run is touched."""
-    # By one rename: of two processes that start the same new run at once, the slower one compares with the faster
-    # one's.
-    if directory.create(config):
-        return False
-    directory.changes(config, allow)
-    return directory.is_finished(config)
 
 
 @contextlib.contextmanager
@@ -266,61 +231,6 @@ def _held_by_rank(directory: RunDirectory, config: RunConfig, allow: frozenset[s
             status: Status = "stopped" if isinstance(error, UserError) else "resumable"
             directory.write_status(status, reason=f"rank 0: {summary_and_notes(error)}", step=step, tokens=tokens)
             raise
-
-
-def default_directory(config: Path) -> Path:
-    """Where the run of a configuration is: runs/NAME for NAME.toml; a run's own config.toml stands for that run."""
-    # Otherwise a command line that names a run's own file would start another run, runs/config.
-    if config.name == "config.toml" and (config.parent / "events.jsonl").exists():
-        return config.parent
-    return Path("runs") / config.stem
-
-
-def _num_processes(config: RunConfig, wanted: int | None) -> int:
-    # device_count asks the driver without creating a context: the GPUs are for the ranks.
-    gpus = 0 if config.train.device == "cpu" else torch.cuda.device_count()
-    if config.train.device == "cuda" and gpus == 0:
-        raise UserError('train.device = "cuda", but torch sees no GPU; use "auto" or "cpu"')
-    processes = wanted if wanted is not None else max(1, gpus)
-    if processes < 1:
-        raise UserError(f"--processes {processes}: must be at least 1")
-    if gpus and processes > gpus:
-        raise UserError(f"--processes {processes}: there are only {gpus} GPUs, and each process needs its own")
-    return processes
-
-
-def _check_store(config: RunConfig) -> None:
-    """Refuse a store that is missing, damaged, lacks a named source, or whose tokenizer does not fit."""
-    data = config.data
-    store = TokenStore(data.store)
-    tokenizer = store.tokenizer
-    # An id without an embedding would fail on the device, far from its cause.
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise UserError(
-            f"model.vocab_size = {config.model.vocab_size} is less than the {tokenizer.vocab_size} tokens of "
-            f"{tokenizer.name} in data.store = {data.store}; use at least as many"
-        )
-    for name in data.sources:
-        _check_source(f"data.sources.{name}", name, store)
-    for name, validation in data.validation.items():
-        other = store if validation.store is None else TokenStore(validation.store)
-        _check_source(f"data.validation.{name}.source", validation.source, other)
-        # Losses per token of two tokenizers cannot be compared.
-        if other.tokenizer.sha256 != tokenizer.sha256:
-            raise UserError(
-                f"data.validation.{name}.store = {validation.store} was written with another tokenizer "
-                f"({_describe(other.tokenizer)}) than data.store = {data.store} ({_describe(tokenizer)}); "
-                "prepare both with the same one"
-            )
-
-
-def _check_source(key: str, name: str, store: TokenStore) -> None:
-    if name not in store.sources:
-        raise UserError(f"{key}: no source {name!r} in {store.path}; it has {', '.join(store.sources)}")
-
-
-def _describe(tokenizer: TokenizerIdentity) -> str:
-    return f"{tokenizer.name}, {tokenizer.vocab_size} tokens, {tokenizer.sha256[:8]}"
 
 
 def _command_line(args: argparse.Namespace, directory: RunDirectory) -> str:

@@ -1,17 +1,11 @@
 """``lightscale doctor``: whether this machine, or all ranks of a job together, can train, and what to change."""
 
 import argparse
-import dataclasses
 import json
 import os
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -20,56 +14,17 @@ from lightscale.config.arguments import add_config, add_overrides, add_run_optio
 from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
-from lightscale.launch.commands.train import default_directory
-from lightscale.launch.doctor import measure
-from lightscale.launch.doctor.peers import AbsentRanks, PeerRanks, meet_peers
+from lightscale.launch.commands.checks import default_directory
 from lightscale.launch.environment import RankEnvironment
 from lightscale.launch.scheduler import adopt_job
-from lightscale.training.health.check_result import CheckResult, Outcome, where
-from lightscale.training.health.machine import Machine, host_name
-from lightscale.training.preflight import check_machine, check_ranks
+from lightscale.training.health.check_result import Outcome, where
 
-_SEVERITY: tuple[Outcome, ...] = ("ok", "warning", "failed")
+if TYPE_CHECKING:
+    from lightscale.launch.doctor.examine import DoctorReport
+
 _STYLES: dict[Outcome, str] = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 # Ranks of a large job do not start at the same moment, and each first imports torch, often from a network file system.
 _WAIT_S = 60.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class DoctorReport:
-    """The results of all checks of one machine or of all ranks."""
-
-    hosts: Sequence[str]
-    """By rank."""
-    results: Sequence[CheckResult]
-
-    @property
-    def result(self) -> Outcome:
-        """The worst of all."""
-        return max((one.result for one in self.results), key=_SEVERITY.index, default="ok")
-
-    @property
-    def exit_code(self) -> int:
-        """Of the command."""
-        # A warning is no reason for a job script that calls the doctor first to give up its nodes.
-        return UserError.EXIT_CODE if self.result == "failed" else 0
-
-    @property
-    def exclude(self) -> list[str]:
-        """Hosts to exclude from the job."""
-        blamed = [one for one in self.results if one.result == "failed" and one.blames_host]
-        ranks = [rank for one in blamed for rank in one.ranks or range(len(self.hosts))]
-        return sorted({self.hosts[rank] for rank in ranks})
-
-    def record(self) -> dict[str, Any]:
-        """All of it, for JSON."""
-        return {
-            "result": self.result,
-            "exit_code": self.exit_code,
-            "hosts": list(self.hosts),
-            "exclude": self.exclude,
-            "findings": [dataclasses.asdict(one) for one in self.results],
-        }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,79 +57,15 @@ def run(args: argparse.Namespace) -> int:
     adopt_job(os.environ)
     config, directory = _target(args)
     environment = RankEnvironment.read(os.environ)
-    if environment is None:
-        report = examine_machine(config, directory, full=args.full)
-    else:
-        try:
-            with meet_peers(environment, args.wait) as ranks:
-                report = examine_ranks(config, directory, ranks, environment)
-        except AbsentRanks as absent:
-            report = DoctorReport(hosts=absent.hosts, results=[_absence(absent)])
-        except (dist.DistError, RuntimeError) as error:
-            # Rank 0 left because of a rank that did not answer, and reports it.
-            reason = str(error).strip().splitlines()[0]
-            print(f"rank {environment.rank} on {host_name()} lost the other ranks: {reason}", file=sys.stderr)
-            return UserError.EXIT_CODE
+    # Behind the arguments, as it imports torch.
+    from lightscale.launch.doctor.examine import examine  # noqa: PLC0415
+
+    report = examine(config, directory, environment, full=args.full, wait_s=args.wait)
     if environment is None or environment.rank == 0:
         # On rank 0 only, because FILE usually is on a disk that all ranks share.
         _exclude(args.exclude, report)
         _print(report, as_json=args.json)
     return report.exit_code
-
-
-def examine_machine(config: RunConfig | None, directory: Path, *, full: bool) -> DoctorReport:
-    """This machine alone."""
-    results = check_machine(config, directory)
-    if full:
-        gpus = range(torch.cuda.device_count())
-        devices = [torch.device("cuda", index) for index in gpus] or [torch.device("cpu")]
-        alone = [
-            measure.Peers(rank=0, size=1, device=device, hosts=[host_name()], group=None, barrier=lambda: None)
-            for device in devices
-        ]
-        products = [measure.measure_product(peers) for peers in alone]
-        kinds = [torch.cuda.get_device_name(index) for index in gpus] or [measure.processor()]
-        # One after the other, and not ranks: which GPU it is must be said.
-        results += [
-            dataclasses.replace(one, found=f"GPU {', '.join(map(str, one.ranks))}: {one.found}", ranks=())
-            if one.ranks
-            else one
-            for one in measure.judge_products(products, kinds, devices[0].type)
-        ]
-    return DoctorReport(hosts=[host_name()], results=results)
-
-
-def examine_ranks(
-    config: RunConfig | None, directory: Path, ranks: PeerRanks, environment: RankEnvironment
-) -> DoctorReport:
-    """All ranks of a job, with measurements. The same report on every rank."""
-    results = check_ranks(config, directory, ranks, environment.local_rank)
-    machines = ranks.on_all(lambda: Machine.read(environment.local_rank))
-    wanted = "auto" if config is None else config.train.device
-    # All ranks on GPUs, or none: NCCL needs one on each, and a CPU among GPUs would only be slow. A rank whose GPU is
-    # missing is reported by the checks above.
-    if wanted != "cpu" and all(machine.gpus for machine in machines):
-        device = torch.device("cuda", environment.local_rank)
-        # Before the NCCL group is made below, which takes the current device.
-        torch.cuda.set_device(device)
-        kinds = [machine.gpus[0].name for machine in machines]
-    else:
-        device = torch.device("cpu")
-        kinds = ranks.on_all(measure.processor)
-    peers = measure.Peers(
-        rank=ranks.rank,
-        size=ranks.size,
-        device=device,
-        hosts=ranks.hosts,
-        group=dist.new_group(backend="nccl") if device.type == "cuda" else dist.group.WORLD,
-        barrier=ranks.barrier,
-    )
-    products = ranks.on_all(lambda: measure.measure_product(peers))
-    results += measure.judge_products(products, kinds, device.type)
-    if ranks.size > 1:
-        results += measure.judge_exchange(ranks.on_all(lambda: measure.measure_exchange(peers)))
-        results += measure.judge_all_reduce(ranks.on_all(lambda: measure.measure_all_reduce(peers)))
-    return DoctorReport(hosts=ranks.hosts, results=results)
 
 
 def _target(args: argparse.Namespace) -> tuple[RunConfig | None, Path]:
@@ -187,18 +78,7 @@ def _target(args: argparse.Namespace) -> tuple[RunConfig | None, Path]:
     return None, args.run or Path()
 
 
-def _absence(absent: AbsentRanks) -> CheckResult:
-    return CheckResult(
-        check="ranks",
-        result="failed",
-        found=str(absent),
-        right="ranks that start and answer: look at these hosts, and at a network that lets them through",
-        ranks=absent.ranks,
-        blames_host=True,
-    )
-
-
-def _exclude(path: Path | None, report: DoctorReport) -> None:
+def _exclude(path: Path | None, report: "DoctorReport") -> None:
     """Add to the file what is not there yet."""
     if path is None:
         return
@@ -207,7 +87,7 @@ def _exclude(path: Path | None, report: DoctorReport) -> None:
     path.write_text("".join(f"{host}\n" for host in dict.fromkeys([*there, *report.exclude])), encoding="utf-8")
 
 
-def _print(report: DoctorReport, *, as_json: bool) -> None:
+def _print(report: "DoctorReport", *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(report.record(), indent=2))
         return

@@ -1,7 +1,7 @@
 """What a model holds once because a mixer asks for it: the interface, and how layers read what is computed once.
 
-A mixer lists the classes of its parts in ``Mixer.shared``. The language model, the counts of parameters and FLOPs and
-the planner know them by this interface alone. Two kinds differ by where they stand:
+A mixer lists the specs of its parts in ``MixerSpec.shared``; counts and the planner know those alone, the language
+model these classes too. Two kinds differ by where they stand:
 
 - an ``EmbeddingPart`` changes the embedded tokens, on the first pipeline stage only (TPE);
 - a ``StagePart`` gives a tensor that the layers read. Every pipeline stage holds a copy (HGRN2's lower bounds).
@@ -9,7 +9,6 @@ the planner know them by this interface alone. Two kinds differ by where they st
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from lightscale.config.schema import ModelConfig
 from lightscale.models.layers.context import SequenceContext
+from lightscale.models.specs.interface import PartParameter, PartSpec
 from lightscale.parallel.engine import share_over_stages
 from lightscale.parallel.initialization import DrawWeights, set_initializer
 from lightscale.parallel.megatron import (
@@ -30,37 +30,8 @@ from lightscale.parallel.megatron import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PartParameter:
-    """A parameter of a shared part, as it is on one process."""
-
-    shape: tuple[int, ...]
-    draw: DrawWeights
-    """Fills in its initial values."""
-    term: str
-    """What it counts as in ``lightscale plan``."""
-    split_dim: int | None = None
-    """The dim that tensor ranks share out; None: each of them holds the whole parameter."""
-    keep_wide: bool = False
-    """Kept in fp32 in half-precision models."""
-    weight_decay: bool = True
-    """False: none for this parameter, whatever its shape."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartExchange:
-    """What a part contributes to an exchange along the sequence: fp32 numbers per row, of all tensor ranks."""
-
-    channels: int
-    """By which the state is shared out, over tensor ranks and for some ways of exchange."""
-    state: int
-    """Numbers of the state; as many come back as its cotangent."""
-    whole: int
-    """Decays that every tensor rank needs and sends, forward only."""
-
-
 class SharedPart(MegatronModule, ABC):
-    """A part of the model outside the layers. Its parameters are ``parameters_of(model)``, on this tensor rank.
+    """A part of the model outside the layers. Its parameters are those of its spec, on this tensor rank.
 
     Args:
         config: the model's Megatron configuration.
@@ -69,11 +40,8 @@ class SharedPart(MegatronModule, ABC):
         stage: of the model's pipeline stages, virtual ones included, the one that this copy is for.
     """
 
-    name: ClassVar[str]
-    """Its module's name, which begins the names of its parameters, and its key in ``SequenceContext.shared``."""
-
-    operator: ClassVar[str | None] = None
-    """The operator (``lightscale.kernels.operators``) that computes it; None: PyTorch."""
+    spec: ClassVar[type[PartSpec]]
+    """What is known of it without torch: its name and its parameters among it."""
 
     def __init__(
         self, config: TransformerConfig, model: ModelConfig, groups: ProcessGroupCollection, *, stage: int
@@ -81,35 +49,17 @@ class SharedPart(MegatronModule, ABC):
         super().__init__(config)
         self.tp_group: dist.ProcessGroup = groups.tp
         self.stage = stage
-        self._described = self.parameters_of(model)
+        self._described, draws = self.spec.parameters_of(model), self.initial_values(model)
+        assert self._described.keys() == draws.keys(), f"{self.spec.name}: initial values of {', '.join(draws)}"
         for name, described in self._described.items():
-            self.register_parameter(name, self._parameter(described, config))
+            self.register_parameter(name, self._parameter(described, draws[name], config))
 
     @staticmethod
     @abstractmethod
-    def parameters_of(model: ModelConfig) -> dict[str, PartParameter]:
-        """The part's parameters by their names in the module."""
+    def initial_values(model: ModelConfig) -> dict[str, DrawWeights]:
+        """What fills in each parameter of the spec, by its name."""
 
-    @staticmethod
-    def check(model: ModelConfig) -> None:
-        """UserError for a model that cannot have the part; naming key, value and what to use instead."""
-
-    @staticmethod
-    def forward_flops_per_token(model: ModelConfig) -> float:
-        """Operations of one forward pass, per token."""
-        return 0.0
-
-    @staticmethod
-    def exchange_values(model: ModelConfig) -> PartExchange | None:
-        """What the part exchanges with other sequence ranks; None: it has no state."""
-        return None
-
-    @classmethod
-    def prefix(cls) -> str:
-        """What stands before the names of the part's parameters in the model, the dot included."""
-        return f"{cls.name}."
-
-    def _parameter(self, described: PartParameter, config: TransformerConfig) -> nn.Parameter:
+    def _parameter(self, described: PartParameter, draw: DrawWeights, config: TransformerConfig) -> nn.Parameter:
         shape, dim = list(described.shape), described.split_dim
         if dim is not None:
             shape[dim] //= self.tp_group.size()
@@ -124,7 +74,7 @@ class SharedPart(MegatronModule, ABC):
             made.tensor_model_parallel, made.partition_dim, made.partition_stride = True, dim, 1
         if not described.weight_decay:
             made.no_weight_decay = True
-        set_initializer(made, described.draw)
+        set_initializer(made, draw)
         parameter: nn.Parameter = made
         return parameter
 
@@ -152,13 +102,8 @@ class EmbeddingPart(SharedPart):
     """A part that changes the embedded tokens. It stands in the embedding, which the first pipeline stage alone has.
 
     It works on all tokens of a sequence rank's segment for some channels: tensor ranks share the channels out, so that
-    a part may scan along the sequence without an exchange between them.
+    a part may scan along the sequence without an exchange between them. Its spec is an ``EmbeddingPartSpec``.
     """
-
-    @classmethod
-    def prefix(cls) -> str:
-        """It is a module of the embedding."""
-        return f"embedding.{cls.name}."
 
     @abstractmethod
     def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
@@ -166,7 +111,10 @@ class EmbeddingPart(SharedPart):
 
 
 class StagePart(SharedPart):
-    """A part that layers of every pipeline stage read: each stage has a copy, whose gradients the engine sums."""
+    """A part that layers of every pipeline stage read: each stage has a copy, whose gradients the engine sums.
+
+    Its spec is a ``StagePartSpec``.
+    """
 
     def __init__(
         self, config: TransformerConfig, model: ModelConfig, groups: ProcessGroupCollection, *, stage: int

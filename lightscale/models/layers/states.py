@@ -6,8 +6,7 @@ import torch
 
 from lightscale.errors import UserError
 from lightscale.models.layers.context import MixerState, SequenceContext
-
-Shapes = dict[str, tuple[int, ...]]
+from lightscale.models.specs.interface import Shapes
 
 
 def incoming_state(

@@ -4,25 +4,22 @@ u_t[c, r] = λ_r u_{t-1}[c, r] + x_t[c];  y_t[c] = Σ_r γ[c, r] u_t[c, r];  the
 """
 
 import math
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightscale.config.schema import ModelConfig
-from lightscale.kernels.operators import get_operator
 from lightscale.kernels.tpe import recurrent_step, state_dtype, tpe_scan
 from lightscale.models.layers.context import SequenceContext
-from lightscale.models.layers.shared_parts import EmbeddingPart, PartExchange, PartParameter
+from lightscale.models.layers.shared_parts import EmbeddingPart
 from lightscale.models.layers.states import incoming_state
-from lightscale.parallel.initialization import normal
+from lightscale.models.specs.tpe import TPESpec
+from lightscale.parallel.initialization import DrawWeights, normal
 from lightscale.parallel.sequence import TPEScan
 
 LONGEST_SCALE_TOKENS = 4096
 STATE_NAME = "tpe"
-DECAYS_TERM = "TPE decays"
-"""What the decays count as."""
 
 
 def initial_decay_logits(num_modes: int) -> Tensor:
@@ -39,41 +36,19 @@ class TPE(EmbeddingPart):
     of states, and every rank all of ``gamma``.)
     """
 
-    name = "tpe"
-    operator: ClassVar[str | None] = "tpe"
+    spec = TPESpec
 
     decay_logit: nn.Parameter
     gamma: nn.Parameter
 
     @staticmethod
-    def parameters_of(model: ModelConfig) -> dict[str, PartParameter]:
-        """``decay_logit`` (e,) and ``gamma`` (d, e), with e = head_dim modes."""
+    def initial_values(model: ModelConfig) -> dict[str, DrawWeights]:
+        """Decays of all time scales; ``gamma`` such that y starts as small as the embedding."""
         modes = model.head_dim
         return {
-            "decay_logit": PartParameter(
-                shape=(modes,),
-                draw=lambda weight, generator: weight.copy_(initial_decay_logits(modes)),
-                term=DECAYS_TERM,
-                # A decay near 1 is applied thousands of times.
-                keep_wide=True,
-            ),
-            "gamma": PartParameter(
-                shape=(model.hidden_size, modes),
-                draw=normal(model.init_std / math.sqrt(modes)),
-                term="TPE",
-                split_dim=0,
-            ),
+            "decay_logit": lambda weight, generator: weight.copy_(initial_decay_logits(modes)),
+            "gamma": normal(model.init_std / math.sqrt(modes)),
         }
-
-    @staticmethod
-    def forward_flops_per_token(model: ModelConfig) -> float:
-        """A short Toeplitz product, and the state read and written, per channel."""
-        return model.hidden_size * (2 * get_operator("tpe").chunk_size + 4 * model.head_dim)
-
-    @staticmethod
-    def exchange_values(model: ModelConfig) -> PartExchange:
-        """States, and λ^n, which is the same for all channels."""
-        return PartExchange(channels=model.hidden_size, state=model.hidden_size * model.head_dim, whole=model.head_dim)
 
     def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n, b, d / tensor), this tensor rank's channels of all tokens -> the same."""

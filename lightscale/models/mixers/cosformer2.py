@@ -7,7 +7,7 @@
 adds a Toeplitz positional encoding after the embedding.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,20 +16,13 @@ from torch import Tensor
 from lightscale.config.schema import ModelConfig
 from lightscale.models.layers.context import SequenceContext
 from lightscale.models.layers.positions import LRPE
-from lightscale.models.layers.shared_parts import SharedPart
-from lightscale.models.layers.states import Shapes
-from lightscale.models.layers.tpe import TPE
-from lightscale.models.mixers.interface import GatedMixer, chunked_flops, gated_projection_flops
+from lightscale.models.mixers.interface import GatedMixer
 from lightscale.models.mixers.linear_attention import begin_attention
 from lightscale.parallel.megatron import TransformerConfig
 
 
 class CosFormer2(GatedMixer):
     """(n / tensor, b, d) -> (n / tensor, b, d). The state is ``S``: (b, h, 2 k, k), k head_dim."""
-
-    operator = "lightning"
-
-    shared: ClassVar[tuple[type[SharedPart], ...]] = (TPE,)
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, model: ModelConfig, *args: Any, **kwargs: Any
@@ -39,23 +32,6 @@ class CosFormer2(GatedMixer):
         # Equal in all heads at first; each learns its own from there.
         angles = torch.pow(10000.0, -2 * i / model.head_dim).expand(model.num_heads, -1)
         self.lrpe = LRPE(config, angles, self.group)
-
-    @staticmethod
-    def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
-        """Projections, gate, and attention in chunks."""
-        attention = chunked_flops(model, sequence_length, operator=CosFormer2.operator, key_width=2 * model.head_dim)
-        return gated_projection_flops(model, layer) + attention
-
-    @staticmethod
-    def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
-        """Those of the gated mixer, and the angles."""
-        return {**GatedMixer.parameter_shapes(model, layer), "lrpe.theta": (model.num_heads, model.head_dim)}
-
-    @staticmethod
-    def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
-        """A state and a flag per head forward, a state's cotangent backward."""
-        state = 2 * model.hidden_size * model.head_dim
-        return state + model.num_heads, state
 
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""

@@ -7,7 +7,7 @@
 (``LowerBounds``).
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,11 @@ from lightscale.config.schema import ModelConfig
 from lightscale.kernels.gla import gla, recurrent_step, state_dtype
 from lightscale.models.layers.context import Finish, SequenceContext
 from lightscale.models.layers.linear import column_parallel, row_parallel
-from lightscale.models.layers.shared_parts import PartParameter, SharedPart, StagePart
-from lightscale.models.layers.states import Shapes, incoming_state
-from lightscale.models.mixers.interface import Mixer, chunked_flops, projection_flops
-from lightscale.parallel.initialization import ones
+from lightscale.models.layers.shared_parts import StagePart
+from lightscale.models.layers.states import incoming_state
+from lightscale.models.mixers.interface import Mixer
+from lightscale.models.specs.hgrn2 import LowerBoundsSpec
+from lightscale.parallel.initialization import DrawWeights, ones
 from lightscale.parallel.megatron import TransformerConfig
 from lightscale.parallel.sequence import GatedScan
 
@@ -78,23 +79,14 @@ class _LogForget(torch.autograd.Function):
 class LowerBounds(StagePart):
     """The table Γ of a model, (l, d), ones at first; split over the tensor ranks by channel. Gives β."""
 
-    name = "lower_bounds"
+    spec = LowerBoundsSpec
 
     table: nn.Parameter
 
     @staticmethod
-    def parameters_of(model: ModelConfig) -> dict[str, PartParameter]:
-        """One ``table`` that all layers read."""
-        return {
-            "table": PartParameter(
-                shape=(model.num_layers, model.hidden_size),
-                draw=ones,
-                term="lower bounds",
-                split_dim=1,
-                keep_wide=True,
-                weight_decay=False,
-            )
-        }
+    def initial_values(model: ModelConfig) -> dict[str, DrawWeights]:
+        """Ones: the bounds rise evenly from layer to layer."""
+        return {"table": ones}
 
     def forward(self, context: SequenceContext) -> Tensor:
         """β, (l, d / tensor), fp32 at least; the same for all sequences."""
@@ -103,10 +95,6 @@ class LowerBounds(StagePart):
 
 class HGRN2(Mixer):
     """(n / tensor, b, d) -> (n / tensor, b, d). The state is ``S``: (b, h, k, k), k head_dim."""
-
-    operator = "gla"
-
-    shared: ClassVar[tuple[type[SharedPart], ...]] = (LowerBounds,)
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, model: ModelConfig, *args: Any, **kwargs: Any
@@ -119,28 +107,10 @@ class HGRN2(Mixer):
         self.q_proj = column_parallel(config, d, d, std=model.init_std, group=self.group)
         self.out_proj = row_parallel(config, d, d, std=self.output_std, group=self.group)
 
-    @staticmethod
-    def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
-        """Projections, and attention in chunks."""
-        attention = chunked_flops(model, sequence_length, operator=HGRN2.operator, key_width=model.head_dim)
-        return projection_flops(model) + attention
-
-    @staticmethod
-    def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
-        """Projections; the lower bounds belong to the model."""
-        d = model.hidden_size
-        return {"fv_proj.weight": (2 * d, d), "q_proj.weight": (d, d), "out_proj.weight": (d, d)}
-
-    @staticmethod
-    def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
-        """A state and a decay per channel forward, a state's cotangent backward."""
-        state = model.hidden_size * model.head_dim
-        return state + model.hidden_size, state
-
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
         f, v = self._heads(self.fv_proj, x, 2)
-        bounds = context.shared[LowerBounds.name]
+        bounds = context.shared[LowerBoundsSpec.name]
         log_decay, k = _LogForget.apply(f, bounds[self.layer].view(self.num_heads, -1))
         # Keys enter products and are rounded once. log f stays in fp32: it is summed over tokens, and so is its error.
         finish = self._begin(k.to(v.dtype), v, log_decay, context)

@@ -2,19 +2,16 @@
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightscale.config.schema import ModelConfig
-from lightscale.kernels.operators import get_operator
 from lightscale.models.layers.context import SequenceContext
 from lightscale.models.layers.linear import ReplicatedLinear, column_parallel, row_parallel
 from lightscale.models.layers.norms import gated_norm_split
-from lightscale.models.layers.shared_parts import SharedPart
-from lightscale.models.layers.states import Shapes
-from lightscale.models.mixers.options import GatedMixerOptions
+from lightscale.models.specs.gated import gate_rank
 from lightscale.parallel.megatron import MegatronModule, ProcessGroupCollection, TransformerConfig
 
 
@@ -22,7 +19,8 @@ class Mixer(MegatronModule, ABC):
     """A causal map of (n / tensor, b, d), the ``self_attention`` of Megatron's transformer layer.
 
     Heads are split over the tensor ranks, tokens over the sequence ranks. A mixer declares its parameters with
-    initializers (``parallel.initialization``), takes states from the context and leaves them there.
+    initializers (``parallel.initialization``), takes states from the context and leaves them there. What can be said of
+    it without building it, the shapes of its parameters among it, stands in its ``MixerSpec``.
 
     Args:
         config: the model's Megatron configuration.
@@ -30,15 +28,6 @@ class Mixer(MegatronModule, ABC):
         model: the shape of the whole model.
         pg_collection: Megatron's process groups.
     """
-
-    operator: ClassVar[str]
-    """What computes it, as ``kernels.operators`` describes it."""
-
-    shared: ClassVar[tuple[type[SharedPart], ...]] = ()
-    """What the model holds once for all layers of this kind."""
-
-    whole_on_tensor_ranks: ClassVar[frozenset[str]] = frozenset()
-    """Names of the parameters that tensor ranks do not split: each of them holds them whole."""
 
     def __init__(
         self,
@@ -60,21 +49,6 @@ class Mixer(MegatronModule, ABC):
         self.heads = slice(self.group.rank() * self.num_heads, (self.group.rank() + 1) * self.num_heads)
         # Outputs that are added to the residual stream start smaller, so that its variance does not grow with depth.
         self.output_std = model.init_std / math.sqrt(2 * model.num_layers)
-
-    @staticmethod
-    @abstractmethod
-    def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
-        """Operations of the matrix products in one forward pass of layer ``layer`` (from 0), per token."""
-
-    @staticmethod
-    @abstractmethod
-    def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
-        """Unsplit shapes of the parameters of layer ``layer`` (from 0), by their names in the module."""
-
-    @staticmethod
-    def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
-        """fp32 numbers per row that each sequence rank contributes to an exchange, forward and backward."""
-        return 0, 0
 
     @abstractmethod
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
@@ -111,10 +85,8 @@ class GatedMixer(Mixer):
     Keys and values come first: what they write to the state travels to other sequence ranks while the queries and the
     gate are computed. Hence two projections (with tensor ranks the input is gathered for each of them).
 
-    Its options are ``GatedMixerOptions``, or a subclass.
+    Its spec is a ``GatedMixerSpec``.
     """
-
-    whole_on_tensor_ranks: ClassVar[frozenset[str]] = frozenset({"gate_down.weight"})
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, model: ModelConfig, *args: Any, **kwargs: Any
@@ -129,18 +101,6 @@ class GatedMixer(Mixer):
         self.gate_up = column_parallel(config, rank, d, std=std, group=group)
         self.out_proj = row_parallel(config, d, d, std=self.output_std, group=group)
 
-    @staticmethod
-    def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
-        """Projections and gate."""
-        d, rank = model.hidden_size, gate_rank(model, layer)
-        return {
-            "kv_proj.weight": (2 * d, d),
-            "q_proj.weight": (d, d),
-            "gate_down.weight": (rank, d),
-            "gate_up.weight": (d, rank),
-            "out_proj.weight": (d, d),
-        }
-
     def _gate(self, x: Tensor) -> Tensor:
         """x: (n / tensor, b, d), the mixer's input -> (n, b, h v), before the sigmoid."""
         # Down on each tensor rank's own tokens, so that gate_up gathers them gate_rank wide instead of d.
@@ -151,31 +111,3 @@ class GatedMixer(Mixer):
         """o: (b, n, h, v), gate: (n, b, h v) -> (n / tensor, b, d)."""
         out: Tensor = self.out_proj(self._norm(o, gate))[0]
         return out
-
-
-def gate_rank(model: ModelConfig, layer: int) -> int:
-    """Inner width of the low-rank gate of layer ``layer`` (from 0), whose mixer is a ``GatedMixer``."""
-    options = model.layer_options(layer)
-    assert isinstance(options, GatedMixerOptions), f"the options of {model.layers[layer]} have no gate_rank"
-    return options.gate_rank or model.head_dim
-
-
-def projection_flops(model: ModelConfig) -> float:
-    """Operations of the four projections of one mixer's forward pass, per token."""
-    return 2 * 4 * model.hidden_size**2
-
-
-def gated_projection_flops(model: ModelConfig, layer: int) -> float:
-    """The same of a ``GatedMixer``, with its gate."""
-    return projection_flops(model) + 2 * 2 * model.hidden_size * gate_rank(model, layer)
-
-
-def chunked_flops(model: ModelConfig, sequence_length: int, *, operator: str, key_width: int) -> float:
-    """Operations of chunked linear attention per token: 2 C (k + v) in the chunk, 4 k v with the state, per head.
-
-    C is the chunk of ``operator``.
-    """
-    k, v = key_width, model.head_dim
-    # The operator's own chunk: the work inside it grows with its length, that with the state does not.
-    chunk = min(get_operator(operator).chunk_size, sequence_length)
-    return model.num_heads * (2 * chunk * (k + v) + 4 * k * v)

@@ -8,7 +8,7 @@ after the embedding.
 """
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,8 @@ from lightscale.config.schema import ModelConfig
 from lightscale.kernels.lightnet import Angles, LightNetState, lightnet_attention, recurrent_step, state_dtype
 from lightscale.models.layers.context import Finish, SequenceContext
 from lightscale.models.layers.positions import lrpe_angles
-from lightscale.models.layers.shared_parts import SharedPart
 from lightscale.models.layers.states import incoming_state
-from lightscale.models.layers.tpe import TPE
-from lightscale.models.mixers.interface import GatedMixer, chunked_flops, gated_projection_flops
+from lightscale.models.mixers.interface import GatedMixer
 from lightscale.parallel.megatron import TransformerConfig
 from lightscale.parallel.sequence import LightNetScan
 
@@ -32,10 +30,6 @@ class LightNet(GatedMixer):
     The state is ``z``: (b, h, k), the log of the weights so far, and ``S``: (b, h, 2 k, k), k head_dim.
     """
 
-    operator = "lightnet"
-
-    shared: ClassVar[tuple[type[SharedPart], ...]] = (TPE,)
-
     def __init__(
         self, config: TransformerConfig, layer_number: int, model: ModelConfig, *args: Any, **kwargs: Any
     ) -> None:
@@ -44,18 +38,6 @@ class LightNet(GatedMixer):
         wide = torch.promote_types(config.params_dtype, torch.float32)
         theta = lrpe_angles(model.num_heads, model.head_dim)[self.heads]
         self.register_buffer("theta", theta.to(self.kv_proj.weight.device, wide), persistent=False)
-
-    @staticmethod
-    def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
-        """Projections, gate, and attention in chunks."""
-        attention = chunked_flops(model, sequence_length, operator=LightNet.operator, key_width=2 * model.head_dim)
-        return gated_projection_flops(model, layer) + attention
-
-    @staticmethod
-    def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
-        """z, S and a flag forward, their cotangents backward; both halves of S share z."""
-        values = model.hidden_size * (2 * model.head_dim + 1)
-        return values + 1, values
 
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""

@@ -17,16 +17,14 @@ from lightscale.kernels.common.angles import Angles, phases_of
 from lightscale.models.layers.context import Finish, SequenceContext
 from lightscale.models.layers.linear import column_parallel, row_parallel
 from lightscale.models.layers.positions import rope, rotary_angles
-from lightscale.models.layers.states import Shapes, check_state
-from lightscale.models.mixers.interface import Mixer, projection_flops
+from lightscale.models.layers.states import check_state
+from lightscale.models.mixers.interface import Mixer
 from lightscale.parallel.megatron import TransformerConfig
 from lightscale.parallel.sequence import begin_gather
 
 
 class LLaMA(Mixer):
     """(n / tensor, b, d) -> (n / tensor, b, d). The state is ``k`` and ``v``: (b, tokens so far, h, head_dim)."""
-
-    operator = "SDPA"
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, model: ModelConfig, *args: Any, **kwargs: Any
@@ -38,17 +36,6 @@ class LLaMA(Mixer):
         self.kv_proj = column_parallel(config, d, 2 * d, std=model.init_std, group=self.group)
         self.q_proj = column_parallel(config, d, d, std=model.init_std, group=self.group)
         self.out_proj = row_parallel(config, d, d, std=self.output_std, group=self.group)
-
-    @staticmethod
-    def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
-        """Projections, and two products with half of the other tokens on average."""
-        return projection_flops(model) + 2 * model.hidden_size * sequence_length
-
-    @staticmethod
-    def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
-        """Projections."""
-        d = model.hidden_size
-        return {"kv_proj.weight": (2 * d, d), "q_proj.weight": (d, d), "out_proj.weight": (d, d)}
 
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""

@@ -17,8 +17,7 @@ from torch import Tensor
 from lightscale.config.schema import ModelConfig
 from lightscale.models.layers.context import SequenceContext
 from lightscale.models.layers.positions import LRPE, lrpe_angles
-from lightscale.models.layers.states import Shapes
-from lightscale.models.mixers.interface import GatedMixer, chunked_flops, gated_projection_flops
+from lightscale.models.mixers.interface import GatedMixer
 from lightscale.models.mixers.linear_attention import begin_attention
 from lightscale.parallel.megatron import TransformerConfig
 
@@ -49,8 +48,6 @@ class TNL(GatedMixer):
     The state is ``S``: (b, h, k, head_dim), k head_dim, doubled on the first layer.
     """
 
-    operator = "lightning"
-
     def __init__(
         self, config: TransformerConfig, layer_number: int, model: ModelConfig, *args: Any, **kwargs: Any
     ) -> None:
@@ -63,24 +60,6 @@ class TNL(GatedMixer):
         # Not in checkpoints: configuration and layout decide it, and a checkpoint is read under any layout.
         self.register_buffer("log_decay", decays.to(self.kv_proj.weight.device, wide), persistent=False)
 
-    @staticmethod
-    def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
-        """Projections, gate, and attention in chunks."""
-        chunks = chunked_flops(model, sequence_length, operator=TNL.operator, key_width=_key_width(model, layer))
-        return gated_projection_flops(model, layer) + chunks
-
-    @staticmethod
-    def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
-        """Those of the gated mixer, and the first layer's angles."""
-        shapes = GatedMixer.parameter_shapes(model, layer)
-        return {**shapes, "lrpe.theta": (model.num_heads, model.head_dim)} if layer == 0 else shapes
-
-    @staticmethod
-    def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
-        """A state and a decay per head forward, a state's cotangent backward."""
-        state = _key_width(model, layer) * model.head_dim
-        return model.num_heads * (state + 1), model.num_heads * state
-
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
         k, v = self._heads(self.kv_proj, x, 2)
@@ -92,7 +71,3 @@ class TNL(GatedMixer):
         (q,) = self._heads(self.q_proj, x)
         gate = self._gate(x)
         return self._gated_output(finish(F.silu(q)), gate)
-
-
-def _key_width(model: ModelConfig, layer: int) -> int:
-    return 2 * model.head_dim if layer == 0 else model.head_dim

@@ -3,20 +3,19 @@
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from torch import Tensor
 
 from lightscale.config.arguments import add_run, require_run, run_path
 from lightscale.errors import UserError
-from lightscale.parallel.shards import Box, TensorShard, copy_overlap
+from lightscale.parallel.shards import Box
 from lightscale.runs.lock import RunLock
 from lightscale.runs.run_directory import RunDirectory, split_step
 from lightscale.training.checkpoints.directories import (
@@ -30,8 +29,8 @@ from lightscale.training.checkpoints.directories import (
     remove,
     steps_of,
 )
+from lightscale.training.checkpoints.header import read_header
 from lightscale.training.checkpoints.manifest import DamagedCheckpoint, Manifest, verify_files
-from lightscale.training.checkpoints.tensor_file import TensorFile
 
 EXIT_DIFFERENT = 1
 """Something is damaged, or two checkpoints differ."""
@@ -100,14 +99,16 @@ class _Checkpoint:
             return str(error)
         return None
 
-    def tensors(self) -> dict[str, list[tuple[TensorFile, Box]]]:
-        """The boxes of every tensor, and the files that they are in."""
-        found: dict[str, list[tuple[TensorFile, Box]]] = {}
-        for name in sorted(self.manifest().files):
-            if name.endswith(TENSORS):
-                file = TensorFile(self.path / name)
-                for box in file.boxes:
-                    found.setdefault(box.key, []).append((file, box))
+    def files(self) -> list[Path]:
+        """Those with tensors."""
+        return [self.path / name for name in sorted(self.manifest().files) if name.endswith(TENSORS)]
+
+    def tensors(self) -> dict[str, list[Box]]:
+        """The boxes of every tensor."""
+        found: dict[str, list[Box]] = {}
+        for file in self.files():
+            for entry in read_header(file):
+                found.setdefault(entry.box.key, []).append(entry.box)
         return dict(sorted(found.items()))
 
 
@@ -183,7 +184,7 @@ def _show(args: argparse.Namespace) -> int:
     # Of the newest step, the full one if it is there.
     one = next(each for each in chosen if each.step == chosen[-1].step)
     facts = one.manifest().facts
-    boxes = {key: [box for _, box in parts] for key, parts in one.tensors().items()}
+    boxes = one.tensors()
     if args.json:
         tensors = {key: {"shape": parts[0].shape, "boxes": len(parts)} for key, parts in boxes.items()}
         print(json.dumps({"checkpoint": str(one.path), **facts, "tensors": tensors}))
@@ -201,7 +202,10 @@ def _show(args: argparse.Namespace) -> int:
 
 def _diff(args: argparse.Namespace) -> int:
     first, second = (_only(name) for name in (args.first, args.second))
-    rows = list(_differences(first, second))
+    # By name: it imports torch, which no other command needs.
+    compare = importlib.import_module("lightscale.training.checkpoints.differences").differences
+    prefix = WEIGHTS_PREFIX if _compared(first, second) == "weights" else ""
+    rows: list[dict[str, Any]] = list(compare(first.files(), second.files(), prefix))
     facts = _differing_facts(first.manifest(), second.manifest())
     if args.json:
         print(json.dumps({"facts": facts, "tensors": rows}))
@@ -236,43 +240,9 @@ def _differing_facts(first: Manifest, second: Manifest) -> dict[str, tuple[Any, 
     return {key: (a, b) for key in keys if (a := first.facts.get(key)) != (b := second.facts.get(key))}
 
 
-def _differences(first: _Checkpoint, second: _Checkpoint) -> Iterator[dict[str, Any]]:
-    """A row for every tensor that is not bitwise the same."""
-    one, other = first.tensors(), second.tensors()
-    keys = sorted({*one, *other})
-    if _compared(first, second) == "weights":
-        keys = [key for key in keys if key.startswith(WEIGHTS_PREFIX)]
-    for key in keys:
-        if key not in one or key not in other:
-            yield {"tensor": key, "problem": f"only in {first.path if key in one else second.path}"}
-            continue
-        # One tensor at a time: two checkpoints of a large model do not fit into memory.
-        a, b = _whole(one[key]), _whole(other[key])
-        if a.shape != b.shape:
-            yield {"tensor": key, "problem": f"{tuple(a.shape)} and {tuple(b.shape)}"}
-        # As bytes: NaN then equals itself, and -0 is not 0.
-        elif not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
-            difference, size = a.double() - b.double(), a.double().norm()
-            relative = float(difference.norm() / size) if size else float("inf")
-            yield {"tensor": key, "max_difference": float(difference.abs().max()), "relative_rmse": relative}
-
-
 def _compared(first: _Checkpoint, second: _Checkpoint) -> str:
     """What of two checkpoints can be compared: everything, unless one of them has the weights alone."""
     return "weights" if "weights" in (first.name.contents, second.name.contents) else "tensors"
-
-
-def _whole(parts: list[tuple[TensorFile, Box]]) -> Tensor:
-    """The tensor that the boxes are parts of, one dimension at least."""
-    (_, box), files = parts[0], list(dict.fromkeys(file for file, _ in parts))
-    stored = [shard for file in files for shard in file.shards() if shard.box.key == box.key]
-    whole = TensorShard(
-        box=Box(key=box.key, shape=box.shape, offset=tuple(0 for _ in box.shape), sizes=box.shape),
-        data=torch.empty(box.shape, dtype=stored[0].data.dtype),
-    )
-    for shard in stored:
-        copy_overlap(shard, whole)
-    return whole.data.view(-1) if not box.shape else whole.data
 
 
 def _prune(args: argparse.Namespace) -> int:

@@ -8,12 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata as packages
 from pathlib import Path
-from typing import Literal, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from lightscale import __version__
-from lightscale.parallel.agreement import Agreement
 from lightscale.training.checkpoints.manifest import (
     NAME,
     DamagedCheckpoint,
@@ -23,6 +20,10 @@ from lightscale.training.checkpoints.manifest import (
     verify_files,
 )
 from lightscale.training.health.fault_injection import fault_point
+
+if TYPE_CHECKING:
+    # It imports torch; the names and the retention of checkpoints are read without.
+    from lightscale.parallel.agreement import Agreement
 
 STATE = "state.json"
 TENSORS = ".safetensors"
@@ -88,7 +89,7 @@ def environment() -> dict[str, str]:
     """Versions of the packages that decide the numbers of a run; a checkpoint records them."""
     return {
         "lightscale": __version__,
-        "torch": torch.__version__,
+        "torch": packages.version("torch"),
         "megatron-core": packages.version("megatron-core"),
     }
 
@@ -105,7 +106,7 @@ def manifest_of(path: Path, step: int) -> Manifest:
     return manifest
 
 
-def verify_together(path: Path, step: int, ranks: Agreement) -> Manifest:
+def verify_together(path: Path, step: int, ranks: "Agreement") -> Manifest:
     """The manifest of the checkpoint ``path``, each of ``ranks`` having read and hashed its share of the files.
 
     Raises ``DamagedCheckpoint`` on all of them where it is not whole, or not that of ``step``.
@@ -164,7 +165,7 @@ def remove(directory: Path, steps: Sequence[int]) -> None:
         shutil.rmtree(doomed)
 
 
-def put_aside(damaged: Sequence[Path], ranks: Agreement) -> None:
+def put_aside(damaged: Sequence[Path], ranks: "Agreement") -> None:
     """Rename directories to ….bad, so that they count neither as checkpoints nor as kept ones."""
 
     def rename() -> None:

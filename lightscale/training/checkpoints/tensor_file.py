@@ -1,30 +1,24 @@
-"""Tensor shards of one rank in one file of the safetensors format: a JSON header, then the bytes of each box.
+"""Tensor shards of one rank in one file of the safetensors format: the header (``header.py``), then the bytes.
 
-Nothing in such a file is ever executed, and any tool that knows safetensors opens it. Beside the format's own fields
-the header's ``__metadata__`` has the shapes of the whole tensors; a box is named KEY@OFFSET, as in
-``model.output.weight@128,0``. The bytes are hashed as they are written.
+Nothing in such a file is ever executed, and any tool that knows safetensors opens it. The bytes are hashed as they are
+written.
 """
 
-import json
-import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
 from lightscale.parallel.shards import Box, TensorShard
-from lightscale.training.checkpoints.manifest import DamagedCheckpoint, FileRecord
+from lightscale.training.checkpoints.header import read_header, write_header
+from lightscale.training.checkpoints.manifest import FileRecord
 from lightscale.training.health.fault_injection import fault_point
 
 # 16 MiB: each block is hashed and then written while it is in the cache. Linux writes at most 2 GiB in one call anyway.
 _BLOCK_BYTES = 1 << 24
-# The format begins with the length of the header as a little-endian number of 8 bytes.
-_LENGTH_BYTES = 8
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -35,15 +29,6 @@ _NAMES = {
     torch.uint8: "U8",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Entry:
-    """A box in a file."""
-
-    box: Box
-    dtype: torch.dtype
-    first_byte: int
 
 
 def write_tensors(path: Path, shards: Sequence[TensorShard]) -> FileRecord:
@@ -66,26 +51,11 @@ def write_tensors(path: Path, shards: Sequence[TensorShard]) -> FileRecord:
 
 
 def _blocks(shards: Sequence[TensorShard]) -> Iterator[memoryview]:
-    yield memoryview(_header(shards))
+    yield memoryview(write_header([(shard.box, _NAMES[shard.data.dtype]) for shard in shards]))
     for shard in shards:
         content = shard.data.reshape(-1).view(torch.uint8).numpy().data
         for start in range(0, len(content), _BLOCK_BYTES):
             yield content[start : start + _BLOCK_BYTES]
-
-
-def _header(shards: Sequence[TensorShard]) -> bytes:
-    shapes = {shard.box.key: shard.box.shape for shard in shards}
-    header: dict[str, Any] = {"__metadata__": {"shapes": json.dumps(shapes)}}
-    end = 0
-    for shard in shards:
-        box, start = shard.box, end
-        end += shard.data.nbytes
-        name = f"{box.key}@{','.join(map(str, box.offset))}"
-        header[name] = {"dtype": _NAMES[shard.data.dtype], "shape": box.sizes, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    # So that the data begins at a multiple of 8, the largest element size.
-    text += b" " * (-len(text) % _LENGTH_BYTES)
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 class TensorFile:
@@ -93,11 +63,7 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         """``DamagedCheckpoint`` where the file is not what ``write_tensors`` writes."""
-        self._path = path
-        try:
-            self._entries = _read_header(path)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DamagedCheckpoint(f"{path} cannot be read as a file of tensors: {error!r}") from None
+        self._path, self._entries = path, read_header(path)
 
     @property
     def boxes(self) -> list[Box]:
@@ -112,37 +78,7 @@ class TensorFile:
         with self._path.open("rb") as file:
             for entry in self._entries:
                 if entry.box.numel:
-                    shape = (entry.box.numel * entry.dtype.itemsize,)
+                    shape = (entry.num_bytes,)
                     mapped = np.memmap(file, dtype=np.uint8, mode="c", offset=entry.first_byte, shape=shape)
-                    data = torch.frombuffer(mapped, dtype=entry.dtype).view(entry.box.sizes)
+                    data = torch.frombuffer(mapped, dtype=_DTYPES[entry.dtype]).view(entry.box.sizes)
                     yield TensorShard(box=entry.box, data=data)
-
-
-def _read_header(path: Path) -> list[_Entry]:
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        if length > size - _LENGTH_BYTES:
-            raise ValueError(f"a header of {length} bytes in a file of {size}")
-        header = json.loads(file.read(length))
-    shapes = json.loads(header.pop("__metadata__")["shapes"])
-    entries = []
-    for name, value in header.items():
-        # From the right, as only the offset is known to have no @.
-        key, _, text = name.rpartition("@")
-        offset = tuple(map(int, text.split(","))) if text else ()
-        box = Box(key=key, shape=tuple(shapes[key]), offset=offset, sizes=tuple(value["shape"]))
-        dtype, (start, end) = _DTYPES[value["dtype"]], value["data_offsets"]
-        first_byte = _LENGTH_BYTES + length + start
-        # The hash says that the file is as it was written, not that it makes sense: a wrong offset would give a tensor
-        # bytes of another one.
-        if end - start != box.numel * dtype.itemsize or not 0 <= start <= end <= size - _LENGTH_BYTES - length:
-            raise ValueError(f"{name}: bytes {start} to {end} of {size}")
-        if len(offset) != len(box.sizes) or any(
-            at < 0 or at + count > whole for at, count, whole in zip(offset, box.sizes, box.shape, strict=True)
-        ):
-            raise ValueError(f"{name}: {box.sizes} does not fit into {box.shape}")
-        if math.prod(box.sizes) and first_byte % dtype.itemsize:
-            raise ValueError(f"{name}: begins at byte {first_byte}")
-        entries.append(_Entry(box=box, dtype=dtype, first_byte=first_byte))
-    return entries

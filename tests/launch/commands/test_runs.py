@@ -87,6 +87,13 @@ def test_what_a_run_is_like(make_run: MakeRun) -> None:
     assert found.active == pytest.approx(time.time(), abs=30)
 
 
+def test_nothing_is_from_the_future(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock may have been set back since the last event."""
+    run, now = make_run("first"), time.time()
+    assert summarize(run, now - 3600).last_event_age_s == 0
+    assert summarize(run, now + 3600).last_event_age_s == pytest.approx(3600, abs=30)
+
+
 @pytest.mark.parametrize("status", ["finished", "resumable", "stopped"])
 def test_how_it_ended_is_its_state(make_run: MakeRun, status: Any) -> None:
     run = make_run("first")

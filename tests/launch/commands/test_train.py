@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from lightscale.config.files import load
 from lightscale.errors import UserError
+from lightscale.launch import restart
+from lightscale.launch.commands import checks
 from lightscale.launch.commands import train as train_command
 from lightscale.launch.restart import NodesLost, RestartPolicy
 from lightscale.launch.slurm import allocation
@@ -39,7 +40,7 @@ def folder(tmp_path: Path, tiny_run: Path, monkeypatch: pytest.MonkeyPatch, writ
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(checks, "_num_gpus", lambda: 0)
     return tmp_path
 
 
@@ -55,7 +56,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         calls.append({"run": run.path, "command": command, **options})
         return 75
 
-    monkeypatch.setattr(train_command, "run_ranks", run_ranks)
+    monkeypatch.setattr(restart, "run_ranks", run_ranks)
     return calls
 
 
@@ -105,7 +106,7 @@ def test_a_job_that_was_queued_again_waits_for_what_is_left_of_itself(
     folder: Path, launched: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train("tiny-run.toml")
-    monkeypatch.setattr(train_command, "_nodes", lambda *_: ThisMachine())
+    monkeypatch.setattr(train_command, "_allocation", lambda *_: ThisMachine())
     monkeypatch.setattr(train_command, "_PAUSE_S", 0.05)
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv(JOB_ID, "17")
@@ -150,7 +151,7 @@ def test_the_nodes_of_a_job_are_shared_out_as_the_batch_allows(
 
 
 def test_one_rank_per_gpu(folder: Path, launched: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(checks, "_num_gpus", lambda: 4)
     train("tiny-run.toml")
     train("tiny-run.toml", "--processes", "2")
     train("tiny-run.toml", "train.device=cpu", "--run", "runs/other")

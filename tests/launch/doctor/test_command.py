@@ -21,7 +21,7 @@ import pytest
 from lightscale import cli
 from lightscale.config.schema import RunConfig
 from lightscale.launch.doctor import measure
-from lightscale.launch.doctor.command import DoctorReport
+from lightscale.launch.doctor.examine import DoctorReport
 from lightscale.launch.doctor.measure import Product, judge_exchange, judge_products, pairings
 from lightscale.parallel.fused import wrong_apex
 from lightscale.training import preflight

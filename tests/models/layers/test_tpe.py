@@ -15,7 +15,8 @@ from lightscale.config.mixers import MIXERS
 from lightscale.config.schema import ModelConfig
 from lightscale.models.layers.context import SequenceContext
 from lightscale.models.layers.tpe import TPE
-from lightscale.models.registry import mixer_class
+from lightscale.models.registry import mixer_spec
+from lightscale.models.specs.tpe import TPESpec
 
 plain = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "plain_models.py")))
 
@@ -113,7 +114,7 @@ def test_time_scales_begin_between_one_token_and_4096(built: dict[str, Any]) -> 
 
 
 def test_a_model_has_it_once_if_a_mixer_asks_for_it(built: dict[str, Any]) -> None:
-    asking = {name for name in MIXERS if TPE in mixer_class(name).shared}
+    asking = {name for name in MIXERS if TPESpec in mixer_spec(name).shared}
     assert asking >= {"cosformer2", "lightnet"}
     assert {name for name, paths in built["with"].items() if paths} == asking | {"hybrid"}
     assert all(paths in ([], ["embedding.tpe"]) for paths in built["with"].values())

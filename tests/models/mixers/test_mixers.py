@@ -23,10 +23,11 @@ from lightscale.config.schema import ModelConfig, ParallelConfig
 from lightscale.errors import UserError
 from lightscale.kernels.operators import get_operator, state_grows
 from lightscale.models.accounting import parameter_shapes
+from lightscale.models.classes import mixer_class
 from lightscale.models.flops import forward_flops_per_token
-from lightscale.models.layers.tpe import TPE
 from lightscale.models.mixers.interface import Mixer
-from lightscale.models.registry import check_model, mixer_class
+from lightscale.models.registry import check_model, mixer_spec
+from lightscale.models.specs.tpe import TPESpec
 from lightscale.parallel.initialization import named_parameters
 from lightscale.training.checkpoints.restore import Checkpoints
 from lightscale.training.checkpoints.saving import Saver
@@ -36,7 +37,7 @@ tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers
 
 HYBRID = "all in one stack"
 PATTERNS: dict[str, list[str]] = {name: [f"{name}*2"] for name in MIXERS} | {HYBRID: list(MIXERS)}
-GROWING = {name for name in MIXERS if state_grows(mixer_class(name).operator)}
+GROWING = {name for name in MIXERS if state_grows(mixer_spec(name).operator)}
 """Mixers whose state grows with the tokens, and whose operations per token do."""
 SHAPE: dict[str, Any] = {"hidden_size": 24, "num_heads": 3, "intermediate_size": 20, "vocab_size": 53}
 MODELS = {
@@ -316,7 +317,7 @@ def test_a_checkpoint_is_the_model(measured: dict[str, dict[str, Any]], name: st
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_operations_of_linear_mixers_do_not_depend_on_the_length(name: str) -> None:
-    mixer, model = mixer_class(name), MODELS[name]
+    mixer, model = mixer_spec(name), MODELS[name]
     # Softmax attention has no chunks.
     chunk = 128 if name in GROWING else get_operator(mixer.operator).chunk_size
     counts = [mixer.forward_flops_per_token(model, 1, chunk * times) for times in (1, 2, 3)]
@@ -330,16 +331,16 @@ def test_operations_of_linear_mixers_do_not_depend_on_the_length(name: str) -> N
 
 def test_operations_of_a_stack_are_those_of_its_layers() -> None:
     model = MODELS[HYBRID]
-    layers = sum(mixer_class(name).forward_flops_per_token(model, n, 300) for n, name in enumerate(model.layers))
+    layers = sum(mixer_spec(name).forward_flops_per_token(model, n, 300) for n, name in enumerate(model.layers))
     units = 6 * model.hidden_size * model.intermediate_size * model.num_layers
     logits = 2 * model.hidden_size * model.vocab_size
-    expected = TPE.forward_flops_per_token(model) + layers + units + logits
+    expected = TPESpec.forward_flops_per_token(model) + layers + units + logits
     assert forward_flops_per_token(model, 300) == pytest.approx(expected, rel=1e-15)
 
 
 def test_an_unknown_mixer_is_refused_with_the_nearest() -> None:
     with pytest.raises(UserError, match=r"no mixer is called hgrn; did you mean hgrn2.* known: .*tnl"):
-        mixer_class("hgrn")
+        mixer_spec("hgrn")
     with pytest.raises(ValidationError, match=r"no mixer is called lama; did you mean llama"):
         ModelConfig(mixer=["tnl", "lama"], num_layers=2, **SHAPE)
 

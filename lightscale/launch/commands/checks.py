@@ -1,0 +1,132 @@
+"""What `lightscale train` and `submit` check before a run starts, on the machine where they are called.
+
+Imports no torch, except to count the GPUs of a machine that has a driver for them: a mistake is named within a second.
+"""
+
+import ctypes
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightscale.config.layout import Layout, LayoutError, check_layout, check_mixers
+from lightscale.config.schema import RunConfig
+from lightscale.config.sinks import check_installed
+from lightscale.data_pipeline.store.token_store import TokenizerIdentity, TokenStore
+from lightscale.errors import UserError
+from lightscale.runs.run_directory import RunDirectory
+
+
+def default_directory(config: Path) -> Path:
+    """Where the run of a configuration is: runs/NAME for NAME.toml; a run's own config.toml stands for that run."""
+    # Otherwise a command line that names a run's own file would start another run, runs/config.
+    if config.name == "config.toml" and (config.parent / "events.jsonl").exists():
+        return config.parent
+    return Path("runs") / config.stem
+
+
+def allowed_changes(keys: Sequence[str]) -> frozenset[str]:
+    """What ``--allow-change`` names."""
+    for key in keys:
+        section, _, rest = key.partition(".")
+        fields = getattr(RunConfig.model_fields.get(section), "annotation", None)
+        known = (
+            key == "lost-checkpoints"
+            or section == "versions"
+            or (fields is not None and (not rest or rest.split(".")[0] in fields.model_fields))
+        )
+        if not known:
+            raise UserError(
+                f"--allow-change {key}: neither a key or section of the configuration, like optimizer.lr or data, "
+                "nor versions or versions.PACKAGE, nor lost-checkpoints"
+            )
+    return frozenset(keys)
+
+
+def is_finished(directory: RunDirectory, config: RunConfig, allow: frozenset[str]) -> bool:
+    """Whether nothing is left to do; refuses a run of another configuration. Nothing of an existing run is touched."""
+    # By one rename: of two processes that start the same new run at once, the slower one compares with the faster
+    # one's.
+    if directory.create(config):
+        return False
+    directory.changes(config, allow)
+    return directory.is_finished(config)
+
+
+def num_processes(config: RunConfig, wanted: int | None) -> int:
+    """Ranks on this machine: ``wanted``, or one per GPU, or one. UserError where its GPUs are too few."""
+    gpus = 0 if config.train.device == "cpu" else _num_gpus()
+    if config.train.device == "cuda" and gpus == 0:
+        raise UserError('train.device = "cuda", but torch sees no GPU; use "auto" or "cpu"')
+    processes = wanted if wanted is not None else max(1, gpus)
+    if processes < 1:
+        raise UserError(f"--processes {processes}: must be at least 1")
+    if gpus and processes > gpus:
+        raise UserError(f"--processes {processes}: there are only {gpus} GPUs, and each process needs its own")
+    return processes
+
+
+def _num_gpus() -> int:
+    """GPUs that torch sees on this machine. Without a driver torch is not imported to say that there are none."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    # It asks the driver without creating a context: the GPUs are for the ranks.
+    return int(importlib.import_module("torch").cuda.device_count())
+
+
+def check_run(config: RunConfig, num_ranks: int) -> None:
+    """Refuse a configuration that cannot run on so many ranks, or whose data is not there."""
+    # The quickest first: reading the store may take seconds on a network file system.
+    check_divides(config, num_ranks)
+    check_inputs(config)
+
+
+def check_divides(config: RunConfig, num_ranks: int) -> Layout:
+    """The layout on so many ranks; UserError that names one that divides where the configuration's does not."""
+    try:
+        return check_layout(config, num_ranks)
+    except LayoutError as error:
+        # By name, because only a run that is refused needs the planner.
+        raise importlib.import_module("lightscale.planning.advice").with_advice(error, config, num_ranks) from None
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Refuse what no number of ranks can run: shapes that a mixer cannot have, or data that is not there."""
+    check_mixers(config.model, config.parallel)
+    check_installed(config.metrics.sinks)
+    _check_store(config)
+
+
+def _check_store(config: RunConfig) -> None:
+    """Refuse a store that is missing, damaged, lacks a named source, or whose tokenizer does not fit."""
+    data = config.data
+    store = TokenStore(data.store)
+    tokenizer = store.tokenizer
+    # An id without an embedding would fail on the device, far from its cause.
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise UserError(
+            f"model.vocab_size = {config.model.vocab_size} is less than the {tokenizer.vocab_size} tokens of "
+            f"{tokenizer.name} in data.store = {data.store}; use at least as many"
+        )
+    for name in data.sources:
+        _check_source(f"data.sources.{name}", name, store)
+    for name, validation in data.validation.items():
+        other = store if validation.store is None else TokenStore(validation.store)
+        _check_source(f"data.validation.{name}.source", validation.source, other)
+        # Losses per token of two tokenizers cannot be compared.
+        if other.tokenizer.sha256 != tokenizer.sha256:
+            raise UserError(
+                f"data.validation.{name}.store = {validation.store} was written with another tokenizer "
+                f"({_describe(other.tokenizer)}) than data.store = {data.store} ({_describe(tokenizer)}); "
+                "prepare both with the same one"
+            )
+
+
+def _check_source(key: str, name: str, store: TokenStore) -> None:
+    if name not in store.sources:
+        raise UserError(f"{key}: no source {name!r} in {store.path}; it has {', '.join(store.sources)}")
+
+
+def _describe(tokenizer: TokenizerIdentity) -> str:
+    return f"{tokenizer.name}, {tokenizer.vocab_size} tokens, {tokenizer.sha256[:8]}"

@@ -1,0 +1,37 @@
+"""What the mixers with a low-rank output gate have in common."""
+
+from typing import ClassVar
+
+from lightscale.config.schema import ModelConfig
+from lightscale.models.specs.interface import MixerSpec, Shapes, projection_flops
+from lightscale.models.specs.options import GatedMixerOptions
+
+
+class GatedMixerSpec(MixerSpec):
+    """A ``GatedMixer``. Its options are ``GatedMixerOptions``, or a subclass."""
+
+    whole_on_tensor_ranks: ClassVar[frozenset[str]] = frozenset({"gate_down.weight"})
+
+    @staticmethod
+    def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
+        """Projections and gate."""
+        d, rank = model.hidden_size, gate_rank(model, layer)
+        return {
+            "kv_proj.weight": (2 * d, d),
+            "q_proj.weight": (d, d),
+            "gate_down.weight": (rank, d),
+            "gate_up.weight": (d, rank),
+            "out_proj.weight": (d, d),
+        }
+
+
+def gate_rank(model: ModelConfig, layer: int) -> int:
+    """Inner width of the low-rank gate of layer ``layer`` (from 0), whose mixer is a ``GatedMixer``."""
+    options = model.layer_options(layer)
+    assert isinstance(options, GatedMixerOptions), f"the options of {model.layers[layer]} have no gate_rank"
+    return options.gate_rank or model.head_dim
+
+
+def gated_projection_flops(model: ModelConfig, layer: int) -> float:
+    """Operations of the projections and the gate of one mixer's forward pass, per token."""
+    return projection_flops(model) + 2 * 2 * model.hidden_size * gate_rank(model, layer)

@@ -1,0 +1,54 @@
+"""HGRN2's token mixer and its lower bounds; see ``mixers/hgrn2.py``."""
+
+from typing import ClassVar
+
+from lightscale.config.schema import ModelConfig
+from lightscale.models.specs.interface import (
+    MixerSpec,
+    PartParameter,
+    PartSpec,
+    Shapes,
+    StagePartSpec,
+    chunked_flops,
+    projection_flops,
+)
+
+
+class LowerBoundsSpec(StagePartSpec):
+    """The table of a model from which the lower bounds of all layers come."""
+
+    name = "lower_bounds"
+    implementation = "lightscale.models.mixers.hgrn2:LowerBounds"
+
+    @staticmethod
+    def parameters_of(model: ModelConfig) -> dict[str, PartParameter]:
+        """One ``table`` (l, d) that all layers read."""
+        shape = (model.num_layers, model.hidden_size)
+        table = PartParameter(shape=shape, term="lower bounds", split_dim=1, keep_wide=True, weight_decay=False)
+        return {"table": table}
+
+
+class HGRN2Spec(MixerSpec):
+    """No gate on the output, no positions."""
+
+    operator = "gla"
+
+    shared: ClassVar[tuple[type[PartSpec], ...]] = (LowerBoundsSpec,)
+
+    @staticmethod
+    def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
+        """Projections, and attention in chunks."""
+        attention = chunked_flops(model, sequence_length, operator=HGRN2Spec.operator, key_width=model.head_dim)
+        return projection_flops(model) + attention
+
+    @staticmethod
+    def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
+        """Projections; the lower bounds belong to the model."""
+        d = model.hidden_size
+        return {"fv_proj.weight": (2 * d, d), "q_proj.weight": (d, d), "out_proj.weight": (d, d)}
+
+    @staticmethod
+    def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
+        """A state and a decay per channel forward, a state's cotangent backward."""
+        state = model.hidden_size * model.head_dim
+        return state + model.hidden_size, state

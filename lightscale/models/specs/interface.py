@@ -1,0 +1,137 @@
+"""What is known of a mixer, and of a shared part, before it is built: parameters, operations, what it exchanges.
+
+Imports neither torch nor Megatron: ``lightscale plan`` counts from this alone, and the modules that are built read
+their shapes and names here. A spec is a class of static methods; nothing is kept in it.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lightscale.config.schema import ModelConfig
+from lightscale.kernels.operators import get_operator
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartParameter:
+    """A parameter of a shared part."""
+
+    shape: tuple[int, ...]
+    """Unsplit."""
+    term: str
+    """What it counts as in ``lightscale plan``."""
+    split_dim: int | None = None
+    """The dim that tensor ranks share out; None: each of them holds the whole parameter."""
+    keep_wide: bool = False
+    """Kept in fp32 in half-precision models."""
+    weight_decay: bool = True
+    """False: none for this parameter, whatever its shape."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartExchange:
+    """What a part contributes to an exchange along the sequence: fp32 numbers per row, of all tensor ranks."""
+
+    channels: int
+    """By which the state is shared out, over tensor ranks and for some ways of exchange."""
+    state: int
+    """Numbers of the state; as many come back as its cotangent."""
+    whole: int
+    """Decays that every tensor rank needs and sends, forward only."""
+
+
+class PartSpec(ABC):
+    """A part of the model outside the layers, held once because a mixer asks for it: see ``MixerSpec.shared``.
+
+    A part is either an ``EmbeddingPartSpec`` or a ``StagePartSpec``.
+    """
+
+    name: ClassVar[str]
+    """Its module's name, which begins the names of its parameters, and its key in ``SequenceContext.shared``."""
+    implementation: ClassVar[str]
+    """MODULE:CLASS of its ``SharedPart``. A name and no import, so that the spec is read without torch."""
+    operator: ClassVar[str | None] = None
+    """The operator (``lightscale.kernels.operators``) that computes it; None: PyTorch."""
+
+    @staticmethod
+    @abstractmethod
+    def parameters_of(model: ModelConfig) -> dict[str, PartParameter]:
+        """The part's parameters by their names in the module."""
+
+    @staticmethod  # noqa: B027 - most parts fit every model
+    def check(model: ModelConfig) -> None:
+        """UserError for a model that cannot have the part; naming key, value and what to use instead."""
+
+    @staticmethod
+    def forward_flops_per_token(model: ModelConfig) -> float:
+        """Operations of one forward pass, per token."""
+        return 0.0
+
+    @staticmethod
+    def exchange_values(model: ModelConfig) -> PartExchange | None:
+        """What the part exchanges with other sequence ranks; None: it has no state."""
+        return None
+
+    @classmethod
+    def prefix(cls) -> str:
+        """What stands before the names of the part's parameters in the model, the dot included."""
+        return f"{cls.name}."
+
+
+class EmbeddingPartSpec(PartSpec):
+    """A part that changes the embedded tokens, on the first pipeline stage only."""
+
+    @classmethod
+    def prefix(cls) -> str:
+        """It is a module of the embedding."""
+        return f"embedding.{cls.name}."
+
+
+class StagePartSpec(PartSpec):
+    """A part that layers of every pipeline stage read: each stage has a copy."""
+
+
+class MixerSpec(ABC):
+    """A token mixer. Its class is named beside it, in a ``MixerEntry`` (``lightscale.config.mixers``)."""
+
+    operator: ClassVar[str]
+    """What computes it, as ``kernels.operators`` describes it."""
+
+    shared: ClassVar[tuple[type[PartSpec], ...]] = ()
+    """What the model holds once for all layers of this kind."""
+
+    whole_on_tensor_ranks: ClassVar[frozenset[str]] = frozenset()
+    """Names of the parameters that tensor ranks do not split: each of them holds them whole."""
+
+    @staticmethod
+    @abstractmethod
+    def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
+        """Unsplit shapes of the parameters of layer ``layer`` (from 0), by their names in the module."""
+
+    @staticmethod
+    @abstractmethod
+    def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
+        """Operations of the matrix products in one forward pass of layer ``layer`` (from 0), per token."""
+
+    @staticmethod
+    def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
+        """fp32 numbers per row that each sequence rank contributes to an exchange, forward and backward."""
+        return 0, 0
+
+
+def projection_flops(model: ModelConfig) -> float:
+    """Operations of the four projections of one mixer's forward pass, per token."""
+    return 2 * 4 * model.hidden_size**2
+
+
+def chunked_flops(model: ModelConfig, sequence_length: int, *, operator: str, key_width: int) -> float:
+    """Operations of chunked linear attention per token: 2 C (k + v) in the chunk, 4 k v with the state, per head.
+
+    C is the chunk of ``operator``.
+    """
+    k, v = key_width, model.head_dim
+    # The operator's own chunk: the work inside it grows with its length, that with the state does not.
+    chunk = min(get_operator(operator).chunk_size, sequence_length)
+    return model.num_heads * (2 * chunk * (k + v) + 4 * k * v)

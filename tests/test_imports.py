@@ -1,0 +1,130 @@
+"""Commands that compute nothing on tensors answer at once: none imports torch, and each takes a second at most."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightscale.cli import COMMANDS
+from lightscale.config.files import load
+from lightscale.data_pipeline.store.token_store import StoreWriter
+from lightscale.data_pipeline.tokenizers import TiktokenTokenizer
+from lightscale.runs.run_directory import RunDirectory
+
+ROOT = Path(__file__).resolve().parents[1]
+HEAVY = ("torch", "megatron", "triton", "transformers")
+# A second is the aim; a machine at work on other things, and its first read of the files, may take twice as long.
+MOST_CPU_S = 2.0
+CODE = f"""
+import json, resource, sys
+from lightscale.cli import main
+codes = []
+for arguments in json.loads(sys.argv[2]):
+    try:
+        codes.append(main(arguments))
+    except SystemExit as end:
+        codes.append(end.code)
+used = resource.getrusage(resource.RUSAGE_SELF)
+found = {{"codes": codes, "heavy": sorted(set({HEAVY!r}) & set(sys.modules)), "cpu_s": used.ru_utime + used.ru_stime}}
+open(sys.argv[1], "w").write(json.dumps(found))
+"""
+
+CONFIG = f"""
+extends = ["{ROOT}/configs/arch/tnl.toml", "{ROOT}/configs/size/tiny.toml"]
+
+[model]
+vocab_size = 512
+
+[data]
+store = "store"
+sequence_length = 64
+
+[optimizer]
+lr = 1e-3
+
+[train]
+steps = 4
+global_batch_size = 4
+"""
+# What is called, the exit code, and a part of what it says.
+COMMAND_LINES: list[tuple[str, int, str]] = [
+    ("--help", 0, "commands:"),
+    ("trian", 2, "invalid choice: 'trian'"),
+    ("train", 2, "required: CONFIG\n"),
+    ("train nowhere.toml", 78, "nowhere.toml"),
+    ("train tiny-run.toml model.hidden_size=65", 78, "model.hidden_size = 65"),
+    ("train tiny-run.toml data.store=nowhere", 78, "nowhere"),
+    ("train tiny-run.toml --processes 3", 78, "train.global_batch_size = 4"),
+    ("config tiny-run.toml", 0, "[model]"),
+    ("config --describe", 0, "model.num_layers"),
+    ("plan tiny-run.toml", 0, "parameters"),
+    ("plan {root}/configs/lightnet-1b.toml --nodes 2", 0, "parallel.tensor="),
+    ("plan {root}/configs/hgrn2-1b.toml --failures --gpus 16", 0, "goodput"),
+    ("plan --study {root}/configs", 0, "all 24 agree"),
+    ("runs", 0, "runs/first"),
+    ("logs runs/first", 0, "hello"),
+    ("cancel runs/first", 0, "has no job"),
+    ("submit tiny-run.toml --dry-run --nodes 2 --time 1:00:00 --processes 1", 0, "#SBATCH"),
+    ("data inspect store", 0, "text"),
+    ("checkpoint list runs/first", 0, "layout"),
+    ("checkpoint show runs/first", 0, "embedding"),
+    ("checkpoint prune runs/first", 0, "nothing removed"),
+]
+
+
+def start(folder: Path, arguments: Sequence[Sequence[str]]) -> tuple[str, dict[str, Any]]:
+    """What a process of its own says when it is called with each of `arguments`, and what it then is."""
+    record = folder / "found.json"
+    command = [sys.executable, "-c", CODE, str(record), json.dumps(arguments)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr, json.loads(record.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration, its store, and a run of it with a checkpoint and output."""
+    folder = tmp_path_factory.mktemp("imports")
+    (folder / "tiny-run.toml").write_text(CONFIG, encoding="utf-8")
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    special = {"<|endoftext|>": 256}
+    tokenizer = TiktokenTokenizer(name="bytes", pat_str="(?s:.+)", mergeable_ranks=ranks, special_tokens=special)
+    with StoreWriter(folder / "store", tokenizer) as store:
+        store.source("text").append(np.arange(200, dtype=np.uint32), num_bytes=200)
+        described = {"documents": 1, "bytes": 200, "tokens": 200, "bytes_per_token": 1.0}
+        about = {"name": "bytes", "vocab_size": 257, "eot_id": 256, "sha256": tokenizer.sha256}
+        entropy = {"train": 1.0}
+        report = {"tokenizer": about, "sources": {"text": described}, "unigram_entropy_nats": entropy, "problems": {}}
+        store.finish(report)
+    run = RunDirectory(folder / "runs" / "first")
+    run.create(load(folder / "tiny-run.toml"))
+    golden = ROOT / "tests/training/checkpoints/golden/format-2/step-00000001"
+    shutil.copytree(golden, run.checkpoints / golden.name)
+    output = run.logs / "launch-0001" / "rank-0.out"
+    output.parent.mkdir(parents=True)
+    output.write_text("hello\n", encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(("line", "code", "says"), COMMAND_LINES, ids=[line for line, _, _ in COMMAND_LINES])
+def test_a_command_answers_at_once(folder: Path, line: str, code: int, says: str) -> None:
+    output, found = start(folder, [line.format(root=ROOT).split()])
+    print(f"{found['cpu_s']:.2f} s of CPU")
+    assert says in output
+    assert (found["codes"], found["heavy"]) == ([code], [])
+    assert found["cpu_s"] < MOST_CPU_S
+
+
+def test_usage_is_answered_at_once(folder: Path) -> None:
+    """Of all commands, by one process: what none of them imports together, each does not."""
+    usages = [[name, word] for name in COMMANDS for word in ("--help", "--zebra")]
+    output, found = start(folder, usages)
+    assert found["codes"] == [0, 2] * len(COMMANDS)
+    assert all(f"usage: lightscale {name} " in output for name in COMMANDS)
+    assert found["heavy"] == []
