@@ -165,7 +165,7 @@ def test_an_installed_wheel_has_the_shipped_configurations(wheel: Path, tmp_path
             check=True,
             timeout=60,
         )
-        assert shown.stderr.splitlines()[0] == str(site / "lightscale/cli.py")
+        assert shown.stderr.splitlines()[0] == str(site / "lightscale/__init__.py")
         return shown.stdout
 
     listed = json.loads(run("configs", "--json"))
