@@ -25,30 +25,42 @@ class Command:
 
     module: str
     help: str
+    loads: str = ""
+    """What it imports if that takes longer than a second, to be said at once."""
 
 
 COMMANDS: dict[str, Command] = {
     "config": Command(module="lightscale.config.command", help="print a run's resolved configuration"),
     "data": Command(module="lightscale.data_pipeline.commands.data", help="prepare and inspect token stores"),
-    "train": Command(module="lightscale.launch.commands.train", help="train a model, or resume a run"),
+    "train": Command(
+        module="lightscale.launch.commands.train", help="train a model, or resume a run", loads="PyTorch and Megatron"
+    ),
     "submit": Command(module="lightscale.launch.commands.submit", help="start or resume a run as jobs of a scheduler"),
     "cancel": Command(module="lightscale.launch.commands.cancel", help="cancel the jobs of a run"),
     "logs": Command(module="lightscale.launch.commands.logs", help="show the output of a run"),
     "checkpoint": Command(
-        module="lightscale.training.checkpoints.command", help="list, verify, show, compare and remove checkpoints"
+        module="lightscale.training.checkpoints.command",
+        help="list, verify, show, compare and remove checkpoints",
+        loads="PyTorch",
     ),
     "runs": Command(module="lightscale.launch.commands.runs", help="list the runs in a folder, with their goodput"),
-    "doctor": Command(module="lightscale.launch.doctor.command", help="check whether machines and ranks can train"),
+    "doctor": Command(
+        module="lightscale.launch.doctor.command", help="check whether machines and ranks can train", loads="PyTorch"
+    ),
     "monitor": Command(
         module="lightscale.launch.commands.monitor", help="show the curves of runs in the browser (TensorBoard)"
     ),
     "chaos": Command(
-        module="lightscale.launch.chaos.command", help="test whether a run survives kills, damage and failing disks"
+        module="lightscale.launch.chaos.command",
+        help="test whether a run survives kills, damage and failing disks",
+        loads="PyTorch",
     ),
     "plan": Command(
         module="lightscale.planning.commands.plan", help="predict parameters, FLOPs, memory, speed and goodput of a run"
     ),
-    "generate": Command(module="lightscale.evaluation.generate_command", help="generate text with a model"),
+    "generate": Command(
+        module="lightscale.evaluation.generate_command", help="generate text with a model", loads="PyTorch and Megatron"
+    ),
 }
 
 
@@ -90,12 +102,20 @@ def _dispatch(arguments: list[str]) -> int:
         overview.parse_args(arguments or ["--help"])
         overview.error(f"the first argument must be a command: {', '.join(COMMANDS)}")
     name, *rest = arguments
+    _say_what_loads(COMMANDS[name], rest)
     module = importlib.import_module(COMMANDS[name].module)
     parser = argparse.ArgumentParser(prog=f"lightscale {name}", description=COMMANDS[name].help)
     module.add_arguments(parser)
     # KEY=VALUE overrides may come before and after options; argparse supports that only without subcommands.
     parse = parser.parse_intermixed_args if parser._subparsers is None else parser.parse_args
     return int(module.run(parse(rest)))
+
+
+def _say_what_loads(command: Command, arguments: Sequence[str]) -> None:
+    """One line before seconds of silence."""
+    # Of the ranks of a run, each would say it.
+    if command.loads and "torch" not in sys.modules and "RANK" not in os.environ and "--help" not in arguments:
+        print(f"loading {command.loads} …", file=sys.stderr, flush=True)
 
 
 def _overview() -> argparse.ArgumentParser:

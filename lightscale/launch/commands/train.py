@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -32,6 +33,8 @@ from lightscale.runs.lock import InUse, RunLock
 from lightscale.runs.run_directory import RunDirectory, Status
 from lightscale.training.signals import DEADLINE_VARIABLE
 
+# The command line of a rank, before its arguments.
+_COMMAND = [sys.executable, "-m", "lightscale", "train"]
 # Longer than it takes until a lock that is not renewed becomes stale, a minute: see `runs/lock.py`.
 _PATIENCE_S, _PAUSE_S = 150.0, 5.0
 
@@ -119,11 +122,15 @@ def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float
         code = EXIT_CODES["finished"]
     else:
         # The ranks read the stored form: the user may edit CONFIG during the run.
-        command = [sys.executable, "-m", "lightscale", "train", str(directory.config), "--run", str(directory.path)]
+        command = [*_COMMAND, str(directory.config), "--run", str(directory.path)]
         command += [f"--allow-change={key}" for key in sorted(allow)]
         policy = RestartPolicy(config=config.restart, again=not args.no_restart, deadline_s=deadline_s)
         resume = _command_line(args, directory)
         job = None if args.scheduler is None else job_id()
+        print(f"starting {processes * nodes.num_nodes} ranks", file=sys.stderr, flush=True)
+        if isinstance(nodes, ThisMachine) and nodes.forks:
+            # Once, for all ranks and all restarts.
+            _training().preload(config)
         # By the launcher, over all restarts: between two starts of the ranks no other job can take the run.
         with _held(directory, config, allow, job=job):
             code = run_ranks(directory, command, processes=processes, resume=resume, policy=policy, nodes=nodes)
@@ -139,7 +146,10 @@ def _nodes(args: argparse.Namespace, config: RunConfig, processes: int) -> Nodes
     if args.scheduler is None:
         if args.min_nodes is not None:
             raise UserError(f"--min-nodes {args.min_nodes}: only for runs on the nodes of a job; use --scheduler too")
-        return ThisMachine()
+        if _num_gpus(config):
+            # CUDA does not work in a fork of a process that has touched it, which counting GPUs does with some drivers.
+            return ThisMachine()
+        return ThisMachine(_forked_rank)
 
     # Asked again after nodes failed, for those that are left.
     def fits(num_nodes: int) -> bool:
@@ -150,6 +160,13 @@ def _nodes(args: argparse.Namespace, config: RunConfig, processes: int) -> Nodes
         return True
 
     return get_scheduler(args.scheduler).allocation(os.environ, min_nodes=args.min_nodes, fits=fits)
+
+
+def _forked_rank(command: Sequence[str]) -> int:
+    """The command line of a rank, in a fork of the launcher."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return run(parser.parse_args(command[len(_COMMAND) :]))
 
 
 def check_run(config: RunConfig, num_ranks: int) -> None:
@@ -173,11 +190,15 @@ def _train(config: RunConfig, directory: RunDirectory, environment: RankEnvironm
     # Our launcher holds the run, and writes how it ended; without it rank 0 does both.
     alone = LAUNCHER_VARIABLE not in os.environ
     hold = functools.partial(_held_by_rank, directory, config, allow) if alone else contextlib.nullcontext
-    # By name, because the launcher, in the same module, needs neither the models nor the engine: seconds of each start.
-    importlib.import_module("lightscale.training.train").train(config, directory, allow, hold)
+    _training().train(config, directory, allow, hold)
     # The launcher takes exit code 0 of all ranks without a status for a failure.
     assert not is_main or directory.read_status() is not None, "training ended without a status"
     return 0
+
+
+def _training() -> ModuleType:
+    """The training loop, by name: importing models and engine takes seconds, which not every launcher has to spend."""
+    return importlib.import_module("lightscale.training.train")
 
 
 def allowed_changes(keys: Sequence[str]) -> frozenset[str]:
@@ -249,9 +270,13 @@ def default_directory(config: Path) -> Path:
     return Path("runs") / config.stem
 
 
-def _num_processes(config: RunConfig, wanted: int | None) -> int:
+def _num_gpus(config: RunConfig) -> int:
     # device_count asks the driver without creating a context: the GPUs are for the ranks.
-    gpus = 0 if config.train.device == "cpu" else torch.cuda.device_count()
+    return 0 if config.train.device == "cpu" else torch.cuda.device_count()
+
+
+def _num_processes(config: RunConfig, wanted: int | None) -> int:
+    gpus = _num_gpus(config)
     if config.train.device == "cuda" and gpus == 0:
         raise UserError('train.device = "cuda", but torch sees no GPU; use "auto" or "cpu"')
     processes = wanted if wanted is not None else max(1, gpus)
