@@ -85,10 +85,11 @@ def stacks_file(heartbeats: Path, rank: int) -> Path:
 
 
 def rank_of(process: psutil.Process) -> int | None:
-    """Which rank of one of our launchers a process is, by the file that it prints to; None: it is none.
-
-    Its environment does not say: that of a fork, as the kernel shows it, is the launcher's. Raises psutil.Error.
+    """Which rank a process is, None: it is none. By its environment; or, as the kernel shows that of a fork as it was
+    before the fork, by the file that it prints to. Raises psutil.Error.
     """
+    if (number := process.environ().get("RANK")) is not None:
+        return int(number)
     for file in process.open_files():
         if file.fd == 1 and (match := _OUTPUT_FILE.fullmatch(Path(file.path).name)):
             return int(match[1])
