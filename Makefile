@@ -1,3 +1,5 @@
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,9 +16,13 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "error: lightscale needs Python 3.11 or newer, '$(PYTHON)' is $$($(PYTHON) --version 2>&1);" \
 	       "name another with 'make PYTHON=python3.11 ...'" >&2; exit 1; }
+	@echo "installing into $(VENV); a first time takes about two minutes, most of them for PyTorch"
+	@mkdir -p $(VENV) && date +%s > $(VENV)/.began
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
-	@touch $@
+	$(BIN)/python -m pip install --no-compile --editable '.[dev]' | sed -u '/already satisfied/d'
+	@echo "compiling what was installed to bytecode, on all cores: pip itself would use one"
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null || true # some packages have files for other Pythons
+	@echo $$(($$(date +%s) - $$(cat $(VENV)/.began))) > $@
 
 # Static checks, dependencies, the direction of imports, and that nothing that is read can be executed.
 check: install

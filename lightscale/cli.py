@@ -37,7 +37,8 @@ COMMANDS: dict[str, Command] = {
     "cancel": Command(module="lightscale.launch.commands.cancel", help="cancel the jobs of a run"),
     "logs": Command(module="lightscale.launch.commands.logs", help="show the output of a run"),
     "checkpoint": Command(
-        module="lightscale.training.checkpoints.command", help="list, verify, show, compare and remove checkpoints"
+        module="lightscale.training.checkpoints.command",
+        help="list, verify, show, compare and remove checkpoints",
     ),
     "runs": Command(module="lightscale.launch.commands.runs", help="list the runs in a folder, with their goodput"),
     "doctor": Command(module="lightscale.launch.doctor.command", help="check whether machines and ranks can train"),
@@ -45,7 +46,8 @@ COMMANDS: dict[str, Command] = {
         module="lightscale.launch.commands.monitor", help="show the curves of runs in the browser (TensorBoard)"
     ),
     "chaos": Command(
-        module="lightscale.launch.chaos.command", help="test whether a run survives kills, damage and failing disks"
+        module="lightscale.launch.chaos.command",
+        help="test whether a run survives kills, damage and failing disks",
     ),
     "plan": Command(
         module="lightscale.planning.commands.plan", help="predict parameters, FLOPs, memory, speed and goodput of a run"

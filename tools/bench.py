@@ -25,6 +25,7 @@ from benchmarks import (
     operators,
     prepare,
     sequence,
+    start,
     train,
     tune,
 )
@@ -77,6 +78,13 @@ def run_learn(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
     figures = learn.run(args.config, steps=args.steps, store=args.store, overrides=args.overrides)
     settings = {name: getattr(args, name) for name in ("config", "steps", "overrides")}
     yield BenchmarkReport(settings=settings, figures=figures, table=learn.table(figures))
+
+
+def run_start(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
+    """CPU time of starts."""
+    figures = start.run(args.ranks, repeats=args.repeats, store=args.store)
+    settings = {"config": start.CONFIG, "ranks": args.ranks, "repeats": args.repeats}
+    yield BenchmarkReport(settings=settings, figures=figures, table=start.table(figures))
 
 
 def run_sequence(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
@@ -156,6 +164,12 @@ BENCHMARKS = {
         summary="a short training run by `lightscale train`: losses, tokens/s",
         add_arguments=learn.add_arguments,
         run=run_learn,
+    ),
+    "start": Benchmark(
+        summary="CPU time of starting a run of one step, all processes together",
+        add_arguments=start.add_arguments,
+        run=run_start,
+        repeats=3,
     ),
     "sequence": Benchmark(
         summary="exchanges of states between sequence ranks: calls, bytes, and time waited for, on CPU processes",

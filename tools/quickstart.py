@@ -3,27 +3,32 @@
 Everything it does is a `lightscale` command that it prints first; use them for your own runs.
 """
 
-import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
+from lightscale.config.files import load
 from lightscale.data_pipeline.store.token_store import TokenStore
-from lightscale.runs.run_directory import RunDirectory, read_metrics
+from lightscale.runs.run_directory import RunDirectory, read_lines, read_metrics
 
 CONFIG = Path("configs/quickstart.toml")
 STORE = Path("data/stdlib")
 RUN = Path("runs/quickstart")
+STAMP = Path(".venv/.installed")  # of the Makefile, with the seconds that the installation took
 PROMPT = "def "
 EXIT_RESUMABLE = 75
 _POLL_S = 0.2
+# An installation that ended so long before is part of this first run.
+_JUST_S = 30.0
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -46,8 +51,12 @@ def lightscale(command: list[str]) -> list[str]:
     return [sys.executable, "-m", *command]
 
 
-def train(command: list[str], *, stop_after: Path | None) -> None:
-    """Train; once the checkpoint ``stop_after`` is there, stop the run as a cluster would, with SIGTERM."""
+def train(command: list[str], *, stop_after: Path | None) -> tuple[float, float]:
+    """Train; once the checkpoint ``stop_after`` is there, stop the run as a cluster would, with SIGTERM.
+
+    Returns when it began and ended, in seconds since the epoch.
+    """
+    began_s = time.time()
     say(command)
     process = subprocess.Popen(lightscale(command))
     stopped = False
@@ -63,9 +72,48 @@ def train(command: list[str], *, stop_after: Path | None) -> None:
         sys.exit(process.wait())
     if process.returncode not in ((0, EXIT_RESUMABLE) if stopped else (0,)):
         sys.exit(process.returncode)
+    return began_s, time.time()
 
 
-def report(began: float, seconds: float) -> None:
+def installation_s() -> float | None:
+    """How long it took, where that was just now."""
+    if not STAMP.exists() or time.time() - STAMP.stat().st_mtime > _JUST_S:
+        return None
+    text = STAMP.read_text().strip()
+    return float(text) if text else None
+
+
+def training_times(attempts: list[tuple[float, float]]) -> dict[str, float]:
+    """Where the time of the attempts (began, ended) went, by the run's own records; in seconds."""
+    lines = [line for line in read_metrics(RUN / "metrics.jsonl") if "loss" in line]
+    events = read_lines(RUN / "events.jsonl")
+    spent = {"starts of the ranks": 0.0, "training steps": 0.0, "saving": 0.0}
+    for began_s, ended_s in attempts:
+        here = [line for line in lines if began_s <= seconds(line["time"]) <= ended_s]
+        if here:
+            spent["starts of the ranks"] += seconds(here[0]["time"]) - here[0]["step_s"] - began_s
+        spent["training steps"] += sum(line["step_s"] for line in here)
+        saves = (event for event in events if event["event"] == "checkpoint")
+        spent["saving"] += sum(event["stall_s"] for event in saves if began_s <= seconds(event["time"]) <= ended_s)
+    whole_s = sum(ended_s - began_s for began_s, ended_s in attempts)
+    return spent | {"validation, and the ends": whole_s - sum(spent.values())}
+
+
+def seconds(time_utc: str) -> float:
+    """Since the epoch, of a time in the records."""
+    return datetime.fromisoformat(time_utc).timestamp()
+
+
+def report_times(spent: dict[str, float]) -> None:
+    """Print where the time went."""
+    table = Table("where the time went", box=None)
+    table.add_column("s", justify="right")
+    for name, value_s in (spent | {"everything": sum(spent.values())}).items():
+        table.add_row(name, f"{value_s:.0f}")
+    console.print(table)
+
+
+def report() -> None:
     """Print where the run began and ended, beside the entropy of single tokens."""
     metrics = read_metrics(RUN / "metrics.jsonl")
     training = [line["loss"] for line in metrics if "loss" in line]
@@ -74,7 +122,6 @@ def report(began: float, seconds: float) -> None:
     start, end = training[0], training[-1]
     console.print(f"\n[bold]loss[/bold] (nats per token): training {start:.3f} at the start, {end:.3f} at the end")
     console.print(f"validation {validation[-1]:.3f} at the end; unigram entropy of that text {unigram:.3f}")
-    console.print(f"training took {seconds:.0f} s, everything {time.monotonic() - began:.0f} s")
     if validation[-1] > unigram - 0.5:
         console.print("[red]the validation loss is not clearly below the unigram entropy[/red]")
         sys.exit(1)
@@ -83,7 +130,9 @@ def report(began: float, seconds: float) -> None:
 def main() -> None:
     """The whole first run."""
     os.chdir(Path(__file__).resolve().parent.parent)
-    began = time.monotonic()
+    installed_s = installation_s()
+    spent = {} if installed_s is None else {"installation": installed_s}
+    began_s = time.time()
     gpus = torch.cuda.device_count()
     processes = gpus or 2
     if STORE.exists():
@@ -92,23 +141,29 @@ def main() -> None:
         prepare = f"lightscale data prepare --corpus stdlib --out {STORE} --vocab-size 4096 --validation 0.02"
         run(prepare.split())
     run(["lightscale", "data", "inspect", str(STORE)])
+    spent["corpus and tokenizer"] = time.time() - began_s
 
     # Two processes share every sequence: each holds half of its tokens, and states pass from one to the other.
     sequence = 2 if processes % 2 == 0 else 1
     command = ["lightscale", "train", str(CONFIG), "--processes", str(processes), f"parallel.sequence={sequence}"]
     finished = (status := RunDirectory(RUN).read_status()) is not None and status.status == "finished"
-    start = time.monotonic()
+    attempts = []
     if not finished:
-        train(command, stop_after=None if RUN.exists() else RUN / "checkpoints" / "step-00000100")
-    train(command, stop_after=None)
-    report(began, time.monotonic() - start)
+        first = RUN / "checkpoints" / f"step-{load(CONFIG).checkpoint.every:08d}"
+        attempts.append(train(command, stop_after=None if RUN.exists() else first))
+    attempts.append(train(command, stop_after=None))
+    spent |= training_times(attempts)
+    report()
 
+    began_s = time.time()
     run(["lightscale", "generate", str(RUN), "--prompt", PROMPT, "--tokens", "120"])
-    events = [json.loads(line)["event"] for line in (RUN / "events.jsonl").read_text().splitlines()]
+    spent["generation"] = time.time() - began_s
+    events = [event["event"] for event in read_lines(RUN / "events.jsonl")]
     saved, resumed = events.count("checkpoint"), events.count("resume")
     console.print(f"\n{saved} checkpoints, {resumed} resume; everything about the run is in {RUN}")
     tensorboard = Path(sys.executable).parent / "tensorboard"
     console.print(f"look at the curves with:  {tensorboard} --logdir {RUN / 'tensorboard'}")
+    report_times(spent)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.tokens < 1:
         raise UserError(f"--tokens {args.tokens}: must be at least 1")
     run, step = _chosen(args)
+    print("loading PyTorch and Megatron …", file=sys.stderr, flush=True)
     # Behind the arguments, as they import torch and Megatron.
     from lightscale.evaluation.generate import Sampling, decode_stream, encode_prompt, generate  # noqa: PLC0415
     from lightscale.evaluation.model import load_model  # noqa: PLC0415

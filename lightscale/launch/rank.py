@@ -29,6 +29,8 @@ LAUNCHER_VARIABLE = "LIGHTSCALE_LAUNCHER"
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 # In the errors of torch and gloo after a collective that some rank did not join.
 TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
+# What the launcher redirects a rank's stdout to.
+_OUTPUT_FILE = re.compile(r"rank-([0-9]+)\.out")
 # At most this many peers are named in a message.
 _MOST_PEERS = 8
 # The signal on which a rank writes the stacks of its threads, whatever it is doing.
@@ -80,6 +82,18 @@ def summary_and_notes(error: Exception) -> str:
 def stacks_file(heartbeats: Path, rank: int) -> Path:
     """Where `rank` of the launch with the file `heartbeats` writes its stacks."""
     return heartbeats.with_name(f"rank-{rank}.stacks")
+
+
+def rank_of(process: psutil.Process) -> int | None:
+    """Which rank a process is, None: it is none. By its environment; or, as the kernel shows that of a fork as it was
+    before the fork, by the file that it prints to. Raises psutil.Error.
+    """
+    if (number := process.environ().get("RANK")) is not None:
+        return int(number)
+    for file in process.open_files():
+        if file.fd == 1 and (match := _OUTPUT_FILE.fullmatch(Path(file.path).name)):
+            return int(match[1])
+    return None
 
 
 def _what_peers_do() -> str:

@@ -37,6 +37,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lightscale.launch.failures import RankFailure, first_failure, located, read_failure
+from lightscale.launch.fork import Program, forked_ranks
 from lightscale.launch.rank import ERROR_FILE_VARIABLE, LAUNCHER_VARIABLE
 from lightscale.launch.watchdog import Hang, Watchdog
 from lightscale.runs.metrics.progress import TERMINAL_VARIABLE
@@ -88,11 +89,27 @@ class ThisMachine:
     num_nodes = 1
     translation: Mapping[signal.Signals, signal.Signals] = MappingProxyType({})
 
+    def __init__(self, program: Program | None = None) -> None:
+        """``program``: see `run_node`."""
+        self._program = program
+
+    @property
+    def forks(self) -> bool:
+        """Whether ranks are forks of this process."""
+        return self._program is not None
+
     def launch_ranks(
         self, command: Sequence[str], *, processes: int, logs: Path, hang_timeout_s: float, deadline_s: float | None
     ) -> Launch:
         """See `run_node`."""
-        report = run_node(command, processes=processes, logs=logs, hang_timeout_s=hang_timeout_s, deadline_s=deadline_s)
+        report = run_node(
+            command,
+            processes=processes,
+            logs=logs,
+            hang_timeout_s=hang_timeout_s,
+            deadline_s=deadline_s,
+            program=self._program,
+        )
         return conclude([report], logs)
 
 
@@ -104,11 +121,13 @@ def run_node(
     hang_timeout_s: float,
     deadline_s: float | None,
     rendezvous: Rendezvous | None = None,
+    program: Program | None = None,
 ) -> NodeReport:
     """Run `command` as `processes` ranks until they end; what they write goes to the new directory `logs`.
 
     Ranks that hang are ended. `deadline_s`: when they are to stop by themselves, in seconds since the epoch.
-    `rendezvous`: None where no other nodes take part.
+    `rendezvous`: None where no other nodes take part. `program`: does `command` in forks of this process, which has
+    imported what it needs; None: every rank is a new process.
     """
     name, node, num_nodes = "", 0, 1
     if rendezvous is not None:
@@ -125,6 +144,7 @@ def run_node(
     ranks = range(node * processes, (node + 1) * processes)
     with (
         _changed_environment(variables),
+        contextlib.nullcontext() if program is None else forked_ranks(program),
         _agent_log(logs / f"launcher{name}.log"),
         Watchdog(heartbeats, ranks=ranks, hang_timeout_s=hang_timeout_s) as watchdog,
     ):

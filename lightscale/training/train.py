@@ -9,6 +9,7 @@ Every rank runs the same code. Whatever happens, the run directory says how far 
 for each start, save and stop, and a status when the loop ends.
 """
 
+import importlib
 import os
 import shlex
 import socket
@@ -56,6 +57,14 @@ from lightscale.training.recovery import Recovery, Stateful
 from lightscale.training.run_tokenizer import keep_tokenizer
 from lightscale.training.schedule import learning_rate
 from lightscale.training.signals import StopSignal
+
+
+def preload(config: RunConfig) -> None:
+    """Import what `train` will need beside this module, for ranks that are forks of this process."""
+    # The mixers are found by their names.
+    check_model(config.model, config.parallel)
+    # The first optimizer of a process imports it, to tell it that there is nothing to compile.
+    importlib.import_module("torch._dynamo")
 
 
 def train(

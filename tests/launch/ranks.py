@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,8 @@ def launch(path: str, behaviour: str, policy: str = "{}") -> int:
             processes=processes,
             resume="the same command",
             policy=restart.RestartPolicy(config=config, **own),
-            nodes=importlib.import_module("lightscale.launch.torchrun").ThisMachine(),
+            # The agents of `test_agent.py` start new processes.
+            nodes=importlib.import_module("lightscale.launch.torchrun").ThisMachine(do),
         )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -73,6 +74,11 @@ def launch_each(folder: str, behaviours: str) -> int:
         code = launch(stem, behaviour, json.dumps(policy))
         Path(f"{stem}.code").write_text(str(code))
     return 0
+
+
+def do(command: Sequence[str]) -> int:
+    """A rank's command line, in a fork of the launcher."""
+    return rank(*command[3:])
 
 
 def rank(path: str, behaviour: str, hang_timeout_s: str) -> int:

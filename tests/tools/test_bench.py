@@ -69,6 +69,7 @@ def test_bad_arguments_are_named(
 COMMANDS = {
     "sequence": ("sequence", "--ranks", "2", "--tokens", "64", "--rows", "1", "--heads", "2", "--width", "8"),
     "data": ("data", "--only", "loader"),
+    "start": ("start", "--ranks", "1"),
 }
 
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from lightscale.cli import main
+from lightscale.launch.rank import rank_of
 from lightscale.runs.run_directory import RunDirectory, read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,10 +126,8 @@ class Running:
 
     def ranks(self) -> list[psutil.Process]:
         """The processes of the ranks, by rank."""
-        children = psutil.Process(self.process.pid).children()
-        return sorted(
-            (child for child in children if "RANK" in child.environ()), key=lambda c: int(c.environ()["RANK"])
-        )
+        ranks = {rank_of(child): child for child in psutil.Process(self.process.pid).children()}
+        return [ranks[rank] for rank in sorted(rank for rank in ranks if rank is not None)]
 
     def end(self, timeout_s: float = 200.0) -> Ended:
         stdout, stderr = self.process.communicate(timeout=timeout_s)

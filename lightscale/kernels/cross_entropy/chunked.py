@@ -14,6 +14,9 @@ from torch import Tensor
 from lightscale.kernels.common.states import state_dtype
 from lightscale.kernels.operators import LOGITS_WORKSPACE_BYTES
 
+CPU_WORKSPACE_BYTES = 8 * 2**20
+"""The same on a CPU, whose allocator returns larger blocks to the system: every page is then a fault, each time."""
+
 
 class Ids(NamedTuple):
     """The rows of the vocabulary that this rank holds."""
@@ -80,7 +83,8 @@ def chunks(hidden: Tensor, weight: Tensor, chunk_tokens: int | None) -> Iterator
     """Cut the tokens of hidden (tokens, d), by default into equal parts whose logits fit LOGITS_WORKSPACE_BYTES."""
     if chunk_tokens is None:
         # At least 128 tokens, or the products of the two sides would be too small for a GPU.
-        fitting = max(128, LOGITS_WORKSPACE_BYTES // (weight.shape[0] * hidden.element_size()))
+        room = LOGITS_WORKSPACE_BYTES if hidden.is_cuda else min(LOGITS_WORKSPACE_BYTES, CPU_WORKSPACE_BYTES)
+        fitting = max(128, room // (weight.shape[0] * hidden.element_size()))
         parts = -(-len(hidden) // fitting)
         # Equal parts: a short last chunk would cost nearly as much as a full one.
         chunk_tokens = max(1, -(-len(hidden) // max(1, parts)))

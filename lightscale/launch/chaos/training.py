@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from lightscale.launch.rank import rank_of
 from lightscale.runs.run_directory import RunDirectory, read_lines
 from lightscale.training.health import fault_injection
 
@@ -77,10 +78,10 @@ class Training:
         for process in self._descendants():
             # The process may end between any two of these questions.
             with contextlib.suppress(psutil.Error):
-                rank = process.environ().get("RANK")
+                rank = rank_of(process)
                 # Parents come first: processes that a rank started are not the rank.
                 if rank is not None and process.status() != psutil.STATUS_ZOMBIE:
-                    found.setdefault(int(rank), process)
+                    found.setdefault(rank, process)
         return found
 
     def kill(self, ranks: Iterable[psutil.Process], *, launcher: bool) -> None:

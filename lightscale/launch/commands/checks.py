@@ -54,7 +54,7 @@ def is_finished(directory: RunDirectory, config: RunConfig, allow: frozenset[str
 
 def num_processes(config: RunConfig, wanted: int | None) -> int:
     """Ranks on this machine: ``wanted``, or one per GPU, or one. UserError where its GPUs are too few."""
-    gpus = 0 if config.train.device == "cpu" else _num_gpus()
+    gpus = num_gpus(config)
     if config.train.device == "cuda" and gpus == 0:
         raise UserError('train.device = "cuda", but torch sees no GPU; use "auto" or "cpu"')
     processes = wanted if wanted is not None else max(1, gpus)
@@ -63,6 +63,11 @@ def num_processes(config: RunConfig, wanted: int | None) -> int:
     if gpus and processes > gpus:
         raise UserError(f"--processes {processes}: there are only {gpus} GPUs, and each process needs its own")
     return processes
+
+
+def num_gpus(config: RunConfig) -> int:
+    """GPUs of this machine that the run may use."""
+    return 0 if config.train.device == "cpu" else _num_gpus()
 
 
 def _num_gpus() -> int:

@@ -10,7 +10,8 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from lightscale.config.arguments import add_config, add_overrides, add_run_option
@@ -24,6 +25,7 @@ from lightscale.launch.commands.checks import (
     check_inputs,
     default_directory,
     is_finished,
+    num_gpus,
     num_processes,
 )
 from lightscale.launch.duration import parse_duration
@@ -40,6 +42,8 @@ from lightscale.training.signals import DEADLINE_VARIABLE
 if TYPE_CHECKING:
     from lightscale.launch.restart import Nodes
 
+# The command line of a rank, before its arguments.
+_COMMAND = [sys.executable, "-m", "lightscale", "train"]
 # Longer than it takes until a lock that is not renewed becomes stale, a minute: see `runs/lock.py`.
 _PATIENCE_S, _PAUSE_S = 150.0, 5.0
 
@@ -118,21 +122,27 @@ def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float
     processes = num_processes(config, args.processes)
     allocation = _allocation(args, config, processes)
     check_divides(config, processes * (1 if allocation is None else allocation.num_nodes))
-    from lightscale.launch.restart import EXIT_CODES, RestartPolicy, run_ranks  # noqa: PLC0415
-    from lightscale.launch.torchrun import ThisMachine  # noqa: PLC0415
-
     if is_finished(directory, config, allow):
         print(f"{directory.path} is finished: all {config.total_steps} steps are done", file=sys.stderr)
-        code = EXIT_CODES["finished"]
+        code = 0
     else:
+        print("loading PyTorch and Megatron …", file=sys.stderr, flush=True)
+        from lightscale.launch.restart import RestartPolicy, run_ranks  # noqa: PLC0415
+        from lightscale.launch.torchrun import ThisMachine  # noqa: PLC0415
+
         # The ranks read the stored form: the user may edit CONFIG during the run.
-        command = [sys.executable, "-m", "lightscale", "train", str(directory.config), "--run", str(directory.path)]
+        command = [*_COMMAND, str(directory.config), "--run", str(directory.path)]
         command += [f"--allow-change={key}" for key in sorted(allow)]
-        nodes = allocation or ThisMachine()
+        # CUDA does not work in a fork of a process that has touched it, which counting GPUs does with some drivers.
+        nodes = allocation or (ThisMachine() if num_gpus(config) else ThisMachine(_forked_rank))
         policy = RestartPolicy(config=config.restart, again=not args.no_restart, deadline_s=deadline_s)
         resume = _command_line(args, directory)
         os.environ[COMMAND_VARIABLE] = resume
         job = None if args.scheduler is None else job_id()
+        print(f"starting {processes * nodes.num_nodes} ranks", file=sys.stderr, flush=True)
+        if isinstance(nodes, ThisMachine) and nodes.forks:
+            # Once, for all ranks and all restarts.
+            _training().preload(config)
         # By the launcher, over all restarts: between two starts of the ranks no other job can take the run.
         with _held(directory, config, allow, job=job):
             code = run_ranks(directory, command, processes=processes, resume=resume, policy=policy, nodes=nodes)
@@ -161,6 +171,13 @@ def _allocation(args: argparse.Namespace, config: RunConfig, processes: int) -> 
     return get_scheduler(args.scheduler).allocation(os.environ, min_nodes=args.min_nodes, fits=fits)
 
 
+def _forked_rank(command: Sequence[str]) -> int:
+    """The command line of a rank, in a fork of the launcher."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return run(parser.parse_args(command[len(_COMMAND) :]))
+
+
 def _train(config: RunConfig, directory: RunDirectory, environment: RankEnvironment, allow: frozenset[str]) -> int:
     """The work of one rank."""
     # torch.distributed and Megatron know only torchrun's variables.
@@ -174,13 +191,16 @@ def _train(config: RunConfig, directory: RunDirectory, environment: RankEnvironm
     # Our launcher holds the run, and writes how it ended; without it rank 0 does both.
     alone = LAUNCHER_VARIABLE not in os.environ
     hold = functools.partial(_held_by_rank, directory, config, allow) if alone else contextlib.nullcontext
-    # By name, because the launcher, in the same module, needs neither the models nor the engine: seconds of each start.
-    trainer = importlib.import_module("lightscale.training.train")
     planned = _planned_memory_bytes(config, layout) if is_main else None
-    trainer.train(config, directory, allow, hold, planned)
+    _training().train(config, directory, allow, hold, planned)
     # The launcher takes exit code 0 of all ranks without a status for a failure.
     assert not is_main or directory.read_status() is not None, "training ended without a status"
     return 0
+
+
+def _training() -> ModuleType:
+    """The training loop, by name: importing models and engine takes seconds, which not every launcher has to spend."""
+    return importlib.import_module("lightscale.training.train")
 
 
 def _planned_memory_bytes(config: RunConfig, layout: Layout) -> int | None:

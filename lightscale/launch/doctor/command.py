@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     adopt_job(os.environ)
     config, directory = _target(args)
     environment = RankEnvironment.read(os.environ)
+    if environment is None:
+        print("loading PyTorch …", file=sys.stderr, flush=True)
     # Behind the arguments, as it imports torch.
     from lightscale.launch.doctor.examine import examine  # noqa: PLC0415
 

@@ -78,6 +78,15 @@ def test_ranks_get_the_stored_configuration(folder: Path, launched: list[dict[st
     assert call["policy"] == RestartPolicy(config=load(stored).restart)
 
 
+def test_ranks_are_forks_of_the_launcher_where_there_is_no_gpu(
+    folder: Path, launched: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train("tiny-run.toml")
+    monkeypatch.setattr(checks, "_num_gpus", lambda: 1)
+    train("tiny-run.toml")
+    assert [call["nodes"].forks for call in launched] == [True, False]
+
+
 def test_options_of_restarts(folder: Path, launched: list[dict[str, Any]]) -> None:
     words = ["restart.max_cycles=7", "--no-restart", "--stop-after", "1h30m"]
     before = time.time()
@@ -225,6 +234,9 @@ def test_a_finished_run_is_not_started_again_until_it_is_made_longer(
 STUB = """
 import os, sys, types
 
+with open(os.environ["PROGRAMS"], "a") as file:
+    file.write(f"{os.getpid()}\\n")
+
 def train(config, run, allow, hold):
     assert not allow
     if os.environ["RANK"] == "0":
@@ -236,7 +248,7 @@ def train(config, run, allow, hold):
             run.write_status("finished", reason="all steps are done", step=4, tokens=1024)
     return "finished"
 
-sys.modules["lightscale.training.train"] = types.SimpleNamespace(train=train)
+sys.modules["lightscale.training.train"] = types.SimpleNamespace(train=train, preload=lambda config: None)
 """
 
 
@@ -246,6 +258,7 @@ def lightscale(folder: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     (folder / "stub").mkdir()
     (folder / "stub" / "sitecustomize.py").write_text(STUB)
     environment = {**os.environ, "PYTHONPATH": str(folder / "stub"), "CUDA_VISIBLE_DEVICES": ""}
+    environment["PROGRAMS"] = str(folder / "programs")
 
     def lightscale(*words: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *launcher, "-m", "lightscale", *words]
@@ -256,11 +269,16 @@ def lightscale(folder: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return lightscale
 
 
-def test_the_whole_way_from_start_to_end(lightscale: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_the_whole_way_from_start_to_end(
+    lightscale: Callable[..., subprocess.CompletedProcess[str]], folder: Path
+) -> None:
     first = lightscale("train", "tiny-run.toml", "--processes", "2")
     resume = "resume with: lightscale train tiny-run.toml --run runs/tiny-run --processes 2"
     assert (first.returncode, first.stderr.splitlines()[-1]) == (75, resume), first.stderr
     assert first.stdout == "attempt 1 in 4 steps\n"
+    # Python began once: what the launcher had imported, its ranks had too.
+    assert len((folder / "programs").read_text().split()) == 1
+    assert first.stderr.splitlines()[:2] == ["loading PyTorch and Megatron …", "starting 2 ranks"]
     # By torchrun itself, on one rank: the same run. Its ranks leave 0, and status.json says how it ended.
     second = lightscale("train", "tiny-run.toml", launcher=("-m", "torch.distributed.run", "--nproc-per-node=1"))
     assert second.returncode == 0, second.stderr
