@@ -237,7 +237,7 @@ import os, sys, types
 with open(os.environ["PROGRAMS"], "a") as file:
     file.write(f"{os.getpid()}\\n")
 
-def train(config, run, allow, hold):
+def train(config, run, allow, hold, planned_memory_bytes):
     assert not allow
     if os.environ["RANK"] == "0":
         attempt = run.begin_attempt(world_size=int(os.environ["WORLD_SIZE"]))
