@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# In the versions of the lock file, where an index has them.
+INSTALL := $(BIN)/python -m pip install --no-compile --editable '.[dev]'
 PYTEST := $(BIN)/pytest --durations=10
 # Test files at a time. Not of those that start ranks: more ranks than cores only wait for each other.
 JOBS ?= 2
@@ -19,7 +21,9 @@ $(STAMP): pyproject.toml
 	@echo "installing into $(VENV); a first time takes about two minutes, most of them for PyTorch"
 	@mkdir -p $(VENV) && date +%s > $(VENV)/.began
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --no-compile --editable '.[dev]' | sed -u '/already satisfied/d'
+	@{ $(INSTALL) --constraint tools/constraints.txt || { \
+	  echo "not all of the locked versions are to be had here: installing the newest that fit"; $(INSTALL); }; \
+	} | sed -u '/already satisfied/d'
 	@echo "compiling what was installed to bytecode, on all cores: pip itself would use one"
 	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null || true # some packages have files for other Pythons
 	@echo $$(($$(date +%s) - $$(cat $(VENV)/.began))) > $@
