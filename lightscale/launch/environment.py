@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
+from lightscale.config.schedulers import SCHEDULERS
 from lightscale.errors import UserError
-from lightscale.launch.scheduler import SCHEDULERS, get_scheduler
+from lightscale.launch.scheduler import get_scheduler
 
 _LOCALHOST = "127.0.0.1"
 # Below the ports that Linux hands out by itself (32768 and up).

@@ -1,6 +1,7 @@
 """What runs need of a scheduler: submit, cancel, state, allocation, logs.
 
-A scheduler is a folder beside this file with a subclass of `Scheduler`, and one line of `SCHEDULERS`. Commands and
+A scheduler is a folder beside this file with a subclass of `Scheduler`, and one line of
+`config/schedulers.py`. Commands and
 launcher know only this interface:
 
     lightscale submit   check_settings, script, require, check, submit
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
+from lightscale.config.schedulers import SCHEDULERS, default_scheduler
 from lightscale.errors import UserError
 from lightscale.launch.settings import LaunchSettings
 from lightscale.runs.jobs import JobRecord
@@ -32,12 +34,6 @@ from lightscale.runs.run_directory import RunDirectory
 if TYPE_CHECKING:
     # It imports torch.
     from lightscale.launch.restart import Nodes
-
-# Name to "module:class". The first is the default, and the one of records in jobs.jsonl that name none.
-SCHEDULERS: dict[str, str] = {
-    "slurm": "lightscale.launch.slurm.scheduler:Slurm",
-    "local": "lightscale.launch.local.scheduler:Local",
-}
 
 _ENVIRONMENT = {
     "NCCL_DEBUG": "WARN",
@@ -173,11 +169,6 @@ def adopt_job(environ: MutableMapping[str, str]) -> None:
     """
     for scheduler in map(get_scheduler, SCHEDULERS):
         environ.update(scheduler.job_variables(environ))
-
-
-def default_scheduler() -> str:
-    """Its name."""
-    return next(iter(SCHEDULERS))
 
 
 def get_scheduler(name: str | None = None) -> Scheduler:

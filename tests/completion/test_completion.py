@@ -120,7 +120,7 @@ LINES = {
     "lightscale checkpoint verify mine@2": ["checkpoint", "verify", "mine@20"],
     "lightscale plan tnl-1b parallel.exch": ["plan", "tnl-1b", "parallel.exchange="],
     "lightscale plan tnl-1b parallel.exchange=g": ["plan", "tnl-1b", "parallel.exchange=gather"],
-    "lightscale train x metrics.tensorboard=f": ["train", "x", "metrics.tensorboard=false"],
+    "lightscale train x checkpoint.asynchronous=f": ["train", "x", "checkpoint.asynchronous=false"],
     "lightscale train x --allow-change optimizer.l": ["train", "x", "--allow-change", "optimizer.lr"],
     "lightscale completion f": ["completion", "fish"],
     # By the shell itself, which writes the blank as it must be written there.

@@ -500,11 +500,11 @@ def test_the_command_writes_the_text_and_nothing_else(runs: Path, tmp_path: Path
     plain, as_json = lightscale(options, [*options, "--json", "--step", str(STEP)])
     code, text, messages = plain
     assert code == 0, messages
-    warning, summary = messages.splitlines()
+    _, warning, summary = messages.splitlines()
     assert warning.startswith(f"skipped a damaged checkpoint: {bad}/")
     assert summary.endswith(f"tokens/s after the prompt), from {good}")
 
-    assert (as_json[0], as_json[2]) == (0, "")
+    assert (as_json[0], as_json[2]) == (0, "loading PyTorch and Megatron …\n")
     record = json.loads(as_json[1])
     # What reads the output here turns a carriage return into a line feed.
     assert text == f"the start: 字{record['text']}\n".replace("\r\n", "\n").replace("\r", "\n")

@@ -148,7 +148,7 @@ def test_outside_its_folder_no_file_names_slurm() -> None:
         for line in path.read_text(encoding="utf-8").splitlines()
         if "slurm" in line.lower()
     ]
-    assert found == [f'lightscale/launch/scheduler.py: "slurm": "{SCHEDULERS["slurm"]}",']
+    assert found == [f'lightscale/config/schedulers.py: "slurm": "{SCHEDULERS["slurm"]}",']
 
 
 def test_each_scheduler_of_the_table_is_there() -> None:

@@ -69,8 +69,7 @@ def direct(rank: int, world_size: int, init_method: str) -> tuple[Tensor, dict[s
     with start_mesh(device="cpu", init_method=init_method) as mesh:
         model, batch = build(mesh, None, torch.float64).module, global_batch(0)
         losses = direct_losses(model, batch)
-        # Megatron divides by the number of tokens in fp32, whatever the precision: one factor for all.
-        ((losses * batch.loss_mask).sum() * (1.0 / batch.loss_mask.sum()).double()).backward()
+        ((losses * batch.loss_mask).sum() / batch.loss_mask.double().sum()).backward()
         gradients: dict[str, Any] = {name: parameter.grad for name, parameter in model.named_parameters()}
         return losses.detach(), gradients, run_engine(mesh)
 

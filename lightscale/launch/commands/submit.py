@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 from lightscale.config.arguments import add_config, add_overrides, add_run_option
 from lightscale.config.files import load
+from lightscale.config.schedulers import SCHEDULERS, default_scheduler
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
 from lightscale.launch.commands.checks import allowed_changes, check_run, default_directory, is_finished
 from lightscale.launch.commands.logs import follow
-from lightscale.launch.scheduler import SCHEDULERS, JobRequest, default_scheduler, get_scheduler, live_jobs
+from lightscale.launch.scheduler import JobRequest, get_scheduler, live_jobs
 from lightscale.launch.settings import LaunchSettings, load_settings
 from lightscale.runs.jobs import JobRecord, record_job, recorded_jobs
 from lightscale.runs.lock import RunLock

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from lightscale.config.arguments import add_config, add_overrides, add_run_option
 from lightscale.config.files import load
 from lightscale.config.layout import Layout, check_layout
+from lightscale.config.schedulers import default_scheduler
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
 from lightscale.launch.commands.checks import (
@@ -32,7 +33,7 @@ from lightscale.launch.duration import parse_duration
 from lightscale.launch.environment import RankEnvironment
 from lightscale.launch.network import choose_interface
 from lightscale.launch.rank import LAUNCHER_VARIABLE, run_rank, summary_and_notes
-from lightscale.launch.scheduler import adopt_job, default_scheduler, get_scheduler
+from lightscale.launch.scheduler import adopt_job, get_scheduler
 from lightscale.runs.job_environment import job_id
 from lightscale.runs.lock import InUse, RunLock
 from lightscale.runs.metrics.sink import COMMAND_VARIABLE

@@ -15,8 +15,9 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from lightscale.config.schedulers import SCHEDULERS
 from lightscale.launch.local.queue import Job, Process, Queue
-from lightscale.launch.scheduler import SCHEDULERS, get_scheduler
+from lightscale.launch.scheduler import get_scheduler
 from lightscale.runs.job_environment import JOB_ID, NODE_NAME, SUBMIT_HOST
 from lightscale.runs.run_directory import RunDirectory
 

@@ -19,6 +19,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from lightscale.config.files import load
+from lightscale.config.schedulers import default_scheduler
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
 from lightscale.planning import memory, step_cost
@@ -32,8 +33,6 @@ _SHOWN_LAYOUTS = 5
 _UNITS = {"": 1, "k": 2**10, "m": 2**20}
 _NUMBER = re.compile(r"([0-9]+)([kKmM]?)")
 _OPTIONS = ("length", "layout", "hardware", "settings")
-# `lightscale train` on several nodes runs in a job of it: the default of `lightscale submit`.
-_SCHEDULER = "slurm"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,9 +150,11 @@ class _Command:
         given = [text for text in self.overrides if text.partition("=")[0].strip() not in keys]
         words = shlex.join([str(self.path), *given, *chosen])
         gpus = self.hardware.gpus_per_node
+        # On several nodes it runs in a job.
+        job = f" --scheduler {default_scheduler()}" if nodes > 1 else ""
         return Commands(
             overrides=(*given, *chosen),
-            train=f"lightscale train {words} --processes {gpus}" + (f" --scheduler {_SCHEDULER}" if nodes > 1 else ""),
+            train=f"lightscale train {words} --processes {gpus}{job}",
             submit=f"lightscale submit {words} --nodes {nodes} --gpus-per-node {gpus}",
             changed_batch=changed_batch(self.config, best),
         )

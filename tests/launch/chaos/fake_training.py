@@ -42,7 +42,8 @@ def launch(behaviour: str, path: str) -> int:
 def run_ranks(behaviour: str, path: str) -> int:
     ranks = [
         subprocess.Popen(
-            [sys.executable, __file__, behaviour, path], env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"}
+            [sys.executable, __file__, behaviour, path],
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LAUNCHER": str(os.getpid())},
         )
         for rank in range(2)
     ]
@@ -60,7 +61,8 @@ def run_ranks(behaviour: str, path: str) -> int:
 
 
 def rank(behaviour: str, path: str) -> int:
-    launcher, run = os.getppid(), RunDirectory(path)
+    # Not whose child it is by now: the launcher may have been killed while this rank began.
+    launcher, run = int(os.environ["LAUNCHER"]), RunDirectory(path)
     if behaviour != "orphans":
         die_with_parent(launcher)
     code = train(run, behaviour) if os.environ["RANK"] == "0" else follow(run)

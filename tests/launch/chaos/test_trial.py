@@ -18,7 +18,8 @@ PROGRAM = Path(__file__).with_name("fake_training.py")
 REFERENCE = [
     {"step": step, "attempt": 1, "tokens": 8 * step, "loss": 10 / step, "grad_norm": 1.0} for step in range(1, 61)
 ]
-EVERYTHING = Kill(victims=(0, 1), launcher=True, delay_s=0.1)
+# Behind the first checkpoint.
+EVERYTHING = Kill(victims=(0, 1), launcher=True, delay_s=0.3)
 
 # Processes that start and stop, on a machine that may be busy.
 pytestmark = pytest.mark.timeout(400)

@@ -11,9 +11,9 @@ import pytest
 from lightscale import cli
 from lightscale.config.files import load
 from lightscale.config.layout import check_layout
+from lightscale.config.schedulers import default_scheduler
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
-from lightscale.launch.scheduler import default_scheduler
 from lightscale.planning.advice import layout_overrides
 from lightscale.planning.hardware import H100
 from lightscale.planning.memory import fullest_rank
