@@ -63,7 +63,10 @@ def trained_on(path: Path) -> dict[str, Any]:
 def test_an_old_store_is_read_as_it_always_was(old: Path) -> None:
     before = content(old)
     assert trained_on(old) == EXPECTED
-    assert not TokenStore(old).is_checked
+    store = TokenStore(old)
+    assert not store.is_checked
+    loader = TokenLoader(store, sequence_length=32, global_batch_size=4, micro_batch_size=2)
+    assert loader.description()[-1].endswith(f"`lightscale data upgrade {old}` adds them")
     assert verify_store(old, silent).faults == []
     assert content(old) == before
 
