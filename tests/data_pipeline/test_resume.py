@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader
+from lightscale.data_pipeline.store.blocks import GROUP_BLOCKS, BlockHashes
 from lightscale.data_pipeline.store.token_store import StoreWriter, TokenStore
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer
 
@@ -56,32 +57,62 @@ def test_resume_in_the_middle_of_300_billion_tokens(sparse_store: TokenStore, tm
     print(f"{packing}: {min(taken) * 1e3:.1f} ms")
 
 
-def test_a_sequence_rank_reads_its_slice_and_one_token(
-    tmp_path: Path, byte_tokenizer: TiktokenTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with StoreWriter(tmp_path / "store", byte_tokenizer, shard_tokens=4096, chunk_tokens=64) as writer:
+@pytest.fixture
+def small_store(tmp_path: Path, byte_tokenizer: TiktokenTokenizer) -> TokenStore:
+    """60,200 tokens in shards of 16,384, four blocks each."""
+    with StoreWriter(tmp_path / "store", byte_tokenizer, shard_tokens=16_384, chunk_tokens=64) as writer:
         source = writer.source("a")
         generator = np.random.default_rng(0)
         for _ in range(200):
             source.append(generator.integers(0, 256, 300, dtype=np.uint32), num_bytes=300)
         writer.finish({})
-    store = TokenStore(tmp_path / "store")
-    num_bytes: Counter[str] = Counter()
-    preadv = os.preadv
+    return TokenStore(tmp_path / "store")
+
+
+@pytest.fixture
+def read_bytes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Bytes that were read, by array; of block hashes by ``hashes``."""
+    found: Counter[str] = Counter()
+    preadv, read_group = os.preadv, BlockHashes._read_group
 
     def counting(descriptor: int, buffers: Any, position: int) -> int:
         count = preadv(descriptor, buffers, position)
-        num_bytes[Path(f"/proc/self/fd/{descriptor}").readlink().parts[-3]] += count
+        found[Path(f"/proc/self/fd/{descriptor}").readlink().parts[-3]] += count
         return count
 
+    def counting_hashes(self: BlockHashes, *arguments: int) -> bytes:
+        hashes = read_group(self, *arguments)
+        found["hashes"] += len(hashes)
+        return hashes
+
+    monkeypatch.setattr(os, "preadv", counting)
+    monkeypatch.setattr(BlockHashes, "_read_group", counting_hashes)
+    return found
+
+
+def test_a_sequence_rank_reads_its_slice_and_one_token(small_store: TokenStore, read_bytes: Counter[str]) -> None:
+    source = small_store.source("a")
+    source.read(0, source.num_tokens)  # blocks that are read first are read whole
     for sequence_size in (1, 4, 16):
         layout = LoaderLayout(sequence_rank=sequence_size // 2, sequence_size=sequence_size)
-        loader = TokenLoader(store, sequence_length=4096, global_batch_size=4, micro_batch_size=2, layout=layout)
+        loader = TokenLoader(small_store, sequence_length=4096, global_batch_size=4, micro_batch_size=2, layout=layout)
         loader.next_step()
-        num_bytes.clear()
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "preadv", counting)
-            loader.next_step()
-        assert num_bytes["tokens"] == 4 * (4096 // sequence_size + 1) * 4
+        read_bytes.clear()
+        loader.next_step()
+        assert read_bytes["tokens"] == 4 * (4096 // sequence_size + 1) * 4
         # Where documents end is found in a map of the file; what is read of it beside that is next to nothing.
-        assert num_bytes["doc_ends"] <= 4 * (4096 // sequence_size // 301 + 3) * 8
+        assert read_bytes["doc_ends"] <= 4 * (4096 // sequence_size // 301 + 3) * 8
+        assert read_bytes["hashes"] == 0
+
+
+@pytest.mark.parametrize("start", [0, 1, 4095, 4096, 8190, 20_000, 60_200 - 8193])
+def test_a_sample_of_8k_tokens_that_is_read_first_reads_less_than_twice_its_bytes(
+    small_store: TokenStore, read_bytes: Counter[str], start: int
+) -> None:
+    source = TokenStore(small_store.path).source("a")
+    read_bytes.clear()
+    source.read(start, start + 8193)
+    assert 8193 * 4 <= read_bytes["tokens"] <= 3 * 2**14
+    # In a store of any size: at a place where the hashes are in two groups of 512.
+    assert read_bytes["hashes"] <= 2 * 4 * 8  # all hashes of two shards
+    assert 3 * 2**14 + 2 * GROUP_BLOCKS * 8 < 2 * 8193 * 4

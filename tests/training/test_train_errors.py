@@ -156,7 +156,10 @@ def test_a_run_whose_numbers_stay_bad_is_stopped(workplace: Path, train: Callabl
     ended = train("run.toml", *words, "--run", "runs/diverged")
     assert ended.code == 78
     assert "Traceback" not in ended.stderr
-    assert re.search(r"^error: (steps \d+ to \d+ were skipped|the state after .* is not finite.*), after 3 rollbacks", ended.last_line)
+    assert re.search(
+        r"^error: (steps \d+ to \d+ were skipped|the state after .* is not finite.*), after 3 rollbacks",
+        ended.last_line,
+    )
     assert "a lower optimizer.lr" in ended.last_line
     run = RunDirectory(workplace / "runs/diverged")
     status = run.read_status()

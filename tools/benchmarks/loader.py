@@ -12,6 +12,7 @@ of the medians, of processor time. Of the others only the tokens are asked:
 """
 
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -28,13 +29,14 @@ from numpy.typing import NDArray
 
 from lightscale.data_pipeline.loading.loader import LoaderLayout, Packing, TokenLoader
 from lightscale.data_pipeline.store.format import SourceCounts, write_root, write_source_attributes
-from lightscale.data_pipeline.store.shards import ShardLayout, shard_path, write_metadata
+from lightscale.data_pipeline.store.shards import ShardLayout, write_metadata
 from lightscale.data_pipeline.store.token_store import StoreWriter, TokenStore
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer
 
 # What the loader must reach, as shares of the raw copy and multiples of zarr's own reading, by window length.
 LEAST_OF_MEMMAP = {8192: 0.2, 131_072: 0.15}
 LEAST_OVER_ZARR = {8192: 20.0, 131_072: 2.5}
+LEAST_OF_UNCHECKED = {"first": 0.5, "later": 0.9}
 AIM_TOKENS_PER_S = 300e6
 RESUME_LIMIT_S = 0.05
 RESUME_TOKENS = 300_000_000_000
@@ -65,14 +67,16 @@ def run(
     """
     with tempfile.TemporaryDirectory(prefix="lightscale-bench-") as folder:
         store = write_store(Path(folder) / "store", num_tokens=num_tokens)
-        results, notes = {}, []
+        unchecked = without_hashes(store, Path(folder) / "format-1")
+        results, checks, notes = {}, {}, []
         for length in lengths:
+            checks[str(length)] = measure_checks(store, unchecked, length, tokens_per_turn, repeats)
             with _ways(store, Path(folder), length, tokens_per_turn, others) as (ways, missing):
                 results[str(length)] = _compare(ways, length, tokens_per_turn, repeats)
             notes = missing
         resume = measure_resume(Path(folder) / "sparse", repeats=repeats)
     settings = {"num_tokens": num_tokens, "tokens_per_turn": tokens_per_turn, "repeats": repeats}
-    return {"settings": settings, "lengths": results, "resume_s": resume, "notes": notes}
+    return {"settings": settings, "lengths": results, "checks": checks, "resume_s": resume, "notes": notes}
 
 
 def write_store(path: Path, *, num_tokens: int, seed: int = 0) -> TokenStore:
@@ -90,6 +94,65 @@ def write_store(path: Path, *, num_tokens: int, seed: int = 0) -> TokenStore:
     return TokenStore(path)
 
 
+def without_hashes(store: TokenStore, path: Path) -> TokenStore:
+    """The same files as a store of format 1, whose blocks have no hashes."""
+    path.mkdir()
+    for entry in store.path.iterdir():
+        if entry.name != "zarr.json":
+            (path / entry.name).symlink_to(entry)
+    metadata = json.loads((store.path / "zarr.json").read_text())
+    metadata["attributes"]["format_version"] = 1
+    (path / "zarr.json").write_text(json.dumps(metadata))
+    return TokenStore(path)
+
+
+def measure_checks(
+    store: TokenStore, unchecked: TokenStore, length: int, tokens_per_turn: int, repeats: int
+) -> dict[str, Any]:
+    """What it costs to compare blocks with their hashes: the loader's speed as a share of that without hashes.
+
+    ``first``: of windows at random places whose blocks this process has not read yet and the system has not in its page
+    cache, by the clock; ``first_cached``: by processor time, when the system has them; ``later``: of the same windows
+    again, by processor time. Both stores are read in turns, each time opened anew.
+    """
+    clocks = {"first": time.perf_counter, "first_cached": time.process_time, "later": time.process_time}
+    samples_s: dict[str, dict[str, list[float]]] = {turn: {"format 1": [], "format 2": []} for turn in clocks}
+    micro_batch = max(1, _MICRO_BATCH_TOKENS // length)
+    for repeat in range(repeats + 1):
+        for name, one in (("format 1", unchecked), ("format 2", store)):
+            loader = None
+            for turn, clock in clocks.items():
+                if loader is None or turn != "later":
+                    loader = TokenLoader(
+                        TokenStore(one.path),
+                        sequence_length=length,
+                        global_batch_size=micro_batch,
+                        micro_batch_size=micro_batch,
+                    )
+                if turn == "first":
+                    _forget(store.path)
+                begun = clock()
+                for tokens in range(0, tokens_per_turn, loader.tokens_per_step):
+                    loader.batches_after(tokens)
+                if repeat:
+                    samples_s[turn][name].append(clock() - begun)
+    shares = {
+        turn: statistics.median(samples["format 1"]) / statistics.median(samples["format 2"])
+        for turn, samples in samples_s.items()
+    }
+    reached = {turn: shares[turn] >= least for turn, least in LEAST_OF_UNCHECKED.items()}
+    return {"share_of_unchecked": shares, "targets": LEAST_OF_UNCHECKED, "reached": reached, "samples_s": samples_s}
+
+
+def _forget(path: Path) -> None:
+    """Ask the system to drop the files from its page cache; they must be on the disk."""
+    for file in path.rglob("*"):
+        if file.is_file():
+            descriptor = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
 def write_sparse_store(path: Path, *, num_tokens: int = RESUME_TOKENS) -> TokenStore:
     """A store of ``num_tokens`` zeros in 4096 documents whose shard files are holes and take no room."""
     ends = np.linspace(0, num_tokens, 4097).astype("<u8")[1:]
@@ -97,7 +160,8 @@ def write_sparse_store(path: Path, *, num_tokens: int = RESUME_TOKENS) -> TokenS
     _write_sparse_array(path / "web" / "doc_ends", "uint64", len(ends), values=ends)
     counts = SourceCounts(documents=len(ends), tokens=num_tokens, bytes=0)
     write_source_attributes(path / "web", "train", counts, {"tokens": [], "doc_ends": []})
-    write_root(path, _byte_tokenizer(), ["web"], {})
+    # Of the format without hashes of blocks: nobody wants to hash a terabyte of zeros.
+    write_root(path, _byte_tokenizer(), ["web"], {}, format_version=1)
     return TokenStore(path)
 
 
@@ -236,7 +300,7 @@ def _mosaic(tokens: NDArray[np.uint32], path: Path, length: int) -> Callable[[in
 def _write_sparse_array(directory: Path, dtype: str, length: int, *, values: NDArray[Any] | None = None) -> None:
     layout = ShardLayout(dtype=dtype, shard_length=_SPARSE_SHARD, chunk_length=_SPARSE_CHUNK)
     for shard in range(-(-length // _SPARSE_SHARD)):
-        path = shard_path(directory, shard)
+        path = layout.path(directory, shard)
         path.parent.mkdir(parents=True, exist_ok=True)
         num_values = min(_SPARSE_SHARD, length - shard * _SPARSE_SHARD)
         with path.open("wb") as file:

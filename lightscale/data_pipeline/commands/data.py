@@ -1,18 +1,20 @@
-"""``lightscale data``: prepare, inspect and verify token stores, and find what a run read of them."""
+"""``lightscale data``: prepare, inspect, verify and upgrade token stores, and find what a run read of them."""
 
 import argparse
 import importlib
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.text import Text
 
 from lightscale.config.arguments import add_run
-from lightscale.data_pipeline.commands import plan, prepare, verify
+from lightscale.data_pipeline.commands import plan, prepare, upgrade, verify
 from lightscale.data_pipeline.commands.output import plain_console, print_report
-from lightscale.data_pipeline.store.token_store import TokenStore, source_identity
+from lightscale.data_pipeline.store.origins import Origin
+from lightscale.data_pipeline.store.token_store import TokenSource, TokenStore, source_identity
 from lightscale.data_pipeline.tokenizers import load_tokenizer
 
 _SAMPLE_TOKENS = 120
@@ -29,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     inspect.add_argument("--json", action="store_true", help="print it as JSON")
     inspect.set_defaults(run_data=_inspect)
     verify.add_parser(commands)
+    upgrade.add_parser(commands)
     samples = commands.add_parser("samples", help="name the documents that a step of a run was trained on")
     add_run(samples)
     samples.add_argument("--step", type=int, required=True, metavar="N", help="the step, counted from 1")
@@ -53,16 +56,26 @@ def _inspect(args: argparse.Namespace) -> int:
     samples = list(_samples(store, args.sample))
     if args.json:
         sources = {
-            name: {**report["sources"][name], **source_identity(source)} for name, source in store.sources.items()
+            name: {**report["sources"][name], **source_identity(source), **_extras(source)}
+            for name, source in store.sources.items()
         }
-        content = {"store": str(args.store), "fingerprint": store.fingerprint(), "samples": samples}
+        content = {
+            "store": str(args.store),
+            "format_version": store.format_version,
+            "fingerprint": store.fingerprint(),
+            "samples": samples,
+        }
         print(json.dumps({**report, **content, "sources": sources}, ensure_ascii=False))
         return 0
     console = plain_console()
     console.print(f"{args.store}: fingerprint {store.fingerprint()}")
+    checked = "every block is compared when it is read" if store.is_checked else "`lightscale data upgrade` adds hashes"
+    console.print(f"format {store.format_version}: {checked}")
     print_report(console, report)
+    for name, source in store.sources.items():
+        console.print(f"{name}: {_describe_extras(source)}")
     for sample in samples:
-        console.rule(f"{sample['source']}, document {sample['document']:,}")
+        console.rule(f"{sample['source']}, document {sample['document']:,}{_place(sample['origin'])}")
         console.print(Text(sample["text"]))
     return 0
 
@@ -77,4 +90,31 @@ def _samples(store: TokenStore, num_documents: int) -> Iterator[dict[str, Any]]:
     for index in (number * source.num_documents // count for number in range(count)):
         start, stop = source.document(index)
         ids = source.read(start + 1, min(stop, start + 1 + _SAMPLE_TOKENS))
-        yield {"source": source.name, "document": index, "text": tokenizer.decode(ids)}
+        origin = source.origin(index)
+        yield {
+            "source": source.name,
+            "document": index,
+            "origin": asdict(origin) if origin else None,
+            "text": tokenizer.decode(ids),
+        }
+
+
+def _extras(source: TokenSource) -> dict[str, Any]:
+    """What a source has beside its tokens."""
+    arrays = {name: str(dtype) for name, dtype in source.document_arrays.items()}
+    return {"loss_mask": source.has_loss_mask, "document_arrays": arrays, "origins": source.has_origins}
+
+
+def _describe_extras(source: TokenSource) -> str:
+    arrays = ", ".join(f"{name} ({dtype})" for name, dtype in source.document_arrays.items())
+    return "; ".join(
+        [
+            "a loss mask says which labels count" if source.has_loss_mask else "every label counts",
+            f"of every document {arrays}" if arrays else "no arrays of documents",
+            "files and places of its documents" if source.has_origins else "not known where its documents came from",
+        ]
+    )
+
+
+def _place(origin: dict[str, Any] | None) -> str:
+    return f", {origin['file']} {Origin(**origin).place}" if origin else ""

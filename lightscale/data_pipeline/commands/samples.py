@@ -5,10 +5,14 @@ import json
 from dataclasses import asdict
 
 from rich.table import Table
+from rich.text import Text
 
 from lightscale.data_pipeline.commands.output import plain_console
 from lightscale.data_pipeline.loading.samples import SampleContent, StepContent, run_loader, step_content
+from lightscale.data_pipeline.store.origins import Origin
 from lightscale.errors import UserError
+
+_PIPE_WIDTH = 500
 
 
 def run(args: argparse.Namespace) -> int:
@@ -21,6 +25,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(asdict(content)))
         return 0
     console = plain_console()
+    if not console.is_terminal:  # a program reads it: a row is a line
+        console.width = _PIPE_WIDTH
     first, last = content.first_token, content.first_token + content.num_tokens
     console.print(
         f"step {content.step}: tokens {first:,} to {last:,} of the run, {len(content.samples):,} sequences of "
@@ -31,15 +37,25 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _table(content: StepContent) -> Table:
-    table = Table("sample", "source", "epoch", "window", "document", "tokens of the document")
+    table = Table("sample", "source", "epoch", "window", "document", "tokens of the document", "file", "place in it")
+    for column in table.columns[:-2]:
+        column.no_wrap = True
+    for column in table.columns[-2:]:
+        column.overflow = "fold"
     for sample in content.samples:
         names = (f"{sample.sample}", sample.source, f"{sample.epoch}", f"{sample.window}")
-        for document, tokens in _lines(sample):
-            table.add_row(*names, document, tokens)
+        for line in _lines(sample):
+            table.add_row(*names, *(Text(cell) for cell in line))
             names = ("", "", "", "")
     return table
 
 
-def _lines(sample: SampleContent) -> list[tuple[str, str]]:
-    lines = [(f"{one.document}", f"{one.start} to {one.stop}") for one in sample.documents]
-    return [*lines, ("padding", f"{sample.padding_tokens}")] if sample.padding_tokens else lines
+def _lines(sample: SampleContent) -> list[tuple[str, str, str, str]]:
+    lines = [(f"{one.document}", f"{one.start} to {one.stop}", *_place(one.origin)) for one in sample.documents]
+    return [*lines, ("padding", f"{sample.padding_tokens}", "", "")] if sample.padding_tokens else lines
+
+
+def _place(origin: Origin | None) -> tuple[str, str]:
+    if origin is None:
+        return "not known", ""
+    return origin.file, f"{origin.place} ({origin.id})" if origin.id else origin.place

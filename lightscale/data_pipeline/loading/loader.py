@@ -265,7 +265,14 @@ class TokenLoader:
         lines = []
         for name, share in zip(self.mixture.names, self.mixture.parts, strict=True):
             what = self._stages[-1].windows[name].description()
+            if self._sources[name].has_loss_mask:
+                what += "; its loss mask says which labels count"
             lines.append(f"{name}: {share / self.mixture.period:.2%} of the samples; {what}")
+        if not self.store.is_checked:
+            lines.append(
+                f"{self.store.path}: of format {self.store.format_version}, so what is read is not compared with "
+                f"hashes; `lightscale data upgrade {self.store.path}` adds them"
+            )
         for here in self._stages[:-1]:
             stage = here.stage
             lines.append(

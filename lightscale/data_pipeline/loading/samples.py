@@ -15,6 +15,7 @@ from lightscale.config.schema import RunConfig
 from lightscale.data_pipeline.loading.loader import StepSamples, TokenLoader
 from lightscale.data_pipeline.loading.packing import INDEX_DIR
 from lightscale.data_pipeline.loading.windows import PADDING
+from lightscale.data_pipeline.store.origins import Origin
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.errors import UserError
 
@@ -31,6 +32,8 @@ class DocumentRange:
     start: int
     stop: int
     """The tokens start … stop - 1 of the document were inputs; token 0 is the end-of-text token before it."""
+    origin: Origin | None
+    """The file that the document came from; None where the store does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +120,9 @@ def _contents(loader: TokenLoader, step: StepSamples) -> Iterator[SampleContent]
             document = source.document_at(start)
             # Tokens are numbered in the source; a document's own count starts at its end-of-text token.
             begin = start - source.document(document)[0]
-            documents.append(DocumentRange(document=document, start=begin, stop=begin + end - slot))
+            documents.append(
+                DocumentRange(document=document, start=begin, stop=begin + end - slot, origin=source.origin(document))
+            )
         yield SampleContent(
             sample=sample,
             source=location.source,

@@ -34,7 +34,7 @@ class Batch:
     """As the inputs: the token after each input. Shifted before the sequence is cut over ranks, so that no rank needs
     a token of the next one. After a document's last token that is the end-of-text token, with which documents begin."""
     loss_mask: torch.Tensor
-    """fp32: 1 where the label counts, 0 in padding."""
+    """fp32: 1 where the label counts, 0 in padding and where the source's own mask says so."""
     start_slots: torch.Tensor
     """(m,) int64 ascending: the slots where document ranges start, over the rows laid one after another; every row
     starts one."""
@@ -179,7 +179,7 @@ def read_batch(
         text = buffers.take(shape[0], shape[1] + 1)
         for out, (windows, window) in zip(text, rows, strict=True):
             windows.source.read_into(window * windows.sequence_length + first, out)
-        tokens, labels, mask = torch.from_numpy(text[:, :-1]), torch.from_numpy(text[:, 1:]), _all_counted(shape)
+        tokens, labels, mask = torch.from_numpy(text[:, :-1]), torch.from_numpy(text[:, 1:]), _mask(rows, first, shape)
     else:
         ranges = [windows.document_ranges(window, first, last) for windows, window in rows]
         slots, positions = _range_starts_of(ranges, first, shape[1])
@@ -244,6 +244,18 @@ def _range_starts_of(ranges: Sequence[DocumentRanges], first: int, n: int) -> Ra
     return RangeStarts(slots, positions)
 
 
+def _mask(rows: Sequence[Row], first: int, shape: tuple[int, int]) -> torch.Tensor:
+    """Which labels count in the slots from ``first`` on of ``rows``, all of them contiguous in their sources."""
+    if not any(windows.source.has_loss_mask for windows, _ in rows):
+        return _all_counted(shape)
+    counted = np.empty(shape, dtype=np.float32)
+    for out, (windows, window) in zip(counted, rows, strict=True):
+        # Of the labels, which are one token on.
+        begin = window * windows.sequence_length + first + 1
+        out[:] = windows.source.loss_mask(begin, begin + shape[1])
+    return torch.from_numpy(counted)
+
+
 @functools.lru_cache(maxsize=8)
 def _all_counted(shape: tuple[int, int]) -> torch.Tensor:
     """A mask of ones, expanded from one element: no memory, and nobody can write into it."""
@@ -275,4 +287,15 @@ def _read_ranges(
         text = source.read(start, min(stop + 1, source.num_tokens))
         tokens[begin - first : end - first] = text[: stop - start]
         labels[begin - first : begin - first + len(text) - 1] = text[1:]
-        counted[begin - first : end - first] = 1
+        counted[begin - first : end - first] = _mask_of_labels(source, start, stop)
+
+
+def _mask_of_labels(source: TokenSource, start: int, stop: int) -> NDArray[np.uint8] | int:
+    """Which of the labels of the tokens ``start`` … ``stop`` - 1 count, the end of the source being one."""
+    if not source.has_loss_mask:
+        return 1
+    if stop < source.num_tokens:
+        return source.loss_mask(start + 1, stop + 1)
+    # As with every end of a document, the end of the last one counts where the token before it does.
+    mask = source.loss_mask(start, stop)
+    return np.append(mask[1:], mask[-1:])

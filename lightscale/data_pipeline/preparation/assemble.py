@@ -4,14 +4,14 @@ A shard does not begin where a unit begins. Counting what is kept of every unit 
 documents of them, each shard file holds; so shards are tasks that know nothing of each other.
 
 kept/NNNNNN.json                  counts of a unit by split, its dropped duplicates, lengths
-shards/SOURCE.ARRAY/NNNNNN.json   hash of a finished shard; of tokens also NNNNNN.npy, how often each id is in it
+shards/SOURCE.ARRAY/NNNNNN.json   hashes of a finished shard; of tokens also NNNNNN.npy, how often each id is in it
 """
 
 import functools
 import itertools
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -24,16 +24,22 @@ from lightscale.data_pipeline.preparation.deduplication import UnitDuplicates
 from lightscale.data_pipeline.preparation.plan import UNIT_SHIFT, UnitSummary
 from lightscale.data_pipeline.preparation.units import Context, UnitFiles
 from lightscale.data_pipeline.store.format import (
+    HASHES_DIR,
+    ID_ENDS,
+    IDS,
+    ORIGINS,
+    SPLITS,
     VALIDATION_SUFFIX,
     SourceCounts,
     Split,
     array_layouts,
+    write_array_metadata,
     write_source_attributes,
 )
-from lightscale.data_pipeline.store.shards import ShardFileWriter, shard_path, write_metadata
+from lightscale.data_pipeline.store.origins import origin_rows
+from lightscale.data_pipeline.store.shards import ShardFileWriter, ShardHashes, ShardLayout, finish_shard
 from lightscale.data_pipeline.whole_files import whole_file, write_array, write_json
 
-SPLITS: tuple[Split, ...] = ("train", "validation")
 _TOKENS_AT_ONCE = 2**21
 _EXAMPLE_TOKENS = 100
 
@@ -69,6 +75,7 @@ def _counts(records: NDArray[np.void]) -> dict[str, Any]:
         "documents": len(records),
         "tokens": int(records["tokens"].sum(dtype=np.int64)) + len(records),
         "bytes": int(records["bytes"].sum(dtype=np.int64)),
+        "id_bytes": int(records["id_bytes"].sum(dtype=np.int64)),
         "lengths": length_histogram(records["tokens"] + 1).tolist(),
     }
 
@@ -103,7 +110,21 @@ class OutputSource:
     """Documents that are kept, by unit; likewise"""
     unit_tokens: list[int]
     """their tokens with end of text."""
+    unit_id_bytes: list[int]
+    """and the bytes of their own ids."""
     num_bytes: int
+
+    def length(self, array: str) -> int:
+        """Values of one of its arrays; 0: it has none such."""
+        match array:
+            case "tokens":
+                return self.counts.tokens
+            case "ids":
+                return sum(self.unit_id_bytes)
+            case "id_ends" if not any(self.unit_id_bytes):
+                return 0
+            case _:
+                return self.counts.documents
 
     @cached_property
     def counts(self) -> SourceCounts:
@@ -117,7 +138,7 @@ class ShardJob:
 
     source: str
     array: str
-    """``tokens`` or ``doc_ends``."""
+    """Its name in the source."""
     number: int
 
 
@@ -141,6 +162,7 @@ def output_sources(context: Context) -> list[OutputSource]:
             units=units,
             unit_documents=[count["documents"] for count in counts],
             unit_tokens=[count["tokens"] for count in counts],
+            unit_id_bytes=[count["id_bytes"] for count in counts],
             num_bytes=sum(count["bytes"] for count in counts),
         )
         if source.counts.documents:
@@ -150,46 +172,54 @@ def output_sources(context: Context) -> list[OutputSource]:
 
 def shard_jobs(context: Context) -> tuple[list[ShardJob], list[int]]:
     """All shards to write, and how many bytes each has."""
-    length = context.corpus.shard_tokens
     jobs, sizes = [], []
     for source in output_sources(context):
-        for array, num_values, width in (("tokens", source.counts.tokens, 4), ("doc_ends", source.counts.documents, 8)):
-            for number in range(-(-num_values // length)):
+        for array, layout in _layouts(context, source).items():
+            length = source.length(array)
+            for number in range(layout.num_shards(length)):
                 jobs.append(ShardJob(source=source.name, array=array, number=number))
-                sizes.append(min(length, num_values - number * length) * width)
+                sizes.append(layout.values_in(number, length) * layout.value_bytes)
     return jobs, sizes
 
 
+def _layouts(context: Context, source: OutputSource) -> dict[str, ShardLayout]:
+    """Of the arrays of ``source``."""
+    layouts = array_layouts(context.corpus.shard_tokens, context.corpus.chunk_tokens)
+    return {array: layouts[array] for array in _READERS if source.length(array)}
+
+
 def write_shard(context: Context, job: ShardJob, advance: Advance) -> None:
-    """The task of a shard."""
+    """The task of a shard, with the hashes of its blocks."""
     record = context.work.entry(f"shards/{job.source}.{job.array}", job.number, ".json")
     # The record is written after the shard: where it is there, the shard is whole and its hash need not be made again.
     if record.exists():
         return
     (source,) = [source for source in output_sources(context) if source.name == job.source]
-    layout = array_layouts(context.corpus.shard_tokens, context.corpus.chunk_tokens)[job.array]
+    layout, directory = _layouts(context, source)[job.array], context.work.store / job.source
     first = job.number * layout.shard_length
-    total = source.counts.tokens if job.array == "tokens" else source.counts.documents
-    stop = min(first + layout.shard_length, total)
-    values = (_tokens if job.array == "tokens" else _ends)(context, source, first, stop)
+    stop = first + layout.values_in(job.number, source.length(job.array))
     token_counts = np.zeros(context.tokenizer.vocab_size, dtype=np.int64)
-    with whole_file(shard_path(context.work.store / job.source / job.array, job.number)) as temporary:
+    blocks_path = layout.hashes.path(directory / HASHES_DIR / job.array, job.number)
+    with (
+        whole_file(blocks_path) as temporary_blocks,
+        whole_file(layout.path(directory / job.array, job.number)) as temporary,
+    ):
         shard = ShardFileWriter(temporary, layout)
         try:
-            for part in values:
+            for part in _READERS[job.array](context, source, first, stop):
                 shard.append(part)
                 advance(part.nbytes)
                 # Counted here, where the tokens pass anyway: the entropy in the report costs no further reading.
                 if job.array == "tokens":
                     token_counts += np.bincount(part, minlength=len(token_counts))
             assert shard.num_values == stop - first, "the units do not hold what was counted"
-            digest = shard.close()
+            hashes = finish_shard(shard, temporary_blocks)
         except BaseException:
             shard.abandon()
             raise
     if job.array == "tokens":
         write_array(record.with_suffix(".npy"), token_counts)
-    write_json(record, digest)
+    write_json(record, asdict(hashes))
 
 
 def _overlapping(unit_sizes: list[int], first: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -239,14 +269,65 @@ def _with_end_of_text(
     return np.insert(kept, ends - lengths[chosen], eot)
 
 
-def _ends(context: Context, source: OutputSource, first: int, stop: int) -> Iterator[NDArray[np.uint64]]:
-    """Where documents ``first`` … ``stop`` - 1 of a source end in its tokens, a unit at a time."""
-    token_begins = [0, *itertools.accumulate(source.unit_tokens)]
+_Values = Callable[[int, NDArray[np.void]], NDArray[Any]]
+
+
+def _of_documents(
+    context: Context, source: OutputSource, first: int, stop: int, values: _Values
+) -> Iterator[NDArray[Any]]:
+    """Of documents ``first`` … ``stop`` - 1 the ``values`` of (index of the unit, records that are in ``source``)."""
     for index, begin in _overlapping(source.unit_documents, first, stop):
         files = unit_files(context, source.units[index])
-        lengths = files.records["tokens"][_chosen(context, source, index, files)].astype(np.int64) + 1
-        ends = token_begins[index] + np.cumsum(lengths)
-        yield ends[max(first - begin, 0) : stop - begin].astype(np.uint64)
+        chosen = files.records[_chosen(context, source, index, files)]
+        yield values(index, chosen)[max(first - begin, 0) : stop - begin]
+
+
+def _ends(context: Context, source: OutputSource, first: int, stop: int) -> Iterator[NDArray[np.uint64]]:
+    """Where documents ``first`` … ``stop`` - 1 of a source end in its tokens, a unit at a time."""
+    begins = [0, *itertools.accumulate(source.unit_tokens)]
+
+    def ends(index: int, records: NDArray[np.void]) -> NDArray[np.uint64]:
+        return (begins[index] + np.cumsum(records["tokens"].astype(np.int64) + 1)).astype(np.uint64)
+
+    return _of_documents(context, source, first, stop, ends)
+
+
+def _origins(context: Context, source: OutputSource, first: int, stop: int) -> Iterator[NDArray[np.uint32]]:
+    """Where documents ``first`` … ``stop`` - 1 of a source came from, a unit at a time."""
+
+    def rows(index: int, records: NDArray[np.void]) -> NDArray[np.uint32]:
+        return origin_rows(records["file"], records["begin"], records["length"])
+
+    return _of_documents(context, source, first, stop, rows)
+
+
+def _id_ends(context: Context, source: OutputSource, first: int, stop: int) -> Iterator[NDArray[np.uint64]]:
+    """Where the own ids of documents ``first`` … ``stop`` - 1 of a source end, a unit at a time."""
+    begins = [0, *itertools.accumulate(source.unit_id_bytes)]
+
+    def ends(index: int, records: NDArray[np.void]) -> NDArray[np.uint64]:
+        return (begins[index] + np.cumsum(records["id_bytes"], dtype=np.int64)).astype(np.uint64)
+
+    return _of_documents(context, source, first, stop, ends)
+
+
+def _ids(context: Context, source: OutputSource, first: int, stop: int) -> Iterator[NDArray[np.uint8]]:
+    """Bytes ``first`` … ``stop`` - 1 of the documents' own ids, a unit at a time."""
+    for index, begin in _overlapping(source.unit_id_bytes, first, stop):
+        files = unit_files(context, source.units[index])
+        chosen = _chosen(context, source, index, files)
+        ids = files.ids()[np.repeat(chosen, files.records["id_bytes"])]
+        yield ids[max(first - begin, 0) : stop - begin]
+
+
+_READERS: dict[str, Callable[[Context, OutputSource, int, int], Iterator[NDArray[Any]]]] = {
+    "tokens": _tokens,
+    "doc_ends": _ends,
+    ORIGINS: _origins,
+    IDS: _ids,
+    ID_ENDS: _id_ends,
+}
+"""What gives the values of every array of a source."""
 
 
 def _chosen(context: Context, source: OutputSource, index: int, files: UnitFiles) -> NDArray[np.bool_]:
@@ -258,18 +339,16 @@ def _chosen(context: Context, source: OutputSource, index: int, files: UnitFiles
 def write_source(context: Context, source: OutputSource) -> NDArray[np.int64]:
     """The metadata of a source whose shards are written; (vocab_size,) how often each token is in it."""
     directory = context.work.store / source.name
-    layouts = array_layouts(context.corpus.shard_tokens, context.corpus.chunk_tokens)
-    hashes: dict[str, list[str]] = {}
+    hashes: dict[str, list[ShardHashes]] = {}
     counts = np.zeros(context.tokenizer.vocab_size, dtype=np.int64)
-    for array, length in (("tokens", source.counts.tokens), ("doc_ends", source.counts.documents)):
+    for array, layout in _layouts(context, source).items():
+        length = source.length(array)
         hashes[array] = []
-        for number in range(-(-length // layouts[array].shard_length)):
+        for number in range(layout.num_shards(length)):
             record = context.work.entry(f"shards/{source.name}.{array}", number, ".json")
-            hashes[array].append(json.loads(record.read_bytes()))
+            hashes[array].append(ShardHashes(**json.loads(record.read_bytes())))
             if array == "tokens":
                 counts += np.load(record.with_suffix(".npy"))
-        (directory / array / "zarr.json").unlink(missing_ok=True)  # of an interrupted attempt
-        write_metadata(directory / array, layouts[array], length)
-    (directory / "zarr.json").unlink(missing_ok=True)
+        write_array_metadata(directory, array, layout, length)
     write_source_attributes(directory, source.split, source.counts, hashes)
     return counts

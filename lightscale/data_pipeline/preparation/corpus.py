@@ -53,6 +53,8 @@ class SourceConfig(Section):
     """Share of the training samples; all sources have one, and they add up to 1, or none has."""
     text_field: str = "text"
     """Field of jsonl objects and column of parquet files that holds the text."""
+    id_field: str | None = None
+    """Field of jsonl objects and column of parquet files with an id or URL to keep; none: none is kept."""
     suffixes: Annotated[list[str], Field(min_length=1)] = Field(default_factory=lambda: list(DEFAULT_SUFFIXES))
     """Ends of the names of the files that are read in directories."""
     validation: Fraction | None = None

@@ -57,9 +57,19 @@ class PreparationPlan:
         with self.path.open("rb") as lines:
             lines.seek(unit.offset)
             content = json.loads(lines.readline())
-        for path, file_id, size, mtime_ns, start, stop, num_bytes in content["ranges"]:
+        for path, file_id, size, mtime_ns, start, stop, number, num_bytes in content["ranges"]:
             file = SourceFile(path=Path(path), id=file_id, size_bytes=size, mtime_ns=mtime_ns)
-            yield FileRange(file=file, start=start, stop=stop, num_bytes=num_bytes)
+            yield FileRange(file=file, start=start, stop=stop, file_number=number, num_bytes=num_bytes)
+
+    def file_names(self) -> Iterator[str]:
+        """The ids of all files, by their numbers."""
+        num_named = 0
+        with self.path.open("rb") as lines:
+            for line in lines:
+                for _, file_id, *_, number, _ in json.loads(line).get("ranges", []):
+                    if number == num_named:  # its first range; those of a file follow one another
+                        yield file_id
+                        num_named += 1
 
 
 def write_plan(path: Path, corpus: Corpus, *, unit_bytes: int | None, strict: bool) -> str:
@@ -127,21 +137,25 @@ def _units(corpus: Corpus, problems: dict[str, Problems], unit_bytes: int) -> It
     """The lines of the plan: file ranges of one source, gathered until they make a unit."""
     source, num_bytes = "", 0
     ranges: list[list[Any]] = []
+    num_files = 0
     for name, file in _files(corpus, problems):
+        begun = False
         for file_range in cut_into_ranges(file, unit_bytes, problems[name]):
+            # Of files with ranges, so that a number is that of a name in the store.
+            num_files, begun = num_files + (not begun), True
             # A unit has one source, because tokens, filters and shards are by source.
             full = num_bytes + file_range.num_bytes > unit_bytes or len(ranges) == _MAX_RANGES
             if ranges and (full or name != source):
                 yield {"source": source, "ranges": ranges}
                 ranges, num_bytes = [], 0
             source = name
-            ranges.append(_range_row(file_range))
+            ranges.append(_range_row(file_range, num_files - 1))
             num_bytes += file_range.num_bytes
     if ranges:
         yield {"source": source, "ranges": ranges}
 
 
-def _range_row(file_range: FileRange) -> list[Any]:
+def _range_row(file_range: FileRange, file_number: int) -> list[Any]:
     file = file_range.file
     return [
         str(file.path),
@@ -150,5 +164,6 @@ def _range_row(file_range: FileRange) -> list[Any]:
         file.mtime_ns,
         file_range.start,
         file_range.stop,
+        file_number,
         file_range.num_bytes,
     ]

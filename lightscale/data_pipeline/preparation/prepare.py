@@ -36,19 +36,21 @@ from lightscale.data_pipeline.preparation.units import Context, prepare_unit, sa
 from lightscale.data_pipeline.preparation.work_directory import WorkDirectory, differences, explain_full_disk
 from lightscale.data_pipeline.store.format import (
     HTML_REPORT_FILE,
+    SPLITS,
     TOKENIZER_DIR,
     Split,
     publish,
     require_absent,
     write_root,
 )
+from lightscale.data_pipeline.store.origins import write_input_files
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.data_pipeline.tokenizers import Tokenizer, load_tiktoken, load_tokenizer, train_sentencepiece
 from lightscale.data_pipeline.whole_files import whole_directory
 from lightscale.errors import UserError
 
 # Part of what a work directory is compared by: raised when units, keys, shards or the files in it differ from before.
-PIPELINE_VERSION = 2
+PIPELINE_VERSION = 3
 # So many units are read to train a tokenizer, spread evenly over the corpus.
 _SAMPLED_UNITS = 64
 
@@ -251,14 +253,18 @@ def _finish(context: Context, out: Path) -> dict[str, Any]:
     """Write metadata and report, then give the store its name."""
     work, outputs = context.work, assemble.output_sources(context)
     vocab_size = context.tokenizer.vocab_size
-    token_counts: dict[Split, Any] = {split: np.zeros(vocab_size, dtype=np.int64) for split in assemble.SPLITS}
+    token_counts: dict[Split, Any] = {split: np.zeros(vocab_size, dtype=np.int64) for split in SPLITS}
     for output in outputs:
         token_counts[output.split] += assemble.write_source(context, output)
     report = make_report(context, outputs, token_counts)
     (work.store / HTML_REPORT_FILE).write_text(make_html_report(report), encoding="utf-8")
     (work.store / "zarr.json").unlink(missing_ok=True)  # of an interrupted attempt
-    names = sorted(output.name for output in outputs)
-    write_root(work.store, context.tokenizer, names, report, weights=context.corpus.weights)
+    corpus, names = context.corpus, sorted(output.name for output in outputs)
+    write_input_files(
+        work.store, context.plan.file_names(), shard_tokens=corpus.shard_tokens, chunk_tokens=corpus.chunk_tokens
+    )
+    weights = {name: weight for name, weight in (corpus.weights or {}).items() if name in names}
+    write_root(work.store, context.tokenizer, names, report, weights=weights)
     state = work.read_state()
     assert state is not None
     # Between the rename and the removal of the work directory both are there: this says that the work is done, not

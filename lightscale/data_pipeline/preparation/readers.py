@@ -6,6 +6,7 @@ or a whole file. Memory is bounded: a line or text beyond the limits below is co
 
 import codecs
 import contextlib
+import itertools
 import json
 import zlib
 from collections.abc import Iterator
@@ -45,6 +46,7 @@ except ImportError:
 MAX_DOCUMENT_BYTES = 16 * 2**20
 # JSON can write a byte of text as six.
 MAX_LINE_BYTES = 4 * MAX_DOCUMENT_BYTES
+MAX_ID_CHARACTERS = 2048
 _READ_BYTES = 2**20
 _COMPRESSED_READ_BYTES = 2**16
 _ROWS = 256
@@ -62,6 +64,8 @@ class FileRange:
     """First byte of a jsonl file, first row group of a parquet file."""
     stop: int | None = None
     """The byte or row group after the last; none: to the end."""
+    file_number: int = 0
+    """Of the file among all files of the corpus."""
     num_bytes: int
     """For progress: how much of the file it is."""
 
@@ -74,6 +78,12 @@ class RawDocument:
     """The file's id; for one of many in a file ``id@n``: the byte its line begins at, unpacked, or its row."""
     data: bytes | str
     """UTF-8, or what it should be; or JSON's text, in which lone surrogates may be."""
+    begin: int = 0
+    """The byte that its line begins at, unpacked, or its row."""
+    num_bytes: int = 0
+    """Of its line, or of its file; 0 for a row."""
+    own_id: str | None = None
+    """Its own id or URL, from the field that the source says."""
 
 
 def cut_into_ranges(file: SourceFile, range_bytes: int, problems: Problems) -> Iterator[FileRange]:
@@ -99,9 +109,12 @@ def cut_into_ranges(file: SourceFile, range_bytes: int, problems: Problems) -> I
         yield FileRange(file=file, num_bytes=file.size_bytes)
 
 
-def read(file_range: FileRange, problems: Problems, *, text_field: str, advance: Advance) -> Iterator[RawDocument]:
+def read(
+    file_range: FileRange, problems: Problems, *, text_field: str, advance: Advance, id_field: str | None = None
+) -> Iterator[RawDocument]:
     """The documents of ``file_range`` in order.
 
+    ``id_field``: the field or column of the documents' own ids; where a document has none there it gets none.
     What cannot be read is counted in ``problems`` with file and position, and the rest is read: a missing or changed
     file, the end of a truncated one, lines that are no objects, rows and objects without text, texts of more than
     16 MiB.
@@ -117,9 +130,9 @@ def read(file_range: FileRange, problems: Problems, *, text_field: str, advance:
             )
             return
         if name.endswith(PARQUET_SUFFIX):
-            yield from _read_parquet(file_range, problems, text_field, advance)
+            yield from _read_parquet(file_range, problems, text_field, id_field, advance)
         elif name.endswith(JSONL_SUFFIXES):
-            yield from _read_jsonl(file_range, problems, text_field, advance)
+            yield from _read_jsonl(file_range, problems, text_field, id_field, advance)
         else:
             yield from _read_text(file_range, problems, advance)
     except OSError as error:
@@ -133,11 +146,14 @@ def _read_text(file_range: FileRange, problems: Problems, advance: Advance) -> I
             f"{file_range.file.id}: {file_range.file.size_bytes} bytes, more than the limit of {MAX_DOCUMENT_BYTES}",
         )
     else:
-        yield RawDocument(id=file_range.file.id, data=file_range.file.path.read_bytes())
+        data = file_range.file.path.read_bytes()
+        yield RawDocument(id=file_range.file.id, data=data, num_bytes=len(data))
     advance(file_range.num_bytes)
 
 
-def _read_jsonl(file_range: FileRange, problems: Problems, text_field: str, advance: Advance) -> Iterator[RawDocument]:
+def _read_jsonl(
+    file_range: FileRange, problems: Problems, text_field: str, id_field: str | None, advance: Advance
+) -> Iterator[RawDocument]:
     packed = not file_range.file.path.name.endswith(".jsonl")
     # A line belongs to the range that it begins in, so that ranges together have every line once, wherever they end.
     # Reading starts a byte early: the first newline from there ends a line of the range before, or nothing if the range
@@ -157,9 +173,11 @@ def _read_jsonl(file_range: FileRange, problems: Problems, text_field: str, adva
                 problems.add(TOO_LONG, f"{document_id}: a line of more than {MAX_LINE_BYTES} bytes")
             elif line and not line.isspace():
                 # Some programs begin a UTF-8 file with the mark; JSON forbids it.
-                text = _text_of_line(line.removeprefix(codecs.BOM_UTF8), document_id, problems, text_field)
-                if text is not None:
-                    yield RawDocument(id=document_id, data=text)
+                record = _record_of_line(line.removeprefix(codecs.BOM_UTF8), document_id, problems)
+                text = None if record is None else _text_of(record, document_id, problems, text_field)
+                if record is not None and text is not None:
+                    own_id = _own_id(record.get(id_field)) if id_field else None
+                    yield RawDocument(id=document_id, data=text, begin=offset, num_bytes=len(line), own_id=own_id)
 
 
 def _plain(file: Any, advance: Advance) -> Iterator[bytes]:
@@ -231,7 +249,7 @@ def _lines(buffers: Iterator[bytes], offset: int) -> Iterator[tuple[int, bytes |
         yield offset, b"".join(waiting) if num_waiting <= MAX_LINE_BYTES else None
 
 
-def _text_of_line(line: bytes, document_id: str, problems: Problems, text_field: str) -> str | None:
+def _record_of_line(line: bytes, document_id: str, problems: Problems) -> dict[str, Any] | None:
     try:
         record = _parse(line, document_id, problems)
     except (ValueError, RecursionError) as error:
@@ -240,11 +258,21 @@ def _text_of_line(line: bytes, document_id: str, problems: Problems, text_field:
     if not isinstance(record, dict):
         problems.add(NOT_JSON, f"{document_id}: a {type(record).__name__}")
         return None
+    return record
+
+
+def _text_of(record: dict[str, Any], document_id: str, problems: Problems, text_field: str) -> str | None:
     text = record.get(text_field)
     if not isinstance(text, str):
         problems.add(NO_TEXT, f"{document_id}: no string {text_field!r} (found {_describe_fields(record)})")
         return None
     return text if _fits(text, document_id, problems) else None
+
+
+def _own_id(value: Any) -> str | None:
+    """An id or URL as text, where it is a string or a whole number; of a long one its beginning."""
+    is_id = isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool))
+    return str(value)[:MAX_ID_CHARACTERS] if is_id else None
 
 
 def _parse(line: bytes, document_id: str, problems: Problems) -> Any:
@@ -296,7 +324,7 @@ def _parquet_ranges(file: SourceFile, range_bytes: int, problems: Problems) -> I
 
 
 def _read_parquet(
-    file_range: FileRange, problems: Problems, text_field: str, advance: Advance
+    file_range: FileRange, problems: Problems, text_field: str, id_field: str | None, advance: Advance
 ) -> Iterator[RawDocument]:
     row = 0
     try:
@@ -305,16 +333,21 @@ def _read_parquet(
                 problems.add(NO_TEXT, f"{file_range.file.id}: {fault}")
                 return
             assert file_range.stop is not None
+            columns = [text_field]
+            if id_field is not None and id_field != text_field and id_field in parquet.schema_arrow.names:
+                columns.append(id_field)
             row = sum(parquet.metadata.row_group(group).num_rows for group in range(file_range.start))
             for group in range(file_range.start, file_range.stop):
-                for batch in parquet.iter_batches(_ROWS, row_groups=[group], columns=[text_field]):
+                for batch in parquet.iter_batches(_ROWS, row_groups=[group], columns=columns):
                     # As bytes: pyarrow does not check that its strings are UTF-8.
-                    for data in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
+                    texts = batch.column(text_field).cast(pyarrow.large_binary()).to_pylist()
+                    ids = batch.column(columns[-1]).to_pylist() if len(columns) > 1 else itertools.repeat(None)
+                    for data, own_id in zip(texts, ids, strict=False):
                         document_id = f"{file_range.file.id}@{row}"
                         if data is None:
                             problems.add(NO_TEXT, f"{document_id}: null in {text_field!r}")
                         elif _fits(data, document_id, problems):
-                            yield RawDocument(id=document_id, data=data)
+                            yield RawDocument(id=document_id, data=data, begin=row, own_id=_own_id(own_id))
                         row += 1
                 advance(file_range.num_bytes // (file_range.stop - file_range.start))
     except (OSError, pyarrow.ArrowException) as error:

@@ -1,8 +1,9 @@
 """The work on a unit: read ▸ normalise ▸ filter ▸ tokenize ▸ keys of duplicates, document after document, into files.
 
 units/NNNNNN/tokens        uint32: the tokens of its documents, one after the other, without end of text
-units/NNNNNN/documents     a record a document: tokens, bytes, split
+units/NNNNNN/documents     a record a document: tokens, bytes, split, where it came from
 units/NNNNNN/names         the documents' ids, a line each
+units/NNNNNN/ids           the ids that they brought themselves, one after the other
 units/NNNNNN/exact-NNNN    keys of texts, near-NNNN keys of bands, for ``deduplication.py``
 units/NNNNNN/counts.json    counts, and what was dropped
 """
@@ -40,7 +41,19 @@ from lightscale.data_pipeline.store.format import TOKENIZER_DIR, Split
 from lightscale.data_pipeline.tokenizers import DESCRIPTION_FILE, Tokenizer, load_tokenizer, with_fast_path
 from lightscale.data_pipeline.whole_files import whole_directory, write_json
 
-DOCUMENT = np.dtype([("tokens", "<u4"), ("bytes", "<u4"), ("validation", "?")])
+DOCUMENT = np.dtype(
+    [
+        ("tokens", "<u4"),
+        ("bytes", "<u4"),
+        ("validation", "?"),
+        ("file", "<u4"),
+        ("begin", "<u8"),
+        ("length", "<u4"),
+        ("id_bytes", "<u4"),
+    ]
+)
+"""Of a document: its tokens without end of text, bytes of text, split; number of its file, first byte there (or row),
+bytes there (or 0), and bytes of its own id."""
 STEPS_OF_A_UNIT = ("read", "normalise", "filter")
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 512, 2**20
 # Keys of so many documents are held in memory, then sorted and written.
@@ -127,6 +140,13 @@ class CleanDocument:
     id: str
     text: str
     num_bytes: int
+    """Of the text."""
+    file: int
+    """Number of its file, and"""
+    begin: int
+    length: int
+    """where it was in that; see ``RawDocument``."""
+    own_id: bytes
 
 
 def split_of(document_id: str, validation: float) -> Split:
@@ -172,10 +192,13 @@ def clean_documents(
     """The documents of a unit, in order, that are left after reading, normalising and filtering."""
     # A generator, document after document: memory does not grow with the unit, and one pass does all four steps.
     rules = context.filter_of(unit.source)
-    text_field = context.corpus.sources[unit.source].text_field
+    source = context.corpus.sources[unit.source]
     was_read, normalised, filtered = (counts.steps[name] for name in STEPS_OF_A_UNIT)
     for file_range in context.plan.file_ranges(unit):
-        for raw in read(file_range, counts.problems, text_field=text_field, advance=advance):
+        documents = read(
+            file_range, counts.problems, text_field=source.text_field, advance=advance, id_field=source.id_field
+        )
+        for raw in documents:
             data = raw.data
             was_read.keep(len(data) if isinstance(data, bytes) else len(data.encode(errors="surrogatepass")))
             clean = normalise(data)
@@ -194,7 +217,15 @@ def clean_documents(
                 filtered.drop(rule, num_bytes, raw.id, text)
                 continue
             filtered.keep(num_bytes)
-            yield CleanDocument(id=raw.id, text=text, num_bytes=num_bytes)
+            yield CleanDocument(
+                id=raw.id,
+                text=text,
+                num_bytes=num_bytes,
+                file=file_range.file_number,
+                begin=raw.begin,
+                length=raw.num_bytes,
+                own_id=(raw.own_id or "").encode(errors="replace"),
+            )
 
 
 class UnitWriter:
@@ -214,7 +245,7 @@ class UnitWriter:
 
     def __enter__(self) -> "UnitWriter":
         self._files: dict[str, BinaryIO] = {
-            name: (self._directory / name).open("wb") for name in ("tokens", "documents", "names")
+            name: (self._directory / name).open("wb") for name in ("tokens", "documents", "names", "ids")
         }
         return self
 
@@ -245,10 +276,15 @@ class UnitWriter:
         records = np.empty(len(batch), dtype=DOCUMENT)
         records["tokens"] = [len(tokens) for tokens in ids]
         records["bytes"] = [document.num_bytes for document in batch]
+        records["file"] = [document.file for document in batch]
+        records["begin"] = [document.begin for document in batch]
+        records["length"] = [document.length for document in batch]
+        records["id_bytes"] = [len(document.own_id) for document in batch]
         records["validation"] = [split_of(document.id, self._validation) == "validation" for document in batch]
         self._files["tokens"].write(np.concatenate(ids).astype("<u4", copy=False).tobytes())
         self._files["documents"].write(records.tobytes())
         self._files["names"].write("".join(f"{_one_line(document.id)}\n" for document in batch).encode())
+        self._files["ids"].write(b"".join(document.own_id for document in batch))
         if self._duplicates.exact:
             self._keys += [document_key(document.text) for document in batch]
         if self._duplicates.near:
@@ -292,6 +328,10 @@ class UnitFiles:
         """The tokens of all documents, mapped."""
         path = self.directory / "tokens"
         return np.memmap(path, dtype="<u4", mode="r") if path.stat().st_size else np.empty(0, dtype=np.uint32)
+
+    def ids(self) -> NDArray[np.uint8]:
+        """The documents' own ids, one after the other."""
+        return np.fromfile(self.directory / "ids", dtype=np.uint8)
 
     def names(self, numbers: list[int]) -> list[str]:
         """The ids of some documents, ascending ``numbers``."""

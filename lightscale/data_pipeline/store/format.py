@@ -4,39 +4,66 @@
     STORE/SOURCE/zarr.json               split, counts, hashes
     STORE/SOURCE/tokens/                 uint32, (tokens,): every document as [end-of-text, t1, …, tn]
     STORE/SOURCE/doc_ends/               uint64, (documents,): where each document ends in tokens, ascending
+    STORE/SOURCE/hashes/ARRAY/           uint64: hashes of the blocks of each array (``blocks.py``)
     STORE/tokenizer/                     the tokenizer, complete
     STORE/report.json, report.html       what the preparation counted, for programs and for browsers
 
-Hashes are XXH3-128: one for every shard file, and one of a source: the hash of its shards' hashes (binary,
-those of tokens, then those of doc_ends), so that several writers can make it without reading anything twice.
+and where there is something to say:
+
+    STORE/SOURCE/loss_mask/              uint8, (tokens,): 1 where the token counts as a label
+    STORE/SOURCE/documents.NAME/         (documents,) or (documents, width): what a task knows of each document
+    STORE/SOURCE/origins/                uint32, (documents, 4): where each document came from (``origins.py``)
+    STORE/SOURCE/ids/, id_ends/          uint8, uint64: the ids or URLs that documents had, one after another
+    STORE/input_files/                   the names of the files that the documents came from
+
+Hashes are XXH3-128: one for every shard file, and one of a source: the hash of its shards' hashes (binary, those of
+tokens, then those of doc_ends, loss_mask and documents.NAME), so that several writers can make it without reading
+anything twice. Hashes of blocks and origins are no part of it: the same tokens are the same data, in any format.
+
+Format 1 had neither hashes of blocks nor anything of the second list; it is read, and ``upgrade.py`` makes it format 2.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import numpy as np
 import xxhash
 import zarr
 
 from lightscale import __version__
-from lightscale.data_pipeline.store.shards import ShardLayout, read_json
+from lightscale.data_pipeline.store.blocks import BLOCK_BYTES
+from lightscale.data_pipeline.store.shards import DTYPES, ShardHashes, ShardLayout, is_count, read_json, write_metadata
 from lightscale.data_pipeline.tokenizers import Tokenizer
 from lightscale.data_pipeline.whole_files import sync, sync_tree
 from lightscale.errors import UserError
 
 FORMAT = "lightscale-token-store"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+CHECKED_SINCE = 2
+"""The first format whose blocks have hashes."""
 SHARD_TOKENS = 64 * 2**20
 CHUNK_TOKENS = 64 * 2**10
 REPORT_FILE, HTML_REPORT_FILE = "report.json", "report.html"
 VALIDATION_SUFFIX = "-validation"
 TOKENIZER_DIR = "tokenizer"
+INPUT_FILES_DIR = "input_files"
+HASHES_DIR = "hashes"
+LOSS_MASK, ORIGINS, IDS, ID_ENDS = "loss_mask", "origins", "ids", "id_ends"
+DOCUMENTS_PREFIX = "documents."
+"""Begins the names of the arrays that a task has of documents."""
+_DOCUMENT_ARRAY_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+# Documents are far fewer than tokens; shorter zarr chunks waste less room at the end of an array.
+_TOKENS_PER_DOCUMENT = 16
+_MAX_VOCAB_SIZE = 2**31 - 1
 _SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_RESERVED_NAMES = frozenset({TOKENIZER_DIR, REPORT_FILE, HTML_REPORT_FILE, "zarr.json"})
+_RESERVED_NAMES = frozenset({TOKENIZER_DIR, INPUT_FILES_DIR, REPORT_FILE, HTML_REPORT_FILE, "zarr.json"})
 Split = Literal["train", "validation"]
+SPLITS: tuple[Split, ...] = ("train", "validation")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +92,52 @@ class SourceCounts:
     bytes: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class StoreRoot:
+    """What the ``zarr.json`` of a store says."""
+
+    format_version: int
+    tokenizer: TokenizerIdentity
+    sources: list[str]
+    weights: dict[str, float] | None
+    """Default share of every training source in the samples; none: by their tokens."""
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether its blocks have hashes."""
+        return self.format_version >= CHECKED_SINCE
+
+
 def array_layouts(shard_length: int, chunk_length: int) -> dict[str, ShardLayout]:
-    """The layouts of a source's two arrays."""
+    """The layouts of a source's own arrays, by name; ``shard_length`` and ``chunk_length`` in tokens."""
+    of_tokens = {"shard_length": shard_length, "chunk_length": chunk_length}
+    per_document = _per_document(shard_length, chunk_length)
     return {
-        name: ShardLayout(dtype=dtype, shard_length=shard_length, chunk_length=chunk_length)
-        for name, dtype in (("tokens", "uint32"), ("doc_ends", "uint64"))
+        "tokens": ShardLayout(dtype="uint32", **of_tokens),
+        "doc_ends": ShardLayout(dtype="uint64", **of_tokens),
+        LOSS_MASK: ShardLayout(dtype="uint8", **of_tokens),
+        ORIGINS: ShardLayout(dtype="uint32", width=4, **per_document),
+        IDS: ShardLayout(dtype="uint8", **of_tokens),
+        ID_ENDS: ShardLayout(dtype="uint64", **per_document),
     }
+
+
+def document_layout(name: str, dtype: np.dtype[Any], shard_length: int, chunk_length: int) -> ShardLayout:
+    """The layout of the array ``name`` that a task has of its documents; a ``dtype`` of (base, (width,)) makes rows.
+
+    ``ValueError`` for a name or a type that a store cannot hold.
+    """
+    if not _DOCUMENT_ARRAY_NAME.fullmatch(name):
+        raise ValueError(f"document array {name!r}: a name is a letter, then letters, digits and '_'")
+    if dtype.base.name not in DTYPES or len(dtype.shape) > 1:
+        raise ValueError(f"document array {name!r} of {dtype}: use one of {', '.join(DTYPES)}, or rows of it")
+    width = dtype.shape[0] if dtype.shape else None
+    return ShardLayout(dtype=dtype.base.name, width=width, **_per_document(shard_length, chunk_length))
+
+
+def _per_document(shard_length: int, chunk_length: int) -> dict[str, int]:
+    length = max(1, chunk_length // _TOKENS_PER_DOCUMENT)
+    return {"shard_length": shard_length // chunk_length * length, "chunk_length": length}
 
 
 def check_source_name(name: str) -> None:
@@ -88,17 +155,53 @@ def hash_of_hashes(hashes: Sequence[str]) -> str:
     return xxhash.xxh3_128_hexdigest(b"".join(bytes.fromhex(digest) for digest in hashes))
 
 
+def content_hash(shard_hashes: Mapping[str, Sequence[str]]) -> str:
+    """That of a source, from the hashes of its arrays' shards: of all that it is trained on."""
+    tasks = sorted(name for name in shard_hashes if name == LOSS_MASK or name.startswith(DOCUMENTS_PREFIX))
+    return hash_of_hashes([digest for name in ("tokens", "doc_ends", *tasks) for digest in shard_hashes[name]])
+
+
 def write_source_attributes(
-    directory: Path, split: Split, counts: SourceCounts, shard_hashes: Mapping[str, list[str]]
+    directory: Path, split: Split, counts: SourceCounts, hashes: Mapping[str, Sequence[ShardHashes]]
 ) -> None:
-    """The ``zarr.json`` of a source whose arrays are there; ``shard_hashes``: those of tokens and doc_ends."""
+    """The ``zarr.json`` of a source whose arrays are there; ``hashes``: by array, of its shards in order."""
+    of_hashes = hash_attributes(hashes)
     attributes = {
         "split": split,
         **asdict(counts),
-        "content_hash": hash_of_hashes([*shard_hashes["tokens"], *shard_hashes["doc_ends"]]),
-        "shard_hashes": dict(shard_hashes),
+        "content_hash": content_hash(of_hashes["shard_hashes"]),
+        **of_hashes,
     }
-    zarr.create_group(directory, attributes=attributes, zarr_format=3)
+    write_group(directory, attributes)
+
+
+def hash_attributes(hashes: Mapping[str, Sequence[ShardHashes]]) -> dict[str, Any]:
+    """What the attributes of a group say of the hashes of its arrays."""
+    return {
+        "shard_hashes": {name: [one.shard for one in shards] for name, shards in hashes.items()},
+        "block_bytes": BLOCK_BYTES,
+        "block_hashes": {
+            name: {"shards": [one.blocks for one in shards], "digests": [one.digests for one in shards]}
+            for name, shards in hashes.items()
+        },
+    }
+
+
+def write_array_metadata(group: Path, name: str, layout: ShardLayout, length: int) -> None:
+    """The ``zarr.json`` of an array of ``length`` values, and of that of its block hashes; their shards are there."""
+    for directory, one, size in (
+        (group / name, layout, length),
+        (group / HASHES_DIR / name, layout.hashes, layout.num_hashes(length)),
+    ):
+        (directory / "zarr.json").unlink(missing_ok=True)  # of an interrupted attempt
+        write_metadata(directory, one, size)
+
+
+def write_group(directory: Path, attributes: Mapping[str, Any]) -> None:
+    """The ``zarr.json`` of a group of arrays with hashes of blocks, and of the group of those."""
+    for path, content in ((directory / HASHES_DIR, {}), (directory, attributes)):
+        (path / "zarr.json").unlink(missing_ok=True)  # of an interrupted attempt
+        zarr.create_group(path, attributes=dict(content), zarr_format=3)
 
 
 def write_root(
@@ -108,10 +211,12 @@ def write_root(
     report: Mapping[str, Any],
     *,
     weights: Mapping[str, float] | None = None,
+    format_version: int = FORMAT_VERSION,
 ) -> None:
     """Tokenizer, report and last the ``zarr.json`` of a store whose ``sources`` are there.
 
-    ``weights``: default share of every source in the training samples; none: by their tokens.
+    ``weights``: default share of every source in the training samples; none: by their tokens. ``format_version`` 1: of
+    a store without hashes of blocks, for measurements.
     """
     (directory / TOKENIZER_DIR).mkdir(exist_ok=True)
     tokenizer.save(directory / TOKENIZER_DIR)
@@ -120,7 +225,7 @@ def write_root(
     # Last, because a directory without zarr.json is no store: an interrupted write is never taken for one.
     attributes = {
         "format": FORMAT,
-        "format_version": FORMAT_VERSION,
+        "format_version": format_version,
         "created_by": f"lightscale {__version__}",
         "tokenizer": asdict(TokenizerIdentity.of(tokenizer)),
         "sources": list(sources),
@@ -138,10 +243,10 @@ def read_attributes(path: Path) -> dict[str, Any]:
     return attributes
 
 
-def read_root(path: Path) -> tuple[TokenizerIdentity, list[str], dict[str, float] | None]:
-    """Tokenizer, names of the sources and weights of the store at ``path``.
+def read_root(path: Path) -> StoreRoot:
+    """What the store at ``path`` says of itself.
 
-    ``UserError`` where there is no store, or one of another version.
+    ``UserError`` where there is no store, one of another version, or one that says what cannot be.
     """
     if not path.is_dir():
         raise UserError(f"{path}: no token store there; `lightscale data prepare` writes one")
@@ -151,20 +256,63 @@ def read_root(path: Path) -> tuple[TokenizerIdentity, list[str], dict[str, float
     attributes = read_attributes(metadata_path)
     if attributes.get("format") != FORMAT:
         raise UserError(f"{metadata_path}: format {attributes.get('format')!r} instead of {FORMAT!r}")
-    if attributes.get("format_version") != FORMAT_VERSION:
+    version = attributes.get("format_version")
+    if not is_count(version) or not 1 <= version <= FORMAT_VERSION:
         raise UserError(
-            f"{metadata_path}: format version {attributes.get('format_version')}, this lightscale reads "
-            f"{FORMAT_VERSION}; prepare the store again"
+            f"{metadata_path}: format version {version}, this lightscale reads 1 to {FORMAT_VERSION}; "
+            "prepare the store again, or use the lightscale that wrote it"
         )
+    sources = _source_names(metadata_path, attributes.get("sources"))
+    return StoreRoot(
+        format_version=version,
+        tokenizer=_tokenizer_identity(metadata_path, attributes.get("tokenizer")),
+        sources=sources,
+        # Format 1 kept the weights of sources without documents.
+        weights=_weights(metadata_path, attributes.get("weights"), sources if version >= CHECKED_SINCE else None),
+    )
+
+
+def _source_names(path: Path, names: Any) -> list[str]:
+    """The directories of the sources. A name out of a file must not lead out of the store."""
+    if not isinstance(names, list) or not names:
+        raise UserError(f"{path}: sources = {names!r}: must be a list of names; the store is damaged")
+    for name in names:
+        if not isinstance(name, str) or not _SOURCE_NAME.fullmatch(name) or name == TOKENIZER_DIR:
+            raise UserError(f"{path}: sources: {name!r} is no name of a source; the store is damaged")
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"{path}: sources: {twice!r} is there twice; the store is damaged")
+    return names
+
+
+def _tokenizer_identity(path: Path, content: Any) -> TokenizerIdentity:
     try:
-        weights = attributes.get("weights")
-        return (
-            TokenizerIdentity(**attributes["tokenizer"]),
-            [str(name) for name in attributes["sources"]],
-            {str(name): float(weight) for name, weight in weights.items()} if weights else None,
+        identity = TokenizerIdentity(**content)
+    except TypeError as error:
+        raise UserError(f"{path}: damaged attributes (tokenizer: {error})") from error
+    if not isinstance(identity.name, str) or not isinstance(identity.sha256, str):
+        raise UserError(f"{path}: tokenizer: name and sha256 must be strings; the store is damaged")
+    if not is_count(identity.vocab_size) or not 1 <= identity.vocab_size <= _MAX_VOCAB_SIZE:
+        raise UserError(f"{path}: tokenizer: vocab_size = {identity.vocab_size!r}: must be 1 to {_MAX_VOCAB_SIZE}")
+    if not is_count(identity.eot_id) or identity.eot_id >= identity.vocab_size:
+        raise UserError(
+            f"{path}: tokenizer: eot_id = {identity.eot_id!r}: must be an id below vocab_size = {identity.vocab_size}"
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{metadata_path}: damaged attributes ({error!r})") from error
+    return identity
+
+
+def _weights(path: Path, weights: Any, sources: Sequence[str] | None) -> dict[str, float] | None:
+    if weights is None or weights == {}:
+        return None
+    if not isinstance(weights, dict):
+        raise UserError(f"{path}: weights = {weights!r}: must be a table of source and share; the store is damaged")
+    for name, weight in weights.items():
+        if sources is not None and name not in sources:
+            raise UserError(f"{path}: weights: no source {name!r}; there are {', '.join(sources)}")
+        is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+        if not is_number or not 0 < weight < math.inf:
+            raise UserError(f"{path}: weights: {name} = {weight!r}: must be a number above 0; the store is damaged")
+    return {name: float(weight) for name, weight in weights.items()}
 
 
 def require_absent(path: Path) -> None:

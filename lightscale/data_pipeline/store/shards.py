@@ -4,18 +4,17 @@ A shard file is, byte for byte, its values in order (little-endian, the last inn
 and then an index: an (offset, bytes) pair of uint64 for every inner chunk of the shard, all bits set for a
 chunk beyond the end of the array, and the CRC-32C of that. Because nothing is compressed the index is known
 beforehand, so a writer streams values and holds no shard in memory, and a reader checks the index once and
-then reads values at offsets that it computes, without zarr: a training step makes thousands of small reads.
+then reads values at offsets that it computes, without zarr: a training step makes thousands of small reads
+(``sharded_array.py``).
 """
 
-import bisect
 import contextlib
-import functools
 import json
-import os
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeGuard
 
 import google_crc32c
 import numpy as np
@@ -23,6 +22,12 @@ import xxhash
 import zarr
 from numpy.typing import NDArray
 
+from lightscale.data_pipeline.store.blocks import (
+    BLOCK_BYTES,
+    GROUP_BLOCKS,
+    BlockHasher,
+    digests_of,
+)
 from lightscale.errors import UserError
 
 _LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
@@ -30,12 +35,16 @@ _FORM = {
     "node_type": "array",
     "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
     "codec": "sharding_indexed",
-    "codecs": [_LITTLE_ENDIAN],
     "index_codecs": [_LITTLE_ENDIAN, {"name": "crc32c"}],
     "index_location": "end",
 }
+DTYPES = ("uint8", "int32", "uint32", "int64", "uint64", "float32")
+"""zarr's names of the types of numbers; numpy's are the same."""
 _NO_CHUNK = 0xFFFF_FFFF_FFFF_FFFF
-_MAX_OPEN_SHARDS = 64
+_MAX_VALUE_BYTES = 2**20
+_READ_BYTES = 2**23
+# What the metadata of a store may ask for: an index of 16 MiB, and marks for the blocks of a shard of 64 MiB.
+_MAX_CHUNKS, _MAX_SHARD_BYTES, _MAX_COUNT = 2**20, 2**40, 2**62
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +52,13 @@ class ShardLayout:
     """How values are stored in shard files; the chunks here are zarr's."""
 
     dtype: str
-    """zarr's name of the type: ``uint32`` or ``uint64``."""
+    """One of ``DTYPES``."""
     shard_length: int
     """Values in a shard."""
     chunk_length: int
     """Values in an inner chunk; divides ``shard_length``."""
+    width: int | None = None
+    """Numbers in a value, which is a row of a two-dimensional array then; none: one, and the array has one axis."""
 
     def __post_init__(self) -> None:
         if self.chunk_length < 1 or self.shard_length < 1 or self.shard_length % self.chunk_length:
@@ -55,21 +66,75 @@ class ShardLayout:
                 f"a shard of {self.shard_length} values cannot be divided into zarr chunks of {self.chunk_length}; "
                 "use a multiple"
             )
+        if self.width is not None and not 1 <= self.width * np.dtype(self.dtype).itemsize <= _MAX_VALUE_BYTES:
+            raise ValueError(f"{self.width} numbers in a value; use 1 to {_MAX_VALUE_BYTES} bytes of them")
+
+    @property
+    def number_dtype(self) -> np.dtype[Any]:
+        """The type of a number on disk: little-endian on every machine."""
+        return np.dtype(self.dtype).newbyteorder("<")
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """The type on disk: little-endian on every machine."""
-        return np.dtype(self.dtype).newbyteorder("<")
+        """The type of a value."""
+        return self.number_dtype if self.width is None else np.dtype((self.number_dtype, (self.width,)))
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a value."""
+        return self.number_dtype.itemsize * (self.width or 1)
+
+    @property
+    def num_chunks(self) -> int:
+        """zarr chunks in a whole shard."""
+        return self.shard_length // self.chunk_length
+
+    @property
+    def block_length(self) -> int:
+        """Values in a block."""
+        return max(1, BLOCK_BYTES // self.value_bytes)
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the index at the end of every shard."""
+        return 16 * self.num_chunks + 4
+
+    @property
+    def hashes(self) -> "ShardLayout":
+        """Of the array of its block hashes: the hashes of a shard are in a shard of the same number."""
+        length = self.num_blocks(self.shard_length)
+        return ShardLayout(dtype="uint64", shard_length=length, chunk_length=math.gcd(length, GROUP_BLOCKS))
+
+    def num_blocks(self, num_values: int) -> int:
+        """Blocks of a shard that holds ``num_values`` values."""
+        return -(-num_values // self.block_length)
+
+    def num_hashes(self, length: int) -> int:
+        """The length of the array of block hashes of an array of ``length`` values."""
+        whole, last = divmod(length, self.shard_length)
+        return whole * self.hashes.shard_length + self.num_blocks(last)
+
+    def num_shards(self, length: int) -> int:
+        """Shard files of an array of ``length`` values."""
+        return -(-length // self.shard_length)
+
+    def values_in(self, shard: int, length: int) -> int:
+        """Values in shard number ``shard`` of an array of ``length``."""
+        return min(self.shard_length, length - shard * self.shard_length)
+
+    def path(self, directory: Path, shard: int) -> Path:
+        """The file of shard number ``shard`` of the array in ``directory``."""
+        return directory / "c" / str(shard) if self.width is None else directory / "c" / str(shard) / "0"
 
     def padded_bytes(self, num_values: int) -> int:
         """Bytes of the chunks that hold ``num_values`` values."""
-        return -(-num_values // self.chunk_length) * self.chunk_length * self.numpy_dtype.itemsize
+        return -(-num_values // self.chunk_length) * self.chunk_length * self.value_bytes
 
     def index(self, num_values: int) -> bytes:
         """The index at the end of a shard that holds ``num_values`` values."""
-        chunk_bytes = self.chunk_length * self.numpy_dtype.itemsize
+        chunk_bytes = self.chunk_length * self.value_bytes
         num_chunks = -(-num_values // self.chunk_length)
-        entries = np.full((self.shard_length // self.chunk_length, 2), _NO_CHUNK, dtype="<u8")
+        entries = np.full((self.num_chunks, 2), _NO_CHUNK, dtype="<u8")
         entries[:num_chunks, 0] = np.arange(num_chunks) * chunk_bytes
         entries[:num_chunks, 1] = chunk_bytes
         # The CRC is of the index alone; the values are covered by the hash of the shard, which `verify` checks.
@@ -83,27 +148,33 @@ class ShardFileWriter:
     def __init__(self, path: Path, layout: ShardLayout) -> None:
         self.layout = layout
         self.num_values = 0
+        self.block_hashes = b""
+        """As ``BlockHasher`` gives them, when it is closed."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO = path.open("wb")
         self._hash = xxhash.xxh3_128()
+        self._blocks = BlockHasher(layout.block_length * layout.value_bytes)
 
     @property
     def room(self) -> int:
         """How many values still fit."""
         return self.layout.shard_length - self.num_values
 
-    def append(self, values: NDArray[np.unsignedinteger[Any]]) -> None:
-        """Add (n,) ``values``, at most ``room`` of them."""
+    def append(self, values: NDArray[Any]) -> None:
+        """Add (n,) or (n, width) ``values``, at most ``room`` of them."""
         assert len(values) <= self.room
-        self._write(np.ascontiguousarray(values, dtype=self.layout.numpy_dtype).tobytes())
+        raw = np.ascontiguousarray(values, dtype=self.layout.number_dtype).tobytes()
+        self._write(raw)
+        self._blocks.update(memoryview(raw))
         self.num_values += len(values)
 
     def close(self) -> str:
         """Fill up the last chunk, write the index; the XXH3-128 of the file."""
-        written_bytes = self.num_values * self.layout.numpy_dtype.itemsize
+        written_bytes = self.num_values * self.layout.value_bytes
         self._write(bytes(self.layout.padded_bytes(self.num_values) - written_bytes))
         self._write(self.layout.index(self.num_values))
         self._file.close()
+        self.block_hashes = self._blocks.finish()
         return self._hash.hexdigest()
 
     def abandon(self) -> None:
@@ -116,22 +187,62 @@ class ShardFileWriter:
         self._hash.update(raw)
 
 
+def write_shard_file(path: Path, layout: ShardLayout, values: NDArray[Any]) -> str:
+    """A shard of ``values`` in the file ``path``; the XXH3-128 of the file."""
+    shard = ShardFileWriter(path, layout)
+    try:
+        shard.append(values)
+        return shard.close()
+    finally:
+        shard.abandon()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardHashes:
+    """What is noted of a shard that was written."""
+
+    shard: str
+    """XXH3-128 of its file."""
+    blocks: str
+    """XXH3-128 of the file with the hashes of its blocks."""
+    digests: str
+    """Of those hashes; see ``blocks.digests_of``."""
+
+
+def finish_shard(shard: ShardFileWriter, blocks: Path) -> ShardHashes:
+    """Complete ``shard`` and write the hashes of its blocks into the file ``blocks``."""
+    digest = shard.close()
+    return write_block_hashes(blocks, shard.layout, shard.block_hashes, shard_hash=digest)
+
+
+def write_block_hashes(path: Path, layout: ShardLayout, hashes: bytes, *, shard_hash: str) -> ShardHashes:
+    """The file ``path`` with the ``hashes`` of a shard's blocks; ``layout`` and ``shard_hash`` are the shard's own."""
+    written = write_shard_file(path, layout.hashes, np.frombuffer(hashes, dtype="<u8"))
+    return ShardHashes(shard=shard_hash, blocks=written, digests=digests_of(hashes))
+
+
 class ShardWriter:
     """Streams values into the shard files of a new array; ``close`` writes the array's metadata last."""
 
-    def __init__(self, directory: Path, layout: ShardLayout) -> None:
-        """Nothing is written before the first value: an array without values leaves no file."""
+    def __init__(self, directory: Path, layout: ShardLayout, *, hashes: Path | None = None) -> None:
+        """``hashes``: the directory of the array of its block hashes; none: they are not written.
+
+        Nothing is written before the first value: an array without values leaves no file.
+        """
         self.directory = directory
         self.layout = layout
         self.length = 0
-        self.shard_hashes: list[str] = []
+        self.shard_hashes: list[ShardHashes] = []
+        """Of every finished shard."""
+        self._hashes = hashes
         self._shard: ShardFileWriter | None = None
 
-    def append(self, values: NDArray[np.unsignedinteger[Any]]) -> None:
-        """Add (n,) ``values`` at the end."""
+    def append(self, values: NDArray[Any]) -> None:
+        """Add (n,) or (n, width) ``values`` at the end."""
         while len(values):
             if self._shard is None:
-                self._shard = ShardFileWriter(shard_path(self.directory, len(self.shard_hashes)), self.layout)
+                path = self.layout.path(self.directory, len(self.shard_hashes))
+                self._shard = ShardFileWriter(path, self.layout)
             fitting = values[: self._shard.room]
             self._shard.append(fitting)
             self.length += len(fitting)
@@ -144,6 +255,8 @@ class ShardWriter:
         if self._shard is not None:
             self._finish_shard(self._shard)
         write_metadata(self.directory, self.layout, self.length)
+        if self._hashes is not None:
+            write_metadata(self._hashes, self.layout.hashes, self.layout.num_hashes(self.length))
 
     def abandon(self) -> None:
         """Close the open file after an error, without completing anything."""
@@ -152,23 +265,23 @@ class ShardWriter:
             self._shard = None
 
     def _finish_shard(self, shard: ShardFileWriter) -> None:
-        self.shard_hashes.append(shard.close())
+        if self._hashes is None:
+            self.shard_hashes.append(ShardHashes(shard=shard.close(), blocks="", digests=""))
+        else:
+            path = self.layout.hashes.path(self._hashes, len(self.shard_hashes))
+            self.shard_hashes.append(finish_shard(shard, path))
         self._shard = None
-
-
-def shard_path(directory: Path, shard: int) -> Path:
-    """The file of shard number ``shard`` of the array in ``directory``."""
-    return directory / "c" / str(shard)
 
 
 def write_metadata(directory: Path, layout: ShardLayout, length: int) -> None:
     """The ``zarr.json`` of an array of ``length`` values whose shards are there."""
+    row = () if layout.width is None else (layout.width,)
     zarr.create_array(
         directory,
-        shape=(length,),
+        shape=(length, *row),
         dtype=layout.dtype,
-        shards=(layout.shard_length,),
-        chunks=(layout.chunk_length,),
+        shards=(layout.shard_length, *row),
+        chunks=(layout.chunk_length, *row),
         compressors=None,
         filters=None,
         fill_value=0,
@@ -176,187 +289,83 @@ def write_metadata(directory: Path, layout: ShardLayout, length: int) -> None:
     )
 
 
-class _ShardFile:
-    """A file descriptor that is closed with the last reference.
+def hash_shard(path: Path, layout: ShardLayout, num_values: int, advance: Callable[[int], None]) -> tuple[str, bytes]:
+    """The XXH3-128 of a shard's file, and the hashes of its blocks; ``advance`` gets numbers of bytes."""
+    digest, hasher = xxhash.xxh3_128(), BlockHasher(layout.block_length * layout.value_bytes)
+    left = num_values * layout.value_bytes
+    with path.open("rb") as file:
+        while data := file.read(_READ_BYTES):
+            digest.update(data)
+            hasher.update(memoryview(data)[:left])
+            left = max(left - len(data), 0)
+            advance(len(data))
+    return digest.hexdigest(), hasher.finish()
 
-    The cache of open shards may drop one while another thread reads from it; closing it at once would break that read.
+
+def block_range(layout: ShardLayout, length: int, shard: int, block: int) -> tuple[int, int]:
+    """(first, stop) of the values of a block in an array of ``length`` values."""
+    begin = shard * layout.shard_length
+    first = begin + block * layout.block_length
+    return first, min(first + layout.block_length, begin + layout.values_in(shard, length))
+
+
+def read_metadata(path: Path) -> tuple[int, ShardLayout]:
+    """Length and layout from a ``zarr.json``, which must be of the form that ``ShardWriter`` writes.
+
+    ``UserError`` names the file and what is wrong in it.
     """
-
-    __slots__ = ("descriptor",)
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-
-    def __del__(self) -> None:
-        os.close(self.descriptor)
-
-
-class ShardedArray:
-    """Reads an array written by ``ShardWriter``, several threads at a time if need be.
-
-    Ranges are read by pread: unlike with a memory map, what was read does not stay in the process's memory.
-    At most 64 shard files are open at once.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        """Checks metadata and every shard's size and index, so that a damaged store fails here and not in a later step.
-
-        ``UserError`` names the damaged file.
-        """
-        self.directory = directory
-        self.length, self.layout = _read_metadata(directory / "zarr.json")
-        self._dtype = self.layout.numpy_dtype
-        # Caches belong to the object: a cache on the method would keep every array alive.
-        cache = functools.lru_cache(maxsize=_MAX_OPEN_SHARDS)
-        self._open: Callable[[int], _ShardFile] = cache(self._open_shard)
-        self._map: Callable[[int], NDArray[Any]] = cache(self._map_shard)
-        full_index = self.layout.index(self.layout.shard_length)
-        for shard in range(self.num_shards):
-            num_values = self._num_values(shard)
-            is_full = num_values == self.layout.shard_length
-            self._check_shard(shard, num_values, full_index if is_full else self.layout.index(num_values))
-
-    @property
-    def num_shards(self) -> int:
-        """Number of shard files."""
-        return -(-self.length // self.layout.shard_length)
-
-    def read(self, start: int, stop: int) -> NDArray[Any]:
-        """(stop - start,) values from ``start`` on, in memory of their own."""
-        if start > stop:
-            raise IndexError(f"{self.directory}: values {start} to {stop} of {self.length}")
-        out = np.empty(stop - start, dtype=self._dtype)
-        self.read_into(start, out)
-        return out
-
-    def read_into(self, start: int, out: NDArray[Any]) -> None:
-        """The values from ``start`` on into ``out``, contiguous and of the array's width, without a copy between."""
-        if not 0 <= start <= start + len(out) <= self.length:
-            raise IndexError(f"{self.directory}: values {start} to {start + len(out)} of {self.length}")
-        shard, offset = divmod(start, self.layout.shard_length)
-        done = self.layout.shard_length - offset
-        if len(out):
-            self._fill(shard, offset, out if len(out) <= done else out[:done])
-        while done < len(out):
-            shard += 1
-            size = min(len(out) - done, self.layout.shard_length)
-            self._fill(shard, 0, out[done : done + size])
-            done += size
-
-    def searchsorted(self, value: int) -> int:
-        """For an ascending array: how many values are ≤ ``value``; touches about log2(length) of them."""
-        if value < 0:
-            return 0
-        # The last values say which shard; only that one is mapped, and its pages are few in a bisection.
-        shard = bisect.bisect_right(self._last_values, value)
-        if shard == self.num_shards:
-            return self.length
-        within = self._map(shard).searchsorted(self._dtype.type(value), side="right")
-        return shard * self.layout.shard_length + int(within)
-
-    def between(self, low: int, high: int) -> NDArray[Any]:
-        """For an ascending array: the last value that is ≤ ``low`` (0 if none is), and all above it up to ``high``."""
-        first, last = self.searchsorted(low), self.searchsorted(high)
-        values = self.read(max(first - 1, 0), last)
-        return values if first else np.concatenate([np.zeros(1, dtype=self._dtype), values])
-
-    def between_each(self, lows: NDArray[np.int64], highs: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """``between`` of each pair of (k,) ``lows`` and ``highs``, one after another, and (k,) how many each gave."""
-        shard = bisect.bisect_right(self._last_values, int(lows.min()))
-        if shard == bisect.bisect_right(self._last_values, int(highs.max())) < self.num_shards:
-            values = self._map(shard)
-            firsts, ends = values.searchsorted(np.array([lows, highs], dtype=self._dtype), side="right")
-            if firsts.all():  # nearly always: all of them are in one shard
-                counts = ends - firsts + 1
-                # Index i of the result holds value i + shift of the shard.
-                shifts = firsts - 1 - (np.cumsum(counts) - counts)
-                return values[np.arange(counts.sum()) + np.repeat(shifts, counts)], counts
-        found = [self.between(low, high) for low, high in zip(lows.tolist(), highs.tolist(), strict=True)]
-        return np.concatenate(found), np.array([len(values) for values in found])
-
-    @functools.cached_property
-    def _last_values(self) -> list[int]:
-        """The last value of every shard."""
-        ends = [min((shard + 1) * self.layout.shard_length, self.length) for shard in range(self.num_shards)]
-        return [int(self.read(end - 1, end)[0]) for end in ends]
-
-    def _path(self, shard: int) -> Path:
-        return shard_path(self.directory, shard)
-
-    def _num_values(self, shard: int) -> int:
-        return min(self.layout.shard_length, self.length - shard * self.layout.shard_length)
-
-    def _open_shard(self, shard: int) -> _ShardFile:
-        try:
-            return _ShardFile(os.open(self._path(shard), os.O_RDONLY))
-        except OSError as error:
-            raise UserError(f"{self._path(shard)}: {error.strerror}; a shard is missing") from error
-
-    def _map_shard(self, shard: int) -> NDArray[Any]:
-        num_values = self._num_values(shard)
-        mapped = np.memmap(self._path(shard), dtype=self._dtype, mode="r", shape=(num_values,))
-        return mapped.view(np.ndarray)  # memmap's own arithmetic is slow
-
-    def _fill(self, shard: int, offset: int, out: NDArray[Any]) -> None:
-        descriptor = self._open(shard).descriptor
-        position = offset * self._dtype.itemsize
-        # preadv: into the caller's memory without a copy, and without a file position that threads would share.
-        count = os.preadv(descriptor, [out.data], position)
-        if count == out.nbytes:  # nearly always
-            return
-        view = out.data.cast("B")
-        while view := view[count:]:
-            position += count
-            count = os.preadv(descriptor, [view], position)
-            if count == 0:
-                raise UserError(f"{self._path(shard)}: it ends at byte {position}; it was truncated while in use")
-
-    def _check_shard(self, shard: int, num_values: int, expected_index: bytes) -> None:
-        path = self._path(shard)
-        # Size and index say that a shard is complete; opening a store reads no values.
-        values_bytes = self.layout.padded_bytes(num_values)
-        try:
-            with path.open("rb", buffering=0) as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(values_bytes)
-                index = file.read(len(expected_index) + 1)
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror}; a shard is missing") from error
-        expected_size = values_bytes + len(expected_index)
-        if size != expected_size:
-            raise UserError(f"{path}: {size} bytes instead of {expected_size}; the store is damaged")
-        if index != expected_index:
-            raise UserError(f"{path}: its index does not list the chunks in order; the store is damaged")
-
-
-def _read_metadata(path: Path) -> tuple[int, ShardLayout]:
-    """Length and layout from a ``zarr.json``, which must be of the form that ``ShardWriter`` writes."""
     metadata = read_json(path)
     try:
         (sharding,) = metadata["codecs"]
         configuration = sharding["configuration"]
+        dtype = metadata["data_type"]
         form = {
             "node_type": metadata["node_type"],
             "chunk_key_encoding": metadata["chunk_key_encoding"],
             "codec": sharding["name"],
-            "codecs": configuration["codecs"],
             "index_codecs": configuration["index_codecs"],
             "index_location": configuration.get("index_location", "end"),
         }
-        if form != _FORM or metadata["data_type"] not in ("uint32", "uint64"):
+        # A single byte has no order.
+        values = {"name": "bytes"} if dtype == "uint8" else _LITTLE_ENDIAN
+        if form != _FORM or dtype not in DTYPES or configuration["codecs"] != [values]:
             raise UserError(
-                f"{path}: not an array of uncompressed uint32 or uint64 shards; "
+                f"{path}: not an array of uncompressed shards of {', '.join(DTYPES)}; "
                 "lightscale reads the stores that `lightscale data prepare` writes"
             )
-        (length,) = metadata["shape"]
-        (shard_length,) = metadata["chunk_grid"]["configuration"]["chunk_shape"]
-        (chunk_length,) = configuration["chunk_shape"]
-        dtype = metadata["data_type"]
-        return int(length), ShardLayout(dtype=dtype, shard_length=shard_length, chunk_length=chunk_length)
+        length, *row = _sizes(path, "shape", metadata["shape"])
+        shard_length, *shard_row = _sizes(path, "chunk_shape", metadata["chunk_grid"]["configuration"]["chunk_shape"])
+        chunk_length, *chunk_row = _sizes(path, "chunk_shape", configuration["chunk_shape"])
+        if len(row) > 1 or not row == shard_row == chunk_row:
+            raise UserError(f"{path}: shape {metadata['shape']}; rows must be whole in every zarr chunk")
+        layout = ShardLayout(
+            dtype=dtype, shard_length=shard_length, chunk_length=chunk_length, width=row[0] if row else None
+        )
     except UserError:
         raise
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: damaged metadata ({error!r})") from error
+    if layout.num_chunks > _MAX_CHUNKS or layout.shard_length * layout.value_bytes > _MAX_SHARD_BYTES:
+        raise UserError(
+            f"{path}: chunk_shape says {shard_length} values in a shard and {chunk_length} in a zarr chunk; "
+            f"a shard has at most {_MAX_SHARD_BYTES} bytes and {_MAX_CHUNKS} zarr chunks"
+        )
+    return length, layout
+
+
+def _sizes(path: Path, key: str, values: Any) -> list[int]:
+    """``values`` if they are one or more lengths: JSON also has 2.5, true and Infinity, which int() would take."""
+    if not isinstance(values, list) or not values:
+        raise UserError(f"{path}: {key} = {values!r}: must be a list of whole numbers")
+    for value in values:
+        if not is_count(value) or value < 1:
+            raise UserError(f"{path}: {key} = {values!r}: must be whole numbers from 1 to 2^62")
+    return values
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    """Whether a value out of JSON can be a number of things: an integer from 0 to 2^62."""
+    return type(value) is int and 0 <= value <= _MAX_COUNT
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -365,7 +374,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; the store is incomplete") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON ({error}); the store is damaged") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: a JSON object was expected; the store is damaged")

@@ -7,64 +7,115 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from lightscale.data_pipeline.store.array_group import ArrayGroup
 from lightscale.data_pipeline.store.format import (
     CHUNK_TOKENS,
-    FORMAT_VERSION,
+    DOCUMENTS_PREFIX,
+    HASHES_DIR,
+    INPUT_FILES_DIR,
+    LOSS_MASK,
+    ORIGINS,
     REPORT_FILE,
     SHARD_TOKENS,
+    SPLITS,
     SourceCounts,
     Split,
     TokenizerIdentity,
     array_layouts,
     check_source_name,
+    content_hash,
+    document_layout,
     publish,
-    read_attributes,
     read_root,
     require_absent,
     write_root,
     write_source_attributes,
 )
-from lightscale.data_pipeline.store.shards import ShardedArray, ShardWriter, read_json
+from lightscale.data_pipeline.store.origins import InputFiles, Origin, Origins
+from lightscale.data_pipeline.store.shards import ShardWriter, read_json
 from lightscale.data_pipeline.tokenizers import Tokenizer
 from lightscale.data_pipeline.whole_files import DISK_FULL_ERRNOS
 from lightscale.errors import UserError
 
 _BUFFER_TOKENS = 2**18
+# Of what is hashed: checkpoints of all formats of stores have this one.
+_FINGERPRINT_VERSION = 1
 
 
 class SourceWriter:
     """Appends documents to one source of a store; made by ``StoreWriter.source``."""
 
-    def __init__(self, directory: Path, tokenizer: Tokenizer, split: Split, layout: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        tokenizer: Tokenizer,
+        split: Split,
+        layout: tuple[int, int],
+        *,
+        has_loss_mask: bool,
+        documents: Mapping[str, DTypeLike],
+    ) -> None:
         self._directory = directory
         self._split = split
         self._eot = np.array([tokenizer.eot_id], dtype=np.uint32)
         self._vocab_size = tokenizer.vocab_size
-        layouts = array_layouts(*layout)
-        self._tokens = ShardWriter(directory / "tokens", layouts["tokens"])
-        self._doc_ends = ShardWriter(directory / "doc_ends", layouts["doc_ends"])
-        self._waiting: list[NDArray[np.uint32]] = []
-        self._waiting_ends: list[int] = []
+        layouts = {name: array_layouts(*layout)[name] for name in ("tokens", "doc_ends")}
+        if has_loss_mask:
+            layouts[LOSS_MASK] = array_layouts(*layout)[LOSS_MASK]
+        for name, dtype in documents.items():
+            layouts[DOCUMENTS_PREFIX + name] = document_layout(name, np.dtype(dtype), *layout)
+        self._document_arrays = frozenset(documents)
+        self._writers = {
+            name: ShardWriter(directory / name, one, hashes=directory / HASHES_DIR / name)
+            for name, one in layouts.items()
+        }
+        self._waiting: dict[str, list[NDArray[Any]]] = {name: [] for name in layouts}
         self._num_waiting = 0
+        # The end of a text counts where the token before it does; nothing comes before the first.
+        self._end_counts = np.ones(1, dtype=np.uint8)
         self.num_documents = 0
         self.num_tokens = 0
         self.num_bytes = 0
 
-    def append(self, ids: NDArray[np.uint32], *, num_bytes: int) -> None:
-        """Add a document: its (n,) ``ids`` without special ones, and the UTF-8 bytes of its text."""
-        self._waiting += (self._eot, ids)
+    def append(
+        self,
+        ids: NDArray[np.uint32],
+        *,
+        num_bytes: int,
+        loss_mask: ArrayLike | None = None,
+        documents: Mapping[str, ArrayLike] | None = None,
+    ) -> None:
+        """Add a document: its (n,) ``ids`` without special ones, and the UTF-8 bytes of its text.
+
+        ``loss_mask``: (n,) of 0 and 1, whether each token counts as a label; none: all do. The end of the document
+        counts where its last token does. ``documents``: a value for each of the source's arrays of documents.
+        ``ValueError`` for a mask or values that the source does not take.
+        """
+        given = dict(documents or {})
+        if given.keys() != self._document_arrays:
+            raise ValueError(f"documents {sorted(given)}: the source has {sorted(self._document_arrays)}")
+        if loss_mask is not None and LOSS_MASK not in self._waiting:
+            raise ValueError("loss_mask: the source has none; make it with has_loss_mask")
+        self._waiting["tokens"] += (self._eot, ids)
+        if LOSS_MASK in self._waiting:
+            mask = _checked_mask(loss_mask, len(ids))
+            self._waiting[LOSS_MASK] += (self._end_counts, mask)
+            self._end_counts = mask[-1:] if len(mask) else self._end_counts
+        for name, value in given.items():
+            self._waiting[DOCUMENTS_PREFIX + name].append(self._row(name, value))
         self.num_tokens += len(ids) + 1
         self.num_documents += 1
         self.num_bytes += num_bytes
-        self._waiting_ends.append(self.num_tokens)
+        self._waiting["doc_ends"].append(np.array([self.num_tokens], dtype=np.uint64))
         self._num_waiting += len(ids) + 1
         if self._num_waiting >= _BUFFER_TOKENS:
             self.flush()
@@ -72,28 +123,46 @@ class SourceWriter:
     def finish(self) -> None:
         """Complete the arrays and write the source's attributes."""
         self.flush()
-        self._tokens.close()
-        self._doc_ends.close()
+        for writer in self._writers.values():
+            writer.close()
         counts = SourceCounts(documents=self.num_documents, tokens=self.num_tokens, bytes=self.num_bytes)
-        hashes = {"tokens": self._tokens.shard_hashes, "doc_ends": self._doc_ends.shard_hashes}
+        hashes = {name: writer.shard_hashes for name, writer in self._writers.items()}
         write_source_attributes(self._directory, self._split, counts, hashes)
 
     def abandon(self) -> None:
         """Close open files after an error."""
-        self._tokens.abandon()
-        self._doc_ends.abandon()
+        for writer in self._writers.values():
+            writer.abandon()
 
     def flush(self) -> None:
         """Write out what was appended."""
-        if not self._waiting:
+        if not self._num_waiting:
             return
-        tokens = np.concatenate(self._waiting)
-        assert tokens.max() < self._vocab_size, "a token id is beyond the tokenizer's vocabulary"
-        self._tokens.append(tokens)
-        self._doc_ends.append(np.array(self._waiting_ends, dtype=np.uint64))
-        self._waiting.clear()
-        self._waiting_ends.clear()
+        for name, waiting in self._waiting.items():
+            values = np.concatenate(waiting)
+            if name == "tokens":
+                assert values.max() < self._vocab_size, "a token id is beyond the tokenizer's vocabulary"
+            self._writers[name].append(values)
+            waiting.clear()
         self._num_waiting = 0
+
+    def _row(self, name: str, value: ArrayLike) -> NDArray[Any]:
+        """(1,) or (1, width): a document's value of the array ``name``."""
+        layout = self._writers[DOCUMENTS_PREFIX + name].layout
+        row = np.asarray(value)
+        shape = () if layout.width is None else (layout.width,)
+        if row.shape != shape or not np.can_cast(row.dtype, layout.number_dtype, casting="same_kind"):
+            raise ValueError(f"documents: {name} = {value!r}: must be {layout.dtype} of shape {shape}")
+        return row.astype(layout.number_dtype)[None]
+
+
+def _checked_mask(loss_mask: ArrayLike | None, length: int) -> NDArray[np.uint8]:
+    if loss_mask is None:
+        return np.ones(length, dtype=np.uint8)
+    mask = np.asarray(loss_mask)
+    if mask.shape != (length,) or not np.isin(mask, (0, 1)).all():
+        raise ValueError(f"loss_mask of shape {mask.shape}: must be {length} values of 0 and 1, one for each token")
+    return mask.astype(np.uint8)
 
 
 class StoreWriter:
@@ -138,12 +207,31 @@ class StoreWriter:
                 f"{self.path}: cannot write the store ({error.strerror}); what was written is removed"
             ) from error
 
-    def source(self, name: str, split: Split = "train") -> SourceWriter:
-        """A new source. One that gets no document does not appear in the store."""
+    def source(
+        self,
+        name: str,
+        split: Split = "train",
+        *,
+        has_loss_mask: bool = False,
+        documents: Mapping[str, DTypeLike] | None = None,
+    ) -> SourceWriter:
+        """A new source. One that gets no document does not appear in the store.
+
+        ``has_loss_mask``: its documents say which of their tokens count as labels. ``documents``: arrays with a value
+        for each document, by name: ``{"label": "int32", "target": ("float32", (3,))}``. ``ValueError`` for a type
+        that a store cannot hold.
+        """
         check_source_name(name)
         if name in self._sources:
             raise UserError(f"source name {name!r}: it is in the store already; use another name")
-        self._sources[name] = SourceWriter(self._temporary / name, self._tokenizer, split, self._layout)
+        self._sources[name] = SourceWriter(
+            self._temporary / name,
+            self._tokenizer,
+            split,
+            self._layout,
+            has_loss_mask=has_loss_mask,
+            documents=documents or {},
+        )
         return self._sources[name]
 
     def finish(self, report: dict[str, Any]) -> None:
@@ -160,28 +248,72 @@ class StoreWriter:
 class TokenSource:
     """One source of an open store."""
 
-    def __init__(self, directory: Path, name: str) -> None:
-        """Opens and checks both arrays."""
+    def __init__(
+        self, directory: Path, name: str, *, is_checked: bool = False, files: InputFiles | None = None
+    ) -> None:
+        """Opens and checks the arrays.
+
+        ``is_checked``: every block that is read is compared with its hash. ``files``: the names that its documents'
+        origins lead to.
+        """
         self.name = name
-        attributes = read_attributes(directory / "zarr.json")
-        try:
-            self.split: str = attributes["split"]
-            self.num_documents = int(attributes["documents"])
-            self.num_tokens = int(attributes["tokens"])
-            self.num_bytes = int(attributes["bytes"])
-            self.content_hash = str(attributes["content_hash"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{directory / 'zarr.json'}: damaged attributes ({error!r})") from error
-        self._tokens = ShardedArray(directory / "tokens")
-        self._doc_ends = ShardedArray(directory / "doc_ends")
-        for array, expected in ((self._tokens, self.num_tokens), (self._doc_ends, self.num_documents)):
-            if array.length != expected or expected < 1:
-                raise UserError(f"{array.directory}: {array.length} values, its source says {expected}")
+        group = ArrayGroup(directory, is_checked=is_checked)
+        self.split = group.text("split")
+        if self.split not in SPLITS:
+            raise UserError(f"{group.metadata_path}: split = {self.split!r}: must be {' or '.join(SPLITS)}")
+        self.num_documents, self.num_tokens, self.num_bytes = map(group.count, ("documents", "tokens", "bytes"))
+        self.content_hash = group.text("content_hash")
+        _check_content_hash(group, self.content_hash)
+        self.is_checked = is_checked
+        self._tokens = group.open("tokens", self.num_tokens)
+        self._doc_ends = group.open("doc_ends", self.num_documents)
+        self._loss_mask = group.open(LOSS_MASK, self.num_tokens) if LOSS_MASK in group.arrays else None
+        self._documents = {
+            array.removeprefix(DOCUMENTS_PREFIX): group.open(array, self.num_documents)
+            for array in sorted(group.arrays)
+            if array.startswith(DOCUMENTS_PREFIX)
+        }
+        self._origins = Origins(group, self.num_documents, files) if files and ORIGINS in group.arrays else None
         # Cheap, and it finds arrays of two different preparations in one directory.
         last_end = int(self._doc_ends.read(self.num_documents - 1, self.num_documents)[0])
         if last_end != self.num_tokens:
             at_fault = self._doc_ends.directory
             raise UserError(f"{at_fault}: the last document ends at {last_end} of {self.num_tokens} tokens")
+
+    @property
+    def has_loss_mask(self) -> bool:
+        """Whether not every token counts as a label."""
+        return self._loss_mask is not None
+
+    @property
+    def has_origins(self) -> bool:
+        """Whether it says where its documents came from."""
+        return self._origins is not None
+
+    @property
+    def document_arrays(self) -> dict[str, np.dtype[Any]]:
+        """What a task has of each document: name to type; rows are (base, (width,))."""
+        return {name: array.layout.numpy_dtype for name, array in self._documents.items()}
+
+    def loss_mask(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """(stop - start,) 1 where the tokens from ``start`` on count as labels; all do where there is no mask."""
+        if self._loss_mask is None:
+            return np.ones(stop - start, dtype=np.uint8)
+        return self._loss_mask.read(start, stop)
+
+    def document_values(self, array: str, first: int, last: int) -> NDArray[Any]:
+        """(last - first,) or (last - first, width): of the documents ``first`` … ``last`` - 1 the values of ``array``.
+
+        ``UserError`` with the arrays there are.
+        """
+        if array not in self._documents:
+            names = ", ".join(self._documents) or "none"
+            raise UserError(f"source {self.name}: no array {array!r} of its documents; it has {names}")
+        return self._documents[array].read(first, last)
+
+    def origin(self, document: int) -> Origin | None:
+        """Where a document came from; None where the store does not say."""
+        return None if self._origins is None else self._origins.of(document)
 
     def read(self, start: int, stop: int) -> NDArray[np.uint32]:
         """(stop - start,) tokens from ``start`` on."""
@@ -221,6 +353,16 @@ class TokenSource:
         return self._doc_ends.searchsorted(token)
 
 
+def _check_content_hash(group: ArrayGroup, written: str) -> None:
+    """``UserError`` unless the content hash is that of the hashes of the source's shards."""
+    try:
+        found = content_hash(group.arrays)
+    except (KeyError, ValueError) as error:
+        raise UserError(f"{group.metadata_path}: damaged attributes (shard_hashes: {error!r})") from error
+    if found != written:
+        raise UserError(f"{group.metadata_path}: content_hash {written} is not that of its shard_hashes")
+
+
 class TokenStore:
     """An open store. Opening reads metadata and every shard's size and index, no tokens."""
 
@@ -232,8 +374,14 @@ class TokenStore:
     def __init__(self, path: Path) -> None:
         """``UserError`` names the file where something is missing, damaged or of another version."""
         self.path = path
-        self.tokenizer, names, self.weights = read_root(path)
-        self.sources = {name: TokenSource(path / name, name) for name in names}
+        root = read_root(path)
+        self.format_version, self.tokenizer, self.weights = root.format_version, root.tokenizer, root.weights
+        self.is_checked = root.is_checked
+        """Whether every block is compared with its hash when it is read."""
+        files = InputFiles(path) if root.is_checked and (path / INPUT_FILES_DIR).is_dir() else None
+        self.sources = {
+            name: TokenSource(path / name, name, is_checked=root.is_checked, files=files) for name in root.sources
+        }
 
     def source(self, name: str) -> TokenSource:
         """The source called ``name``; ``UserError`` with the names there are."""
@@ -242,9 +390,9 @@ class TokenStore:
         return self.sources[name]
 
     def fingerprint(self) -> str:
-        """sha256 over the format, the tokenizer, and every source's split, counts and content hash."""
+        """sha256 over the tokenizer, and every source's split, counts and content hash: the same in every format."""
         identity = {
-            "format_version": FORMAT_VERSION,
+            "format_version": _FINGERPRINT_VERSION,
             "tokenizer": asdict(self.tokenizer),
             "sources": {name: source_identity(source) for name, source in self.sources.items()},
         }

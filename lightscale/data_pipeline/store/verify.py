@@ -1,4 +1,7 @@
-"""Verifies a store: every shard's hash, the document ends, the range of the tokens, the tokenizer."""
+"""Verifies a store: every shard's hash, the document ends, the range of the tokens, the tokenizer.
+
+A damaged shard is named with its damaged blocks, where the store has hashes of blocks.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -7,17 +10,18 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from lightscale.data_pipeline.executors import Progress, ProgressMeter
-from lightscale.data_pipeline.store.format import TokenizerIdentity, hash_of_hashes, read_root
-from lightscale.data_pipeline.store.shards import read_json, shard_path
+from lightscale.data_pipeline.store.array_group import ArrayGroup
+from lightscale.data_pipeline.store.format import HASHES_DIR, INPUT_FILES_DIR, TokenizerIdentity, read_root
+from lightscale.data_pipeline.store.shards import ShardLayout, block_range, hash_shard, read_metadata
 from lightscale.data_pipeline.store.token_store import TokenSource, source_identity
 from lightscale.data_pipeline.tokenizers import load_tokenizer
 from lightscale.errors import UserError
 
-_ARRAYS = ("tokens", "doc_ends")
-_READ_BYTES = 2**23
 _READ_VALUES = 2**21
+_MAX_RANGES = 10
 _STEP = "verify"
 
 
@@ -29,6 +33,7 @@ class Verification:
     sources: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Split, counts and content hash of the sources in which nothing is wrong."""
     num_shards: int = 0
+    """Files that were read: shards, and those with the hashes of their blocks."""
     num_bytes: int = 0
     faults: list[str] = field(default_factory=list)
     """One line each: the file, what was found, what was written."""
@@ -39,72 +44,165 @@ def verify_store(path: Path, progress: Progress) -> Verification:
 
     ``UserError`` where there is no store, or one of another version; all else that is wrong is in ``faults``.
     """
-    tokenizer, names, _ = read_root(path)
+    root = read_root(path)
     verification = Verification(store=path)
     faults = verification.faults
     try:
-        if load_tokenizer(path).sha256 != tokenizer.sha256:
+        if load_tokenizer(path).sha256 != root.tokenizer.sha256:
             faults.append(
-                f"{path / 'tokenizer'}: not the tokenizer with sha256 {tokenizer.sha256} of {path / 'zarr.json'}"
+                f"{path / 'tokenizer'}: not the tokenizer with sha256 {root.tokenizer.sha256} of {path / 'zarr.json'}"
             )
     except UserError as error:
         faults.append(str(error))
-    files = (file for name in names for file in (path / name).glob("*/c/*"))
-    meter = ProgressMeter(_STEP, sum(file.stat().st_size for file in files), progress)
-    for name in names:
+    has_files = root.is_checked and (path / INPUT_FILES_DIR).is_dir()
+    groups = [path / name for name in (*root.sources, *([INPUT_FILES_DIR] if has_files else ()))]
+    meter = ProgressMeter(_STEP, sum(file.stat().st_size for group in groups for file in _shard_files(group)), progress)
+    for group in groups:
         before = len(faults)
-        faults.extend(_shard_faults(path / name, verification, meter))
+        faults.extend(_group_faults(group, verification, meter, is_checked=root.is_checked))
+        if group.name not in root.sources:
+            continue
         try:
-            source = TokenSource(path / name, name)
+            source = TokenSource(group, group.name)  # without checks: all its blocks were just compared
             if len(faults) == before:  # values of damaged shards would only repeat the fault
-                faults.extend(_value_faults(source, path / name, tokenizer))
+                faults.extend(_value_faults(source, group, root.tokenizer))
         except UserError as error:
             if str(error) not in faults:
                 faults.append(str(error))
             continue
         if len(faults) == before:
-            verification.sources[name] = source_identity(source)
+            verification.sources[group.name] = source_identity(source)
     return verification
 
 
-def _shard_faults(directory: Path, verification: Verification, meter: ProgressMeter) -> Iterator[str]:
-    """Files that do not have the hash that the source says, and files it does not know."""
+def _shard_files(directory: Path) -> Iterator[Path]:
+    """All files below ``directory`` that hold values, or should not be there."""
+    for file in sorted(directory.rglob("*")):
+        if "c" in file.relative_to(directory).parts and file.is_file():
+            yield file
+
+
+def _group_faults(
+    directory: Path, verification: Verification, meter: ProgressMeter, *, is_checked: bool
+) -> Iterator[str]:
+    """Files that do not have the hash that the group says, and files it does not know."""
     try:
-        attributes = read_json(directory / "zarr.json")["attributes"]
-        written = {array: list(attributes["shard_hashes"][array]) for array in _ARRAYS}
-        content_hash = attributes["content_hash"]
+        group = ArrayGroup(directory, is_checked=is_checked)
     except UserError as error:
         yield str(error)
         return
-    except (KeyError, TypeError) as error:
-        yield f"{directory / 'zarr.json'}: damaged attributes ({error!r})"
-        return
-    if hash_of_hashes([*written["tokens"], *written["doc_ends"]]) != content_hash:
-        yield f"{directory / 'zarr.json'}: content_hash {content_hash} is not that of its shard_hashes"
-    for array, hashes in written.items():
-        known = {shard_path(directory / array, number) for number in range(len(hashes))}
-        for file in sorted(set((directory / array / "c").glob("*")) - known):
-            yield f"{file}: not a shard of this store"
-        for number, expected in enumerate(hashes):
-            file = shard_path(directory / array, number)
-            try:
-                found = _hash(file, verification, meter)
-            except OSError as error:
-                yield f"{file}: {error.strerror}; a shard is missing"
-                continue
-            if found != expected:
-                yield f"{file}: content hash {found}, {expected} when it was written; the shard is damaged"
+    if directory.name != INPUT_FILES_DIR and not {"tokens", "doc_ends"} <= group.arrays.keys():
+        return  # damaged attributes; opening the source says so
+    known: set[Path] = set()
+    for name, hashes in group.arrays.items():
+        of_blocks = directory / HASHES_DIR / name
+        try:
+            length, layout = read_metadata(directory / name / "zarr.json")
+            block_files = group.block_files(name) if is_checked else [""] * len(hashes)
+        except UserError as error:
+            yield str(error)
+            known.update(_shard_files(directory / name), _shard_files(of_blocks))
+            continue
+        for number, (written, of_its_blocks) in enumerate(zip(hashes, block_files, strict=True)):
+            shard = _Shard(layout=layout, length=length, number=number, directory=directory / name)
+            file = layout.hashes.path(of_blocks, number)
+            known |= {shard.file, file}
+            expected = None
+            if is_checked:
+                fault, expected = _block_hashes(file, of_its_blocks, shard, verification, meter)
+                yield from fault
+            yield from _shard_faults(shard, written, expected, verification, meter)
+    for file in sorted(set(_shard_files(directory)) - known):
+        yield f"{file}: not a shard of this store"
 
 
-def _hash(file: Path, verification: Verification, meter: ProgressMeter) -> str:
-    digest = xxhash.xxh3_128()
-    with file.open("rb") as raw:
-        while data := raw.read(_READ_BYTES):
-            digest.update(data)
-            verification.num_bytes += len(data)
-            meter.advance(len(data))
+@dataclass(frozen=True, kw_only=True)
+class _Shard:
+    layout: ShardLayout
+    length: int
+    number: int
+    directory: Path
+
+    @property
+    def file(self) -> Path:
+        return self.layout.path(self.directory, self.number)
+
+    @property
+    def num_values(self) -> int:
+        return max(self.layout.values_in(self.number, self.length), 0)
+
+
+def _block_hashes(
+    file: Path, written: str, shard: _Shard, verification: Verification, meter: ProgressMeter
+) -> tuple[list[str], NDArray[np.uint64] | None]:
+    """(what is wrong with a file of block hashes, (blocks,) the hashes if nothing is)."""
+    try:
+        raw = file.read_bytes()
+    except OSError as error:
+        return [f"{file}: {error.strerror}; the block hashes of a shard are missing"], None
+    _count(len(raw), verification, meter)
     verification.num_shards += 1
-    return digest.hexdigest()
+    if (found := xxhash.xxh3_128_hexdigest(raw)) != written:
+        return [f"{file}: content hash {found}, {written} when it was written; the block hashes are damaged"], None
+    num_blocks = shard.layout.num_blocks(shard.num_values)
+    if len(raw) < num_blocks * 8:
+        return [f"{file}: {len(raw)} bytes, which are no hashes of {num_blocks} blocks; the store is damaged"], None
+    return [], np.frombuffer(raw, dtype="<u8", count=num_blocks)
+
+
+def _shard_faults(
+    shard: _Shard,
+    written: str,
+    expected: NDArray[np.uint64] | None,
+    verification: Verification,
+    meter: ProgressMeter,
+) -> Iterator[str]:
+    """What is wrong with a shard file of the hash ``written`` whose (blocks,) hashes should be ``expected``."""
+    try:
+        found, hashes = hash_shard(
+            shard.file, shard.layout, shard.num_values, lambda size: _count(size, verification, meter)
+        )
+    except OSError as error:
+        yield f"{shard.file}: {error.strerror}; a shard is missing"
+        return
+    verification.num_shards += 1
+    blocks = np.frombuffer(hashes, dtype="<u8")
+    differing: list[int] | None = None
+    if expected is not None:
+        # A shard that was cut has fewer blocks than it should.
+        same = np.zeros(len(expected), dtype=bool)
+        num_found = min(len(blocks), len(expected))
+        same[:num_found] = blocks[:num_found] == expected[:num_found]
+        differing = np.flatnonzero(~same).tolist()
+    if found != written:
+        damage = "the shard is damaged"
+        if differing is not None:
+            damage += f": {_named(shard, differing)}" if differing else " behind its values, which are whole"
+        yield f"{shard.file}: content hash {found}, {written} when it was written; {damage}"
+    elif differing:
+        yield f"{shard.file}: {_named(shard, differing)}: not what the hashes of blocks say"
+
+
+def _named(shard: _Shard, blocks: list[int]) -> str:
+    """Damaged blocks, with what is in them."""
+    ranges: list[tuple[int, int]] = []
+    for block in blocks:
+        if ranges and ranges[-1][1] == block - 1:
+            ranges[-1] = ranges[-1][0], block
+        else:
+            ranges.append((block, block))
+    shown = []
+    for first, last in ranges[:_MAX_RANGES]:
+        begin, end = (block_range(shard.layout, shard.length, shard.number, block) for block in (first, last))
+        name = f"block {first}" if first == last else f"blocks {first} to {last}"
+        shown.append(f"{name} ({shard.directory.name} {begin[0]:,} to {end[1] - 1:,})")
+    more = f" and {len(ranges) - _MAX_RANGES:,} more ranges" if len(ranges) > _MAX_RANGES else ""
+    return ", ".join(shown) + more
+
+
+def _count(num_bytes: int, verification: Verification, meter: ProgressMeter) -> None:
+    verification.num_bytes += num_bytes
+    meter.advance(num_bytes)
 
 
 def _value_faults(source: TokenSource, directory: Path, tokenizer: TokenizerIdentity) -> Iterator[str]:

@@ -38,6 +38,9 @@ def test_prepare_then_inspect(corpus: Path, tmp_path: Path, capsys: pytest.Captu
         assert f"{source.num_documents:,}" in shown
         assert f"{source.num_tokens:,}" in shown
     assert "300 ids" in shown
+    assert "format 2: every block is compared when it is read" in shown
+    assert "my-corpus: every label counts; no arrays of documents; files and places of its documents" in shown
+    assert "my-corpus, document 0, my corpus/" in shown
     assert "[bold]not markup[/bold]" in shown
     assert main(["data", "inspect", str(tmp_path / "store"), "--sample", "0"]) == 0
     without_sample = capsys.readouterr().out
@@ -56,12 +59,16 @@ def test_json_is_one_object_on_stdout(corpus: Path, tmp_path: Path, capsys: pyte
     assert inspected["tokenizer"]["sha256"] == tokenizer.sha256
     assert inspected["sources"]["docs"]["content_hash"] == store.source("docs").content_hash
     assert inspected["sources"]["docs"]["bytes_per_token"] == prepared["sources"]["docs"]["bytes_per_token"]
+    assert inspected["format_version"] == 2
+    extras = {"loss_mask": False, "document_arrays": {}, "origins": True}
+    assert inspected["sources"]["docs"].items() >= extras.items()
     assert len(inspected["samples"]) == 3
     for sample in inspected["samples"]:
         start, stop = store.source(sample["source"]).document(sample["document"])
         whole = tokenizer.decode(store.source(sample["source"]).read(start, stop))
         assert whole.startswith(sample["text"])
         assert sample["text"].startswith("document ")
+        assert (corpus.parent / sample["origin"]["file"]).read_text().startswith(sample["text"])
 
 
 def test_suffixes_choose_the_files(corpus: Path, tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightscale.data_pipeline.loading.buffers import Buffers
 from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader, validation_batches
 from lightscale.data_pipeline.loading.order import Location
-from lightscale.data_pipeline.loading.windows import Batch
+from lightscale.data_pipeline.loading.packing import WholeWindows
+from lightscale.data_pipeline.loading.windows import Batch, Row, read_batch
 from lightscale.data_pipeline.store.token_store import StoreWriter, TokenStore
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer
 from lightscale.errors import UserError
@@ -417,3 +419,85 @@ def test_validation_on_too_little_data_is_refused(store: TokenStore) -> None:
     )
     with pytest.raises(UserError, match="source tiny: 41 tokens make no sequence of sequence_length 64; 65 are needed"):
         next(batches)
+
+
+# ----- loss masks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def masked_store(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: TiktokenTokenizer) -> TokenStore:
+    """``copy`` of documents with loss on their second half, and ``plain`` without a mask."""
+    path = tmp_path_factory.mktemp("stores") / "masked"
+    generator = np.random.default_rng(0)
+    with StoreWriter(path, byte_tokenizer, shard_tokens=64, chunk_tokens=8) as writer:
+        copy, plain = writer.source("copy", has_loss_mask=True), writer.source("plain")
+        for _ in range(40):
+            half = generator.integers(0, EOT, generator.integers(0, 14), dtype=np.uint32)
+            copy.append(np.tile(half, 2), num_bytes=0, loss_mask=np.repeat([0, 1], len(half)))
+            plain.append(half, num_bytes=0)
+        writer.finish({})
+    return TokenStore(path)
+
+
+MaskedRow = tuple[list[int], list[int], list[float]]
+
+
+def joined_rows(store: TokenStore, sequence_size: int, packing: str) -> tuple[list[MaskedRow], list[Location]]:
+    """(inputs, labels, mask) of the rows of some steps, the segments of all sequence ranks put together; where from."""
+    loaders = [
+        make_loader(
+            store,
+            layout=LoaderLayout(sequence_rank=rank, sequence_size=sequence_size),
+            packing=packing,
+            sources={"copy": 1.0, "plain": 1.0},
+        )
+        for rank in range(sequence_size)
+    ]
+    rows: list[MaskedRow] = []
+    locations: list[Location] = []
+    for _ in range(3):
+        locations += loaders[0].step_after(loaders[0].tokens).locations
+        for parts in zip(*(loader.next_step() for loader in loaders), strict=True):
+            names = ("tokens", "labels", "loss_mask")
+            whole = [torch.cat([getattr(part, name) for part in parts], dim=1) for name in names]
+            rows += list(zip(*(tensor.tolist() for tensor in whole), strict=True))
+    return rows, locations
+
+
+@pytest.mark.parametrize("packing", ["concat", "whole"])
+def test_the_mask_of_a_source_says_which_labels_count(masked_store: TokenStore, packing: str) -> None:
+    """Beside a source without one, in the same micro-batches; and cut over two sequence ranks as on one."""
+    rows, locations = joined_rows(masked_store, 1, packing)
+    assert joined_rows(masked_store, 2, packing) == (rows, locations)
+    source = masked_store.source("copy")
+    tokens, mask = source.read(0, source.num_tokens).tolist(), source.loss_mask(0, source.num_tokens).tolist()
+    seen: Counter[float] = Counter()
+    for (inputs, labels, counted), location in zip(rows, locations, strict=True):
+        seen.update(counted)
+        start = location.window * LENGTH
+        if location.source == "plain":
+            assert counted == [1.0] * LENGTH or packing == "whole"
+        elif packing == "concat":
+            assert inputs == tokens[start : start + LENGTH]
+            assert labels == tokens[start + 1 : start + LENGTH + 1]
+            assert counted == mask[start + 1 : start + LENGTH + 1]
+    assert seen[0.0] > 50
+    assert seen[1.0] > 50
+
+
+@pytest.mark.parametrize("length", [4, 16, 64])
+def test_of_whole_documents_every_label_counts_as_often_as_the_mask_says(masked_store: TokenStore, length: int) -> None:
+    """One epoch, all windows once: the (input, label) pairs that count are those that a scan of the source finds."""
+    source = masked_store.source("copy")
+    windows = WholeWindows(source, length)
+    rows: list[Row] = [(windows, number) for number in range(windows.num_windows)]
+    batch = read_batch(rows, 0, length, buffers=Buffers(), padding_id=EOT)
+    counted = batch.loss_mask.bool()
+    pairs = Counter(zip(batch.tokens[counted].tolist(), batch.labels[counted].tolist(), strict=True))
+    tokens = source.read(0, source.num_tokens).tolist()
+    mask = source.loss_mask(0, source.num_tokens).tolist()
+    # The end of the last document counts where its last token does.
+    labels = zip(tokens, [*tokens[1:], EOT], [*mask[1:], mask[-1]], strict=True)
+    expected = Counter((token, label) for token, label, counts in labels if counts)
+    assert pairs == expected
+    assert 0 < sum(expected.values()) < len(tokens)

@@ -92,7 +92,7 @@ KILL_YOURSELF = """
         attempts += 1
         assert attempts < 200
         if (child := os.fork()) == 0:
-            left, before = generator.randint(1, 150), generator.random() < 0.5
+            left, before = generator.randint(1, 500), generator.random() < 0.5
 
             def deadly(call):
                 def wrapped(*args, **kwargs):

@@ -58,7 +58,7 @@ def test_a_text_file_is_one_document_of_its_bytes(tmp_path: Path) -> None:
     raw = "a\r\nb\0\t字\n".encode() + b"\xff"
     (tmp_path / "notes").write_bytes(raw)
     documents, problems = read_file(tmp_path / "notes")
-    assert documents == [RawDocument(id="notes", data=raw)]
+    assert documents == [RawDocument(id="notes", data=raw, num_bytes=len(raw))]
     assert not problems.counts
 
 
@@ -84,7 +84,7 @@ def test_jsonl_lines_are_documents_and_bad_lines_are_counted_by_place(
     (tmp_path / "d.jsonl").write_bytes(b"\n".join(lines))
     documents, problems = read_file(tmp_path / "d.jsonl")
     assert documents == [
-        RawDocument(id=f"d.jsonl@{offsets[index]}", data=text)
+        RawDocument(id=f"d.jsonl@{offsets[index]}", data=text, begin=offsets[index], num_bytes=len(lines[index]))
         for index, text in [
             (0, "after a byte order mark"),
             (5, "caf\ufffd"),

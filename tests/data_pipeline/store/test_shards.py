@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lightscale.data_pipeline.store import shards
-from lightscale.data_pipeline.store.shards import ShardedArray, ShardLayout, ShardWriter
+from lightscale.data_pipeline.store import sharded_array
+from lightscale.data_pipeline.store.sharded_array import ShardedArray
+from lightscale.data_pipeline.store.shards import ShardLayout, ShardWriter
 from lightscale.errors import UserError
 
 SHARD, CHUNK = 64, 8
@@ -88,7 +89,7 @@ def test_ranges_outside_are_refused(
 
 def test_open_files_are_bounded_and_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, np.arange(SHARD * 10, dtype=np.uint32))
-    monkeypatch.setattr(shards, "_MAX_OPEN_SHARDS", 3)
+    monkeypatch.setattr(sharded_array, "_MAX_OPEN_SHARDS", 3)
 
     def num_open() -> int:
         links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
@@ -162,7 +163,7 @@ def test_damaged_metadata_is_refused_by_name(tmp_path: Path, content: bytes | No
         ("shape", [101 + SHARD]),
         ("shape", [10, 10]),
         ("shape", ["many"]),
-        ("data_type", "float32"),
+        ("data_type", "float64"),
         ("node_type", "group"),
         ("codecs", []),
         ("chunk_grid", {"name": "regular", "configuration": {"chunk_shape": [60]}}),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lightscale.cli import main
-from lightscale.data_pipeline.store.format import array_layouts, hash_of_hashes
+from lightscale.data_pipeline.store.format import array_layouts, content_hash, hash_attributes
 from lightscale.data_pipeline.store.shards import ShardWriter
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.data_pipeline.store.verify import Verification, verify_store
@@ -38,7 +38,7 @@ def verify(path: Path) -> Verification:
 def test_a_store_as_it_was_written_is_whole(store: Path) -> None:
     steps: list[tuple[str, int, int]] = []
     found = verify_store(store, lambda *step: steps.append(step))
-    shards = [path for path in store.glob("*/*/c/*") if path.is_file()]
+    shards = [path for path in store.rglob("*") if path.is_file() and "c" in path.relative_to(store).parts]
     assert found.faults == []
     assert found.num_shards == len(shards) > 8
     assert found.num_bytes == sum(path.stat().st_size for path in shards) == steps[-1][1] == steps[-1][2]
@@ -51,7 +51,7 @@ def test_a_store_as_it_was_written_is_whole(store: Path) -> None:
 
 def test_a_flipped_bit_anywhere_in_any_shard_is_found_and_the_shard_is_named(store: Path) -> None:
     generator = random.Random(0)
-    for shard in sorted(store.glob("*/*/c/*")):
+    for shard in sorted([*store.glob("*/*/c/*"), *store.glob("*/hashes/*/c/*")]):
         raw = shard.read_bytes()
         changed = bytearray(raw)
         offset = generator.randrange(len(raw))
@@ -73,16 +73,18 @@ def edit_source(store: Path, source: str, **changes: object) -> None:
 
 def rewrite(store: Path, source: str, array: str, values: list[int]) -> None:
     """Other values in an array, with hashes that fit: what a wrong writer would leave."""
-    directory = store / source / array
-    shutil.rmtree(directory)
-    writer = ShardWriter(directory, array_layouts(64, 8)[array])
+    directory, blocks = store / source / array, store / source / "hashes" / array
+    for path in (directory, blocks):
+        shutil.rmtree(path)
+    writer = ShardWriter(directory, array_layouts(64, 8)[array], hashes=blocks)
     writer.append(np.array(values, dtype=writer.layout.numpy_dtype))
     writer.close()
-    hashes = json.loads((store / source / "zarr.json").read_text())["attributes"]["shard_hashes"]
-    hashes[array] = writer.shard_hashes
-    edit_source(
-        store, source, shard_hashes=hashes, content_hash=hash_of_hashes([*hashes["tokens"], *hashes["doc_ends"]])
-    )
+    attributes = json.loads((store / source / "zarr.json").read_text())["attributes"]
+    for key, of_arrays in hash_attributes({array: writer.shard_hashes}).items():
+        if key != "block_bytes":
+            attributes[key] |= of_arrays
+    attributes["content_hash"] = content_hash(attributes["shard_hashes"])
+    edit_source(store, source, **attributes)
 
 
 CODE = [EOT, *range(60), EOT, *range(100), EOT, 7]
@@ -146,7 +148,10 @@ def test_the_command_says_whole_or_names_what_is_not(store: Path, capsys: pytest
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"format_version": 99}, "format version 99, this lightscale reads 1"), ({"format": "other"}, "format 'other'")],
+    [
+        ({"format_version": 99}, "format version 99, this lightscale reads 1 to 2"),
+        ({"format": "other"}, "format 'other'"),
+    ],
 )
 def test_a_store_of_another_version_is_refused(store: Path, change: dict[str, object], message: str) -> None:
     edit_source(store, "", **change)

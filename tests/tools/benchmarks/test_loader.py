@@ -21,5 +21,10 @@ def test_the_loader_beside_the_others(root: Path) -> None:
     assert result["tokens_per_s_per_core"]["loader"] == pytest.approx(2**17 / median["loader"])
     # Of windows of 1,024 tokens it is about fifty.
     assert result["over"]["zarr"] > 4
+    checks = found["checks"]["1024"]
+    assert all(len(times) == 3 for samples in checks["samples_s"].values() for times in samples.values())
+    for turn, samples in checks["samples_s"].items():
+        ratio = statistics.median(samples["format 1"]) / statistics.median(samples["format 2"])
+        assert checks["share_of_unchecked"][turn] == pytest.approx(ratio)
     assert set(found["resume_s"]) == {"open_store", "concat", "whole"}
     assert all(seconds < 1 for seconds in found["resume_s"].values())
