@@ -225,7 +225,7 @@ def test_a_finished_run_is_not_started_again_until_it_is_made_longer(
 STUB = """
 import os, sys, types
 
-def train(config, run, allow, hold):
+def train(config, run, allow, hold, planned):
     assert not allow
     if os.environ["RANK"] == "0":
         attempt = run.begin_attempt(world_size=int(os.environ["WORLD_SIZE"]))
