@@ -70,9 +70,14 @@ def to_toml(config: RunConfig) -> str:
 
 def difference(first: RunConfig, second: RunConfig) -> list[tuple[str, Any, Any]]:
     """(key, value in `first`, value in `second`) for each field that differs; None where one has no such."""
-    left, right = (dict(_leaves(config.model_dump(mode="json"), ())) for config in (first, second))
+    left, right = flat(first), flat(second)
     keys = dict.fromkeys([*left, *right])
-    return [(key_text(key), left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)]
+    return [(key, left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)]
+
+
+def flat(config: RunConfig) -> dict[str, Any]:
+    """Every field, by its whole key: section.key."""
+    return {key_text(key): value for key, value in _leaves(config.model_dump(mode="json"), ())}
 
 
 class _Merged:

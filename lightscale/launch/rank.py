@@ -57,7 +57,10 @@ def run_rank(work: Callable[[], int]) -> int:
     try:
         return work()
     except Exception as error:
+        # One of a temporary failure is for people; the launcher starts the ranks again, as after any other.
         exit_code = error.EXIT_CODE if isinstance(error, UserError) else None
+        if exit_code == os.EX_TEMPFAIL:
+            exit_code = None
         # Our own launcher knows from the heartbeats where each rank was, torchrun only from what ranks report.
         message = summary(error) if launcher is not None else summary_and_notes(error)
         if TIMED_OUT.search(message):

@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     rank, allow = environment, allowed_changes(args.allow_change)
     # The configuration is read within the frame, so that a mistake in it is recorded for the launcher like any other
     # error.
-    return run_rank(lambda: _train(load(args.config, args.overrides), directory, rank, allow))
+    return run_rank(lambda: _train(lambda: load(args.config, args.overrides), directory, rank, allow))
 
 
 def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float | None) -> int:
@@ -179,16 +179,22 @@ def _forked_rank(command: Sequence[str]) -> int:
     return run(parser.parse_args(command[len(_COMMAND) :]))
 
 
-def _train(config: RunConfig, directory: RunDirectory, environment: RankEnvironment, allow: frozenset[str]) -> int:
-    """The work of one rank."""
+def _train(
+    read: Callable[[], RunConfig], directory: RunDirectory, environment: RankEnvironment, allow: frozenset[str]
+) -> int:
+    """The work of one rank. `read` reads its configuration."""
     # torch.distributed and Megatron know only torchrun's variables.
     os.environ.update(environment.variables())
+    choose_interface(environment)
+    # By name, because the launcher, in the same module, needs no torch: seconds of each start.
+    meeting = importlib.import_module("lightscale.launch.meeting")
+    # Before anything is written or built. The store may be in this process, and the process groups need it too.
+    config, _store = meeting.meet(environment, read, directory, allow)
     layout = check_divides(config, environment.world_size)
     is_main = environment.rank == 0
     # Only rank 0 may create the directory. The others have to come to the same answer without it.
     if is_finished(directory, config, allow) if is_main else directory.is_finished(config):
         return 0
-    choose_interface(environment)
     # Our launcher holds the run, and writes how it ended; without it rank 0 does both.
     alone = LAUNCHER_VARIABLE not in os.environ
     hold = functools.partial(_held_by_rank, directory, config, allow) if alone else contextlib.nullcontext

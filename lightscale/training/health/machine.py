@@ -1,6 +1,7 @@
 """GPUs, driver and package versions of a rank's machine, and whether a run can work with them."""
 
 import importlib.metadata
+import platform
 import re
 import socket
 from collections import Counter
@@ -61,7 +62,7 @@ class Machine:
             gpus=tuple(map(_read_gpu, own)),
             num_gpus=visible,
             driver=_driver(),
-            versions=_versions(),
+            versions=package_versions(),
             apex=wrong_apex(),
         )
 
@@ -186,9 +187,10 @@ def _driver() -> str | None:
     return match[0] if match else "of unknown version"
 
 
-def _versions() -> dict[str, str]:
-    versions = {"lightscale": __version__, "torch": torch.__version__}
-    for package in ("triton", "megatron-core"):
+def package_versions() -> dict[str, str]:
+    """Versions of what computes the numbers of a run, by name."""
+    versions = {"Python": platform.python_version(), "lightscale": __version__, "torch": torch.__version__}
+    for package in ("numpy", "triton", "megatron-core", "transformer-engine"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

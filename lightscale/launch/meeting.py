@@ -1,0 +1,195 @@
+"""All ranks of a run meet before anything is built, compare what they would train with, and start together or not.
+
+They meet in the store of the rendezvous, which needs no layout and no group: the layout is what may differ. Every rank
+leaves its facts there; the first that came compares them, and all read its one verdict.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lightscale.config.schema import RestartConfig, RunConfig
+from lightscale.errors import UserError
+from lightscale.launch.environment import RankEnvironment
+from lightscale.launch.rank_facts import FactReader, RankFacts, disagreement, wrong_numbers
+from lightscale.runs.run_directory import RunDirectory
+
+# Of one attempt to connect to rank 0.
+_ATTEMPT_S = 1.0
+# Between two looks at the store: at least, at most.
+_PAUSES_S = (0.005, 0.2)
+# How long a rank waits until all others have read the verdict, whose store ends with rank 0.
+_FAREWELL_S = 10.0
+# For the verdict after the limit of the rank that gives it, which may have started later.
+_VERDICT_S = 30.0
+_MOST_RANKS = 8
+
+
+class CannotStart(UserError):
+    """Ranks that did not come, or failed: no mistake in the configuration, another start may pass."""
+
+    EXIT_CODE = os.EX_TEMPFAIL
+
+
+def meet(
+    environment: RankEnvironment, read: Callable[[], RunConfig], directory: RunDirectory, allow: Collection[str]
+) -> tuple[RunConfig, dist.Store | None]:
+    """The configuration that `read` returns, once all ranks have met and would train the same run with it.
+
+    Nothing is written. Nobody waits longer than the configuration's `restart.collective_timeout_s` for the others. The
+    store must live until the process groups are made, because rank 0's process may serve it; one rank has none.
+
+    Raises:
+        UserError: the ranks differ, have wrong numbers, or one cannot train; the same message on all ranks.
+        CannotStart: some did not come, or have failed by no mistake of the user.
+    """
+    facts = FactReader(environment.rank, environment.world_size)
+    config = facts.read(read, directory, allow)
+    store = None
+    if environment.world_size > 1:
+        timeout_s = (RestartConfig() if config is None else config.restart).collective_timeout_s
+        try:
+            store = agree(environment, facts.facts(), timeout_s)
+        except CannotStart:
+            # A fault of this rank's own program or machine, with its traceback; the others have only its message.
+            if facts.error is not None and not isinstance(facts.error, UserError):
+                raise facts.error from None
+            raise
+    if config is None:
+        assert facts.error is not None, "a configuration or an error"
+        raise facts.error
+    return config, store
+
+
+def agree(environment: RankEnvironment, facts: RankFacts, timeout_s: float) -> dist.Store:
+    """Wait for all ranks, at most `timeout_s`, and compare their `facts`; errors are those of `meet`."""
+    store = _Store(environment, time.monotonic() + timeout_s)
+    try:
+        verdict = store.verdict(facts, timeout_s)
+    except dist.DistError as error:
+        raise CannotStart(f"the store of rank 0 at {store.place} is gone: it ended before all had met") from error
+    if verdict["error"] is not None:
+        raise (UserError if verdict["is_mistake"] else CannotStart)(verdict["error"])
+    return store.store
+
+
+class _Store:
+    """The store at rank 0's address, and this rank's place in it."""
+
+    def __init__(self, environment: RankEnvironment, deadline: float) -> None:
+        self._environment, self._deadline = environment, deadline
+        self.place = f"{environment.master_address}:{environment.master_port}"
+        # Each restart by torchrun has keys of its own: its agent's store keeps those of the last one.
+        prefix = f"lightscale-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self.store = dist.PrefixStore(prefix, self._connect())
+
+    def _connect(self) -> dist.Store:
+        # torchrun's agent has the store that its ranks meet at; other launchers leave that to rank 0.
+        serves = self._environment.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        try:
+            return self._open(is_master=serves)
+        except dist.DistNetworkError as error:
+            if not serves or "EADDRINUSE" not in str(error):
+                raise
+            # Another rank 0 on this host, which serves: it will say so. A stranger does not answer like a store.
+            return self._open(is_master=False)
+
+    def _open(self, *, is_master: bool) -> dist.Store:
+        if not is_master:
+            self._await_server()
+        return dist.TCPStore(
+            self._environment.master_address,
+            self._environment.master_port,
+            is_master=is_master,
+            # Nobody waits within the constructor, which could not say who is missing.
+            wait_for_workers=False,
+            timeout=timedelta(seconds=max(_ATTEMPT_S, self._left_s())),
+            # The process group joins the same server later.
+            multi_tenant=is_master,
+        )
+
+    def _await_server(self) -> None:
+        """Until something listens at rank 0's address: torch would print a stack each time it does not."""
+        address = (self._environment.master_address, self._environment.master_port)
+        while True:
+            try:
+                with socket.create_connection(address, timeout=_ATTEMPT_S):
+                    return
+            except OSError as error:
+                if self._left_s() <= 0:
+                    raise CannotStart(
+                        f"rank 0 of {self._environment.world_size} cannot be reached at {self.place} ({error}): it has "
+                        f"not started, or MASTER_ADDR and MASTER_PORT are not its own, or the network is closed there"
+                    ) from None
+            time.sleep(_PAUSES_S[1])
+
+    def verdict(self, facts: RankFacts, timeout_s: float) -> dict[str, object]:
+        """Leave `facts`, and read what all of them come to."""
+        number = self.store.add("arrived", 1)
+        self.store.set(f"facts-{number}", facts.to_json())
+        if number == 1:
+            self.store.set("verdict", json.dumps(self._judge(facts, timeout_s)))
+        elif not self._wait("verdict", self._deadline + _VERDICT_S):
+            raise CannotStart(f"no answer at {self.place} within {timeout_s:.0f} s from the rank that came first")
+        found: dict[str, object] = json.loads(self.store.get("verdict"))
+        if found["error"] is None and number > facts.world_size:
+            text = f"all {facts.world_size} ranks have met at {self.place} already, and rank {facts.rank} came again"
+            found = {"error": f"{text}: a number is given twice, or another run has this port", "is_mistake": True}
+        # Also those that have not come yet, unless they were waited for: without the store they would wait for rank 0.
+        readers = facts.world_size if found["is_mistake"] else self.store.add("arrived", 0)
+        self._take_leave(readers)
+        return found
+
+    def _judge(self, own: RankFacts, timeout_s: float) -> dict[str, object]:
+        ranks = [own]
+        while len(ranks) < own.world_size:
+            if not self._wait(f"facts-{len(ranks) + 1}", self._deadline):
+                return {"error": self._missing(ranks, timeout_s), "is_mistake": False}
+            ranks.append(RankFacts.from_json(self.store.get(f"facts-{len(ranks) + 1}")))
+            # At once: with wrong numbers the wait for the rest is in vain.
+            if wrong := wrong_numbers(ranks):
+                return {"error": f"at {self.place}: {wrong}", "is_mistake": True}
+        return {"error": disagreement(ranks), "is_mistake": all(one.is_mistake for one in ranks)}
+
+    def _missing(self, ranks: Sequence[RankFacts], timeout_s: float) -> str:
+        here = {one.rank for one in ranks}
+        absent = [rank for rank in range(ranks[0].world_size) if rank not in here]
+        names = ", ".join(map(str, absent[:_MOST_RANKS]))
+        more = f" and {len(absent) - _MOST_RANKS} more" if len(absent) > _MOST_RANKS else ""
+        hosts = sorted({one.host for one in ranks})
+        seen = ", ".join(hosts[:_MOST_RANKS]) + (" and others" if len(hosts) > _MOST_RANKS else "")
+        text = (
+            f"of {ranks[0].world_size} ranks, {names}{more} did not come to {self.place} within {timeout_s:.0f} s "
+            f"(restart.collective_timeout_s); those on {seen} did"
+        )
+        errors = [f"rank {one.rank} on {one.host}: {one.error}" for one in ranks if one.error is not None]
+        return "\n".join([text, *errors[:_MOST_RANKS]])
+
+    def _take_leave(self, readers: int) -> None:
+        """Wait until that many have read the verdict: torchrun ends the ranks of a host with the first of them."""
+        # What the others do no longer matters to this one.
+        with contextlib.suppress(dist.DistError):
+            if self.store.add("read", 1) >= readers:
+                self.store.set("all-read", "")
+            self._wait("all-read", time.monotonic() + _FAREWELL_S)
+
+    def _wait(self, key: str, deadline: float) -> bool:
+        """Until `key` is there; False: it was not by `deadline`."""
+        began = time.monotonic()
+        while not self.store.check([key]):
+            now = time.monotonic()
+            if now >= deadline:
+                return False
+            # Not the store's own wait, during which no signal is handled. Ranks of one host come within milliseconds of
+            # each other, those of another may take minutes.
+            time.sleep(min(max(_PAUSES_S[0], (now - began) / 10), _PAUSES_S[1]))
+        return True
+
+    def _left_s(self) -> float:
+        return self._deadline - time.monotonic()
