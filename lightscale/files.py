@@ -24,6 +24,10 @@ _KINDS = {
 }
 
 
+class NotRegular(UserError):
+    """What lies there is no file of the kind that was expected, whoever put it there: no regular one, or too large."""
+
+
 def kind(mode: int) -> str:
     """What a file of `mode` (``st_mode``) is, in words."""
     return _KINDS.get(stat.S_IFMT(mode), "no regular file")
@@ -41,7 +45,8 @@ def open_regular(path: Path, *, what: str, most_bytes: int | None = None, follow
 
     Raises:
         FileNotFoundError: There is nothing: what this means is the caller's to say.
-        UserError: It is no regular file, is larger than `most_bytes`, or may not be read.
+        NotRegular: It is no regular file, or larger than `most_bytes`.
+        UserError: It may not be read.
         OSError: The storage failed.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if follow_links else os.O_NOFOLLOW)
@@ -52,7 +57,7 @@ def open_regular(path: Path, *, what: str, most_bytes: int | None = None, follow
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise UserError(f"{path}: {kind(status.st_mode)}; {what} is a regular file")
+            raise NotRegular(f"{path}: {kind(status.st_mode)}; {what} is a regular file")
         if most_bytes is not None and status.st_size > most_bytes:
             raise _too_large(path, what, f"{status.st_size:,}", most_bytes)
         return os.fdopen(descriptor, "rb")
@@ -70,17 +75,17 @@ def read_regular(path: Path, *, what: str, most_bytes: int, follow_links: bool =
     return content
 
 
-def _too_large(path: Path, what: str, size: str, most_bytes: int) -> UserError:
-    return UserError(f"{path}: {size} bytes; {what} has at most {most_bytes:,}")
+def _too_large(path: Path, what: str, size: str, most_bytes: int) -> NotRegular:
+    return NotRegular(f"{path}: {size} bytes; {what} has at most {most_bytes:,}")
 
 
 def _refusal(error: OSError, path: Path, what: str) -> OSError | UserError:
     """`error` of opening `path`; where the user can correct it, a `UserError`."""
     match error.errno:
         case errno.ELOOP:
-            return UserError(f"{path}: a symbolic link, or links in a circle; {what} is a regular file")
+            return NotRegular(f"{path}: a symbolic link, or links in a circle; {what} is a regular file")
         case errno.ENXIO | errno.ENODEV:
-            return UserError(f"{path}: a socket or device; {what} is a regular file")
+            return NotRegular(f"{path}: a socket or device; {what} is a regular file")
         case errno.EACCES | errno.EPERM:
             return UserError(f"{path}: user {os.geteuid()} may not read it: {error.strerror}")
         case errno.ENOTDIR:
