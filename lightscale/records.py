@@ -93,7 +93,7 @@ _EVENTS = _Form(
 # What is read of single kinds of events; the others are only shown.
 _OF_EVENTS = {
     "checkpoint": _Form(
-        required={"checkpoint": _is_text, "step": _is_whole}, optional={"removed": _is_list(_is_whole)}
+        required={"step": _is_whole}, optional={"checkpoint": _is_text, "removed": _is_list(_is_whole)}
     ),
     "checkpoints_given_up": _Form(required={"step": _is_whole}),
     "records_damaged": _Form(required={"damage": lambda value: isinstance(value, dict)}),
@@ -187,7 +187,8 @@ def newest_lines(file: BufferedReader, size: int) -> Iterator[tuple[int, bytes]]
     """
     end, rest, is_complete = size, b"", False
     while end > 0 and len(rest) <= MOST_LINE_BYTES:
-        start = max(0, end - _CHUNK_BYTES)
+        # As much again as the line has so far: a long line must not be copied once for each chunk.
+        start = max(0, end - max(_CHUNK_BYTES, len(rest)))
         file.seek(start)
         first, *lines = (file.read(end - start) + rest).split(b"\n")
         position = end + len(rest)

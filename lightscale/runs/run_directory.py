@@ -242,6 +242,8 @@ class RunDirectory:
 
     def event_record(self, event: str, *, attempt: int | None = None, **fields: Any) -> dict[str, Any]:
         """The record that `event` would append now."""
+        # The number is read from the run's own events.
+        self.check_held()
         number = self.attempt if attempt is None else attempt
         return {"time": timestamp(), "attempt": number, "event": event, **fields}
 

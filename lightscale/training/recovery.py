@@ -45,7 +45,7 @@ def recorded_checkpoints(events: Iterable[Record], lines: Iterable[Record]) -> d
     for event in events:
         match event["event"]:
             case "checkpoint":
-                saved[event["checkpoint"]] = event["step"]
+                saved[event.get("checkpoint", CheckpointName(event["step"]).directory)] = event["step"]
                 for step in event.get("removed", ()):
                     saved.pop(CheckpointName(step).directory, None)
             case "resume" if "checkpoint" in event:

@@ -152,7 +152,7 @@ def create_heartbeats(path: Path, num_ranks: int) -> None:
 
 
 def read_heartbeats(path: Path) -> dict[int, Beat]:
-    """What each rank last said, by rank; those that have said nothing yet are missing, and all where there is no file."""
+    """What each rank last said, by rank; those that have said nothing yet are missing, and all without a file."""
     # Read without a lock: a slot that is being written fails its checksum, and the other one of its rank holds.
     try:
         data = read_regular(path, what="the heartbeats of the ranks", most_bytes=_MOST_BYTES)
