@@ -17,7 +17,7 @@ import shutil
 import stat
 import sys
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
@@ -167,13 +167,11 @@ class RunDirectory:
                 _sync_directory(self.path)
                 aside[path.name] = f"{fault}; kept as {kept.name}"
         damage = self.damage()
-        for name, text in aside.items():
-            print(f"warning: {self.path / name}: {text}", file=sys.stderr, flush=True)
+        _warn(aside.values())
         # Damaged lines stay where they are, and each start finds them again: said once, until there are others.
         said: Any = next((e["damage"] for e in reversed(read_lines(self.events)) if e["event"] == DAMAGE_EVENT), {})
         if damage != said:
-            for name, text in damage.items():
-                print(f"warning: {self.path / name}: {text}", file=sys.stderr, flush=True)
+            _warn(damage.values())
         if aside or damage != said:
             self.event(DAMAGE_EVENT, damage=damage, set_aside=aside)
 
@@ -224,6 +222,7 @@ class RunDirectory:
 
     def begin_attempt(self, beginning: Beginning = "start", **fields: Any) -> int:
         """Record the beginning, remove the previous attempt's status, and return this attempt's number, from 1."""
+        self.check_held()
         # Of the metrics too: where events are lost, the steps of two attempts must not look like those of one.
         attempt = 1 + max(self.attempt, (self._newest_line() or {"attempt": 0})["attempt"])
         # The event first: where it cannot be written (a full disk), the previous attempt's status must still be there.
@@ -364,7 +363,7 @@ class RunDirectory:
             return None
         if path == self.status:
             return self.status_fault()
-        return None if stat.S_ISREG(mode) else f"{kind(mode)}, not a record of this run"
+        return None if stat.S_ISREG(mode) else f"{path}: {kind(mode)}, not a record of this run"
 
     def _status(self) -> RunStatus | str | None:
         """The status; a text: why it cannot be read; None: there is none."""
@@ -380,14 +379,14 @@ class RunDirectory:
         except UserError:
             raise
         except (ValueError, TypeError, RecursionError) as error:
-            return f"not the status of a run ({error})"
+            return f"{self.status}: not the status of a run ({error})"
         counts = (value.step, value.tokens)
         if not all(type(count) is int and count >= 0 for count in counts):
-            return f"not the status of a run (step = {value.step!r}, tokens = {value.tokens!r})"
+            return f"{self.status}: not the status of a run (step = {value.step!r}, tokens = {value.tokens!r})"
         if not all(isinstance(text, str) for text in (value.reason, value.time)):
-            return f"not the status of a run (reason = {value.reason!r}, time = {value.time!r})"
+            return f"{self.status}: not the status of a run (reason = {value.reason!r}, time = {value.time!r})"
         if value.status not in get_args(Status):
-            return f"status = {value.status!r}: must be one of {', '.join(get_args(Status))}"
+            return f"{self.status}: status = {value.status!r}: must be one of {', '.join(get_args(Status))}"
         return value
 
     def _newest_line(self) -> Record | None:
@@ -509,6 +508,11 @@ def read_lines(path: Path) -> list[Record]:
 def damage_text(count: int, first: str) -> str:
     """How much of a record cannot be read, for messages."""
     return f"1 line cannot be read: {first}" if count == 1 else f"{count:,} lines cannot be read, the first: {first}"
+
+
+def _warn(texts: Iterable[str]) -> None:
+    for text in texts:
+        print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def _free_name(path: Path) -> Path:

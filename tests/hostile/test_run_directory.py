@@ -1,17 +1,20 @@
 """A run directory that is not what it was, or is more than one: removed, replaced, hidden, a mount point, not empty."""
 
+import os
 import shutil
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from lightscale.cli import main
 from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
+from lightscale.data_pipeline.tokenizers import DESCRIPTION_FILE, copy_tokenizer, files_sha256, train_sentencepiece
 from lightscale.errors import UserError
 from lightscale.runs.held_directory import DirectoryReplaced
 from lightscale.runs.journal import Journal
@@ -30,6 +33,16 @@ def run(tmp_path: Path, tiny_config: MakeConfig) -> RunDirectory:
     run.hold()
     run.begin_attempt()
     return run
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of a tokenizer."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    random = Random(0)
+    texts = [" ".join(f"{random.randrange(300):x}" for _ in range(50)) for _ in range(100)]
+    train_sentencepiece(texts, vocab_size=300).save(folder)
+    return folder
 
 
 def removed(run: RunDirectory) -> None:
@@ -184,6 +197,39 @@ def test_what_is_in_a_directory_that_is_no_run_is_said(tmp_path: Path, tiny_conf
     with pytest.raises(UserError, match=r"not a run directory: it has files \(thesis-0.txt, .*, and 2 more\)"):
         RunDirectory(folder).create_or_open(tiny_config())
     assert content(folder) == before
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("kind", ["missing", "link", "file", "pipe", "empty", "pipe within", "cut", "changed"])
+def test_a_tokenizer_that_is_none_is_copied_again(run: RunDirectory, source: Path, kind: str) -> None:
+    sha256 = files_sha256(source)
+    copy_tokenizer(source, run.tokenizer, sha256=sha256)
+    description = run.tokenizer / DESCRIPTION_FILE
+    whole = description.read_bytes()
+    match kind:
+        case "missing" | "link" | "file" | "pipe":
+            shutil.rmtree(run.tokenizer)
+            make: dict[str, Callable[[], object]] = {
+                "missing": lambda: None,
+                "link": lambda: run.tokenizer.symlink_to("nowhere"),
+                "file": run.tokenizer.touch,
+                "pipe": lambda: os.mkfifo(run.tokenizer),
+            }
+            make[kind]()
+        case "empty":
+            description.unlink()
+        case "pipe within":
+            description.unlink()
+            os.mkfifo(description)
+        case "cut":
+            description.write_bytes(whole[: len(whole) // 2])
+        case "changed":
+            description.write_bytes(b"[1]")
+    with pytest.raises(UserError, match="tokenizer"):
+        files_sha256(run.tokenizer)
+    copy_tokenizer(source, run.tokenizer, sha256=sha256)
+    assert files_sha256(run.tokenizer) == sha256
+    assert [path.name for path in run.path.glob("tokenizer*")] == ["tokenizer"]
 
 
 def test_runs_shows_a_run_whose_records_are_all_damaged(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
