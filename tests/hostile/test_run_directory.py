@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +22,7 @@ from lightscale.runs.journal import Journal
 from lightscale.runs.metrics.jsonl import JsonlSink
 from lightscale.runs.metrics.sink import Measurement, RunFacts
 from lightscale.runs.run_directory import LineWriter, RunDirectory, read_lines, timestamp
+from lightscale.training.train import Trainer
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -106,6 +108,19 @@ def test_a_directory_that_is_not_the_run_any_more_is_never_written_to(
     assert run.is_replaced
     assert content(run.path.parent) == before
     assert DirectoryReplaced.EXIT_CODE == 78
+
+
+def test_every_rank_stops_when_the_first_finds_its_directory_gone(run: RunDirectory) -> None:
+    def rank(number: int, found: int) -> SimpleNamespace:
+        return SimpleNamespace(directory=run, is_main=number == 0, _largest=lambda value: max(value, found))
+
+    Trainer._check_directory(rank(0, 0))  # type: ignore[arg-type]
+    Trainer._check_directory(rank(1, 0))  # type: ignore[arg-type]
+    with pytest.raises(DirectoryReplaced, match="runs/first was removed or replaced"):
+        Trainer._check_directory(rank(1, 1))  # type: ignore[arg-type]
+    removed(run)
+    with pytest.raises(DirectoryReplaced, match="is no longer there"):
+        Trainer._check_directory(rank(0, 0))  # type: ignore[arg-type]
 
 
 def test_a_directory_that_is_renamed_and_put_back_is_the_same(run: RunDirectory) -> None:
