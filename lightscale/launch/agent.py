@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from lightscale.errors import UserError
+from lightscale.files import read_regular
 from lightscale.launch.failures import RankFailure
 from lightscale.launch.relay import StopRelay
 from lightscale.launch.torchrun import NodeReport, Rendezvous, run_node
@@ -31,6 +33,7 @@ from lightscale.training.signals import die_with_parent
 # After a failure, for the other nodes to say what they met, before the scheduler ends them because of this one.
 _OTHERS_S = 10.0
 _POLL_S = 0.2
+_MOST_REPORT_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,12 +130,22 @@ def read_reports(logs: Path) -> dict[int, NodeReport]:
     """The reports written so far, by node; an agent whose report is missing at the end was killed, or lost its node."""
     # By listing the directory: network file systems cache that a name is missing, so that asking for each by name would
     # not find a report that was written since.
-    files = {int(path.stem.partition("-")[2]): path for path in logs.glob("node-*.json")}
-    return {node: _read_report(files[node]) for node in sorted(files)}
+    names = ((path, path.stem.partition("-")[2]) for path in logs.glob("node-*.json"))
+    files = {int(number): path for path, number in names if number.isdecimal()}
+    return {node: _read_report(files[node], node) for node in sorted(files)}
 
 
-def _read_report(path: Path) -> NodeReport:
-    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+def _read_report(path: Path, node: int) -> NodeReport:
+    """A report that cannot be read is that of a failure: what happened on the node is unknown."""
+    try:
+        return _parse_report(read_regular(path, what="the report of a node", most_bytes=_MOST_REPORT_BYTES))
+    except (OSError, UserError, ValueError, TypeError, LookupError, AttributeError) as error:
+        failure = RankFailure(rank=0, summary=f"node {node}: {path} cannot be read: {error}", time_s=time.time())
+        return NodeReport(failures=[failure], hang=None, beats={})
+
+
+def _parse_report(content: bytes) -> NodeReport:
+    record: dict[str, Any] = json.loads(content.decode("utf-8"))
     offset_s = time.monotonic() - time.time()
     beats = [Beat(**{**beat, "time_s": beat["time_s"] + offset_s}) for beat in record["beats"]]
     hang = record["hang"]

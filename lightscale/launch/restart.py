@@ -93,7 +93,8 @@ def run_ranks(
     """Run `command` as ranks, `processes` on each of `nodes`, again and again if need be.
 
     Returns the exit code described above. `resume` is the command line that resumes the run, for the last message.
-    Raises UserError for a mistake of the user that a rank found.
+    Raises UserError for a mistake of the user that a rank found, and DirectoryReplaced where `run`, which the caller
+    holds, is not there any more.
     """
     # Of what the disk has, not of events: only a checkpoint that is there saves the next start from doing it again.
     newest, fruitless = run.newest_checkpoint(), 0
@@ -101,7 +102,7 @@ def run_ranks(
     with StopRelay(nodes.translation) as relay:
         while True:
             # It describes an earlier start; a launch that is killed must leave none, so that the run counts as dead.
-            run.status.unlink(missing_ok=True)
+            run.remove_status()
             try:
                 launch = nodes.launch_ranks(
                     command,
@@ -114,6 +115,11 @@ def run_ranks(
                 # Resumable, as after a stop: the job script queues the job again, and gets other nodes.
                 _write_status(run, "resumable", str(error))
                 return _say_end(run, resume)
+            except OSError:
+                # The logs of the ranks are in the run: where it was removed, that is what happened.
+                run.check_held()
+                raise
+            run.check_held()
             failure = launch.failure or _missing_status(run)
             # A user's mistake (with an exit code) is reported as such even if a stop was requested meanwhile.
             if failure is not None and failure.exit_code is None:

@@ -18,7 +18,9 @@ import errno
 import fcntl
 import json
 import os
+import re
 import socket
+import stat
 import sys
 import threading
 import uuid
@@ -30,12 +32,15 @@ from typing import NoReturn, Self
 import psutil
 
 from lightscale.errors import UserError
+from lightscale.files import NotRegular, read_regular
 from lightscale.runs.job_environment import job_id
 from lightscale.runs.run_directory import RunDirectory
 
 _RENEW_S = 5.0
 # Twelve renewals: a file system that hangs for a while must not cost a living job its lock.
 _STALE_S = 60.0
+_NUMBER = re.compile(r"[0-9]{6,18}")
+_MOST_BYTES = 1 << 16
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
@@ -86,6 +91,10 @@ class Holder:
         return f"process {self.process} on {self.host}{job}, since {self.time}"
 
 
+# Of a lock file that is damaged. Its boot and host are no machine's.
+_UNKNOWN = Holder(host="an unknown host", process=0, process_started=0.0, boot="", time="an unknown time", job=None)
+
+
 class RunLock:
     """Locks the run directory `run` for this process; a context manager, entered before anything is written there.
 
@@ -103,9 +112,15 @@ class RunLock:
         self._thread = threading.Thread(target=self._renew, name="run-lock", daemon=True)
 
     def __enter__(self) -> Self:
-        self._directory.mkdir(exist_ok=True)
         draft = self._directory / f"draft-{uuid.uuid4().hex}"
-        self._file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            self._directory.mkdir(exist_ok=True)
+            self._file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except (FileExistsError, NotADirectoryError):
+            # Not set aside: of two jobs that did so at once, the second would move the lock of the first.
+            raise UserError(f"{self._directory}: must be a directory; remove it if no job uses the run") from None
+        except PermissionError as error:
+            raise UserError(f"{self._directory}: user {os.geteuid()} may not write there: {error.strerror}") from None
         try:
             # Locked and complete before it gets its number: nobody may find a file of a living holder unlocked.
             _lock(self._file, fcntl.LOCK_EX)
@@ -148,14 +163,17 @@ class RunLock:
             self._path(self._number).unlink()
             self._refuse(self._path(max(self._numbers())))
         for number in self._numbers():
-            if number < self._number:
+            if number < self._number and not self._is_foreign(self._path(number)):
                 self._path(number).unlink(missing_ok=True)
         return before
 
     def _check_dead(self, path: Path, draft: Path) -> Holder | None:
         """Raise while the holder in `path` is alive; returns it when it is dead, None when it released the run."""
+        if self._is_foreign(path):
+            # Nobody locks a run with it; its number is only passed over.
+            return None
         try:
-            file = os.open(path, os.O_RDONLY)
+            file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             self._refuse(path)
         try:
@@ -163,6 +181,9 @@ class RunLock:
             renewed = os.fstat(file).st_mtime
             can_lock = _lock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
+            # Emptied: released, a moment before its flock is.
+            if _read(path) is None:
+                return None
             self._refuse(path)
         finally:
             # Also releases the lock.
@@ -174,11 +195,20 @@ class RunLock:
             if holder.is_running():
                 self._refuse(path)
             return holder
+        # Of another machine, or damaged, so that only its age tells whether somebody renews it.
         age_s = draft.stat().st_mtime - renewed
         if age_s < _STALE_S:
             limit = f"after {_STALE_S:.0f} s it counts as dead"
             self._refuse(path, f"; it renewed its lock {age_s:.0f} s ago, and {limit}")
         return holder
+
+    @staticmethod
+    def _is_foreign(path: Path) -> bool:
+        """Whether what lies there is no file, and so cannot be a lock."""
+        try:
+            return not stat.S_ISREG(path.lstat().st_mode)
+        except FileNotFoundError:
+            return False
 
     def _refuse(self, path: Path, more: str = "") -> NoReturn:
         holder = _read(path)
@@ -189,13 +219,18 @@ class RunLock:
         )
 
     def _numbers(self) -> list[int]:
-        return [int(path.name) for path in self._directory.iterdir() if path.name.isdecimal()]
+        # As they are written here: "²" and "7" are no names of locks.
+        names = (path.name for path in self._directory.iterdir())
+        return [int(name) for name in names if _NUMBER.fullmatch(name)]
 
     def _path(self, number: int) -> Path:
         return self._directory / f"{number:06d}"
 
     def _renew(self) -> None:
         while not self._done.wait(_RENEW_S):
+            # Another directory under its name has other locks, or none: the next record says so, and stops the job.
+            if self._run.is_replaced:
+                continue
             try:
                 os.utime(self._file)
                 is_lost = max(self._numbers(), default=0) != self._number
@@ -221,14 +256,22 @@ def _lock(file: int, operation: int) -> bool:
 
 
 def _read(path: Path) -> Holder | None:
-    """None: released, or removed."""
+    """None: released, or removed. A holder that nobody can name where the file is damaged."""
     try:
-        text = path.read_text(encoding="utf-8")
-        return Holder(**json.loads(text)) if text else None
+        content = read_regular(path, what="the lock of a run", most_bytes=_MOST_BYTES)
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError):
-        raise UserError(f"{path} is damaged; remove it if no job uses the run") from None
+    except NotRegular:
+        return _UNKNOWN
+    if not content:
+        return None
+    try:
+        holder = Holder(**json.loads(content.decode("utf-8")))
+    except (ValueError, TypeError, RecursionError):
+        return _UNKNOWN
+    texts = (holder.host, holder.boot, holder.time, holder.job or "")
+    is_whole = type(holder.process) is int and holder.process > 0 and isinstance(holder.process_started, int | float)
+    return holder if is_whole and all(isinstance(text, str) for text in texts) else _UNKNOWN
 
 
 def _boot() -> str:

@@ -1,21 +1,18 @@
 """The newest lines of a metrics.jsonl, for whoever looks at a run again and again: little is read however long."""
 
-import json
 import os
 from collections import deque
-from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from lightscale.errors import UserError
+from lightscale.files import NotRegular, open_regular
+from lightscale.records import MOST_LINE_BYTES, Record, newest_lines, parse_line
 
 NUM_STEPS = 50
 """Newest lines of steps that are kept."""
 
-_CHUNK_BYTES = 1 << 16
 _VALIDATION = b'"validation"'
-
-Line = dict[str, Any]
 
 
 class MetricsTail:
@@ -29,20 +26,20 @@ class MetricsTail:
         self._path = path
         # Bytes of complete lines that were read, or need not be.
         self._end = 0
-        self.steps: deque[Line] = deque(maxlen=NUM_STEPS)
+        self.steps: deque[Record] = deque(maxlen=NUM_STEPS)
         """Of the newest logged steps, in order."""
-        self.validation: Line | None = None
+        self.validation: Record | None = None
         """The newest line with validation losses."""
 
     def refresh(self, *, has_validation: bool) -> None:
         """Read on. `has_validation`: the run validates, so that a line of it may be looked for far back."""
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path, what="a record of a run") as file:
                 size = file.seek(0, os.SEEK_END)
                 # Shorter than before: a line that a kill cut short was removed, or it is another file.
                 if not self._end or size < self._end or not self._read_on(file, size):
                     self._read_back(file, size, has_validation)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotRegular):
             self._forget()
 
     def smoothed_loss(self) -> float | None:
@@ -58,13 +55,17 @@ class MetricsTail:
         self._end, self.validation = 0, None
         self.steps.clear()
 
-    def _read_on(self, file: BinaryIO, size: int) -> bool:
+    def _read_on(self, file: BufferedReader, size: int) -> bool:
         """Take in what was appended; False where the run has returned to an earlier step."""
+        if size - self._end > MOST_LINE_BYTES:
+            # Grown by much at once: only the newest lines of it are wanted.
+            return False
         file.seek(self._end)
         data = file.read(size - self._end)
         complete = data[: data.rfind(b"\n") + 1]
-        for text in complete.splitlines():
-            line = self._parse(text)
+        for text in complete.split(b"\n")[:-1]:
+            if (line := self._parse(text)) is None:
+                continue
             if "validation" in line:
                 self.validation = line
             if "step_s" in line:
@@ -74,11 +75,11 @@ class MetricsTail:
         self._end += len(complete)
         return True
 
-    def _read_back(self, file: BinaryIO, size: int, has_validation: bool) -> None:
+    def _read_back(self, file: BufferedReader, size: int, has_validation: bool) -> None:
         self._forget()
         # The earliest step seen: what comes before it in the file and is of a later step was done again since.
         earliest = float("inf")
-        for end, text in _backwards(file, size):
+        for end, text in newest_lines(file, size):
             self._end = max(self._end, end)
             has_steps = len(self.steps) == NUM_STEPS
             if has_steps and (self.validation is not None or not has_validation):
@@ -86,7 +87,7 @@ class MetricsTail:
             if has_steps and _VALIDATION not in text:
                 continue
             line = self._parse(text)
-            if line.get("step", 0) >= earliest:
+            if line is None or line["step"] >= earliest:
                 continue
             if "validation" in line and self.validation is None:
                 self.validation = line
@@ -94,30 +95,9 @@ class MetricsTail:
                 self.steps.appendleft(line)
                 earliest = line["step"]
 
-    def _parse(self, text: bytes) -> Line:
+    def _parse(self, text: bytes) -> Record | None:
+        """None: damaged, and skipped."""
         try:
-            line = json.loads(text)
+            return parse_line(text, self._path.name)
         except ValueError:
-            line = None
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            raise UserError(f"{self._path}: not a record of a step, the file is damaged: {text[:80]!r}")
-        return line
-
-
-def _backwards(file: BinaryIO, size: int) -> Iterator[tuple[int, bytes]]:
-    """The complete lines among the first `size` bytes, last to first, and where each ends."""
-    end, rest, is_complete = size, b"", False
-    while end > 0:
-        start = max(0, end - _CHUNK_BYTES)
-        file.seek(start)
-        first, *lines = (file.read(end - start) + rest).split(b"\n")
-        position = end + len(rest)
-        for text in reversed(lines):
-            # What is behind the last newline is a line that is being written.
-            if is_complete:
-                yield position + 1, text
-            is_complete = True
-            position -= len(text) + 1
-        end, rest = start, first
-    if is_complete:
-        yield len(rest) + 1, rest
+            return None

@@ -1,30 +1,42 @@
 """The directory of one run: its configuration, its records, and how it ended.
 
 Everything here survives a kill at any moment: whole files are replaced by a rename, records are appended line
-by line, and a line counts once its newline is there.
+by line, and a line counts once its newline is there. What other programs or failing disks did to a record is no reason
+not to resume: damaged lines are skipped, a status that cannot be read counts as none, and both are said.
 """
 
+import contextlib
 import dataclasses
 import datetime
+import errno
+import itertools
 import json
 import math
 import os
 import shutil
+import stat
+import sys
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import xxhash
 
 from lightscale.config.files import difference, load, to_toml
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
+from lightscale.files import NotRegular, kind, open_regular, read_regular
+from lightscale.records import MOST_LINE_BYTES, Record, newest_lines, parse_line, read_records
+from lightscale.runs.held_directory import HeldDirectory
 
 Status = Literal["finished", "resumable", "stopped"]
 # The events that begin an attempt: a process starts, or goes back to a checkpoint.
 Beginning = Literal["start", "rollback"]
+
+DAMAGE_EVENT = "records_damaged"
+"""The event of a start that found lines it cannot read: ``damage``, by the name of the file."""
 
 # What may change when a run is resumed without making it another run. A section stands for all of its keys.
 HARMLESS_KEYS: dict[str, str] = {
@@ -42,7 +54,12 @@ HARMLESS_KEYS: dict[str, str] = {
     "train.validate_every": "validation changes no weight, no random state and no sample",
 }
 
-_CHUNK_BYTES = 1 << 16
+_MOST_STATUS_BYTES = 1 << 20
+# Of a file system of its own: what mkfs, snapshots and quotas put at its root.
+_OF_A_MOUNT = frozenset({"lost+found", ".snapshot", ".snapshots", ".zfs"})
+_SHOWN_FILES = 5
+# Not in this attempt's number: it is recorded before the attempt that it belongs to.
+_BEFORE_ITS_ATTEMPT = "configuration_changed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +114,66 @@ class RunDirectory:
         self.tokenizer = self.path / "tokenizer"
         self.profile = self.path / "profile"
         self.logs = self.path / "logs"
+        self._held: HeldDirectory | None = None
 
     @property
     def attempt(self) -> int:
-        """Number of the current attempt, from 1: starts and rollbacks recorded so far; 0 before the first."""
-        return sum(line["event"] in get_args(Beginning) for line in read_lines(self.events))
+        """Number of the current attempt, from 1; 0 before the first."""
+        # The largest that is recorded, not the number of starts: one of their lines may be damaged.
+        lines = (line for line in read_lines(self.events) if line["event"] != _BEFORE_ITS_ATTEMPT)
+        return max((line["attempt"] for line in lines), default=0)
+
+    def hold(self) -> None:
+        """From now on refuse to write where the directory's name stands for another one, or for none."""
+        if self._held is None:
+            try:
+                self._held = HeldDirectory(self.path)
+            except OSError as error:
+                raise UserError(f"{self.path} cannot be opened: {error.strerror}") from None
+
+    def check_held(self) -> None:
+        """Raise ``DirectoryReplaced`` where the directory that is held was removed or replaced."""
+        if self._held is not None:
+            self._held.check()
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether `check_held` would raise."""
+        return self._held is not None and self._held.fault() is not None
+
+    def damage(self) -> dict[str, str]:
+        """What cannot be read of the records: file name to how much, and what is wrong first."""
+        found = {}
+        for path in (self.events, self.metrics, self.jobs):
+            records = read_records(path)
+            if records.first_damage is not None:
+                found[path.name] = damage_text(records.num_damaged, records.first_damage)
+        if (fault := self.status_fault()) is not None:
+            found[self.status.name] = fault
+        return found
+
+    def recover_records(self) -> None:
+        """Set aside what stands where a record should be, and say, once, which lines cannot be read.
+
+        Called at a start, under the lock. Afterwards every record can be written. Raises UserError where somebody
+        else's permissions forbid to read one: that is no damage, and its content still counts.
+        """
+        self.check_held()
+        aside = {}
+        for path in (self.events, self.metrics, self.jobs, self.status):
+            if (fault := self._foreign(path)) is not None:
+                kept = _free_name(path)
+                path.rename(kept)
+                _sync_directory(self.path)
+                aside[path.name] = f"{fault}; kept as {kept.name}"
+        damage = self.damage()
+        _warn(aside.values())
+        # Damaged lines stay where they are, and each start finds them again: said once, until there are others.
+        said: Any = next((e["damage"] for e in reversed(read_lines(self.events)) if e["event"] == DAMAGE_EVENT), {})
+        if damage != said:
+            _warn(damage.values())
+        if aside or damage != said:
+            self.event(DAMAGE_EVENT, damage=damage, set_aside=aside)
 
     def create_or_open(self, config: RunConfig, allow: Collection[str] = ()) -> bool:
         """Create the directory with its config.toml, atomically; True if it did not exist before.
@@ -129,7 +201,8 @@ class RunDirectory:
         """
         if not self.config.exists():
             raise UserError(
-                f"{self.path} is not a run directory: it has files but no config.toml; choose another with --run"
+                f"{self.path} is not a run directory: it has files ({self._content()}) but no config.toml; choose "
+                "another with --run"
             )
         stored = load(self.config)
         changes = difference(stored, config)
@@ -149,11 +222,18 @@ class RunDirectory:
 
     def begin_attempt(self, beginning: Beginning = "start", **fields: Any) -> int:
         """Record the beginning, remove the previous attempt's status, and return this attempt's number, from 1."""
-        attempt = self.attempt + 1
+        self.check_held()
+        # Of the metrics too: where events are lost, the steps of two attempts must not look like those of one.
+        attempt = 1 + max(self.attempt, (self._newest_line() or {"attempt": 0})["attempt"])
         # The event first: where it cannot be written (a full disk), the previous attempt's status must still be there.
         self.event(beginning, attempt=attempt, **fields)
-        self.status.unlink(missing_ok=True)
+        self.remove_status()
         return attempt
+
+    def remove_status(self) -> None:
+        """What status.json says is of an earlier attempt; nothing is removed from a directory that is not the run's."""
+        self.check_held()
+        self.status.unlink(missing_ok=True)
 
     def event(self, event: str, *, attempt: int | None = None, **fields: Any) -> None:
         """Append to events.jsonl; it is on disk when this returns. `attempt`: None is the current one."""
@@ -161,35 +241,34 @@ class RunDirectory:
 
     def event_record(self, event: str, *, attempt: int | None = None, **fields: Any) -> dict[str, Any]:
         """The record that `event` would append now."""
+        # The number is read from the run's own events.
+        self.check_held()
         number = self.attempt if attempt is None else attempt
         return {"time": timestamp(), "attempt": number, "event": event, **fields}
 
     def append_event(self, record: dict[str, Any]) -> None:
         """Append an `event_record`; it is on disk when this returns."""
+        self.check_held()
         with LineWriter(self.events) as writer:
             writer.write(record)
             writer.sync()
 
     def write_status(self, status: Status, *, reason: str, step: int, tokens: int) -> RunStatus:
         """Replace status.json and return its content; it is on disk then."""
+        self.check_held()
         value = RunStatus(status=status, reason=reason, step=step, tokens=tokens, time=timestamp())
         write_atomically(self.status, json.dumps(dataclasses.asdict(value), indent=2) + "\n")
         return value
 
     def read_status(self) -> RunStatus | None:
-        """How the last attempt ended; None: it is running, was killed, or there was none."""
-        try:
-            value = RunStatus(**json.loads(self.status.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise UserError(f"{self.status} cannot be read: {error.strerror}") from None
-        except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
-            raise UserError(f"{self.status}: not the status of a run ({error}); remove it to resume the run") from None
-        if value.status not in get_args(Status):
-            choices = ", ".join(get_args(Status))
-            raise UserError(f'{self.status}: status = "{value.status}": must be one of {choices}')
-        return value
+        """How the last attempt ended; None: it is running, was killed, there was none, or nobody can read it."""
+        value = self._status()
+        return value if isinstance(value, RunStatus) else None
+
+    def status_fault(self) -> str | None:
+        """Why status.json cannot be read; None: it can, or is not there."""
+        value = self._status()
+        return value if isinstance(value, str) else None
 
     def is_finished(self, config: RunConfig) -> bool:
         """Whether the run has done all steps that `config` asks for."""
@@ -198,8 +277,8 @@ class RunDirectory:
 
     def progress(self) -> tuple[int, int]:
         """(step, tokens) of the newest line of metrics; (0, 0) before the first."""
-        newest = _last_line(self.metrics)
-        return (newest["step"], newest["tokens"]) if newest else (0, 0)
+        newest = self._newest_line()
+        return (newest["step"], newest.get("tokens", 0)) if newest else (0, 0)
 
     def newest_checkpoint(self) -> int:
         """Step of the newest checkpoint that was committed, whole or not; 0: there is none."""
@@ -208,6 +287,7 @@ class RunDirectory:
 
     def new_log_directory(self) -> Path:
         """Make a directory under logs/ for the output of the ranks of one launch."""
+        self.check_held()
         self.logs.mkdir(exist_ok=True)
         number = 1 + len(list(self.logs.glob("launch-*")))
         directory = self.logs / f"launch-{number:04d}"
@@ -215,18 +295,28 @@ class RunDirectory:
         return directory
 
     def create(self, config: RunConfig) -> bool:
-        """Create the directory with its config.toml; True for only one of two processes that do so at once."""
+        """Create the directory with its config.toml; True for only one of two processes that do so at once.
+
+        A directory that exists and is empty becomes the run's, a mount point too.
+        """
         parent = self.path.absolute().parent
         # Beside its later name: a rename is atomic only within one file system.
         draft = parent / f".{self.path.name}.{uuid.uuid4().hex}"
         try:
-            if self.path.exists() and any(self.path.iterdir()):
+            if self.path.exists() and self._names():
                 return False
             parent.mkdir(parents=True, exist_ok=True)
             draft.mkdir()
             write_atomically(draft / self.config.name, to_toml(config))
-            # Fails if another process was faster: a directory cannot be renamed onto one that has files.
-            draft.rename(self.path)
+            try:
+                # Fails if another process was faster: a directory cannot be renamed onto one that has files.
+                draft.rename(self.path)
+            except OSError as error:
+                # Nothing can be renamed onto a mount point, nor onto a directory that has what a mount point may have.
+                if error.errno not in (errno.EBUSY, errno.EXDEV, errno.ENOTEMPTY, errno.EEXIST) or self._names():
+                    raise
+                shutil.rmtree(draft)
+                return self._create_within(config)
             _sync_directory(parent)
         except OSError as error:
             shutil.rmtree(draft, ignore_errors=True)
@@ -236,6 +326,79 @@ class RunDirectory:
                 f"cannot create the run directory {self.path}: {error.filename}: {error.strerror}"
             ) from None
         return True
+
+    def _create_within(self, config: RunConfig) -> bool:
+        """`create` in the directory itself: config.toml appears whole, and only one process can make it."""
+        draft = self.path / f"{self._draft_prefix}{uuid.uuid4().hex}"
+        try:
+            write_atomically(draft, to_toml(config))
+            # Fails where the name is taken; a rename would replace the other process's file.
+            os.link(draft, self.config)
+        except FileExistsError:
+            return False
+        finally:
+            draft.unlink(missing_ok=True)
+        _sync_directory(self.path)
+        return True
+
+    @property
+    def _draft_prefix(self) -> str:
+        return f".{self.config.name}."
+
+    def _names(self) -> list[str]:
+        """What is in the directory, without what a mount point may have, and what a kill left of `_create_within`."""
+        names = (entry.name for entry in self.path.iterdir())
+        return sorted(n for n in names if n not in _OF_A_MOUNT and not n.startswith(self._draft_prefix))
+
+    def _content(self) -> str:
+        names = self._names()
+        more = f", and {len(names) - _SHOWN_FILES} more" if len(names) > _SHOWN_FILES else ""
+        return ", ".join(names[:_SHOWN_FILES]) + more
+
+    def _foreign(self, path: Path) -> str | None:
+        """What stands at `path` where nothing but a record of this run can be; None: a record, or nothing."""
+        try:
+            mode = path.lstat().st_mode
+        except FileNotFoundError:
+            return None
+        if path == self.status:
+            return self.status_fault()
+        return None if stat.S_ISREG(mode) else f"{path}: {kind(mode)}, not a record of this run"
+
+    def _status(self) -> RunStatus | str | None:
+        """The status; a text: why it cannot be read; None: there is none."""
+        try:
+            data = read_regular(self.status, what="the status of a run", most_bytes=_MOST_STATUS_BYTES)
+            value = RunStatus(**json.loads(data.decode("utf-8")))
+        except FileNotFoundError:
+            return None
+        except NotRegular as error:
+            return str(error)
+        except OSError as error:
+            raise UserError(f"{self.status} cannot be read: {error.strerror}") from None
+        except UserError:
+            raise
+        except (ValueError, TypeError, RecursionError) as error:
+            return f"{self.status}: not the status of a run ({error})"
+        counts = (value.step, value.tokens)
+        if not all(type(count) is int and count >= 0 for count in counts):
+            return f"{self.status}: not the status of a run (step = {value.step!r}, tokens = {value.tokens!r})"
+        if not all(isinstance(text, str) for text in (value.reason, value.time)):
+            return f"{self.status}: not the status of a run (reason = {value.reason!r}, time = {value.time!r})"
+        if value.status not in get_args(Status):
+            return f"{self.status}: status = {value.status!r}: must be one of {', '.join(get_args(Status))}"
+        return value
+
+    def _newest_line(self) -> Record | None:
+        """The newest line of the metrics that can be read, found from the end."""
+        try:
+            with open_regular(self.metrics, what="a record of a run") as file:
+                for _, text in newest_lines(file, file.seek(0, os.SEEK_END)):
+                    with contextlib.suppress(ValueError):
+                        return parse_line(text, self.metrics.name)
+        except (FileNotFoundError, NotRegular):
+            pass
+        return None
 
     def _is_harmless(self, key: str, stored: RunConfig, now: RunConfig) -> bool:
         if key in ("train.steps", "train.tokens"):
@@ -247,26 +410,57 @@ class RunDirectory:
         optimizer = stored.optimizer
         # Before its decay, WSD's rates do not depend on the length of the run; a cosine's do behind the warm-up.
         if optimizer.schedule == "wsd":
-            return self.progress()[0] <= stored.total_steps - (optimizer.decay_steps or 0)
+            # The metrics may have lost their newest lines.
+            done = max(self.progress()[0], self.newest_checkpoint())
+            return done <= stored.total_steps - (optimizer.decay_steps or 0)
         return optimizer.schedule == "constant"
 
 
 class LineWriter:
-    """Appends JSON objects to `path`, one per line. Opening it removes a last line that a kill cut short."""
+    """Appends JSON objects to `path`, one per line. Opening it removes a last line that a kill cut short.
+
+    Each write raises ``DirectoryReplaced`` where the directory of `path` is not the one any more that it was then.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # Each write goes to the end as it is then: launcher and rank 0 append to the same files, one after the other.
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            end = _after_newline(file, size)
-        if end != size:
-            # Else the next line would continue the cut one, and one damaged line would make the file unreadable.
-            os.truncate(self._file, end)
+        self._directory = HeldDirectory(path.parent)
+        try:
+            # Each write goes to the end as it is then: launcher and rank 0 append to the same files, one after the
+            # other. Without waiting, as an open of a named pipe does.
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._file = os.open(path, flags, 0o666)
+        except OSError as error:
+            self._directory.close()
+            if isinstance(error, PermissionError):
+                raise UserError(f"{path}: user {os.geteuid()} may not write to it: {error.strerror}") from None
+            raise _of(error, path) from None
+        try:
+            if not stat.S_ISREG(mode := os.fstat(self._file).st_mode):
+                raise NotRegular(f"{path}: {kind(mode)}, where a record of the run should be")
+            self._end_cut_line()
+        except BaseException:
+            self.close()
+            raise
+
+    def _end_cut_line(self) -> None:
+        # Else the next line would continue the cut one, and both would be lost.
+        size = os.fstat(self._file).st_size
+        start = max(0, size - MOST_LINE_BYTES)
+        tail = os.pread(self._file, 1, size - 1) if size else b"\n"
+        if tail == b"\n":
+            return
+        tail = os.pread(self._file, size - start, start)
+        newline = tail.rfind(b"\n")
+        if newline >= 0 or start == 0:
+            os.ftruncate(self._file, start + newline + 1)
+        else:
+            # No record was cut there, but something else was written; it stays, as one damaged line.
+            os.write(self._file, b"\n")
 
     def write(self, value: dict[str, Any]) -> None:
         """Append `value`, all of it or nothing; NaN and infinities, which JSON does not have, become null."""
+        self._directory.check()
         data = memoryview((_json(_finite(value)) + "\n").encode())
         before = os.fstat(self._file).st_size
         try:
@@ -284,6 +478,7 @@ class LineWriter:
     def close(self) -> None:
         """Close the file."""
         os.close(self._file)
+        self._directory.close()
 
     def __enter__(self) -> Self:
         return self
@@ -292,12 +487,12 @@ class LineWriter:
         self.close()
 
 
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+def read_metrics(path: str | Path) -> list[Record]:
     """The lines of a metrics.jsonl in the order of their steps, one for each step.
 
     Where several attempts reached a step the last one counts; lines of one attempt for one step are joined.
     """
-    steps: dict[int, dict[str, Any]] = {}
+    steps: dict[int, Record] = {}
     for line in read_lines(Path(path)):
         # The order in the file decides, not the time in the lines: attempts may run on hosts whose clocks differ.
         before = steps.get(line["step"], line)
@@ -305,24 +500,25 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return [steps[step] for step in sorted(steps)]
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects in a file of JSON lines, without a last line still being written; [] where there is no file."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    objects = []
-    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), start=1):
-        try:
-            value = json.loads(line)
-        except ValueError:
-            value = None
-        if not isinstance(value, dict):
-            raise UserError(f"{path}:{number}: not a JSON object, the file is damaged; remove that line")
-        objects.append(value)
-    return objects
+def read_lines(path: Path) -> list[Record]:
+    """The lines of a record that can be read, without a last line still being written; [] where there is no file."""
+    return read_records(path).lines
+
+
+def damage_text(count: int, first: str) -> str:
+    """How much of a record cannot be read, for messages."""
+    return f"1 line cannot be read: {first}" if count == 1 else f"{count:,} lines cannot be read, the first: {first}"
+
+
+def _warn(texts: Iterable[str]) -> None:
+    for text in texts:
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def _free_name(path: Path) -> Path:
+    """RUN/metrics.jsonl.damaged-1, or the next number that is free."""
+    names = (path.with_name(f"{path.name}.damaged-{number}") for number in itertools.count(1))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -353,30 +549,6 @@ def _sync_directory(path: Path) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
-
-
-def _last_line(path: Path) -> dict[str, Any] | None:
-    """The last complete object of a file of JSON lines, found from its end."""
-    if not path.exists():
-        return None
-    with path.open("rb") as file:
-        end = _after_newline(file, file.seek(0, os.SEEK_END))
-        start = _after_newline(file, end - 1)
-        file.seek(start)
-        value: dict[str, Any] | None = json.loads(file.read(end - start)) if end else None
-    return value
-
-
-def _after_newline(file: BinaryIO, end: int) -> int:
-    """Position behind the last newline among the first `end` bytes of `file`; 0: there is none."""
-    while end > 0:
-        start = max(0, end - _CHUNK_BYTES)
-        file.seek(start)
-        found = file.read(end - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        end = start
-    return 0
 
 
 def _json(value: Any) -> str:

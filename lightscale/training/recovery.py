@@ -9,16 +9,17 @@ that a crash at any moment leads to the same run as no crash.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 from lightscale.config.schema import RunConfig
 from lightscale.data_pipeline.loading.curriculum import SkippedRanges
 from lightscale.data_pipeline.loading.loader import TokenLoader
-from lightscale.data_pipeline.loading.samples import SKIP_EVENT, recorded_skips
+from lightscale.data_pipeline.loading.samples import ROLLBACK_EVENT, SKIP_EVENT, recorded_skips
 from lightscale.errors import UserError
 from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.engine import Engine
+from lightscale.records import Record
 from lightscale.runs.journal import Journal
 from lightscale.runs.run_directory import RunDirectory, read_lines
 from lightscale.training.build import start_again
@@ -30,6 +31,41 @@ from lightscale.training.health.guard import Guard
 
 GIVE_UP = "lost-checkpoints"
 """In ``--allow-change``: begin again at step 0 although the run's checkpoints are gone."""
+
+
+def recorded_checkpoints(events: Iterable[Record], lines: Iterable[Record]) -> dict[str, int]:
+    """Name and step of the checkpoints that a run should have, by its events and its lines of metrics.
+
+    A save is in both, and a resume is evidence too, so that no single damaged line makes a run forget its checkpoints.
+    """
+    saved: dict[str, int] = {}
+    # Metrics do not say what was in a save, nor what became of it.
+    not_full: set[int] = set()
+    since_attempt = 0
+    for event in events:
+        match event["event"]:
+            case "checkpoint":
+                saved[event.get("checkpoint", CheckpointName(event["step"]).directory)] = event["step"]
+                for step in event.get("removed", ()):
+                    saved.pop(CheckpointName(step).directory, None)
+            case "resume" if "checkpoint" in event:
+                saved[event["checkpoint"]] = event["step"]
+            case "weights":
+                not_full.add(event["step"])
+            case "checkpoints_given_up":
+                saved.clear()
+                since_attempt = event["attempt"]
+            case "rollback" if event["step"] == 0:
+                saved.clear()
+                since_attempt = event["attempt"]
+        for name in event.get("put_aside", ()):
+            saved.pop(name, None)
+    steps = (
+        line["checkpoint_step"] for line in lines if "checkpoint_step" in line and line["attempt"] >= since_attempt
+    )
+    if not saved and (newest := max((step for step in steps if step not in not_full), default=0)):
+        saved[CheckpointName(newest).directory] = newest
+    return saved
 
 
 class Stateful(Protocol):
@@ -85,17 +121,10 @@ class Recovery:
 
     def _check_none_is_lost(self) -> None:
         """Refuse to begin again at step 0 where checkpoints were there, as after a file system was not mounted."""
-        events = self._ranks.on_first(lambda: read_lines(self._directory.events))
-        saved: dict[str, int] = {}
-        for event in events:
-            if event["event"] == "checkpoint":
-                saved[event["checkpoint"]] = event["step"]
-                for step in event.get("removed", ()):
-                    saved.pop(CheckpointName(step).directory, None)
-            for name in event.get("put_aside", ()):
-                saved.pop(name, None)
-            if event["event"] == "checkpoints_given_up":
-                saved.clear()
+        run = self._directory
+        saved: dict[str, int] = self._ranks.on_first(
+            lambda: recorded_checkpoints(read_lines(run.events), read_lines(run.metrics))
+        )
         if not saved:
             return
         last = max(saved.values())
@@ -142,7 +171,9 @@ class Recovery:
         at_tokens = target * loader.tokens_per_step
         skip_tokens = loader.tokens - at_tokens
         journal.event(SKIP_EVENT, at_tokens=at_tokens, skip_tokens=skip_tokens, first_step=target + 1, last_step=last)
-        journal.begin_attempt("rollback", step=target, put_aside=[path.name for path in later])
+        # The skip once more: one damaged line of the record must not bring its data back.
+        skip = {"at_tokens": at_tokens, "skip_tokens": skip_tokens}
+        journal.begin_attempt(ROLLBACK_EVENT, step=target, put_aside=[path.name for path in later], **skip)
         journal.say(f"{reason}; rolling back to step {target} and skipping the data since then")
 
         if target == 0:

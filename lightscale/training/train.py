@@ -35,6 +35,7 @@ from lightscale.parallel.engine import LossSums
 from lightscale.parallel.fused import describe_fused_kernels
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.runs.goodput import run_goodput
+from lightscale.runs.held_directory import DirectoryReplaced
 from lightscale.runs.journal import Journal
 from lightscale.runs.metrics.logger import MetricsLogger, Scalar, ValidationLoss
 from lightscale.runs.metrics.peak_flops import device_peak_flops
@@ -146,6 +147,8 @@ class Trainer:
         self.planned_memory_bytes = planned_memory_bytes
         # Of the length curriculum; None until the first step.
         self.stage: LengthStage | None = None
+        if self.is_main:
+            run.hold()
         self.journal = Journal(run, enabled=self.is_main)
         self.journal.begin_attempt(world_size=mesh.world_size, device=_device_name(mesh.device))
         # Before anything slow or large: a full disk or a wrong driver should be said within seconds.
@@ -282,6 +285,7 @@ class Trainer:
         self.step = step
         # Skipped steps are always recorded, also where only every n-th step is: they explain gaps in the curves.
         if skipped is not None or metrics.due(step):
+            self._check_directory()
             more = {"sequence_length": stage.sequence_length} if self.config.data.curriculum else {}
             groups = {**self._by_source(sums), "memory_gib": self._memory_gib(), **(norms.result() if norms else {})}
             metrics.log_step(
@@ -298,6 +302,13 @@ class Trainer:
             self.journal.say(f"step {step} is skipped: {skipped}")
             in_a_row = self.guard.skips_in_a_row
             self.journal.note("step_skipped", step=step, reason=skipped, in_a_row=in_a_row)
+
+    def _check_directory(self) -> None:
+        """Stop, on all ranks together, where the run's directory was removed or replaced."""
+        # Before each record: rank 0, which writes it, would leave by itself, and the others wait for it.
+        if self._largest(self.is_main and self.directory.is_replaced):
+            self.directory.check_held()
+            raise DirectoryReplaced(f"{self.directory.path} was removed or replaced, as rank 0 says")
 
     def _by_source(self, sums: LossSums) -> dict[str, Mapping[str, Scalar]]:
         """The mean loss and the tokens of each source in a step; nothing where there is one source."""
@@ -367,6 +378,7 @@ class Trainer:
         metrics.log_validation(self.step, tokens=self.loader.tokens, losses=losses)
 
     def _save(self, metrics: MetricsLogger, contents: Sequence[Contents], *, leaving: bool) -> None:
+        self._check_directory()
         # Corrupted weights must not reach a checkpoint: a restart then goes back to before the corruption.
         self._compare_replicas(self.step)
         self.save_policy.save(

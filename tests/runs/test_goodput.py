@@ -226,8 +226,8 @@ def test_people_and_programs_get_the_figures() -> None:
 def test_it_is_read_from_a_run(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     assert run_goodput(run) is None
-    run.events.write_text("".join(json.dumps(one) + "\n" for one in BEFORE))
-    run.metrics.write_text("".join(json.dumps(one) + "\n" for one in LINES) + '{"step": 6, "atte')
+    run.events.write_text("".join(json.dumps(one) + "\n" for one in BEFORE) + "\0\0\n[1]\n")
+    run.metrics.write_text("".join(json.dumps(one) + "\n" for one in LINES) + '\n{"step": 6, "atte')
     assert run_goodput(run) == measure(BEFORE, LINES)
 
 

@@ -165,10 +165,18 @@ def test_without_flock_the_process_is_looked_for(
         pass
 
 
-def test_a_damaged_lock_is_named(run: RunDirectory) -> None:
-    path = write_holder(run, age_s=100)
-    path.write_text("{")
-    assert f"{path} is damaged" in refusal(run)
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"\0\0\0", b'{"host": 1}', b"\xff" * 100_000, b"[" * 100_000])
+def test_a_damaged_lock_holds_as_long_as_somebody_renews_it(run: RunDirectory, content: bytes) -> None:
+    path = write_holder(run, age_s=10)
+    path.write_bytes(content)
+    os.utime(path, (time.time() - 10,) * 2)
+    assert "in use by process 0 on an unknown host" in refusal(run)
+    assert "renewed its lock 10 s ago" in refusal(run)
+    os.utime(path, (time.time() - 100,) * 2)
+    with RunLock(run):
+        assert [one.name for one in path.parent.iterdir()] == ["000008"]
+    (event,) = read_lines(run.events)
+    assert (event["event"], event["from_host"]) == ("lock_taken_over", "an unknown host")
 
 
 LOSE = """

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from lightscale.errors import UserError
 from lightscale.runs.metrics_tail import NUM_STEPS, MetricsTail
 from lightscale.runs.run_directory import LineWriter, read_lines, read_metrics
 
@@ -99,6 +98,10 @@ def test_the_smoothed_loss_is_of_steps_that_count(tmp_path: Path) -> None:
             writer.write({"step": step + 1, "attempt": 1, "tokens": 1, "step_s": 1.0, **more})
     tail.refresh(has_validation=False)
     assert tail.smoothed_loss() == 3.0
-    path.write_text('{"step": 5, "step_s": 1}\n{"step"\n')
-    with pytest.raises(UserError, match="not a record of a step, the file is damaged"):
-        tail.refresh(has_validation=False)
+    path.write_text('{"step": 5, "attempt": 1, "loss": 7.0, "step_s": 1}\n{"step"\n\n[1]\n\0\n')
+    tail.refresh(has_validation=False)
+    assert tail.smoothed_loss() == 7.0, "damaged lines are passed over"
+    with path.open("a") as file:
+        file.write('\0\n{"step": 6, "attempt": 1, "loss": 1.0, "step_s": 1}\n')
+    tail.refresh(has_validation=False)
+    assert tail.smoothed_loss() == 4.0

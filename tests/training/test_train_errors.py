@@ -178,3 +178,25 @@ def test_a_run_whose_numbers_stay_bad_is_stopped(workplace: Path, train: Callabl
         path = run.checkpoints / f"step-{step:08d}"
         manifest = read_manifest(path)
         verify_files(path, manifest, manifest.files)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_run_that_is_removed_under_its_ranks_stops(
+    workplace: Path, start: Callable[..., Any], is_replaced: bool
+) -> None:
+    run = RunDirectory(workplace / "runs" / f"removed-{is_replaced}")
+    training = start("run.toml", "train.steps=100000", "--run", str(run.path), "--processes", "2")
+    training.wait_for_step(run, 2)
+    run.path.rename(workplace / f"moved-{is_replaced}")
+    if is_replaced:
+        run.path.mkdir()
+    ended = training.end()
+    assert ended.code == 78
+    what = "is another directory now" if is_replaced else "is no longer there"
+    assert f"error: {run.path} {what}" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not run.path.exists() or list(run.path.iterdir()) == []
+    # What was moved away is as it was, and goes on there.
+    moved = RunDirectory(workplace / f"moved-{is_replaced}")
+    assert moved.read_status() is None and moved.progress()[0] >= 2

@@ -18,9 +18,12 @@ from lightscale.data_pipeline.loading.windows import PADDING
 from lightscale.data_pipeline.store.origins import Origin
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.errors import UserError
+from lightscale.records import read_records
 
 SKIP_EVENT = "data_skipped"
 """The event of a run's events.jsonl with ``at_tokens`` and ``skip_tokens`` of skipped data; see ``SkippedRanges``."""
+ROLLBACK_EVENT = "rollback"
+"""The event of the return that follows it, with the same two fields."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +102,25 @@ def step_content(loader: TokenLoader, step: int) -> StepContent:
 
 
 def recorded_skips(run: Path) -> list[tuple[int, int]]:
-    """(at_tokens, skip_tokens) of the skipped data that the run recorded; a line that a kill cut short is ignored."""
-    path = run / "events.jsonl"
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    events = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
-    return [(event["at_tokens"], event["skip_tokens"]) for event in events if event["event"] == SKIP_EVENT]
+    """(at_tokens, skip_tokens) of the skipped data that the run recorded.
+
+    Every rollback records it twice, as ``SKIP_EVENT`` and with its own event: one damaged line loses none.
+    """
+    skips: list[tuple[int, int]] = []
+    # Of the newest ``SKIP_EVENT``, until its rollback comes; without it where that event cannot be read.
+    open_skip: tuple[int, int] | None = None
+    for event in read_records(run / "events.jsonl").lines:
+        if event["event"] not in (SKIP_EVENT, ROLLBACK_EVENT) or "at_tokens" not in event:
+            continue
+        skip = event["at_tokens"], event.get("skip_tokens", 0)
+        if event["event"] == SKIP_EVENT:
+            skips.append(skip)
+            open_skip = skip
+        else:
+            if open_skip != skip:
+                skips.append(skip)
+            open_skip = None
+    return skips
 
 
 def _contents(loader: TokenLoader, step: StepSamples) -> Iterator[SampleContent]:

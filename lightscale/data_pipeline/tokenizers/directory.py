@@ -1,6 +1,7 @@
 """The files of a tokenizer in one directory: copied whole, and checked without the package that runs it."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +40,7 @@ def copy_tokenizer(source: Path, target: Path, *, sha256: str) -> None:
     Raises ``UserError`` where the files are not those of the tokenizer ``sha256``.
     """
     for draft in target.parent.glob(f"{target.name}.*{TEMPORARY_SUFFIX}"):
-        shutil.rmtree(draft)
+        _remove(draft)
     with whole_directory(target) as draft:
         for file in sorted(path for path in source.iterdir() if path.is_file()):
             shutil.copyfile(file, draft / file.name)
@@ -48,6 +49,14 @@ def copy_tokenizer(source: Path, target: Path, *, sha256: str) -> None:
             raise UserError(
                 f"{source}: expected the tokenizer with sha256 {sha256}, found {found}; the store is damaged"
             )
-        if target.exists():
+        # Whatever it is: a link that leads nowhere is in the way too.
+        if os.path.lexists(target):
             target.rename(target.with_name(f"{target.name}.replaced{TEMPORARY_SUFFIX}"))
-    shutil.rmtree(target.with_name(f"{target.name}.replaced{TEMPORARY_SUFFIX}"), ignore_errors=True)
+    _remove(target.with_name(f"{target.name}.replaced{TEMPORARY_SUFFIX}"))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

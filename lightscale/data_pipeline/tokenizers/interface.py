@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightscale.errors import UserError
+from lightscale.files import read_regular
 
 END_OF_TEXT = "<|endoftext|>"
 DESCRIPTION_FILE = "tokenizer.json"
@@ -62,9 +63,14 @@ def write_description(directory: Path, tokenizer: Tokenizer, rules: dict[str, An
     (directory / DESCRIPTION_FILE).write_text(text, encoding="utf-8")
 
 
+# The largest known has some 30 MB.
+_MOST_BYTES = 1 << 30
+
+
 def read_file(path: Path) -> bytes:
     """The content of a tokenizer's file; ``UserError`` if it cannot be read."""
     try:
-        return path.read_bytes()
+        # Links are followed: model hubs keep the files of a tokenizer as links into their cache.
+        return read_regular(path, what="a tokenizer's file", most_bytes=_MOST_BYTES, follow_links=True)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; a tokenizer was expected there") from error

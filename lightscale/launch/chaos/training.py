@@ -1,7 +1,6 @@
 """``lightscale train`` as a process that is watched from outside, killed, and started again."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -12,7 +11,9 @@ from typing import Any
 
 import psutil
 
+from lightscale.files import NotRegular, open_regular
 from lightscale.launch.rank import rank_of
+from lightscale.records import parse_line
 from lightscale.runs.run_directory import RunDirectory, read_lines
 from lightscale.training.health import fault_injection
 
@@ -145,19 +146,21 @@ class Tail:
 
     def update(self) -> None:
         """Take in what was written since."""
-        if not self._path.exists():
+        try:
+            with open_regular(self._path, what="a record of a run") as file:
+                file.seek(self._bytes)
+                data = file.read()
+        except (FileNotFoundError, NotRegular):
             return
-        with self._path.open("rb") as file:
-            file.seek(self._bytes)
-            data = file.read()
         # The rank may be writing the last line, or may have been killed while it did.
         whole = data[: data.rfind(b"\n") + 1]
         self._bytes += len(whole)
-        lines = whole.splitlines()
-        self.num_lines += len(lines)
-        if lines:
-            newest = json.loads(lines[-1])
-            self.attempt, self.step = newest["attempt"], newest["step"]
+        for line in whole.split(b"\n")[:-1]:
+            # Damaged lines are no steps.
+            with contextlib.suppress(ValueError):
+                newest = parse_line(line, self._path.name)
+                self.attempt, self.step = newest["attempt"], newest["step"]
+                self.num_lines += 1
 
 
 def send(process: psutil.Process, signum: signal.Signals) -> None:

@@ -1,6 +1,7 @@
 """``lightscale runs``: the runs in a folder, their progress, and where their time went."""
 
 import argparse
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -25,11 +26,13 @@ from rich.text import Text
 from lightscale.config.arguments import RUN, RUNS, run_path
 from lightscale.config.files import load
 from lightscale.errors import UserError
+from lightscale.files import NotRegular, open_regular
 from lightscale.launch.scheduler import live_jobs
+from lightscale.records import Records, read_records
 from lightscale.runs.goodput import Goodput, duration, measure_goodput, record_time_s
 from lightscale.runs.jobs import JobRecord, recorded_jobs
 from lightscale.runs.metrics_tail import NUM_STEPS, MetricsTail
-from lightscale.runs.run_directory import RunDirectory, read_lines
+from lightscale.runs.run_directory import RunDirectory, damage_text
 
 State = Literal["running", "finished", "resumable", "stopped", "dead", "new", "damaged"]
 
@@ -47,6 +50,7 @@ _RECENT_LINES = 20
 # That of `runs/lock.py`: what is called dead here is what the next start takes over.
 _LOCK_STALE_S = 60.0
 # Without a lock, a run that has written nothing for this long counts as dead: a start or a save may take minutes.
+_MOST_LOCK_BYTES = 1 << 16
 _QUIET_S = 300.0
 _QUIET_STEPS = 20
 _MOST_COLUMNS = 1000
@@ -68,6 +72,8 @@ class RunSummary:
     state: State
     note: str = ""
     """Why it ended, or what is damaged."""
+    damage: tuple[str, ...] = ()
+    """What cannot be read of its records: files, how many lines, and what is wrong with the first."""
     job: str | None = None
     """Its job that runs or waits: number, and state in the scheduler's terms."""
     step: int = 0
@@ -160,7 +166,7 @@ def _print(summaries: Sequence[RunSummary], console: Console, args: argparse.Nam
 
 def _page(summaries: Sequence[RunSummary], args: argparse.Namespace) -> RenderableType:
     parts: list[RenderableType] = [_runs_table(summaries)]
-    parts += [Text(f"{one.run}: {one.note}") for one in summaries if one.note]
+    parts += [Text(f"{one.run}: {text}") for one in summaries for text in (one.note, *one.damage) if text]
     if _is_run(args.directory) and summaries[0].goodput is not None:
         parts.append(_goodput_table(summaries[0].goodput))
     return Group(*parts)
@@ -193,6 +199,7 @@ class RunReader:
         self._directory = directory
         self._tail = MetricsTail(directory.metrics)
         self._goodput: Goodput | None = None
+        self._metrics_damage: tuple[str, ...] = ()
         # (when it was computed, when the run had last written then)
         self._measured = (-math.inf, -math.inf)
 
@@ -210,7 +217,8 @@ class RunReader:
     def _summary(self, now: float, active: float) -> RunSummary:
         directory, tail = self._directory, self._tail
         config, status = load(directory.config), directory.read_status()
-        events = read_lines(directory.events)
+        records = read_records(directory.events)
+        events = records.lines
         goodput = self._measure(events, now, active)
         tail.refresh(has_validation=config.train.validate_every > 0)
         recent = list(islice(reversed(tail.steps), _RECENT_LINES))
@@ -230,6 +238,7 @@ class RunReader:
             run=str(directory.path),
             state=state,
             note=status.reason if status is not None and state in ("resumable", "stopped") else "",
+            damage=(*_damage(records), *self._metrics_damage, *filter(None, [directory.status_fault()])),
             step=newest.get("step", 0),
             total_steps=config.total_steps,
             tokens=newest.get("tokens", 0),
@@ -250,9 +259,15 @@ class RunReader:
         """The goodput, as it was not long ago."""
         measured, as_of = self._measured
         if active != as_of and now - measured >= _GOODPUT_EVERY_S:
-            self._goodput = measure_goodput(events, read_lines(self._directory.metrics))
+            metrics = read_records(self._directory.metrics)
+            self._goodput, self._metrics_damage = measure_goodput(events, metrics.lines), _damage(metrics)
             self._measured = (now, active)
         return self._goodput
+
+
+def _damage(records: Records) -> tuple[str, ...]:
+    """What to say of a record with lines that cannot be read."""
+    return () if records.first_damage is None else (damage_text(records.num_damaged, records.first_damage),)
 
 
 def _age_s(event: dict[str, Any], now: float) -> float | None:
@@ -295,7 +310,7 @@ def _is_held(directory: RunDirectory, now: float, *, otherwise: bool) -> bool:
     locks = sorted((directory.path / "lock").glob("[0-9]*"))
     if not locks:
         return otherwise
-    with locks[-1].open("rb") as file:
+    with contextlib.suppress(FileNotFoundError, NotRegular), open_regular(locks[-1], what="a lock of a run") as file:
         try:
             # Shared and for a moment: it blocks no other process, as one that starts the run locks a file of its own.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -303,8 +318,10 @@ def _is_held(directory: RunDirectory, now: float, *, otherwise: bool) -> bool:
             return True
         # Nobody has it locked. On this machine the holder is dead then; flock of another machine may not be seen here,
         # so that the age of the file decides about those.
-        text, renewed = file.read(), os.fstat(file.fileno()).st_mtime
-    return bool(text) and not _is_of_this_machine(text) and now - renewed < _LOCK_STALE_S
+        text, renewed = file.read(_MOST_LOCK_BYTES), os.fstat(file.fileno()).st_mtime
+        return bool(text) and not _is_of_this_machine(text) and now - renewed < _LOCK_STALE_S
+    # Released since it was listed, or no lock at all.
+    return False
 
 
 def _is_of_this_machine(lock: bytes) -> bool:

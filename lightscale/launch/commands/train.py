@@ -34,6 +34,7 @@ from lightscale.launch.environment import RankEnvironment
 from lightscale.launch.network import choose_interface
 from lightscale.launch.rank import LAUNCHER_VARIABLE, run_rank, summary_and_notes
 from lightscale.launch.scheduler import adopt_job, get_scheduler
+from lightscale.runs.held_directory import DirectoryReplaced
 from lightscale.runs.job_environment import job_id
 from lightscale.runs.lock import InUse, RunLock
 from lightscale.runs.metrics.sink import COMMAND_VARIABLE
@@ -240,6 +241,8 @@ def _held(directory: RunDirectory, config: RunConfig, allow: frozenset[str], job
                 if job is None or error.job != job or time.monotonic() > deadline_s:
                     raise
             time.sleep(_PAUSE_S)
+        directory.hold()
+        directory.recover_records()
         # Under the lock: until now another launcher could have written another configuration.
         directory.create_or_open(config, allow)
         yield
@@ -251,6 +254,9 @@ def _held_by_rank(directory: RunDirectory, config: RunConfig, allow: frozenset[s
     with _held(directory, config, allow):
         try:
             yield
+        except DirectoryReplaced:
+            # What is there now is not the run, and gets no status.
+            raise
         except Exception as error:
             step, tokens = directory.progress()
             # Nobody restarts these ranks, but whoever has started them may do so after any error that is no mistake of

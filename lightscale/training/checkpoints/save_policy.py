@@ -48,7 +48,11 @@ class SavePolicy:
         self._interval = SaveInterval(
             mtbf_s=3600 * config.mtbf_hours,
             now_s=time.monotonic(),
-            stalls_s=[event["stall_s"] for event in events if event["event"] == "checkpoint" and "stall_s" in event],
+            stalls_s=[
+                event["stall_s"]
+                for event in events
+                if event["event"] == "checkpoint" and event.get("stall_s") is not None
+            ],
         )
         # In a row, of this attempt.
         self._failures = 0

@@ -22,6 +22,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightscale.errors import UserError
+from lightscale.files import read_regular
+
 # The file, for the ranks of a launch; without it no watchdog reads them.
 HEARTBEATS_VARIABLE = "LIGHTSCALE_HEARTBEATS"
 
@@ -39,6 +42,7 @@ _FIELDS = struct.Struct("<ddqq28s")
 _CHECKSUM = struct.Struct("<I")
 _SLOT_BYTES = _CHECKSUM.size + _FIELDS.size
 _RANK_BYTES = 2 * _SLOT_BYTES
+_MOST_BYTES = _RANK_BYTES << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,9 +152,13 @@ def create_heartbeats(path: Path, num_ranks: int) -> None:
 
 
 def read_heartbeats(path: Path) -> dict[int, Beat]:
-    """What each rank last said, by rank; those that have not said anything yet are missing."""
+    """What each rank last said, by rank; those that have said nothing yet are missing, and all without a file."""
     # Read without a lock: a slot that is being written fails its checksum, and the other one of its rank holds.
-    data = path.read_bytes()
+    try:
+        data = read_regular(path, what="the heartbeats of the ranks", most_bytes=_MOST_BYTES)
+    except (OSError, UserError):
+        # Removed with the run, or damaged: a rank that says nothing is late, which the watchdog decides about.
+        return {}
     beats = {}
     for rank in range(len(data) // _RANK_BYTES):
         slots = (data[rank * _RANK_BYTES + i * _SLOT_BYTES :][:_SLOT_BYTES] for i in range(2))
@@ -179,5 +187,5 @@ def _unpack(rank: int, slot: bytes) -> Beat | None:
         allowed_s=allowed_s,
         step=step,
         process_id=process_id,
-        doing=doing.rstrip(b"\0").decode(),
+        doing=doing.rstrip(b"\0").decode(errors="replace"),
     )

@@ -161,11 +161,6 @@ def test_a_lock_of_another_machine_lives_as_long_as_it_is_renewed(make_run: Make
         ("config.toml", "[model", "config.toml"),
         ("config.toml", "\udcff", "config.toml"),
         ("config.toml", None, "config.toml"),
-        ("metrics.jsonl", "{\n", "metrics.jsonl:1: not a JSON object"),
-        ("metrics.jsonl", '{"step_s": 1, "attempt": 1}\n', "step = None"),
-        ("events.jsonl", '{"event": 7}\n', "without a name"),
-        ("events.jsonl", '{"event": "other", "time": 7}\n', "time = 7"),
-        ("status.json", "{", "status.json"),
     ],
 )
 def test_a_damaged_run_is_shown_as_such(
@@ -183,6 +178,31 @@ def test_a_damaged_run_is_shown_as_such(
     shown = table(capsys, str(run.path.parent))
     assert f"{run.path}: {found.note}" in shown
     assert "500" not in found.note and shown.count("3/4") == 1, "the other one is there"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("metrics.jsonl", "{\n", "metrics.jsonl:4: not a JSON object"),
+        ("metrics.jsonl", '{"step_s": 1, "attempt": 1}\n\n', "2 lines cannot be read, the first: "),
+        ("events.jsonl", '{"event": 7, "attempt": 1}\n', "event = 7 cannot be"),
+        ("events.jsonl", '{"event": "other", "attempt": 1, "time": 7}\n', "time = 7 cannot be"),
+        ("status.json", "{", "not the status of a run"),
+    ],
+)
+def test_damaged_records_are_said_and_the_rest_is_shown(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str], file: str, text: str, words: str
+) -> None:
+    run = make_run("first")
+    with (run.path / file).open("a") as record:
+        record.write(text)
+    found = summary(run)
+    assert (found.state, found.step, found.smoothed_loss) == ("running", 3, 3.0)
+    (said,) = found.damage
+    assert words in said
+    shown = table(capsys, str(run.path.parent))
+    assert f"{run.path}: {said}" in shown
+    assert "3/4" in shown
 
 
 def test_newest_activity_comes_first(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,8 +273,8 @@ def test_watching_reads_only_what_is_new(make_run: MakeRun, monkeypatch: pytest.
     run = make_run("first")
     reader, now = RunReader(run), time.time()
     assert (reader.summary(now).step, reader.summary(now).smoothed_loss) == (3, 3.0)
-    whole, read = runs.read_lines, []
-    monkeypatch.setattr(runs, "read_lines", lambda path: (read.append(path.name), whole(path))[1])
+    whole, read = runs.read_records, []
+    monkeypatch.setattr(runs, "read_records", lambda path: (read.append(path.name), whole(path))[1])
     with LineWriter(run.metrics) as writer:
         writer.write({"step": 4, "attempt": 1, "time": timestamp(), "tokens": 1, "loss": 1.0, "step_s": 1.0})
     os.utime(run.metrics, (now + 1, now + 1))
