@@ -20,7 +20,8 @@ import xxhash
 
 from lightscale.config.files import difference, load, to_toml
 from lightscale.config.schema import RunConfig
-from lightscale.errors import UserError
+from lightscale.config.text import path_fault
+from lightscale.errors import UserError, shortened
 
 Status = Literal["finished", "resumable", "stopped"]
 # The events that begin an attempt: a process starts, or goes back to a checkpoint.
@@ -43,6 +44,8 @@ HARMLESS_KEYS: dict[str, str] = {
 }
 
 _CHUNK_BYTES = 1 << 16
+_MOST_DIGITS = 10
+"""Of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +71,14 @@ def is_named(key: str, names: Collection[str]) -> bool:
 
 def split_step(name: str) -> tuple[str, int | None]:
     """ "runs/first@1000" -> ("runs/first", 1000); a run alone has the step None."""
+    if fault := path_fault(name):
+        raise UserError(f'"{shortened(name)}": {fault}')
     run, at, step = name.rpartition("@")
     # A directory may have an @ in its name.
     if not at or Path(name).is_dir():
         return name, None
-    if not step.isdecimal():
-        raise UserError(f'"{name}": the step after @ must be a number, like {run}@1000')
+    if not (step.isdecimal() and len(step) <= _MOST_DIGITS):
+        raise UserError(f'"{shortened(name)}": the step after @ must be a number, like {shortened(run)}@1000')
     return run, int(step)
 
 
