@@ -98,7 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _readable(message: str) -> str:
     """`message`, where it quotes something endless only as much as people read of it."""
-    lines = [shortened(line, _MOST_CHARACTERS) for line in message.splitlines()]
+    # An argument that is not UTF-8 has characters that a stream may refuse.
+    text = message.encode(errors="backslashreplace").decode()
+    lines = [shortened(line, _MOST_CHARACTERS) for line in text.splitlines()]
     more = len(lines) - _MOST_LINES
     return "\n".join([*lines[:_MOST_LINES], f"and {more:,} more lines"] if more > 0 else lines)
 

@@ -26,7 +26,7 @@ from lightscale.config.fields import (
 from lightscale.config.mixers import known_mixers, mixer_options_type
 from lightscale.config.schema import RunConfig, Section
 from lightscale.config.shipped import find_base, find_config
-from lightscale.config.text import path_fault
+from lightscale.config.text import path_fault, text_fault
 from lightscale.config.toml import MOST_BYTES, TomlError, parse_toml, read_toml
 from lightscale.errors import UserError, shortened
 
@@ -62,9 +62,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def mistakes(error: ValidationError, explain: Callable[[dict[str, Any]], str]) -> str:
     """A line for each mistake that pydantic found, as `explain` says it; of very many the first, and how many more."""
-    items = [dict(item) for item in error.errors(include_url=False)]
+    items: list[dict[str, Any]] = [dict(item) for item in error.errors(include_url=False)]
     # A list of wrong values is one mistake. What a check of ours says can differ where the rest is the same.
-    different = {(str(item["loc"]), item["type"], str(item.get("ctx", {}).get("error", ""))): item for item in items}
+    different = {(str(item["loc"]), item["type"], str(item["ctx"]) if "ctx" in item else ""): item for item in items}
     lines = list(dict.fromkeys(map(explain, itertools.islice(different.values(), _MOST_MISTAKES))))
     more = len(different) - _MOST_MISTAKES
     return "\n".join([*lines, f"and {more:,} more"] if more > 0 else lines)
@@ -156,7 +156,9 @@ class _Reader:
         if path.resolve() in [earlier.resolve() for earlier in chain]:
             raise UserError(f"{chain[0]}: extends is circular: {' -> '.join(map(str, [*chain, path]))}")
         if len(chain) > _MOST_CHAIN:
-            raise UserError(f"{chain[0]}: files extend one another {_MOST_CHAIN} times, down to {path}; use fewer files")
+            raise UserError(
+                f"{chain[0]}: files extend one another {_MOST_CHAIN} times, down to {path}; use fewer files"
+            )
         table = self._parse(path, chain)
         bases = table.pop("extends", [])
         bases = [bases] if isinstance(bases, str) else bases
@@ -189,6 +191,8 @@ class _Reader:
 
 def _parse_override(text: str) -> tuple[Key, Any]:
     """'model.hidden_size=64' -> (("model", "hidden_size"), 64). A value that is not TOML is text."""
+    if fault := text_fault(text):
+        raise UserError(f'override "{shortened(text)}": {fault}')
     name, equals, value = text.partition("=")
     try:
         key = [] if not equals else list(_leaves(parse_toml(f"{name} = 0"), ()))

@@ -40,6 +40,7 @@ MOST_IDS = 2**24
 """Of a vocabulary."""
 MOST_ENTRIES = 10_000
 """Of a list or of a table whose keys the user chooses."""
+MOST_SEQUENCE_TOKENS = 2**30
 _MOST_STEPS, _MOST_TOKENS = 10**9, 10**15
 
 # Of little things: failures, skips, checkpoints.
@@ -51,7 +52,7 @@ StepsOrZero = Annotated[int, Field(ge=0, le=_MOST_STEPS)]
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Ids = Annotated[int, Field(ge=1, le=MOST_IDS)]
 # Positions are written as floats of 32 bits at places.
-SequenceLength = Annotated[int, Field(ge=1, le=2**30)]
+SequenceLength = Annotated[int, Field(ge=1, le=MOST_SEQUENCE_TOKENS)]
 # What generators of random numbers take.
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(gt=0, le=604_800, allow_inf_nan=False)]
@@ -59,6 +60,7 @@ Small = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False)]
 PositiveOrZero = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+
 
 def _path(value: object) -> object:
     """`value` as it is. ValueError where it is a text that can be no path."""
@@ -132,7 +134,7 @@ class ModelConfig(Section):
     intermediate_size: Width
     """Inner width of the gated linear unit, in channels."""
     vocab_size: Ids
-    """Rows of the embedding, in tokens; padding included."""
+    """Rows of the embedding, in tokens; padding included. The largest published have 262,144."""
     glu_activation: Literal["none", "silu"] = "none"
     """Activation of the gate in the gated linear unit."""
     norm: Literal["srmsnorm", "rmsnorm"] = "srmsnorm"
@@ -363,7 +365,9 @@ class TrainConfig(Section):
             first, last = self.profile_steps
             raise ValueError(f"train.profile_steps = [{first}, {last}] runs backwards; use [{last}, {first}]")
         if self.init_from is not None and not _RUN_AT_STEP.fullmatch(self.init_from):
-            raise ValueError(f'train.init_from = "{shortened(self.init_from)}" must be RUN@STEP, like "runs/first@1000"')
+            raise ValueError(
+                f'train.init_from = "{shortened(self.init_from)}" must be RUN@STEP, like "runs/first@1000"'
+            )
         return self
 
 
@@ -390,7 +394,7 @@ class GuardConfig(Section):
     """[guard]: steps that are skipped because their numbers are bad, and rollbacks when that does not help."""
 
     window: Annotated[int, Field(ge=8, le=100_000)] = 100
-    """Steps whose medians are the usual loss and gradient norm; before there are as many, only NaN and Inf are bad."""
+    """Steps, kept in memory, whose medians are the usual loss and gradient norm; before there are as many, only NaN and Inf are bad."""
     max_loss_rise: Positive | None = 1.0
     """Nats above the median loss from which a step is skipped; none: any finite loss is good."""
     max_grad_norm_ratio: Positive | None = 20.0
@@ -411,7 +415,7 @@ class RestartConfig(Section):
     hang_timeout_s: Seconds = 60.0
     """Least time without any progress after which a rank counts as hanging; slow steps extend it."""
     collective_timeout_s: Seconds = 600.0
-    """Longest wait for the other ranks in one exchange."""
+    """Longest wait for the other ranks in one exchange; at most a week."""
 
 
 class WandbConfig(Section):

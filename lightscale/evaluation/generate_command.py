@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from lightscale.config.arguments import path_argument, run_path
 from lightscale.errors import UserError
+from lightscale.files import read_regular
 from lightscale.runs.run_directory import split_step
 
 if TYPE_CHECKING:
     from lightscale.evaluation.model import LoadedModel
+
+_MOST_PROMPT_BYTES = 2**28
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,7 +120,7 @@ def _read_prompt(args: argparse.Namespace) -> str:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_bytes().decode()
+        return read_regular(path, what="a prompt", most_bytes=_MOST_PROMPT_BYTES, follow_links=True).decode()
     except OSError as error:
         raise UserError(f"--prompt-file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -53,11 +53,11 @@ class LaunchSettings(Section):
     """With --scheduler local, on a machine without GPUs: jobs that may run there together."""
     signal_s: Annotated[int, Field(ge=1, le=604_800)] = 300
     """Seconds before the time limit at which the run saves and exits: more than a step and a save."""
-    setup: _Lines = []
+    setup: _Lines = Field(default=[])
     """Lines of the script before the run, like "module load cuda"."""
-    environment: Annotated[dict[str, _Variable], Field(max_length=MOST_ENTRIES)] = {}
+    environment: dict[str, _Variable] = Field(default={}, max_length=MOST_ENTRIES)
     """Variables of the ranks, like NCCL_SOCKET_IFNAME."""
-    options: _Lines = []
+    options: _Lines = Field(default=[])
     """More options of the scheduler, like "--constraint=h100"."""
 
     @property
@@ -139,8 +139,8 @@ def _seconds(time: str) -> int:
 def _check(settings: LaunchSettings, origins: Mapping[str, str]) -> None:
     if settings.time is not None and not _TIME.fullmatch(settings.time):
         raise UserError(
-            f'{origins["time"]}: launch.time = {shown_value(settings.time)}: must be hours:minutes:seconds or days-hours, '
-            'like "24:00:00" or "2-12"'
+            f"{origins['time']}: launch.time = {shown_value(settings.time)}: must be hours:minutes:seconds or "
+            'days-hours, like "24:00:00" or "2-12"'
         )
     if settings.time_s is not None and settings.signal_s >= settings.time_s:
         raise UserError(
@@ -150,10 +150,12 @@ def _check(settings: LaunchSettings, origins: Mapping[str, str]) -> None:
         raise UserError(f"launch.min_nodes = {settings.min_nodes}: must be at most launch.nodes = {settings.nodes}")
     for name in settings.environment:
         if not _NAME.fullmatch(name):
-            raise UserError(f"{origins['environment']}: launch.environment.{shortened(name)}: must be the name of a variable")
+            raise UserError(
+                f"{origins['environment']}: launch.environment.{shortened(name)}: must be the name of a variable"
+            )
     for option in settings.options:
         if not option.startswith("-") or "\n" in option:
             raise UserError(
-                f'{origins["options"]}: launch.options has {shown_value(option)}: must be options of the scheduler, '
+                f"{origins['options']}: launch.options has {shown_value(option)}: must be options of the scheduler, "
                 'like "--qos=high"'
             )

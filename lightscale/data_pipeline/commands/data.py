@@ -4,7 +4,6 @@ import argparse
 import importlib
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from rich.text import Text

@@ -129,8 +129,8 @@ def _parse(file: bytes, origin: str) -> tuple[Any, dict[str, int]]:
     if wrong := [token for token in special if tokenizer.token_to_id(token) != special[token]]:
         raise UserError(
             f"{origin}: the special token {shortened(wrong[0])!r} has the id {special[wrong[0]]}, but the package "
-            f"tokenizers gives it {tokenizer.token_to_id(wrong[0])}; added tokens come in the order of their ids, behind "
-            "those of the model"
+            f"tokenizers gives it {tokenizer.token_to_id(wrong[0])}; added tokens come in the order of their ids, "
+            "behind those of the model"
         )
     tokenizer.encode_special_tokens = True  # means: their spelling is text like any other
     tokenizer.no_truncation()

@@ -55,7 +55,8 @@ def make_filter(language: str, overrides: Mapping[str, Any] | None = None) -> Fi
             limits[name] = _changed(RULES[name], limits.get(name, THRESHOLDS[language].get(name, {})), choice)
         else:
             raise UserError(
-                f"filter rule {name} = {shown_value(choice)}: must be true, false, or a table of limits ({_names(RULES[name])})"
+                f"filter rule {name} = {shown_value(choice)}: must be true, false, or a table of limits "
+                f"({_names(RULES[name])})"
             )
     return Filter(language, limits)
 
