@@ -394,7 +394,7 @@ class GuardConfig(Section):
     """[guard]: steps that are skipped because their numbers are bad, and rollbacks when that does not help."""
 
     window: Annotated[int, Field(ge=8, le=100_000)] = 100
-    """Steps, kept in memory, whose medians are the usual loss and gradient norm; before there are as many, only NaN and Inf are bad."""
+    """Steps whose medians are the usual loss and gradient norm; before there are as many, only NaN and Inf are bad."""
     max_loss_rise: Positive | None = 1.0
     """Nats above the median loss from which a step is skipped; none: any finite loss is good."""
     max_grad_norm_ratio: Positive | None = 20.0
