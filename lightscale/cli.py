@@ -12,12 +12,15 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import NoReturn
 
 from lightscale import __version__
-from lightscale.errors import UserError
+from lightscale.errors import UserError, shortened
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+# Of an error: more of a line, or more lines, is what somebody gave us and nobody reads.
+_MOST_CHARACTERS, _MOST_LINES = 4000, 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _dispatch(arguments)
         sys.stdout.flush()
     except UserError as error:
-        message = textwrap.indent(str(error), " " * len("error: ")).lstrip()
+        message = textwrap.indent(_readable(str(error)), " " * len("error: ")).lstrip()
         # In one write: ranks that share a terminal print it at the same time.
         sys.stderr.write(f"error: {message}\n")
         return error.EXIT_CODE
@@ -80,15 +83,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except OSError as error:
-        # A full or read-only disk can be met wherever something is written; it is not a fault of the program.
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        # What can be met wherever something is read or written is not a fault of the program.
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            advice = "free some space, or write to another disk"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR):
+            advice = "name another path, or change what is there"
+        else:
             raise
-        print(f"error: {error}; free some space, or write to another disk", file=sys.stderr)
+        sys.stderr.write(f"error: {_readable(str(error))}; {advice}\n")
         return UserError.EXIT_CODE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     return code
+
+
+def _readable(message: str) -> str:
+    """`message`, where it quotes something endless only as much as people read of it."""
+    # An argument that is not UTF-8 has characters that a stream may refuse.
+    text = message.encode(errors="backslashreplace").decode()
+    lines = [shortened(line, _MOST_CHARACTERS) for line in text.splitlines()]
+    more = len(lines) - _MOST_LINES
+    return "\n".join([*lines[:_MOST_LINES], f"and {more:,} more lines"] if more > 0 else lines)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse's, which quotes an argument whole."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(_readable(message))
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -106,13 +129,13 @@ def _dispatch(arguments: list[str]) -> int:
 def load_command(name: str) -> tuple[ModuleType, argparse.ArgumentParser]:
     """The module of a command of `COMMANDS`, and the parser of its arguments."""
     module = importlib.import_module(COMMANDS[name].module)
-    parser = argparse.ArgumentParser(prog=f"lightscale {name}", description=COMMANDS[name].help)
+    parser = _Parser(prog=f"lightscale {name}", description=COMMANDS[name].help)
     module.add_arguments(parser)
     return module, parser
 
 
 def _overview() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="lightscale",
         description="Train long-context language models with linear token mixing.",
         epilog="`lightscale COMMAND --help` shows a command's arguments.",

@@ -9,3 +9,11 @@ class UserError(ValueError):
     """
 
     EXIT_CODE = 78
+
+
+def shortened(text: str, most: int = 200) -> str:
+    """`text` as messages quote it: whole, or of more than `most` characters its ends and how many there are."""
+    if len(text) <= most:
+        return text
+    kept = most // 2
+    return f"{text[:kept]}…{text[-kept // 2 :]} ({len(text):,} characters)"

@@ -8,7 +8,8 @@ import difflib
 import os
 from pathlib import Path
 
-from lightscale.errors import UserError
+from lightscale.config.text import path_fault
+from lightscale.errors import UserError, shortened
 
 CONFIG, OVERRIDE, RUN = "CONFIG", "section.key=value", "RUN"
 RUNS = Path("runs")
@@ -18,7 +19,7 @@ RUNS = Path("runs")
 def add_config(parser: argparse.ArgumentParser, more: str = "", *, nargs: str | None = None) -> None:
     """Declare CONFIG, as `args.config`; `more` is added to its help."""
     text = f"TOML file of the run, or the name of a shipped one (`lightscale configs`){more}"
-    parser.add_argument("config", nargs=nargs, type=Path, metavar=CONFIG, help=text)
+    parser.add_argument("config", nargs=nargs, type=path_argument, metavar=CONFIG, help=text)
 
 
 def add_overrides(parser: argparse.ArgumentParser, text: str = "values that replace the file's") -> None:
@@ -29,13 +30,25 @@ def add_overrides(parser: argparse.ArgumentParser, text: str = "values that repl
 
 def add_run(parser: argparse.ArgumentParser, text: str = "the run's directory, or NAME for runs/NAME") -> None:
     """Declare RUN, as `args.run`."""
-    parser.add_argument("run", type=run_path, metavar=RUN, help=text)
+    parser.add_argument("run", type=run_argument, metavar=RUN, help=text)
 
 
 def add_run_option(parser: argparse.ArgumentParser, text: str) -> None:
     """Declare `--run RUN`, as `args.run`; without it None."""
     # torchrun takes the first for one of its own, abbreviated.
-    parser.add_argument("--run", "--run-dir", type=run_path, metavar=RUN, help=text)
+    parser.add_argument("--run", "--run-dir", type=run_argument, metavar=RUN, help=text)
+
+
+def path_argument(given: str) -> Path:
+    """A path on a command line, as argparse's `type`; wrong usage where it can be none."""
+    if fault := path_fault(given):
+        raise argparse.ArgumentTypeError(f"{shortened(given)!r} {fault}")
+    return Path(given)
+
+
+def run_argument(given: str) -> Path:
+    """`run_path` of an argument, as argparse's `type`; wrong usage where it can be no path."""
+    return run_path(path_argument(given))
 
 
 def run_path(given: str | Path) -> Path:

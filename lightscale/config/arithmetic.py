@@ -1,14 +1,18 @@
 """The numbers that messages about divisibility suggest."""
 
+import math
+
 
 def near_multiple(number: int, unit: int) -> int:
-    """The multiple of `unit` nearest to `number`, at least one unit."""
-    return max(1, round(number / unit)) * unit
+    """The multiple of `unit` nearest to `number`, of two the even one, at least one unit."""
+    # In whole numbers: those of a command line can be too large for a float.
+    whole, rest = divmod(number, unit)
+    return max(1, whole + (2 * rest + whole % 2 > unit)) * unit
 
 
 def near_divisor(number: int, wanted: int) -> int:
     """The divisor of `number` nearest to `wanted`, the smaller of two."""
-    # Outwards: a vocabulary has 100,000 numbers to try, and the search of layouts asks often.
-    start = min(wanted, number)
-    near = (candidate for distance in range(number) for candidate in (start - distance, start + distance))
-    return next(candidate for candidate in near if candidate > 0 and number % candidate == 0)
+    # In pairs up to the root: a search from `wanted` outwards would go through all numbers up to a prime.
+    lower = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    divisors = (divisor for pair in ((one, number // one) for one in lower) for divisor in pair)
+    return min(divisors, key=lambda divisor: (abs(divisor - wanted), divisor))

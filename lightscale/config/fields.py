@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from lightscale.config.mixers import MIXERS, known_mixers, mixer_options_type
 from lightscale.config.schema import RunConfig
+from lightscale.errors import shortened
 
 SECTIONS: tuple[str, ...] = tuple(RunConfig.model_fields)
 MIXER_OPTIONS = ("model", "mixer_options")
@@ -36,6 +37,8 @@ _TYPE_NAMES = {
     Path: "a path",
     type(None): '"none"',
 }
+# Python writes no whole number of more than some thousand digits. Values in a list or table are shown up to so many.
+_MOST_BITS, _MOST_SHOWN = 256, 20
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
@@ -115,12 +118,17 @@ def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "a table"
     bounds = [
-        f"{sign} {getattr(item, name):g}"
+        f"{sign} {_bound_text(getattr(item, name))}"
         for item in metadata
         for name, sign in _BOUNDS.items()
         if getattr(item, name, None) is not None
     ]
     return f"{_TYPE_NAMES[annotation]} {' and '.join(bounds)}".strip()
+
+
+def _bound_text(bound: float) -> str:
+    """As TOML takes it, and people can read it: 1_000_000."""
+    return f"{bound:_}" if isinstance(bound, int) else f"{bound:g}"
 
 
 def nearest_key(path: tuple[str, ...]) -> str:
@@ -162,6 +170,25 @@ def _nearest_option(path: tuple[str, ...]) -> str:
 def key_text(path: Sequence[str]) -> str:
     """The dotted key, parts quoted where TOML wants it."""
     return ".".join(part if _BARE_KEY.fullmatch(part) else _quoted(part) for part in path)
+
+
+def shown_key(path: Sequence[str]) -> str:
+    """`key_text` for a message, shortened."""
+    return shortened(key_text([shortened(part, 100) for part in path[:8]]))
+
+
+def shown_value(value: object) -> str:
+    """`toml_value` for a message, shortened; of any value, also of a number of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return f"a number of {value.bit_length():,} bits"
+    if isinstance(value, (list, tuple)) and len(value) > _MOST_SHOWN:
+        return f"[{', '.join(map(shown_value, value[:3]))}, … ({len(value):,} values)]"
+    if isinstance(value, (list, tuple)):
+        return shortened(f"[{', '.join(map(shown_value, value))}]")
+    if isinstance(value, Mapping):
+        pairs = ", ".join(f"{shown_key([name])} = {shown_value(value[name])}" for name in [*value][:_MOST_SHOWN])
+        return shortened(f"{{{pairs}{', …' if len(value) > _MOST_SHOWN else ''}}}")
+    return shortened(toml_value(value))
 
 
 def toml_value(value: object) -> str:

@@ -5,8 +5,8 @@ overrides. Tables of files are merged key by key; an override replaces the whole
 "none" unsets an optional field. Of train.steps and train.tokens, the one set last replaces the other.
 """
 
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -17,6 +17,8 @@ from lightscale.config.fields import (
     field_type_text,
     key_text,
     nearest_key,
+    shown_key,
+    shown_value,
     table_type,
     toml_value,
     type_text,
@@ -24,7 +26,9 @@ from lightscale.config.fields import (
 from lightscale.config.mixers import known_mixers, mixer_options_type
 from lightscale.config.schema import RunConfig, Section
 from lightscale.config.shipped import find_base, find_config
-from lightscale.errors import UserError
+from lightscale.config.text import path_fault, text_fault
+from lightscale.config.toml import MOST_BYTES, TomlError, parse_toml, read_toml
+from lightscale.errors import UserError, shortened
 
 Key = tuple[str, ...]
 
@@ -34,6 +38,10 @@ _ALTERNATIVES: tuple[tuple[Key, Key], ...] = ((("train", "steps"), ("train", "to
 # The table for `lightscale submit`, which see.
 _LAUNCH = "launch"
 
+# A file may be extended by several of those that a file extends, and is then read again.
+_MOST_FILES, _MOST_CHAIN = 64, 16
+_MOST_MISTAKES = 20
+
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration in the file `path`, or the shipped one of that name, with `overrides`: `section.key=value`.
@@ -42,24 +50,33 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     path = find_config(Path(path))
     merged = _Merged()
-    for origin, table in _read(path, ()):
+    for origin, table in _Reader().read(path):
         # What a cluster needs is no part of a run.
         merged.merge({name: value for name, value in table.items() if name != _LAUNCH}, origin)
     merged.override(overrides)
     try:
         return RunConfig.model_validate(merged.table)
     except ValidationError as error:
-        lines = [_explain(dict(item), merged, path) for item in error.errors(include_url=False)]
-        raise UserError("\n".join(dict.fromkeys(lines))) from None
+        raise UserError(mistakes(error, lambda item: _explain(item, merged, path))) from None
+
+
+def mistakes(error: ValidationError, explain: Callable[[dict[str, Any]], str]) -> str:
+    """A line for each mistake that pydantic found, as `explain` says it; of very many the first, and how many more."""
+    items: list[dict[str, Any]] = [dict(item) for item in error.errors(include_url=False)]
+    # A list of wrong values is one mistake. What a check of ours says can differ where the rest is the same.
+    different = {(str(item["loc"]), item["type"], str(item["ctx"]) if "ctx" in item else ""): item for item in items}
+    lines = list(dict.fromkeys(map(explain, itertools.islice(different.values(), _MOST_MISTAKES))))
+    more = len(different) - _MOST_MISTAKES
+    return "\n".join([*lines, f"and {more:,} more"] if more > 0 else lines)
 
 
 def launch_tables(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file, its table [launch]) of the files that `path` extends, then of `path`, where they have one."""
-    for origin, table in _read(find_config(Path(path)), ()):
+    for origin, table in _Reader().read(find_config(Path(path))):
         launch = table.get(_LAUNCH)
         if launch is not None:
             if not isinstance(launch, dict):
-                raise UserError(f"{origin}: launch = {toml_value(launch)}: must be a table, [launch]")
+                raise UserError(f"{origin}: launch = {shown_value(launch)}: must be a table, [launch]")
             yield origin, launch
 
 
@@ -102,7 +119,7 @@ class _Merged:
         parsed = [(*_parse_override(text), text) for text in overrides]
         self._drop_alternatives({key: value for key, value, _ in parsed})
         for key, value, text in parsed:
-            self._set(key, value, f'override "{text}"')
+            self._set(key, value, f'override "{shortened(text)}"')
 
     def value(self, key: Key) -> Any:
         """The value at `key`, None where there is none."""
@@ -133,43 +150,64 @@ class _Merged:
                     self.table[other[0]].pop(other[1], None)
 
 
-def _read(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file, its table) of the files that `path` extends, then of `path`. `chain`: the way to it."""
-    if path.resolve() in [earlier.resolve() for earlier in chain]:
-        raise UserError(f"{chain[0]}: extends is circular: {' -> '.join(map(str, [*chain, path]))}")
-    table = _parse_file(path, f'{chain[-1]}: extends "{path}": ' if chain else "")
-    bases = table.pop("extends", [])
-    bases = [bases] if isinstance(bases, str) else bases
-    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-        raise UserError(f"{path}: extends = {toml_value(bases)}: must be a path or a list of paths")
-    for base in bases:
-        yield from _read(find_base(base, path), (*chain, path))
-    yield str(path), table
+class _Reader:
+    """Reads a file with those that it extends: so many, and so much of them, that none can keep it busy."""
 
+    def __init__(self) -> None:
+        self._num_files = self._num_bytes = 0
 
-def _parse_file(path: Path, context: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{context}cannot read the configuration file {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text, which TOML must be (byte {error.start})") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path}: not valid TOML: {error}") from None
+    def read(self, path: Path, chain: tuple[Path, ...] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(file, its table) of the files that `path` extends, then of `path`. `chain`: the way to it."""
+        if path.resolve() in [earlier.resolve() for earlier in chain]:
+            raise UserError(f"{chain[0]}: extends is circular: {' -> '.join(map(str, [*chain, path]))}")
+        if len(chain) > _MOST_CHAIN:
+            raise UserError(
+                f"{chain[0]}: files extend one another {_MOST_CHAIN} times, down to {path}; use fewer files"
+            )
+        table = self._parse(path, chain)
+        bases = table.pop("extends", [])
+        bases = [bases] if isinstance(bases, str) else bases
+        if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+            raise UserError(f"{path}: extends = {shown_value(bases)}: must be a path or a list of paths")
+        for base in bases:
+            if fault := path_fault(base):
+                raise UserError(f"{path}: extends = {shown_value(base)}: {fault}")
+            yield from self.read(find_base(base, path), (*chain, path))
+        yield str(path), table
+
+    def _parse(self, path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
+        self._num_files += 1
+        if self._num_files > _MOST_FILES:
+            raise UserError(
+                f"{chain[0]}: reads more than {_MOST_FILES} files by extends, where a file that is extended twice "
+                f"counts twice; use fewer files (here {path})"
+            )
+        try:
+            table = read_toml(path, what="a configuration file")
+            self._num_bytes += path.stat().st_size
+        except OSError as error:
+            context = f'{chain[-1]}: extends "{path}": ' if chain else ""
+            shown = shortened(str(path))
+            raise UserError(f"{context}cannot read the configuration file {shown}: {error.strerror}") from None
+        if self._num_bytes > MOST_BYTES:
+            raise UserError(f"{chain[0]}: with the files that it extends more than {MOST_BYTES:,} bytes (at {path})")
+        return table
 
 
 def _parse_override(text: str) -> tuple[Key, Any]:
     """'model.hidden_size=64' -> (("model", "hidden_size"), 64). A value that is not TOML is text."""
+    if fault := text_fault(text):
+        raise UserError(f'override "{shortened(text)}": {fault}')
     name, equals, value = text.partition("=")
     try:
-        key = [] if not equals else list(_leaves(tomllib.loads(f"{name} = 0"), ()))
-    except tomllib.TOMLDecodeError:
+        key = [] if not equals else list(_leaves(parse_toml(f"{name} = 0"), ()))
+    except TomlError:
         key = []
     if len(key) != 1 or len(key[0][0]) < 2:
-        raise UserError(f'override "{text}": must be section.key=value, such as train.steps=100')
+        raise UserError(f'override "{shortened(text)}": must be section.key=value, such as train.steps=100')
     try:
-        parsed = tomllib.loads(f"value = {value}")
-    except tomllib.TOMLDecodeError:
+        parsed = parse_toml(f"value = {value}")
+    except TomlError:
         parsed = {}
     return key[0][0], parsed["value"] if list(parsed) == ["value"] else value
 
@@ -180,16 +218,16 @@ def _explain(error: dict[str, Any], merged: _Merged, path: Path) -> str:
     origin, value = merged.origin(key) or path, merged.value(key)
     if error["type"] == "value_error":
         # A check of a section names its keys itself, one of a field or of a mixer's options only says what is wrong.
-        where = path if len(key) == 1 else f"{origin}: {key_text(key)}"
-        given = "" if len(key) == 1 or value is None else f" = {toml_value(value)}"
-        return f"{where}{given}: {error['ctx']['error']}"
+        where = path if len(key) == 1 else f"{origin}: {shown_key(key)}"
+        given = "" if len(key) == 1 or value is None else f" = {shown_value(value)}"
+        return f"{where}{given}: {shortened(str(error['ctx']['error']), 1000)}"
     if error["type"] == "extra_forbidden":
-        return f"{origin}: unknown key {key_text(key)}; {nearest_key(key)}"
+        return f"{origin}: unknown key {shown_key(key)}; {nearest_key(key)}"
     if value is None and len(key) == 1:
-        return f"{origin}: the section [{key_text(key)}] is missing; it needs {', '.join(_required(key[0]))}"
+        return f"{origin}: the section [{shown_key(key)}] is missing; it needs {', '.join(_required(key[0]))}"
     if value is None:
-        return f"{origin}: {key_text(key)} is missing; it must be {type_name}"
-    return f"{origin}: {key_text(key)} = {toml_value(value)}: must be {type_name}"
+        return f"{origin}: {shown_key(key)} is missing; it must be {type_name}"
+    return f"{origin}: {shown_key(key)} = {shown_value(value)}: must be {type_name}"
 
 
 def _locate(location: Sequence[int | str]) -> tuple[Key, str]:

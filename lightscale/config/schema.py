@@ -5,12 +5,14 @@ neither torch nor any part of lightscale outside `config` but the errors.
 """
 
 import difflib
+import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -28,20 +30,53 @@ from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownEr
 from lightscale.config.arithmetic import near_divisor, near_multiple
 from lightscale.config.mixers import known_mixers, mixer_entry, mixer_options_type
 from lightscale.config.sinks import RECORD, sink_entry
+from lightscale.config.text import path_fault, text_fault
+from lightscale.errors import shortened
 
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-PositiveOrZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+# Bounds lie far beyond what has been trained, and keep arithmetic, messages and allocations small whatever is written.
+MOST_LAYERS = 10_000
+MOST_RANKS = 1_000_000
+MOST_IDS = 2**24
+"""Of a vocabulary."""
+MOST_ENTRIES = 10_000
+"""Of a list or of a table whose keys the user chooses."""
+MOST_SEQUENCE_TOKENS = 2**30
+_MOST_STEPS, _MOST_TOKENS = 10**9, 10**15
+
+# Of little things: failures, skips, checkpoints.
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+CountOrZero = Annotated[int, Field(ge=0, le=1_000_000)]
+Width = Annotated[int, Field(ge=1, le=2**20)]
+Steps = Annotated[int, Field(ge=1, le=_MOST_STEPS)]
+StepsOrZero = Annotated[int, Field(ge=0, le=_MOST_STEPS)]
+Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+Ids = Annotated[int, Field(ge=1, le=MOST_IDS)]
+# Positions are written as floats of 32 bits at places.
+SequenceLength = Annotated[int, Field(ge=1, le=MOST_SEQUENCE_TOKENS)]
+# What generators of random numbers take.
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Seconds = Annotated[float, Field(gt=0, le=604_800, allow_inf_nan=False)]
+Small = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False)]
+PositiveOrZero = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _path(value: object) -> object:
+    """`value` as it is. ValueError where it is a text that can be no path."""
+    if isinstance(value, str) and (fault := path_fault(value)):
+        raise ValueError(fault)
+    return value
+
+
 # TOML has neither paths nor tuples: they are read from text and from lists, everything else as it is.
-PathText = Annotated[Path, Field(strict=False)]
+PathText = Annotated[Path, Field(strict=False), BeforeValidator(_path)]
 Exchange = Literal["gather", "two_level", "ring"]
 Recompute = Literal["none", "selective", "full"]
 
 _MIXER_ENTRY = re.compile(r"(?P<name>[a-z][a-z0-9_]*)(\*(?P<count>[1-9][0-9]*))?")
 _SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-_RUN_AT_STEP = re.compile(r".+@[0-9]+")
+_RUN_AT_STEP = re.compile(r".+@[0-9]{1,10}")
 
 
 def _whole(value: object) -> object:
@@ -49,7 +84,24 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-TokenCount = Annotated[Count, BeforeValidator(_whole)]
+TokenCount = Annotated[int, Field(ge=1, le=_MOST_TOKENS), BeforeValidator(_whole)]
+
+
+def _check_texts(value: Any) -> None:
+    """ValueError where a text in `value`, also in its lists and tables, can be no value."""
+    if isinstance(value, str):
+        if fault := text_fault(value):
+            raise ValueError(fault)
+    elif isinstance(value, (dict, list, tuple)):
+        # What is read from a file has no more than some levels.
+        for one in itertools.chain(value, value.values() if isinstance(value, dict) else ()):
+            _check_texts(one)
+
+
+def _holds_section(annotation: Any) -> bool:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return True
+    return any(map(_holds_section, get_args(annotation)))
 
 
 class Section(BaseModel):
@@ -60,33 +112,36 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _unset(cls, value: Any, info: ValidationInfo) -> Any:
-        # TOML has no null: "none" unsets an optional field that an earlier file set.
         assert info.field_name is not None
+        # Sections check their own, and name the whole key.
+        if not _holds_section(cls.model_fields[info.field_name].annotation):
+            _check_texts(value)
+        # TOML has no null: "none" unsets an optional field that an earlier file set.
         return None if value == "none" and cls.model_fields[info.field_name].default is None else value
 
 
 class ModelConfig(Section):
     """[model]: the shape of the network."""
 
-    mixer: str | list[str] = "tnl"
+    mixer: str | Annotated[list[str], Field(max_length=MOST_LAYERS)] = "tnl"
     """Token mixer of the layers: a name, or a pattern like ["tnl*7", "llama"], repeated up to num_layers."""
-    num_layers: Count
+    num_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
     """Number of blocks."""
-    hidden_size: Count
+    hidden_size: Width
     """Width of the residual stream (d_model), in channels."""
-    num_heads: Count
+    num_heads: Width
     """Number of heads; divides hidden_size."""
-    intermediate_size: Count
+    intermediate_size: Width
     """Inner width of the gated linear unit, in channels."""
-    vocab_size: Count
-    """Rows of the embedding, in tokens; padding included."""
+    vocab_size: Ids
+    """Rows of the embedding, in tokens; padding included. The largest published have 262,144."""
     glu_activation: Literal["none", "silu"] = "none"
     """Activation of the gate in the gated linear unit."""
     norm: Literal["srmsnorm", "rmsnorm"] = "srmsnorm"
     """Norm before each mixer and each gated linear unit, and at the end; srmsnorm has no weight."""
-    norm_eps: Positive = 1e-6
+    norm_eps: Small = 1e-6
     """Added to the mean square in the norms."""
-    init_std: Positive = 0.02
+    init_std: Small = 0.02
     """Standard deviation of the initial weights; output projections take it divided by sqrt(2 num_layers)."""
     mixer_options: Annotated[dict[str, SerializeAsAny[Section]], Field(validate_default=True)] = {}
     """Options of the mixers in use: a table [model.mixer_options.NAME] for each that has options."""
@@ -169,7 +224,7 @@ class ValidationSet(Section):
 class CurriculumStage(Section):
     """An entry of data.curriculum: shorter sequences at the beginning of a run."""
 
-    sequence_length: Count
+    sequence_length: SequenceLength
     """Length of a sequence, in tokens; divides data.sequence_length."""
     until_tokens: TokenCount
     """Tokens of the run after which it ends; rounded up to whole steps, may be written like 10e9."""
@@ -180,17 +235,17 @@ class DataConfig(Section):
 
     store: PathText
     """Path of the token store, relative to the current directory."""
-    sources: dict[str, Positive] = {}
+    sources: Annotated[dict[str, Positive], Field(max_length=MOST_ENTRIES)] = {}
     """Weight of each source (only ratios count); empty: as the corpus gave them, else by tokens, but for validation."""
-    sequence_length: Count
+    sequence_length: SequenceLength
     """Length of a training sequence, in tokens; with a curriculum, that of its last stage."""
     packing: Literal["concat", "whole"] = "concat"
     """concat: windows over the stream of documents; whole: only documents longer than a sequence are cut."""
-    curriculum: list[CurriculumStage] = []
+    curriculum: Annotated[list[CurriculumStage], Field(max_length=MOST_ENTRIES)] = []
     """Curriculum stages of shorter sequences, {sequence_length, until_tokens} each; steps keep their tokens."""
-    seed: CountOrZero = 0
+    seed: Seed = 0
     """Decides the order of the samples."""
-    validation: dict[str, ValidationSet] = {}
+    validation: Annotated[dict[str, ValidationSet], Field(max_length=MOST_ENTRIES)] = {}
     """Validation sets by name."""
 
     @model_validator(mode="after")
@@ -223,40 +278,40 @@ class DataConfig(Section):
 class ParallelConfig(Section):
     """[parallel]: how many ranks share the work along each axis; their product is the number of processes."""
 
-    tensor: Count = 1
+    tensor: Ranks = 1
     """Ranks that share every layer's heads and widths."""
-    pipeline: Count = 1
+    pipeline: Ranks = 1
     """Ranks that share the layers."""
-    sequence: Count = 1
+    sequence: Ranks = 1
     """Ranks that share every sequence."""
-    data: Count | None = None
+    data: Ranks | None = None
     """Ranks that share the batch; none: the rest of the processes."""
-    virtual_stages: Count = 1
+    virtual_stages: Annotated[int, Field(ge=1, le=MOST_LAYERS)] = 1
     """Pipeline stages on every pipeline rank, interleaved for a smaller bubble; 1: one stage each (1F1B)."""
     exchange: Exchange = "gather"
     """How states pass along the sequence: gathered by all ranks, in nodes and then between them, or rank to rank."""
-    ranks_per_node: Count | None = None
+    ranks_per_node: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Processes that share a node, for two_level; none: as they were started."""
 
 
 class OptimizerConfig(Section):
     """[optimizer]: AdamW and its learning rate schedule."""
 
-    lr: Positive
+    lr: Small
     """Peak learning rate."""
     schedule: Literal["constant", "cosine", "wsd"] = "constant"
     """After the warm-up: constant, a cosine to the end, or wsd: constant, then linear over decay_steps."""
-    warmup_steps: CountOrZero = 0
+    warmup_steps: StepsOrZero = 0
     """Length of the linear warm-up from 0, in steps."""
-    decay_steps: Count | None = None
+    decay_steps: Steps | None = None
     """Length of the final decay of wsd, in steps."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Learning rate at the end of cosine and wsd, as a share of lr."""
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
     """Decay of the two running means of Adam, per step."""
-    eps: Positive = 1e-8
+    eps: Small = 1e-8
     """Added to the root of Adam's second moment."""
-    weight_decay: PositiveOrZero = 0.1
+    weight_decay: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 0.1
     """Decoupled weight decay per step, times lr; not on norms, biases and decay parameters."""
     grad_clip: PositiveOrZero = 1.0
     """Largest global gradient norm, gradients are scaled down to it; 0: off."""
@@ -276,7 +331,7 @@ class OptimizerConfig(Section):
 class TrainConfig(Section):
     """[train]: length of the run, batch, numbers and device."""
 
-    steps: Count | None = None
+    steps: Steps | None = None
     """Length of the run, in optimizer steps; exactly one of steps and tokens is given."""
     tokens: TokenCount | None = None
     """Length of the run, in tokens; rounded up to whole steps, and may be written like 300e9."""
@@ -284,7 +339,7 @@ class TrainConfig(Section):
     """Sequences per step, over all ranks."""
     micro_batch_size: Count = 1
     """Sequences that a data rank holds at once; the rest of its share is accumulated."""
-    seed: CountOrZero = 0
+    seed: Seed = 0
     """Decides the initial weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto: on GPUs where there are any."""
@@ -294,11 +349,11 @@ class TrainConfig(Section):
     """What computes the operators; auto: Triton on GPUs, chunked PyTorch elsewhere. reference: token by token."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of weights and activations; auto: fp32 on CPUs, bf16 with fp32 main weights on GPUs."""
-    validate_every: CountOrZero = 0
+    validate_every: StepsOrZero = 0
     """Steps between validations; 0: never."""
     init_from: str | None = None
     """RUN@STEP: start from the weights of that checkpoint; optimizer and data start afresh."""
-    profile_steps: Annotated[tuple[Count, Count], Field(strict=False)] | None = None
+    profile_steps: Annotated[tuple[Steps, Steps], Field(strict=False)] | None = None
     """[first, last]: steps recorded by the profiler, counted from 1."""
 
     @model_validator(mode="after")
@@ -310,22 +365,24 @@ class TrainConfig(Section):
             first, last = self.profile_steps
             raise ValueError(f"train.profile_steps = [{first}, {last}] runs backwards; use [{last}, {first}]")
         if self.init_from is not None and not _RUN_AT_STEP.fullmatch(self.init_from):
-            raise ValueError(f'train.init_from = "{self.init_from}" must be RUN@STEP, like "runs/first@1000"')
+            raise ValueError(
+                f'train.init_from = "{shortened(self.init_from)}" must be RUN@STEP, like "runs/first@1000"'
+            )
         return self
 
 
 class CheckpointConfig(Section):
     """[checkpoint]: how often the run is saved, and how long that is kept."""
 
-    every: Count | None = None
+    every: Steps | None = None
     """Steps between checkpoints; none: by time, tuned to what saves cost. The last step is always saved."""
-    mtbf_hours: Positive = 24.0
+    mtbf_hours: Annotated[float, Field(gt=0, le=1_000_000, allow_inf_nan=False)] = 24.0
     """Expected hours between failures of the whole run, preemptions included; for the interval that is by time."""
-    keep: Annotated[int, Field(ge=2)] = 2
+    keep: Annotated[int, Field(ge=2, le=1_000_000)] = 2
     """Number of newest checkpoints that are kept."""
-    keep_every: Count | None = None
+    keep_every: Steps | None = None
     """Checkpoints at multiples of this many steps are never removed; none: all but the newest are."""
-    keep_weights_every: Count | None = None
+    keep_weights_every: Steps | None = None
     """Steps between checkpoints of the weights alone, 4 bytes a parameter, that are never removed; none: no such."""
     asynchronous: bool = True
     """Write in the background: training waits only until its state is copied."""
@@ -336,7 +393,7 @@ class CheckpointConfig(Section):
 class GuardConfig(Section):
     """[guard]: steps that are skipped because their numbers are bad, and rollbacks when that does not help."""
 
-    window: Annotated[int, Field(ge=8)] = 100
+    window: Annotated[int, Field(ge=8, le=100_000)] = 100
     """Steps whose medians are the usual loss and gradient norm; before there are as many, only NaN and Inf are bad."""
     max_loss_rise: Positive | None = 1.0
     """Nats above the median loss from which a step is skipped; none: any finite loss is good."""
@@ -346,7 +403,7 @@ class GuardConfig(Section):
     """Steps skipped in a row, after which the run goes back to a checkpoint and jumps over that data."""
     max_rollbacks: CountOrZero = 3
     """Rollbacks of a run; at the next one it stops and needs attention."""
-    compare_replicas_every: CountOrZero = 0
+    compare_replicas_every: StepsOrZero = 0
     """Steps between comparisons of weights that several ranks hold, to find silent corruption; 0: never."""
 
 
@@ -355,10 +412,10 @@ class RestartConfig(Section):
 
     max_cycles: Count = 3
     """Starts in a row that end without a new checkpoint, after which the run is stopped."""
-    hang_timeout_s: Positive = 60.0
+    hang_timeout_s: Seconds = 60.0
     """Least time without any progress after which a rank counts as hanging; slow steps extend it."""
-    collective_timeout_s: Positive = 600.0
-    """Longest wait for the other ranks in one exchange."""
+    collective_timeout_s: Seconds = 600.0
+    """Longest wait for the other ranks in one exchange; at most a week."""
 
 
 class WandbConfig(Section):
@@ -377,13 +434,13 @@ class WandbConfig(Section):
 class MetricsConfig(Section):
     """[metrics]: what is recorded while training, and where it goes."""
 
-    log_every: Count = 1
+    log_every: Steps = 1
     """Steps between lines of metrics."""
-    sinks: list[str] = ["tensorboard", "jsonl"]
+    sinks: Annotated[list[str], Field(max_length=100)] = ["tensorboard", "jsonl"]
     """Where metrics go: tensorboard, wandb, and always jsonl, the record that other commands read."""
-    position_buckets: Count = 8
+    position_buckets: Annotated[int, Field(ge=1, le=1024)] = 8
     """Equal parts of the sequence for which the validation loss is reported separately."""
-    parameter_norms_every: CountOrZero = 10
+    parameter_norms_every: StepsOrZero = 10
     """Steps between norms of gradients and updates by group of parameters, on logged steps only; 0: never."""
     wandb: WandbConfig = WandbConfig()
 
@@ -392,7 +449,7 @@ class MetricsConfig(Section):
     def _known_sinks(cls, sinks: list[str]) -> list[str]:
         for name in sinks:
             sink_entry(name)
-        if twice := {name for name in sinks if sinks.count(name) > 1}:
+        if twice := {name for name, times in Counter(sinks).items() if times > 1}:
             raise ValueError(f"names {' and '.join(sorted(twice))} twice; name each sink once")
         if RECORD not in sinks:
             raise ValueError(
@@ -487,8 +544,12 @@ def _mixer_period(mixer: str | Iterable[str]) -> list[str]:
     for entry in entries:
         match = _MIXER_ENTRY.fullmatch(entry)
         if match is None:
-            raise ValueError(f'"{entry}" must be NAME or NAME*COUNT, like "tnl" or "tnl*7"')
-        period += [match["name"]] * int(match["count"] or 1)
+            raise ValueError(f'"{shortened(entry)}" must be NAME or NAME*COUNT, like "tnl" or "tnl*7"')
+        # By its digits first: it may have thousands.
+        digits = match["count"] or "1"
+        if len(digits) > len(str(MOST_LAYERS)) or len(period) + int(digits) > MOST_LAYERS:
+            raise ValueError(f'"{shortened(entry)}" makes a pattern of more than {MOST_LAYERS:_} layers')
+        period += [match["name"]] * int(digits)
     if not period:
         raise ValueError('names no mixer; use a name or a list of names, like "tnl"')
     return period

@@ -5,7 +5,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from lightscale.errors import UserError
+from lightscale.config.text import path_fault
+from lightscale.errors import UserError, shortened
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs"
 """Part of the package, in a clone and in an installed wheel alike."""
@@ -13,6 +14,8 @@ PARTS = ("arch", "size", "recipe")
 """What runs extend, a folder each; see the README there."""
 
 _SUFFIX = ".toml"
+# Of a folder's files, in a message.
+_MOST_NAMES = 50
 
 
 def run_names() -> list[str]:
@@ -35,6 +38,8 @@ def find_config(given: Path) -> Path:
 
     Raises UserError with what is nearly called so, and with the folders that were looked into.
     """
+    if fault := path_fault(str(given)):
+        raise UserError(f'CONFIG "{shortened(str(given))}": {fault}')
     if _is_there(given):
         return given
     if (name := str(given).removesuffix(_SUFFIX)) in (names := run_names()):
@@ -64,7 +69,7 @@ def _stems(folder: Path) -> list[str]:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether `path` is something that can be read; a pipe is, a folder is not."""
+    """Whether `path` is there and no folder; reading it says what is wrong with a pipe."""
     try:
         return path.exists() and not path.is_dir()
     except OSError:
@@ -81,7 +86,9 @@ def _advice(wanted: Path, shipped: Iterable[str], looked: list[Path]) -> str:
     where = f"looked in {' and '.join(map(str, looked))}"
     if near:
         return f"did you mean {' or '.join(near)}? ({where})"
-    names = ", ".join(there.values()) or "no TOML files"
+    names = ", ".join([*there.values()][:_MOST_NAMES]) or "no TOML files"
+    if len(there) > _MOST_NAMES:
+        names += f" and {len(there) - _MOST_NAMES} more"
     return f"{looked[0]} has {names}; `lightscale configs` lists those that are shipped ({where})"
 
 

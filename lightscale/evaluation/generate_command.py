@@ -8,12 +8,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightscale.config.arguments import run_path
+from lightscale.config.arguments import path_argument, run_path
 from lightscale.errors import UserError
+from lightscale.files import read_regular
 from lightscale.runs.run_directory import split_step
 
 if TYPE_CHECKING:
     from lightscale.evaluation.model import LoadedModel
+
+_MOST_PROMPT_BYTES = 2**28
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run", metavar="RUN[@STEP]", help="the run's directory, or NAME for runs/NAME; a step (default: the newest)")
     add("--prompt", metavar="TEXT", help="text to continue (default: none, the model begins a document)")
-    add("--prompt-file", type=Path, metavar="FILE", help="file with the text to continue, UTF-8")
+    add("--prompt-file", type=path_argument, metavar="FILE", help="file with the text to continue, UTF-8")
     add("--step", type=int, metavar="N", help="the same as RUN@N")
     add("--tokens", type=int, default=200, metavar="N", help="tokens at most (default: %(default)s)")
     temperature = "divides the logits; 0 takes the most probable token (default: %(default)s)"
@@ -29,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=int, metavar="K", help="only the K most probable tokens (default: all)")
     add("--top-p", type=float, metavar="P", help="only the most probable tokens that together have P (default: all)")
     add("--seed", type=int, default=0, help="seed of the random choices (default: %(default)s)")
-    add("--store", type=Path, metavar="PATH", help="token store with the tokenizer (default: the run's own)")
+    add("--store", type=path_argument, metavar="PATH", help="token store with the tokenizer (default: the run's own)")
     add("--json", action="store_true", help="print the text and its timings as JSON")
 
 
@@ -118,7 +121,7 @@ def _read_prompt(args: argparse.Namespace) -> str:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_bytes().decode()
+        return read_regular(path, what="a prompt", most_bytes=_MOST_PROMPT_BYTES, follow_links=True).decode()
     except OSError as error:
         raise UserError(f"--prompt-file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

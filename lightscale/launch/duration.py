@@ -2,10 +2,10 @@
 
 import re
 
-from lightscale.errors import UserError
+from lightscale.errors import UserError, shortened
 
 _UNITS_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
-_DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+_DURATION = re.compile(r"(?:([0-9]{1,9})d)?(?:([0-9]{1,9})h)?(?:([0-9]{1,9})m)?(?:([0-9]{1,9})s)?")
 
 
 def parse_duration(name: str, text: str) -> int:
@@ -17,5 +17,7 @@ def parse_duration(name: str, text: str) -> int:
         else 0
     )
     if not seconds:
-        raise UserError(f'{name} {text}: must be a time in days, hours, minutes and seconds, like "23h30m" or "90s"')
+        raise UserError(
+            f'{name} {shortened(text)}: must be a time in days, hours, minutes and seconds, like "23h30m" or "90s"'
+        )
     return seconds

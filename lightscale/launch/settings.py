@@ -5,28 +5,35 @@ They are the same for all schedulers, which refuse those that they lack (`Schedu
 
 import os
 import re
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from lightscale.config.fields import field_type_text, toml_value
-from lightscale.config.files import launch_tables
-from lightscale.config.schema import Section
-from lightscale.errors import UserError
+from lightscale.config.fields import field_type_text, shown_key, shown_value
+from lightscale.config.files import launch_tables, mistakes
+from lightscale.config.schema import MOST_ENTRIES, MOST_RANKS, Section
+from lightscale.config.toml import MOST_LEVELS, TomlError, parse_toml
+from lightscale.errors import UserError, shortened
 
 SITE_FILE = Path("lightscale") / "launch.toml"
 # minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds
-_TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
+_TIME = re.compile(r"[0-9]{1,6}(:[0-9]{2}){0,2}|[0-9]{1,6}-[0-9]{1,6}(:[0-9]{2}){0,2}")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+_PerNode = Annotated[int, Field(ge=1, le=1024)]
+_Nodes = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+_Lines = Annotated[list[str], Field(max_length=MOST_ENTRIES)]
+# Beyond 64 bits Python may not even write a number.
+_Variable = str | Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class LaunchSettings(Section):
     """[launch]: how runs are submitted to a scheduler."""
 
-    nodes: int = Field(default=1, ge=1)
+    nodes: _Nodes = 1
     """Nodes of a job."""
     time: str | None = None
     """Time limit of a job: hours:minutes:seconds or days-hours."""
@@ -34,23 +41,23 @@ class LaunchSettings(Section):
     """Partition (queue) of the cluster; none: the cluster's default."""
     account: str | None = None
     """Account that is charged."""
-    gpus_per_node: int | None = Field(default=None, ge=1)
+    gpus_per_node: _PerNode | None = None
     """GPUs asked for on each node."""
-    cpus_per_node: int | None = Field(default=None, ge=1)
+    cpus_per_node: _PerNode | None = None
     """Cores asked for on each node."""
-    processes: int | None = Field(default=None, ge=1)
+    processes: _PerNode | None = None
     """Ranks on each node; none: one for each GPU, or one."""
-    min_nodes: int | None = Field(default=None, ge=1)
+    min_nodes: _Nodes | None = None
     """Least number of nodes with which a chain's job continues after some failed; none: half of them."""
-    jobs_at_once: int = Field(default=1, ge=1)
+    jobs_at_once: _PerNode = 1
     """With --scheduler local, on a machine without GPUs: jobs that may run there together."""
-    signal_s: int = Field(default=300, ge=1)
+    signal_s: Annotated[int, Field(ge=1, le=604_800)] = 300
     """Seconds before the time limit at which the run saves and exits: more than a step and a save."""
-    setup: list[str] = Field(default=[])
+    setup: _Lines = Field(default=[])
     """Lines of the script before the run, like "module load cuda"."""
-    environment: dict[str, str | int] = Field(default={})
+    environment: dict[str, _Variable] = Field(default={}, max_length=MOST_ENTRIES)
     """Variables of the ranks, like NCCL_SOCKET_IFNAME."""
-    options: list[str] = Field(default=[])
+    options: _Lines = Field(default=[])
     """More options of the scheduler, like "--constraint=h100"."""
 
     @property
@@ -84,8 +91,7 @@ def load_settings(config: Path, overrides: Sequence[str], given: Mapping[str, An
     try:
         settings = LaunchSettings.model_validate(values)
     except ValidationError as error:
-        lines = [_explain(str(one["loc"][0]), one["type"], values, origins) for one in error.errors()]
-        raise UserError("\n".join(dict.fromkeys(lines))) from None
+        raise UserError(mistakes(error, lambda item: _explain(item, values, origins))) from None
     _check(settings, origins)
     return settings
 
@@ -100,20 +106,23 @@ def _site() -> Iterator[tuple[str, dict[str, Any]]]:
 def _override(text: str) -> tuple[str, dict[str, Any]]:
     name, _, value = text.removeprefix("launch.").partition("=")
     try:
-        parsed = tomllib.loads(f"{name} = {value}")
-    except tomllib.TOMLDecodeError:
+        parsed = parse_toml(f"{name} = {value}")
+    except TomlError:
         # A bare word, as in launch.partition=long, is no TOML. It is taken as text, and the dots before it as tables.
         parsed = {}
-        for part in reversed(name.split(".")):
+        for part in reversed(name.split(".", maxsplit=MOST_LEVELS)):
             parsed = {part: parsed or value}
-    return f'override "{text}"', parsed
+    return f'override "{shortened(text)}"', parsed
 
 
-def _explain(key: str, kind: str, values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+def _explain(error: Mapping[str, Any], values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+    key = str(error["loc"][0])
     where, field = origins.get(key, "[launch]"), LaunchSettings.model_fields.get(key)
-    if kind == "extra_forbidden" or field is None:
-        return f"{where}: unknown key launch.{key}; there are {', '.join(LaunchSettings.model_fields)}"
-    return f"{where}: launch.{key} = {toml_value(values[key])}: must be {field_type_text(field)}"
+    name = shown_key(["launch", key])
+    if error["type"] == "extra_forbidden" or field is None:
+        return f"{where}: unknown key {name}; there are {', '.join(LaunchSettings.model_fields)}"
+    wanted = error["ctx"]["error"] if error["type"] == "value_error" else f"must be {field_type_text(field)}"
+    return f"{where}: {name} = {shown_value(values[key])}: {wanted}"
 
 
 def _seconds(time: str) -> int:
@@ -130,8 +139,8 @@ def _seconds(time: str) -> int:
 def _check(settings: LaunchSettings, origins: Mapping[str, str]) -> None:
     if settings.time is not None and not _TIME.fullmatch(settings.time):
         raise UserError(
-            f'{origins["time"]}: launch.time = "{settings.time}": must be hours:minutes:seconds or days-hours, '
-            'like "24:00:00" or "2-12"'
+            f"{origins['time']}: launch.time = {shown_value(settings.time)}: must be hours:minutes:seconds or "
+            'days-hours, like "24:00:00" or "2-12"'
         )
     if settings.time_s is not None and settings.signal_s >= settings.time_s:
         raise UserError(
@@ -141,10 +150,12 @@ def _check(settings: LaunchSettings, origins: Mapping[str, str]) -> None:
         raise UserError(f"launch.min_nodes = {settings.min_nodes}: must be at most launch.nodes = {settings.nodes}")
     for name in settings.environment:
         if not _NAME.fullmatch(name):
-            raise UserError(f"{origins['environment']}: launch.environment.{name}: must be the name of a variable")
+            raise UserError(
+                f"{origins['environment']}: launch.environment.{shortened(name)}: must be the name of a variable"
+            )
     for option in settings.options:
         if not option.startswith("-") or "\n" in option:
             raise UserError(
-                f'{origins["options"]}: launch.options has "{option}": must be options of the scheduler, '
+                f"{origins['options']}: launch.options has {shown_value(option)}: must be options of the scheduler, "
                 'like "--qos=high"'
             )

@@ -8,7 +8,7 @@ from lightscale.config.arithmetic import near_multiple
 from lightscale.config.layout import Layout, LayoutError, check_layout
 from lightscale.config.mixers import mixer_entry
 from lightscale.config.schema import Exchange, ParallelConfig, Recompute, RunConfig
-from lightscale.errors import UserError
+from lightscale.errors import UserError, shortened
 from lightscale.models.registry import check_model
 from lightscale.planning.communication import EXCHANGES
 from lightscale.planning.hardware import Hardware
@@ -20,6 +20,7 @@ from lightscale.planning.workload import RECOMPUTE
 BATCH_TOLERANCE = 0.1
 AXES = ("tensor", "pipeline", "sequence", "data")
 _COUNTS = (*AXES, "micro_batch_size")
+_MOST_DIGITS = 6
 _CHOICES = {"recompute": RECOMPUTE, "exchange": EXCHANGES}
 # A larger micro-batch must be predicted to be faster by this share: predictions know no smaller differences.
 _LEAST_GAIN = 0.01
@@ -46,11 +47,11 @@ class Fixed:
         choices: dict[str, str] = {}
         for entry in filter(None, text.split(",")):
             name, _, value = entry.partition("=")
-            if name in _COUNTS and value.isdecimal() and int(value) > 0:
+            if name in _COUNTS and value.isdecimal() and len(value) <= _MOST_DIGITS and int(value) > 0:
                 counts[name] = int(value)
             elif name in _COUNTS:
                 what = "sequences" if name == "micro_batch_size" else "ranks"
-                raise UserError(f"--layout {entry}: {name} must be a number of {what}, like {name}=2")
+                raise UserError(f"--layout {shortened(entry)}: {name} must be a number of {what}, like {name}=2")
             elif name not in _CHOICES:
                 raise UserError(
                     f"--layout {entry}: expected {', '.join((*_COUNTS, *_CHOICES))}, like tensor=2,sequence=16"

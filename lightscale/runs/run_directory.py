@@ -26,7 +26,8 @@ import xxhash
 
 from lightscale.config.files import difference, load, to_toml
 from lightscale.config.schema import RunConfig
-from lightscale.errors import UserError
+from lightscale.config.text import path_fault
+from lightscale.errors import UserError, shortened
 from lightscale.files import NotRegular, kind, open_regular, read_regular
 from lightscale.records import MOST_LINE_BYTES, Record, newest_lines, parse_line, read_records
 from lightscale.runs.held_directory import HeldDirectory
@@ -60,6 +61,8 @@ _OF_A_MOUNT = frozenset({"lost+found", ".snapshot", ".snapshots", ".zfs"})
 _SHOWN_FILES = 5
 # Not in this attempt's number: it is recorded before the attempt that it belongs to.
 _BEFORE_ITS_ATTEMPT = "configuration_changed"
+_MOST_DIGITS = 10
+"""Of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +88,14 @@ def is_named(key: str, names: Collection[str]) -> bool:
 
 def split_step(name: str) -> tuple[str, int | None]:
     """ "runs/first@1000" -> ("runs/first", 1000); a run alone has the step None."""
+    if fault := path_fault(name):
+        raise UserError(f'"{shortened(name)}": {fault}')
     run, at, step = name.rpartition("@")
     # A directory may have an @ in its name.
     if not at or Path(name).is_dir():
         return name, None
-    if not step.isdecimal():
-        raise UserError(f'"{name}": the step after @ must be a number, like {run}@1000')
+    if not (step.isdecimal() and len(step) <= _MOST_DIGITS):
+        raise UserError(f'"{shortened(name)}": the step after @ must be a number, like {shortened(run)}@1000')
     return run, int(step)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightscale.cli import COMMANDS
-from lightscale.config.arguments import CONFIG, OVERRIDE, RUN, require_run, run_path
+from lightscale.config.arguments import CONFIG, OVERRIDE, RUN, require_run, run_argument, run_path
 from lightscale.errors import UserError
 
 
@@ -64,7 +64,7 @@ def test_every_command_calls_a_run_run() -> None:
             if action.dest in ("run", "runs", "run_dir", "run_directory"):
                 assert str(action.metavar).startswith(RUN), where
                 # RUN@STEP is taken apart first.
-                assert action.metavar != RUN or action.type is run_path, where
+                assert action.metavar != RUN or action.type is run_argument, where
                 runs.add(parser.prog)
             if "--run" in action.option_strings:
                 assert action.option_strings == ["--run", "--run-dir"], where

@@ -69,7 +69,7 @@ def refusal(path: Path, *overrides: str) -> str:
         ),
         (
             "model.mixer_options.tnl.gate_rank=0",
-            'model.mixer_options.tnl.gate_rank = 0: must be a whole number >= 1 or "none"',
+            'model.mixer_options.tnl.gate_rank = 0: must be a whole number >= 1 and <= 1_048_576 or "none"',
         ),
         (
             "model.mixer_options.tnl.gate_rnk=8",
@@ -111,8 +111,8 @@ def test_mistakes_in_a_file_name_the_file_that_holds_them(tiny_run: Path, tmp_pa
     tiny_run.write_text(tiny_run.read_text().replace("lr = 1e-3", 'lr = "high"'), encoding="utf-8")
     assert refusal(run).split("\n") == [
         f"{run}: unknown key model.num_heds; did you mean model.num_heads?",
-        f'{tiny_run}: optimizer.lr = "high": must be a number > 0',
-        f'{run}: train.steps = "x": must be a whole number >= 1 or "none"',
+        f'{tiny_run}: optimizer.lr = "high": must be a number > 0 and <= 100',
+        f'{run}: train.steps = "x": must be a whole number >= 1 and <= 1_000_000_000 or "none"',
     ]
 
 
@@ -159,7 +159,7 @@ def test_missing_sections_and_keys_are_named(tmp_path: Path) -> None:
         f"{run}: the section [model] is missing; "
         "it needs num_layers, hidden_size, num_heads, intermediate_size, vocab_size",
         f"{run}: the section [data] is missing; it needs store, sequence_length",
-        f"{run}: optimizer.lr is missing; it must be a number > 0",
+        f"{run}: optimizer.lr is missing; it must be a number > 0 and <= 100",
     ]
 
 
@@ -176,7 +176,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     assert 'extends "size/3Q.toml"' in refusal(tmp_path / "child.toml")
     assert f"looked in {tmp_path / 'size'} and " in refusal(tmp_path / "child.toml")
     assert "extends = 3: must be a path or a list of paths" in refusal(tmp_path / "number.toml")
-    assert "Is a directory" in refusal(tmp_path)
+    assert "a directory; a configuration file is a regular file" in refusal(tmp_path)
 
 
 def test_extends_in_a_circle_is_refused_with_the_circle(tmp_path: Path) -> None:

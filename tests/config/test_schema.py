@@ -62,10 +62,10 @@ def test_every_field_says_what_it_is() -> None:
     for key in ("model.mixer", "data.validation.NAME.source", "train.profile_steps", "checkpoint.keep_every"):
         assert key in keys
     by_key = {field.key: field for field in fields}
-    assert by_key["checkpoint.keep"].type == "a whole number >= 2"
+    assert by_key["checkpoint.keep"].type == "a whole number >= 2 and <= 1_000_000"
     assert by_key["checkpoint.keep"].default == "2"
     assert by_key["model.hidden_size"].default == "(required)"
-    assert by_key["parallel.data"].type == 'a whole number >= 1 or "none"'
+    assert by_key["parallel.data"].type == 'a whole number >= 1 and <= 1_000_000 or "none"'
 
 
 def test_configurations_are_frozen(tiny_config: TinyConfig) -> None:

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from lightscale.config.arguments import path_argument
 from lightscale.data_pipeline.preparation.corpus import (
     DEFAULT_VOCAB_SIZE,
     TRAINED_TOKENIZER,
@@ -25,7 +26,7 @@ def add_corpus(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that `read_corpus` reads."""
     add = parser.add_argument
     paths = "a corpus file, or files and directories"
-    add("paths", nargs="*", default=[], type=Path, metavar="CORPUS.toml | PATH", help=paths)
+    add("paths", nargs="*", default=[], type=path_argument, metavar="CORPUS.toml | PATH", help=paths)
     add("--corpus", choices=[STDLIB], help="a corpus that every machine has: Python's own sources")
     own = parser.add_argument_group("for PATHs and --corpus (in a corpus file, these are its keys)")
     add = own.add_argument

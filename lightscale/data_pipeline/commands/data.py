@@ -5,12 +5,11 @@ import importlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.text import Text
 
-from lightscale.config.arguments import add_run
+from lightscale.config.arguments import add_run, path_argument
 from lightscale.data_pipeline.commands import plan, prepare, upgrade, verify
 from lightscale.data_pipeline.commands.output import plain_console, print_report
 from lightscale.data_pipeline.store.origins import Origin
@@ -26,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_parser(commands)
     prepare.add_parser(commands)
     inspect = commands.add_parser("inspect", help="show what a token store holds")
-    inspect.add_argument("store", type=Path, metavar="STORE")
+    inspect.add_argument("store", type=path_argument, metavar="STORE")
     inspect.add_argument("--sample", type=int, default=1, metavar="N", help="documents to show (default: 1)")
     inspect.add_argument("--json", action="store_true", help="print it as JSON")
     inspect.set_defaults(run_data=_inspect)

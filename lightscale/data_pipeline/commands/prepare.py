@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lightscale.config.arguments import path_argument
 from lightscale.data_pipeline.commands.corpus import add_corpus, read_corpus
 from lightscale.data_pipeline.commands.output import plain_console, print_report, progress_bars
 from lightscale.data_pipeline.executors import InProcess, MPIRanks, ProcessPool
@@ -20,7 +21,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("prepare", help="turn a corpus into a token store")
     add_corpus(parser)
     add = parser.add_argument
-    add("--out", required=True, type=Path, metavar="STORE", help="the store to write; must not exist")
+    add("--out", required=True, type=path_argument, metavar="STORE", help="the store to write; must not exist")
     add("--workers", type=int, metavar="N", help="processes on this machine (default: 1)")
     add("--mpi", action="store_true", help="divide the work among the ranks of this MPI program")
     add("--strict", action="store_true", help="stop at the first text that cannot be read whole")

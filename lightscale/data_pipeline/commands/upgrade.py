@@ -1,9 +1,9 @@
 """``lightscale data upgrade``: bring a store of an earlier format to this one."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
+from lightscale.config.arguments import path_argument
 from lightscale.data_pipeline.commands.output import plain_console, progress_bars
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.data_pipeline.store.upgrade import upgrade_store
@@ -12,8 +12,8 @@ from lightscale.data_pipeline.store.upgrade import upgrade_store
 def add_parser(commands: Any) -> None:
     """Add ``upgrade`` to the commands of ``lightscale data``."""
     parser = commands.add_parser("upgrade", help="add the hashes of blocks to a token store of an earlier format")
-    parser.add_argument("store", type=Path, metavar="STORE")
-    parser.add_argument("--out", type=Path, metavar="NEW", help="upgrade a copy (default: the store itself)")
+    parser.add_argument("store", type=path_argument, metavar="STORE")
+    parser.add_argument("--out", type=path_argument, metavar="NEW", help="upgrade a copy (default: the store itself)")
     parser.set_defaults(run_data=_upgrade)
 
 

@@ -2,9 +2,9 @@
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
+from lightscale.config.arguments import path_argument
 from lightscale.data_pipeline.commands.output import plain_console, progress_bars
 from lightscale.data_pipeline.store.verify import verify_store
 from lightscale.errors import UserError
@@ -13,7 +13,7 @@ from lightscale.errors import UserError
 def add_parser(commands: Any) -> None:
     """Add ``verify`` to the commands of ``lightscale data``."""
     parser = commands.add_parser("verify", help="read a token store whole and compare it with its hashes")
-    parser.add_argument("store", type=Path, metavar="STORE")
+    parser.add_argument("store", type=path_argument, metavar="STORE")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run_data=_verify)
 

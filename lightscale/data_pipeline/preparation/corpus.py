@@ -21,23 +21,31 @@ duplicates the first document is kept.
 
 import difflib
 import math
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from lightscale.config.fields import field_type_text, key_text, table_type, toml_value
-from lightscale.config.schema import Count, Fraction, Positive, Section
+from lightscale.config.fields import field_type_text, shown_key, shown_value, table_type
+from lightscale.config.files import mistakes
+from lightscale.config.schema import MOST_ENTRIES, Fraction, Ids, Positive, Section
+from lightscale.config.text import path_fault
+from lightscale.config.toml import read_toml
 from lightscale.data_pipeline.preparation.filters import make_filter
 from lightscale.data_pipeline.preparation.sources import DEFAULT_SUFFIXES
 from lightscale.data_pipeline.store.format import CHUNK_TOKENS, SHARD_TOKENS, VALIDATION_SUFFIX, check_source_name
-from lightscale.errors import UserError
+from lightscale.errors import UserError, shortened
 
 DEFAULT_VOCAB_SIZE = 4096
 TRAINED_TOKENIZER = "sentencepiece"
 # Weights are rounded by hand: 0.333 + 0.333 + 0.334 and three times 0.3333 are both meant as 1.
 _WEIGHT_TOLERANCE = 1e-3
+
+_Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_ENTRIES)]
+# As many bytes of 4 as compressors take at once, less than 2 GiB; and as a file system takes in one file.
+_MOST_CHUNK_TOKENS, _MOST_SHARD_TOKENS = 2**28, 2**34
+# The index of a shard has an entry for each of its chunks.
+_MOST_CHUNKS = 2**20
 
 Language = Literal["en", "zh", "code", "other"]
 
@@ -45,7 +53,7 @@ Language = Literal["en", "zh", "code", "other"]
 class SourceConfig(Section):
     """[sources.NAME]: texts of one kind, which become one source of the store."""
 
-    paths: Annotated[list[str], Field(min_length=1)]
+    paths: _Texts
     """Files, directories and patterns (*, ?, [], **) of the texts; "python:stdlib": Python's own sources."""
     language: Language | None = None
     """Whose rules filter the documents; none: no document is filtered."""
@@ -55,17 +63,32 @@ class SourceConfig(Section):
     """Field of jsonl objects and column of parquet files that holds the text."""
     id_field: str | None = None
     """Field of jsonl objects and column of parquet files with an id or URL to keep; none: none is kept."""
-    suffixes: Annotated[list[str], Field(min_length=1)] = Field(default_factory=lambda: list(DEFAULT_SUFFIXES))
+    suffixes: _Texts = Field(default_factory=lambda: list(DEFAULT_SUFFIXES))
     """Ends of the names of the files that are read in directories."""
     validation: Fraction | None = None
     """Share of the documents to hold out; none: that of the corpus."""
     filters: dict[str, Any] = Field(default_factory=dict)
     """What differs from the language's rules (``filters/README.md``): RULE = false, true or a table of its limits."""
 
+    @field_validator("paths")
+    @classmethod
+    def _check_paths(cls, paths: list[str]) -> list[str]:
+        for path in paths:
+            if fault := path_fault(path):
+                raise ValueError(f"{shown_value(path)} {fault}")
+        return paths
+
+    @field_validator("suffixes")
+    @classmethod
+    def _check_suffixes(cls, suffixes: list[str]) -> list[str]:
+        if "" in suffixes:
+            raise ValueError('"" is the end of every name; name the ends of the files to read, like ".txt"')
+        return suffixes
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.filters and self.language is None:
-            raise ValueError(f"filters = {toml_value(self.filters)} without a language, whose rules they would change")
+            raise ValueError(f"filters = {shown_value(self.filters)} without a language, whose rules they would change")
         if self.language is not None:
             make_filter(self.language, self.filters)
         return self
@@ -85,17 +108,17 @@ class Corpus(Section):
 
     tokenizer: str = TRAINED_TOKENIZER
     """"sentencepiece": trained on the corpus; "tiktoken:ENCODING"; or the path of a store or a tokenizer's file."""
-    vocab_size: Count | None = None
+    vocab_size: Ids | None = None
     """Ids of a tokenizer that is trained here, special ones included; none: 4096."""
     validation: Fraction = 0.0
     """Share of the documents to hold out as the sources NAME-validation."""
     duplicates: DuplicatesConfig = DuplicatesConfig()
     """Which documents count as the same."""
-    shard_tokens: Count = SHARD_TOKENS
+    shard_tokens: Annotated[int, Field(ge=1, le=_MOST_SHARD_TOKENS)] = SHARD_TOKENS
     """Length of a shard file, in tokens."""
-    chunk_tokens: Count = CHUNK_TOKENS
+    chunk_tokens: Annotated[int, Field(ge=1, le=_MOST_CHUNK_TOKENS)] = CHUNK_TOKENS
     """Length of zarr's chunks, in tokens; divides shard_tokens."""
-    sources: Annotated[dict[str, SourceConfig], Field(min_length=1)]
+    sources: Annotated[dict[str, SourceConfig], Field(min_length=1, max_length=MOST_ENTRIES)]
     """The texts, by the name of their source."""
 
     @property
@@ -116,6 +139,13 @@ class Corpus(Section):
                 f"shard_tokens = {self.shard_tokens} is not a multiple of chunk_tokens = {self.chunk_tokens}; "
                 f"use {-(-self.shard_tokens // self.chunk_tokens) * self.chunk_tokens}"
             )
+        if self.shard_tokens // self.chunk_tokens > _MOST_CHUNKS:
+            raise ValueError(
+                f"shard_tokens = {self.shard_tokens} makes more than {_MOST_CHUNKS:_} chunks of chunk_tokens = "
+                f"{self.chunk_tokens} in a shard; use chunk_tokens = {CHUNK_TOKENS}"
+            )
+        if not self.tokenizer.startswith("tiktoken:") and (fault := path_fault(self.tokenizer)):
+            raise ValueError(f"tokenizer = {shown_value(self.tokenizer)}: {fault}")
         if self.vocab_size is not None and self.tokenizer != TRAINED_TOKENIZER:
             raise ValueError(
                 f'vocab_size = {self.vocab_size}: tokenizer "{self.tokenizer}" has its own; remove one of the two keys'
@@ -131,11 +161,9 @@ def load_corpus(path: Path) -> Corpus:
     Raises ``UserError`` with one line per mistake: file, key, value, and what would be right.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = read_toml(path, what="a corpus file")
     except OSError as error:
-        raise UserError(f"cannot read the corpus file {path}: {error.strerror}") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"{path}: not valid TOML: {error}") from error
+        raise UserError(f"cannot read the corpus file {shortened(str(path))}: {error.strerror}") from error
     corpus = make_corpus(table, origin=str(path))
     base = path.resolve().parent
     sources = {
@@ -154,12 +182,16 @@ def make_corpus(table: dict[str, Any], *, origin: str) -> Corpus:
     try:
         return Corpus.model_validate(table)
     except ValidationError as error:
-        lines = [_explain(dict(item), table) for item in error.errors(include_url=False)]
-        raise UserError("\n".join(f"{origin}: {line}" for line in dict.fromkeys(lines))) from None
+        raise UserError(mistakes(error, lambda item: f"{origin}: {_explain(item, table)}")) from None
 
 
 def _absolute(base: Path, entry: str) -> str:
-    return entry if entry.startswith("python:") else str(base / Path(entry).expanduser())
+    if entry.startswith("python:"):
+        return entry
+    try:
+        return str(base / Path(entry).expanduser())
+    except RuntimeError as error:
+        raise UserError(f"{base}: the path {shown_value(entry)} of the corpus: {error}; write the whole path") from None
 
 
 def _check_names(names: list[str]) -> None:
@@ -194,15 +226,16 @@ def _explain(error: dict[str, Any], table: dict[str, Any]) -> str:
     value: Any = table
     for part in key:
         value = value.get(part) if isinstance(value, dict) else None
-    name = key_text(key)
+    name = shown_key(key)
     if error["type"] == "value_error":
-        return f"{name}: {error['ctx']['error']}" if name else str(error["ctx"]["error"])
+        text = shortened(str(error["ctx"]["error"]), 1000)
+        return f"{name}: {text}" if name else text
     if error["type"] == "extra_forbidden":
         near = difflib.get_close_matches(key[-1], siblings, n=1)
         return f"unknown key {name}; " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(siblings)}")
     if value is None:
         return f"{name} is missing; it must be {expected}"
-    return f"{name} = {toml_value(value)}: must be {expected}" + (", not empty" if value in ([], {}) else "")
+    return f"{name} = {shown_value(value)}: must be {expected}" + (", not empty" if value in ([], {}) else "")
 
 
 def _locate(location: tuple[int | str, ...]) -> tuple[tuple[str, ...], str, list[str]]:

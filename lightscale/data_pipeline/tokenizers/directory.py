@@ -12,7 +12,7 @@ from lightscale.data_pipeline.tokenizers.interface import DESCRIPTION_FILE, read
 from lightscale.data_pipeline.tokenizers.sentencepiece_model import sentencepiece_sha256
 from lightscale.data_pipeline.tokenizers.tiktoken_encoding import tiktoken_sha256
 from lightscale.data_pipeline.whole_files import TEMPORARY_SUFFIX, whole_directory
-from lightscale.errors import UserError
+from lightscale.errors import UserError, shortened
 
 _HASHES: dict[str, Callable[[Path, dict[str, Any]], str]] = {
     "sentencepiece": sentencepiece_sha256,
@@ -29,8 +29,8 @@ def files_sha256(directory: Path) -> str:
     try:
         description = json.loads(read_file(directory / DESCRIPTION_FILE))
         return _HASHES[description["kind"]](directory, description)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{directory}: damaged tokenizer files ({error!r})") from error
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{directory}: damaged tokenizer files ({shortened(repr(error))})") from error
 
 
 def copy_tokenizer(source: Path, target: Path, *, sha256: str) -> None:

@@ -4,7 +4,7 @@ import hashlib
 import importlib
 import json
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ from lightscale.data_pipeline.tokenizers.interface import (
     END_OF_TEXT,
     PROBES,
     SPACE_MARK,
+    check_ids,
     read_file,
     write_description,
 )
-from lightscale.errors import UserError
+from lightscale.errors import UserError, shortened
 
 _FILE = "huggingface.json"
 # What published files call the token between documents, in the order in which they are looked for.
@@ -115,12 +116,31 @@ def _parse(file: bytes, origin: str) -> tuple[Any, dict[str, int]]:
     except ImportError as error:
         raise UserError(f"{origin}: needs the package tokenizers; pip install 'lightscale[corpus]'") from error
     try:
-        added = json.loads(file).get("added_tokens") or []
-        special = {token["content"]: int(token["id"]) for token in added if token["special"]}
+        content = json.loads(file)
+        added = content.get("added_tokens") or []
+        # Before the package reads it, which makes what is as large as the largest id.
+        check_ids([*_vocabulary(content), *((token["content"], token["id"]) for token in added)], origin=origin)
+        special = {token["content"]: token["id"] for token in added if token["special"]}
         tokenizer = package.Tokenizer.from_str(file.decode())
+    except UserError:
+        raise
     except Exception as error:
-        raise UserError(f"{origin}: not a tokenizer file of Hugging Face ({error!r})") from error
+        raise UserError(f"{origin}: not a tokenizer file of Hugging Face ({shortened(repr(error))})") from error
+    if wrong := [token for token in special if tokenizer.token_to_id(token) != special[token]]:
+        raise UserError(
+            f"{origin}: the special token {shortened(wrong[0])!r} has the id {special[wrong[0]]}, but the package "
+            f"tokenizers gives it {tokenizer.token_to_id(wrong[0])}; added tokens come in the order of their ids, "
+            "behind those of the model"
+        )
     tokenizer.encode_special_tokens = True  # means: their spelling is text like any other
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer, special
+
+
+def _vocabulary(content: dict[str, Any]) -> Iterable[tuple[object, object]]:
+    """(token, id) of the file's model: a table of ids, or a list of (token, score) whose ids are their places."""
+    vocabulary = content["model"]["vocab"]
+    if isinstance(vocabulary, dict):
+        return vocabulary.items()
+    return ((token, number) for number, (token, _) in enumerate(vocabulary))

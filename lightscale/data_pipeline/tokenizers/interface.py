@@ -1,18 +1,23 @@
 """What every tokenizer is, and what their files share."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightscale.errors import UserError
+from lightscale.config.schema import MOST_IDS
+from lightscale.errors import UserError, shortened
 from lightscale.files import read_regular
 
 END_OF_TEXT = "<|endoftext|>"
 DESCRIPTION_FILE = "tokenizer.json"
+# Ten times the largest that are published.
+_MOST_BYTES = 2**28
+# Published vocabularies have gaps between their pieces and their special tokens, of up to 256 ids.
+_MOST_UNUSED = 1024
 SPACE_MARK = "\u2581"
 """What sentencepiece, and files made after it, write for a space."""
 PROBES = (
@@ -63,14 +68,44 @@ def write_description(directory: Path, tokenizer: Tokenizer, rules: dict[str, An
     (directory / DESCRIPTION_FILE).write_text(text, encoding="utf-8")
 
 
-# The largest known has some 30 MB.
-_MOST_BYTES = 1 << 30
+def check_ids(ids: Iterable[tuple[object, object]], *, origin: str) -> None:
+    """UserError that begins with ``origin``, unless the ``ids``, (token, id), can be those of a vocabulary.
+
+    They are whole numbers from 0 on, each of one token, with few unused ones between them. Checked before anything is
+    made that is as large as the largest of them.
+    """
+    tokens: dict[int, object] = {}
+    for token, number in ids:
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < MOST_IDS:
+            raise UserError(
+                f"{origin}: the token {_shown(token)} has the id {_shown(number)}: must be a whole number from 0 to "
+                f"{MOST_IDS - 1:_}"
+            )
+        if tokens.setdefault(number, token) != token:
+            raise UserError(
+                f"{origin}: the tokens {_shown(tokens[number])} and {_shown(token)} both have the id {number}; "
+                "every token has its own"
+            )
+    if not tokens:
+        raise UserError(f"{origin}: the vocabulary has no tokens")
+    if (unused := max(tokens) + 1 - len(tokens)) > _MOST_UNUSED:
+        raise UserError(
+            f"{origin}: the largest id is {max(tokens)}, of {_shown(tokens[max(tokens)])}, but there are "
+            f"{len(tokens)} tokens: {unused} ids are unused; ids must be contiguous, but for {_MOST_UNUSED}"
+        )
+
+
+def _shown(value: object) -> str:
+    try:
+        return shortened(repr(value), 60)
+    except ValueError:
+        return "of thousands of digits"  # which Python does not write
 
 
 def read_file(path: Path) -> bytes:
     """The content of a tokenizer's file; ``UserError`` if it cannot be read."""
     try:
         # Links are followed: model hubs keep the files of a tokenizer as links into their cache.
-        return read_regular(path, what="a tokenizer's file", most_bytes=_MOST_BYTES, follow_links=True)
+        return read_regular(path, what="a file of a tokenizer", most_bytes=_MOST_BYTES, follow_links=True)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; a tokenizer was expected there") from error

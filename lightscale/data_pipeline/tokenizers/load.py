@@ -9,7 +9,7 @@ from lightscale.data_pipeline.tokenizers.huggingface_file import HuggingFaceToke
 from lightscale.data_pipeline.tokenizers.interface import DESCRIPTION_FILE, Tokenizer, read_file
 from lightscale.data_pipeline.tokenizers.sentencepiece_model import SentencePieceTokenizer, load_sentencepiece
 from lightscale.data_pipeline.tokenizers.tiktoken_encoding import load_saved_tiktoken
-from lightscale.errors import UserError
+from lightscale.errors import UserError, shortened
 
 _LOADERS: dict[str, Callable[[Path, dict[str, Any]], Tokenizer]] = {
     "sentencepiece": load_sentencepiece,
@@ -34,8 +34,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
         sha256 = description["sha256"]
     except UserError:
         raise
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{directory}: damaged tokenizer files ({error!r})") from error
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{directory}: damaged tokenizer files ({shortened(repr(error))})") from error
     if tokenizer.sha256 != sha256:
         raise UserError(
             f"{directory}: the files have sha256 {tokenizer.sha256}, {DESCRIPTION_FILE} says {sha256}; "

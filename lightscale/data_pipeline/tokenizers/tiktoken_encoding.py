@@ -15,7 +15,7 @@ import tiktoken.load
 import tiktoken.registry
 from numpy.typing import NDArray
 
-from lightscale.data_pipeline.tokenizers.interface import END_OF_TEXT, read_file, write_description
+from lightscale.data_pipeline.tokenizers.interface import END_OF_TEXT, check_ids, read_file, write_description
 from lightscale.errors import UserError
 
 RANKS_FILE = "ranks.tiktoken"
@@ -88,12 +88,19 @@ def load_tiktoken(encoding: str) -> TiktokenTokenizer:
 
 def load_saved_tiktoken(directory: Path, description: dict[str, Any]) -> TiktokenTokenizer:
     """What ``TiktokenTokenizer.save`` wrote."""
-    ranks = [line.split() for line in read_file(directory / RANKS_FILE).splitlines()]
+    path = directory / RANKS_FILE
+    lines = [line.split() for line in read_file(path).splitlines()]
+    ranks = [(binascii.a2b_base64(token), int(rank)) for token, rank in lines]
+    special: dict[str, int] = description["special_tokens"]
+    # tiktoken makes what is as large as the largest id, and ends the process where a byte or rank is missing.
+    check_ids([*ranks, *special.items()], origin=str(path))
+    mergeable = dict(ranks)
+    if len(mergeable) < len(ranks):
+        raise UserError(f"{path}: a token has two ranks")
+    if missing := [byte for byte in range(256) if bytes([byte]) not in mergeable]:
+        raise UserError(f"{path}: no rank for the byte {missing[0]:#04x}; every byte must have one")
     return TiktokenTokenizer(
-        name=description["name"],
-        pat_str=description["pattern"],
-        mergeable_ranks={binascii.a2b_base64(token): int(rank) for token, rank in ranks},
-        special_tokens=description["special_tokens"],
+        name=description["name"], pat_str=description["pattern"], mergeable_ranks=mergeable, special_tokens=special
     )
 
 

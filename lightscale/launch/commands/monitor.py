@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from tensorboard import program
 
-from lightscale.config.arguments import RUN, require_run, run_path
+from lightscale.config.arguments import RUN, require_run, run_argument
 from lightscale.config.files import load
 from lightscale.errors import UserError
 from lightscale.launch.scheduler import adopt_job
@@ -35,7 +35,7 @@ _RELOAD_S = 5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale monitor``."""
-    parser.add_argument("runs", nargs="+", type=run_path, metavar=RUN, help="runs, or one folder of runs")
+    parser.add_argument("runs", nargs="+", type=run_argument, metavar=RUN, help="runs, or one folder of runs")
     parser.add_argument("--port", type=int, metavar="N", help="port (default: 6006, or the next one free; 0: any)")
     parser.add_argument(
         "--host",

@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from lightscale.config.arguments import RUN, RUNS, run_path
+from lightscale.config.arguments import RUN, RUNS, run_argument
 from lightscale.config.files import load
 from lightscale.errors import UserError
 from lightscale.files import NotRegular, open_regular
@@ -108,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directory",
         nargs="?",
-        type=run_path,
+        type=run_argument,
         default=RUNS,
         metavar=RUN,
         help="one run, to show it in detail, or a folder of runs (default: runs)",

@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightscale.config.arguments import add_config, add_overrides, add_run_option
+from lightscale.config.arguments import add_config, add_overrides, add_run_option, path_argument
 from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--full", action="store_true", help="also measure a matrix product, on one machine")
     parser.add_argument(
         "--exclude",
-        type=Path,
+        type=path_argument,
         metavar="FILE",
         help="add hosts that failed to FILE, one per line, the form that a scheduler's --exclude=./FILE reads",
     )

@@ -4,14 +4,14 @@ Configurations are read without torch, so this module must not import it: the ta
 names what is here by import strings.
 """
 
-from lightscale.config.schema import Count, ModelConfig, Section
+from lightscale.config.schema import ModelConfig, Section, Width
 from lightscale.errors import UserError
 
 
 class GatedMixerOptions(Section):
     """The options of every ``GatedMixer``."""
 
-    gate_rank: Count | None = None
+    gate_rank: Width | None = None
     """Inner width of the low-rank output gate, in channels; none: head_dim."""
 
 

@@ -20,8 +20,8 @@ from rich.table import Table
 
 from lightscale.config.files import load
 from lightscale.config.schedulers import default_scheduler
-from lightscale.config.schema import RunConfig
-from lightscale.errors import UserError
+from lightscale.config.schema import MOST_RANKS, MOST_SEQUENCE_TOKENS, RunConfig
+from lightscale.errors import UserError, shortened
 from lightscale.planning import memory, step_cost
 from lightscale.planning.advice import changed_batch, layout_overrides
 from lightscale.planning.hardware import HARDWARE, Hardware, with_settings
@@ -31,6 +31,7 @@ from lightscale.planning.search import AXES, BATCH_TOLERANCE, MOST_NODES, Fixed,
 EXIT_NOTHING_FITS = 1
 _SHOWN_LAYOUTS = 5
 _UNITS = {"": 1, "k": 2**10, "m": 2**20}
+_MOST_NODES = MOST_RANKS // 8
 _NUMBER = re.compile(r"([0-9]+)([kKmM]?)")
 _OPTIONS = ("length", "layout", "hardware", "settings")
 
@@ -176,10 +177,13 @@ def _series(option: str, text: str) -> list[int]:
 
 def _number(option: str, text: str) -> int:
     match = _NUMBER.fullmatch(text.strip())
-    if match is None or int(match[1]) == 0:
+    # By its digits first: Python reads no number of thousands of them.
+    most = _MOST_NODES if option == "--nodes" else MOST_SEQUENCE_TOKENS
+    number = 0 if match is None or len(match[1]) > len(str(most)) else int(match[1]) * _UNITS[match[2].lower()]
+    if not 1 <= number <= most:
         like = "8, 1,8,128 or 1..128" if option == "--nodes" else "8192, 8K, 8K,1M or 8K..4M"
-        raise UserError(f"{option}: {text!r} is not a number of at least 1; use {like}")
-    return int(match[1]) * _UNITS[match[2].lower()]
+        raise UserError(f"{option}: {shortened(text)!r} is not a number of at least 1 and at most {most:_}; use {like}")
+    return number
 
 
 def _record(config: RunConfig, hardware: Hardware, points: list[Point]) -> dict[str, Any]:

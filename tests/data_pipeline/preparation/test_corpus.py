@@ -134,7 +134,7 @@ def test_every_mistake_gets_a_line() -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"sources = [", "not valid TOML"), (b"\xff", "not valid TOML"), (None, "cannot read the corpus file .*No such")],
+    [(b"sources = [", "not valid TOML"), (b"\xff", "not UTF-8 text"), (None, "cannot read the corpus file .*No such")],
 )
 def test_a_file_that_is_no_corpus_is_named(tmp_path: Path, content: bytes | None, message: str) -> None:
     if content is not None:

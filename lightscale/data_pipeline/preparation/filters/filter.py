@@ -5,13 +5,14 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from lightscale.config.fields import shown_value
 from lightscale.data_pipeline.preparation.filters.document import DocumentView
 from lightscale.data_pipeline.preparation.filters.rules import N_GRAMS, RULES, Limits, Rule
 from lightscale.data_pipeline.preparation.filters.thresholds import THRESHOLDS, UNITS
 from lightscale.errors import UserError
 
 LANGUAGES = tuple(THRESHOLDS)
-_MAX_N = 100
+_MAX_N, _MAX_LIMIT = 100, 10**15
 
 
 class Filter:
@@ -54,7 +55,8 @@ def make_filter(language: str, overrides: Mapping[str, Any] | None = None) -> Fi
             limits[name] = _changed(RULES[name], limits.get(name, THRESHOLDS[language].get(name, {})), choice)
         else:
             raise UserError(
-                f"filter rule {name} = {choice!r}: must be true, false, or a table of limits ({_names(RULES[name])})"
+                f"filter rule {name} = {shown_value(choice)}: must be true, false, or a table of limits "
+                f"({_names(RULES[name])})"
             )
     return Filter(language, limits)
 
@@ -73,8 +75,8 @@ def _changed(rule: Rule, limits: Limits, choice: Mapping[str, Any]) -> Limits:
                 raise UserError(f"{key}: its limits are named by n; use a number from 1 to {_MAX_N}")
         elif name not in rule.limits:
             raise UserError(f"{key}: {_nearest(name, rule.limits)}")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-            raise UserError(f"{key} = {value!r}: must be a number ≥ 0")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _MAX_LIMIT:
+            raise UserError(f"{key} = {shown_value(value)}: must be a number ≥ 0 and ≤ {_MAX_LIMIT:_}")
     changed = {**limits, **choice}
     missing = [name for name in rule.limits if rule.limits != N_GRAMS and name not in changed]
     one_is_enough = set(rule.limits) == {"min", "max"} and changed
