@@ -16,12 +16,13 @@ from lightscale.cli import COMMANDS
 ROOT = Path(__file__).resolve().parents[1]
 
 # Every package of lightscale, and what its modules may import besides their own package.
-BASE = {"errors", "config"}
+BASE = {"errors", "files", "config"}
 MODEL = {*BASE, "kernels", "parallel", "models"}
 TRAINING = {*MODEL, "data_pipeline", "runs", "training"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "config": {"errors"},
+    "files": {"errors"},
+    "config": {"errors", "files"},
     "kernels": {"errors"},
     "parallel": {*BASE, "kernels"},
     "models": MODEL,

@@ -32,6 +32,9 @@ GIVE_UP = "lost-checkpoints"
 """In ``--allow-change``: begin again at step 0 although the run's checkpoints are gone."""
 
 
+_DECIDE_TOKENS = {"train.global_batch_size", "data.sequence_length"}
+
+
 class Stateful(Protocol):
     """A part of a run that changes while it trains, with the same state on every rank."""
 
@@ -65,8 +68,16 @@ class Recovery:
     ) -> None:
         self._config, self._directory, self._journal = config, directory, journal
         self._engine, self._loader, self._guard, self._state, self._allow = engine, loader, guard, state, allow
-        self._checkpoints = Checkpoints(directory.checkpoints, engine.mesh)
         self._ranks = Agreement(engine.mesh.control)
+        self._checkpoints = Checkpoints(
+            directory.checkpoints, engine.mesh, parts=list(state), tokens_per_step=self._tokens_per_step()
+        )
+
+    def _tokens_per_step(self) -> int | None:
+        """Of all steps of the run; None where the batch was changed between two of them, with ``--allow-change``."""
+        events = self._ranks.on_first(lambda: read_lines(self._directory.events))
+        changed = {key for event in events if event["event"] == "configuration_changed" for key in event["changes"]}
+        return None if changed & _DECIDE_TOKENS else self._loader.tokens_per_step
 
     def resume(self) -> int:
         """Load the newest whole checkpoint, or else the weights of ``train.init_from``; returns the steps done."""
@@ -198,7 +209,7 @@ class Recovery:
         if self._config.train.init_from is None:
             return
         name, _, step = self._config.train.init_from.rpartition("@")
-        source = Checkpoints(RunDirectory(name).checkpoints, self._engine.mesh)
+        source = Checkpoints(RunDirectory(name).checkpoints, self._engine.mesh, parts=["data"])
         try:
             restored = source.restore(self._engine, step=int(step), weights_only=True)
         except UserError as error:
