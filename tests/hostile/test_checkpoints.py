@@ -431,7 +431,11 @@ CASES: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "a shape that is nested": (TENSORS[0], shapes(lambda value: nested(100_000)), "nested"),
     "no dtype": (TENSORS[0], without(OUTPUT, "dtype"), f"{OUTPUT}.dtype"),
     "a dtype of objects": (TENSORS[0], setting(OUTPUT, "dtype", to="O"), f"{OUTPUT}.dtype"),
-    "whole numbers as weights": (TENSORS[0], setting(OUTPUT, "dtype", to="I32"), "model has numbers of F32, I32"),
+    "whole numbers as weights": (
+        TENSORS[0],
+        setting(OUTPUT, "dtype", to="I32"),
+        "model.output.weight has numbers of F32, I32",
+    ),
     "half numbers as weights": (TENSORS[0], setting(OUTPUT, "dtype", to="BF16"), "bytes"),
     "overlapping offsets": (TENSORS[0], moving(LAYER, -8), "begins at byte"),
     "offsets of another tensor": (

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 # The guard's two windows and the ranges that were skipped; a rank's is 25 kB.
 MOST_STATE_BYTES, _MOST_RANK_BYTES = 1 << 23, 1 << 18
-# Moments are fp32. So are weights, but for those of an engine that only evaluates.
-_MOMENTS = ("F32",)
-_WEIGHTS = ("F32", "BF16")
+# Weights and moments are fp32; but an engine that only evaluates has weights of its own precision.
+_TRAINED = ("F32",)
+_WEIGHTS_ALONE = ("F32", "BF16")
 
 _HOLDS: dict[Contents, str] = {
     "full": "holds a full checkpoint",
@@ -202,7 +202,7 @@ def read_headers(path: Path, manifest: Manifest) -> Headers:
         # "model", "exp_avg", …
         what, _, name = entry.box.key.partition(".")
         shapes[what][name] = entry.box.shape
-        dtypes[what].add(entry.dtype)
+        dtypes[entry.box.key].add(entry.dtype)
     weights = WEIGHTS_PREFIX.removesuffix(".")
     for what, found in shapes.items():
         if what != weights and contents_of(manifest) == "weights":
@@ -210,10 +210,11 @@ def read_headers(path: Path, manifest: Manifest) -> Headers:
         # An optimizer keeps its state for every weight.
         if wrong := sorted(key for key in {*found, *shapes[weights]} if found.get(key) != shapes[weights].get(key)):
             raise DamagedCheckpoint(f"{path}: {shown(wrong[0])} of {shown(what)} is not that of the weights")
-        expected = _WEIGHTS if len(shapes) == 1 else _MOMENTS
-        if len(dtypes[what]) > 1 or not dtypes[what] <= set(expected):
-            have, right = ", ".join(sorted(dtypes[what])), " or ".join(expected)
-            raise DamagedCheckpoint(f"{path}: {shown(what)} has numbers of {have}, and not of {right}")
+    expected = _WEIGHTS_ALONE if len(shapes) == 1 else _TRAINED
+    for key, used in dtypes.items():
+        if len(used) > 1 or not used <= set(expected):
+            have, right = ", ".join(sorted(used)), " or ".join(expected)
+            raise DamagedCheckpoint(f"{path}: {shown(key)} has numbers of {have}, and not of {right}")
     if not shapes:
         raise DamagedCheckpoint(f"{path}: has no tensor")
     return headers

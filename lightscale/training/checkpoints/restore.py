@@ -137,7 +137,7 @@ class Checkpoints:
                 fault_point("load:verify")
                 manifest = verify_together(path, candidate.step, self._ranks)
                 contents = self._open(path, manifest)
-                # Weights alone mean the same under any version; a resumed run must not change its numbers unnoticed.
+                # Weights mean the same under any version; a resumed run must not change its numbers unnoticed.
                 changes = () if weights_only else _check_environment(path, manifest, allow)
                 wanted = engine.wanted_shards(weights_only=weights_only)
                 self._check_same_model(path, wanted, contents.tensors)
@@ -146,7 +146,6 @@ class Checkpoints:
             except DamagedCheckpoint as error:
                 refused[path] = str(error)
                 continue
-            # The first call that changes tensors.
             common = self._read(engine, wanted, contents, weights_only)
             return Restored(
                 step=candidate.step,
