@@ -63,7 +63,8 @@ def load_model(
         start_mesh(device=device, init_method=f"file://{folder}/rendezvous") as mesh,
     ):
         engine = build_engine(config, mesh, vocab_size=tokenizer.vocab_size, trainable=False)
-        restored = Checkpoints(directory.checkpoints, mesh).restore(engine, step=step, weights_only=True)
+        checkpoints = Checkpoints(directory.checkpoints, mesh, parts=["data"])
+        restored = checkpoints.restore(engine, step=step, weights_only=True)
         assert restored is not None, "there were checkpoints a moment ago"
         _check_tokenizer(tokenizer, chosen, restored)
         model = engine.module.eval()

@@ -26,7 +26,8 @@ from lightscale.models.accounting import parameter_shapes
 from lightscale.parallel.agreement import Agreement
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.training.checkpoints.directories import directory_name, list_steps
-from lightscale.training.checkpoints.manifest import DamagedCheckpoint, read_manifest
+from lightscale.training.checkpoints.manifest import read_manifest
+from lightscale.training.checkpoints.reading import DamagedCheckpoint
 from lightscale.training.health.check_result import CheckResult, Outcome, describe, merged, size_text
 from lightscale.training.health.machine import Machine, host_name, judge_machine
 

@@ -33,6 +33,9 @@ GIVE_UP = "lost-checkpoints"
 """In ``--allow-change``: begin again at step 0 although the run's checkpoints are gone."""
 
 
+_DECIDE_TOKENS = {"train.global_batch_size", "data.sequence_length"}
+
+
 def recorded_checkpoints(events: Iterable[Record], lines: Iterable[Record]) -> dict[str, int]:
     """Name and step of the checkpoints that a run should have, by its events and its lines of metrics.
 
@@ -101,8 +104,16 @@ class Recovery:
     ) -> None:
         self._config, self._directory, self._journal = config, directory, journal
         self._engine, self._loader, self._guard, self._state, self._allow = engine, loader, guard, state, allow
-        self._checkpoints = Checkpoints(directory.checkpoints, engine.mesh)
         self._ranks = Agreement(engine.mesh.control)
+        self._checkpoints = Checkpoints(
+            directory.checkpoints, engine.mesh, parts=list(state), tokens_per_step=self._tokens_per_step()
+        )
+
+    def _tokens_per_step(self) -> int | None:
+        """Of all steps of the run; None where the batch was changed between two of them, with ``--allow-change``."""
+        events = self._ranks.on_first(lambda: read_lines(self._directory.events))
+        changed = {key for event in events if event["event"] == "configuration_changed" for key in event["changes"]}
+        return None if changed & _DECIDE_TOKENS else self._loader.tokens_per_step
 
     def resume(self) -> int:
         """Load the newest whole checkpoint, or else the weights of ``train.init_from``; returns the steps done."""
@@ -229,7 +240,7 @@ class Recovery:
         if self._config.train.init_from is None:
             return
         name, _, step = self._config.train.init_from.rpartition("@")
-        source = Checkpoints(RunDirectory(name).checkpoints, self._engine.mesh)
+        source = Checkpoints(RunDirectory(name).checkpoints, self._engine.mesh, parts=["data"])
         try:
             restored = source.restore(self._engine, step=int(step), weights_only=True)
         except UserError as error:

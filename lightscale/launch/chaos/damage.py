@@ -7,7 +7,8 @@ from pathlib import Path
 
 from lightscale.errors import UserError
 from lightscale.launch.chaos.schedule import DAMAGE_KINDS
-from lightscale.training.checkpoints.manifest import DamagedCheckpoint, Manifest, read_manifest, verify_files
+from lightscale.training.checkpoints.manifest import Manifest, read_manifest, verify_files
+from lightscale.training.checkpoints.reading import DamagedCheckpoint
 
 _PAGE_BYTES = 4096
 

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -19,18 +20,17 @@ from lightscale.parallel.shards import Box
 from lightscale.runs.lock import RunLock
 from lightscale.runs.run_directory import RunDirectory, split_step
 from lightscale.training.checkpoints.directories import (
-    TENSORS,
     WEIGHTS_PREFIX,
     CheckpointName,
     Contents,
     Retention,
     list_checkpoints,
-    manifest_of,
     remove,
     steps_of,
 )
-from lightscale.training.checkpoints.header import read_header
-from lightscale.training.checkpoints.manifest import DamagedCheckpoint, Manifest, verify_files
+from lightscale.training.checkpoints.manifest import Manifest
+from lightscale.training.checkpoints.reader import Headers, manifest_of, read_headers, verify
+from lightscale.training.checkpoints.reading import DamagedCheckpoint
 
 EXIT_DIFFERENT = 1
 """Something is damaged, or two checkpoints differ."""
@@ -93,22 +93,20 @@ class _Checkpoint:
     def damage(self) -> str | None:
         """Why it is not whole; every file is read."""
         try:
-            manifest = self.manifest()
-            verify_files(self.path, manifest, sorted(manifest.files))
+            verify(self.path, self.step)
         except DamagedCheckpoint as error:
             return str(error)
         return None
 
-    def files(self) -> list[Path]:
-        """Those with tensors."""
-        return [self.path / name for name in sorted(self.manifest().files) if name.endswith(TENSORS)]
+    def headers(self) -> Headers:
+        """Of the files with tensors."""
+        return read_headers(self.path, self.manifest())
 
     def tensors(self) -> dict[str, list[Box]]:
         """The boxes of every tensor."""
         found: dict[str, list[Box]] = {}
-        for file in self.files():
-            for entry in read_header(file):
-                found.setdefault(entry.box.key, []).append(entry.box)
+        for entry in itertools.chain(*self.headers().values()):
+            found.setdefault(entry.box.key, []).append(entry.box)
         return dict(sorted(found.items()))
 
 
@@ -149,8 +147,9 @@ def _list(args: argparse.Namespace) -> int:
             written = ", ".join(sorted(set(row["hosts"])))
             size = f"{row['num_bytes'] / 1e6:,.1f} MB"
             ranks = str(len(row["hosts"]))
-            table.add_row(f"{row['step']:,}", row["contents"], f"{row['tokens']:,}", size, ranks, layout, written)
-        Console(highlight=False).print(table)
+            tokens = f"{row.get('tokens', 0):,}"
+            table.add_row(f"{row['step']:,}", row["contents"], tokens, size, ranks, layout, written)
+        Console(highlight=False, markup=False).print(table)
     return EXIT_DIFFERENT if any("damage" in row for row in rows) else 0
 
 
@@ -167,7 +166,7 @@ def _summary(one: _Checkpoint) -> dict[str, Any]:
 def _verify(args: argparse.Namespace) -> int:
     found = {}
     # Standard output is for the result.
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, markup=False)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         for one in progress.track(_chosen(args.run), description="verifying"):
             found[one.name] = one.damage()
@@ -189,7 +188,7 @@ def _show(args: argparse.Namespace) -> int:
         tensors = {key: {"shape": parts[0].shape, "boxes": len(parts)} for key, parts in boxes.items()}
         print(json.dumps({"checkpoint": str(one.path), **facts, "tensors": tensors}))
         return 0
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.print(str(one.path), soft_wrap=True)
     for key, value in facts.items():
         console.print(f"  {key}: {json.dumps(value)}", soft_wrap=True)
@@ -205,12 +204,12 @@ def _diff(args: argparse.Namespace) -> int:
     # By name: it imports torch, which no other command needs.
     compare = importlib.import_module("lightscale.training.checkpoints.differences").differences
     prefix = WEIGHTS_PREFIX if _compared(first, second) == "weights" else ""
-    rows: list[dict[str, Any]] = list(compare(first.files(), second.files(), prefix))
+    rows: list[dict[str, Any]] = list(compare((first.path, first.headers()), (second.path, second.headers()), prefix))
     facts = _differing_facts(first.manifest(), second.manifest())
     if args.json:
         print(json.dumps({"facts": facts, "tensors": rows}))
     else:
-        console = Console(highlight=False)
+        console = Console(highlight=False, markup=False)
         for key, (before, now) in facts.items():
             console.print(f"{key}: {json.dumps(before)} and {json.dumps(now)}", soft_wrap=True)
         table = Table("tensor", "largest difference", "RMSE / RMS of the first", box=None, pad_edge=False)

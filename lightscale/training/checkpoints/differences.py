@@ -1,6 +1,6 @@
 """The tensors of two checkpoints, compared one by one, whatever layouts wrote them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +8,18 @@ import torch
 from torch import Tensor
 
 from lightscale.parallel.shards import Box, TensorShard, copy_overlap
-from lightscale.training.checkpoints.tensor_file import TensorFile
+from lightscale.training.checkpoints.reader import Headers
+from lightscale.training.checkpoints.tensor_file import TensorFile, tensor_files
 
 
-def differences(first: Sequence[Path], second: Sequence[Path], prefix: str = "") -> Iterator[dict[str, Any]]:
-    """A row for every tensor, of a key with `prefix`, that is not bitwise the same in the files of two checkpoints."""
-    one, other = _tensors(first), _tensors(second)
+def differences(
+    first: tuple[Path, Headers], second: tuple[Path, Headers], prefix: str = ""
+) -> Iterator[dict[str, Any]]:
+    """A row for every tensor, of a key with `prefix`, that is not bitwise the same in two checkpoints."""
+    one, other = _tensors(*first), _tensors(*second)
     for key in sorted(key for key in {*one, *other} if key.startswith(prefix)):
         if key not in one or key not in other:
-            yield {"tensor": key, "problem": f"only in {(first if key in one else second)[0].parent}"}
+            yield {"tensor": key, "problem": f"only in {(first if key in one else second)[0]}"}
             continue
         # One tensor at a time: two checkpoints of a large model do not fit into memory.
         a, b = _whole(one[key]), _whole(other[key])
@@ -29,10 +32,10 @@ def differences(first: Sequence[Path], second: Sequence[Path], prefix: str = "")
             yield {"tensor": key, "max_difference": float(difference.abs().max()), "relative_rmse": relative}
 
 
-def _tensors(paths: Sequence[Path]) -> dict[str, list[tuple[TensorFile, Box]]]:
+def _tensors(path: Path, headers: Headers) -> dict[str, list[tuple[TensorFile, Box]]]:
     """The boxes of every tensor, and the files that they are in."""
     found: dict[str, list[tuple[TensorFile, Box]]] = {}
-    for file in map(TensorFile, paths):
+    for file in tensor_files(path, headers):
         for box in file.boxes:
             found.setdefault(box.key, []).append((file, box))
     return found

@@ -1,24 +1,17 @@
 """Checkpoints as directories: their names, verification, retention, and what happens to damaged ones."""
 
-import heapq
 import itertools
+import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata as packages
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from lightscale import __version__
-from lightscale.training.checkpoints.manifest import (
-    NAME,
-    DamagedCheckpoint,
-    Manifest,
-    read_manifest,
-    sync,
-    verify_files,
-)
+from lightscale.training.checkpoints.manifest import sync
 from lightscale.training.health.fault_injection import fault_point
 
 if TYPE_CHECKING:
@@ -30,15 +23,10 @@ TENSORS = ".safetensors"
 WEIGHTS_PREFIX = "model."
 """Begins the keys of weights; those of moments begin with their own names."""
 # Matched as a whole: step-N.tmp (unfinished) and step-N.bad (put aside) are no checkpoints.
-_NAME = re.compile(r"step-(\d{8})(-weights)?")
+_NAME = re.compile(r"step-(\d{8})(-weights)?", re.ASCII)
 
 Contents = Literal["full", "weights"]
 """What is in a checkpoint: everything that a run continues from, or its weights alone, which are never removed."""
-
-_HOLDS: dict[Contents, str] = {
-    "full": "holds a full checkpoint",
-    "weights": "holds weights alone, without the moments of the optimizer and the random states",
-}
 
 
 class CheckpointName(NamedTuple):
@@ -59,10 +47,15 @@ def directory_name(step: int, contents: Contents = "full") -> str:
 
 
 def list_checkpoints(directory: Path) -> list[CheckpointName]:
-    """The checkpoints in ``directory``, oldest first, damaged ones included: nothing is read."""
+    """The checkpoints in ``directory``, oldest first, damaged ones included: nothing is read.
+
+    A symbolic link counts as a damaged one, whatever it points to: it is refused by its name, and renamed or removed
+    itself.
+    """
     if not directory.is_dir():
         return []
-    matches = (_NAME.fullmatch(entry.name) for entry in directory.iterdir() if entry.is_dir())
+    entries = (entry.name for entry in directory.iterdir() if entry.is_dir() or entry.is_symlink())
+    matches = map(_NAME.fullmatch, entries)
     return sorted(CheckpointName(int(match[1]), "weights" if match[2] else "full") for match in matches if match)
 
 
@@ -94,48 +87,6 @@ def environment() -> dict[str, str]:
     }
 
 
-def manifest_of(path: Path, step: int) -> Manifest:
-    """The manifest of the checkpoint ``path``; ``DamagedCheckpoint`` where there is none, or not one of its name."""
-    manifest = read_manifest(path)
-    if manifest.facts["step"] != step:
-        raise DamagedCheckpoint(f"{path / NAME}: expected step {step}, found {manifest.facts['step']}")
-    # Manifests from before there were others do not say what is in a full checkpoint.
-    contents: Contents = manifest.facts.get("contents", "full")
-    if path.name != directory_name(step, contents):
-        raise DamagedCheckpoint(f"{path / NAME}: {_HOLDS[contents]}; its name is {directory_name(step, contents)}")
-    return manifest
-
-
-def verify_together(path: Path, step: int, ranks: "Agreement") -> Manifest:
-    """The manifest of the checkpoint ``path``, each of ``ranks`` having read and hashed its share of the files.
-
-    Raises ``DamagedCheckpoint`` on all of them where it is not whole, or not that of ``step``.
-    """
-
-    def own_share() -> Manifest:
-        manifest = manifest_of(path, step)
-        sizes = {name: record.num_bytes for name, record in manifest.files.items()}
-        verify_files(path, manifest, shares_by_size(sizes, ranks.size)[ranks.rank])
-        return manifest
-
-    return ranks.on_all(own_share)[0]
-
-
-def shares_by_size(sizes: Mapping[str, int], num_shares: int) -> list[list[str]]:
-    """The names of ``sizes`` dealt into shares of about as many bytes; the same on every rank.
-
-    From the largest on, each to the share that has least: no share has more than the fair one and one file.
-    """
-    shares: list[list[str]] = [[] for _ in range(num_shares)]
-    # (bytes, share): of equals the first.
-    loads = [(0, number) for number in range(num_shares)]
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        load, number = heapq.heappop(loads)
-        shares[number].append(name)
-        heapq.heappush(loads, (load + sizes[name], number))
-    return shares
-
-
 @dataclass(frozen=True, kw_only=True)
 class Retention:
     """Which older checkpoints stay: the newest ``keep`` good ones, and those at multiples of ``keep_every`` steps."""
@@ -162,7 +113,15 @@ def remove(directory: Path, steps: Sequence[int]) -> None:
         # Otherwise a power failure may bring back the name without the files.
         sync(directory)
         fault_point("save:retention")
-        shutil.rmtree(doomed)
+        clear(doomed)
+
+
+def clear(path: Path) -> None:
+    """Remove what is under the name ``path``, if anything: a directory with all that is in it, or a link itself."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def put_aside(damaged: Sequence[Path], ranks: "Agreement") -> None:
@@ -172,7 +131,7 @@ def put_aside(damaged: Sequence[Path], ranks: "Agreement") -> None:
         for path in damaged:
             # The name may be taken: a step that was put aside is saved again, and may be damaged again.
             names = (path.with_suffix(f".bad{number or ''}") for number in itertools.count())
-            path.rename(next(name for name in names if not name.exists()))
+            path.rename(next(name for name in names if not os.path.lexists(name)))
             sync(path.parent)
 
     ranks.on_first(rename)

@@ -5,18 +5,23 @@ the whole tensors, in ``__metadata__``. A box is named KEY@OFFSET, as in ``model
 """
 
 import json
-import math
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightscale.parallel.shards import Box
-from lightscale.training.checkpoints.manifest import DamagedCheckpoint
+from lightscale.training.checkpoints import schema
+from lightscale.training.checkpoints.reading import DamagedCheckpoint, open_file, parse_object, read_bytes, shown
+from lightscale.training.checkpoints.schema import checked
 
 # The format begins with the length of the header as a little-endian number of 8 bytes.
 _LENGTH_BYTES = 8
+# Far above any model's: a box takes about 200 bytes, and a rank has a few thousand.
+_MOST_BYTES, _MOST_BOXES = 1 << 24, 1 << 17
+_BOX_NAME = re.compile(r"(?P<key>.{1,500})@(?P<offset>(\d{1,15}(,\d{1,15}){0,7})?)", re.ASCII)
 _ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U8": 1}
 
 
@@ -45,6 +50,7 @@ def write_header(boxes: Sequence[tuple[Box, str]]) -> bytes:
         name = f"{box.key}@{','.join(map(str, box.offset))}"
         header[name] = {"dtype": dtype, "shape": box.sizes, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
+    assert len(text) < _MOST_BYTES and len(boxes) <= _MOST_BOXES, "what is written must be read again"
     # So that the data begins at a multiple of 8, the largest element size.
     text += b" " * (-len(text) % _LENGTH_BYTES)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
@@ -52,37 +58,52 @@ def write_header(boxes: Sequence[tuple[Box, str]]) -> bytes:
 
 def read_header(path: Path) -> list[Entry]:
     """The boxes of the file ``path``; ``DamagedCheckpoint`` where it is not what ``write_tensors`` writes."""
-    try:
-        return _read(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{path} cannot be read as a file of tensors: {error!r}") from None
-
-
-def _read(path: Path) -> list[Entry]:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        if length > size - _LENGTH_BYTES:
-            raise ValueError(f"a header of {length} bytes in a file of {size}")
-        header = json.loads(file.read(length))
-    shapes = json.loads(header.pop("__metadata__")["shapes"])
+        length = int.from_bytes(read_bytes(file, _LENGTH_BYTES, path), "little")
+        if length > min(size - _LENGTH_BYTES, _MOST_BYTES):
+            raise DamagedCheckpoint(f"{path}: a header of {length} bytes in a file of {size}")
+        header = parse_object(read_bytes(file, length, path), path)
+    first, end = _LENGTH_BYTES + length, 0
+    metadata = header.pop("__metadata__", None)
+    if not isinstance(metadata, dict) or metadata.keys() != {"shapes"} or not isinstance(metadata["shapes"], str):
+        raise DamagedCheckpoint(f"{path}: its header has no shapes of the whole tensors")
+    shapes = parse_object(metadata["shapes"], path)
+    if len(header) > _MOST_BOXES:
+        raise DamagedCheckpoint(f"{path}: {len(header)} boxes, more than any layout makes")
     entries = []
     for name, value in header.items():
-        # From the right, as only the offset is known to have no @.
-        key, _, text = name.rpartition("@")
-        offset = tuple(map(int, text.split(","))) if text else ()
-        box = Box(key=key, shape=tuple(shapes[key]), offset=offset, sizes=tuple(value["shape"]))
-        start, end = value["data_offsets"]
-        entry = Entry(box=box, dtype=value["dtype"], first_byte=_LENGTH_BYTES + length + start)
-        # The hash says that the file is as it was written, not that it makes sense: a wrong offset would give a tensor
-        # bytes of another one.
-        if end - start != entry.num_bytes or not 0 <= start <= end <= size - _LENGTH_BYTES - length:
-            raise ValueError(f"{name}: bytes {start} to {end} of {size}")
-        if len(offset) != len(box.sizes) or any(
-            at < 0 or at + count > whole for at, count, whole in zip(offset, box.sizes, box.shape, strict=True)
-        ):
-            raise ValueError(f"{name}: {box.sizes} does not fit into {box.shape}")
-        if math.prod(box.sizes) and entry.first_byte % _ITEM_BYTES[entry.dtype]:
-            raise ValueError(f"{name}: begins at byte {entry.first_byte}")
+        entry = _entry(path, name, value, shapes, first)
+        # One after the other, as they were written: none shares bytes with another, and none are without a tensor.
+        if entry.first_byte != first + end:
+            raise DamagedCheckpoint(f"{path}: {shown(name)} begins at byte {entry.first_byte - first}, not at {end}")
+        end += entry.num_bytes
         entries.append(entry)
+    if first + end != size:
+        raise DamagedCheckpoint(f"{path}: expected {first + end} bytes, found {size}")
+    if unused := shapes.keys() - {entry.box.key for entry in entries}:
+        raise DamagedCheckpoint(f"{path}: a shape of {shown(min(unused))}, which is not there")
     return entries
+
+
+def _entry(path: Path, name: str, value: Any, shapes: Mapping[str, Any], first: int) -> Entry:
+    """The box ``name`` of a file whose data begins at byte ``first``."""
+    # From the right, as only the offset is known to have no @.
+    match = _BOX_NAME.fullmatch(name)
+    if match is None or not match["key"].isprintable():
+        raise DamagedCheckpoint(f"{path}: {shown(name)} is no name of a box, as in model.output.weight@128,0")
+    offset = tuple(map(int, match["offset"].split(","))) if match["offset"] else ()
+    of_format = checked(schema.Place, value, path, name)
+    whole = checked(schema.Whole, {"shape": shapes.get(match["key"])}, path, name)
+    box = Box(key=match["key"], shape=tuple(whole.shape), offset=offset, sizes=tuple(of_format.shape))
+    start, end = of_format.data_offsets
+    entry = Entry(box=box, dtype=of_format.dtype, first_byte=first + start)
+    if end - start != entry.num_bytes:
+        raise DamagedCheckpoint(f"{path}: {shown(name)} has {entry.num_bytes} bytes, and its place {end - start}")
+    if not len(offset) == len(box.sizes) == len(box.shape) or any(
+        at + count > length for at, count, length in zip(offset, box.sizes, box.shape, strict=True)
+    ):
+        raise DamagedCheckpoint(f"{path}: {shown(name)}: {box.sizes} does not fit into {box.shape}")
+    if entry.first_byte % _ITEM_BYTES[entry.dtype]:
+        raise DamagedCheckpoint(f"{path}: {shown(name)} begins at byte {entry.first_byte}")
+    return entry

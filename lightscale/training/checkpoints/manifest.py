@@ -8,21 +8,23 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from lightscale.errors import UserError
+from lightscale.training.checkpoints.reading import DamagedCheckpoint, open_file, read_json, shown
+from lightscale.training.checkpoints.schema import Recorded, checked
 
 NAME = "MANIFEST.json"
 FORMAT = 2
 """1 was Megatron's distributed checkpoints."""
 _BLOCK_BYTES = 1 << 22
-
-
-class DamagedCheckpoint(UserError):
-    """A checkpoint whose files are not what its manifest records; the message has file, expected and found."""
+# The facts, and what a file's record and its host take.
+_MOST_BYTES, _MOST_BYTES_PER_FILE, _MOST_FILES = 1 << 16, 1 << 10, 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +45,15 @@ class Manifest:
 
 def hash_file(path: Path) -> FileRecord:
     """Read ``path`` once."""
+    with open_file(path) as file:
+        return _hash(file)
+
+
+def _hash(file: BufferedReader) -> FileRecord:
     digest, size = xxhash.xxh3_128(), 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-            size += len(block)
+    while block := file.read(_BLOCK_BYTES):
+        digest.update(block)
+        size += len(block)
     return FileRecord(num_bytes=size, xxh3_128=digest.hexdigest())
 
 
@@ -90,38 +96,46 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / NAME
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-        recorded = body.pop("manifest_xxh3_128")
-        files = {
-            name: FileRecord(num_bytes=record["bytes"], xxh3_128=record["xxh3_128"])
-            for name, record in body["files"].items()
-        }
-    except FileNotFoundError:
-        raise DamagedCheckpoint(f"{path} is missing: the checkpoint was not finished") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{path} cannot be read as a manifest: {error!r}") from None
+        with os.scandir(directory) as entries:
+            # Of the files that are there: what a manifest may ask for grows with what there is to read.
+            num_files = sum(1 for _ in islice(entries, _MOST_FILES))
+    except OSError as error:
+        raise DamagedCheckpoint(f"{directory}: {error.strerror}") from None
+    if not os.path.lexists(path):
+        raise DamagedCheckpoint(f"{path} is missing: the checkpoint was not finished")
+    body = read_json(path, most_bytes=_MOST_BYTES + num_files * _MOST_BYTES_PER_FILE)
+    recorded = body.pop("manifest_xxh3_128", None)
     # Before the format is looked at: a flipped bit there would pass for another version, which is an error instead of
     # damage.
     if (found := _own_hash(body)) != recorded:
-        raise DamagedCheckpoint(f"{path}: expected hash {recorded}, found {found}")
-    if body.get("format") != FORMAT:
+        raise DamagedCheckpoint(f"{path}: expected hash {shown(str(recorded))}, found {found}")
+    number = body.get("format")
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise DamagedCheckpoint(f"{path}: expected a number as format, found {shown(json.dumps(number))}")
+    if number != FORMAT:
         # Not damage: resuming from an older checkpoint would throw away what a newer lightscale has trained.
-        raise UserError(f"{path} has format {body.get('format')}, and this version of lightscale reads {FORMAT}")
-    return Manifest(files=files, facts={key: value for key, value in body.items() if key not in ("files", "format")})
+        raise UserError(f"{path} has format {number}, and this version of lightscale reads {FORMAT}")
+    files = checked(Recorded, body, path).files
+    return Manifest(
+        files={name: FileRecord(num_bytes=file.bytes, xxh3_128=file.xxh3_128) for name, file in files.items()},
+        facts={key: value for key, value in body.items() if key not in ("files", "format")},
+    )
 
 
 def verify_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> None:
     """Read the named files and compare them with ``manifest``. Raises DamagedCheckpoint at the first difference."""
     for name in names:
         path, expected = directory / name, manifest.files[name]
-        try:
+        if not os.path.lexists(path):
+            raise DamagedCheckpoint(f"{path}: expected {expected.num_bytes} bytes, found No such file or directory")
+        with open_file(path) as file:
             # First, as it costs no reading, and tells a truncated file from one with changed bytes.
-            size = path.stat().st_size
-            if size != expected.num_bytes:
+            if (size := os.fstat(file.fileno()).st_size) != expected.num_bytes:
                 raise DamagedCheckpoint(f"{path}: expected {expected.num_bytes} bytes, found {size}")
-            found = hash_file(path).xxh3_128
-        except OSError as error:
-            raise DamagedCheckpoint(f"{path}: expected {expected.num_bytes} bytes, found {error.strerror}") from None
+            try:
+                found = _hash(file).xxh3_128
+            except OSError as error:
+                raise DamagedCheckpoint(f"{path}: {error.strerror}") from None
         if found != expected.xxh3_128:
             raise DamagedCheckpoint(f"{path}: expected xxh3-128 {expected.xxh3_128}, found {found}")
 

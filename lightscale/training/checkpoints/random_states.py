@@ -1,10 +1,13 @@
 """The generators of a process as plain values, which JSON keeps exactly."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from lightscale.training.checkpoints.reading import DamagedCheckpoint, shown
 
 
 def seed_generators(seed: int, rank: int) -> None:
@@ -43,6 +46,21 @@ def set_random_states(states: dict[str, Any]) -> None:
     # A checkpoint that was written on CPUs has none; the GPU then keeps its seed.
     if torch.cuda.is_available() and "cuda" in states:
         torch.cuda.set_rng_state(_tensor(states["cuda"]))
+
+
+def check_random_states(states: dict[str, Any], path: Path) -> None:
+    """Refuse states, of the file ``path``, that ``set_random_states`` could not set; sets none."""
+    try:
+        # Generators of their own take them as those of the process will; types and lengths are the reader's.
+        torch.Generator().set_state(_tensor(states["torch"]))
+        version, keys, gauss = states["python"]
+        random.Random().setstate((version, tuple(keys), gauss))
+        name, vector, position, has_gauss, cached = states["numpy"]
+        np.random.RandomState().set_state((name, np.array(vector, dtype=np.uint32), position, has_gauss, cached))
+        if torch.cuda.is_available() and "cuda" in states:
+            torch.Generator("cuda").set_state(_tensor(states["cuda"]))
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise DamagedCheckpoint(f"{path}: no state of a generator: {shown(str(error))}") from None
 
 
 def _hex(state: torch.Tensor) -> str:

@@ -18,8 +18,7 @@ Any layout reads what any other has written: a shard says where in its whole ten
 rank copies the overlaps of all stored shards with those that it needs.
 """
 
-import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,22 +27,22 @@ from lightscale.errors import UserError
 from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.mesh import Mesh
-from lightscale.parallel.shards import TensorShard, copy_overlap, fault_of_cover
+from lightscale.parallel.shards import TensorShard, copy_overlap
 from lightscale.runs.run_directory import is_named
 from lightscale.training.checkpoints.directories import (
     STATE,
-    TENSORS,
     CheckpointName,
     environment,
     list_checkpoints,
     put_aside,
     rank_stem,
     steps_of,
-    verify_together,
 )
-from lightscale.training.checkpoints.manifest import DamagedCheckpoint, Manifest
-from lightscale.training.checkpoints.random_states import set_random_states
-from lightscale.training.checkpoints.tensor_file import TensorFile
+from lightscale.training.checkpoints.manifest import NAME, Manifest
+from lightscale.training.checkpoints.random_states import check_random_states, set_random_states
+from lightscale.training.checkpoints.reader import read_generators, read_headers, read_state, verify_together
+from lightscale.training.checkpoints.reading import DamagedCheckpoint, shown
+from lightscale.training.checkpoints.tensor_file import TensorFile, tensor_files
 from lightscale.training.health.fault_injection import fault_point
 
 
@@ -89,10 +88,15 @@ class Checkpoints:
     Args:
         directory: the run's ``checkpoints`` directory; must be seen by every rank.
         mesh: every method is collective over its ranks.
+        parts: of the state, which a checkpoint must have.
+        tokens_per_step: of the whole run; None where it changed, or is not known.
     """
 
-    def __init__(self, directory: Path, mesh: Mesh) -> None:
+    def __init__(
+        self, directory: Path, mesh: Mesh, *, parts: Collection[str] = (), tokens_per_step: int | None = None
+    ) -> None:
         self.directory, self.mesh = directory, mesh
+        self._parts, self._tokens_per_step = parts, tokens_per_step
         self._ranks = Agreement(mesh.control)
 
     def restore(
@@ -133,13 +137,16 @@ class Checkpoints:
                 fault_point("load:verify")
                 manifest = verify_together(path, candidate.step, self._ranks)
                 contents = self._open(path, manifest)
+                # Weights mean the same under any version; a resumed run must not change its numbers unnoticed.
+                changes = () if weights_only else _check_environment(path, manifest, allow)
+                wanted = engine.wanted_shards(weights_only=weights_only)
+                self._check_same_model(path, wanted, contents.tensors)
+                if not weights_only:
+                    _check_counters(path, contents.state, engine.counters())
             except DamagedCheckpoint as error:
                 refused[path] = str(error)
                 continue
-            # Weights alone mean the same under any version; a resumed run must not change its numbers unnoticed.
-            changes = () if weights_only else _check_environment(path, manifest, allow)
-            # The first call that changes tensors. It begins with the last check, of names and shapes.
-            common = self._read(engine, path, contents, weights_only)
+            common = self._read(engine, wanted, contents, weights_only)
             return Restored(
                 step=candidate.step,
                 path=path,
@@ -169,23 +176,33 @@ class Checkpoints:
         opened: list[_Contents] = []
 
         def open_all() -> None:
-            files = [TensorFile(path / name) for name in sorted(manifest.files) if name.endswith(TENSORS)]
-            # Hashes only say that files are as they were written; this says that together they hold every element.
-            if fault := fault_of_cover(box for file in files for box in file.boxes):
-                raise DamagedCheckpoint(f"{path}: {fault}")
+            self._check_tokens(path, manifest)
+            state = read_state(path, manifest, self._parts)
+            files = tensor_files(path, read_headers(path, manifest))
             # On another layout there is no rank whose generators these would be: ranks then keep their own seeds.
-            random_file = f"{rank_stem(self.mesh.rank)}.json"
-            has_own = manifest.facts["layout"] == self.mesh.axes and random_file in manifest.files
-            random = _read_json(path / random_file) if has_own else None
-            opened.append(_Contents(tensors=files, state=_read_json(path / STATE), random=random))
+            random_file = path / f"{rank_stem(self.mesh.rank)}.json"
+            has_own = manifest.facts["layout"] == self.mesh.axes and random_file.name in manifest.files
+            random = read_generators(random_file) if has_own else None
+            if random is not None:
+                check_random_states(random, random_file)
+            opened.append(_Contents(tensors=files, state=state, random=random))
 
         self._ranks.on_all(open_all)
         return opened[0]
 
-    def _read(self, engine: Engine, path: Path, contents: _Contents, weights_only: bool) -> dict[str, Any]:
+    def _check_tokens(self, path: Path, manifest: Manifest) -> None:
+        """The state has the manifest's number of tokens (``read_state``), and this is that of the step."""
+        step, tokens = manifest.facts["step"], manifest.facts.get("tokens")
+        if self._tokens_per_step is not None and tokens != step * self._tokens_per_step:
+            raise DamagedCheckpoint(
+                f"{path / NAME}: expected {step * self._tokens_per_step} tokens after {step} steps of "
+                f"{self._tokens_per_step}, found {tokens}"
+            )
+
+    def _read(
+        self, engine: Engine, wanted: Sequence[TensorShard], contents: _Contents, weights_only: bool
+    ) -> dict[str, Any]:
         fault_point("load:read")
-        wanted = engine.wanted_shards(weights_only=weights_only)
-        self._check_same_model(path, wanted, contents.tensors)
         # One pass over the stored shards, each mapped once, however many of this rank's shards it overlaps: the
         # pattern of reads is that of the files, and no whole tensor is ever in memory.
         by_key: dict[str, list[TensorShard]] = {}
@@ -244,11 +261,8 @@ def _check_environment(path: Path, manifest: Manifest, allow: Collection[str]) -
     return tuple(f"{key}: {change}" for key, change in changes.items())
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise DamagedCheckpoint(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise DamagedCheckpoint(f"{path}: expected a JSON object")
-    return value
+def _check_counters(path: Path, state: Mapping[str, Any], expected: Mapping[str, int]) -> None:
+    """The optimizer's counters, by name; whether they are numbers that make sense is checked (``read_state``)."""
+    if state["optimizer"].keys() != expected.keys():
+        found, right = (", ".join(sorted(names)) or "none" for names in (state["optimizer"], expected))
+        raise DamagedCheckpoint(f"{path / STATE}: expected the counters {right} of the optimizer, found {shown(found)}")

@@ -8,7 +8,9 @@ The rename is the commit: a directory called step-N is whole, whatever happens b
 group of its own, as its collectives run at the same time as training's. See ``restore.py`` for what is in a checkpoint.
 """
 
+import contextlib
 import json
+import os
 import shutil
 import socket
 import threading
@@ -32,16 +34,15 @@ from lightscale.training.checkpoints.directories import (
     WEIGHTS_PREFIX,
     Contents,
     Retention,
+    clear,
     directory_name,
     environment,
     list_steps,
     put_aside,
     rank_stem,
     remove,
-    verify_together,
 )
 from lightscale.training.checkpoints.manifest import (
-    DamagedCheckpoint,
     FileRecord,
     Manifest,
     sync,
@@ -49,7 +50,9 @@ from lightscale.training.checkpoints.manifest import (
     write_synced,
 )
 from lightscale.training.checkpoints.random_states import random_states
-from lightscale.training.checkpoints.tensor_file import TensorFile, write_tensors
+from lightscale.training.checkpoints.reader import MOST_STATE_BYTES, read_headers, verify_together
+from lightscale.training.checkpoints.reading import DamagedCheckpoint
+from lightscale.training.checkpoints.tensor_file import tensor_files, write_tensors
 from lightscale.training.health.fault_injection import fault_point
 
 _SPARE_BYTES = 16 << 20
@@ -287,7 +290,8 @@ class Saver:
     def _bytes_if_saved(self, final: Path, snapshot: _Snapshot) -> int | None:
         """The size of ``final`` if it exists, whole and of this state; a damaged one is put aside."""
         # After a rollback or a repeated last step. Rewriting it would leave a time without any good copy of the step.
-        if not self._ranks.on_first(final.exists):
+        # A link that leads nowhere takes the name too.
+        if not self._ranks.on_first(lambda: os.path.lexists(final)):
             return None
         try:
             manifest = verify_together(final, snapshot.step, self._ranks)
@@ -318,7 +322,8 @@ class Saver:
             sync(self.directory.parent)
         # None of them is being written: one run holds the lock, and has one save in flight.
         for dead in self.directory.glob("step-*.tmp"):
-            shutil.rmtree(dead, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                clear(dead)
         draft.mkdir()
 
     def _check_space(self, snapshot: _Snapshot) -> None:
@@ -341,7 +346,13 @@ class Saver:
             records[f"{stem}.json"] = write_synced(draft / f"{stem}.json", snapshot.random.encode())
         # What is the same on every rank is written once.
         if self.mesh.rank == 0:
-            records[STATE] = write_synced(draft / STATE, json.dumps(snapshot.state).encode())
+            text = json.dumps(snapshot.state).encode()
+            if len(text) > MOST_STATE_BYTES:
+                raise SaveError(
+                    f"the state beside the tensors has {len(text)} bytes, at most {MOST_STATE_BYTES} are read back; "
+                    "use a smaller guard.window"
+                )
+            records[STATE] = write_synced(draft / STATE, text)
         return socket.gethostname(), records, [shard.box for shard in snapshot.shards]
 
     def _commit(self, draft: Path, final: Path, own: Sequence[_RankFiles], snapshot: _Snapshot) -> int:
@@ -436,12 +447,11 @@ def _has_weights(path: Path, manifest: Manifest, shards: Sequence[TensorShard]) 
     for shard in found:
         by_key.setdefault(shard.box.key, []).append(shard)
     copied = 0
-    for name in sorted(manifest.files):
-        if name.endswith(TENSORS):
-            for stored in TensorFile(path / name).shards():
-                # Of another shape or number format it is not the same weight, whatever the bytes are.
-                same = (one for one in by_key.get(stored.box.key, ()) if _is_alike(stored, one))
-                copied += sum(copy_overlap(stored, one) for one in same)
+    for file in tensor_files(path, read_headers(path, manifest)):
+        for stored in file.shards():
+            # Of another shape or number format it is not the same weight, whatever the bytes are.
+            same = (one for one in by_key.get(stored.box.key, ()) if _is_alike(stored, one))
+            copied += sum(copy_overlap(stored, one) for one in same)
     # As bytes: NaN then equals itself, and -0 is not 0.
     return copied == sum(one.box.numel for one in shards) and all(
         torch.equal(_bytes(one), _bytes(other)) for one, other in zip(shards, found, strict=True)

@@ -5,7 +5,7 @@ written.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +13,9 @@ import torch
 import xxhash
 
 from lightscale.parallel.shards import Box, TensorShard
-from lightscale.training.checkpoints.header import read_header, write_header
+from lightscale.training.checkpoints.header import Entry, write_header
 from lightscale.training.checkpoints.manifest import FileRecord
+from lightscale.training.checkpoints.reading import open_file
 from lightscale.training.health.fault_injection import fault_point
 
 # 16 MiB: each block is hashed and then written while it is in the cache. Linux writes at most 2 GiB in one call anyway.
@@ -61,9 +62,9 @@ def _blocks(shards: Sequence[TensorShard]) -> Iterator[memoryview]:
 class TensorFile:
     """The boxes in a file that was verified before; their bytes are read when they are copied."""
 
-    def __init__(self, path: Path) -> None:
-        """``DamagedCheckpoint`` where the file is not what ``write_tensors`` writes."""
-        self._path, self._entries = path, read_header(path)
+    def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
+        """``entries``: those of the file, as ``reader.read_headers`` found them."""
+        self._path, self._entries = path, entries
 
     @property
     def boxes(self) -> list[Box]:
@@ -75,10 +76,14 @@ class TensorFile:
 
         One at a time, so that what was read takes no memory while the next is read.
         """
-        with self._path.open("rb") as file:
+        with open_file(self._path) as file:
             for entry in self._entries:
-                if entry.box.numel:
-                    shape = (entry.num_bytes,)
-                    mapped = np.memmap(file, dtype=np.uint8, mode="c", offset=entry.first_byte, shape=shape)
-                    data = torch.frombuffer(mapped, dtype=_DTYPES[entry.dtype]).view(entry.box.sizes)
-                    yield TensorShard(box=entry.box, data=data)
+                shape = (entry.num_bytes,)
+                mapped = np.memmap(file, dtype=np.uint8, mode="c", offset=entry.first_byte, shape=shape)
+                data = torch.frombuffer(mapped, dtype=_DTYPES[entry.dtype]).view(entry.box.sizes)
+                yield TensorShard(box=entry.box, data=data)
+
+
+def tensor_files(directory: Path, headers: Mapping[str, Sequence[Entry]]) -> list[TensorFile]:
+    """The files of the checkpoint ``directory``, whose boxes are known."""
+    return [TensorFile(directory / name, entries) for name, entries in headers.items()]

@@ -17,12 +17,12 @@ import psutil
 
 from lightscale.runs.run_directory import LineWriter, RunDirectory
 from lightscale.training.checkpoints.manifest import (
-    DamagedCheckpoint,
     hash_file,
     read_manifest,
     verify_files,
     write_manifest,
 )
+from lightscale.training.checkpoints.reading import DamagedCheckpoint
 from lightscale.training.health.fault_injection import fault_point
 from lightscale.training.signals import die_with_parent
 

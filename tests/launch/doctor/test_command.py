@@ -185,7 +185,7 @@ def test_the_size_of_a_checkpoint_is_that_of_the_newest(tmp_path: Path, tiny_con
     for step, size in ((1, 7), (2, 40_000_000)):
         path = run.checkpoints / f"step-{step:08d}"
         path.mkdir(parents=True)
-        write_manifest(path, {"rank-00000.safetensors": FileRecord(num_bytes=size, xxh3_128="0")}, {"step": step})
+        write_manifest(path, {"rank-00000.safetensors": FileRecord(num_bytes=size, xxh3_128="0" * 32)}, {"step": step})
     (run.checkpoints / "step-00000003").mkdir()
     assert preflight.checkpoint_bytes(tiny_config(), run) == (40_000_000 + 16 * MB, "as step-00000002")
 

@@ -439,6 +439,33 @@ def report_failing_writes(scene: Scene) -> None:
     assert len(message.splitlines()) == 1
 
 
+def follow_no_links(scene: Scene) -> None:
+    """Links under the names of checkpoints, of drafts and of those put aside: they themselves make room."""
+    elsewhere = scene.folder / "elsewhere"
+
+    def link(directory: Path) -> None:
+        (elsewhere / directory_name(2)).parent.mkdir()
+        (directory / directory_name(2)).rename(elsewhere / directory_name(2))
+        (directory / directory_name(2)).symlink_to(elsewhere / directory_name(2))
+        (directory / directory_name(2)).with_suffix(".bad").symlink_to("nothing")
+        (directory / directory_name(3)).symlink_to("nothing")
+        (directory / directory_name(3)).with_suffix(".tmp").symlink_to(elsewhere)
+
+    checkpoints = scene.copy(link)
+    restored = checkpoints.restore(scene.engine)
+    assert restored is not None and restored.step == 1
+    assert [reason.partition(": ")[2][:15] for reason in restored.refused] == ["a symbolic link"] * 2
+    checkpoints.put_aside(restored.damaged[1:])
+    for step in (2, 3):
+        scene.saver(checkpoints).save(scene.engine, step=step, common={}, facts={})
+        assert not (checkpoints.directory / directory_name(step)).is_symlink()
+    names = sorted(path.name for path in checkpoints.directory.iterdir())
+    put_aside = [f"{directory_name(2)}.bad", f"{directory_name(2)}.bad1", f"{directory_name(3)}.bad"]
+    assert names == sorted([*map(directory_name, (1, 2, 3)), *put_aside])
+    assert len(list((elsewhere / directory_name(2)).iterdir())) == 6
+    dist.barrier(group=scene.control)
+
+
 def refuse_other_versions(scene: Scene) -> None:
     def age(directory: Path) -> None:
         path = directory / directory_name(2)
@@ -499,11 +526,10 @@ def run_nothing_that_is_in_a_checkpoint(scene: Scene) -> None:
             checkpoints = scene.copy(plant)
             restored = checkpoints.restore(scene.engine)
             assert restored is not None
-            # What is not ours is not opened; what is ours and makes no sense is damage.
-            assert restored.step == (1 if name in own else 2), name
+            # What is not ours is refused by its name; what is ours and makes no sense is damage too.
+            assert restored.step == 1, name
             assert not struck.exists(), name
-            if restored.refused:
-                assert f"{directory_name(2)}/{name}" in restored.refused[0]
+            assert name in restored.refused[0] and directory_name(2) in restored.refused[0]
 
 
 def _tensors(header: dict[str, Any]) -> bytes:
@@ -548,6 +574,7 @@ SCENES: list[Callable[[Scene], None]] = [
     save_what_was_there_at_the_call,
     keep_as_many_good_ones_as_asked,
     report_failing_writes,
+    follow_no_links,
     refuse_other_versions,
     run_nothing_that_is_in_a_checkpoint,
     start_from_weights,

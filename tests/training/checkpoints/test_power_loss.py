@@ -14,8 +14,9 @@ from unittest import mock
 
 from lightscale.errors import UserError
 from lightscale.training.checkpoints import saving
-from lightscale.training.checkpoints.directories import Retention, list_steps, manifest_of
+from lightscale.training.checkpoints.directories import Retention, list_steps
 from lightscale.training.checkpoints.manifest import NAME, verify_files
+from lightscale.training.checkpoints.reader import manifest_of
 from lightscale.training.checkpoints.saving import Saver
 
 tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "tiny_engine.py")))

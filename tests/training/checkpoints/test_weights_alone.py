@@ -23,8 +23,8 @@ from lightscale.training.checkpoints.directories import (
     directory_name,
     list_checkpoints,
     list_steps,
-    shares_by_size,
 )
+from lightscale.training.checkpoints.reader import shares_by_size
 from lightscale.training.checkpoints.restore import Checkpoints, NoGoodCheckpoint
 from lightscale.training.checkpoints.saving import Saver
 from lightscale.training.health.fault_injection import SAVE_POINTS, VARIABLE
