@@ -199,6 +199,11 @@ def live_jobs(records: Iterable[JobRecord]) -> dict[JobRecord, JobState]:
     return {record: state for record, state in job_states(records).items() if state.is_live}
 
 
+def unanswered_jobs(records: Iterable[JobRecord]) -> dict[JobRecord, JobState]:
+    """Those of which their scheduler does not say whether they wait or run: they may."""
+    return {record: state for record, state in job_states(records).items() if state.phase == "unknown"}
+
+
 def newest_job_log(run: RunDirectory) -> Path | None:
     """What the newest job of `run` printed; None: it has none, or none has started yet."""
     newest = [logs[-1] for name in SCHEDULERS if (logs := get_scheduler(name).logs(run))]

@@ -214,7 +214,11 @@ def test_a_script_reads_the_same_as_json(toy: None, folder: Path, capsys: pytest
     lines = [{"file": str(log), "text": text} for text in ("one", "", "two\x0bthree")]
     assert said("logs", "tiny-run") == lines
     assert said("cancel", "tiny-run", "--waiting") == [
-        {"run": "runs/tiny-run", "jobs": [{"number": 2, "phase": "waiting", "state": "", "outcome": "removed"}]}
+        {
+            "run": "runs/tiny-run",
+            "jobs": [{"number": 2, "phase": "waiting", "state": "", "outcome": "removed"}],
+            "unknown": [],
+        }
     ]
     for words, phase, outcome in (
         ([], "running", "saving"),
@@ -225,7 +229,7 @@ def test_a_script_reads_the_same_as_json(toy: None, folder: Path, capsys: pytest
         (record,) = said("cancel", "tiny-run", *words)
         assert record["jobs"] == [{"number": 1, "phase": phase, "state": "", "outcome": outcome}]
     write_queue({})
-    assert said("cancel", "tiny-run") == [{"run": "runs/tiny-run", "jobs": []}]
+    assert said("cancel", "tiny-run") == [{"run": "runs/tiny-run", "jobs": [], "unknown": []}]
     assert said("logs", "tiny-run", "--follow") == lines
     run = RunDirectory("runs/tiny-run")
     run.write_status("finished", reason="", step=load("tiny-run.toml").total_steps, tokens=0)
@@ -331,3 +335,26 @@ def test_ranks_and_launchers_of_a_toy(toy: None, folder: Path, monkeypatch: pyte
     words = shlex.split(options["resume"])
     assert words[:5] == ["lightscale", "submit", "runs/tiny-run/config.toml", "--scheduler", "toy"]
     assert job_id() == "5"
+
+
+def test_a_scheduler_that_does_not_answer_is_not_taken_for_no_job(
+    toy: None, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SUBMIT]) == 0
+    queue = read_queue()
+    queue_file().unlink()
+    capsys.readouterr()
+    # The toy refuses to cancel without its queue, which SLURM's commands do not know before they are asked.
+    queue_file().write_text(json.dumps(dict.fromkeys(queue, "unknown")))
+    assert main(["cancel", "runs/tiny-run"]) == os.EX_TEMPFAIL
+    output = capsys.readouterr()
+    assert "has no job" not in output.out
+    assert output.err == "job 1: the scheduler does not answer, it may wait or run; try again\n"
+    assert main(["cancel", "runs/tiny-run", "--json"]) == os.EX_TEMPFAIL
+    assert json.loads(capsys.readouterr().out)["unknown"] == [1]
+    assert main([*SUBMIT]) == 78
+    assert "the scheduler does not answer, and job 1 of this run may wait or run" in capsys.readouterr().err
+    assert main(["runs", "runs", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["job"] == "1 unknown"
+    write_queue(queue)
+    assert main(["cancel", "runs/tiny-run"]) == 0

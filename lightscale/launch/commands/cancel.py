@@ -2,10 +2,12 @@
 
 import argparse
 import json
+import os
+import sys
 from typing import Any
 
 from lightscale.config.arguments import add_run, require_run
-from lightscale.launch.scheduler import JobState, Scheduler, get_scheduler, live_jobs
+from lightscale.launch.scheduler import JobState, Scheduler, get_scheduler, job_states
 from lightscale.runs.jobs import recorded_jobs
 from lightscale.runs.run_directory import RunDirectory
 
@@ -29,7 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """End the jobs: those that wait at once, one that runs after it has saved."""
+    """End the jobs: those that wait at once, one that runs after it has saved.
+
+    75 where a scheduler does not answer: a job may wait or run that was not ended.
+    """
     require_run(args.run)
     directory = RunDirectory(args.run)
     records = recorded_jobs(directory)
@@ -37,18 +42,24 @@ def run(args: argparse.Namespace) -> int:
     schedulers = {name: get_scheduler(name) for name in dict.fromkeys([one.scheduler for one in records] or [None])}
     for scheduler in schedulers.values():
         scheduler.require("cancel")
-    live = [(schedulers[record.scheduler], state) for record, state in live_jobs(records).items()]
+    states = job_states(records)
+    live = [(schedulers[record.scheduler], state) for record, state in states.items() if state.is_live]
+    unknown = [state.number for state in states.values() if state.phase == "unknown"]
     # From the last one on, so that none begins because the one before it has ended. A job that has not started has
     # nothing to save.
     ended = [_end(scheduler, job, now=True) for scheduler, job in reversed(live) if job.phase == "waiting"]
     if not args.waiting:
         ended += [_end(scheduler, job, now=args.now) for scheduler, job in live if job.phase != "waiting"]
     if args.json:
-        print(json.dumps({"run": str(directory.path), "jobs": ended}))
-        return 0
-    for one in ended:
-        print(f"job {one['number']} {_WORDS[one['outcome']]}")
-    if not live and not args.waiting:
+        print(json.dumps({"run": str(directory.path), "jobs": ended, "unknown": unknown}))
+    else:
+        for one in ended:
+            print(f"job {one['number']} {_WORDS[one['outcome']]}")
+    if unknown:
+        numbers = ", ".join(map(str, unknown))
+        print(f"job {numbers}: the scheduler does not answer, it may wait or run; try again", file=sys.stderr)
+        return os.EX_TEMPFAIL
+    if not live and not args.waiting and not args.json:
         print(f"{directory.path} has no job that waits or runs")
     return 0
 

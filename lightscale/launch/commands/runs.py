@@ -27,7 +27,7 @@ from lightscale.config.arguments import RUN, RUNS, run_argument
 from lightscale.config.files import load
 from lightscale.errors import UserError
 from lightscale.files import NotRegular, open_regular
-from lightscale.launch.scheduler import live_jobs
+from lightscale.launch.scheduler import JobState, job_states
 from lightscale.records import Records, read_records
 from lightscale.runs.goodput import Goodput, duration, measure_goodput, record_time_s
 from lightscale.runs.jobs import JobRecord, recorded_jobs
@@ -289,8 +289,14 @@ def is_running(directory: RunDirectory) -> bool:
 def _live_jobs(summaries: Iterable[RunSummary]) -> dict[str, str | None]:
     """The job of each run that runs or waits, by the run's directory; each scheduler is asked once for all."""
     records = {one.run: _job_records(RunDirectory(one.run)) for one in summaries}
-    live = live_jobs(record for own in records.values() for record in own)
-    return {run: next((str(live[one]) for one in own if one in live), None) for run, own in records.items()}
+    states = job_states(record for own in records.values() for record in own)
+    return {run: _job(states[record] for record in own) for run, own in records.items()}
+
+
+def _job(states: Iterable[JobState]) -> str | None:
+    """The first that is known to wait or run, or else one that may: unknown is not none."""
+    may_run = sorted((state for state in states if state.phase != "ended"), key=lambda state: not state.is_live)
+    return str(may_run[0]) if may_run else None
 
 
 def _job_records(directory: RunDirectory) -> list[JobRecord]:

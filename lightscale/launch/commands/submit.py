@@ -12,7 +12,7 @@ from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
 from lightscale.launch.commands.checks import allowed_changes, check_run, default_directory, is_finished
 from lightscale.launch.commands.logs import follow
-from lightscale.launch.scheduler import JobRequest, get_scheduler, live_jobs
+from lightscale.launch.scheduler import JobRequest, get_scheduler, live_jobs, unanswered_jobs
 from lightscale.launch.settings import LaunchSettings, load_settings
 from lightscale.runs.jobs import JobRecord, record_job, recorded_jobs
 from lightscale.runs.lock import RunLock
@@ -130,7 +130,7 @@ def submit_run(config: RunConfig, request: JobRequest, *, scheduler: str | None 
     check_run(config, settings.nodes * settings.ranks_per_node)
     script = implementation.script(request)
     implementation.require("submit")
-    _refuse_live_jobs(run)
+    _refuse_live_jobs(run, scheduler or default_scheduler())
     # Before the run exists: a partition that refuses the job leaves no directory behind.
     implementation.check(request)
     if is_finished(run, config, allow):
@@ -151,8 +151,17 @@ def submit_run(config: RunConfig, request: JobRequest, *, scheduler: str | None 
     return jobs
 
 
-def _refuse_live_jobs(run: RunDirectory) -> None:
-    live = live_jobs(recorded_jobs(run))
+def _refuse_live_jobs(run: RunDirectory, scheduler: str) -> None:
+    records = recorded_jobs(run)
+    # Of the scheduler that is to take the job: one that this machine lacks cannot be asked, and the run's lock decides.
+    unknown = unanswered_jobs(record for record in records if (record.scheduler or default_scheduler()) == scheduler)
+    if unknown:
+        numbers = ", ".join(str(state.number) for state in unknown.values())
+        raise UserError(
+            f"{run.path}: the scheduler does not answer, and job {numbers} of this run may wait or run; try again when "
+            "it does"
+        )
+    live = live_jobs(records)
     if live:
         jobs = ", ".join(map(str, live.values()))
         raise UserError(

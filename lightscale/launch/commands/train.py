@@ -33,9 +33,10 @@ from lightscale.launch.duration import parse_duration
 from lightscale.launch.environment import RankEnvironment
 from lightscale.launch.network import choose_interface
 from lightscale.launch.rank import LAUNCHER_VARIABLE, run_rank, summary_and_notes
-from lightscale.launch.scheduler import adopt_job, get_scheduler
+from lightscale.launch.scheduler import adopt_job, get_scheduler, job_states
 from lightscale.runs.held_directory import DirectoryReplaced
 from lightscale.runs.job_environment import job_id
+from lightscale.runs.jobs import recorded_jobs
 from lightscale.runs.lock import InUse, RunLock
 from lightscale.runs.metrics.sink import COMMAND_VARIABLE
 from lightscale.runs.run_directory import RunDirectory, Status
@@ -236,9 +237,8 @@ def _held(directory: RunDirectory, config: RunConfig, allow: frozenset[str], job
                 stack.enter_context(RunLock(directory))
                 break
             except InUse as error:
-                # A job that was queued again is the only one of its number: the holder is its own earlier start, whose
-                # node failed, and the lock becomes stale. Any other holder is at work, and waiting would be in vain.
-                if job is None or error.job != job or time.monotonic() > deadline_s:
+                # The lock of a job that has ended becomes stale. Any other holder is at work: waiting would be in vain.
+                if job is None or not _has_ended(error.job, job, directory) or time.monotonic() > deadline_s:
                     raise
             time.sleep(_PAUSE_S)
         directory.hold()
@@ -246,6 +246,16 @@ def _held(directory: RunDirectory, config: RunConfig, allow: frozenset[str], job
         # Under the lock: until now another launcher could have written another configuration.
         directory.create_or_open(config, allow)
         yield
+
+
+def _has_ended(holder: str | None, job: str, directory: RunDirectory) -> bool:
+    """Whether the job `holder`, which the lock names, is no more; asked by `job` of the same run."""
+    # A job that was queued again is the only one of its number: the holder is its own earlier start, whose node failed.
+    if holder == job:
+        return True
+    # The one before it in a chain, as its scheduler says; one that the scheduler does not know is no job of ours.
+    records = [record for record in recorded_jobs(directory) if str(record.number) == holder]
+    return bool(records) and all(state.phase == "ended" for state in job_states(records).values())
 
 
 @contextlib.contextmanager

@@ -30,6 +30,10 @@ trap - USR1 TERM
 
 case $code in
   75) # saved in time, with steps left to do
+    # `lightscale cancel` takes this mark away: the job has done what it was asked to.
+    if scontrol show job "$SLURM_JOB_ID" | grep -q 'Requeue=0'; then
+      exit 0
+    fi
     {{again}}
     ;;
   134 | 137 | 139) # the launcher itself was killed, as when memory is short: again, if this job brought a checkpoint
@@ -38,7 +42,10 @@ case $code in
     fi
     ;;
   0 | 70 | 74 | 78) # finished, or needs attention: jobs of the chain that wait would only repeat it
-    {{command_name}} cancel {{run}} --waiting
+    # A job that was refused, as where another one holds the run, has no word in that.
+    if grep -qE '"status": *"(finished|stopped)"' {{run}}/status.json; then
+      {{command_name}} cancel {{run}} --waiting
+    fi
     ;;
 esac
 exit "$code"

@@ -21,10 +21,12 @@ from lightscale.launch import restart
 from lightscale.launch.commands import checks
 from lightscale.launch.commands import train as train_command
 from lightscale.launch.restart import NodesLost, RestartPolicy
+from lightscale.launch.scheduler import JobState, Phase
 from lightscale.launch.slurm import allocation
 from lightscale.launch.slurm.client import Node
 from lightscale.launch.torchrun import ThisMachine
 from lightscale.runs.job_environment import JOB_ID
+from lightscale.runs.jobs import JobRecord, record_job
 from lightscale.runs.lock import RunLock
 from lightscale.runs.run_directory import RunDirectory, read_lines
 
@@ -130,6 +132,37 @@ def test_a_job_that_was_queued_again_waits_for_what_is_left_of_itself(
         monkeypatch.setenv("SLURM_JOB_ID", "18")
         with pytest.raises(UserError, match="of job 17, since"):
             train("tiny-run.toml", "--scheduler", "slurm")
+
+
+@pytest.mark.parametrize(("phase", "waits"), [("ended", True), ("running", False), ("unknown", False)])
+def test_a_job_of_a_chain_waits_for_the_lock_of_one_that_has_ended(
+    folder: Path, launched: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, phase: Phase, waits: bool
+) -> None:
+    train("tiny-run.toml")
+    run = RunDirectory("runs/tiny-run")
+    for number in (17, 18):
+        record_job(run, JobRecord(number=number))
+    monkeypatch.setattr(train_command, "_allocation", lambda *_: ThisMachine())
+    monkeypatch.setattr(train_command, "_PAUSE_S", 0.05)
+    states = {17: JobState(number=17, phase=phase)}
+    monkeypatch.setattr(
+        train_command, "job_states", lambda records: {record: states[record.number] for record in records}
+    )
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv(JOB_ID, "17")
+    with contextlib.ExitStack() as held:
+        held.enter_context(RunLock(run))
+        monkeypatch.setenv("SLURM_JOB_ID", "18")
+        monkeypatch.setenv(JOB_ID, "18")
+        if not waits:
+            with pytest.raises(UserError, match="of job 17, since"):
+                train("tiny-run.toml", "--scheduler", "slurm")
+            return
+        given_up = threading.Timer(0.5, held.close)
+        given_up.start()
+        assert train("tiny-run.toml", "--scheduler", "slurm") == 75
+        given_up.join()
+    assert len(launched) == 2
 
 
 def test_the_nodes_of_a_job_are_shared_out_as_the_batch_allows(

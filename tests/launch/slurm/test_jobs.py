@@ -120,6 +120,7 @@ def test_a_cancelled_job_saves_and_is_not_queued_again(new_run: NewRun, undistur
     run.await_(lambda: not run.cluster.client("squeue", "--noheader").strip())
     status = run.directory.read_status()
     assert (status.status, status.reason) == ("resumable", "stopped by SIGUSR1")
+    assert f"{job} COMPLETED" in run.cluster.client("squeue", "--noheader", "--states=all", "--format=%A %T")
     run.speed_up()
     run.submit()
     run.wait_finished()

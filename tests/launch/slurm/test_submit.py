@@ -268,3 +268,52 @@ def test_states_of_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer:
     assert [states[number].phase for number in (17, 18, 19)] == phases
     if phases[0] == "waiting":
         assert str(states[17]) == "17 PENDING (Priority)"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "status", "requeue", "ended", "calls"),
+    [
+        # Saved: again, unless it was cancelled.
+        (75, "resumable", 1, 75, ["requeue 17"]),
+        (75, "resumable", 0, 0, []),
+        # Finished, or nothing to do but for a person: the rest of the chain would only repeat it.
+        (0, "finished", 1, 0, ["cancel --waiting"]),
+        (78, "stopped", 1, 78, ["cancel --waiting"]),
+        # Refused, as where another job holds the run: that one's chain is none of its business.
+        (78, "resumable", 1, 78, []),
+        (78, None, 1, 78, []),
+    ],
+)
+def test_what_a_job_does_when_its_launcher_has_ended(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    launcher: int,
+    status: str | None,
+    requeue: int,
+    ended: int,
+    calls: list[str],
+) -> None:
+    """The script itself, with stand-ins for Python and SLURM's commands."""
+    programs = {
+        "python": 'case "$*" in *" train "*) exit "$LAUNCHER";; *) echo "cancel ${!#}" >> "$CALLS";; esac',
+        "scontrol": 'if [ "$1" = show ]; then echo "   Requeue=$REQUEUE Restarts=0"; else echo "$*" >> "$CALLS"; fi',
+        "sleep": ":",
+    }
+    (folder / "bin").mkdir()
+    for name, text in programs.items():
+        (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / "bin" / name).chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(folder / "bin" / "python"))
+    (folder / "job.sh").write_text(script(capsys, *TIME))
+    run = RunDirectory("runs/tiny-run")
+    run.path.mkdir(parents=True)
+    if status is not None:
+        run.write_status(status, reason="", step=1, tokens=8)  # type: ignore[arg-type]
+    environment = {
+        "PATH": f"{folder / 'bin'}:/usr/bin:/bin", "CALLS": str(folder / "calls"), "SLURM_JOB_ID": "17",
+        "LAUNCHER": str(launcher), "REQUEUE": str(requeue),
+    }  # fmt: skip
+    done = subprocess.run(["bash", "job.sh"], env=environment, cwd=folder, timeout=30, check=False)
+    said = (folder / "calls").read_text().splitlines() if (folder / "calls").exists() else []
+    assert (done.returncode, said) == (ended, calls)
