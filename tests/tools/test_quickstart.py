@@ -30,7 +30,8 @@ def test_every_second_of_training_has_a_name(quickstart: ModuleType, tmp_path: P
         for step, second, step_s in steps
     ]
     lines.append({"step": 4, "attempt": 2, "time": at(39), "validation": {"stdlib": {"loss": 1.0}}})
-    events = [{"event": "start", "time": at(5)}, {"event": "checkpoint", "time": at(12), "stall_s": 0.5}]
+    save = {"event": "checkpoint", "attempt": 1, "step": 2, "time": at(12), "stall_s": 0.5}
+    events = [{"event": "start", "attempt": 1, "time": at(5)}, save]
     for name, records in (("metrics", lines), ("events", events)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     minute_s = quickstart.seconds(at(0))

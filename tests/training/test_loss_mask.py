@@ -90,8 +90,7 @@ def directly(rank: int, world_size: int, init_method: str, store: Path) -> Found
             logits = model(text[None, :-1], torch.tensor([positions]))[0, :, :VOCAB_SIZE]
             total = total + (F.cross_entropy(logits, text[1:], reduction="none") * counts).sum()
             count += int(counts.sum())
-        # Megatron divides by the number of tokens in fp32, whatever the precision: one factor for all.
-        (total * (1.0 / torch.tensor(float(count))).double()).backward()
+        (total / float(count)).backward()
         return total.item(), count, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 

@@ -123,7 +123,7 @@ def test_run_directories_that_are_none(folder: Path, refusal: Callable[..., str]
     (folder / "mine" / "notes.txt").write_text("mine")
     assert "file" in refusal("run.toml", "--run", "file")
     assert "file" in refusal("run.toml", "--run", "file/run")
-    assert "mine is not a run directory: it has files but no config.toml" in refusal("run.toml", "--run", "mine")
+    assert "mine is not a run directory: it has files (notes.txt) but no config" in refusal("run.toml", "--run", "mine")
     assert (folder / "file").read_text() == (folder / "mine" / "notes.txt").read_text() == "mine"
 
 
@@ -132,20 +132,19 @@ def test_run_directories_that_cannot_be_read(
 ) -> None:
     shutil.copytree(whole[0].path, folder / "run")
     run, words = RunDirectory(folder / "run"), ["run.toml", "parallel.sequence=2", "--run", "run", "--processes", "2"]
-    for file in (run.config, run.status):
-        text = file.read_bytes()
-        file.write_bytes(b"\xff\x00 damaged\n" + text)
-        assert str(file.relative_to(folder)) in refusal(*words), file
-        file.unlink()
-        file.mkdir()
-        assert str(file.relative_to(folder)) in refusal(*words), file
-        file.rmdir()
-        file.write_bytes(text)
+    file, text = run.config, run.config.read_bytes()
+    file.write_bytes(b"\xff\x00 damaged\n" + text)
+    assert str(file.relative_to(folder)) in refusal(*words)
+    file.unlink()
+    file.mkdir()
+    assert str(file.relative_to(folder)) in refusal(*words)
 
 
 def test_a_run_whose_numbers_stay_bad_is_stopped(workplace: Path, train: Callable[..., Any]) -> None:
     words = [
-        "optimizer.lr=1e20",
+        # Weights grow by 9,999 in every step, until they are infinite.
+        "optimizer.lr=100",
+        "optimizer.weight_decay=100",
         "optimizer.warmup_steps=0",
         "checkpoint.every=1",
         # Otherwise a save is skipped while the previous one is still being written.
@@ -167,13 +166,15 @@ def test_a_run_whose_numbers_stay_bad_is_stopped(workplace: Path, train: Callabl
     assert ended.last_line == f"error: {status.reason.partition(': ')[2]}"
     events = [event["event"] for event in read_lines(run.events)]
     assert (events[0], events[-1]) == ("start", "failed")
-    assert [events.count(name) for name in ("rollback", "data_skipped", "step_skipped")] == [3, 3, 12]
-    # What was finite is recorded and saved; of the last steps, that they were skipped, though not after the third.
+    # By steps that were skipped in a row, or because the state was not finite, whichever came first.
+    assert [events.count(name) for name in ("rollback", "data_skipped")] == [3, 3]
+    assert "step_skipped" in events or "state_not_finite" in events
+    # What was finite is recorded and saved; of the last steps, that they were skipped.
     lines = read_metrics(run.metrics)
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     good = [line["step"] for line in lines if "skipped" not in line]
     assert good and good == list(range(1, len(good) + 1))
-    assert [line["step"] for line in lines] == list(range(1, len(good) + 4))
-    assert list_steps(run.checkpoints) == list(range(1, len(good) + 3))[-5:]
+    assert list_steps(run.checkpoints)[-1] < len(lines)
     for step in list_steps(run.checkpoints):
         path = run.checkpoints / f"step-{step:08d}"
         manifest = read_manifest(path)

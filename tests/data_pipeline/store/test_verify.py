@@ -112,6 +112,12 @@ def test_values_that_cannot_be_are_found_though_the_hashes_fit(
     assert set(verify(store).sources) == {"text", "text-validation"}
 
 
+def swap_two_tokens(ranks: Path) -> None:
+    (one, first), (other, second), *rest = [line.split() for line in ranks.read_bytes().splitlines()]
+    lines = [[other, first], [one, second], *rest]
+    ranks.write_bytes(b"".join(b" ".join(line) + b"\n" for line in lines))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -123,7 +129,8 @@ def test_values_that_cannot_be_are_found_though_the_hashes_fit(
             "content_hash 00 is not that of its shard_hashes",
         ),
         (lambda store: edit_source(store, "code", shard_hashes={}), "code/zarr.json: damaged attributes"),
-        (lambda store: (store / "tokenizer/ranks.tiktoken").write_bytes(b"YQ== 0\n"), "changed after the store was"),
+        (lambda store: (store / "tokenizer/ranks.tiktoken").write_bytes(b"YQ== 0\n"), "no rank for the byte 0x00"),
+        (lambda store: swap_two_tokens(store / "tokenizer/ranks.tiktoken"), "changed after the store was"),
         (lambda store: (store / "text/tokens/zarr.json").write_text("{"), "text/tokens/zarr.json: not JSON"),
     ],
 )
