@@ -816,7 +816,10 @@ def mutate_json(data: st.DataObject, value: Any) -> Any:
             case "add":
                 holder.insert(key, copy.deepcopy(holder[key]))
             case "nudge" if isinstance(holder[key], int | float):
-                holder[key] += data.draw(st.sampled_from([-1, 1, 4, 256, 0.5]))
+                nudges = [-1, 1, 4, 256]
+                # An integer of many digits has no half.
+                nudges = [*nudges, 0.5] if abs(holder[key]) < 2**53 else nudges
+                holder[key] += data.draw(st.sampled_from(nudges))
             case "twice" if isinstance(holder, dict) and holder is value:
                 return json.dumps(value)[:-1] + f", {json.dumps(key)}: {json.dumps(value[key])}}}"
     return value
@@ -873,7 +876,9 @@ def check_sealed(victim: Victim, data: st.DataObject) -> None:
         mutate(data, victim, sealed=True)
         if outcome(victim) is None:
             manifest, state, generators, boxes = read(victim.path)
-            assert (manifest.facts["step"], manifest.facts["tokens"]) == (STEP, state["data"]["tokens"])
+            # Not every manifest says the tokens; where it does, the state agrees.
+            assert manifest.facts["step"] == STEP
+            assert manifest.facts.get("tokens", state["data"]["tokens"]) == state["data"]["tokens"]
             assert 0 <= state["optimizer"]["adam_steps"] <= STEP and len(generators) == 2
             assert sum(map(len, boxes.values())) == 3 * 4 * (24 + 12 + 8)
     finally:

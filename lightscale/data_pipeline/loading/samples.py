@@ -18,8 +18,11 @@ from lightscale.data_pipeline.loading.windows import PADDING
 from lightscale.data_pipeline.store.origins import Origin
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.errors import UserError
+from lightscale.files import NotRegular, read_regular
 from lightscale.records import read_records
 
+# One line for each file of each rank; more is no manifest.
+_MOST_MANIFEST_BYTES = 1 << 28
 SKIP_EVENT = "data_skipped"
 """The event of a run's events.jsonl with ``at_tokens`` and ``skip_tokens`` of skipped data; see ``SkippedRanges``."""
 ROLLBACK_EVENT = "rollback"
@@ -154,8 +157,8 @@ def _stores(run: Path) -> Iterator[str]:
     """The fingerprints of the stores that the run's checkpoints name."""
     for manifest in sorted((run / "checkpoints").glob("step-*/MANIFEST.json")):
         try:
-            facts = json.loads(manifest.read_bytes())
-        except ValueError:
+            facts = json.loads(read_regular(manifest, what="a manifest", most_bytes=_MOST_MANIFEST_BYTES))
+        except (OSError, ValueError, RecursionError, NotRegular):
             continue  # damaged: verifying checkpoints reports it
         if isinstance(facts, dict) and "store" in facts:
             yield str(facts["store"])
