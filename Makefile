@@ -9,6 +9,8 @@ INSTALL := $(BIN)/python -m pip install --no-compile --editable '.[dev]'
 PYTEST := $(BIN)/pytest --durations=10
 # Test files at a time. Not of those that start ranks: more ranks than cores only wait for each other.
 JOBS ?= 2
+# One more for the jobs of a scheduler, which mostly wait.
+LONG_JOBS ?= 3
 
 .PHONY: install check test test-long test-soak gpu-check quickstart golden lock clean
 
@@ -46,7 +48,7 @@ test: check
 # and those with more ranks than cores, run by themselves. Exit code 5 says that there is none.
 ALONE := tests/parallel tests/tools/benchmarks tests/data_pipeline
 test-long: install
-	$(PYTEST) -m long --numprocesses $(JOBS) --dist loadfile $(addprefix --ignore ,$(ALONE)) || test $$? -eq 5
+	$(PYTEST) -m long --numprocesses $(LONG_JOBS) --dist loadfile $(addprefix --ignore ,$(ALONE)) || test $$? -eq 5
 	$(PYTEST) -m long $(ALONE) || test $$? -eq 5
 
 # The full counts of restarts and faults: about an hour.

@@ -178,7 +178,12 @@ def _forked_rank(command: Sequence[str]) -> int:
     """The command line of a rank, in a fork of the launcher."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return run(parser.parse_args(command[len(_COMMAND) :]))
+    try:
+        return run(parser.parse_args(command[len(_COMMAND) :]))
+    except UserError as error:
+        # As `cli.main` does for a program of its own: the launcher could not be told, as where its logs are gone.
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.EXIT_CODE
 
 
 def _train(
