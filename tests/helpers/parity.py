@@ -44,7 +44,7 @@ VOCAB_SIZE = 120  # the last 8 rows are padding
 TOKENS = 96
 ROWS = 2  # of a micro-batch
 CASE_TIMEOUT_S = 120
-SHIPPED = load(Path(__file__).parents[2] / "configs" / "quickstart.toml")
+SHIPPED = load(Path(__file__).parents[2] / "configs" / "tnl-tiny.toml")
 
 
 @dataclass(frozen=True, kw_only=True)
