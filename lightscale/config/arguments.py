@@ -1,6 +1,6 @@
 """The arguments that commands share, with one name each: CONFIG, overrides, and RUN, a run's directory.
 
-Completion in shells goes by their metavars: see `launch/completion.py`.
+Completion in shells goes by their metavars: see `lightscale/completion`.
 """
 
 import argparse

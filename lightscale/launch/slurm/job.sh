@@ -11,6 +11,11 @@ newest_checkpoint() {
   find {{run}}/checkpoints -maxdepth 1 -regex '.*/step-[0-9]+' 2> /dev/null | sort | tail -n 1
 }
 before=$(newest_checkpoint)
+requeue_is() {
+  scontrol show job "$SLURM_JOB_ID" | grep -q "Requeue=$1"
+}
+# Not where launch.options has --no-requeue.
+requeue_is 1 && may_requeue=yes
 
 # On the first node: the launcher. It starts one agent on every node by srun, and the ranks again after failures.
 {{command}} &
@@ -31,7 +36,7 @@ trap - USR1 TERM
 case $code in
   75) # saved in time, with steps left to do
     # `lightscale cancel` takes this mark away: the job has done what it was asked to.
-    if scontrol show job "$SLURM_JOB_ID" | grep -q 'Requeue=0'; then
+    if [ "${may_requeue-}" = yes ] && requeue_is 0; then
       exit 0
     fi
     {{again}}

@@ -273,15 +273,16 @@ def test_states_of_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer:
 @pytest.mark.parametrize(
     ("launcher", "status", "requeue", "ended", "calls"),
     [
-        # Saved: again, unless it was cancelled.
-        (75, "resumable", 1, 75, ["requeue 17"]),
-        (75, "resumable", 0, 0, []),
+        # Saved: again, unless it was cancelled. One that never could is not done either.
+        (75, "resumable", "11", 75, ["requeue 17"]),
+        (75, "resumable", "10", 0, []),
+        (75, "resumable", "00", 75, ["requeue 17"]),
         # Finished, or nothing to do but for a person: the rest of the chain would only repeat it.
-        (0, "finished", 1, 0, ["cancel --waiting"]),
-        (78, "stopped", 1, 78, ["cancel --waiting"]),
+        (0, "finished", "11", 0, ["cancel --waiting"]),
+        (78, "stopped", "11", 78, ["cancel --waiting"]),
         # Refused, as where another job holds the run: that one's chain is none of its business.
-        (78, "resumable", 1, 78, []),
-        (78, None, 1, 78, []),
+        (78, "resumable", "11", 78, []),
+        (78, None, "11", 78, []),
     ],
 )
 def test_what_a_job_does_when_its_launcher_has_ended(
@@ -290,14 +291,16 @@ def test_what_a_job_does_when_its_launcher_has_ended(
     capsys: pytest.CaptureFixture[str],
     launcher: int,
     status: str | None,
-    requeue: int,
+    requeue: str,
     ended: int,
     calls: list[str],
 ) -> None:
     """The script itself, with stand-ins for Python and SLURM's commands."""
     programs = {
         "python": 'case "$*" in *" train "*) exit "$LAUNCHER";; *) echo "cancel ${!#}" >> "$CALLS";; esac',
-        "scontrol": 'if [ "$1" = show ]; then echo "   Requeue=$REQUEUE Restarts=0"; else echo "$*" >> "$CALLS"; fi',
+        # At the start the first digit, at the end the second.
+        "scontrol": 'if [ "$1" != show ]; then echo "$*" >> "$CALLS"; elif mkdir "$CALLS.begun" 2> /dev/null; then '
+        'echo "   Requeue=${REQUEUE:0:1} Restarts=0"; else echo "   Requeue=${REQUEUE:1} Restarts=0"; fi',
         "sleep": ":",
     }
     (folder / "bin").mkdir()
@@ -312,7 +315,7 @@ def test_what_a_job_does_when_its_launcher_has_ended(
         run.write_status(status, reason="", step=1, tokens=8)  # type: ignore[arg-type]
     environment = {
         "PATH": f"{folder / 'bin'}:/usr/bin:/bin", "CALLS": str(folder / "calls"), "SLURM_JOB_ID": "17",
-        "LAUNCHER": str(launcher), "REQUEUE": str(requeue),
+        "LAUNCHER": str(launcher), "REQUEUE": requeue,
     }  # fmt: skip
     done = subprocess.run(["bash", "job.sh"], env=environment, cwd=folder, timeout=30, check=False)
     said = (folder / "calls").read_text().splitlines() if (folder / "calls").exists() else []
