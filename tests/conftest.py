@@ -59,11 +59,17 @@ def root() -> Path:
     return ROOT
 
 
+@pytest.fixture(scope="session")
+def tiny_run_text() -> str:
+    """A TNL of 4 layers, width 64, 4 heads, vocabulary 512; 4 steps of 4 x 64."""
+    return TINY_RUN
+
+
 @pytest.fixture
-def tiny_run(tmp_path: Path) -> Path:
-    """A file in `tmp_path`: a TNL of 4 layers, width 64, 4 heads, vocabulary 512; 4 steps of 4 x 64."""
+def tiny_run(tmp_path: Path, tiny_run_text: str) -> Path:
+    """A file in `tmp_path` with `tiny_run_text`."""
     path = tmp_path / "tiny-run.toml"
-    path.write_text(TINY_RUN, encoding="utf-8")
+    path.write_text(tiny_run_text, encoding="utf-8")
     return path
 
 

@@ -35,23 +35,6 @@ found = {{"codes": codes, "heavy": sorted(set({HEAVY!r}) & set(sys.modules)), "c
 open(sys.argv[1], "w").write(json.dumps(found))
 """
 
-CONFIG = f"""
-extends = ["{ROOT}/configs/arch/tnl.toml", "{ROOT}/configs/size/tiny.toml"]
-
-[model]
-vocab_size = 512
-
-[data]
-store = "store"
-sequence_length = 64
-
-[optimizer]
-lr = 1e-3
-
-[train]
-steps = 4
-global_batch_size = 4
-"""
 # What is called, the exit code, and a part of what it says.
 COMMAND_LINES: list[tuple[str, int, str]] = [
     ("--help", 0, "commands:"),
@@ -88,10 +71,10 @@ def start(folder: Path, arguments: Sequence[Sequence[str]]) -> tuple[str, dict[s
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_run_text: str) -> Path:
     """A configuration, its store, and a run of it with a checkpoint and output."""
     folder = tmp_path_factory.mktemp("imports")
-    (folder / "tiny-run.toml").write_text(CONFIG, encoding="utf-8")
+    (folder / "tiny-run.toml").write_text(tiny_run_text, encoding="utf-8")
     ranks = {bytes([byte]): byte for byte in range(256)}
     special = {"<|endoftext|>": 256}
     tokenizer = TiktokenTokenizer(name="bytes", pat_str="(?s:.+)", mergeable_ranks=ranks, special_tokens=special)

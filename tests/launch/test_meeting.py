@@ -56,31 +56,18 @@ def place(rank: int, port: int, world_size: int = 2) -> RankEnvironment:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, write_store: WriteStore) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, write_store: WriteStore, tiny_run_text: str) -> Path:
     """run.toml; `store`, and what differs from it: `other/store` has other text, `words/store` another tokenizer."""
     folder = tmp_path_factory.mktemp("meeting")
     for name, seed, words in ((".", 0, 300), ("other", 1, 300), ("words", 0, 301)):
         text = np.random.default_rng(seed).integers(1, 300, 4000)
         (folder / name).mkdir(exist_ok=True)
         write_store(folder / name / "store", words, text=text)
-    root = Path(__file__).resolve().parents[2]
     for name, layers in (("one", "1"), ("two", "2")):
         manifest = folder / name / "runs/first/checkpoints/step-00000010/MANIFEST.json"
         manifest.parent.mkdir(parents=True)
         manifest.write_text(layers)
-    (folder / "run.toml").write_text(f"""
-extends = ["{root}/configs/arch/tnl.toml", "{root}/configs/size/tiny.toml"]
-[model]
-vocab_size = 512
-[data]
-store = "store"
-sequence_length = 64
-[optimizer]
-lr = 1e-3
-[train]
-steps = 4
-global_batch_size = 4
-""")
+    (folder / "run.toml").write_text(tiny_run_text)
     return folder
 
 

@@ -51,18 +51,20 @@ class FileSample:
     """What was seen of one file."""
 
     size_bytes: int
-    """Of all of it, compressed as it is; and"""
+    """Of the whole file, compressed as it is."""
     seen_file_bytes: float = 0.0
-    """as far as it was read."""
+    """Of the part of the file that was read."""
     seen_documents: int = 0
     seen_bytes: int = 0
     """Of the texts in what was read."""
     sampled: int = 0
-    """Documents that went through all steps, the first of those seen; likewise"""
+    """Documents that went through all steps, the first of those seen."""
     sampled_bytes: int = 0
+    """Of their texts."""
     kept: int = 0
+    """Sampled documents that the filters kept."""
     kept_bytes: int = 0
-    """those that the filters kept, normalised."""
+    """Of their texts, normalised."""
 
     @property
     def scale(self) -> float:
