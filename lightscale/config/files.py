@@ -218,8 +218,8 @@ def _explain(error: dict[str, Any], merged: _Merged, path: Path) -> str:
     origin, value = merged.origin(key) or path, merged.value(key)
     if error["type"] == "value_error":
         # A check of a section names its keys itself, one of a field or of a mixer's options only says what is wrong.
-        where = path if len(key) == 1 else f"{origin}: {shown_key(key)}"
-        given = "" if len(key) == 1 or value is None else f" = {shown_value(value)}"
+        where = path if len(key) <= 1 else f"{origin}: {shown_key(key)}"
+        given = "" if len(key) <= 1 or value is None else f" = {shown_value(value)}"
         return f"{where}{given}: {shortened(str(error['ctx']['error']), 1000)}"
     if error["type"] == "extra_forbidden":
         return f"{origin}: unknown key {shown_key(key)}; {nearest_key(key)}"

@@ -298,3 +298,9 @@ def test_difference_names_the_keys_that_differ(tiny_config: TinyConfig) -> None:
         ("train.tokens", None, 512),
         ("data.sources.b", None, 2.0),
     ]
+
+
+def test_a_check_of_the_whole_names_the_file_and_quotes_no_table(tiny_run: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        load(tiny_run, ["optimizer.schedule=cosine", "optimizer.warmup_steps=20"])
+    assert str(refused.value).startswith(f"{tiny_run}: optimizer.warmup_steps = 20 leaves no step of the run's 4 steps")
