@@ -12,7 +12,7 @@ JOBS ?= 2
 # One more for the jobs of a scheduler, which mostly wait.
 LONG_JOBS ?= 3
 
-.PHONY: install check test test-long test-soak gpu-check quickstart golden lock clean
+.PHONY: install check test test-long test-soak test-eval gpu-check twin twin-budgets quickstart golden lock clean
 
 install: $(STAMP)
 
@@ -46,18 +46,37 @@ test: check
 
 # The rest: tests marked `long`. Jobs of a scheduler mostly wait, so the others run beside them; those that measure speed,
 # and those with more ranks than cores, run by themselves. Exit code 5 says that there is none.
+LONG := 'long and not soak'
 ALONE := tests/parallel tests/tools/benchmarks tests/data_pipeline
 test-long: install
-	$(PYTEST) -m long --numprocesses $(LONG_JOBS) --dist loadfile $(addprefix --ignore ,$(ALONE)) || test $$? -eq 5
-	$(PYTEST) -m long $(ALONE) || test $$? -eq 5
+	$(PYTEST) -m $(LONG) --numprocesses $(LONG_JOBS) --dist loadfile $(addprefix --ignore ,$(ALONE)) || test $$? -eq 5
+	$(PYTEST) -m $(LONG) $(ALONE) || test $$? -eq 5
 
 # The full counts of restarts and faults: about an hour.
 test-soak: install
 	$(PYTEST) -m soak
 
+# With lm-eval, in an environment of its own: it needs a package (chardet) whose licence `make check` does not allow.
+EVAL_VENV := .venv-eval
+test-eval: install
+	test -x $(EVAL_VENV)/bin/python || $(PYTHON) -m venv $(EVAL_VENV)
+	$(EVAL_VENV)/bin/python -m pip install --quiet --editable '.[dev,eval]' --constraint tools/constraints.txt
+	$(EVAL_VENV)/bin/pytest -rs tests/evaluation/harness tests/evaluation/tasks tests/tools/benchmarks/test_evaluate.py
+
 # What only a GPU can show: correctness on the device, then speed, kept in benchmarks; `PARTS=kernels` for one part.
 gpu-check: install
 	$(BIN)/python tools/gpu_check.py $(if $(PARTS),--only $(PARTS))
+
+# The CUDA path without a GPU (tools/cuda_twin): brings the CUDA build of PyTorch first, 527 MB, into LIGHTSCALE_TWIN or
+# .twin; `.ci/run` runs a part of it where that is there.
+twin: install
+	$(BIN)/python tools/twin.py fetch
+	$(PYTEST) -m 'twin or not twin' tests/twin
+
+# Write down anew what a step may ask of its device, after a change that is meant to change it.
+twin-budgets: install
+	$(BIN)/python tools/twin.py fetch
+	$(BIN)/python tools/twin.py budgets --write
 
 # Corpus, training, resume and a sample of text, from nothing.
 quickstart: install
@@ -74,5 +93,5 @@ lock: install
 	$(BIN)/python tools/dependencies.py --lock
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(EVAL_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find lightscale tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from lightscale import __version__
 from lightscale.errors import UserError, shortened
+from lightscale.output import LogStream, open_missing_streams
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
@@ -55,7 +56,20 @@ COMMANDS: dict[str, Command] = {
     "plan": Command(
         module="lightscale.planning.commands.plan", help="predict parameters, FLOPs, memory, speed and goodput of a run"
     ),
-    "generate": Command(module="lightscale.evaluation.generate_command", help="generate text with a model"),
+    "evaluate": Command(module="lightscale.launch.commands.evaluate", help="measure models: perplexity and benchmarks"),
+    "study": Command(
+        module="lightscale.study.commands.study", help="many runs as one: plan, train and watch them, fit scaling laws"
+    ),
+    "compare": Command(
+        module="lightscale.study.commands.compare", help="show losses, configurations and evaluations of runs on a page"
+    ),
+    "generate": Command(module="lightscale.launch.commands.generate", help="generate text with a model"),
+    "export": Command(
+        module="lightscale.exchange.export_command", help="write a checkpoint as transformers loads it (Hugging Face)"
+    ),
+    "import": Command(
+        module="lightscale.exchange.import_command", help="make a run of an exported model, or of transformers' LLaMA"
+    ),
     "completion": Command(
         module="lightscale.completion.command", help="print a script that completes commands in bash, zsh or fish"
     ),
@@ -68,14 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done. 78: an error that needs attention, in one message. 130: interrupted. Commands may add their own.
     Wrong usage and `--help` raise SystemExit (2 and 0), as argparse does.
     """
+    open_missing_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _dispatch(arguments)
         sys.stdout.flush()
     except UserError as error:
         message = textwrap.indent(_readable(str(error)), " " * len("error: ")).lstrip()
-        # In one write: ranks that share a terminal print it at the same time.
-        sys.stderr.write(f"error: {message}\n")
+        # In one write: ranks that share a terminal print it at the same time. And the exit code counts, whoever reads.
+        LogStream(sys.stderr).write(f"error: {message}\n")
         return error.EXIT_CODE
     except BrokenPipeError:
         # The reader of our output has ended (`lightscale … | head`). Python would fail once more when it flushes
@@ -90,10 +105,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             advice = "name another path, or change what is there"
         else:
             raise
-        sys.stderr.write(f"error: {_readable(str(error))}; {advice}\n")
+        LogStream(sys.stderr).write(f"error: {_readable(str(error))}; {advice}\n")
         return UserError.EXIT_CODE
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        LogStream(sys.stderr).write("interrupted\n")
         return EXIT_INTERRUPTED
     return code
 

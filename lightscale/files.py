@@ -6,6 +6,7 @@ others can have changed is opened here.
 """
 
 import errno
+import fcntl
 import os
 import stat
 from io import BufferedReader
@@ -92,3 +93,25 @@ def _refusal(error: OSError, path: Path, what: str) -> OSError | UserError:
             return UserError(f"{path}: a directory on the way to it is none")
         case _:
             return error
+
+
+def lock_or_refuse(descriptor: int, path: Path, *, held: str) -> None:
+    """Lock an open file (flock), until it is closed or this process ends.
+
+    Args:
+        descriptor: The open file.
+        path: What is locked, for messages.
+        held: What it means that another process has the lock, and what to do.
+
+    Raises:
+        UserError: Another process has it, or the file system has no locks.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{path}: {held}") from None
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be locked ({error.strerror}), so that two processes could change it at once; use a file "
+            "system with flock (Lustre: mounted with -o flock)"
+        ) from error

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,9 @@ from lightscale.config.schema import RunConfig
 # One thread per process: tests run several ranks on two cores, and sums must not depend on the number of
 # threads. Read by torch when it is imported, and by the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell starts what it puts into the background with Ctrl-C ignored; all processes of tests would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A machine that others use too is slow at times; that is no failure.
 hypothesis.settings.register_profile(

@@ -50,14 +50,27 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     ("plan {root}/configs/lightnet-1b.toml --nodes 2", 0, "parallel.tensor="),
     ("plan {root}/configs/hgrn2-1b.toml --failures --gpus 16", 0, "goodput"),
     ("plan --study {root}/configs", 0, "all 24 agree"),
+    ("study plan two-cores", 0, "70 cells"),
+    ("study status two-cores", 78, "there is no study"),
+    ("study run two-cores", 78, "data/stdlib-512"),
+    ("compare runs/first --out nowhere/page.html", 78, "there is no folder nowhere"),
     ("runs", 0, "runs/first"),
     ("logs runs/first", 0, "hello"),
     ("cancel runs/first", 0, "has no job"),
     ("submit tiny-run.toml --dry-run --nodes 2 --time 1:00:00 --processes 1", 0, "#SBATCH"),
     ("data inspect store", 0, "text"),
+    ("evaluate runs/first --tasks perplexiti", 2, "did you mean perplexity?"),
+    ("evaluate runs/first --tasks lambada", 2, "nothing is downloaded"),
+    ("evaluate runs/frist --tasks text.toml", 2, "did you mean runs/first?"),
+    ("evaluate runs/first --tasks text.toml", 2, "nowhere.txt: there is no such file"),
+    ("generate runs/first --file nowhere.jsonl", 2, "nowhere.jsonl: No such file"),
+    ("generate runs/first --step 7", 2, "has no checkpoint of step 7"),
     ("checkpoint list runs/first", 0, "layout"),
     ("checkpoint show runs/first", 0, "embedding"),
     ("checkpoint prune runs/first", 0, "nothing removed"),
+    ("export nowhere --to there", 78, "there is no run nowhere"),
+    ("export runs/first --to there --shard-size 1", 2, "is no size of 1MB or more"),
+    ("import nowhere --run there", 78, "no model there"),
 ]
 
 
@@ -89,6 +102,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_run_text: str) -> Path
     run.create(load(folder / "tiny-run.toml"))
     golden = ROOT / "tests/training/checkpoints/golden/format-2/step-00000001"
     shutil.copytree(golden, run.checkpoints / golden.name)
+    (folder / "text.toml").write_text('kind = "perplexity"\npaths = ["nowhere.txt"]\n', encoding="utf-8")
     output = run.logs / "launch-0001" / "rank-0.out"
     output.parent.mkdir(parents=True)
     output.write_text("hello\n", encoding="utf-8")

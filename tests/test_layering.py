@@ -16,11 +16,12 @@ from lightscale.cli import COMMANDS
 ROOT = Path(__file__).resolve().parents[1]
 
 # Every package of lightscale, and what its modules may import besides their own package.
-BASE = {"errors", "files", "records", "config"}
+BASE = {"errors", "output", "files", "records", "config"}
 MODEL = {*BASE, "kernels", "parallel", "models"}
 TRAINING = {*MODEL, "data_pipeline", "runs", "training"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "output": set(),
     "files": {"errors"},
     "records": {"errors", "files"},
     "config": {"errors", "files"},
@@ -34,9 +35,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": {*TRAINING, "training.optimizer"},
     "training.optimizer": {*BASE, "parallel"},
     "evaluation": TRAINING,
+    # What evaluation finds and chooses, runs and tokens, is what a model outside of it is made from.
+    "exchange": {*TRAINING, "evaluation"},
+    "layers": {"exchange"},
     # A rank is told what planning expects it to hold, which training does not know; and errors of divisibility name the
-    # layout that planning chooses.
-    "launch": {*TRAINING, "planning"},
+    # layout that planning chooses. Ranks that evaluate are started as those that train.
+    "launch": {*TRAINING, "planning", "evaluation"},
+    # Many runs as one: it plans them, starts them, and reads what they and their evaluations leave.
+    "study": {*BASE, "models", "runs", "training.optimizer", "planning", "evaluation", "launch"},
     "cli": BASE,
     # It reads the arguments of all commands, whose modules `cli` imports by name.
     "completion": {*BASE, "cli"},
@@ -48,15 +54,25 @@ APART = [("lightscale.data_pipeline.preparation", "lightscale.data_pipeline.load
 LATE = {
     ("lightscale.parallel.mesh", "lightscale.parallel.cpu"),  # must not even be loaded where there is a GPU
     # Behind the checks of arguments and runs: they import torch.
-    ("lightscale.evaluation.generate_command", "lightscale.evaluation.generate"),
-    ("lightscale.evaluation.generate_command", "lightscale.evaluation.model"),
+    # Only where lm-eval is installed.
+    ("lightscale.evaluation.harness.__main__", "lightscale.evaluation.harness.model"),
+    ("lightscale.evaluation.harness.tasks", "lightscale.evaluation.harness.answering"),
+    ("lightscale.exchange.export_command", "lightscale.exchange.export"),
+    ("lightscale.exchange.import_command", "lightscale.exchange.imported"),
     ("lightscale.launch.doctor.command", "lightscale.launch.doctor.examine"),
+    ("lightscale.launch.commands.model_ranks", "lightscale.launch.torchrun"),
+    ("lightscale.launch.commands.train", "lightscale.launch.by_hand"),
     ("lightscale.launch.commands.train", "lightscale.launch.restart"),
     ("lightscale.launch.commands.train", "lightscale.launch.torchrun"),
 }
 
 # What is read without torch, besides all modules of commands: see tests/test_imports.py for what they take together.
-TORCH_FREE = ("lightscale.models.specs", "lightscale.models.registry", "lightscale.models.accounting")
+TORCH_FREE = (
+    "lightscale.models.specs",
+    "lightscale.models.registry",
+    "lightscale.models.accounting",
+    "lightscale.models.conversion",
+)
 HEAVY = {"torch", "megatron", "triton"}
 
 MAX_FILE_LINES = 500

@@ -19,6 +19,10 @@ from rich.table import Table
 import plot_kernels
 from benchmarks import (
     checkpoint,
+    convert,
+    evaluate,
+    evaluation_memory,
+    exports,
     gpu_kernels,
     learn,
     loader,
@@ -103,6 +107,34 @@ def run_checkpoint(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
     yield BenchmarkReport(settings=figures.pop("settings"), figures=figures, table=checkpoint.table(figures))
 
 
+def run_convert(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
+    """A LLaMA that becomes linear beside linear models from nothing."""
+    settings = {name: getattr(args, name) for name in ("mixers", "source_steps", "steps", "repeats")}
+    for figures in convert.run(args):
+        yield BenchmarkReport(settings=settings, figures=figures, table=convert.table(figures))
+
+
+def run_exports(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
+    """Memory and speed of `lightscale export`."""
+    figures = exports.run(args.config, repeats=args.repeats, folder=args.folder)
+    settings = {"config": args.config, "repeats": args.repeats}
+    yield BenchmarkReport(settings=settings, figures=figures, table=exports.table(figures))
+
+
+def run_evaluation_memory(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
+    """Peak memory of stateful perplexity at two lengths."""
+    settings = {"mixers": args.mixers, "row_tokens": args.row_tokens}
+    for figures in evaluation_memory.run(args.mixers, row_tokens=args.row_tokens):
+        yield BenchmarkReport(settings=settings, figures=figures, table=evaluation_memory.table(figures))
+
+
+def run_evaluate(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
+    """Requests per second of evaluation, side by side."""
+    for figures in evaluate.run_arguments(args):
+        settings = evaluate.SIZE | {"questions": args.questions, "repeats": args.repeats}
+        yield BenchmarkReport(settings=settings, figures=figures, table=evaluate.table(figures))
+
+
 def data_arguments(parser: argparse.ArgumentParser) -> None:
     """What is measured of the corpus pipeline."""
     parser.add_argument("--documents", type=Path, help="English jsonl (default: pages of Debian packages)")
@@ -182,6 +214,33 @@ BENCHMARKS = {
         add_arguments=checkpoint.add_arguments,
         run=run_checkpoint,
         threads=1,
+    ),
+    "convert": Benchmark(
+        summary="a LLaMA that becomes linear by train.init_from, beside linear models from nothing, at equal tokens",
+        add_arguments=convert.add_arguments,
+        run=run_convert,
+        repeats=1,
+        draw=convert.draw,
+    ),
+    "export": Benchmark(
+        summary="`lightscale export` of random weights: peak memory, and speed beside a plain copy of the bytes",
+        add_arguments=exports.add_arguments,
+        run=run_exports,
+        # Gigabytes are written in each turn.
+        repeats=3,
+    ),
+    "evaluation-memory": Benchmark(
+        summary="stateful perplexity of one document: peak memory at 1M tokens beside that at 64K",
+        add_arguments=evaluation_memory.add_arguments,
+        run=run_evaluation_memory,
+        repeats=1,
+    ),
+    "evaluate": Benchmark(
+        summary="evaluation: packed rows beside padded, prefixes kept or not, ours beside lm-eval's hf class",
+        add_arguments=evaluate.add_arguments,
+        run=run_evaluate,
+        threads=1,
+        repeats=3,
     ),
     "data": Benchmark(
         summary="corpus pipeline: loader beside memmap, zarr, Megatron; preparation beside datatrove; memory",

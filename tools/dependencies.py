@@ -41,6 +41,7 @@ ALLOWED = {
 _NAMES = {
     "3-clause bsd license": "BSD-3-Clause",
     "apache 2.0": "Apache-2.0",
+    "apache 2.0 license": "Apache-2.0",
     "apache software license": "Apache-2.0",
     "bsd": "BSD-3-Clause",
     "bsd license": "BSD-3-Clause",

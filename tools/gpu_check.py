@@ -59,12 +59,28 @@ def _tests(*arguments: str) -> Part:
 
 PARTS = {
     # Most of the time goes to compiling kernels, side by side; the largest tensors are in one process, one by one.
-    "operators": _tests("tests/gpu", "--ignore", "tests/gpu/test_on_gpu.py", "-n", "4", "--dist", "loadgroup"),
+    "operators": _tests(
+        "tests/gpu",
+        *("--ignore", "tests/gpu/test_on_gpu.py", "--ignore", "tests/gpu/test_ranks_on_gpu.py"),
+        *("-n", "4", "--dist", "loadgroup"),
+    ),
     "models": _tests("tests/gpu/test_on_gpu.py"),
+    "ranks": _tests("tests/gpu/test_ranks_on_gpu.py"),
     "kernels": _benchmark("kernels"),
     "learn": _benchmark("learn"),
     "train": _benchmark("train"),
 }
+
+
+SEVERAL_GPUS = ("ranks",)
+"""Parts for nodes with more than one GPU."""
+
+
+def possible_parts() -> dict[str, Part]:
+    """Those that this machine's GPUs can show."""
+    if torch.cuda.device_count() > 1:
+        return PARTS
+    return {name: part for name, part in PARTS.items() if name not in SEVERAL_GPUS}
 
 
 def check_device() -> None:
@@ -137,25 +153,48 @@ def run(parts: dict[str, Part], folder: Path, limit_s: float) -> dict[str, dict[
         results.unlink(missing_ok=True)
         found[name] = run_part(part, results, folder, limit_s)
         write_atomically(path, json.dumps({"machine": host, "parts": found}, indent=1) + "\n")
+        write_atomically(path.with_suffix(".md"), page(host, found))
         results.unlink(missing_ok=True)
     console.print(f"written to {path}")
     return found
+
+
+def what_was_found(part: dict[str, Any]) -> list[str]:
+    """In words: how many tests passed, what was saved, and what is wrong."""
+    if "tests" in part:
+        outcomes = [test["outcome"] for test in part["tests"]]
+        what = [f"{outcomes.count(outcome)} {outcome}" for outcome in ("passed", "failed", "skipped")]
+        what += [test["test"] for test in part["tests"] if test["outcome"] == "failed"]
+    else:
+        what = [f"saved {part['saved']}" if part["saved"] else "", *part["missed"]]
+    return [*filter(None, what), *([f"exit code {part['exit_code']}"] if part["exit_code"] else [])]
+
+
+def page(host: dict[str, Any], found: dict[str, dict[str, Any]]) -> str:
+    """The whole check on one page, Markdown: every part, and how far the operators are from fp64."""
+    lines = ["# GPU check", "", "Measured by `make gpu-check` on:", ""]
+    lines += [f"- {key}: {value}" for key, value in host.items()]
+    lines += ["", "| part | | seconds | what |", "|---|---|---|---|"]
+    for name, part in found.items():
+        mark = "**failed**" if failed(part) else "ok"
+        lines.append(f"| {name} | {mark} | {part['seconds']:.0f} | {'<br>'.join(what_was_found(part))} |")
+    errors = [(test["test"], test["errors"]) for part in found.values() for test in part.get("tests", ())]
+    if any(by_result for _, by_result in errors):
+        lines += ["", "| test | largest error to fp64, RMSE by RMSE |", "|---|---|"]
+        lines += [
+            f"| `{name}` | {max(by_result.values()):.2g} ({max(by_result, key=by_result.__getitem__)}) |"
+            for name, by_result in errors
+            if by_result
+        ]
+    return "\n".join(lines) + "\n"
 
 
 def summary(found: dict[str, dict[str, Any]]) -> Table:
     """One line for each part, and what is wrong below it."""
     table = Table("part", "", "seconds", "what")
     for name, part in found.items():
-        if "tests" in part:
-            outcomes = [test["outcome"] for test in part["tests"]]
-            what = [f"{outcomes.count(outcome)} {outcome}" for outcome in ("passed", "failed", "skipped")]
-            what += [test["test"] for test in part["tests"] if test["outcome"] == "failed"]
-        else:
-            what = [f"saved {part['saved']}" if part["saved"] else "", *part["missed"]]
-        if part["exit_code"]:
-            what.append(f"exit code {part['exit_code']}")
         mark = "[red]failed[/red]" if failed(part) else "ok"
-        table.add_row(name, mark, f"{part['seconds']:.0f}", "\n".join(filter(None, what)))
+        table.add_row(name, mark, f"{part['seconds']:.0f}", "\n".join(what_was_found(part)))
     return table
 
 
@@ -174,7 +213,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         check_device()
-        found = run({name: PARTS[name] for name in PARTS if name in args.only}, args.save.resolve(), args.limit_s)
+        parts = {name: part for name, part in possible_parts().items() if name in args.only}
+        if absent := [name for name in args.only if name not in parts]:
+            console.print(f"skipped, as this machine has one GPU: {', '.join(absent)}")
+        found = run(parts, args.save.resolve(), args.limit_s)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return UserError.EXIT_CODE

@@ -12,7 +12,7 @@ from lightscale.config.arguments import CONFIG, OVERRIDE, RUN
 from lightscale.config.fields import FieldDescription, describe_fields
 
 # By the words of a metavar: what the shell completes as files.
-_FILES = {"FILE", "PATH", "STORE", "CORPUS.toml"}
+_FILES = {"FILE", "PATH", "STORE", "CORPUS.toml", "STUDY.toml"}
 _CHOICES = re.compile(r'"[^"]+"( or "[^"]+")*')
 
 

@@ -75,21 +75,31 @@ def _describe(
             continue
         inner, named = table_type(field.annotation)
         if inner is not None:
+            if field.default is None:
+                yield _described((*path, name), field)
             yield from _describe(inner, (*path, name, "NAME") if named else (*path, name), mixers)
             continue
-        default = "(required)" if field.is_required() else toml_value(field.default)
-        yield FieldDescription(
-            key=key_text((*path, name)),
-            type=field_type_text(field),
-            default=default,
-            description=field.description or "",
-        )
+        yield _described((*path, name), field)
+
+
+def _described(path: tuple[str, ...], field: FieldInfo) -> FieldDescription:
+    return FieldDescription(
+        key=key_text(path),
+        type=field_type_text(field),
+        default="(required)" if field.is_required() else toml_value(field.default),
+        description=field.description or "",
+    )
 
 
 def table_type(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """The type of the table that a field holds (None: no table), and whether there is one per NAME."""
+    """The type of the table that a field holds (None: no table), and whether there is one per NAME.
+
+    A table may be missing: ``X | None``.
+    """
     named = get_origin(annotation) is dict
     inner = get_args(annotation)[1] if named else annotation
+    if get_origin(inner) in (Union, types.UnionType):
+        inner = next((one for one in get_args(inner) if table_type(one)[0] is not None), inner)
     return (inner, named) if isinstance(inner, type) and issubclass(inner, BaseModel) else (None, False)
 
 
@@ -156,14 +166,19 @@ def nearest_key(path: tuple[str, ...]) -> str:
 
 
 def _nearest_option(path: tuple[str, ...]) -> str:
-    """Advice on an unknown option of a mixer: model.mixer_options.NAME.OPTION."""
-    mixer = path[2]
+    """Advice on an unknown option of a mixer, model.mixer_options.NAME.OPTION, or key of an option that is a table."""
+    mixer, *tables = path[2:-1]
     options = mixer_options_type(mixer)
+    for name in tables:
+        field = None if options is None else options.model_fields.get(name)
+        options = None if field is None else table_type(field.annotation)[0]
     names = [] if options is None else list(options.model_fields)
     if not names:
         return f"the mixer {mixer} has no options"
-    if near := difflib.get_close_matches(path[3], names, n=1):
-        return f"did you mean {key_text((*path[:3], near[0]))}?"
+    if near := difflib.get_close_matches(path[-1], names, n=1):
+        return f"did you mean {key_text((*path[:-1], near[0]))}?"
+    if tables:
+        return f"[{key_text(path[:-1])}] has {', '.join(names)}"
     return f"the mixer {mixer} has the options {', '.join(names)}"
 
 

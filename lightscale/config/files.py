@@ -6,7 +6,7 @@ overrides. Tables of files are merged key by key; an override replaces the whole
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -49,8 +49,23 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises UserError with one line per mistake: file or override, key, value, and what would be right.
     """
     path = find_config(Path(path))
+    return _resolve(_Reader().read(path), overrides, path)
+
+
+def load_tables(tables: Sequence[tuple[str, Mapping[str, Any]]], path: Path) -> RunConfig:
+    """The configuration of `tables`, laid over one another in their order.
+
+    Each is what a run's file can say, `extends` too, with where in the file `path` it stands, for messages. Raises as
+    `load`.
+    """
+    reader = _Reader()
+    read = (one for origin, table in tables for one in reader.read_table(dict(table), path, origin))
+    return _resolve(read, (), path)
+
+
+def _resolve(tables: Iterable[tuple[str, dict[str, Any]]], overrides: Sequence[str], path: Path) -> RunConfig:
     merged = _Merged()
-    for origin, table in _Reader().read(path):
+    for origin, table in tables:
         # What a cluster needs is no part of a run.
         merged.merge({name: value for name, value in table.items() if name != _LAUNCH}, origin)
     merged.override(overrides)
@@ -164,16 +179,21 @@ class _Reader:
             raise UserError(
                 f"{chain[0]}: files extend one another {_MOST_CHAIN} times, down to {path}; use fewer files"
             )
-        table = self._parse(path, chain)
+        yield from self.read_table(self._parse(path, chain), path, str(path), chain)
+
+    def read_table(
+        self, table: dict[str, Any], path: Path, origin: str, chain: tuple[Path, ...] = ()
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The same of a `table` that stands in the file `path`; `origin` says where, for messages."""
         bases = table.pop("extends", [])
         bases = [bases] if isinstance(bases, str) else bases
         if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-            raise UserError(f"{path}: extends = {shown_value(bases)}: must be a path or a list of paths")
+            raise UserError(f"{origin}: extends = {shown_value(bases)}: must be a path or a list of paths")
         for base in bases:
             if fault := path_fault(base):
-                raise UserError(f"{path}: extends = {shown_value(base)}: {fault}")
+                raise UserError(f"{origin}: extends = {shown_value(base)}: {fault}")
             yield from self.read(find_base(base, path), (*chain, path))
-        yield str(path), table
+        yield origin, table
 
     def _parse(self, path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
         self._num_files += 1

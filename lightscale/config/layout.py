@@ -47,9 +47,14 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
     parallel = config.parallel
     data = _data_ranks(parallel, world_size)
     tensor = parallel.tensor
-    # hidden_size needs no check: it is a multiple of num_heads.
+    # hidden_size needs no check: where it is split it is a multiple of num_heads.
     for name in ("num_heads", "intermediate_size", "vocab_size"):
         _require_divisible(f"model.{name}", getattr(config.model, name), "parallel.tensor", tensor)
+    for name, options in config.model.mixer_options.items():
+        # A tensor rank holds whole heads of keys and values, and no head is held twice.
+        if (heads := getattr(options, "num_key_value_heads", None)) is not None:
+            key = f"model.mixer_options.{name}.num_key_value_heads"
+            _require_divisible(key, heads, "parallel.tensor", tensor)
     _check_stages(config)
     length = config.data.sequence_length
     _check_length("data.sequence_length", length, parallel)

@@ -50,14 +50,15 @@ def _built_in(module: str, name: str, **more: Any) -> MixerEntry:
     return MixerEntry(cls=f"{models}.mixers.{module}:{name}", spec=f"{models}.specs.{module}:{name}Spec", **more)
 
 
-_GATED, _ROTARY = "lightscale.models.specs.options:GatedMixerOptions", "lightscale.models.specs.options:check_rotary"
+_OPTIONS = "lightscale.models.specs.options"
+_GATED = f"{_OPTIONS}:GatedMixerOptions"
 
 MIXERS: dict[str, MixerEntry] = {
     "tnl": _built_in("tnl", "TNL", options=_GATED),
     "hgrn2": _built_in("hgrn2", "HGRN2"),
     "cosformer2": _built_in("cosformer2", "CosFormer2", options=_GATED),
     "lightnet": _built_in("lightnet", "LightNet", options=_GATED),
-    "llama": _built_in("llama", "LLaMA", check=_ROTARY),
+    "llama": _built_in("llama", "LLaMA", options=f"{_OPTIONS}:LLaMAOptions", check=f"{_OPTIONS}:check_llama"),
 }
 """The built-in ones. An entry point of the same name is not looked at."""
 

@@ -113,11 +113,12 @@ class Section(BaseModel):
     @classmethod
     def _unset(cls, value: Any, info: ValidationInfo) -> Any:
         assert info.field_name is not None
+        annotation = cls.model_fields[info.field_name].annotation
         # Sections check their own, and name the whole key.
-        if not _holds_section(cls.model_fields[info.field_name].annotation):
+        if not _holds_section(annotation):
             _check_texts(value)
-        # TOML has no null: "none" unsets an optional field that an earlier file set.
-        return None if value == "none" and cls.model_fields[info.field_name].default is None else value
+        # TOML has no null: "none" unsets an optional field that an earlier file, or its default, set.
+        return None if value == "none" and type(None) in get_args(annotation) else value
 
 
 class ModelConfig(Section):
@@ -130,11 +131,13 @@ class ModelConfig(Section):
     hidden_size: Width
     """Width of the residual stream (d_model), in channels."""
     num_heads: Width
-    """Number of heads; divides hidden_size."""
+    """Number of heads; divides hidden_size, unless all mixers have an option head_dim."""
     intermediate_size: Width
     """Inner width of the gated linear unit, in channels."""
     vocab_size: Ids
     """Rows of the embedding, in tokens; padding included. The largest published have 262,144."""
+    tie_word_embeddings: bool = True
+    """Whether the output layer's weight is the embedding; false: it has a weight of its own."""
     glu_activation: Literal["none", "silu"] = "none"
     """Activation of the gate in the gated linear unit."""
     norm: Literal["srmsnorm", "rmsnorm"] = "srmsnorm"
@@ -196,7 +199,8 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.hidden_size % self.num_heads:
+        has_width = (getattr(self.mixer_options.get(name), "head_dim", None) for name in {*self.layers})
+        if self.hidden_size % self.num_heads and not all(has_width):
             raise ValueError(
                 f"model.hidden_size = {self.hidden_size} is not divisible by model.num_heads = {self.num_heads}; "
                 f"use {near_divisor(self.hidden_size, self.num_heads)} heads"
@@ -295,24 +299,26 @@ class ParallelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """[optimizer]: AdamW and its learning rate schedule."""
+    """[optimizer]: Adam and its learning rate schedule."""
 
+    name: Literal["adamw", "adam"] = "adamw"
+    """adamw: weight decay apart from the gradient; adam: as a part of it, where the moments rescale it."""
     lr: Small
     """Peak learning rate."""
-    schedule: Literal["constant", "cosine", "wsd"] = "constant"
-    """After the warm-up: constant, a cosine to the end, or wsd: constant, then linear over decay_steps."""
+    schedule: Literal["constant", "cosine", "linear", "inverse_sqrt", "wsd"] = "constant"
+    """After the warm-up: to the end, as 1/sqrt(step), or wsd: constant, then linear over decay_steps."""
     warmup_steps: StepsOrZero = 0
     """Length of the linear warm-up from 0, in steps."""
     decay_steps: Steps | None = None
     """Length of the final decay of wsd, in steps."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Learning rate at the end of cosine and wsd, as a share of lr."""
+    """Learning rate at the end of cosine, linear and wsd, as a share of lr."""
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
     """Decay of the two running means of Adam, per step."""
     eps: Small = 1e-8
     """Added to the root of Adam's second moment."""
     weight_decay: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 0.1
-    """Decoupled weight decay per step, times lr; not on norms, biases and decay parameters."""
+    """Weight decay per step: of adamw times lr, of adam added to the gradient; not on norms, biases, decays."""
     grad_clip: PositiveOrZero = 1.0
     """Largest global gradient norm, gradients are scaled down to it; 0: off."""
 
@@ -324,6 +330,11 @@ class OptimizerConfig(Section):
             raise ValueError(
                 f"optimizer.decay_steps = {self.decay_steps} has no effect with optimizer.schedule = "
                 f'"{self.schedule}"; remove it or set the schedule to "wsd"'
+            )
+        if self.schedule == "inverse_sqrt" and not self.warmup_steps:
+            raise ValueError(
+                'optimizer.schedule = "inverse_sqrt" falls from lr at the end of the warm-up: it needs '
+                "optimizer.warmup_steps, a number of steps"
             )
         return self
 
@@ -345,6 +356,8 @@ class TrainConfig(Section):
     """Where to train; auto: on GPUs where there are any."""
     recompute: Recompute = "none"
     """Activations computed again in the backward pass, to save memory: of the linear units, or of whole layers."""
+    recompute_layers: Count | None = None
+    """Of each pipeline stage, how many layers `recompute = "full"` concerns; none: all. The others keep everything."""
     kernels: Literal["auto", "triton", "chunked", "reference"] = "auto"
     """What computes the operators; auto: Triton on GPUs, chunked PyTorch elsewhere. reference: token by token."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
@@ -361,6 +374,11 @@ class TrainConfig(Section):
         if (self.steps is None) == (self.tokens is None):
             found = "both are given" if self.steps else "neither is given"
             raise ValueError(f"exactly one of train.steps and train.tokens sets the run's length; {found}")
+        if self.recompute_layers is not None and self.recompute != "full":
+            raise ValueError(
+                f'train.recompute_layers = {self.recompute_layers} goes with train.recompute = "full", not '
+                f'"{self.recompute}"; use "none" to unset it'
+            )
         if self.profile_steps and self.profile_steps[0] > self.profile_steps[1]:
             first, last = self.profile_steps
             raise ValueError(f"train.profile_steps = [{first}, {last}] runs backwards; use [{last}, {first}]")
@@ -384,6 +402,8 @@ class CheckpointConfig(Section):
     """Checkpoints at multiples of this many steps are never removed; none: all but the newest are."""
     keep_weights_every: Steps | None = None
     """Steps between checkpoints of the weights alone, 4 bytes a parameter, that are never removed; none: no such."""
+    export_every: Steps | None = None
+    """Steps between checkpoints that are also exported for transformers, in bf16, to RUN/exports; none: no such."""
     asynchronous: bool = True
     """Write in the background: training waits only until its state is copied."""
     max_failures: Count = 3
@@ -405,6 +425,19 @@ class GuardConfig(Section):
     """Rollbacks of a run; at the next one it stops and needs attention."""
     compare_replicas_every: StepsOrZero = 0
     """Steps between comparisons of weights that several ranks hold, to find silent corruption; 0: never."""
+
+
+class EvaluationConfig(Section):
+    """[evaluation]: tasks that measure the model between steps, on the ranks that train it."""
+
+    every_steps: StepsOrZero = 0
+    """Steps between evaluations, and once after the last step; 0: never."""
+    tasks: Annotated[list[str], Field(max_length=1000)] = []
+    """As after `lightscale evaluate --tasks`: names of tasks, and files that describe one."""
+    limit: Count | None = None
+    """Only so many of the first documents or questions of each task; none: as the task says."""
+    data: PathText = Path("data/evaluation")
+    """Folder with the data of tasks that are named."""
 
 
 class RestartConfig(Section):
@@ -468,6 +501,7 @@ class RunConfig(Section):
     optimizer: OptimizerConfig
     train: TrainConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     guard: GuardConfig = GuardConfig()
     restart: RestartConfig = RestartConfig()
     metrics: MetricsConfig = MetricsConfig()
@@ -488,10 +522,10 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         optimizer, steps = self.optimizer, self.total_steps
-        if optimizer.schedule == "cosine" and optimizer.warmup_steps >= steps:
+        if optimizer.schedule in ("cosine", "linear") and optimizer.warmup_steps >= steps:
             raise ValueError(
                 f"optimizer.warmup_steps = {optimizer.warmup_steps} leaves no step of the run's {steps} "
-                f"steps (train.steps or train.tokens) for the cosine; use {steps // 10}"
+                f"steps (train.steps or train.tokens) for the {optimizer.schedule} schedule; use {steps // 10}"
             )
         decay_steps = optimizer.decay_steps or 0
         if optimizer.schedule == "wsd" and optimizer.warmup_steps + decay_steps > steps:
@@ -509,6 +543,17 @@ class RunConfig(Section):
             raise ValueError(
                 f"train.validate_every = {self.train.validate_every} but data.validation names no set; "
                 "add [data.validation.NAME] with its source, or set train.validate_every to 0"
+            )
+        if self.evaluation.every_steps and not self.evaluation.tasks:
+            raise ValueError(
+                f"evaluation.every_steps = {self.evaluation.every_steps} but evaluation.tasks names no task; add "
+                'tasks, like ["lambada", "text.toml"], or set evaluation.every_steps to 0'
+            )
+        if self.evaluation.every_steps and self.parallel.virtual_stages > 1:
+            raise ValueError(
+                f"evaluation.every_steps = {self.evaluation.every_steps}: a model in parallel.virtual_stages = "
+                f"{self.parallel.virtual_stages} is not evaluated between steps; use 1, or set evaluation.every_steps "
+                "to 0 and evaluate from another job (lightscale evaluate RUN --follow)"
             )
         if self.metrics.position_buckets > self.data.sequence_length:
             raise ValueError(

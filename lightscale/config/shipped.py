@@ -10,6 +10,7 @@ from lightscale.errors import UserError, shortened
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs"
 """Part of the package, in a clone and in an installed wheel alike."""
+STUDIES = FOLDER / "studies"
 PARTS = ("arch", "size", "recipe")
 """What runs extend, a folder each; see the README there."""
 
@@ -26,6 +27,11 @@ def run_names() -> list[str]:
 def part_names() -> dict[str, list[str]]:
     """What `extends` can take beside the runs, like `arch/tnl`, by folder."""
     return {part: [f"{part}/{name}" for name in _stems(FOLDER / part)] for part in PARTS}
+
+
+def study_names() -> list[str]:
+    """The names of the shipped studies, like `two-cores`: what STUDY can be."""
+    return _stems(STUDIES)
 
 
 def shipped_file(name: str) -> Path:

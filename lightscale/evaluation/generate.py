@@ -1,83 +1,151 @@
-"""Text from a model, one token at a time, in the recurrent form.
+"""Text from a model: many prompts at once, one token of each at a time, in the recurrent form."""
 
-The prompt passes through the model in chunks of bounded length, each of which leaves a state per layer; from then on a
-token costs one step of the recurrence. Neither memory nor the cost of a token depends on the position.
-"""
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-
-import torch
+import numpy as np
 from torch import Tensor
 
 from lightscale.data_pipeline.tokenizers import Tokenizer
-from lightscale.errors import UserError
+from lightscale.evaluation.documents import Documents
+from lightscale.evaluation.prompts import Prompt, Sampling
+from lightscale.evaluation.sampling import Chooser, choose
+from lightscale.evaluation.shared_prefixes import SharedPrefixes
+from lightscale.evaluation.written_text import WrittenText
 from lightscale.models.language_model import LanguageModel
-from lightscale.models.layers.context import MixerState
 
-PREFILL_TOKENS = 1024
-"""Tokens of the prompt that pass through the model at once; bounds the memory of activations and logits."""
-
-_REPLACEMENT = "\ufffd"
-_MAX_OPEN_BYTES = 3
-"""A character that is not complete yet has at most three of its UTF-8 bytes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the next token is chosen from the logits."""
-
-    temperature: float = 0.8
-    """Divides the logits; 0: always the most probable token."""
-    top_k: int | None = None
-    """Only the k most probable tokens are possible; none: all."""
-    top_p: float | None = None
-    """Only the fewest most probable tokens that together have this probability are possible; none: all."""
-    seed: int = 0
-    """Of the random choices."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature {self.temperature:g}: must be 0 (the most probable token) or more")
-        if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top-k {self.top_k}: must be at least 1 token")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"top-p {self.top_p:g}: must be above 0 and at most 1")
-        if not -(2**63) <= self.seed < 2**63:
-            raise UserError(f"seed {self.seed}: must fit into 64 bits")
+BATCH = 32
+"""Documents that are written at once."""
+_MOST_ROOM = 2048
+"""Tokens that states which grow have room for at first: texts may end long before all that were asked for."""
+Ended = Literal["end_of_text", "stop", "tokens"]
+"""Why a text ends: the model ended it, a stop string came, or the tokens asked for were written."""
 
 
-class Document:
-    """One document as a model has read it so far: a state per layer, whose size never changes, and a position."""
+class Continuation:
+    """What a model has written behind a prompt so far."""
 
-    def __init__(self, model: LanguageModel) -> None:
-        self.model = model
-        self.position = 0
-        """Tokens fed so far."""
-        self.states: dict[str, MixerState] = {}
-        """By layer, then by name; empty before the first token."""
+    def __init__(self, number: int, prompt: Prompt, tokenizer: Tokenizer) -> None:
+        self.number, self.prompt = number, prompt
+        self.ids: list[int] = []
+        """The end-of-text token, with which the model ends a text, is not among them; those of a stop string are."""
+        self.times_s: list[float] = []
+        """When each came, by time.perf_counter."""
+        self.ended: Ended | None = None
+        """None while it is being written."""
+        self._written = WrittenText(tokenizer, prompt.stop)
+        self._eot_id = tokenizer.eot_id
 
     @property
-    def state_bytes(self) -> int:
-        """Memory that the states hold."""
-        return sum(tensor.untyped_storage().nbytes() for state in self.states.values() for tensor in state.values())
+    def text(self) -> str:
+        """Up to the stop string; what is certain of it while it is being written."""
+        return self._written.text
 
-    @torch.inference_mode()
-    def feed(self, ids: Sequence[int], *, chunk_tokens: int = PREFILL_TOKENS) -> Tensor:
-        """Read on by ``ids``, at least one, in chunks of at most ``chunk_tokens``.
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string at which it ended."""
+        return self._written.stopped_by
 
-        Returns:
-            The logits (vocab_size,) of the token that comes next; the padding of the vocabulary is not among them.
+    def add(self, token: int) -> str:
+        """Take the next token, and give the text that is certain now."""
+        if token == self._eot_id:
+            self.ended = "end_of_text"
+            return self._written.finish()
+        self.ids.append(token)
+        self.times_s.append(time.perf_counter())
+        part = self._written.add(token)
+        if self.stopped_by is None and len(self.ids) == self.prompt.max_tokens:
+            self.ended = "tokens"
+            part += self._written.finish()
+        if self.stopped_by is not None:
+            self.ended = "stop"
+        return part
+
+
+class TextGenerator:
+    """A model that continues prompts. No text depends on what else is written at the same time.
+
+    Collective over the tensor ranks of ``model``: each gives the same prompts and gets the same texts.
+
+    Args:
+        model: in evaluation mode, with all layers on this rank.
+        tokenizer: the one that the model was trained with.
+        batch: prompts that are continued at once; another begins as soon as one has ended.
+        least_shared: tokens that prompts must have in common for them to be run once; None: nothing is shared, and
+            prompts are begun in their order.
+        advance: called after each pass.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        *,
+        batch: int = BATCH,
+        least_shared: int | None = None,
+        advance: Callable[[], None] = lambda: None,
+    ) -> None:
+        assert batch > 0, "a batch has a prompt"
+        self.model, self.tokenizer, self.batch, self._advance = model, tokenizer, batch, advance
+        self._least_shared = least_shared
+        self.run_tokens = 0
+        """Tokens that have passed through the model, fillers included."""
+
+    def write(self, prompts: Iterable[Prompt]) -> Iterator[tuple[Continuation, str]]:
+        """Each token as it is found: the text that it continues, and what became certain of it.
+
+        Texts are numbered as their prompts, and end in any order.
         """
-        assert ids, "no token to feed"
-        device = self.model.embedding.word_embeddings.weight.device
-        for start in range(0, len(ids), chunk_tokens):
-            tokens = torch.tensor([ids[start : start + chunk_tokens]], device=device)
-            positions = self.position + torch.arange(tokens.size(1), device=device)[None]
-            logits = self.model(tokens, positions, states=self.states, last_only=True)
-            self.position += tokens.size(1)
-        last: Tensor = logits[0, -1, : self.model.vocab_size]
-        return last
+        every = [Continuation(number, prompt, self.tokenizer) for number, prompt in enumerate(prompts)]
+        ids = [np.asarray(one.prompt.ids, dtype=np.int32) for one in every]
+        prefixes = SharedPrefixes(self.model, ids, least_shared=self._least_shared)
+        waiting = deque(every[number] for number in prefixes.order)
+        documents, active = Documents(self.model), list[Continuation]()
+        choosers: list[Chooser] = []
+        before = self.run_tokens
+        while waiting or active:
+            kept = [row for row, one in enumerate(active) if one.ended is None]
+            if len(kept) < len(active):
+                documents.keep(kept)
+                active, choosers = [active[row] for row in kept], [choosers[row] for row in kept]
+            logits = [documents.feed([[one.ids[-1]] for one in active])] if active else []
+            new = [waiting.popleft() for _ in range(min(len(waiting), self.batch - len(active)))]
+            for prefix, group in itertools.groupby(new, key=lambda one: prefixes.behind(one.number)):
+                alike = list(group)
+                logits.append(_begin(documents, prefix, alike))
+                active += alike
+                choosers += [Chooser(one.prompt.sampling, one.prompt.ids) for one in alike]
+            tokens: list[int] = []
+            for part in logits:
+                tokens += choose(part, choosers[len(tokens) : len(tokens) + len(part)])
+            self._advance()
+            self.run_tokens = before + documents.run_tokens + prefixes.run_tokens
+            for one, token in zip(active, tokens, strict=True):
+                yield one, one.add(token)
+
+
+def _begin(documents: Documents, prefix: Documents | None, new: Sequence[Continuation]) -> Tensor:
+    """The logits behind the prompts of ``new``, which begin with what ``prefix`` has read; they join ``documents``."""
+    room = min(_MOST_ROOM, max(one.prompt.max_tokens for one in new))
+    if prefix is None:
+        return documents.begin([one.prompt.ids for one in new], room=room)
+    (shared,) = prefix.positions
+    return documents.begin_behind(prefix, [one.prompt.ids[shared:] for one in new], room=room)
+
+
+def in_order(generator: TextGenerator, prompts: Sequence[Prompt]) -> Iterator[Continuation]:
+    """The continuations of ``prompts`` in their order, each as soon as it and those before it have ended."""
+    ended: dict[int, Continuation] = {}
+    following = 0
+    for one, _ in generator.write(prompts):
+        if one.ended is not None:
+            ended[one.number] = one
+        while following in ended:
+            yield ended.pop(following)
+            following += 1
 
 
 def generate(
@@ -88,77 +156,15 @@ def generate(
     max_tokens: int = 200,
     sampling: Sampling | None = None,
 ) -> Iterator[int]:
-    """The tokens with which ``model`` continues a document, as they are found.
+    """The tokens with which ``model`` continues one document, as they are found.
 
     Args:
-        model: in evaluation mode, whole on this process.
+        model: in evaluation mode, whole on this process or on its tensor ranks.
         tokenizer: the one that the model was trained with.
         prompt_ids: the document so far, its end-of-text token in front; see ``encode_prompt``.
         max_tokens: tokens at most; fewer where the model ends the text. The end-of-text token is not among them.
         sampling: none for ``Sampling()``. The same seed gives the same tokens on the same machine.
     """
-    if not prompt_ids:
-        raise UserError("the prompt has no token; a document begins with the end-of-text token")
-    if max_tokens < 1:
-        raise UserError(f"tokens {max_tokens}: must be at least 1")
-    return _generate(Document(model), tokenizer.eot_id, prompt_ids, max_tokens, sampling or Sampling())
-
-
-def _generate(
-    document: Document, eot_id: int, prompt_ids: Sequence[int], max_tokens: int, sampling: Sampling
-) -> Iterator[int]:
-    logits = document.feed(prompt_ids)
-    generator = torch.Generator(logits.device).manual_seed(sampling.seed)
-    for remaining in reversed(range(max_tokens)):
-        token = choose(logits, sampling, generator)
-        if token == eot_id:
-            return
-        yield token
-        if remaining:
-            logits = document.feed([token])
-
-
-@torch.inference_mode()
-def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One token from ``logits`` (vocab_size,). top_k comes before top_p (nucleus sampling, arXiv 1904.09751)."""
-    if sampling.temperature == 0:
-        return int(logits.argmax())
-    # In fp64 and from the largest, so that no temperature overflows.
-    logits = logits.double()
-    probabilities = ((logits - logits.max()) / sampling.temperature).softmax(dim=0)
-    if sampling.top_k is None and sampling.top_p is None:
-        return int(torch.multinomial(probabilities, 1, generator=generator))
-    k = len(logits) if sampling.top_k is None else min(sampling.top_k, len(logits))
-    probabilities, ids = probabilities.topk(k)
-    if sampling.top_p is not None:
-        probabilities = probabilities / probabilities.sum()
-        more_probable = probabilities.cumsum(dim=0) - probabilities
-        # The most probable token is always kept, whatever rounding does.
-        num_kept = max(1, int((more_probable < sampling.top_p).sum()))
-        probabilities = probabilities[:num_kept]
-    return int(ids[torch.multinomial(probabilities, 1, generator=generator)])
-
-
-def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a document that begins with ``text``."""
-    return [tokenizer.eot_id, *map(int, tokenizer.encode(text))]
-
-
-def decode_stream(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
-    """The text of ``ids`` in parts, each as soon as its characters are complete; joined they are ``decode(ids)``."""
-    # Tokens may end within a character: its bytes decode to replacement characters until the last one has come. They
-    # are held back, at most as many as a character may lack, because a text may also hold a real replacement character.
-    waiting: list[int] = []
-    shown, text = 0, ""
-    for token in ids:
-        waiting.append(token)
-        text = tokenizer.decode(waiting)
-        num_open = min(len(text) - len(text.rstrip(_REPLACEMENT)), _MAX_OPEN_BYTES)
-        final = len(text) - num_open
-        if final > shown:
-            yield text[shown:final]
-            shown = final
-        if not num_open:
-            waiting, shown, text = [], 0, ""
-    if text[shown:]:
-        yield text[shown:]
+    prompt = Prompt(ids=prompt_ids, max_tokens=max_tokens, sampling=sampling or Sampling())
+    written = TextGenerator(model, tokenizer).write([prompt])
+    return (one.ids[-1] for one, _ in written if one.ended != "end_of_text")

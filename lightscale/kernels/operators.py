@@ -21,6 +21,14 @@ LOGITS_WORKSPACE_BYTES = 512 * 2**20
 """Room for the logits that cross_entropy holds at a time."""
 
 
+def loss_chunk_tokens(tokens: int, logits_bytes: int, room: int = LOGITS_WORKSPACE_BYTES) -> int:
+    """How many of ``tokens`` cross_entropy computes at a time; a token has ``logits_bytes`` of logits."""
+    # At least 128 tokens, or the products of the two sides would be too small for a GPU.
+    chunks = -(-tokens // max(128, room // logits_bytes))
+    # Equal chunks: a short last one would cost nearly as much as a full one.
+    return max(1, -(-tokens // max(1, chunks)))
+
+
 class CostClass(Enum):
     """What bounds the time of an operator: which speed of ``planning.hardware.Hardware`` a prediction takes."""
 

@@ -24,8 +24,10 @@ from lightscale.errors import UserError
 from lightscale.files import read_regular
 from lightscale.launch.failures import RankFailure
 from lightscale.launch.relay import StopRelay
-from lightscale.launch.torchrun import NodeReport, Rendezvous, run_node
+from lightscale.launch.rendezvous import Rendezvous
+from lightscale.launch.torchrun import NodeReport, run_node
 from lightscale.launch.watchdog import Hang
+from lightscale.output import take_over_output
 from lightscale.runs.run_directory import write_atomically
 from lightscale.training.health.heartbeat import Beat
 from lightscale.training.signals import die_with_parent
@@ -74,6 +76,8 @@ def main(arguments: Sequence[str]) -> int:
     order = Order.read(arguments[0])
     node = int(os.environ[order.node_variable])
     logs = Path(order.logs)
+    # What it shows of its ranks goes through the scheduler's programs, which may be stopped or gone.
+    take_over_output()
     # Ranks are in sessions of their own: no signal to this process, or to its group, reaches them.
     with StopRelay():
         report = _run(order, node, logs)
@@ -89,7 +93,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(order: Order, node: int, logs: Path) -> NodeReport:
-    rendezvous = Rendezvous(address=order.address, port=order.port, node=node, num_nodes=order.num_nodes)
+    rendezvous = Rendezvous(
+        address=order.address, port=order.port, node=node, num_nodes=order.num_nodes, of_agents=True
+    )
     try:
         return run_node(
             order.command,

@@ -1,5 +1,6 @@
 """Failures of ranks: what each left behind, and which of them the others follow from."""
 
+import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,12 @@ class RankFailure:
     is_recorded: bool = False
     """Whether the rank itself noted the time, and what happened."""
     exit_code: int | None = None
-    """Of a user's mistake, with which the run ends; None for all other failures."""
+    """Of a UserError; None for all other failures."""
+
+    @property
+    def mistake_code(self) -> int | None:
+        """`exit_code` where another start would end in the same way; after ranks that did not come it may pass."""
+        return None if self.exit_code == os.EX_TEMPFAIL else self.exit_code
 
 
 def read_failure(rank: int, failure: ProcessFailure) -> RankFailure:

@@ -7,21 +7,21 @@ leaves its facts there; the first that came compares them, and all read its one 
 import contextlib
 import json
 import os
-import socket
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from datetime import timedelta
+from concurrent.futures import Future
 
 import torch.distributed as dist
 
 from lightscale.config.schema import RestartConfig, RunConfig
 from lightscale.errors import UserError
 from lightscale.launch.environment import RankEnvironment
+from lightscale.launch.meeting_place import MeetingPlace
 from lightscale.launch.rank_facts import FactReader, RankFacts, disagreement, wrong_numbers
+from lightscale.launch.rendezvous import CannotStart
 from lightscale.runs.run_directory import RunDirectory
 
-# Of one attempt to connect to rank 0.
-_ATTEMPT_S = 1.0
 # Between two looks at the store: at least, at most.
 _PAUSES_S = (0.005, 0.2)
 # How long a rank waits until all others have read the verdict, whose store ends with rank 0.
@@ -29,12 +29,6 @@ _FAREWELL_S = 10.0
 # For the verdict after the limit of the rank that gives it, which may have started later.
 _VERDICT_S = 30.0
 _MOST_RANKS = 8
-
-
-class CannotStart(UserError):
-    """Ranks that did not come, or failed: no mistake in the configuration, another start may pass."""
-
-    EXIT_CODE = os.EX_TEMPFAIL
 
 
 def meet(
@@ -69,11 +63,34 @@ def meet(
 
 def agree(environment: RankEnvironment, facts: RankFacts, timeout_s: float) -> dist.Store:
     """Wait for all ranks, at most `timeout_s`, and compare their `facts`; errors are those of `meet`."""
-    store = _Store(environment, time.monotonic() + timeout_s)
+    place = MeetingPlace(environment, time.monotonic() + timeout_s)
+    result: Future[dist.Store] = Future()
+
+    def work() -> None:
+        try:
+            result.set_result(_agree(place, facts, timeout_s))
+        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+            result.set_exception(error)
+
+    # In a thread of its own: no call of torch's store returns while the process that serves it is stopped.
+    threading.Thread(target=work, name="meeting", daemon=True).start()
     try:
+        return result.result(timeout_s + _VERDICT_S + 2 * _FAREWELL_S)
+    except TimeoutError:
+        if result.done():
+            raise
+        raise CannotStart(
+            f"rank 0 at {place.place} answers no more: its process is stopped, or the network was cut; end it, "
+            "and start the ranks again"
+        ) from None
+
+
+def _agree(place: MeetingPlace, facts: RankFacts, timeout_s: float) -> dist.Store:
+    try:
+        store = _Store(place)
         verdict = store.verdict(facts, timeout_s)
     except dist.DistError as error:
-        raise CannotStart(f"the store of rank 0 at {store.place} is gone: it ended before all had met") from error
+        raise CannotStart(f"the store of rank 0 at {place.place} is gone: it ended before all had met") from error
     if verdict["error"] is not None:
         raise (UserError if verdict["is_mistake"] else CannotStart)(verdict["error"])
     return store.store
@@ -82,52 +99,11 @@ def agree(environment: RankEnvironment, facts: RankFacts, timeout_s: float) -> d
 class _Store:
     """The store at rank 0's address, and this rank's place in it."""
 
-    def __init__(self, environment: RankEnvironment, deadline: float) -> None:
-        self._environment, self._deadline = environment, deadline
-        self.place = f"{environment.master_address}:{environment.master_port}"
+    def __init__(self, place: MeetingPlace) -> None:
+        self.place, self._deadline = place.place, place.deadline
         # Each restart by torchrun has keys of its own: its agent's store keeps those of the last one.
         prefix = f"lightscale-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        self.store = dist.PrefixStore(prefix, self._connect())
-
-    def _connect(self) -> dist.Store:
-        # torchrun's agent has the store that its ranks meet at; other launchers leave that to rank 0.
-        serves = self._environment.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        try:
-            return self._open(is_master=serves)
-        except dist.DistNetworkError as error:
-            if not serves or "EADDRINUSE" not in str(error):
-                raise
-            # Another rank 0 on this host, which serves: it will say so. A stranger does not answer like a store.
-            return self._open(is_master=False)
-
-    def _open(self, *, is_master: bool) -> dist.Store:
-        if not is_master:
-            self._await_server()
-        return dist.TCPStore(
-            self._environment.master_address,
-            self._environment.master_port,
-            is_master=is_master,
-            # Nobody waits within the constructor, which could not say who is missing.
-            wait_for_workers=False,
-            timeout=timedelta(seconds=max(_ATTEMPT_S, self._left_s())),
-            # The process group joins the same server later.
-            multi_tenant=is_master,
-        )
-
-    def _await_server(self) -> None:
-        """Until something listens at rank 0's address: torch would print a stack each time it does not."""
-        address = (self._environment.master_address, self._environment.master_port)
-        while True:
-            try:
-                with socket.create_connection(address, timeout=_ATTEMPT_S):
-                    return
-            except OSError as error:
-                if self._left_s() <= 0:
-                    raise CannotStart(
-                        f"rank 0 of {self._environment.world_size} cannot be reached at {self.place} ({error}): it has "
-                        f"not started, or MASTER_ADDR and MASTER_PORT are not its own, or the network is closed there"
-                    ) from None
-            time.sleep(_PAUSES_S[1])
+        self.store = dist.PrefixStore(prefix, place.open())
 
     def verdict(self, facts: RankFacts, timeout_s: float) -> dict[str, object]:
         """Leave `facts`, and read what all of them come to."""
@@ -140,7 +116,10 @@ class _Store:
         found: dict[str, object] = json.loads(self.store.get("verdict"))
         if found["error"] is None and number > facts.world_size:
             text = f"all {facts.world_size} ranks have met at {self.place} already, and rank {facts.rank} came again"
-            found = {"error": f"{text}: a number is given twice, or another run has this port", "is_mistake": True}
+            why = (
+                "a number is given twice, or another run has this port: then end its ranks, or set another MASTER_PORT"
+            )
+            found = {"error": f"{text}: {why}", "is_mistake": True}
         # Also those that have not come yet, unless they were waited for: without the store they would wait for rank 0.
         readers = facts.world_size if found["is_mistake"] else self.store.add("arrived", 0)
         self._take_leave(readers)
@@ -166,7 +145,8 @@ class _Store:
         seen = ", ".join(hosts[:_MOST_RANKS]) + (" and others" if len(hosts) > _MOST_RANKS else "")
         text = (
             f"of {ranks[0].world_size} ranks, {names}{more} did not come to {self.place} within {timeout_s:.0f} s "
-            f"(restart.collective_timeout_s); those on {seen} did"
+            f"(restart.collective_timeout_s); those on {seen} did; start them too, with "
+            "this address, or see what ended them"
         )
         errors = [f"rank {one.rank} on {one.host}: {one.error}" for one in ranks if one.error is not None]
         return "\n".join([text, *errors[:_MOST_RANKS]])
@@ -190,6 +170,3 @@ class _Store:
             # each other, those of another may take minutes.
             time.sleep(min(max(_PAUSES_S[0], (now - began) / 10), _PAUSES_S[1]))
         return True
-
-    def _left_s(self) -> float:
-        return self._deadline - time.monotonic()

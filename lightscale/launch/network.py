@@ -2,12 +2,15 @@
 
 import os
 import socket
+from collections.abc import Mapping
 
 import psutil
 
+from lightscale.errors import UserError
 from lightscale.launch.environment import RankEnvironment
 
-_GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+_GLOO_VARIABLE, _NCCL_VARIABLE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def choose_interface(environment: RankEnvironment) -> None:
@@ -37,3 +40,31 @@ def interface_to(address: str, port: int) -> str | None:
         if any(one.address.partition("%")[0] == own for one in addresses):
             return None if own.startswith("127.") or own == "::1" else name
     return None
+
+
+def check_interfaces(environ: Mapping[str, str], *, uses_nccl: bool) -> None:
+    """Raise UserError where `environ` names interfaces that this host does not have, or that have no address."""
+    here = sorted(
+        name for name, addresses in psutil.net_if_addrs().items() if any(one.family in _FAMILIES for one in addresses)
+    )
+    text = environ.get(_GLOO_VARIABLE, "")
+    for name in filter(None, text.split(",")):
+        if name not in here:
+            raise _no_interface(_GLOO_VARIABLE, text, name, here)
+    text = environ.get(_NCCL_VARIABLE, "")
+    # Prefixes of names; behind "=" whole names, and behind "^" those that are not used.
+    if uses_nccl and text and not text.startswith("^"):
+        names = text.removeprefix("=").split(",")
+        if not any(_fits(name, text, one) for name in filter(None, names) for one in here):
+            raise _no_interface(_NCCL_VARIABLE, text, names[0], here)
+
+
+def _fits(name: str, text: str, interface: str) -> bool:
+    return interface == name if text.startswith("=") else interface.startswith(name)
+
+
+def _no_interface(variable: str, text: str, name: str, here: list[str]) -> UserError:
+    return UserError(
+        f'{variable} = "{text}": {socket.gethostname()} has no network interface {name} with an address; there are '
+        f"{', '.join(here)}; unset it, or name one of them"
+    )

@@ -6,18 +6,17 @@ import json
 import os
 import re
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO, cast
+from typing import Any
 
 import psutil
 
 from lightscale.errors import UserError
-from lightscale.runs.full_disk import LogStream
+from lightscale.output import take_over_output
 from lightscale.training.health.heartbeat import HEARTBEATS_VARIABLE, read_heartbeats
 from lightscale.training.signals import STOP_SIGNALS, die_with_parent
 
@@ -25,6 +24,10 @@ EXIT_CRASHED = 1
 
 # Process id of the launcher, for its ranks.
 LAUNCHER_VARIABLE = "LIGHTSCALE_LAUNCHER"
+# Set where every host has a launcher of its own: none of them holds the run.
+SEVERAL_LAUNCHERS_VARIABLE = "LIGHTSCALE_SEVERAL_LAUNCHERS"
+# The directory of the launch's logs, for its ranks.
+LOGS_VARIABLE = "LIGHTSCALE_LOGS"
 # Where torchrun's agent looks for the error of a rank.
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 # In the errors of torch and gloo after a collective that some rank did not join.
@@ -44,8 +47,8 @@ def run_rank(work: Callable[[], int]) -> int:
     """
     # Crashes of native code (SIGSEGV, SIGABRT) raise no exception: their stacks go to the rank's stderr, or nowhere.
     faulthandler.enable()
-    # Their logs may be on the disk that the run fills.
-    sys.stdout, sys.stderr = (cast(TextIO, LogStream(stream)) for stream in (sys.stdout, sys.stderr))
+    # Their logs may be on the disk that the run fills, or, with torchrun or srun, be a pipe that nobody reads.
+    take_over_output()
     # By their default action signals leave no record. Then the launcher could not tell the rank that was signalled
     # first from those that torch ended because of it.
     for signum in STOP_SIGNALS:
@@ -57,10 +60,7 @@ def run_rank(work: Callable[[], int]) -> int:
     try:
         return work()
     except Exception as error:
-        # One of a temporary failure is for people; the launcher starts the ranks again, as after any other.
         exit_code = error.EXIT_CODE if isinstance(error, UserError) else None
-        if exit_code == os.EX_TEMPFAIL:
-            exit_code = None
         # Our own launcher knows from the heartbeats where each rank was, torchrun only from what ranks report.
         message = summary(error) if launcher is not None else summary_and_notes(error)
         if TIMED_OUT.search(message):
@@ -82,9 +82,9 @@ def summary_and_notes(error: Exception) -> str:
     return " ".join([summary(error), *(f"({note})" for note in getattr(error, "__notes__", []))])
 
 
-def stacks_file(heartbeats: Path, rank: int) -> Path:
-    """Where `rank` of the launch with the file `heartbeats` writes its stacks."""
-    return heartbeats.with_name(f"rank-{rank}.stacks")
+def stacks_file(logs: Path, rank: int) -> Path:
+    """Where `rank` of the launch with the directory `logs` writes its stacks."""
+    return logs / f"rank-{rank}.stacks"
 
 
 def rank_of(process: psutil.Process) -> int | None:
@@ -119,15 +119,15 @@ def _what_peers_do() -> str:
                 peers_do.append(f"rank {rank} is stopped by a signal, at {beat.where}")
             elif process.status() != psutil.STATUS_ZOMBIE:
                 process.send_signal(STACKS_SIGNAL)
-                peers_do.append(f"rank {rank} is at {beat.where}, {stacks_file(Path(heartbeats), rank).name}")
+                peers_do.append(f"rank {rank} is at {beat.where}, rank-{rank}.stacks")
     return "".join(f"; {one}" for one in peers_do[:_MOST_PEERS])
 
 
 def _leave_stacks_on_request() -> None:
-    heartbeats = os.environ.get(HEARTBEATS_VARIABLE)
-    if heartbeats:
+    logs = os.environ.get(LOGS_VARIABLE)
+    if logs:
         # Open for as long as the process lives: the handler itself can only write.
-        file = os.open(stacks_file(Path(heartbeats), int(os.environ["RANK"])), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        file = os.open(stacks_file(Path(logs), int(os.environ["RANK"])), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=False)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import psutil
 
+from lightscale.output import offer
 from lightscale.training.signals import STOP_SIGNALS
 
 _POLL_S = 0.1
@@ -54,7 +55,7 @@ class StopRelay:
         elif signum == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts == 1:
-                os.write(2, b"already stopping; press Ctrl-C once more to end the run without saving\n")
+                offer(2, b"already stopping; press Ctrl-C once more to end the run without saving\n")
 
     def _relay(self) -> None:
         while not self._done.wait(_POLL_S):

@@ -9,7 +9,7 @@ Exit codes of `lightscale train`, for people and job scripts:
 
     0   finished    all steps are done
     75  resumable   stopped by a signal or the deadline, and saved: start the same command again
-    1   resumable   a rank failed and --no-restart was given: the same, as long as the run makes progress
+    1   resumable   a rank failed, with --no-restart or --nodes: the same, as long as the run makes progress
     70  stopped     given up: the ranks failed again and again without a new checkpoint
     74  stopped     there are checkpoints, but none that is whole; or there were some, and all are gone
     78  stopped     a mistake of the user, or something else that needs attention
@@ -17,6 +17,8 @@ Exit codes of `lightscale train`, for people and job scripts:
 The second word is the status in status.json.
 """
 
+import functools
+import os
 import signal
 import sys
 import time
@@ -31,6 +33,7 @@ from lightscale.launch.failures import RankFailure
 from lightscale.launch.rank import EXIT_CRASHED
 from lightscale.launch.relay import StopRelay
 from lightscale.launch.torchrun import Launch
+from lightscale.runs.full_disk import when_possible
 from lightscale.runs.run_directory import RunDirectory, Status
 from lightscale.training.signals import DEADLINE, STOP_SIGNALS
 
@@ -42,6 +45,8 @@ EXIT_GIVEN_UP = 70
 # No scheduler or program sends the last one (Ctrl-\ in a terminal): the run is not restarted after it either.
 _STOPPING = (*STOP_SIGNALS, signal.SIGQUIT)
 _LOG_TAIL_LINES = 30
+# Of what a start writes before its first checkpoint.
+_LEAST_BYTES = 1 << 20
 
 
 class Nodes(Protocol):
@@ -84,7 +89,7 @@ class RestartPolicy:
     again: bool = True
     """Whether to start the ranks again after a failure."""
     deadline_s: float | None = None
-    """When the run is to be saved and left, in seconds since the epoch."""
+    """When the run is to be saved and left, by the monotonic clock of this process: the other may be set meanwhile."""
 
 
 def run_ranks(
@@ -97,45 +102,59 @@ def run_ranks(
     holds, is not there any more.
     """
     # Of what the disk has, not of events: only a checkpoint that is there saves the next start from doing it again.
-    newest, fruitless = run.newest_checkpoint(), 0
+    newest, fruitless, launches = run.newest_checkpoint(), 0, 0
+
+    def start() -> Launch:
+        nonlocal launches
+        # It describes an earlier start; a launch that is killed must leave none, so that the run counts as dead.
+        run.remove_status()
+        _check_space(run)
+        logs = run.new_log_directory()
+        launches += 1
+        return nodes.launch_ranks(
+            command,
+            processes=processes,
+            logs=logs,
+            hang_timeout_s=policy.config.hang_timeout_s,
+            deadline_s=since_the_epoch(policy.deadline_s),
+        )
+
+    def is_in_vain() -> bool:
+        # A first start that cannot write is a mistake, which is said at once.
+        late = policy.deadline_s is not None and time.monotonic() >= policy.deadline_s
+        return launches == 0 or late or relay.received is not None
+
     # Around the loop, not around each launch: a signal between two launches must stop the next one.
     with StopRelay(nodes.translation) as relay:
         while True:
-            # It describes an earlier start; a launch that is killed must leave none, so that the run counts as dead.
-            run.remove_status()
             try:
-                launch = nodes.launch_ranks(
-                    command,
-                    processes=processes,
-                    logs=run.new_log_directory(),
-                    hang_timeout_s=policy.config.hang_timeout_s,
-                    deadline_s=policy.deadline_s,
-                )
+                launch = when_possible(start, give_up=is_in_vain)
             except NodesLost as error:
                 # Resumable, as after a stop: the job script queues the job again, and gets other nodes.
                 _write_status(run, "resumable", str(error))
-                return _say_end(run, resume)
+                return say_end(run, resume)
             except OSError:
                 # The logs of the ranks are in the run: where it was removed, that is what happened.
                 run.check_held()
                 raise
             run.check_held()
-            failure = launch.failure or _missing_status(run)
+            failure = launch.failure or missing_status(run)
             # A user's mistake (with an exit code) is reported as such even if a stop was requested meanwhile.
-            if failure is not None and failure.exit_code is None:
-                stop = _stop_reason(relay.received, failure, policy.deadline_s)
+            if failure is not None and failure.mistake_code is None:
+                stop = stop_reason(relay.received, failure, policy.deadline_s)
                 # A job that is to stop is killed soon: a new start would not come as far as its first save.
                 if stop is not None:
                     _leave_unsaved(run, failure, stop, launch)
                     failure = None
             if failure is None:
-                return _say_end(run, resume)
-            _record(run, failure, launch)
-            if failure.exit_code is not None:
-                # Another start would end in the same way, and bury the message.
+                return say_end(run, resume)
+            # Nothing is lost by waiting for the disk that a start from the newest checkpoint needs too.
+            when_possible(functools.partial(_record, run, failure, launch), give_up=is_in_vain)
+            if failure.mistake_code is not None:
+                # Another start would bury the message.
                 _write_status(run, "stopped", _reason(failure))
-                raise RankMistake(failure.summary, failure.exit_code)
-            _print_failure(failure, launch.logs)
+                raise RankMistake(failure.summary, failure.mistake_code)
+            print_failure(failure, launch.logs)
             if not policy.again:
                 # Not 75: a job script that restarts by itself must be able to tell a failure from a stop in time.
                 _write_status(run, "resumable", _reason(failure))
@@ -147,22 +166,42 @@ def run_ranks(
             newest = max(newest, reached)
             if fruitless >= policy.config.max_cycles:
                 return _give_up(run, failure, fruitless)
-            run.event("restart", reason=_reason(failure), checkpoint=reached, fruitless_starts=fruitless)
+            again = functools.partial(
+                run.event, "restart", reason=_reason(failure), checkpoint=reached, fruitless_starts=fruitless
+            )
+            when_possible(again, give_up=is_in_vain)
             _say_restart(reached, fruitless, policy.config.max_cycles)
 
 
-def _missing_status(run: RunDirectory) -> RankFailure | None:
+def _check_space(run: RunDirectory) -> None:
+    """Raise OSError where the records of ranks have no space: they could not even say so."""
+    probe = run.path / ".space"
+    try:
+        with probe.open("wb") as file:
+            file.write(bytes(_LEAST_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def since_the_epoch(deadline_s: float | None) -> float | None:
+    """As other machines know it, whose monotonic clocks are others."""
+    return None if deadline_s is None else time.time() + deadline_s - time.monotonic()
+
+
+def missing_status(run: RunDirectory) -> RankFailure | None:
     """Ranks that all leave with exit code 0 say in status.json why."""
     if run.read_status() is not None:
         return None
     return RankFailure(rank=0, summary="all ranks ended without writing status.json", time_s=time.time())
 
 
-def _stop_reason(received: signal.Signals | None, failure: RankFailure, deadline_s: float | None) -> str | None:
+def stop_reason(received: signal.Signals | None, failure: RankFailure, deadline_s: float | None) -> str | None:
     """Why not to start the ranks again after `failure`; None: no stop was requested."""
     # A rank may have been signalled itself, before the ranks agreed on stopping: the scheduler signals all processes.
     stop = received or (failure.killer if failure.killer in _STOPPING else None)
-    if stop is None and deadline_s is not None and time.time() >= deadline_s:
+    if stop is None and deadline_s is not None and time.monotonic() >= deadline_s:
         return DEADLINE
     return stop.name if stop is not None else None
 
@@ -170,13 +209,14 @@ def _stop_reason(received: signal.Signals | None, failure: RankFailure, deadline
 def _leave_unsaved(run: RunDirectory, failure: RankFailure, stop: str, launch: Launch) -> None:
     """The ranks were to stop, but at least one was lost on the way."""
     if failure.traceback is not None:
-        _print_failure(failure, launch.logs)
+        print_failure(failure, launch.logs)
     # Rank 0 may have written it, and another rank died afterwards.
     if run.read_status() is None:
         _write_status(run, "resumable", f"{stop}, and rank {failure.rank} did not save: {failure.summary}")
 
 
-def _say_end(run: RunDirectory, resume: str) -> int:
+def say_end(run: RunDirectory, resume: str) -> int:
+    """Print how the run ended, as its status says; the exit code."""
     status = run.read_status()
     # Ranks that end without one have failed.
     assert status is not None
@@ -219,7 +259,8 @@ def _reason(failure: RankFailure) -> str:
     return f"rank {failure.rank}: {failure.summary}"
 
 
-def _print_failure(failure: RankFailure, logs: Path) -> None:
+def print_failure(failure: RankFailure, logs: Path) -> None:
+    """Print what the rank left behind, and one line that says what happened."""
     if failure.traceback is not None:
         print(failure.traceback, file=sys.stderr, end="")
     elif failure.rank != 0:

@@ -11,7 +11,9 @@ program of `launch/agent.py`. Three of its habits are changed, by its own settin
 - Rendezvous. The ranks get a store of their own (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1): the shared one
   keeps the addresses of dead ranks, and restarts fail. The agents of several nodes meet at an address and in
   an order that are given (static rendezvous), so that ranks are where they were before; each start has
-  agents, and a store, of its own.
+  agents, and a store, of its own. Where every host is started by hand agents know nothing of one another, and the
+  ranks themselves meet at the given address: torch's own meeting waits for a name without address, and answers a
+  port in use with a stack.
 - Output. All ranks write to files under the run's logs/; rank 0's is shown. After a failure the traceback
   of the rank that failed first is printed, not those of the ranks that only lost their peer.
 
@@ -38,10 +40,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lightscale.launch.failures import RankFailure, first_failure, located, read_failure
 from lightscale.launch.fork import Program, forked_ranks
-from lightscale.launch.rank import ERROR_FILE_VARIABLE, LAUNCHER_VARIABLE
+from lightscale.launch.rank import ERROR_FILE_VARIABLE, LAUNCHER_VARIABLE, LOGS_VARIABLE
+from lightscale.launch.rendezvous import Rendezvous
 from lightscale.launch.watchdog import Hang, Watchdog
+from lightscale.parallel.device_settings import device_settings
 from lightscale.runs.metrics.progress import TERMINAL_VARIABLE
-from lightscale.training.health.heartbeat import HEARTBEATS_VARIABLE, Beat, create_heartbeats, read_heartbeats
+from lightscale.training.health.heartbeat import HEARTBEATS_VARIABLE, Beat, read_heartbeats, shared_heartbeats
 from lightscale.training.signals import DEADLINE_VARIABLE
 
 # Longer than the save of a large model. torch before 2.12 does not read it and takes 30.
@@ -49,6 +53,8 @@ _SHUTDOWN_TIMEOUT_S = 600
 # For the agents of all nodes to come.
 _RENDEZVOUS_TIMEOUT_S = 300
 _POLL_S = 0.1
+AGENT_LOGS = "launcher-*.log"
+"""The files, one for each node, that `run_node` begins before any rank; only where there are several nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,18 +66,6 @@ class Launch:
     """What went wrong first; None: all left with exit code 0."""
     beats: dict[int, Beat]
     """The last heartbeat of each rank."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rendezvous:
-    """Where the agents of several nodes meet, and which of them this one is."""
-
-    address: str
-    """Of the first node."""
-    port: int
-    node: int
-    """From 0; its ranks come before those of the next."""
-    num_nodes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,42 +116,42 @@ def run_node(
     deadline_s: float | None,
     rendezvous: Rendezvous | None = None,
     program: Program | None = None,
+    patience_s: float = 0.0,
 ) -> NodeReport:
     """Run `command` as `processes` ranks until they end; what they write goes to the new directory `logs`.
 
     Ranks that hang are ended. `deadline_s`: when they are to stop by themselves, in seconds since the epoch.
     `rendezvous`: None where no other nodes take part. `program`: does `command` in forks of this process, which has
-    imported what it needs; None: every rank is a new process.
+    imported what it needs; None: every rank is a new process. `patience_s`: so long a rank may be silent in any case.
     """
     name, node, num_nodes = "", 0, 1
     if rendezvous is not None:
         node, num_nodes = rendezvous.node, rendezvous.num_nodes
         # Each node has its own: mapped memory is not shared between machines, whatever the file system, nor are clocks.
         name = f"-{node}"
-    # For all ranks of the run, not of this node: a rank writes at the offset of its number in the run.
-    heartbeats = logs / f"heartbeats{name}"
-    # Before any rank starts, because a rank opens this file and does not create it.
-    create_heartbeats(heartbeats, processes * num_nodes)
-    variables = {**_rank_variables(processes), HEARTBEATS_VARIABLE: str(heartbeats.absolute())}
+    variables = {**_rank_variables(processes), LOGS_VARIABLE: str(logs.absolute())}
     if deadline_s is not None:
         variables[DEADLINE_VARIABLE] = str(deadline_s)
     ranks = range(node * processes, (node + 1) * processes)
     with (
-        _changed_environment(variables),
+        # For all ranks of the run, not of this node: a rank writes at the offset of its number in the run.
+        shared_heartbeats(logs / f"heartbeats{name}", processes * num_nodes) as heartbeats,
+        _changed_environment({**variables, HEARTBEATS_VARIABLE: str(heartbeats)}),
         contextlib.nullcontext() if program is None else forked_ranks(program),
         _agent_log(logs / f"launcher{name}.log"),
-        Watchdog(heartbeats, ranks=ranks, hang_timeout_s=hang_timeout_s) as watchdog,
+        Watchdog(heartbeats, logs=logs, ranks=ranks, hang_timeout_s=hang_timeout_s, patience_s=patience_s) as watchdog,
     ):
         failures = _launch(command, processes, logs, rendezvous)
+        beats = read_heartbeats(heartbeats)
     for failure in failures:
         # Ranks do not print their traceback, as only the first may be shown; this is where the others can be read.
         if failure.traceback is not None:
-            with (logs / f"rank-{failure.rank}.err").open("a", encoding="utf-8") as file:
+            with contextlib.suppress(OSError), (logs / f"rank-{failure.rank}.err").open("a", encoding="utf-8") as file:
                 file.write(failure.traceback)
     if sys.stderr.isatty():
         # A rank that was killed while it drew its line has not given the cursor back.
         print("\x1b[?25h", end="\n" if failures else "", file=sys.stderr)
-    return NodeReport(failures=failures, hang=watchdog.hang, beats=read_heartbeats(heartbeats))
+    return NodeReport(failures=failures, hang=watchdog.hang, beats=beats)
 
 
 def conclude(reports: Sequence[NodeReport], logs: Path) -> Launch:
@@ -183,7 +177,9 @@ def conclude(reports: Sequence[NodeReport], logs: Path) -> Launch:
 
 def _launch(command: Sequence[str], processes: int, logs: Path, rendezvous: Rendezvous | None) -> list[RankFailure]:
     meeting: dict[str, Any]
-    if rendezvous is None:
+    first = 0 if rendezvous is None else rendezvous.node * processes
+    agents_meet = rendezvous is not None and rendezvous.of_agents
+    if rendezvous is None or not agents_meet:
         # The name of this machine may not resolve, or resolve to an address behind a VPN.
         meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
         num_nodes, run_id = 1, uuid.uuid4().hex
@@ -208,7 +204,7 @@ def _launch(command: Sequence[str], processes: int, logs: Path, rendezvous: Rend
         # How soon the end of a rank is noticed. Its peers in a NCCL collective may not notice it before the time-out of
         # that collective, ten minutes by default (restart.collective_timeout_s).
         monitor_interval=_POLL_S,
-        logs_specs=_RankLogs(logs),
+        logs_specs=_RankLogs(logs, None if agents_meet else rendezvous),
         # Not the stop signals: those are the relay's.
         signals_to_handle="SIGQUIT",
         **meeting,
@@ -217,10 +213,11 @@ def _launch(command: Sequence[str], processes: int, logs: Path, rendezvous: Rend
         elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
         # Of all ranks of this node that failed, also those that torch ended; `first_failure` finds the cause.
-        return [read_failure(rank, failure) for rank, failure in error.failures.items()]
+        return [
+            read_failure(rank if agents_meet else first + rank, failure) for rank, failure in error.failures.items()
+        ]
     except SignalException as error:
         # SIGQUIT: torch has ended the ranks by then, and none of them can say more.
-        first = 0 if rendezvous is None else rendezvous.node * processes
         killed = RankFailure(rank=first, summary=str(error), time_s=time.time(), killer=error.sigval)
         return [killed]
     return []
@@ -233,6 +230,8 @@ def _rank_variables(processes: int) -> dict[str, str]:
         # Equal shares of the cores: if every rank used all of them, the ranks' threads would displace one another.
         "OMP_NUM_THREADS": str(max(1, cores // processes)),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_TIMEOUT_S),
+        # Here too: ranks that are forks have imported torch before they begin.
+        **device_settings(os.environ),
     }
     variables = {
         LAUNCHER_VARIABLE: str(os.getpid()),
@@ -268,7 +267,7 @@ def _changed_environment(variables: Mapping[str, str]) -> Iterator[None]:
 def _agent_log(path: Path) -> Iterator[None]:
     """Keep what the agent says about its work out of the user's way, in `path`."""
     logger = logging.getLogger("torch.distributed.elastic")
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     propagate = logger.propagate
     logger.addHandler(handler)
@@ -278,15 +277,27 @@ def _agent_log(path: Path) -> Iterator[None]:
     finally:
         logger.propagate = propagate
         logger.removeHandler(handler)
-        handler.close()
+        with contextlib.suppress(OSError):
+            handler.close()
+
+
+class _LogFile(logging.FileHandler):
+    """On a disk that may be full or gone: no message about the agent's work is worth a stack on the user's terminal."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
 
 
 class _RankLogs(LogsSpecs):
-    """Files rank-N.out and rank-N.err in one directory; rank 0's are shown as they grow."""
+    """Files rank-N.out and rank-N.err in one directory; rank 0's are shown as they grow.
 
-    def __init__(self, directory: Path) -> None:
+    `meeting`: where the ranks meet those of other nodes, of which the agent, which numbers its ranks from 0, knows
+    nothing. This is the last that is asked before they start, and what it leaves in their environment counts.
+    """
+
+    def __init__(self, directory: Path, meeting: Rendezvous | None) -> None:
         super().__init__(log_dir=str(directory))
-        self._directory = directory
+        self._directory, self._meeting = directory, meeting
 
     @property
     def root_log_dir(self) -> str:
@@ -295,6 +306,8 @@ class _RankLogs(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         destination = LogsDest()
         for local_rank, variables in envs.items():
+            if self._meeting is not None:
+                variables.update(_among_all(local_rank, len(envs), self._meeting))
             stem = str(self._directory / f"rank-{variables['RANK']}")
             destination.stdouts[local_rank] = f"{stem}.out"
             destination.stderrs[local_rank] = f"{stem}.err"
@@ -304,3 +317,14 @@ class _RankLogs(LogsSpecs):
                 destination.tee_stdouts[local_rank] = f"{stem}.out"
                 destination.tee_stderrs[local_rank] = f"{stem}.err"
         return destination
+
+
+def _among_all(local_rank: int, processes: int, meeting: Rendezvous) -> dict[str, str]:
+    """torchrun's variables of a rank of one node of several."""
+    return {
+        "RANK": str(meeting.node * processes + local_rank),
+        "GROUP_RANK": str(meeting.node),
+        "WORLD_SIZE": str(meeting.num_nodes * processes),
+        "MASTER_ADDR": meeting.address,
+        "MASTER_PORT": str(meeting.port),
+    }

@@ -50,16 +50,19 @@ class Hang:
 
 
 class Watchdog:
-    """Watches `ranks`, children of this process, whose heartbeats are in the file `heartbeats`.
+    """Watches `ranks`, children of this process, whose heartbeats are in the file `heartbeats`, their output in `logs`.
 
     A context manager. After a rank has been silent for longer than it may, `hang` names it, every rank has left the
-    stacks of its threads beside that file, and all of them have been killed.
+    stacks of its threads in `logs`, and all of them have been killed. A rank may be silent for `patience_s` in any
+    case, as where it may be waiting for another host.
     """
 
-    def __init__(self, heartbeats: Path, *, ranks: range, hang_timeout_s: float) -> None:
+    def __init__(
+        self, heartbeats: Path, *, logs: Path, ranks: range, hang_timeout_s: float, patience_s: float = 0.0
+    ) -> None:
         self.hang: Hang | None = None
-        self._path = heartbeats
-        self._ranks = ranks
+        self._path, self._logs = heartbeats, logs
+        self._ranks, self._patience_s = ranks, patience_s
         self._start_allowance_s = start_allowance_s(hang_timeout_s)
         self._silent_s = dict.fromkeys(ranks, 0.0)
         self._last: dict[int, Beat] = {}
@@ -78,9 +81,11 @@ class Watchdog:
         self._thread.join()
         # Each rank opens its file when it starts, because a signal handler can only write.
         for rank in self._ranks:
-            path = stacks_file(self._path, rank)
-            if path.exists() and not path.stat().st_size:
-                path.unlink()
+            path = stacks_file(self._logs, rank)
+            # Where the disk forbids it, an empty file remains.
+            with contextlib.suppress(OSError):
+                if not path.stat().st_size:
+                    path.unlink()
 
     def _watch(self) -> None:
         before_s = time.monotonic()
@@ -112,7 +117,7 @@ class Watchdog:
             self._silent_s[rank] = 0.0 if changed else self._silent_s[rank] + passed_s
             allowed_s = self._start_allowance_s if beat is None else beat.allowed_s
             # A rank that has ended is silent too, and is torchrun's to notice.
-            if self._silent_s[rank] > allowed_s and (beat is None or _is_alive(beat.process_id)):
+            if self._silent_s[rank] > max(allowed_s, self._patience_s) and (beat is None or _is_alive(beat.process_id)):
                 late.append(rank)
         self._last = beats
         return late
@@ -148,7 +153,7 @@ class Watchdog:
         running = sum(_status(process) != psutil.STATUS_STOPPED for process in processes)
         deadline = time.monotonic() + _STACKS_S
         while time.monotonic() < deadline:
-            sizes = [stacks_file(self._path, rank) for rank in self._ranks]
+            sizes = [stacks_file(self._logs, rank) for rank in self._ranks]
             if sum(path.exists() and path.stat().st_size > 0 for path in sizes) >= running:
                 break
             time.sleep(0.05)

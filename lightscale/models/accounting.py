@@ -11,14 +11,15 @@ from lightscale.models.specs.interface import PartParameter, Shapes
 from lightscale.models.stages import layer_stages
 
 EMBEDDING = "embedding"
-"""The term of the embedding, which is the output layer too."""
+"""The term of the embedding, and of the output layer where it has a weight of its own."""
 NORM_WEIGHTS = "norm weights"
 LRPE_ANGLES = "LRPE angles"
 
-_EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"
+_EMBEDDING_WEIGHT, _OUTPUT_WEIGHT = "embedding.word_embeddings.weight", "output_layer.weight"
 # The first that is found in a parameter's name says what it is; shared parts say it themselves.
 _TERMS = {
     "word_embeddings.": EMBEDDING,
+    _OUTPUT_WEIGHT: EMBEDDING,
     "layernorm.": NORM_WEIGHTS,
     ".mlp.": "GLU",
     ".gate_": "gates",
@@ -33,6 +34,8 @@ def parameter_shapes(model: ModelConfig) -> Shapes:
     """Unsplit shape of every parameter by its global name, as in `parallel.initialization.named_parameters`."""
     d, g = model.hidden_size, model.intermediate_size
     shapes: Shapes = {_EMBEDDING_WEIGHT: (model.vocab_size, d)}
+    if not model.tie_word_embeddings:
+        shapes[_OUTPUT_WEIGHT] = (model.vocab_size, d)
     shapes |= {name: parameter.shape for name, parameter in _part_parameters(model).items()}
     weighted_norm = model.norm == "rmsnorm"
     for layer, mixer in enumerate(model.layers):
@@ -74,7 +77,7 @@ def _term(name: str) -> str:
 def rank_parameters(model: ModelConfig, *, tensor: int, pipeline: int) -> list[int]:
     """Parameters that each tensor rank holds, by its pipeline stage.
 
-    The last stage of several holds a second copy of the embedding, for the output layer.
+    Where they are tied, the last stage of several holds a second copy of the embedding, for the output layer.
     """
     stages = layer_stages(model.num_layers, pipeline)
     stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
@@ -82,7 +85,7 @@ def rank_parameters(model: ModelConfig, *, tensor: int, pipeline: int) -> list[i
     for name, shape in parameter_shapes(model).items():
         # Norms see whole tokens, of which every tensor rank has some: each holds the whole weight.
         ranks = 1 if name in whole or "layernorm." in name else tensor
-        for stage in _stages(name, stage_of, last=pipeline - 1):
+        for stage in _stages(name, stage_of, last=pipeline - 1, tied=model.tie_word_embeddings):
             held[stage] += prod(shape) // ranks
     return held
 
@@ -95,11 +98,13 @@ def _whole_on_tensor_ranks(model: ModelConfig) -> set[str]:
     return whole
 
 
-def _stages(name: str, stage_of: dict[int, int], last: int) -> Collection[int]:
+def _stages(name: str, stage_of: dict[int, int], *, last: int, tied: bool) -> Collection[int]:
     """Those that hold the parameter."""
     if match := _LAYER.match(name):
         return {stage_of[int(match[1])]}
-    if name == _EMBEDDING_WEIGHT:
+    if name == _OUTPUT_WEIGHT:
+        return {last}
+    if name == _EMBEDDING_WEIGHT and tied:
         # Once where one stage is both the first and the last.
         return {0, last}
     if name.startswith("embedding."):

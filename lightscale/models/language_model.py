@@ -1,10 +1,11 @@
-"""The language model: embedding, blocks of mixer and gated linear unit, tied output layer.
+"""The language model: embedding, blocks of mixer and gated linear unit, output layer, which is the embedding if tied.
 
 Blocks, their pipeline split and their activation recomputation are Megatron's; what stands in them is chosen here.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightscale.config.schema import ModelConfig, Recompute
+from lightscale.kernels.attention import DocumentStarts
 from lightscale.models.classes import mixer_class, shared_parts
 from lightscale.models.layers.context import MixerState, SequenceContext
 from lightscale.models.layers.linear import GatedLinearUnit, OutputLayer, leave_unset
 from lightscale.models.layers.norms import RMSNorm, SRMSNorm
 from lightscale.models.layers.shared_parts import EmbeddingPart, SharedPart, StagePart, for_all_layers
 from lightscale.models.stages import layer_stages, megatron_layout
+from lightscale.parallel.cross_entropy import vocab_parallel_log_probability
 from lightscale.parallel.initialization import normal, set_initializer
 from lightscale.parallel.megatron import (
     LanguageModule,
@@ -34,6 +37,7 @@ from lightscale.parallel.megatron import (
     TransformerLayerSubmodules,
     VocabParallelEmbedding,
     all_to_all_hp2sp,
+    gather_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
 from lightscale.parallel.mesh import Mesh
@@ -46,22 +50,31 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
-_RECOMPUTE: dict[Recompute, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-}
+def _recompute(recompute: Recompute, num_layers: int) -> dict[str, Any]:
+    """Megatron's options; its "block" recomputes the first so many layers of each stage, one by one."""
+    if recompute == "none":
+        return {}
+    if recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": num_layers}
+
 
 _ACTIVATIONS = {"none": _identity, "silu": F.silu}
 
 
 def transformer_config(
-    model: ModelConfig, mesh: Mesh, dtype: torch.dtype, *, recompute: Recompute = "none"
+    model: ModelConfig,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    *,
+    recompute: Recompute = "none",
+    recompute_layers: int | None = None,
 ) -> TransformerConfig:
     """``model`` in Megatron's terms, on ``mesh``, with weights and activations of ``dtype``.
 
     ``recompute`` says which activations are computed again in the backward pass instead of kept: "none", "selective"
-    (those of the gated linear units, about half of all) or "full" (all but the layers' inputs).
+    (those of the gated linear units, about half of all) or "full" (all but the layers' inputs), of the first
+    ``recompute_layers`` layers of each stage, or of all.
     """
     return TransformerConfig(
         num_layers=model.num_layers,
@@ -90,12 +103,14 @@ def transformer_config(
         pipeline_model_parallel_layout=(
             megatron_layout(model.num_layers, mesh.pipeline * mesh.virtual_stages) if mesh.pipeline > 1 else None
         ),
-        **_RECOMPUTE[recompute],
+        **_recompute(recompute, recompute_layers or model.num_layers),
         # Megatron's "context" is our sequence axis; its "sequence parallel" splits activations over the tensor ranks.
         context_parallel_size=mesh.sequence,
         sequence_parallel=mesh.tensor > 1,
         # NCCL runs sends and receives one after the other: both neighbours' must go out together, or each waits.
         batch_p2p_comm=mesh.device.type == "cuda",
+        # Each message otherwise ends with a wait for the whole device, against a race in versions of PyTorch long gone.
+        batch_p2p_sync=False,
         deterministic_mode=mesh.device.type == "cpu",
     )
 
@@ -151,16 +166,19 @@ class Embedding(MegatronModule):
     def forward(self, tokens: Tensor, context: SequenceContext) -> Tensor:
         """tokens: (b, n) int64."""
         embedded: Tensor = self.word_embeddings(tokens)
-        if not self.parts and self.config.sequence_parallel:
+        if self.word_embeddings.reduce_scatter_embeddings:
             return embedded
         hidden = embedded.transpose(0, 1).contiguous()
-        split = bool(self.parts) and self.config.sequence_parallel
+        split = bool(self.parts) and self.group.size() > 1
         # All tokens of some channels, then some tokens of all channels.
         channels = scatter_to_tensor_model_parallel_region(hidden, group=self.group) if split else hidden
         for name in self.parts:
             channels = self.get_submodule(name)(channels, context)
         if not split:
             return channels
+        if not self.config.sequence_parallel:
+            whole: Tensor = gather_from_tensor_model_parallel_region(channels, group=self.group)
+            return whole
         n, b, _ = channels.shape
         tokens_of: Tensor = all_to_all_hp2sp(channels.flatten(0, 1), group=self.group)
         return tokens_of.view(n // self.group.size(), b, -1)
@@ -208,13 +226,9 @@ class LanguageModel(LanguageModule):
         super().__init__(config, groups)
         self.model, self.vocab_size = model, vocab_size
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
-        self.share_embeddings_and_output_weights = True
+        self.share_embeddings_and_output_weights = model.tie_word_embeddings
         self.model_type = ModelType.encoder_or_decoder
         self.exchange = mesh.exchange
-        # Layers whose activations are all recomputed would exchange their states twice: the second time they take what
-        # came in the first time.
-        self.replay = Replay() if config.recompute_granularity == "full" else None
-
         # Stages are counted as they follow in the model: virtual stages go round the pipeline ranks.
         parts, stage = shared_parts(model), (vp_stage or 0) * mesh.pipeline + groups.pp.rank()
         of_stages = [part for part in parts if issubclass(part, StagePart)]
@@ -235,6 +249,7 @@ class LanguageModel(LanguageModule):
             pg_collection=groups,
             vp_stage=vp_stage,
         )
+        self.replay = self._replay(config)
         if post_process:
             self.output_layer = OutputLayer(
                 model.hidden_size,
@@ -242,19 +257,27 @@ class LanguageModel(LanguageModule):
                 config=config,
                 init_method=leave_unset,
                 bias=False,
-                skip_weight_param_allocation=pre_process,
+                skip_weight_param_allocation=pre_process and model.tie_word_embeddings,
                 tp_group=groups.tp,
             )
         self._name_initializers()
         if pre_process or post_process:
             self.setup_embeddings_and_output_layer()
 
+    def _replay(self, config: TransformerConfig) -> Replay | None:
+        # Layers whose activations are all recomputed would exchange their states twice: the second time they take what
+        # came in the first time.
+        if config.recompute_granularity != "full":
+            return None
+        recomputed = self.decoder.layers[: config.recompute_num_layers]
+        return Replay(layer.self_attention.state_name for layer in recomputed)
+
     def _name_initializers(self) -> None:
         """Initial distributions of the weights that Megatron's own modules hold."""
         std = self.model.init_std
         if self.pre_process:
             set_initializer(self.embedding.word_embeddings.weight, normal(std))
-        elif self.post_process:
+        if self.post_process and self.output_layer.weight is not None:
             set_initializer(self.output_layer.weight, normal(std))
         for layer in self.decoder.layers:
             set_initializer(layer.mlp.linear_fc1.weight, normal(std))
@@ -270,18 +293,28 @@ class LanguageModel(LanguageModule):
         positions: Tensor,
         labels: Tensor | None = None,
         *,
+        loss_mask: Tensor | None = None,
+        document_starts: tuple[Tensor, Tensor] | None = None,
         lengths: Sequence[int] | None = None,
         states: dict[str, MixerState] | None = None,
         last_only: bool = False,
+        hidden_only: bool = False,
     ) -> Tensor:
         """One pass over this rank's segment of the rows.
 
         Args:
             tokens, positions: (b, n) int64; see ``SequenceContext``.
             labels: (b, n) int64, the next token of each.
+            loss_mask: (b, n), what each loss is multiplied by; None for 1. Here and not by the caller: gradients are
+                made beside the losses, and must know it.
+            document_starts: where documents start in the rows (``DocumentStarts``); None: read from ``positions``, for
+                which the host waits on a GPU.
             lengths: n of every sequence rank where they differ, which needs tensor = pipeline = 1.
             states: in generation, the states of all layers, read and replaced.
-            last_only: without labels and tensor parallelism, give the logits of the last token only: (b, 1, V).
+            last_only: without labels, and with every token on this rank (``whole_tokens``), give the logits of the last
+                token only: (b, 1, V / tensor).
+            hidden_only: on the last stage too, give what would enter the output layer; ``log_probability`` goes on
+                from there with the tokens that are asked for.
 
         Returns:
             Activations (n / tensor, b, d) on all but the last stage; there the loss per token (b, n), or without
@@ -289,6 +322,7 @@ class LanguageModel(LanguageModule):
         """
         context = SequenceContext.of(
             positions,
+            starts=None if document_starts is None else DocumentStarts(*document_starts),
             exchange=self.exchange,
             # Nothing is recomputed in evaluation: states that it left there would be taken by the next training step.
             replay=self.replay if self.training else None,
@@ -304,16 +338,78 @@ class LanguageModel(LanguageModule):
             # Megatron's block takes its input from where the schedule left it, not from its argument.
             self.decoder.set_input_tensor(hidden)
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=context)
-        if not self.post_process:
+        if not self.post_process or hidden_only:
             return hidden
         # Before the output layer: the logits of all tokens of a prompt would be by far the largest tensor.
         if last_only:
             hidden = hidden[-1:]
-        # A stage that has the embedding too uses its weight; a last stage of several has a copy in its output layer.
-        weight = self.shared_embedding_or_output_weight() if self.pre_process else None
-        labels = None if labels is None else labels.transpose(0, 1)
-        output, _ = self.output_layer(hidden, weight, labels=labels, vocab_size=self.vocab_size)
+        # Of tied ones a stage that has the embedding too uses its weight, and a last stage of several a copy in its
+        # output layer.
+        weight = None if self.output_layer.weight is not None else self.embedding.word_embeddings.weight
+        labels, loss_mask = (None if x is None else x.transpose(0, 1) for x in (labels, loss_mask))
+        output, _ = self.output_layer(hidden, weight, labels=labels, loss_mask=loss_mask, vocab_size=self.vocab_size)
         return output.transpose(0, 1)
+
+    def log_probability(self, hidden: Tensor, chosen: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """log softmax(logits)[label] of ``chosen`` tokens, and whether each label is the most probable id.
+
+        On the last stage, in evaluation; no logits but those of these tokens are computed, and few at a time.
+
+        Args:
+            hidden: (n / tensor, b, d), what ``forward`` gave with ``hidden_only``.
+            chosen: (m,) int64, indices into the b·n tokens, row after row; the same on all tensor ranks.
+            labels: (m,) int64 ids.
+
+        Returns:
+            (m,) fp32 (fp64 of fp64 models), and (m,) bool.
+        """
+        own: Tensor | None = self.output_layer.weight
+        rows = self.embedding.word_embeddings.weight if own is None else own
+        group = self.pg_collection.tp
+        return vocab_parallel_log_probability(hidden, rows, chosen, labels, vocab_size=self.vocab_size, group=group)
+
+    @contextmanager
+    def whole_tokens(self) -> Iterator[None]:
+        """Within, every tensor rank has all tokens between the layers; for passes without gradients.
+
+        Otherwise tensor ranks share the tokens of a row out, whose number they must divide: one token they cannot.
+        """
+        # What Megatron's modules read at each call; the configuration is one object for all of them.
+        objects = (self.config, *self.modules()) if self.config.sequence_parallel else ()
+        names = ("sequence_parallel", "reduce_scatter_embeddings")
+        # Not by getattr, which modules answer slowly for what they lack: this is done for each token.
+        shared = [(vars(one), name) for one in objects for name in names if vars(one).get(name)]
+        for attributes, name in shared:
+            attributes[name] = False
+        try:
+            yield
+        finally:
+            for attributes, name in shared:
+                attributes[name] = True
+
+    @torch.inference_mode()
+    def next_logits(self, tokens: Tensor, positions: Tensor, states: dict[str, MixerState]) -> Tensor:
+        """The logits of what follows the rows, (b, vocab_size), equal on all tensor ranks; without padding rows.
+
+        Any number of tokens goes, whatever the tensor ranks; all layers must be on this rank.
+
+        Args:
+            tokens, positions: (b, n) int64.
+            states: of all layers, read and replaced.
+        """
+        with self.whole_tokens():
+            logits = self(tokens, positions, states=states, last_only=True)[:, -1]
+        if self.pg_collection.tp.size() > 1:
+            logits = gather_from_tensor_model_parallel_region(logits, group=self.pg_collection.tp)
+        found: Tensor = logits[:, : self.vocab_size]
+        return found
+
+    def give_room(self, states: dict[str, MixerState], lengths: Sequence[int], tokens: int) -> None:
+        """Let ``states``, of rows whose documents end together, take ``tokens`` more in; see ``Mixer.with_room``."""
+        for layer in self.decoder.layers:
+            mixer = layer.self_attention
+            if mixer.state_name in states:
+                states[mixer.state_name] = mixer.with_room(states[mixer.state_name], lengths, tokens)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

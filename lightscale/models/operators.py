@@ -9,6 +9,13 @@ from lightscale.models.registry import mixer_spec, shared_specs
 _IN_EVERY_MODEL = ("norm", "glu", "cross_entropy")
 
 
+def operators_of(model: ModelConfig) -> tuple[str, ...]:
+    """The names of the operators that ``model`` is made of, each once."""
+    names = [mixer_spec(name).operator for name in model.layers]
+    names += [part.operator for part in shared_specs(model) if part.operator is not None]
+    return tuple(dict.fromkeys((*names, *_IN_EVERY_MODEL)))
+
+
 def describe_operators(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
     """One line: each operator of ``model`` and what computes it for inputs of ``dtype`` on ``device``.
 
@@ -17,7 +24,5 @@ def describe_operators(model: ModelConfig, dtype: torch.dtype, device: torch.dev
             (``train.kernels``) is not there or cannot compute such inputs.
     """
     like = torch.empty(0, dtype=dtype, device=device)
-    names = [mixer_spec(name).operator for name in model.layers]
-    names += [part.operator for part in shared_specs(model) if part.operator is not None]
-    chosen = {name: choose_backend(name, like) for name in (*names, *_IN_EVERY_MODEL)}
+    chosen = {name: choose_backend(name, like) for name in operators_of(model)}
     return "kernels: " + ", ".join(f"{name} {backend}" for name, backend in chosen.items())

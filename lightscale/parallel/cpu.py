@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 from lightscale.parallel.megatron import megatron_random
 
@@ -79,5 +80,9 @@ def redirect_megatron_to_cpu() -> None:
         raise RuntimeError(
             "redirecting Megatron to the CPU would hide this machine's GPU; hide it with CUDA_VISIBLE_DEVICES= instead"
         )
+    # The functions that `with torch.device(…)` sends to its device, by identity; PyTorch keeps what it finds when it
+    # first asks. Were that later, it would keep the replacements, and what they call would stay on the CPU:
+    # transformers then leaves a model that it makes on "meta" without some of its buffers.
+    _device_constructors()
     for owner, name, replacement in _redirections():
         setattr(owner, name, replacement)

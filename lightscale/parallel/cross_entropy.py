@@ -9,14 +9,22 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from lightscale.kernels.cross_entropy import linear_cross_entropy
+from lightscale.kernels.cross_entropy import Reduce, linear_cross_entropy, linear_log_probability
 from lightscale.parallel.megatron import gather_from_sequence_parallel_region
 
 
 def vocab_parallel_linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, vocab_size: int, group: dist.ProcessGroup
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    group: dist.ProcessGroup,
+    loss_mask: Tensor | None = None,
 ) -> Tensor:
     """-log softmax(hidden weightᵀ)[label] per token, (n, b), without holding the logits; fp32 (fp64 for fp64 inputs).
+
+    The gradients of their sum are made in the same pass (``kernels.cross_entropy``).
 
     With several tensor ranks hidden is gathered along the tokens, and its gradient, of which every rank has the part of
     its rows of the vocabulary, is summed and shared out again, as Megatron's output layer does.
@@ -27,15 +35,46 @@ def vocab_parallel_linear_cross_entropy(
         labels: (n, b), int64 global ids below ``vocab_size``.
         vocab_size: ids in use; rows from there on are padding and take no probability.
         group: the tensor group.
+        loss_mask: (n, b), what each loss is multiplied by; None for 1.
     """
     if group.size() == 1:
-        return linear_cross_entropy(hidden, weight, labels, num_ids=vocab_size)
-
-    def reduce(x: Tensor, how: Literal["max", "sum"]) -> None:
-        dist.all_reduce(x, op=dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM, group=group)
+        return linear_cross_entropy(hidden, weight, labels, num_ids=vocab_size, loss_mask=loss_mask)
 
     # Activations are split by token between layers (Megatron's sequence parallelism), but a rank's rows of the
     # vocabulary need every token. Backward the mapping sums the ranks' parts and shares them out by token again.
     gathered = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
     first_id = group.rank() * weight.size(0)
-    return linear_cross_entropy(gathered, weight, labels, num_ids=vocab_size, first_id=first_id, reduce=reduce)
+    return linear_cross_entropy(
+        gathered, weight, labels, num_ids=vocab_size, first_id=first_id, reduce=_over(group), loss_mask=loss_mask
+    )
+
+
+def vocab_parallel_log_probability(
+    hidden: Tensor, weight: Tensor, chosen: Tensor, labels: Tensor, *, vocab_size: int, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """log softmax(hidden weightᵀ)[label] of some tokens, and whether the label is their most probable id; no gradient.
+
+    Args:
+        hidden, weight, vocab_size, group: as of ``vocab_parallel_linear_cross_entropy``.
+        chosen: (m,) int64, indices into the b·n tokens, row after row.
+        labels: (m,) int64 global ids below ``vocab_size``.
+
+    Returns:
+        (m,) fp32 (fp64 for fp64 inputs) and (m,) bool, the same on all ranks.
+    """
+    several = group.size() > 1
+    if several:
+        hidden = gather_from_sequence_parallel_region(hidden, group=group)
+    n, b = hidden.shape[:2]
+    # Tokens come first in activations, rows in indices.
+    rows = hidden.reshape(n * b, -1)[chosen % n * b + chosen // n]
+    first_id = group.rank() * weight.size(0)
+    reduce = _over(group) if several else None
+    return linear_log_probability(rows, weight, labels, num_ids=vocab_size, first_id=first_id, reduce=reduce)
+
+
+def _over(group: dist.ProcessGroup) -> Reduce:
+    def reduce(x: Tensor, how: Literal["max", "sum"]) -> None:
+        dist.all_reduce(x, op=dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM, group=group)
+
+    return reduce

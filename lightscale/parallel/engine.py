@@ -52,6 +52,12 @@ class MicroBatch(Protocol):
         """int64: tokens since the document's start."""
 
     @property
+    def document_starts(self) -> tuple[Tensor, Tensor] | None:
+        """(m,) int64 each, on the host: the slots where documents start, over the rows laid one after another and every
+        row's first slot included, and the positions there; None: they are read from ``positions``, for which the host
+        waits on a GPU."""
+
+    @property
     def sources(self) -> Tensor | None:
         """(b,) int64: the number of the source that each row is from; None where the engine has no ``num_sources``."""
 
@@ -89,6 +95,20 @@ def share_over_stages(parameter: nn.Parameter, *, stage: int) -> None:
     parameter.shared_embedding = True  # type: ignore[attr-defined]
 
 
+def _gather_in_forward_order(model: DistributedDataParallel) -> None:
+    """Let each bucket's weights be gathered while those are used that the forward pass needs before.
+
+    Megatron's own order is that of its buffers, one for each dtype: the fp32 weights of a bf16 model would be waited
+    for in the middle, and the gathering after them be begun twice, of which it warns.
+    """
+    # Parameters are registered as they are used, but for parts that layers share: these are built before.
+    named = [(name, weight) for name, weight in model.module.named_parameters() if weight.requires_grad]
+    used = sorted(named, key=lambda item: not item[0].startswith("embedding."))
+    groups = list(dict.fromkeys(model.param_to_bucket_group[weight] for _, weight in used))
+    for group, following in zip(groups, [*groups[1:], None], strict=True):
+        group.next_param_gather_bucket_group = following
+
+
 class Engine:
     """One model on one mesh.
 
@@ -100,6 +120,8 @@ class Engine:
         optimizer: None for a model that is only evaluated.
         position_buckets: into how many equal parts of a row losses are summed apart.
         num_sources: sources whose losses are summed apart; 0: losses are not summed by source.
+        overlap: reduce gradients and gather weights beside the computation; None: on GPUs, which alone gain by it.
+        bucket_size: parameters that are reduced and gathered together, with ``overlap``; None: Megatron's choice.
     """
 
     def __init__(
@@ -111,6 +133,8 @@ class Engine:
         optimizer: OptimizerSpec | None = None,
         position_buckets: int = 1,
         num_sources: int = 0,
+        overlap: bool | None = None,
+        bucket_size: int | None = None,
     ) -> None:
         self.mesh, self.config = mesh, config
         self.position_buckets, self.num_sources = position_buckets, num_sources
@@ -118,7 +142,8 @@ class Engine:
         self.models: list[DistributedDataParallel] = []
         self.optimizer: Optimizer | None = None
         if optimizer is not None:
-            self._wrap(optimizer)
+            # gloo's collectives run on the cores that compute: beside the computation they gain nothing.
+            self._wrap(optimizer, mesh.device.type == "cuda" if overlap is None else overlap, bucket_size)
 
     @property
     def module(self) -> nn.Module:
@@ -126,11 +151,10 @@ class Engine:
         (module,) = self.chunks
         return module
 
-    def _wrap(self, spec: OptimizerSpec) -> None:
+    def _wrap(self, spec: OptimizerSpec, overlap: bool, bucket_size: int | None) -> None:
         # The distributed optimizer refuses fp64 weights. fp64 runs, which only compare gradients with those of other
         # layouts, go without an optimizer, and their gradients are reduced in fp64 too.
         double = self.config.params_dtype == torch.float64
-        on_gpu = self.mesh.device.type == "cuda"
         self.models = [
             DistributedDataParallel(
                 config=self.config,
@@ -138,9 +162,9 @@ class Engine:
                     # Sums of bf16 gradients over many ranks and micro-batches would lose the small ones.
                     grad_reduce_in_fp32=not double,
                     use_distributed_optimizer=not double,
-                    # gloo's collectives run on the cores that compute: beside the computation they gain nothing.
-                    overlap_grad_reduce=on_gpu,
-                    overlap_param_gather=on_gpu,
+                    overlap_grad_reduce=overlap,
+                    overlap_param_gather=overlap and not double,
+                    bucket_size=bucket_size,
                 ),
                 module=chunk,
                 pg_collection=self.mesh.groups,
@@ -149,17 +173,19 @@ class Engine:
             )
             for number, chunk in enumerate(self.chunks)
         ]
+        for model in self.models:
+            _gather_in_forward_order(model)
         self.config.finalize_model_grads_func = self._finalize_gradients
         # With overlap a bucket's reduction starts in the backward pass as soon as its last gradient is there; only the
         # last micro-batch's is complete, which is when the schedules call these.
-        if on_gpu:
+        if overlap:
             # The schedule without stages wants a function, the interleaved one a list.
             no_sync, start_sync = zip(*((model.no_sync, model.start_grad_sync) for model in self.models), strict=True)
             single = len(self.models) == 1
             self.config.no_sync_func = no_sync[0] if single else list(no_sync)
             self.config.grad_sync_func = start_sync[0] if single else list(start_sync)
         if not double:
-            self.optimizer = build_optimizer(spec, self.models, self.config, on_gpu=on_gpu)
+            self.optimizer = build_optimizer(spec, self.models, self.config, on_gpu=self.mesh.device.type == "cuda")
 
     def _finalize_gradients(self, model: list[nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
         # Sums over data and sequence ranks, and divides by the number of valid tokens of all of them. That is a whole
@@ -216,19 +242,25 @@ class Engine:
         self, batches: Iterator[MicroBatch], model: nn.Module
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
         batch = next(batches)
-        output = model(batch.tokens, batch.positions, batch.labels, lengths=batch.lengths)
+        output = model(
+            batch.tokens,
+            batch.positions,
+            batch.labels,
+            loss_mask=batch.loss_mask,
+            document_starts=batch.document_starts,
+            lengths=batch.lengths,
+        )
         return output, partial(self._sum_losses, batch)
 
     def _sum_losses(self, batch: MicroBatch, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(sum of the losses, number of valid tokens, sums to report) of one micro-batch.
+        """(sum of the losses, which are masked, number of valid tokens, sums to report) of one micro-batch.
 
         Those to report are losses and tokens of each bucket, then of each source: (2, buckets + sources) fp64.
         """
         # A sum and a count, not a mean: ranks and micro-batches have different numbers of valid tokens, and a mean of
         # their means would weigh a token by the layout. Megatron (calculate_per_token_loss) adds up both over
         # micro-batches and ranks, and divides the gradients once, in _finalize_gradients.
-        masked = losses * batch.loss_mask
-        total = masked.sum()
+        total = losses.sum()
         n = losses.size(1)
         lengths = batch.lengths or [n] * self.mesh.sequence
         first = sum(lengths[: self.mesh.sequence_rank])
@@ -236,7 +268,7 @@ class Engine:
         indices = torch.arange(first, first + n, device=losses.device)
         bucket = indices * self.position_buckets // sum(lengths)
         sums = self._zero_sums()
-        for total_of, values in zip(sums, (masked.detach().double(), batch.loss_mask.double()), strict=True):
+        for total_of, values in zip(sums, (losses.detach().double(), batch.loss_mask.double()), strict=True):
             total_of.index_add_(0, bucket, values.sum(dim=0))
             if self.num_sources:
                 assert batch.sources is not None
@@ -319,13 +351,17 @@ class Engine:
         # Data and sequence ranks all hold the weights whole: the first of them writes.
         return list(weight_shards(self.chunks, copies=False)) if self.mesh.groups.dp_cp.rank() == 0 else []
 
+    def gather_weights(self) -> None:
+        """Make the weights those of the last step now, where they would be gathered in the next forward pass."""
+        for model in self.models:
+            model.start_param_sync(force_sync=True)
+
     def wanted_shards(self, *, weights_only: bool) -> list[TensorShard]:
         """What this rank needs of a checkpoint, to be filled in place; ``finish_loading`` must follow."""
         if self.optimizer is None:
             return list(weight_shards(self.chunks, copies=True))
-        for model in self.models:
-            # A gathering of weights that is still on its way would overwrite what is read.
-            model.start_param_sync(force_sync=True)
+        # A gathering of weights that is still on its way would overwrite what is read.
+        self.gather_weights()
         return list(optimizer_shards(self.chunks, self.optimizer, copies=True, state=not weights_only))
 
     @torch.no_grad()
@@ -335,8 +371,7 @@ class Engine:
             return
         # Each rank has filled its own part; gathering gives the model the others', as at the end of a step.
         self.optimizer.copy_to_model()
-        for model in self.models:
-            model.start_param_sync(force_sync=True)
+        self.gather_weights()
         if counters is not None:
             self.optimizer.set_counters(counters)
 

@@ -37,6 +37,11 @@ def ones(weight: Tensor, generator: torch.Generator) -> None:
     weight.fill_(1.0)
 
 
+def zeros(weight: Tensor, generator: torch.Generator) -> None:
+    """Draws nothing: every element is 0."""
+    weight.zero_()
+
+
 def set_initializer(parameter: nn.Parameter, draw: DrawWeights) -> None:
     """Say how ``parameter`` is drawn. Every parameter of a model must have it."""
     parameter.draw_weights = draw  # type: ignore[attr-defined]

@@ -26,7 +26,6 @@ try:
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
     from megatron.core.optimizer.optimizer import ChainedOptimizer
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -36,6 +35,7 @@ try:
     from megatron.core.tensor_parallel.mappings import (
         all_to_all_hp2sp,
         gather_from_sequence_parallel_region,
+        gather_from_tensor_model_parallel_region,
         scatter_to_tensor_model_parallel_region,
     )
     from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer, TransformerLayerSubmodules
@@ -73,10 +73,10 @@ __all__ = [
     "VocabParallelEmbedding",
     "all_to_all_hp2sp",
     "apply_factories",
-    "clip_grad_by_total_norm_fp32",
     "ensure_metadata_has_dp_cp_group",
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",
+    "gather_from_tensor_model_parallel_region",
     "get_forward_backward_func",
     "get_megatron_optimizer",
     "make_sharded_tensor_for_checkpoint",

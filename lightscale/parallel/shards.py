@@ -91,6 +91,22 @@ def copy_overlap(source: TensorShard, target: TensorShard) -> int:
     return overlap.numel()
 
 
+def moved_rows(shard: TensorShard, first: int, last: int, *, key: str, shape: Shape, to: int) -> TensorShard | None:
+    """What ``shard`` holds of rows first … last - 1 of its tensor, as rows ``to`` … of the tensor ``key`` of ``shape``.
+
+    Rows are indices of the first dim; a tensor without dims is one row. None where it holds none of them.
+    """
+    box = shard.box
+    if not box.shape:
+        return TensorShard(box=Box(key=key, shape=shape, offset=(), sizes=()), data=shard.data)
+    start, stop = max(box.offset[0], first), min(box.offset[0] + box.sizes[0], last)
+    if start >= stop:
+        return None
+    offset, sizes = (start - first + to, *box.offset[1:]), (stop - start, *box.sizes[1:])
+    data = shard.data[start - box.offset[0] : stop - box.offset[0]]
+    return TensorShard(box=Box(key=key, shape=shape, offset=offset, sizes=sizes), data=data)
+
+
 def fault_of_cover(boxes: Iterable[Box]) -> str | None:
     """Why ``boxes`` do not hold every element of every tensor exactly once; None where they do."""
     by_key: dict[str, list[Box]] = {}

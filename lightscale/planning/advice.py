@@ -35,6 +35,8 @@ def layout_overrides(config: RunConfig, one: Prediction, hardware: Hardware) -> 
     if parallel.ranks_per_node not in (None, hardware.gpus_per_node):
         chosen["parallel.ranks_per_node"] = hardware.gpus_per_node
     chosen |= {"train.micro_batch_size": layout.micro_batch_size, "train.recompute": one.recompute}
+    if one.recompute_layers != config.train.recompute_layers:
+        chosen["train.recompute_layers"] = one.recompute_layers or "none"
     if one.sequence_length != config.data.sequence_length:
         chosen["data.sequence_length"] = one.sequence_length
     if one.global_batch_size != config.train.global_batch_size:

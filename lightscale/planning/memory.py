@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 
 from lightscale.config.layout import Layout
 from lightscale.config.schema import Exchange, Recompute, RunConfig
-from lightscale.kernels.operators import LOGITS_WORKSPACE_BYTES
+from lightscale.kernels.operators import LOGITS_WORKSPACE_BYTES, loss_chunk_tokens
 from lightscale.planning.communication import RankGroup, exchange_buffer_bytes
 from lightscale.planning.hardware import H100, Hardware
-from lightscale.planning.workload import StageWork, Workload
+from lightscale.planning.workload import LayerWork, StageWork, Workload
 from lightscale.training.optimizer.registry import optimizer_spec
 
 _FP32_BYTES = 4
@@ -55,7 +55,8 @@ def assumptions(config: RunConfig, *, searched: bool = False) -> list[str]:
         *(sentence for kind, sentence in _KEPT.items() if searched or kind == config.train.recompute),
         "exchange along sequence: the gathered states of one layer, and each layer's incoming state; of softmax "
         "attention the keys and values of all ranks",
-        f"logits: at most {LOGITS_WORKSPACE_BYTES >> 20} MiB at a time, and the output layer's gradient in fp32",
+        f"logits: at most {LOGITS_WORKSPACE_BYTES >> 20} MiB at a time; beside them the output layer's gradients, that "
+        "of its weight in fp32",
         "not counted: fp32 intermediates within a layer, other buffers of communication, the allocator's gaps",
     ]
 
@@ -65,7 +66,8 @@ _KEPT: dict[Recompute, str] = {
     "projections, gates, activated queries and keys, its output, and that behind norm and gate; decays per channel, "
     "in fp32; a GLU's two halves and their product",
     "selective": "activations with selective recomputation: the same without those of the GLU, except for one block",
-    "full": "activations with full recomputation: each block's input, and one block without recomputation",
+    "full": "activations with full recomputation: each block's input, and one block without recomputation; of blocks "
+    "beyond train.recompute_layers what is kept without recomputation",
 }
 
 
@@ -78,6 +80,7 @@ def rank_memory(config: RunConfig, layout: Layout, stage: int) -> RankMemory:
         Workload(config.model, layout.rank_sequence_tokens * layout.sequence),
         stage,
         recompute=config.train.recompute,
+        recompute_layers=config.train.recompute_layers,
         exchange=config.parallel.exchange,
         hardware=hardware,
     )
@@ -96,6 +99,7 @@ def stage_memory(
     stage: int,
     *,
     recompute: Recompute,
+    recompute_layers: int | None = None,
     exchange: Exchange,
     hardware: Hardware,
 ) -> RankMemory:
@@ -106,6 +110,7 @@ def stage_memory(
     main = _FP32_BYTES if size < _FP32_BYTES else 0
     state = optimizer_spec(config.optimizer).state_bytes
     tokens = layout.micro_batch_size * layout.rank_sequence_tokens
+    again = held.recomputed(recompute, recompute_layers)
     # 1F1B: the first stage runs as many micro-batches ahead as there are stages, the last none.
     in_flight = min(layout.num_microbatches, layout.pipeline - stage)
     return RankMemory(
@@ -114,33 +119,42 @@ def stage_memory(
         weights_bytes=size * parameters,
         gradients_bytes=_FP32_BYTES * parameters,
         optimizer_bytes=-(-(main + state) * parameters // (layout.data * layout.sequence)),
-        activations_bytes=tokens * _activation_bytes(held, recompute, in_flight, size) // layout.tensor,
-        exchange_bytes=_exchange_bytes(layout, work, held, in_flight, size, recompute, exchange, hardware),
+        activations_bytes=tokens * _activation_bytes(held, again, recompute, in_flight, size) // layout.tensor,
+        exchange_bytes=_exchange_bytes(
+            layout, work, held, again if recompute == "full" else (), in_flight, size, exchange, hardware
+        ),
         logits_bytes=_logits_bytes(work, tokens, layout.tensor, size) if held.last else 0,
     )
 
 
 def _logits_bytes(work: Workload, tokens: int, tensor: int, size: int) -> int:
-    """Logits are computed in chunks, twice; beside them stands the sum of the weight's gradient."""
-    rows = work.model.vocab_size // tensor
-    return min(tokens * rows * size, LOGITS_WORKSPACE_BYTES) + rows * work.model.hidden_size * _FP32_BYTES
+    """While the loss is computed: a chunk's logits, and the gradients of the hidden states and the output layer."""
+    rows, width = work.model.vocab_size // tensor, work.model.hidden_size
+    logits = loss_chunk_tokens(tokens, rows * size) * rows * size
+    # The weight's gradient is summed in fp32, and rounded when the logits of the last chunk are gone.
+    rounded = rows * width * size if size < _FP32_BYTES else 0
+    return max(logits, rounded) + tokens * width * size + rows * width * _FP32_BYTES
 
 
-def _activation_bytes(held: StageWork, recompute: Recompute, in_flight: int, size: int) -> int:
-    """Bytes per token that a stage keeps, all its micro-batches in flight together."""
-    kept = {layer: layer.kept_bytes(recompute, size) for layer in set(held.layers)}
+def _activation_bytes(
+    held: StageWork, again: tuple[LayerWork, ...], recompute: Recompute, in_flight: int, size: int
+) -> int:
+    """Bytes per token that a stage keeps, all its micro-batches in flight together; `again`: the first layers."""
+    whole = {layer: layer.kept_bytes("none", size) for layer in set(held.layers)}
+    kept = {layer: layer.kept_bytes(recompute, size) for layer in set(again)}
     # The block that is just computed again has all of its activations.
-    again = max(layer.kept_bytes("none", size) - layer_bytes for layer, layer_bytes in kept.items())
-    return in_flight * sum(kept[layer] for layer in held.layers) + again
+    most = max((whole[layer] - layer_bytes for layer, layer_bytes in kept.items()), default=0)
+    others = held.layers[len(again) :]
+    return in_flight * (sum(kept[layer] for layer in again) + sum(whole[layer] for layer in others)) + most
 
 
 def _exchange_bytes(
     layout: Layout,
     work: Workload,
     held: StageWork,
+    again: tuple[LayerWork, ...],
     in_flight: int,
     size: int,
-    recompute: Recompute,
     exchange: Exchange,
     hardware: Hardware,
 ) -> int:
@@ -149,14 +163,13 @@ def _exchange_bytes(
     group = RankGroup(ranks=layout.sequence, stride=layout.tensor, hardware=hardware)
     row_bytes = _FP32_BYTES * layout.micro_batch_size
     summaries = [work.summary(layer, layout.tensor) for layer in held.layers if layer.has_state]
-    num_softmax = len(held.layers) - len(summaries)
     summaries += work.embedding_part_summaries(layout.tensor).values() if held.first else []
     buffers = [exchange_buffer_bytes(exchange, group, row_bytes * one.numbers, one.heads) for one in summaries]
     # Keys and values of all ranks stay for the backward pass; computed again with their block, those of one block do.
     # While they are put together, the parts as they arrived stand beside them.
-    row = 2 * layout.micro_batch_size * layout.rank_sequence_tokens * layout.sequence * work.model.hidden_size * size
-    gathered = row // layout.tensor
-    kept = min(num_softmax, 1) if recompute == "full" else in_flight * num_softmax
-    buffers += [gathered] if num_softmax else []
+    tokens = layout.micro_batch_size * layout.rank_sequence_tokens * layout.sequence
+    gathered = [tokens * layer.gathered * size // layout.tensor for layer in held.layers]
+    kept = max(gathered[: len(again)], default=0) + in_flight * sum(gathered[len(again) :])
+    buffers += gathered
     states = row_bytes * sum(one.state for one in summaries)
-    return in_flight * states + kept * gathered + int(max(buffers))
+    return in_flight * states + kept + int(max(buffers))

@@ -52,6 +52,8 @@ class Prediction:
 
     layout: Layout
     recompute: Recompute
+    recompute_layers: int | None
+    """Of each stage, as `train.recompute_layers`."""
     exchange: Exchange
     sequence_length: int
     work: Times

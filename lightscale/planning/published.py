@@ -14,9 +14,10 @@ from lightscale.config.schema import ModelConfig
 from lightscale.errors import UserError
 from lightscale.models.accounting import LRPE_ANGLES, NORM_WEIGHTS
 from lightscale.models.specs.gated import gate_rank
-from lightscale.models.specs.options import GatedMixerOptions
+from lightscale.models.specs.options import GatedMixerOptions, LLaMAOptions
 from lightscale.models.specs.tpe import DECAYS_TERM
 
+_NOT_STUDIED = ("num_key_value_heads", "head_dim", "attention_bias")
 _NOT_COUNTED = (NORM_WEIGHTS, LRPE_ANGLES, DECAYS_TERM)
 
 
@@ -119,8 +120,11 @@ _COUNTS = {
 
 
 def _counts(model: ModelConfig) -> Counts | None:
-    """The study knows no stacks of several mixers."""
+    """The study knows no stacks of several mixers, and LLaMA only with heads of one kind and without biases."""
     first, *others = dict.fromkeys(model.layers)
+    options = model.layer_options(0)
+    if isinstance(options, LLaMAOptions):
+        others += [key for key in _NOT_STUDIED if getattr(options, key) != LLaMAOptions.model_fields[key].default]
     return None if others else _COUNTS.get(first)
 
 
@@ -146,6 +150,49 @@ def study_training_flops(model: ModelConfig, *, sequence_length: int, batch_size
     s = Symbols.of(model, n=sequence_length, batch=batch_size)
     glu = 18 * s.n * s.d * s.g + 3 * s.n * s.g
     return s.batch * s.layers * (3 * counts.mixer_flops(s) + glu) + counts.more_flops(s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClosedForm:
+    """Table 1 of the study for one architecture: with g = 8/3 d and chunks of d/h, without the embedding."""
+
+    parameters: str
+    training_flops: str
+    """Of a step: b sequences of n tokens."""
+    count_parameters: Callable[[Symbols], float]
+    count_flops: Callable[[Symbols], float]
+
+
+def _products(s: Symbols) -> float:
+    return 72 * s.batch * s.n * s.layers * s.d**2
+
+
+TABLE_1: dict[str, ClosedForm] = {
+    "llama": ClosedForm(
+        parameters="12 l d²",
+        training_flops="72 b n l d² (1 + n/(6d) + 5/(18d))",
+        count_parameters=lambda s: 12 * s.layers * s.d**2,
+        count_flops=lambda s: _products(s) * (1 + s.n / (6 * s.d) + 5 / (18 * s.d)),
+    ),
+    "tnl": ClosedForm(
+        parameters="12 l d² + 2 l d²/h",
+        training_flops="72 b n l d² (1 + 1/(2h) + 5/(18d))",
+        count_parameters=lambda s: 12 * s.layers * s.d**2 + 2 * s.layers * s.d**2 / s.h,
+        count_flops=lambda s: _products(s) * (1 + 1 / (2 * s.h) + 5 / (18 * s.d)),
+    ),
+    "hgrn2": ClosedForm(
+        parameters="12 l d² + l d",
+        training_flops="72 b n l d² (1 + 1/(3h) + 29/(72d))",
+        count_parameters=lambda s: 12 * s.layers * s.d**2 + s.layers * s.d,
+        count_flops=lambda s: _products(s) * (1 + 1 / (3 * s.h) + 29 / (72 * s.d)),
+    ),
+    "cosformer2": ClosedForm(
+        parameters="12 l d² + 2 l d²/h + d²/h",
+        training_flops="72 b n l d² (1 + 3/(4h) + 23/(72d))",
+        count_parameters=lambda s: 12 * s.layers * s.d**2 + (2 * s.layers + 1) * s.d**2 / s.h,
+        count_flops=lambda s: _products(s) * (1 + 3 / (4 * s.h) + 23 / (72 * s.d)),
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +250,9 @@ class StudyRow:
     """Tolerance: 0.15 % or 0.06 million."""
     step_petaflops: Comparison
     """Tolerance: 3 % or 0.08 petaFLOPs."""
+    closed_parameters_millions: float
+    """By the closed form of Table 1, which takes g for 8/3 d."""
+    closed_step_petaflops: float
 
     @property
     def agrees(self) -> bool:
@@ -235,10 +285,14 @@ def _study_row(configs: Path, architecture: str, size: str, published: Published
             f"{configs / f'{architecture}-{size}.toml'}: model.mixer = {model.mixer!r} is not in the study; "
             f'use "{architecture}"'
         )
+    symbols = Symbols.of(model, n=config.data.sequence_length, batch=config.train.global_batch_size)
+    closed = TABLE_1[architecture]
     return StudyRow(
         architecture=architecture,
         size=size,
         model=model,
+        closed_parameters_millions=closed.count_parameters(symbols) / 1e6,
+        closed_step_petaflops=closed.count_flops(symbols) / 1e15,
         parameters_millions=_compare(parameters / 1e6, published.parameters_millions, share=0.0015, least=0.06),
         step_petaflops=_compare(flops / 1e15, published.step_petaflops, share=0.03, least=0.08),
     )

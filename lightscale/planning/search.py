@@ -1,6 +1,7 @@
 """Finds the layouts of a model on nodes of GPUs that are predicted to be fastest."""
 
 import functools
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -72,8 +73,8 @@ def best_layouts(
     On the configuration's own length its batch is kept exactly; only where no such layout fits it may be another within
     `BATCH_TOLERANCE`, and the smallest change comes first. On another length the batch is another in any case: the
     tokens of a step stay within `BATCH_TOLERANCE`, or are those of one sequence. `check_layout` accepts all layouts.
-    The micro-batch is the smallest than which none is clearly faster; of the ways to recompute, a layout takes the
-    first that fits.
+    The micro-batch is the smallest than which none is clearly faster; of the ways to recompute that fit, a layout takes
+    the fastest: nothing, the GLUs, or as few whole layers as it can.
     """
     search = _Search(config, nodes * hardware.gpus_per_node, sequence_length, hardware, fixed)
     own_length = sequence_length == config.data.sequence_length
@@ -251,7 +252,24 @@ class _Search:
         return best
 
     def _with_least_recomputation(self, layout: Layout, exchange: Exchange) -> Prediction:
-        for recompute in (self.fixed.recompute,) if self.fixed.recompute else RECOMPUTE:
-            if self.model.fits(self.model.memory(layout, recompute=recompute, exchange=exchange)):
-                break
-        return self.model.predict(layout, recompute=recompute, exchange=exchange)
+        if self.fixed.recompute is not None:
+            return self.model.predict(layout, recompute=self.fixed.recompute, exchange=exchange)
+        if self._fits(layout, exchange, "none"):
+            return self.model.predict(layout, exchange=exchange)
+        layers = self._least_layers(layout, exchange)
+        best = self.model.predict(layout, recompute="full", recompute_layers=layers, exchange=exchange)
+        if self._fits(layout, exchange, "selective"):
+            selective = self.model.predict(layout, recompute="selective", exchange=exchange)
+            best = min(selective, best, key=lambda one: one.step_s)
+        return best
+
+    def _fits(self, layout: Layout, exchange: Exchange, recompute: Recompute, layers: int | None = None) -> bool:
+        how = {"recompute": recompute, "recompute_layers": layers, "exchange": exchange}
+        return self.model.fits(self.model.memory(layout, **how))  # type: ignore[arg-type]
+
+    def _least_layers(self, layout: Layout, exchange: Exchange) -> int | None:
+        """Of each stage, the fewest that must be recomputed to fit; None: all, whether they fit or not."""
+        stages = self.model.work.stages(tensor=layout.tensor, pipeline=layout.pipeline)
+        some = range(1, max(len(stage.layers) for stage in stages))
+        found = bisect_left(some, True, key=lambda layers: self._fits(layout, exchange, "full", layers))
+        return some[found] if found < len(some) else None

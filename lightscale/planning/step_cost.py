@@ -26,7 +26,7 @@ from lightscale.training.optimizer.registry import optimizer_spec
 
 _FP32_BYTES = 4
 # In bf16, beside the matrix products: the softmax reads the logits; backward their gradient is put in their place.
-_LOGIT_FORWARD_BYTES, _LOGIT_BACKWARD_BYTES = 2, 4
+_LOGIT_BYTES = 6
 # Megatron's buckets of gradients and weights: parameters, at least, and per rank.
 _BUCKET, _BUCKET_PER_RANK = 40e6, 1e6
 
@@ -64,21 +64,34 @@ class CostModel:
         self.work = Workload(config.model, sequence_length)
         self.size = weight_bytes(config)
         # Whether a layout fits is asked before what it costs.
-        self._memory: dict[tuple[Layout, Recompute, Exchange], RankMemory] = {}
+        self._memory: dict[tuple[Layout, Recompute, int | None, Exchange], RankMemory] = {}
 
     @cached_property
     def _flops_per_token(self) -> float:
         return training_flops_per_token(self.config.model, self.work.sequence_length)
 
-    def memory(self, layout: Layout, *, recompute: Recompute, exchange: Exchange) -> RankMemory:
+    def memory(
+        self, layout: Layout, *, recompute: Recompute, recompute_layers: int | None = None, exchange: Exchange
+    ) -> RankMemory:
         """What the ranks hold that hold most."""
-        key = layout, recompute, exchange
+        key = layout, recompute, recompute_layers, exchange
         if key not in self._memory:
             stages = self.work.stages(tensor=layout.tensor, pipeline=layout.pipeline)
             # Of stages that are alike the first one has most micro-batches in flight.
             fullest = {(stage.kind, stage.parameters): number for number, stage in reversed(list(enumerate(stages)))}
-            how = {"recompute": recompute, "exchange": exchange, "hardware": self.hardware}
-            held = [stage_memory(self.config, layout, self.work, stage, **how) for stage in fullest.values()]  # type: ignore[arg-type]
+            held = [
+                stage_memory(
+                    self.config,
+                    layout,
+                    self.work,
+                    stage,
+                    recompute=recompute,
+                    recompute_layers=recompute_layers,
+                    exchange=exchange,
+                    hardware=self.hardware,
+                )
+                for stage in fullest.values()
+            ]
             self._memory[key] = max(held, key=lambda memory: memory.total_bytes)
         return self._memory[key]
 
@@ -86,9 +99,16 @@ class CostModel:
         """Whether a GPU has that much."""
         return memory.total_bytes <= self.hardware.usable_bytes
 
-    def predict(self, layout: Layout, *, recompute: Recompute = "none", exchange: Exchange = "gather") -> Prediction:
+    def predict(
+        self,
+        layout: Layout,
+        *,
+        recompute: Recompute = "none",
+        recompute_layers: int | None = None,
+        exchange: Exchange = "gather",
+    ) -> Prediction:
         """What a step on `layout` takes."""
-        cost = _MicroBatchCost(self, layout, recompute, exchange)
+        cost = _MicroBatchCost(self, layout, recompute, recompute_layers, exchange)
         stages = self.work.stages(tensor=layout.tensor, pipeline=layout.pipeline)
         distinct = {stage.kind: stage for stage in stages}
         by_kind = {kind: (cost.forward(stage), cost.backward(stage)) for kind, stage in distinct.items()}
@@ -103,11 +123,12 @@ class CostModel:
             cost.data(stage, forward.busy_s, backward.busy_s)
             for stage, (forward, backward) in zip(stages, passes, strict=True)
         ]
-        memory = self.memory(layout, recompute=recompute, exchange=exchange)
+        memory = self.memory(layout, recompute=recompute, recompute_layers=recompute_layers, exchange=exchange)
         tokens = layout.data * layout.micro_batch_size * layout.num_microbatches * self.work.sequence_length
         return Prediction(
             layout=layout,
             recompute=recompute,
+            recompute_layers=recompute_layers,
             exchange=exchange,
             sequence_length=self.work.sequence_length,
             work=work,
@@ -126,10 +147,18 @@ class CostModel:
 class _MicroBatchCost:
     """One micro-batch on a rank of one layout."""
 
-    def __init__(self, model: CostModel, layout: Layout, recompute: Recompute, exchange: Exchange) -> None:
+    def __init__(
+        self,
+        model: CostModel,
+        layout: Layout,
+        recompute: Recompute,
+        recompute_layers: int | None,
+        exchange: Exchange,
+    ) -> None:
         self.work, self.hw, self.size = model.work, model.hardware, model.size
         self.optimizer = optimizer_spec(model.config.optimizer)
-        self.layout, self.recompute, self.exchange = layout, recompute, exchange
+        self.layout, self.exchange = layout, exchange
+        self.recompute, self.recompute_layers = recompute, recompute_layers
         self.tokens = layout.micro_batch_size * layout.rank_sequence_tokens
         self.hidden_size, self.vocab_size = self.work.model.hidden_size, self.work.model.vocab_size
         self.tensor = RankGroup(ranks=layout.tensor, stride=1, hardware=self.hw)
@@ -157,7 +186,9 @@ class _MicroBatchCost:
                 operators_s=2 * once.operators_s,
                 elementwise_s=once.elementwise_s * self.hw.backward_passes / self.hw.forward_passes,
             )
-            times += (compute + self._replay(layer, once) + self._backward_waits(layer, compute)) * count
+            times += (compute + self._backward_waits(layer, compute)) * count
+        for layer, count in Counter(stage.recomputed(self.recompute, self.recompute_layers)).items():
+            times += self._replay(layer, self._compute(layer)) * count
         return times + self._ends(stage, backward=True)
 
     def _compute(self, layer: LayerWork) -> Times:
@@ -174,8 +205,6 @@ class _MicroBatchCost:
         )
 
     def _replay(self, layer: LayerWork, once: Times) -> Times:
-        if self.recompute == "none":
-            return Times()
         if self.recompute == "selective":
             products_s = once.products_s * layer.glu_flops / layer.product_flops
             elementwise_s = once.elementwise_s * (1 - layer.values[1] / layer.values[0])
@@ -211,16 +240,15 @@ class _MicroBatchCost:
             )
         if stage.last:
             share = self.tokens * self.vocab_size / self.layout.tensor
-            # The logits are computed again in the backward pass.
-            passes = 3 if backward else 1
-            products_s = passes * 2 * self.hidden_size * share / (hw.peak_flops * hw.product_share)
-            traffic = share * (_LOGIT_BACKWARD_BYTES if backward else _LOGIT_FORWARD_BYTES)
-            waited_s = max(0.0, 2 * one_s - products_s) if backward else one_s
+            # Gradients are made beside the losses; backward they are scaled, and that of hidden is shared out.
+            products_s = 0.0 if backward else 3 * 2 * self.hidden_size * share / (hw.peak_flops * hw.product_share)
+            weight = self.vocab_size * self.hidden_size / self.layout.tensor
+            scaled = 2 * self.size * (weight + self.tokens * self.hidden_size)
             times += Times(
                 products_s=products_s,
-                elementwise_s=traffic / hw.memory_bytes_s,
-                tensor_s=waited_s,
-                tensor_total_s=double * one_s,
+                elementwise_s=(scaled if backward else share * _LOGIT_BYTES) / hw.memory_bytes_s,
+                tensor_s=one_s,
+                tensor_total_s=one_s,
             )
         return times
 
@@ -256,7 +284,7 @@ class _MicroBatchCost:
         """The gather of keys and values of softmax attention, or the reduce-scatter of their gradients."""
         if layer.has_state:
             return 0.0
-        own = 2 * self.tokens * self.hidden_size * self.size / self.layout.tensor
+        own = self.tokens * layer.gathered * self.size / self.layout.tensor
         return all_gather_s(self.layout.sequence, own, self.sequence.collective(bulk=True))
 
     def _states(self, stage: StageWork, *, backward: bool) -> Times:

@@ -46,10 +46,13 @@ def activation_values(model: ModelConfig, layer: int, recompute: Recompute = "no
     mixer = mixer_spec(model.layers[layer])
     weights = mixer.parameter_shapes(model, layer)
     projected = sum(shape[0] for name, shape in weights.items() if name.endswith(".weight") and "out_proj" not in name)
-    # Outputs, and those behind norm and gate, which softmax attention has not.
-    outputs = d if mixer_operator(model.layers[layer]).cost is CostClass.SOFTMAX else 2 * d
+    activated, outputs = 2 * d, 2 * d
+    if mixer_operator(model.layers[layer]).cost is CostClass.SOFTMAX:
+        # No norm, no gate. Queries are as wide as outputs.
+        outputs = weights["out_proj.weight"][1] if "out_proj.weight" in weights else d
+        activated = outputs + mixer.gathered_values(model, layer) // 2
     # Gate and up, and their product.
-    return 4 * d + projected + 2 * d + outputs + (0 if recompute == "selective" else 3 * g)
+    return 4 * d + projected + activated + outputs + (0 if recompute == "selective" else 3 * g)
 
 
 def _fp32_values(model: ModelConfig, layer: int, recompute: Recompute) -> int:
@@ -85,6 +88,8 @@ class LayerWork:
     """Inner width of a low-rank gate, 0 without."""
     exchange: tuple[int, int] | None
     """See `MixerSpec.exchange_values`; None for a mixer whose state is all tokens."""
+    gathered: int
+    """See `MixerSpec.gathered_values`; 0 for a mixer with a state of constant size."""
 
     def kept_bytes(self, recompute: Recompute, size: int) -> int:
         """Bytes of the activations kept, with weights of `size` bytes."""
@@ -113,6 +118,10 @@ class StageWork:
     """Has the embedding, and the positional encoding behind it."""
     last: bool
     """Has the output layer."""
+
+    def recomputed(self, recompute: Recompute, num_layers: int | None) -> tuple[LayerWork, ...]:
+        """The layers that `recompute` concerns: the first `num_layers`, or all."""
+        return () if recompute == "none" else self.layers[:num_layers]
 
     @property
     def kind(self) -> tuple[tuple[LayerWork, ...], bool, bool]:
@@ -194,4 +203,5 @@ class Workload:
             num_column_parallel=len(columns) + 1,
             gate_rank=shapes["gate_down.weight"][0] if "gate_down.weight" in shapes else 0,
             exchange=mixer.exchange_values(model, layer) if has_state else None,
+            gathered=0 if has_state else mixer.gathered_values(model, layer),
         )

@@ -1,32 +1,64 @@
-"""Records of a run while their disk is full: they are held back, which is reported once, and training continues.
+"""Records of a run while their disk does not take them: held back, which is reported once, and training goes on.
 
-A full disk often passes: somebody frees space. Records are small, so that memory holds those of days.
+A full disk often passes, as somebody frees space; so does one that was made read-only, or forbidden, for a while.
+Records are small, so that memory holds those of days.
 """
 
 import errno
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any, TypeVar
+
+from lightscale.errors import UserError
 
 Record = dict[str, Any]
+Result = TypeVar("Result")
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+# How long a launcher whose ranks have failed waits for its disk, and between two attempts.
+_PATIENCE_S, _PAUSE_S = 900.0, 1.0
 
 
-def is_full(error: OSError) -> bool:
-    """Whether a disk or a quota is full, which may pass."""
-    return error.errno in _FULL
+class MayNotWrite(UserError):
+    """The user has no permission to write a record: a mistake at a start, and something that may pass later."""
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether it is of a disk that is full, or does not let anybody write just now."""
+    return isinstance(error, MayNotWrite) or (isinstance(error, OSError) and error.errno in _MAY_PASS)
+
+
+def when_possible(write: Callable[[], Result], *, give_up: Callable[[], bool] = lambda: False) -> Result:
+    """The result of `write`, tried again while its disk is full or read-only, for at most a quarter of an hour.
+
+    Raises the last error after that, when `give_up` says so, and at once where waiting would not help.
+    """
+    began_s: float | None = None
+    while True:
+        try:
+            return write()
+        except (OSError, MayNotWrite) as error:
+            if not may_pass(error):
+                raise
+            now_s = time.monotonic()
+            if began_s is None:
+                began_s = now_s
+                print(f"{error}; waiting until it can be written", file=sys.stderr, flush=True)
+            if give_up() or now_s - began_s > _PATIENCE_S:
+                raise
+        time.sleep(_PAUSE_S)
 
 
 class PendingRecords:
     """Records in order, each passed to ``write`` as soon as the disk accepts it.
 
-    ``may_pass``: which errors of ``write`` are waited for; all others are raised.
+    ``passes``: which errors of ``write`` are waited for; all others are raised.
     """
 
-    def __init__(self, write: Callable[[Record], None], *, may_pass: Callable[[OSError], bool] = is_full) -> None:
-        self._write, self._may_pass = write, may_pass
+    def __init__(self, write: Callable[[Record], None], *, passes: Callable[[Exception], bool] = may_pass) -> None:
+        self._write, self._passes = write, passes
         self._records: deque[Record] = deque()
 
     def add(self, record: Record) -> None:
@@ -35,43 +67,16 @@ class PendingRecords:
         self._records.append(record)
         try:
             self.flush()
-        except OSError as error:
-            if not self._may_pass(error):
+        except (OSError, MayNotWrite) as error:
+            if not self._passes(error):
                 raise
             # Once per full disk, not per record: the message goes to a log, which may be on the same disk.
             if is_new:
                 print(f"{error}; training continues, records are kept in memory", file=sys.stderr, flush=True)
 
     def flush(self) -> None:
-        """Write all pending records. Raises OSError where that fails."""
+        """Write all pending records. Raises OSError or MayNotWrite where that fails."""
         while self._records:
             self._write(self._records[0])
             # Only when it is written: a record must be neither lost nor written twice.
             self._records.popleft()
-
-
-class LogStream:
-    """A stream to a log: what a full disk does not accept is dropped, as no line of a log is worth the run."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        """As of any stream."""
-        try:
-            return self._stream.write(text)
-        except OSError as error:
-            if not is_full(error):
-                raise
-            return len(text)
-
-    def flush(self) -> None:
-        """As of any stream."""
-        try:
-            self._stream.flush()
-        except OSError as error:
-            if not is_full(error):
-                raise
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

@@ -25,7 +25,16 @@ Record = Mapping[str, Any]
 
 # Events that begin an attempt, and events that show ranks at work.
 _BEGINNINGS = frozenset({"start", "rollback"})
-_WORK = _BEGINNINGS | {"resume", "init_from", "checkpoint", "weights", "checkpoint_failed", "step_skipped"}
+_WORK = _BEGINNINGS | {
+    "resume",
+    "init_from",
+    "checkpoint",
+    "weights",
+    "checkpoint_failed",
+    "step_skipped",
+    "evaluation_begun",
+    "evaluation",
+}
 # Events that end an attempt. The launcher may write them some time after the ranks stopped working, so that their time
 # does not show when work ended. Events of neither set say nothing about time.
 _ENDS = frozenset({"failed", "resumable", "finished", "stopped"})
@@ -48,6 +57,8 @@ class Goodput:
     """In skipped steps."""
     checkpoint_stall_s: float
     """In which training waited for saves."""
+    evaluation_s: float
+    """In evaluations between steps."""
     restart_times_s: tuple[float, ...]
     """From the last work of an attempt to the first new step, without waiting; of restarts where both are known."""
     steps: int
@@ -92,8 +103,8 @@ class Goodput:
     def other_s(self) -> float:
         """The rest of the running time: first start, validation, steps without a line of metrics."""
         # Never negative: clocks of several hosts differ, and a line's step time is only that of its last step.
-        named = self.effective_s + self.lost_s + self.skipped_s + self.checkpoint_stall_s + self.restart_s
-        return max(0.0, self.running_s - named)
+        named = self.effective_s + self.lost_s + self.skipped_s + self.checkpoint_stall_s + self.evaluation_s
+        return max(0.0, self.running_s - named - self.restart_s)
 
     def scalars(self) -> dict[str, float | int | None]:
         """The values that are logged during a run."""
@@ -165,6 +176,7 @@ def measure_goodput(events: Iterable[Record], lines: Iterable[Record]) -> Goodpu
         lost_s=history.lost_s,
         skipped_s=sum(one.skipped * one.step_s for one in history.kept),
         checkpoint_stall_s=sum(attempt.stall_s for attempt in attempts),
+        evaluation_s=sum(attempt.evaluation_s() for attempt in attempts),
         restart_times_s=tuple(restart_times_s),
         steps=sum(one.num_steps - one.skipped for one in history.kept),
         lost_steps=history.lost_steps,
@@ -282,6 +294,11 @@ class _Attempt:
         in_lines = sum(line.get("checkpoint_stall_s") or 0.0 for line in (*self.lines, *self.other_lines))
         return max(in_lines, sum(event.get("stall_s") or 0.0 for event in self.events))
 
+    def evaluation_s(self, *, step: int | None = None) -> float:
+        """In evaluations, of ``step`` or of all."""
+        done = (event for event in self.events if event["event"] == "evaluation")
+        return sum(event.get("seconds") or 0.0 for event in done if step is None or event.get("step") == step)
+
     @cached_property
     def _first_timed_line(self) -> Record | None:
         return next((line for line in self.lines if record_time_s(line) is not None), None)
@@ -347,7 +364,9 @@ def _pauses(attempts: Sequence[_Attempt]) -> tuple[float, list[float]]:
         if stopped is not None and attempt.first_step_began is not None and not attempt.is_rollback:
             # Hosts' clocks differ: a restart on another host could come out negative, and take from the sum of the
             # others.
-            restart_times_s.append(max(0.0, attempt.first_step_began - stopped - waited_s))
+            # Before the first step it may have ended what was left of an evaluation.
+            evaluation_s = attempt.evaluation_s(step=attempt.resumed) if attempt.resumed else 0.0
+            restart_times_s.append(max(0.0, attempt.first_step_began - stopped - waited_s - evaluation_s))
         # An attempt without steps does not end the restart: the next one's first step does.
         if attempt.lines:
             stopped, waited_s = attempt.worked, 0.0

@@ -34,6 +34,7 @@ import psutil
 from lightscale.errors import UserError
 from lightscale.files import NotRegular, read_regular
 from lightscale.runs.job_environment import job_id
+from lightscale.runs.processes import boot_id, started_s
 from lightscale.runs.run_directory import RunDirectory
 
 _RENEW_S = 5.0
@@ -59,7 +60,7 @@ class Holder:
     host: str
     process: int
     process_started: float
-    """Seconds since the epoch."""
+    """Seconds from the boot."""
     boot: str
     """Id of the machine's current boot: differs between machines, and after each restart of one."""
     time: str
@@ -71,8 +72,8 @@ class Holder:
         return cls(
             host=socket.gethostname(),
             process=os.getpid(),
-            process_started=psutil.Process().create_time(),
-            boot=_boot(),
+            process_started=started_s(os.getpid()),
+            boot=boot_id(),
             time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             job=job_id(),
         )
@@ -80,11 +81,10 @@ class Holder:
     def is_running(self) -> bool:
         """Whether the process exists on this machine."""
         try:
-            started = psutil.Process(self.process).create_time()
+            # Process ids are used again; one that started at another time is another process.
+            return abs(started_s(self.process) - self.process_started) < 1.0
         except psutil.NoSuchProcess:
             return False
-        # Process ids are used again; one that started at another time is another process.
-        return abs(started - self.process_started) < 1.0
 
     def __str__(self) -> str:
         job = f" of job {self.job}" if self.job else ""
@@ -189,9 +189,9 @@ class RunLock:
             # Also releases the lock.
             os.close(file)
         holder = _read(path)
-        if holder is None or (holder.boot == _boot() and can_lock):
+        if holder is None or (holder.boot == boot_id() and can_lock):
             return holder
-        if holder.boot == _boot() and holder.host == socket.gethostname():
+        if holder.boot == boot_id() and holder.host == socket.gethostname():
             if holder.is_running():
                 self._refuse(path)
             return holder
@@ -244,6 +244,14 @@ class RunLock:
                 os._exit(UserError.EXIT_CODE)
 
 
+def process_here(run: RunDirectory) -> int | None:
+    """The process of this machine that holds `run`; None: there is none, or it is on another machine."""
+    locks = sorted((run.path / "lock").glob("[0-9]*"))
+    holder = _read(locks[-1]) if locks else None
+    is_here = holder is not None and holder.boot == boot_id() and holder.is_running()
+    return holder.process if holder is not None and is_here else None
+
+
 def _lock(file: int, operation: int) -> bool:
     """flock; False where the file system has none. Raises BlockingIOError where another process has the lock."""
     try:
@@ -272,11 +280,3 @@ def _read(path: Path) -> Holder | None:
     texts = (holder.host, holder.boot, holder.time, holder.job or "")
     is_whole = type(holder.process) is int and holder.process > 0 and isinstance(holder.process_started, int | float)
     return holder if is_whole and all(isinstance(text, str) for text in texts) else _UNKNOWN
-
-
-def _boot() -> str:
-    """Identifies this boot of this machine among all others."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return f"{socket.gethostname()}, started {psutil.boot_time():.0f}"

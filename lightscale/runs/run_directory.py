@@ -30,6 +30,7 @@ from lightscale.config.text import path_fault
 from lightscale.errors import UserError, shortened
 from lightscale.files import NotRegular, kind, open_regular, read_regular
 from lightscale.records import MOST_LINE_BYTES, Record, newest_lines, parse_line, read_records
+from lightscale.runs.full_disk import MayNotWrite
 from lightscale.runs.held_directory import HeldDirectory
 
 Status = Literal["finished", "resumable", "stopped"]
@@ -43,6 +44,7 @@ DAMAGE_EVENT = "records_damaged"
 HARMLESS_KEYS: dict[str, str] = {
     "metrics": "only what is recorded",
     "checkpoint": "only when the state is written and how long it is kept, not the state",
+    "evaluation": "only what is measured: it changes no weight, no random state and no sample",
     "restart": "only how failures are noticed, and how often the run is restarted",
     "guard.compare_replicas_every": "only what is checked",
     "guard.max_rollbacks": "only after how many rollbacks the run stops",
@@ -118,6 +120,8 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.tokenizer = self.path / "tokenizer"
         self.profile = self.path / "profile"
+        self.evaluation = self.path / "evaluation"
+        self.exports = self.path / "exports"
         self.logs = self.path / "logs"
         self._held: HeldDirectory | None = None
 
@@ -418,7 +422,7 @@ class RunDirectory:
             # The metrics may have lost their newest lines.
             done = max(self.progress()[0], self.newest_checkpoint())
             return done <= stored.total_steps - (optimizer.decay_steps or 0)
-        return optimizer.schedule == "constant"
+        return optimizer.schedule in ("constant", "inverse_sqrt")
 
 
 class LineWriter:
@@ -438,7 +442,7 @@ class LineWriter:
         except OSError as error:
             self._directory.close()
             if isinstance(error, PermissionError):
-                raise UserError(f"{path}: user {os.geteuid()} may not write to it: {error.strerror}") from None
+                raise MayNotWrite(f"{path}: user {os.geteuid()} may not write to it: {error.strerror}") from None
             raise _of(error, path) from None
         try:
             if not stat.S_ISREG(mode := os.fstat(self._file).st_mode):

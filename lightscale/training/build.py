@@ -34,7 +34,9 @@ def build_engine(config: RunConfig, mesh: Mesh, *, vocab_size: int, trainable: b
     set_default_backend(config.train.kernels)
     model = config.model
     dtype = weight_dtype(config.train, mesh.device)
-    megatron = transformer_config(model, mesh, dtype, recompute=config.train.recompute)
+    megatron = transformer_config(
+        model, mesh, dtype, recompute=config.train.recompute, recompute_layers=config.train.recompute_layers
+    )
     chunks = language_model_chunks(megatron, model, vocab_size=vocab_size, mesh=mesh)
     _draw(chunks, config.train.seed, mesh)
     return Engine(

@@ -10,9 +10,9 @@ from torch import Tensor
 from lightscale.parallel.engine import Engine
 
 # The first that a parameter's global name contains; all others are the mixers', shared parts of the mixers too.
-_GROUPS = {"embedding.": "embedding", "layernorm.": "norms", ".mlp.": "glu"}
+_GROUPS = {"embedding.": "embedding", "output_layer.": "embedding", "layernorm.": "norms", ".mlp.": "glu"}
 _REST = "mixer"
-GROUPS = (*_GROUPS.values(), _REST)
+GROUPS = (*dict.fromkeys(_GROUPS.values()), _REST)
 
 Norms = dict[str, dict[str, float]]
 

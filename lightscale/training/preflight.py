@@ -34,6 +34,8 @@ from lightscale.training.health.machine import Machine, host_name, judge_machine
 # fp32 weights and two moments, and what small files and other writers need meanwhile.
 _BYTES_PER_WEIGHT = 4
 _BYTES_PER_PARAMETER = 3 * _BYTES_PER_WEIGHT
+_BYTES_PER_EXPORTED = 2
+"""In bf16."""
 _SPARE_BYTES = 16 << 20
 _CLOCK_LIMITS_S: dict[Outcome, float] = {"failed": 60.0, "warning": 2.0}
 # Checkpoints on disk at once, where there is no configuration to say.
@@ -211,6 +213,9 @@ def check_disk(config: RunConfig | None, directory: Path) -> list[CheckResult]:
         found += f", one of weights alone {size_text(weights)}"
         needed, right = needed + left * weights, f"{right}, and {left} of weights alone until the end of the run"
         next_save += weights
+    if config is not None and (left := exports_left(config, RunDirectory(directory))):
+        found += f", an export {size_text(export_bytes(config))}"
+        needed, right = needed + left * export_bytes(config), f"{right}, and {left} exports until the end of the run"
     if free >= needed:
         return [CheckResult(check="disk", result="ok", found=found)]
     outcome: Outcome = "failed" if free < next_save else "warning"
@@ -221,6 +226,17 @@ def weights_left(config: RunConfig, run: RunDirectory) -> int:
     """How many checkpoints of the weights alone, which are never removed, `run` has still to write."""
     every = config.checkpoint.keep_weights_every
     return 0 if every is None else max(0, config.total_steps // every - len(list_steps(run.checkpoints, "weights")))
+
+
+def exports_left(config: RunConfig, run: RunDirectory) -> int:
+    """How many exports, which are never removed either, `run` has still to write."""
+    every = config.checkpoint.export_every
+    return 0 if every is None else max(0, config.total_steps // every - len(list_steps(run.exports)))
+
+
+def export_bytes(config: RunConfig) -> int:
+    """Bytes of one of them."""
+    return _num_parameters(config) * _BYTES_PER_EXPORTED
 
 
 def weights_bytes(config: RunConfig) -> int:

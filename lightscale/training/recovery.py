@@ -12,11 +12,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
+from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
 from lightscale.data_pipeline.loading.curriculum import SkippedRanges
 from lightscale.data_pipeline.loading.loader import TokenLoader
 from lightscale.data_pipeline.loading.samples import ROLLBACK_EVENT, SKIP_EVENT, recorded_skips
 from lightscale.errors import UserError
+from lightscale.models.conversion import Conversion, conversion, other_settings
 from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.engine import Engine
 from lightscale.records import Record
@@ -242,13 +244,28 @@ class Recovery:
         name, _, step = self._config.train.init_from.rpartition("@")
         source = Checkpoints(RunDirectory(name).checkpoints, self._engine.mesh, parts=["data"])
         try:
-            restored = source.restore(self._engine, step=int(step), weights_only=True)
+            kept, lines = self._ranks.on_first(lambda: self._conversion(RunDirectory(name)))
+            restored = source.restore(self._engine, step=int(step), weights_only=True, conversion=kept)
         except UserError as error:
             raise UserError(f'train.init_from = "{self._config.train.init_from}": {error}') from None
         assert restored is not None, "a checkpoint that is not there is an error"
         self._check_tokenizer(restored)
-        self._check_same_start(restored)
+        self._check_same_start(restored, kept)
         self._journal.say(f"starting from the weights of {restored.path}")
+        for line in lines:
+            self._journal.say(line)
+
+    def _conversion(self, source: RunDirectory) -> tuple[Conversion | None, list[str]]:
+        """What this run keeps of a ``source`` with other mixers, and what is to be said of it.
+
+        None: its mixers are the same, and all is kept.
+        """
+        # Checkpoints that were copied without their run are those of the same model, or are refused by their shapes.
+        if not source.config.exists():
+            return None, []
+        there, here = load(source.config).model, self._config.model
+        kept = conversion(there, here)
+        return (kept, kept.lines()) if kept is not None else (None, other_settings(there, here))
 
     def _check_tokenizer(self, restored: Restored) -> None:
         """Refuse another tokenizer: a row of the embedding stands for a token of the one it was trained with."""
@@ -261,7 +278,7 @@ class Recovery:
                 "prepared with the tokenizer of the checkpoint"
             )
 
-    def _check_same_start(self, restored: Restored) -> None:
+    def _check_same_start(self, restored: Restored, kept: Conversion | None) -> None:
         """A run that failed before its first checkpoint starts again, and must do so from the same weights."""
         # The manifest has the hashes of all files: its own hash stands for the whole checkpoint, wherever it lies.
         manifest = self._ranks.on_first(lambda: hash_file(restored.path / MANIFEST).xxh3_128)
@@ -271,4 +288,5 @@ class Recovery:
                 f'train.init_from = "{self._config.train.init_from}": {restored.path} is another checkpoint than the '
                 f"one that {self._directory.path} began with; start a new run with --run"
             )
-        self._journal.event("init_from", checkpoint=str(restored.path), manifest=manifest)
+        more = {} if kept is None else {"conversion": kept.table()}
+        self._journal.event("init_from", checkpoint=str(restored.path), manifest=manifest, **more)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from lightscale.output import offer
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 # When to stop without a signal, in seconds since the epoch; set by the launcher for its ranks.
@@ -39,7 +41,8 @@ class StopSignal:
     def __init__(self, *, announce: bool, environ: Mapping[str, str] = os.environ) -> None:
         """`announce`: write one line to stderr when the signal comes; one rank should."""
         self._announce = announce
-        self._deadline_s = float(environ.get(DEADLINE_VARIABLE, "inf"))
+        # On the monotonic clock from here on: the other may be set while this process runs.
+        self._deadline_s = time.monotonic() + float(environ.get(DEADLINE_VARIABLE, "inf")) - time.time()
         self._agreed = 0
         self._previous: dict[signal.Signals, Any] = {}
         self.received: signal.Signals | None = None
@@ -78,7 +81,7 @@ class StopSignal:
         until they have agreed to stop.
         """
         if not self._agreed:
-            is_late = time.time() >= self._deadline_s
+            is_late = time.monotonic() >= self._deadline_s
             self._agreed = all_reduce_max(_DEADLINE_NUMBER if is_late else self.received or 0)
             if self._agreed == _DEADLINE_NUMBER and self._announce:
                 print(f"{DEADLINE}: saving and exiting", file=sys.stderr, flush=True)
@@ -89,8 +92,8 @@ class StopSignal:
             return
         self.received = signal.Signals(signum)
         if self._announce:
-            # print() is not reentrant, and the signal may have interrupted one.
-            os.write(2, f"{self.received.name}: finishing this step, then saving and exiting\n".encode())
+            # print() is not reentrant, and the signal may have interrupted one; nor may anything here wait, or fail.
+            offer(2, f"{self.received.name}: finishing this step, then saving and exiting\n".encode())
 
 
 def die_with_parent(parent: int) -> None:

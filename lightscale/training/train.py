@@ -2,7 +2,7 @@
 
     train                     one rank's attempt: stop signals, mesh, lock of the run, then
     Trainer.__init__          checks, data, model, engine, resume
-    Trainer.run               loop { step, rollback?, validation?, save?, stop? }
+    Trainer.run               loop { step, rollback?, validation?, evaluation?, save?, stop? }
     Trainer._train_step       data, forward and backward, guard, optimizer, metrics
 
 Every rank runs the same code. Whatever happens, the run directory says how far it got: metrics for each step, an event
@@ -27,10 +27,13 @@ from lightscale.data_pipeline.loading.packing import INDEX_DIR
 from lightscale.data_pipeline.loading.prefetch import Prefetcher
 from lightscale.data_pipeline.loading.windows import Batch
 from lightscale.data_pipeline.store.token_store import TokenStore
+from lightscale.kernels.common.backends import fall_back
 from lightscale.models.flops import training_flops_per_token
+from lightscale.models.kernel_check import Mismatch, check_kernels
 from lightscale.models.operators import describe_operators
 from lightscale.models.registry import check_model
 from lightscale.parallel.agreement import Agreement
+from lightscale.parallel.device_settings import describe_device_settings
 from lightscale.parallel.engine import LossSums
 from lightscale.parallel.fused import describe_fused_kernels
 from lightscale.parallel.mesh import Mesh, start_mesh
@@ -44,8 +47,10 @@ from lightscale.runs.metrics.sink import COMMAND_VARIABLE, RunFacts, Sink
 from lightscale.runs.run_directory import RunDirectory, Status, digest
 from lightscale.training.build import build_engine, weight_dtype
 from lightscale.training.checkpoints.directories import Contents
+from lightscale.training.checkpoints.exports import wait_for_exports
 from lightscale.training.checkpoints.random_states import seed_generators
 from lightscale.training.checkpoints.save_policy import SavePolicy
+from lightscale.training.evaluation import BeginEvaluation, InTraining
 from lightscale.training.health.fault_injection import fault_point
 from lightscale.training.health.guard import Guard
 from lightscale.training.health.heartbeat import Heartbeat
@@ -74,49 +79,53 @@ def train(
     allow: Collection[str] = (),
     hold: Callable[[], AbstractContextManager[object]] = nullcontext,
     planned_memory_bytes: int | None = None,
+    begin_evaluation: BeginEvaluation | None = None,
 ) -> Status:
     """Train until the last step or a stop signal; resume from the newest whole checkpoint of ``run``.
 
     Called on every rank, with torchrun's variables in the environment and ``run`` already created. ``allow`` names the
     changes that a resumed run may have: ``data``, and those of ``Checkpoints.restore``. ``hold`` locks the run for
     this job; rank 0 enters it as soon as the ranks have met. ``planned_memory_bytes``: what planning expects this rank
-    to hold, shown beside what it does hold.
+    to hold, shown beside what it does hold. ``begin_evaluation``: what evaluates the model every
+    ``evaluation.every_steps``.
 
     Returns:
         ``finished`` or ``resumable``, as written to status.json. Errors are raised; those that are UserError need
         attention, others may pass when the run is restarted.
     """
-    # Before the first heartbeat: it imports the mixers, and until `StopSignal` a stop signal ends the process.
+    # Before stop signals wait: it imports the mixers, which takes long, and nothing has begun that could be saved.
     check_model(config.model, config.parallel)
     heartbeat = Heartbeat(config.restart.hang_timeout_s)
-    heartbeat.beat("starting", step=0)
     parallel, environ = config.parallel, os.environ
-    with (
-        # First: a stop signal during the slow start must not kill the process, but end the run after its first step.
-        StopSignal(announce=environ["RANK"] == "0") as stop,
-        start_mesh(
-            tensor=parallel.tensor,
-            pipeline=parallel.pipeline,
-            sequence=parallel.sequence,
-            device=config.train.device,
-            rank=int(environ["RANK"]),
-            world_size=int(environ["WORLD_SIZE"]),
-            local_rank=int(environ["LOCAL_RANK"]),
-            timeout_s=config.restart.collective_timeout_s,
-            exchange=parallel.exchange,
-            ranks_per_node=parallel.ranks_per_node or int(environ["LOCAL_WORLD_SIZE"]),
-            virtual_stages=parallel.virtual_stages,
-        ) as mesh,
-        ExitStack() as locks,
-    ):
+    # First: a stop signal during the slow start must not kill the process, but end the run after its first step.
+    with StopSignal(announce=environ["RANK"] == "0") as stop, ExitStack() as stack:
+        # Not earlier: who sees a heartbeat may send a stop signal.
+        heartbeat.beat("starting", step=0)
+        mesh = stack.enter_context(
+            start_mesh(
+                tensor=parallel.tensor,
+                pipeline=parallel.pipeline,
+                sequence=parallel.sequence,
+                device=config.train.device,
+                rank=int(environ["RANK"]),
+                world_size=int(environ["WORLD_SIZE"]),
+                local_rank=int(environ["LOCAL_RANK"]),
+                timeout_s=config.restart.collective_timeout_s,
+                exchange=parallel.exchange,
+                ranks_per_node=parallel.ranks_per_node or int(environ["LOCAL_WORLD_SIZE"]),
+                virtual_stages=parallel.virtual_stages,
+            )
+        )
 
         def lock() -> None:
-            locks.enter_context(hold())
+            stack.enter_context(hold())
 
         try:
             # Not before the ranks have met: rank 0's refusal would leave the others waiting for it at the rendezvous.
             Agreement(mesh.control).on_first(lock)
-            return Trainer(config, run, mesh, stop, heartbeat, allow, planned_memory_bytes).run()
+            trainer = Trainer(config, run, mesh, stop, heartbeat, allow, planned_memory_bytes, begin_evaluation)
+            with trainer.save_policy.exports:
+                return trainer.run()
         except Exception as error:
             # The launcher shows the first error of all ranks; this says whose it is.
             error.add_note(f"rank {mesh.rank} on {socket.gethostname()}, at {heartbeat.where}")
@@ -141,6 +150,7 @@ class Trainer:
         heartbeat: Heartbeat,
         allow: Collection[str] = (),
         planned_memory_bytes: int | None = None,
+        begin_evaluation: BeginEvaluation | None = None,
     ) -> None:
         self.config, self.directory, self.mesh, self.stop, self.heartbeat = config, run, mesh, stop, heartbeat
         self.is_main = mesh.rank == 0
@@ -192,6 +202,16 @@ class Trainer:
         self.replicas.begin(self.step)
         # Memory of the copies, now: running out of it at the first save would cost the steps before.
         self.save_policy.saver.reserve(self.engine)
+        in_training = InTraining(
+            config=config,
+            directory=run,
+            engine=self.engine,
+            store=self.store,
+            journal=self.journal,
+            heartbeat=heartbeat,
+            should_stop=lambda: stop.should_stop(self._largest),
+        )
+        self.evaluation = None if begin_evaluation is None else begin_evaluation(in_training)
         self._describe()
 
     def _check_machines(self) -> None:
@@ -200,6 +220,28 @@ class Trainer:
         for line in check_before_training(self.config, self.directory, ranks, local_rank):
             self.journal.say(f"warning: {line}")
             self.journal.event("preflight_warning", reason=line)
+        if self.mesh.device.type == "cuda" and self.config.train.kernels == "auto":
+            self._check_kernels(ranks)
+
+    def _check_kernels(self, ranks: Agreement) -> None:
+        """Compute without Triton, on all ranks, what its kernels get wrong on any of them."""
+        config, mesh = self.config, self.mesh
+        tokens = config.data.sequence_length // mesh.sequence
+
+        def wrong() -> list[Mismatch]:
+            dtype = weight_dtype(config.train, mesh.device)
+            return list(check_kernels(config.model, dtype, mesh.device, tokens=tokens, tensor=mesh.tensor))
+
+        for rank, found in enumerate(ranks.on_all(wrong)):
+            for one in found:
+                fall_back(one.operator)
+                self.journal.say(
+                    f"WARNING: the Triton kernel of {one} (rank {rank}); this run computes {one.operator} by PyTorch's "
+                    "operators, which is many times slower. `lightscale doctor CONFIG` shows it again"
+                )
+                self.journal.event(
+                    "kernel_mismatch", operator=one.operator, result=one.result, found=one.found, rank=rank
+                )
 
     def run(self) -> Status:
         """Train from the current step to the last."""
@@ -218,10 +260,13 @@ class Trainer:
                 peak_flops=peak,
             ) as metrics,
             StepProfiler(config.train.profile_steps, self.directory.profile, self.mesh) as profiler,
-            Prefetcher(self.loader) as ahead,
+            Prefetcher(self.loader, device=self.mesh.device) as ahead,
         ):
             # At the start, so that the goodput that a restart has cost is on the curve.
             self._log_goodput(metrics)
+            # What a stop or a failure has left of the evaluation of the weights that were read.
+            if not self._evaluate(metrics):
+                return self._leave("resumable", f"stopped by {self.stop.reason}")
             while self.step < total:
                 metrics.begin_step()
                 with profiler.step(self.step + 1):
@@ -234,11 +279,12 @@ class Trainer:
                 every = config.train.validate_every
                 if every and (self.step % every == 0 or self.step == total):
                     self._validate(metrics)
+                is_evaluated = self._evaluate(metrics)
                 # From here to the end of the iteration ranks decide together, by all-reduces: a rank that saved
                 # or left by itself would leave the others in a collective that never completes.
                 self.heartbeat.beat("agreeing", step=self.step)
                 self.save_policy.collect(self.step, metrics, self.loader.tokens)
-                stopping = self.stop.should_stop(self._largest) and self.step < total
+                stopping = self.stop.should_stop(self._largest) and (self.step < total or not is_evaluated)
                 leaving = stopping or self.step == total
                 if contents := self.save_policy.contents_due(self.step, leaving=leaving):
                     self._save(metrics, contents, leaving=leaving)
@@ -250,6 +296,12 @@ class Trainer:
                     self._log_goodput(metrics)
                 if stopping:
                     return self._leave("resumable", f"stopped by {self.stop.reason}")
+        wait_for_exports(
+            self.save_policy.exports,
+            largest=self._largest,
+            should_stop=lambda: self.stop.should_stop(self._largest),
+            beat=lambda: self.heartbeat.beat("leaving", step=self.step),
+        )
         return self._leave("finished", f"all {total} steps are done")
 
     def _train_step(self, ahead: Prefetcher, metrics: MetricsLogger) -> None:
@@ -354,6 +406,7 @@ class Trainer:
         self.heartbeat.beat("rolling back", step=self.step)
         self.step = self.recovery.roll_back(first, self.step, reason)
         self.save_policy.not_finite = None
+        self.save_policy.exports.go_back(self.step)
         # Checkpoints of these steps will be other ones.
         self.save_policy.saver.known_good.clear()
         self.replicas.begin(self.step)
@@ -376,6 +429,17 @@ class Trainer:
             by_position = tuple(loss / max(count, 1) for loss, count in sums.by_bucket)
             losses[name] = ValidationLoss(loss=sums.mean, by_position=by_position)
         metrics.log_validation(self.step, tokens=self.loader.tokens, losses=losses)
+
+    def _evaluate(self, metrics: MetricsLogger) -> bool:
+        """Evaluate where it is due; False where a stop left a part of it, for when the run is resumed."""
+        every = self.config.evaluation.every_steps
+        if self.evaluation is None or not self.step or (self.step % every and self.step < self.config.total_steps):
+            return True
+        self.heartbeat.beat("evaluation", step=self.step)
+        self._check_directory()
+        found = self.evaluation.evaluate(self.step)
+        metrics.log_evaluation(self.step, tokens=self.loader.tokens, scores=found.scores, seconds=found.seconds)
+        return found.is_complete
 
     def _save(self, metrics: MetricsLogger, contents: Sequence[Contents], *, leaving: bool) -> None:
         self._check_directory()
@@ -446,6 +510,8 @@ class Trainer:
             f"{parameters:,} parameters on this rank, {dtype} on {_device_name(mesh.device)}; ranks: {axes}"
         )
         self.journal.say(describe_fused_kernels())
+        if mesh.device.type == "cuda":
+            self.journal.say(describe_device_settings(os.environ))
         self.journal.say(describe_operators(config.model, weight_dtype(config.train, mesh.device), mesh.device))
         for line in self.loader.description():
             self.journal.say(line)

@@ -147,12 +147,14 @@ def test_what_can_stand_where(engine: str, folder: Path) -> None:
     assert candidates("generate", "ru") == ["runs/mine", "runs/other"]
     assert candidates("checkpoint", "diff", "mine@20", "other@") == ["other@20"]
     assert candidates("generate", "mine", "more") == []
+    assert candidates("generate", "mine", "parallel.te") == ["parallel.tensor="]
+    assert candidates("generate", "mine", "--file", "") == [":files"]
     assert candidates("train", "--run", "--json") == [":files"], "whatever it begins with, it is the option's value"
     assert candidates("plan", "x", "--hardware", "") == ["h100", "a100"]
     assert candidates("data", "inspect", "") == [":files"]
     assert candidates("train", "x", "data.v") == ["data.validation."]
     assert candidates("train", "x", "optimizer.schedule=") == [
-        f"optimizer.schedule={value}" for value in ("constant", "cosine", "wsd")
+        f"optimizer.schedule={value}" for value in ("constant", "cosine", "linear", "inverse_sqrt", "wsd")
     ]
     assert candidates("zebra", "") == []
     assert candidates("train", "$(touch made)", "`touch made`", "*") == []

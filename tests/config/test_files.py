@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from lightscale.config.fields import describe_fields, toml_value
 from lightscale.config.files import difference, load, to_toml
+from lightscale.config.layout import check_mixers
 from lightscale.config.mixers import MIXERS
-from lightscale.config.schema import RunConfig
+from lightscale.config.schema import ParallelConfig, RunConfig
 from lightscale.errors import UserError
-from lightscale.models.specs.options import GatedMixerOptions
+from lightscale.models.specs.options import GatedMixerOptions, LLaMAOptions
 
 TinyConfig = Callable[..., RunConfig]
 
@@ -31,7 +32,7 @@ def refusal(path: Path, *overrides: str) -> str:
         ("modle.hidden_size=64", "unknown key modle; did you mean model?"),
         (
             "zebra.hidden_size=64",
-            "the sections are model, data, parallel, optimizer, train, checkpoint, guard, restart, metrics",
+            "the sections are model, data, parallel, optimizer, train, checkpoint, evaluation, guard, restart, metrics",
         ),
         ("optimizer.steps=1", "unknown key optimizer.steps; did you mean train.steps?"),
         ("train.warmup=1", "unknown key train.warmup; did you mean optimizer.warmup_steps?"),
@@ -100,6 +101,12 @@ def test_mistake_in_an_override_names_it_and_what_is_right(tiny_run: Path, overr
     assert any(words in line and line.startswith(f'override "{override}": ') for line in message.split("\n"))
 
 
+def test_layers_to_recompute_want_full_recomputation(tiny_run: Path) -> None:
+    message = refusal(tiny_run, "train.recompute_layers=4")
+    assert f'{tiny_run}: train.recompute_layers = 4 goes with train.recompute = "full", not "none"' in message
+    assert load(tiny_run, ["train.recompute_layers=4", "train.recompute=full"]).train.recompute_layers == 4
+
+
 @pytest.mark.parametrize("override", ["train.steps", "steps=3", "train..steps=3", "=3", ""])
 def test_malformed_override_is_refused(tiny_run: Path, override: str) -> None:
     assert f'override "{override}": must be section.key=value' in refusal(tiny_run, override)
@@ -117,8 +124,37 @@ def test_mistakes_in_a_file_name_the_file_that_holds_them(tiny_run: Path, tmp_pa
 
 
 def test_options_of_a_mixer_without_any_are_refused(tiny_run: Path) -> None:
-    message = refusal(tiny_run, "model.mixer=llama", "model.mixer_options.llama.gate_rank=8")
-    assert message.endswith("unknown key model.mixer_options.llama.gate_rank; the mixer llama has no options")
+    message = refusal(tiny_run, "model.mixer=hgrn2", "model.mixer_options.hgrn2.gate_rank=8")
+    assert message.endswith("unknown key model.mixer_options.hgrn2.gate_rank; the mixer hgrn2 has no options")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("rope_scaling.fctor=8", "did you mean model.mixer_options.llama.rope_scaling.factor?"),
+        ("rope_scaling.zebra=8", "has rope_type, factor, low_freq_factor, high_freq_factor, original"),
+        ("rope_scaling.rope_type=yarn", 'model.mixer_options.llama.rope_scaling.rope_type = "yarn": must be "llama3"'),
+        ("rope_scaling=8", 'model.mixer_options.llama.rope_scaling = 8: must be a table or "none"'),
+        ("rope_scaling.high_freq_factor=1.0", "high_freq_factor = 1.0 must be more than low_freq_factor = 1.0"),
+        ("rope_scaling={factor=8.0}", "rope_scaling.low_freq_factor is missing; it must be a number > 0"),
+        ("attention_bias=true", '.attention_bias = true: must be "none" or "qkv" or "all"'),
+        ("head_dim=7", "model.mixer_options.llama.head_dim = 7: llama rotates channels in pairs; use 8"),
+        ("num_key_value_heads=3", "num_key_value_heads = 3 does not divide model.num_heads = 4; use 2"),
+    ],
+)
+def test_options_that_are_tables(tiny_run: Path, option: str, message: str) -> None:
+    """Named with the whole key, unset by "none", and written and read back."""
+    table = "{factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64}"
+    overrides = ["model.mixer=llama", f"model.mixer_options.llama.rope_scaling={table}"]
+    with pytest.raises(UserError) as caught:
+        check_mixers(load(tiny_run, [*overrides, f"model.mixer_options.llama.{option}"]).model, ParallelConfig())
+    assert message in str(caught.value)
+    config = load(tiny_run, overrides)
+    written = tiny_run.with_name("written.toml")
+    written.write_text(to_toml(config), encoding="utf-8")
+    assert load(written) == config
+    unset = load(tiny_run, [*overrides, "model.mixer_options.llama.rope_scaling=none"])
+    assert unset.model.mixer_options == {"llama": LLaMAOptions()}
 
 
 def test_options_are_those_of_the_mixers_in_use(tiny_run: Path, tmp_path: Path) -> None:
@@ -130,9 +166,10 @@ def test_options_are_those_of_the_mixers_in_use(tiny_run: Path, tmp_path: Path) 
     assert config.model.mixer_options == {
         "tnl": GatedMixerOptions(gate_rank=3),
         "lightnet": GatedMixerOptions(gate_rank=5),
+        "llama": LLaMAOptions(),
     }
     assert config.model.layer_options(1) == GatedMixerOptions(gate_rank=5)
-    assert config.model.layer_options(3).model_dump() == {}
+    assert config.model.layer_options(2).model_dump() == {}
     assert load(tiny_run, ["model.mixer_options.tnl.gate_rank=none"]).model.layer_options(0) == GatedMixerOptions()
     path = tmp_path / "resolved.toml"
     path.write_text(to_toml(config), encoding="utf-8")
@@ -254,6 +291,12 @@ def test_none_unsets_what_an_earlier_file_set(tiny_run: Path) -> None:
     assert config.model.glu_activation == "none"
 
 
+def test_none_unsets_what_is_set_by_default(tiny_run: Path) -> None:
+    assert load(tiny_run).guard.max_grad_norm_ratio is not None
+    guard = load(tiny_run, ["guard.max_grad_norm_ratio=none", "guard.max_loss_rise=none"]).guard
+    assert guard.max_grad_norm_ratio is guard.max_loss_rise is None
+
+
 def test_resolved_form_reads_back_as_the_same_configuration(tiny_config: TinyConfig, tmp_path: Path) -> None:
     config = tiny_config(
         'model.mixer=["tnl*3", "llama"]',
@@ -271,7 +314,13 @@ def test_resolved_form_reads_back_as_the_same_configuration(tiny_config: TinyCon
 
 def test_resolved_form_holds_every_field(tiny_config: TinyConfig) -> None:
     # Of all mixers: a configuration holds the options of those in use.
-    mixers = ["data.validation.v.source=x", f"model.mixer={[*MIXERS]}", f"model.num_layers={len(MIXERS)}"]
+    scaling = "{factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64}"
+    mixers = [
+        "data.validation.v.source=x",
+        f"model.mixer={[*MIXERS]}",
+        f"model.num_layers={len(MIXERS)}",
+        f"model.mixer_options.llama.rope_scaling={scaling}",
+    ]
     resolved = tomllib.loads(to_toml(tiny_config(*mixers)))
     for field in describe_fields():
         value = resolved

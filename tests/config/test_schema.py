@@ -165,6 +165,13 @@ def test_data_axis_takes_the_rest_of_the_processes(
     [
         (["parallel.tensor=3"], 3, ["model.num_heads = 4", "parallel.tensor = 3"], "parallel.tensor=4", 4),
         (
+            ["parallel.tensor=4", "model.mixer=llama", "model.mixer_options.llama.num_key_value_heads=2"],
+            4,
+            ["model.mixer_options.llama.num_key_value_heads = 2", "parallel.tensor = 4", "use parallel.tensor = 2"],
+            "parallel.tensor=2",
+            4,
+        ),
+        (
             ["parallel.tensor=4", "model.intermediate_size=130"],
             4,
             ["model.intermediate_size = 130", "parallel.tensor = 4", "model.intermediate_size = 128"],

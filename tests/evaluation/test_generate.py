@@ -30,9 +30,13 @@ from lightscale.data_pipeline.tokenizers import (
     train_sentencepiece,
 )
 from lightscale.errors import UserError
-from lightscale.evaluation import generate_command
-from lightscale.evaluation.generate import Document, Sampling, choose, decode_stream, encode_prompt, generate
+from lightscale.evaluation.documents import Documents
+from lightscale.evaluation.generate import generate
 from lightscale.evaluation.model import LoadedModel, load_model
+from lightscale.evaluation.prompts import Sampling
+from lightscale.evaluation.sampling import chosen_tokens
+from lightscale.evaluation.written_text import decode_stream, encode_prompt
+from lightscale.launch.commands import generate as generate_command
 from lightscale.parallel.mesh import start_mesh
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.training.build import build_engine
@@ -130,6 +134,29 @@ def continued(loaded: LoadedModel, max_tokens: int = 30, **sampling: Any) -> lis
     return list(generate(loaded.model, loaded.tokenizer, prompt, max_tokens=max_tokens, sampling=Sampling(**sampling)))
 
 
+class Document:
+    """One document by itself."""
+
+    def __init__(self, model: Any, **how: Any) -> None:
+        self.documents = Documents(model, **how)
+
+    @property
+    def position(self) -> int:
+        return self.documents.positions[0]
+
+    @position.setter
+    def position(self, value: int) -> None:
+        self.documents.positions = [value]
+
+    @property
+    def state_bytes(self) -> int:
+        return self.documents.state_bytes
+
+    def feed(self, ids: list[int]) -> torch.Tensor:
+        """Logits (vocab_size,) behind ``ids``."""
+        return (self.documents.feed([ids]) if len(self.documents) else self.documents.begin([ids]))[0]
+
+
 # Of the prompt's parts: one token at a time from the start, then splits at, before and after a chunk's edges.
 CUTS = ([1] * 200, [200], [64, 64, 64, 8], [1, 62, 1, 65, 71], [130, *[1] * 70], [7] * 28 + [4])
 
@@ -145,7 +172,7 @@ def deviations(loaded: LoadedModel) -> list[list[float]]:
     with torch.inference_mode():
         parallel = loaded.model(ids[None], torch.arange(200)[None])[0, :, :420]
 
-    errors = [[error(Document(loaded.model).feed(ids.tolist(), chunk_tokens=33), parallel[-1])]]
+    errors = [[error(Document(loaded.model, prefill_tokens=33).feed(ids.tolist()), parallel[-1])]]
     for parts in CUTS:
         document, of_parts = Document(loaded.model), []
         for part in ids.split(parts):
@@ -311,8 +338,8 @@ LOGITS = torch.tensor([0.5, 0.05, 0.3, 0.15]).log()
 
 
 def draws(num_draws: int = 2000, **sampling: Any) -> Counter[int]:
-    generator = torch.Generator().manual_seed(0)
-    return Counter(choose(LOGITS, Sampling(**sampling), generator) for _ in range(num_draws))
+    uniform = torch.rand(num_draws, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return Counter(chosen_tokens(LOGITS.expand(num_draws, -1), Sampling(**sampling), uniform).tolist())
 
 
 @pytest.mark.parametrize(
@@ -349,6 +376,8 @@ def test_tokens_are_drawn_with_their_probabilities(sampling: dict[str, Any], exp
         ({"top_k": 0}, "top-k 0"),
         ({"top_p": 0.0}, "top-p 0"),
         ({"top_p": 1.5}, "top-p 1.5"),
+        ({"repetition_penalty": 0.0}, "repetition-penalty 0"),
+        ({"repetition_penalty": float("nan")}, "repetition-penalty nan"),
         ({"seed": 2**64}, "seed 18446744073709551616"),
     ],
 )

@@ -10,7 +10,6 @@ import pytest
 
 from lightscale.config.files import load
 from lightscale.config.mixers import MIXERS
-from lightscale.evaluation.generate import Document
 from lightscale.evaluation.model import LoadedModel, load_model
 from lightscale.kernels.operators import state_grows
 from lightscale.models.registry import mixer_spec
@@ -26,7 +25,7 @@ RunRanks = Callable[..., list[Any]]
 
 def cost(loaded: LoadedModel, position: int) -> tuple[int, list[Any]]:
     """Bytes of the states behind ``position`` tokens, and the operations of the next token."""
-    document = Document(loaded.model)
+    document = tnl.Document(loaded.model)
     document.feed([5] * position)
     with tnl.Operations() as operations:
         document.feed([6])

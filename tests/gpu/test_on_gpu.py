@@ -38,6 +38,7 @@ class MicroBatch:
     labels: Tensor
     loss_mask: Tensor
     positions: Tensor
+    document_starts: tuple[Tensor, Tensor] | None = None
     lengths: tuple[int, ...] | None = None
 
 

@@ -40,6 +40,27 @@ MODELS = {
     )
     for name, mixer in {**{name: name for name in MIXERS}, "hybrid": ["hgrn2", "llama"]}.items()
 }
+# Everything in which models of LLaMA's type differ from the first one.
+MODELS["grouped"] = ModelConfig.model_validate(
+    {
+        **MODELS["llama"].model_dump(exclude={"mixer_options"}),
+        "tie_word_embeddings": False,
+        "mixer_options": {
+            "llama": {
+                "num_key_value_heads": 4,
+                "head_dim": 10,
+                "rope_theta": 500.0,
+                "attention_bias": "all",
+                "rope_scaling": {
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                },
+            }
+        },
+    }
+)
 VOCAB_SIZE = 120  # the last 8 rows are padding
 TOKENS = 96
 ROWS = 2  # of a micro-batch
@@ -59,6 +80,9 @@ class Case:
     exchange: str = "gather"
     ranks_per_node: int | None = None
     recompute: str = "none"
+    overlap: bool = False
+    """What only GPUs switch on: reducing and gathering beside the computation, here in buckets of a few parameters."""
+    recompute_layers: int | None = None
     cuts: str = ""
     """Where sequence ranks begin, like "0,50,51,51"; empty: equal segments."""
 
@@ -126,14 +150,28 @@ def engine_on(case: Case, rank: int, world_size: int, init_method: str, dtype: t
         init_method=init_method,
         timeout_s=60,
     ) as mesh:
-        config = transformer_config(model, mesh, dtype, recompute=case.recompute)
+        config = transformer_config(
+            model, mesh, dtype, recompute=case.recompute, recompute_layers=case.recompute_layers
+        )
         chunks = language_model_chunks(config, model, vocab_size=VOCAB_SIZE, mesh=mesh)
         for chunk in chunks:
             draw_weights(chunk, seed=0, tensor_rank=mesh.groups.tp.rank(), tensor_size=mesh.tensor)
-        yield Engine(chunks, config, mesh, optimizer=AdamW(), position_buckets=4)
+        buckets = {"overlap": True, "bucket_size": 2000} if case.overlap else {}
+        engine = Engine(chunks, config, mesh, optimizer=AdamW(), position_buckets=4, **buckets)
+        if case.overlap:
+            assert all(len(buffer.buckets) > 2 for model in engine.models for buffer in model.buffers)
+        yield engine
+
+
+def settle(engine: Engine) -> None:
+    """Weights that are gathered beside the next forward pass are gathered now."""
+    for model in engine.models:
+        if model.ddp_config.overlap_param_gather:
+            model.start_param_sync(force_sync=True)
 
 
 def weights(engine: Engine) -> dict[str, Tensor]:
+    settle(engine)
     return {name: whole(p, p.detach(), engine.mesh) for name, p in named(engine)}
 
 
@@ -143,6 +181,7 @@ def gradients(engine: Engine) -> dict[str, Tensor]:
 
 
 def set_weights(engine: Engine, new: dict[str, Tensor]) -> None:
+    settle(engine)
     with torch.no_grad():
         for name, parameter in named(engine):
             parameter.copy_(shard(new[name], parameter, engine.mesh.groups.tp.rank(), engine.mesh.tensor))
@@ -154,9 +193,14 @@ def disturbed(engine: Engine) -> dict[str, Tensor]:
     """Initial weights of which no two heads, channels or layers have the same."""
     generator = torch.Generator().manual_seed(1)
     return {
-        name: weight + 0.1 * weight.abs().mean() * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+        name: weight + _spread(weight) * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
         for name, weight in sorted(weights(engine).items())
     }
+
+
+def _spread(weight: Tensor) -> float:
+    """Biases begin as zeros: with those nobody would see one that is added twice, or on the wrong rank."""
+    return 0.1 * float(weight.abs().mean()) if weight.any() else 0.1
 
 
 @contextmanager

@@ -908,7 +908,7 @@ def test_much_random_damage(victims: dict[Contents, Victim], original: Loaded, d
 @pytest.mark.soak
 @pytest.mark.timeout(3000)
 @pytest.mark.usefixtures("traced")
-@settings(max_examples=10_000, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4_000, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_much_random_crafting(victims: dict[Contents, Victim], data: st.DataObject) -> None:
     check_sealed(victims["full"], data)

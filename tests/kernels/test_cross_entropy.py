@@ -1,5 +1,7 @@
 """The loss of a linear layer without its logits: both backends against log_softmax in fp64, split over ranks too."""
 
+import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightscale.errors import UserError
 from lightscale.kernels.cross_entropy import chunked, linear_cross_entropy, linear_cross_entropy_reference
@@ -33,9 +36,15 @@ def make(rows: int = ROWS, num_ids: int = NUM_IDS, scale: float = 1.0) -> Result
 
 
 def run(
-    case: Results, function: Callable[..., Tensor], dtype: torch.dtype, *, masked: bool = False, **options: Any
+    case: Results,
+    function: Callable[..., Tensor],
+    dtype: torch.dtype,
+    *,
+    masked: bool = False,
+    summed: bool = False,
+    **options: Any,
 ) -> Results:
-    """Losses and gradients; no two tokens' cotangents are equal."""
+    """Losses and gradients; no two tokens' cotangents are equal, but those of a sum are."""
     hidden, weight = (case[n].to(dtype).requires_grad_() for n in ("hidden", "weight"))
     labels = case["labels"]
     options = {"num_ids": NUM_IDS} | options
@@ -43,7 +52,9 @@ def run(
         labels = labels.where(case["mask"] != 0, -100)
         options["loss_mask"] = case["mask"].to(torch.float32 if dtype != torch.float64 else dtype)
     losses = function(hidden, weight, labels, **options)
-    gradients = torch.autograd.grad(losses, (hidden, weight), case["dlosses"].to(losses.dtype))
+    dlosses = case["dlosses"].to(losses.dtype)
+    loss, dloss = (losses.sum(), dlosses[0, 0]) if summed else (losses, dlosses)
+    gradients = torch.autograd.grad(loss, (hidden, weight), dloss)
     return {"losses": losses.detach(), "dhidden": gradients[0], "dweight": gradients[1]}
 
 
@@ -58,13 +69,14 @@ FORMS = [("chunked", torch.float64, 1e-13), ("chunked", torch.float32, 1e-5), ("
 
 @pytest.mark.parametrize(("backend", "dtype", "limit"), FORMS)
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("summed", [False, True], ids=["any cotangents", "of a sum"])
 @pytest.mark.parametrize("chunk_tokens", [None, 1, 8, 21])
 def test_equals_log_softmax(
-    backend: str, dtype: torch.dtype, limit: float, masked: bool, chunk_tokens: int | None
+    backend: str, dtype: torch.dtype, limit: float, masked: bool, summed: bool, chunk_tokens: int | None
 ) -> None:
-    case = make()
-    expected = run(case, linear_cross_entropy_reference, torch.float64, masked=masked)
-    found = run(case, linear_cross_entropy, dtype, masked=masked, chunk_tokens=chunk_tokens, backend=backend)
+    case, how = make(), {"masked": masked, "summed": summed}
+    expected = run(case, linear_cross_entropy_reference, torch.float64, **how)
+    found = run(case, linear_cross_entropy, dtype, **how, chunk_tokens=chunk_tokens, backend=backend)
     check(found, expected, limit)
     assert not found["dweight"][NUM_IDS:].any(), "padding has no gradient"
     if masked:
@@ -139,6 +151,80 @@ def test_memory_does_not_hold_the_vocabulary() -> None:
     assert 4 * chunk * rows <= largest < 2 * 4 * chunk * rows  # all logits would be 8 times as much
 
 
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._overloadpacket.__name__ in ("mm", "addmm", "addmm_")
+        return func(*args, **(kwargs or {}))
+
+
+def products(*, summed: bool = False, no_grad: bool = False) -> tuple[int, int]:
+    """In forward and in backward, of 21 tokens in three chunks."""
+    case = make()
+    hidden, weight = (case[name].requires_grad_() for name in ("hidden", "weight"))
+    with Products() as forward, torch.set_grad_enabled(not no_grad):
+        losses = linear_cross_entropy(hidden, weight, case["labels"], num_ids=NUM_IDS, chunk_tokens=8)
+    with Products() as backward:
+        if not no_grad:
+            loss, dloss = (losses.sum(), None) if summed else (losses, case["dlosses"])
+            torch.autograd.grad(loss, (hidden, weight), dloss)
+    return forward.count, backward.count
+
+
+class OneChunk(TorchDispatchMode):
+    """Fails where a chunk's logits are made beside those of another."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows, self.made = rows, list[weakref.ref[Tensor]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_logits = func is torch.ops.aten.mm.default and args[1].shape[1] == self.rows
+        assert not is_logits or all(one() is None for one in self.made)
+        found = func(*args, **(kwargs or {}))
+        if is_logits:
+            self.made.append(weakref.ref(found))
+        return found
+
+
+@pytest.mark.parametrize(("summed", "chunks"), [(True, 3), (False, 6)])
+def test_logits_of_a_chunk_are_gone_before_the_next_are_made(summed: bool, chunks: int) -> None:
+    """In both passes, of which the second makes them where losses have cotangents of their own."""
+    with OneChunk(ROWS) as mode:
+        products(summed=summed)
+    assert len(mode.made) == chunks
+
+
+def test_logits_are_computed_once_for_a_sum() -> None:
+    """Three products a chunk, all in the forward pass; a loss that nobody differentiates takes one."""
+    assert products(summed=True) == (9, 0)
+    assert products() == (9, 9)
+    assert products(no_grad=True) == (3, 0)
+
+
+def test_gradients_are_handed_out_once_and_found_again() -> None:
+    case = make()
+    inputs = [case[name].requires_grad_() for name in ("hidden", "weight")]
+    loss = linear_cross_entropy(*inputs, case["labels"], num_ids=NUM_IDS).sum()
+    first = torch.autograd.grad(loss, inputs, torch.tensor(3.0).double(), retain_graph=True)
+    second = torch.autograd.grad(loss, inputs, torch.tensor(3.0).double())
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
+
+
+def test_a_factor_is_not_rounded_to_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked, "_SCALED_ELEMENTS", 40)
+    gradient = torch.randn(9, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    factor = torch.tensor(1 + 2**-12)
+    expected = (gradient.float() * (1 / 3 * factor)).bfloat16()
+    assert torch.equal(chunked.scale_(gradient.clone(), 1 / 3 * factor), expected)
+
+
 def test_frozen_weight_and_no_tokens() -> None:
     case = make()
     hidden = case["hidden"].requires_grad_()
@@ -172,19 +258,20 @@ def on_ranks(rank: int, world_size: int, init_method: str) -> dict[Any, Results]
         case["weight"] = case["weight"].chunk(world_size)[rank].contiguous()
         options = {"num_ids": used, "first_id": rank * own, "reduce": reduce_over_world, "chunk_tokens": 8}
         for backend, dtype, _ in FORMS:
-            found[used, backend, dtype] = run(
-                case, linear_cross_entropy, dtype, masked=True, backend=backend, **options
-            )
+            for summed in (False, True):
+                how = {"masked": True, "summed": summed, "backend": backend}
+                found[used, backend, dtype, summed] = run(case, linear_cross_entropy, dtype, **how, **options)
     dist.destroy_process_group()
     return found
 
 
 def test_vocabulary_split_over_ranks(run_ranks: Callable[..., list[Any]]) -> None:
     results = run_ranks(on_ranks, 2, env={"TRITON_INTERPRET": "1"})
-    for used in (NUM_IDS, ROWS // 2):
-        expected = run(make(num_ids=used), linear_cross_entropy_reference, torch.float64, masked=True, num_ids=used)
+    for used, summed in itertools.product((NUM_IDS, ROWS // 2), (False, True)):
+        how = {"masked": True, "summed": summed, "num_ids": used}
+        expected = run(make(num_ids=used), linear_cross_entropy_reference, torch.float64, **how)
         for backend, dtype, limit in FORMS:
-            first, second = (result[used, backend, dtype] for result in results)
+            first, second = (result[used, backend, dtype, summed] for result in results)
             assert torch.equal(first["losses"], second["losses"])
             whole = {
                 "losses": first["losses"],

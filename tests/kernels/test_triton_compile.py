@@ -32,11 +32,22 @@ def test_usual_kernels_compile_for_hopper(root: Path) -> None:
     assert any(case["wgmma"] for case in cases)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("arguments", [[], ["--triton", "3.6.0"]], ids=["installed", "3.6.0"])
-def test_all_kernels_compile_for_hopper(root: Path, arguments: list[str]) -> None:
-    compile_all(root, *arguments)
+def test_all_kernels_compile_for_hopper(root: Path) -> None:
+    compile_all(root)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_usual_kernels_compile_with_an_older_triton(root: Path) -> None:
+    compile_all(root, "--usual", "--triton", "3.6.0")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_all_kernels_compile_with_an_older_triton(root: Path) -> None:
+    compile_all(root, "--triton", "3.6.0")
 
 
 def case(**changes: Any) -> KernelCase:

@@ -149,19 +149,22 @@ class Launcher:
         *,
         terminal: int | None = None,
         prepare: Callable[[], None] = lambda: None,
+        place: dict[str, int] | None = None,
     ) -> None:
-        """`terminal`: its stdin and stderr; `prepare`: called in its process first."""
+        """`terminal`: its stdin and stderr; `prepare`: called in its process first; `place`: of one host of several."""
         self.run = run
         self.processes: int = policy.get("processes", 2)
-        run.mkdir()
-        self._log = run.parent / f"{run.name}.log"
+        run.mkdir(exist_ok=place is not None)
+        self._log = run.parent / (f"{run.name}.log" if place is None else f"{run.name}-{place['node']}.log")
         program = load_program()
+        words = (str(run), behaviour, json.dumps(policy if place is None else place))
+        main = program.launch if place is None else program.host
         # What is in buffers here would be written by both.
         sys.stdout.flush()
         sys.stderr.flush()
         with self._log.open("w") as log, Path(os.devnull).open() as nothing:
             self.process = Forked(
-                lambda: int(program.launch(str(run), behaviour, json.dumps(policy))),
+                lambda: int(main(*words)),
                 stdin=nothing.fileno() if terminal is None else terminal,
                 stdout=log.fileno(),
                 stderr=log.fileno() if terminal is None else terminal,
@@ -211,7 +214,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
     launchers: list[Launcher] = []
 
     def start(behaviour: str, policy: dict[str, Any] | None = None, **options: Any) -> Launcher:
-        launchers.append(Launcher(tmp_path / f"run-{len(launchers)}", behaviour, policy or {}, **options))
+        name = "hosts" if "place" in options else f"run-{len(launchers)}"
+        launchers.append(Launcher(tmp_path / name, behaviour, policy or {}, **options))
         return launchers[-1]
 
     yield start

@@ -25,6 +25,7 @@ import psutil
 from lightscale.config.schema import RestartConfig
 from lightscale.errors import UserError
 from lightscale.launch.rank import run_rank
+from lightscale.launch.rendezvous import CannotStart
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.training.health.heartbeat import Heartbeat
 from lightscale.training.signals import StopSignal
@@ -54,6 +55,27 @@ def launch(path: str, behaviour: str, policy: str = "{}") -> int:
             policy=restart.RestartPolicy(config=config, **own),
             # The agents of `test_agent.py` start new processes.
             nodes=importlib.import_module("lightscale.launch.torchrun").ThisMachine(do),
+        )
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.EXIT_CODE
+    return code
+
+
+def host(path: str, behaviour: str, place: str) -> int:
+    """The launcher of one host; `place` is JSON: port, node and num_nodes."""
+    names = ("by_hand", "rendezvous", "restart")
+    by_hand, rendezvous, restart = (importlib.import_module(f"lightscale.launch.{name}") for name in names)
+    config = RestartConfig()
+    try:
+        code: int = by_hand.run_host(
+            RunDirectory(path),
+            [sys.executable, str(Path(__file__).resolve()), "rank", path, behaviour, str(config.hang_timeout_s)],
+            processes=1,
+            rendezvous=rendezvous.Rendezvous(address="127.0.0.1", of_agents=False, **json.loads(place)),
+            resume="the same command",
+            policy=restart.RestartPolicy(config=config, again=False),
+            program=do,
         )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -108,6 +130,8 @@ def pretend(
         time.sleep(60)
     if behaviour == "mistake":
         raise UserError("data.store = nowhere: no such store")
+    if behaviour == "absent":
+        raise CannotStart("rank 1 did not come")
     if behaviour == "no_checkpoint":
         raise NoGood("no checkpoint is whole")
     all_reduce_max = connect()
@@ -197,21 +221,24 @@ def through_files(folder: Path, rank: int) -> Callable[[int], int]:
         draft.write_text(str(value))
         draft.rename(folder / f"{stem}-{rank}")
         paths = [folder / f"{stem}-{peer}" for peer in range(world_size)]
-        while not all(path.exists() for path in paths):
+        while True:
+            # Asked before: a peer that has left has left its value first.
+            lost = [peer for peer in range(world_size) if is_lost(folder, peer)]
+            if all(path.exists() for path in paths):
+                break
+            if lost:
+                raise ConnectionError(f"lost rank {lost[0]}")
             time.sleep(0.002)
-            for peer in range(world_size):
-                lose(folder, peer)
         return max(int(path.read_text()) for path in paths)
 
     return all_reduce_max
 
 
-def lose(folder: Path, peer: int) -> None:
-    """Fail as collectives do: as soon as a peer is gone, before the launcher has seen it."""
+def is_lost(folder: Path, peer: int) -> bool:
+    """As collectives find it: as soon as a peer is gone, before the launcher has seen it."""
     path = folder / f"pid-{peer}"
     pid = int(path.read_text()) if path.exists() else os.getpid()
-    if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-        raise ConnectionError(f"lost rank {peer}")
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def gloo() -> Callable[[int], int]:
@@ -230,12 +257,13 @@ def gloo() -> Callable[[int], int]:
 
 
 def end(run: RunDirectory, rank: int, status: Any, reason: str | None, step: int, all_reduce_max: Any) -> None:
-    all_reduce_max(0)
     if rank == 0:
         run.write_status(status, reason=reason or "", step=step, tokens=step * TOKENS_PER_STEP)
+    # As in training: launchers of several hosts look for it when their own ranks are gone.
+    all_reduce_max(0)
 
 
-COMMANDS: dict[str, Callable[..., int]] = {"launch": launch, "launch_each": launch_each, "rank": rank}
+COMMANDS: dict[str, Callable[..., int]] = {"launch": launch, "host": host, "launch_each": launch_each, "rank": rank}
 
 if __name__ == "__main__":
     sys.exit(COMMANDS[sys.argv[1]](*sys.argv[2:]))

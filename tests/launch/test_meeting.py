@@ -1,7 +1,6 @@
 """Ranks started by hand that would train different runs are refused, all in the same words; nothing is written."""
 
 import dataclasses
-import json
 import os
 import re
 import shutil
@@ -21,8 +20,9 @@ from lightscale.config.files import load
 from lightscale.errors import UserError
 from lightscale.launch import rank_facts
 from lightscale.launch.environment import RankEnvironment
-from lightscale.launch.meeting import CannotStart, agree, meet
+from lightscale.launch.meeting import agree, meet
 from lightscale.launch.rank_facts import RankFacts, disagreement
+from lightscale.launch.rendezvous import CannotStart
 from lightscale.runs.run_directory import RunDirectory
 
 WriteStore = Callable[..., None]
@@ -316,27 +316,3 @@ def test_torchruns_of_two_nodes_that_disagree(folder: Path, words: list[str], sa
         assert "exitcode  : 78" in one
         assert "Traceback" not in one.partition("ChildFailedError")[0].partition("error: the ranks")[0]
     assert not (folder / "runs/nodes").exists()
-
-
-ABSENT = """
-from lightscale.errors import UserError
-from lightscale.launch.rank import run_rank
-class Absent(UserError):
-    EXIT_CODE = {code}
-def work():
-    raise Absent("rank 1 did not come")
-run_rank(work)
-"""
-
-
-@pytest.mark.parametrize(("code", "recorded"), [(75, None), (78, 78)])
-def test_ranks_that_did_not_come_are_no_mistake_for_the_launcher(
-    tmp_path: Path, code: int, recorded: int | None
-) -> None:
-    environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
-    subprocess.run(
-        [sys.executable, "-c", ABSENT.format(code=code)], env=environment, check=False, stderr=subprocess.DEVNULL
-    )
-    # The launcher starts the ranks again after what has no exit code.
-    message = json.loads((tmp_path / "error.json").read_text())["message"]
-    assert (message["message"], message["extraInfo"]["exit_code"]) == ("rank 1 did not come", recorded)

@@ -51,6 +51,19 @@ def test_the_file_of_a_run(workplace: Path, monkeypatch: pytest.MonkeyPatch, wri
     assert config.data.validation["wiki"].source == "wiki-validation"
 
 
+@pytest.mark.parametrize("node", ["0", "1"])
+def test_the_command_of_several_hosts(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], node: str
+) -> None:
+    monkeypatch.chdir(workplace)
+    (line,) = re.findall(r"^    lightscale (train .*--nodes .*)", README, re.MULTILINE)
+    values = {"CONFIG": "quickstart", "N": node, "HOST0": "no-such-host.invalid"}
+    # As far as the address, which is looked at last before ranks start.
+    assert main([values.get(word, word) for word in shlex.split(line)]) == 75
+    assert "cannot be found at no-such-host.invalid:29500 (" in capsys.readouterr().err
+    assert not (workplace / "runs").exists()
+
+
 def test_the_kinds_of_commands() -> None:
     assert {words[0] for words in COMMANDS} == {"config", "plan", "submit"}
 
@@ -61,6 +74,8 @@ def test_commands(
 ) -> None:
     monkeypatch.chdir(workplace)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(workplace / "site"))
+    if "--trace" in words:  # takes the CUDA build of PyTorch, and minutes: tests/twin
+        words = words[: words.index("--trace")]
     assert main([*words, *["--dry-run"] * (words[0] == "submit")]) == 0, capsys.readouterr().err
     said = capsys.readouterr().out
     if words[0] == "submit":

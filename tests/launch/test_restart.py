@@ -119,8 +119,8 @@ def test_a_signal_while_ranks_are_started_again_ends_it(
 
 
 def test_the_deadline_is_a_reason_to_stop_but_none_to_start_again(start: Callable[..., Launcher]) -> None:
-    stopped = start("train", AGAIN | {"deadline_s": time.time() + 5})
-    failed = start("killed", AGAIN | {"deadline_s": time.time()})
+    stopped = start("train", AGAIN | {"deadline_s": time.monotonic() + 5})
+    failed = start("killed", AGAIN | {"deadline_s": time.monotonic()})
     ended = stopped.wait()
     assert ended.code == 75, ended.output
     assert (ended.status["status"], ended.status["reason"]) == ("resumable", "deadline")

@@ -1,4 +1,4 @@
-"""Two hosts, each with a network of its own and a torchrun that a user started there by hand; and their cable.
+"""Two hosts, each with a network of its own and a launcher that a user started there by hand; and their cable.
 
 The hosts are network namespaces with names and addresses of their own, joined by a bridge in a third one, the switch.
 """
@@ -7,10 +7,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,26 +27,24 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 400.0
 STEPS = 60
 COLLECTIVE_TIMEOUT_S = 20
+SHORT = f"restart.collective_timeout_s={COLLECTIVE_TIMEOUT_S}"
 # A cut is longer than any pause that a test may take for one.
 CUT_S = 30.0
 CONFIG = f"""
-extends = ["{ROOT}/configs/arch/tnl.toml", "{ROOT}/configs/size/tiny.toml"]
+extends = ["{ROOT}/tests/helpers/small-run.toml"]
 [model]
 vocab_size = 512
-[data]
-store = "store"
-sequence_length = 64
-[optimizer]
-lr = 1e-3
+num_layers = 4
 [train]
 steps = {STEPS}
-global_batch_size = 4
 [parallel]
 sequence = 2
 [checkpoint]
 every = 5
 """
+PORT = 29511
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+TRAIN = ("-m", "lightscale", "train", "run.toml")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 
 WriteStore = Callable[..., None]
@@ -61,12 +60,16 @@ class Host:
     name: str
     address: str
 
-    def start(self, command: Sequence[str], folder: Path, log: Path) -> subprocess.Popen[bytes]:
+    def start(
+        self, command: Sequence[str], folder: Path, log: Path, variables: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
         """`command` in `folder`, as a process of this host; what it says goes to `log`."""
         words = 'hostname "$0"; exec "$@"'
         inside = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", words, self.name, *command]
         with log.open("wb") as file:
-            return subprocess.Popen(inside, cwd=folder, env=ENVIRONMENT, stdout=file, stderr=file)
+            return subprocess.Popen(
+                inside, cwd=folder, env={**ENVIRONMENT, **(variables or {})}, stdout=file, stderr=file
+            )
 
     def processes(self) -> list[str]:
         return ip("netns", "pids", self.namespace).split()
@@ -124,17 +127,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory, write_store: WriteStore) ->
 
 
 class Job:
-    """The torchruns of both hosts."""
+    """Both hosts of a run, each with its launcher: our own, or torchrun."""
 
-    def __init__(self, hosts: Sequence[Host], folder: Path, run: str, *overrides: str) -> None:
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        folder: Path,
+        run: str,
+        *overrides: str,
+        torchrun: bool = False,
+        master: str | None = None,
+        nodes: Sequence[int] = (0, 1),
+        variables: Mapping[int, Mapping[str, str]] | None = None,
+    ) -> None:
+        """`master`: None for the first host's address; `nodes`: which are started; `variables`: of each node."""
         self.hosts, self.run = hosts, RunDirectory(folder / run)
-        self.logs = [folder / f"{run}-{host.name}-{time.monotonic_ns()}.log" for host in hosts]
+        self.logs = [folder / f"{run}-{hosts[node].name}-{time.monotonic_ns()}.log" for node in nodes]
         self.processes = []
-        for node, (host, log) in enumerate(zip(hosts, self.logs, strict=True)):
-            options = ("--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}", f"--master-addr={hosts[0].address}")
-            train = ("-m", "lightscale", "train", "run.toml", *overrides, "--run-dir", run)
-            command = [*TORCHRUN, *options, "--master-port=29511", *train]
-            self.processes.append(host.start(command, folder, log))
+        for node, log in zip(nodes, self.logs, strict=True):
+            options = ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}"]
+            options += [f"--master-addr={master or hosts[0].address}", f"--master-port={PORT}"]
+            words = [*overrides, "--run-dir", run]
+            ours = [sys.executable, *TRAIN, *words, *options]
+            command = [*TORCHRUN, *options, *TRAIN, *words] if torchrun else ours
+            self.processes.append(hosts[node].start(command, folder, log, (variables or {}).get(node)))
 
     def reach(self, step: int) -> None:
         """Wait until that many steps are done."""
@@ -148,6 +164,12 @@ class Job:
 
     def wait(self) -> list[int]:
         return [process.wait(timeout=TIMEOUT_S) for process in self.processes]
+
+    def lines(self, number: int) -> list[str]:
+        """What that launcher said, without what it says before it starts ranks; no stack is in it."""
+        text = self.logs[number].read_text()
+        assert "Traceback" not in text and "frame #" not in text, text
+        return [line for line in text.splitlines() if not line.startswith(("loading ", "starting "))]
 
     def said(self) -> str:
         return "\n".join(f"--- {log.name}\n{log.read_text()[-6000:]}" for log in self.logs)
@@ -172,10 +194,13 @@ def events(run: RunDirectory, name: str) -> list[dict[str, Any]]:
     return [event for event in read_lines(run.events) if event["event"] == name]
 
 
+@pytest.mark.parametrize(
+    "torchrun", [pytest.param(False, id="ours"), pytest.param(True, id="torchrun", marks=pytest.mark.soak)]
+)
 def test_a_run_over_a_link_that_is_cut_for_a_while(
-    hosts: tuple[Host, Host], folder: Path, reference: list[Any]
+    hosts: tuple[Host, Host], folder: Path, reference: list[Any], torchrun: bool
 ) -> None:
-    job = Job(hosts, folder, "for-a-while")
+    job = Job(hosts, folder, f"for-a-while-{torchrun}", torchrun=torchrun)
     job.reach(8)
     hosts[1].plug(is_in=False)
     # What was on its way may still arrive.
@@ -190,17 +215,26 @@ def test_a_run_over_a_link_that_is_cut_for_a_while(
     assert len(events(job.run, "start")) == 1
 
 
-def test_a_run_over_a_link_that_is_cut_for_good(hosts: tuple[Host, Host], folder: Path, reference: list[Any]) -> None:
-    job = Job(hosts, folder, "for-good", f"restart.collective_timeout_s={COLLECTIVE_TIMEOUT_S}")
+@pytest.mark.parametrize(
+    "torchrun", [pytest.param(False, id="ours"), pytest.param(True, id="torchrun", marks=pytest.mark.soak)]
+)
+def test_a_run_over_a_link_that_is_cut_for_good(
+    hosts: tuple[Host, Host], folder: Path, reference: list[Any], torchrun: bool
+) -> None:
+    name = f"for-good-{torchrun}"
+    job = Job(hosts, folder, name, SHORT, torchrun=torchrun)
     job.reach(8)
     hosts[1].plug(is_in=False)
     cut = time.monotonic()
     assert job.wait() == [1, 1], job.said()
-    # torchrun notices, and ends, some seconds later; on a busy machine more.
+    # Launchers notice, and end, some seconds later; on a busy machine more.
     assert time.monotonic() - cut < COLLECTIVE_TIMEOUT_S + 60
     for rank, (host, log) in enumerate(zip(hosts, job.logs, strict=True)):
         said = log.read_text()
-        assert re.search(rf"rank {rank} on {host.name}, at step \d+, (forward and backward|optimizer|agreeing)", said)
+        where = rf"rank {rank} on {host.name}, at" if torchrun else rf"rank {rank} failed: RuntimeError: .*\("
+        assert re.search(rf"{where} ?step \d+, (forward and backward|optimizer|agreeing)", said), said
+        # torchrun's ranks show their own stacks, and so does it.
+        assert torchrun or "Traceback" not in said
         assert f"Timed out waiting {COLLECTIVE_TIMEOUT_S}000ms for" in said
         assert host.processes() == []
     status = job.run.read_status()
@@ -210,11 +244,116 @@ def test_a_run_over_a_link_that_is_cut_for_good(hosts: tuple[Host, Host], folder
     assert newest >= 5
 
     hosts[1].plug(is_in=True)
-    again = Job(hosts, folder, "for-good")
+    again = Job(hosts, folder, name, torchrun=torchrun)
     assert again.wait() == [0, 0], again.said()
     (resumed,) = events(again.run, "resume")
     assert resumed["step"] == newest
     assert numbers(again.run) == reference
+
+
+def test_ctrl_c_on_one_host_saves_on_both(hosts: tuple[Host, Host], folder: Path, reference: list[Any]) -> None:
+    job = Job(hosts, folder, "stopped")
+    job.reach(8)
+    job.processes[1].send_signal(signal.SIGINT)
+    assert job.wait() == [75, 75], job.said()
+    for number in range(2):
+        end, resume = job.lines(number)[-2:]
+        assert re.match(r"resumable at step \d+, .* tokens: stopped by SIGINT", end), job.said()
+        assert f"--nodes 2 --node-rank {number} --master-addr {hosts[0].address} --master-port {PORT}" in resume
+    assert job.run.newest_checkpoint() == numbers(job.run)[-1][0] < STEPS
+    again = Job(hosts, folder, "stopped")
+    assert again.wait() == [0, 0], again.said()
+    assert numbers(again.run) == reference
+
+
+def test_a_host_that_is_lost(hosts: tuple[Host, Host], folder: Path) -> None:
+    job = Job(hosts, folder, "lost", SHORT)
+    job.reach(3)
+    for process in hosts[1].processes():
+        os.kill(int(process), signal.SIGKILL)
+    lost = time.monotonic()
+    assert job.processes[0].wait(timeout=TIMEOUT_S) == 1, job.said()
+    assert time.monotonic() - lost < COLLECTIVE_TIMEOUT_S + 60
+    said = job.logs[0].read_text()
+    assert re.search(r"^rank 0 failed: .* \(step \d+, .*\(output of all ranks: ", said, re.MULTILINE), said
+    assert said.splitlines()[-1].startswith("resume, on all 2 hosts, with: lightscale train run.toml ")
+    status = job.run.read_status()
+    assert status is not None and status.status == "resumable"
+    assert hosts[0].processes() == []
+
+
+def test_a_host_that_does_not_come(hosts: tuple[Host, Host], folder: Path) -> None:
+    place = f"{hosts[0].address}:{PORT}"
+    for node, says in (
+        (0, f"of 2 ranks, 1 did not come to {place} within"),
+        (1, f"rank 0 of 2 cannot be reached at {place}"),
+    ):
+        job = Job(hosts, folder, "alone", SHORT, nodes=[node])
+        assert job.wait() == [75], job.said()
+        (line,) = job.lines(0)
+        assert line.startswith(f"error: {says}"), line
+        assert (
+            "start them too, with this address" if node == 0 else "MASTER_ADDR and MASTER_PORT (--master-addr"
+        ) in line
+    assert not job.run.path.exists()
+
+
+def test_a_master_that_is_not_the_first_host(hosts: tuple[Host, Host], folder: Path) -> None:
+    job = Job(hosts, folder, "other-master", SHORT, master=hosts[1].address)
+    assert job.wait() == [75, 75], job.said()
+    place = f"{hosts[1].address}:{PORT}"
+    first, second = (job.lines(number) for number in range(2))
+    assert len(first) == len(second) == 1, job.said()
+    assert first[0].startswith(f"error: rank 0 cannot reach itself at {place} (")
+    assert first[0].endswith(
+        "MASTER_ADDR (--master-addr) is not node-a, where rank 0 is, or the network is closed there"
+    )
+    assert second[0].startswith(f"error: rank 0 of 2 cannot be reached at {place} (")
+    assert not job.run.path.exists()
+
+
+SILENT = """
+import socket, sys, time
+server = socket.create_server(("", int(sys.argv[1])))
+print(flush=True)
+time.sleep(900)
+"""
+
+
+def test_a_port_that_something_has_which_does_not_answer(
+    hosts: tuple[Host, Host], folder: Path, wait_until: WaitUntil
+) -> None:
+    log = folder / "silent.log"
+    silent = hosts[0].start([sys.executable, "-c", SILENT, str(PORT)], folder, log)
+    wait_until(lambda: log.stat().st_size > 0)
+    try:
+        job = Job(hosts, folder, "in-use", SHORT)
+        assert job.wait() == [75, 75], job.said()
+    finally:
+        silent.kill()
+        silent.wait()
+    place = f"{hosts[0].address}:{PORT}"
+    (first,), (second,) = (job.lines(number) for number in range(2))
+    assert first.startswith(f"error: rank 0 cannot serve at {place}: port {PORT} of node-a is in use by process "), (
+        first
+    )
+    assert first.endswith("end it, or set another MASTER_PORT (--master-port)")
+    assert second.startswith(f"error: rank 0 of 2 cannot be reached at {place} (what listens there does not answer)"), (
+        second
+    )
+    assert "set another MASTER_PORT (--master-port)" in second
+    assert not job.run.path.exists()
+
+
+def test_an_interface_that_one_host_does_not_have(hosts: tuple[Host, Host], folder: Path) -> None:
+    job = Job(hosts, folder, "interface", variables={1: {"GLOO_SOCKET_IFNAME": "ib7"}})
+    # At once, on both: nobody waits for the ten minutes that are the default.
+    assert job.wait() == [78, 78], job.said()
+    for number in range(2):
+        text = "\n".join(job.lines(number))
+        assert 'node-b (rank 1): GLOO_SOCKET_IFNAME = "ib7": node-b has no network interface ib7' in text, text
+        assert "there are fabric, lo; unset it, or name one of them" in text
+    assert not job.run.path.exists()
 
 
 def test_a_second_torchrun_on_the_same_run_is_refused_on_all_ranks(folder: Path, wait_until: WaitUntil) -> None:

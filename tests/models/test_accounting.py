@@ -11,6 +11,7 @@ from lightscale.config.files import load
 from lightscale.config.mixers import MIXERS, MixerEntry
 from lightscale.config.schema import ModelConfig
 from lightscale.models.accounting import parameter_shapes, parameter_terms, rank_parameters
+from lightscale.models.flops import forward_flops_per_token
 from lightscale.models.language_model import LanguageModel, transformer_config
 from lightscale.models.registry import check_model
 from lightscale.models.specs.interface import MixerSpec, Shapes
@@ -32,6 +33,15 @@ def tiny(mixer: str | list[str], **fields: Any) -> ModelConfig:
         "vocab_size": 128,
     }
     return ModelConfig(mixer=mixer, **{**shape, **fields})
+
+
+GROUPED = tiny(
+    "llama",
+    norm="rmsnorm",
+    tie_word_embeddings=False,
+    mixer_options={"llama": {"num_key_value_heads": 2, "head_dim": 6, "attention_bias": "all"}},
+)
+SPLIT = {**{name: tiny(name, norm="rmsnorm") for name in MIXERS}, "grouped": GROUPED}
 
 
 def build(model: ModelConfig, mesh: Mesh) -> LanguageModel:
@@ -65,7 +75,7 @@ def shapes_and_shares(
         method = f"{init_method}-{axis}"
         with start_mesh(device="cpu", rank=rank, world_size=world_size, init_method=method, **degrees) as mesh:
             for name, model in split.items():
-                if axis in MIXERS[name].axes:
+                if axis in MIXERS[model.layers[0]].axes:
                     shares[axis, name] = sum(parameter.numel() for parameter in build(model, mesh).parameters())
     return shapes, shares, num_bytes
 
@@ -73,13 +83,12 @@ def shapes_and_shares(
 @pytest.fixture(scope="module")
 def built(run_ranks: Callable[..., list[Any]]) -> list[Any]:
     models = {path.stem: load(path).model for path in RUNS}
-    split = {name: tiny(name, norm="rmsnorm") for name in MIXERS}
-    return run_ranks(shapes_and_shares, 2, models, split)
+    return run_ranks(shapes_and_shares, 2, {**models, "grouped": GROUPED}, SPLIT)
 
 
-@pytest.mark.parametrize("name", [path.stem for path in RUNS])
+@pytest.mark.parametrize("name", [*(path.stem for path in RUNS), "grouped"])
 def test_shapes_are_those_of_the_built_model(built: list[Any], name: str) -> None:
-    model = load(CONFIGS / f"{name}.toml").model
+    model = GROUPED if name == "grouped" else load(CONFIGS / f"{name}.toml").model
     expected = built[0][0][name]
     assert parameter_shapes(model) == expected
     counted = sum(torch.Size(shape).numel() for shape in expected.values())
@@ -96,11 +105,12 @@ def test_a_real_model_has_the_counted_bytes(built: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "axis"), [(name, axis) for name in MIXERS for axis in AXES if axis in MIXERS[name].axes]
+    ("name", "axis"),
+    [(name, axis) for name, model in SPLIT.items() for axis in AXES if axis in MIXERS[model.layers[0]].axes],
 )
 def test_each_rank_holds_the_counted_share(built: list[Any], name: str, axis: str) -> None:
     degrees = {"tensor": 1, "pipeline": 1, **AXES[axis]}
-    model = tiny(name, norm="rmsnorm")
+    model = SPLIT[name]
     for rank, (_, shares, _) in enumerate(built):
         stage = rank if axis == "pipeline" else 0
         assert rank_parameters(model, **degrees)[stage] == shares[axis, name]
@@ -130,6 +140,16 @@ def test_terms_are_the_formulas(model: ModelConfig, terms: dict[str, int]) -> No
     common = {"embedding": 128 * 64, "projections": 4 * 4 * 64 * 64, "GLU": 4 * 3 * 64 * 96}
     assert parameter_terms(model) == {**common, **terms}
     assert next(iter(parameter_terms(model))) == "embedding"
+
+
+def test_terms_of_grouped_heads_are_the_formulas() -> None:
+    """4 heads of queries and 2 of keys and values, 6 channels each; the output layer counts with the embedding."""
+    projections = 4 * (2 * 24 * 64 + 2 * 12 * 64 + 24 + 2 * 12 + 64)
+    common = {"embedding": 2 * 128 * 64, "GLU": 4 * 3 * 64 * 96, "norm weights": 9 * 64}
+    assert parameter_terms(GROUPED) == {**common, "projections": projections}
+    # Four projections, and two products of 24 channels with half of the other tokens.
+    mixer = 2 * (2 * 24 * 64 + 2 * 12 * 64) + 2 * 24 * 100
+    assert forward_flops_per_token(GROUPED, 100) == 4 * (mixer + 6 * 64 * 96) + 2 * 64 * 128
 
 
 class Convolution(MixerSpec):

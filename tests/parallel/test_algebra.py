@@ -1,11 +1,13 @@
 """The laws of the algebra of segments, for each kind of state, with cut documents and empty states among the cases."""
 
+import functools
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
+from lightscale.kernels.common.backends import set_default_backend
 from lightscale.kernels.lightnet import LightNetState, exchanged_cotangent, plain_cotangent
 from lightscale.kernels.lightnet.state import StateCotangent
 from lightscale.parallel.sequence.algebra import DIAGONAL, LOG_SUM_EXP, Algebra, Tensors
@@ -42,17 +44,20 @@ def segments(kind: str, number: int) -> Iterator[Tensors]:
                 yield diagonal(generator, per_channel=False)
             case "per channel":
                 yield diagonal(generator, per_channel=True)
+            case "per mode":
+                S, decay = diagonal(generator, per_channel=False)
+                yield S[:, 0], decay[:, :1, 0] * torch.rand(B, 1, V, dtype=torch.float64, generator=generator)
             case _:
                 yield log_sum_exp(generator)
 
 
-KINDS = ["per head", "per channel", "log-sum-exp"]
-ALGEBRAS: dict[str, Algebra] = {"per head": DIAGONAL, "per channel": DIAGONAL, "log-sum-exp": LOG_SUM_EXP}
+KINDS = ["per head", "per channel", "per mode", "log-sum-exp"]
+ALGEBRAS: dict[str, Algebra] = {**dict.fromkeys(KINDS, DIAGONAL), "log-sum-exp": LOG_SUM_EXP}
 
 
-def assert_close(found: Tensors, expected: Tensors) -> None:
+def assert_close(found: Tensors, expected: Tensors, tolerance: float = 1e-12) -> None:
     for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(a.to(b.dtype), b, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,12 +90,12 @@ def test_nothing_passes_where_a_document_begins(kind: str) -> None:
         assert torch.equal(found[0], expected[0])
 
 
-@pytest.mark.parametrize("kind", KINDS[:2])
+@pytest.mark.parametrize("kind", KINDS[:3])
 def test_the_adjoint_is_the_transpose(kind: str) -> None:
     (segment,) = segments(kind, 1)
     generator = torch.Generator().manual_seed(1)
-    state = random(B, H, K, V, generator=generator).requires_grad_()
-    cotangent, reads = random(B, H, K, V, generator=generator), random(B, H, K, V, generator=generator)
+    state, cotangent, reads = (random(*segment[0].shape, generator=generator) for _ in range(3))
+    state.requires_grad_()
     (after,) = DIAGONAL.apply(segment, (state,))
     (expected,) = torch.autograd.grad(after, state, cotangent)
     transition = DIAGONAL.transition(segment, (state.detach(),))
@@ -129,6 +134,97 @@ def test_transitions_multiply(kind: str) -> None:
             start = algebra.empty(segment)
     assert product is not None
     torch.testing.assert_close(product, algebra.transition(combined, start), rtol=1e-12, atol=1e-12)
+
+
+# ----- many segments at once -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["PyTorch", "Triton"])
+def computed(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    """The dtype in which folds are computed, by the back-end of the parameter."""
+    set_default_backend("triton" if request.param == "Triton" else "auto")
+    yield torch.float32 if request.param == "Triton" else torch.float64
+    set_default_backend("auto")
+
+
+def gathered(parts: list[Tensors], dtype: torch.dtype) -> Tensors:
+    """Stacked, as views into one buffer with other things between: what an all-gather leaves."""
+    found = []
+    for tensors in zip(*parts, strict=True):
+        x = torch.stack(tensors).to(dtype)
+        room = torch.full((x.size(0), x[0].numel() + 3), torch.nan, dtype=dtype)
+        room[:, 1:-2] = x.flatten(1)
+        found.append(room[:, 1:-2].unflatten(1, x.shape[1:]))
+    return tuple(found)
+
+
+def cast(tensors: Tensors | None, dtype: torch.dtype) -> Tensors | None:
+    return None if tensors is None else tuple(x.to(dtype) for x in tensors)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fold_is_every_segment_in_turn(kind: str, number: int, computed: torch.dtype) -> None:
+    """From an empty state and from one; with a document cut, and states of nothing, among them."""
+    algebra, tolerance = ALGEBRAS[kind], 1e-12 if computed == torch.float64 else 1e-5
+    first, *parts = segments(kind, number + 1)
+    for begin in (None, algebra.apply(first, algebra.empty(first))):
+        state, states, transitions = algebra.empty(first) if begin is None else begin, [], []
+        for segment in parts:
+            states.append(state)
+            transitions.append(algebra.transition(segment, state))
+            state = algebra.apply(segment, state)
+        for end in {0, number // 2, number}:
+            found, of_each = algebra.fold(gathered(parts, computed), cast(begin, computed), end)
+            assert_close(found, [*states, state][end], tolerance)
+            assert_close(tuple(of_each), tuple(transitions), tolerance)
+            assert of_each.untyped_storage().nbytes() == of_each.numel() * of_each.element_size(), "keeps what it read"
+    assert_close(algebra.combined(gathered(parts, computed)), functools.reduce(algebra.combine, parts), tolerance)
+
+
+@pytest.mark.parametrize("number", [0, 1, 3, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fold_back_is_every_adjoint_in_turn(kind: str, number: int, computed: torch.dtype) -> None:
+    algebra, tolerance = ALGEBRAS[kind], 1e-12 if computed == torch.float64 else 1e-5
+    first, *parts = segments(kind, number + 1)
+    _, transitions = algebra.fold(gathered([first, *parts], torch.float64), None, 0)
+    generator = torch.Generator().manual_seed(2)
+    state = algebra.empty(first)
+    shapes = [x.shape for x in (reversed(state) if kind == "log-sum-exp" else state)]
+    *reads, end = [tuple(random(*shape, generator=generator) for shape in shapes) for _ in range(number + 1)]
+    stacked = gathered([end, *reads], computed)
+    for begin in (None, end):
+        expected = tuple(torch.zeros_like(x) for x in end) if begin is None else begin
+        for transition, read in reversed(list(zip(transitions[1:], reads, strict=True))):
+            expected = algebra.adjoint(transition, read, expected)
+        found = algebra.fold_back(transitions[1:].to(computed), tuple(x[1:] for x in stacked), cast(begin, computed))
+        assert_close(found, expected, tolerance)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_overflow_stays_before_a_document_that_begins(kind: str, computed: torch.dtype) -> None:
+    """Row 0 of every segment begins a document; what is NaN before it must not come through."""
+    algebra = ALGEBRAS[kind]
+    broken, *parts = segments(kind, 3)
+    broken[0][0] = torch.nan
+    right, _ = algebra.fold(gathered(parts, computed), None, 2)
+    found, transitions = algebra.fold(gathered([broken, *parts], computed), None, 3)
+    back = algebra.fold_back(transitions[1:], *_cotangents(found, computed, broken=False))
+    broken_back = algebra.fold_back(transitions[1:], *_cotangents(found, computed, broken=True))
+    for x, y in (*zip(found, right, strict=True), *zip(broken_back, back, strict=True)):
+        assert torch.equal(x[0], y[0])
+        assert y[0].isfinite().all()
+
+
+def _cotangents(state: Tensors, dtype: torch.dtype, *, broken: bool) -> tuple[Tensors, Tensors]:
+    """Of two segments, and of the state behind them, whose row 0 is NaN when ``broken``."""
+    shapes = [x.shape for x in (reversed(state) if len(state) == 2 else state)]
+    generator = torch.Generator().manual_seed(3)
+    parts = [tuple(random(*shape, generator=generator) for shape in shapes) for _ in range(3)]
+    for x in parts[2]:
+        x[0] = torch.nan if broken else 0.0
+    return gathered(parts[:2], dtype), tuple(x.to(dtype) for x in parts[2])
 
 
 def test_kinds_are_told_apart() -> None:

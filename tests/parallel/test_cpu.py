@@ -3,6 +3,8 @@
 It changes torch for the life of a process, so it acts only in processes of its own.
 """
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -97,3 +99,18 @@ def start_on_gpu(rank: int, world_size: int, init_method: str) -> tuple[list[Any
 def test_on_a_gpu_it_is_not_even_imported(run_ranks: RunRanks) -> None:
     gpu = torch.device("cuda", 0)
     assert run_ranks(start_on_gpu, 1) == [([gpu, "nccl", gpu, "nccl"], False, True)]
+
+
+WITH_A_DEVICE = """
+import torch
+from lightscale.parallel.cpu import redirect_megatron_to_cpu
+redirect_megatron_to_cpu()
+with torch.device("meta"):
+    print(torch.empty(2).device, torch.ones(2).device, torch.zeros_like(torch.arange(2)).device)
+"""
+
+
+def test_a_device_that_is_entered_is_still_the_one() -> None:
+    """In a process of its own: PyTorch keeps what it finds when it first enters one."""
+    done = subprocess.run([sys.executable, "-c", WITH_A_DEVICE], capture_output=True, text=True, check=True)
+    assert done.stdout == "meta meta meta\n"

@@ -41,7 +41,7 @@ Results = dict[str, list[dict[str, Any]]]  # what every rank found, by case
 ALL = list(parity.MODELS)
 
 # On one process: what changes only how the same numbers come about.
-ONE = ["recompute=full", "recompute=selective"]
+ONE = ["recompute=full", "recompute=selective", "recompute=full recompute_layers=1"]
 TWO = [
     "",
     "tensor=2",
@@ -77,6 +77,12 @@ EIGHT = [
     "tensor=2 sequence=2",
     "sequence=4 exchange=two_level ranks_per_node=2",
     "sequence=8",
+]
+# Gradients reduced and weights gathered beside the computation, in several buckets: what only GPUs switch on.
+OVERLAPPED = [
+    "tnl sequence=2 overlap=1",
+    "lightnet overlap=1",
+    "hgrn2 sequence=2 recompute=full overlap=1",
 ]
 # Without tensor and pipeline ranks, segments may have any length.
 UNEVEN = [
@@ -125,11 +131,11 @@ def check(
     path = one_process(dtype, steps)
     ranks = run_ranks(follow, world_size, path, dtype, cases, timeout_s=120 + 20 * len(cases))
     results = {case: [found[case] for found in ranks] for case in cases}
-    hold(results, path, dtype)
+    assert_as_one_process(results, path, dtype)
     return results
 
 
-def hold(results: Results, path: str, dtype: torch.dtype) -> None:
+def assert_as_one_process(results: Results, path: str, dtype: torch.dtype) -> None:
     """Every rank of every case equals the one-process run in ``path``, and ranks made the same collectives."""
     exact = dtype == FP64
     limits = {"loss": 1e-10 if exact else 1e-6, "gradient": 1e-10 if exact else 1e-5}
@@ -173,8 +179,11 @@ _NORM_SUM = ("allreduce", ((parity.TOKENS, parity.ROWS), "torch.float64"))
 # ----- the default selection -----------------------------------------------------------------------------------------
 
 
-STATES = [name for name in ALL if name not in ("llama", "hybrid")]
-RECOMPUTED = [f"sequence=2{option}" for option in ("", " recompute=full", " recompute=selective")]
+STATES = [name for name in ALL if name not in ("llama", "hybrid", "grouped")]
+RECOMPUTED = [
+    f"sequence=2{option}"
+    for option in ("", " recompute=full", " recompute=full recompute_layers=1", " recompute=selective")
+]
 
 
 @pytest.fixture(scope="module")
@@ -191,11 +200,11 @@ def test_one_process_recomputes_to_the_same(run_ranks: RunRanks, one_process: On
 
 
 def test_two_ranks_equal_one_in_fp64(two_in_fp64: Results, one_process: OneProcess) -> None:
-    hold(two_in_fp64, one_process(FP64, 1), FP64)
+    assert_as_one_process(two_in_fp64, one_process(FP64, 1), FP64)
 
 
 def test_two_ranks_equal_one_in_fp32(run_ranks: RunRanks, one_process: OneProcess) -> None:
-    check(run_ranks, one_process, 2, some(TWO, 6), FP32, steps=3)
+    check(run_ranks, one_process, 2, [*some(TWO, 6), *OVERLAPPED], FP32, steps=3)
 
 
 def test_three_sequence_ranks_equal_one(run_ranks: RunRanks, one_process: OneProcess) -> None:
@@ -255,7 +264,7 @@ def test_four_ranks_equal_one_in_every_case(run_ranks: RunRanks, one_process: On
         check(run_ranks, one_process, 4, some(FOUR, 4), dtype, steps=3)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_eight_ranks_equal_one_in_every_case(run_ranks: RunRanks, one_process: OneProcess) -> None:
     check(run_ranks, one_process, 8, some(EIGHT, 3), FP64, steps=1)
 
@@ -345,7 +354,7 @@ def test_the_harness_notices_a_wrong_gradient(run_ranks: RunRanks, one_process: 
     torch.save({"tnl": (trajectory, after)}, path)
     (found,) = run_ranks(follow, 1, path, FP32, ["tnl"])
     with pytest.raises(AssertionError, match=f"gradient of {name} is off"):
-        hold({"tnl": [found["tnl"]]}, path, FP32)
+        assert_as_one_process({"tnl": [found["tnl"]]}, path, FP32)
 
 
 def test_the_harness_notices_other_collectives() -> None:

@@ -129,8 +129,29 @@ def test_no_more_is_recomputed_than_memory_wants() -> None:
     run = config("tnl-1b")
     for one in best_layouts(run, nodes=1, sequence_length=64 * K, hardware=H100, fixed=FREE):
         model = CostModel(run, 64 * K, H100)
-        less = {"none": [], "selective": ["none"], "full": ["none", "selective"]}[one.recompute]
-        assert not any(model.predict(one.layout, recompute=r, exchange=one.exchange).fits for r in less)  # type: ignore[arg-type]
+        if one.recompute != "none":
+            assert not model.predict(one.layout, recompute="none", exchange=one.exchange).fits
+        if one.recompute == "full":
+            selective = model.predict(one.layout, recompute="selective", exchange=one.exchange)
+            assert not selective.fits or selective.step_s > one.step_s
+            layers = (one.recompute_layers or run.model.num_layers // one.layout.pipeline) - 1
+            less = model.predict(one.layout, recompute="full", recompute_layers=layers, exchange=one.exchange)
+            assert not less.fits
+
+
+def test_a_million_tokens_on_one_node_recompute_some_layers_only() -> None:
+    """As few as leave room; the time of those that are kept is not spent."""
+    run = config("tnl-1b")
+    best, *_ = best_layouts(run, nodes=1, sequence_length=1024 * K, hardware=H100, fixed=FREE)
+    assert best.fits and best.recompute == "full"
+    assert best.recompute_layers is not None and 0 < best.recompute_layers < run.model.num_layers
+    model = CostModel(run, 1024 * K, H100)
+    how: Any = {"recompute": "full", "exchange": best.exchange}
+    every = model.predict(best.layout, **how)
+    assert every.fits and best.memory.activations_bytes > every.memory.activations_bytes
+    share = best.recompute_layers / run.model.num_layers
+    assert best.work.replay_s == pytest.approx(share * every.work.replay_s, rel=0.01)
+    assert best.work.products_s == every.work.products_s
 
 
 def test_what_is_fixed_stays() -> None:

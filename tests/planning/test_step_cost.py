@@ -79,14 +79,14 @@ def test_compute_of_a_step_by_hand() -> None:
     n, d, g, t, v = 256, 64, 128, 16, 512
     step = CostModel(config("tnl-tiny", *TINY), n, ROUND).predict(layout(1, 1, 1, 1, length=n, rounds=3))
     products = 4 * 2 * (4 * d * d + 2 * d * t + 3 * d * g) + 2 * d * v
-    # The logits are computed once more in the backward pass.
-    assert step.work.products_s == pytest.approx(3 * n * (3 * products + 2 * d * v) / 5e11)
+    assert step.work.products_s == pytest.approx(3 * n * 3 * products / 5e11)
     # Chunks of 128 tokens; queries and keys twice as wide on the first layer.
     scans = sum(4 * (2 * 128 * (k + 16) + 4 * k * 16) for k in (32, 16, 16, 16))
     assert step.work.operators_s == pytest.approx(3 * 3 * n * scans / 1e11)
-    # Two passes over the kept bf16 numbers forward, four backward; 6 bytes a logit.
+    # Two passes over the kept bf16 numbers forward, four backward; 6 bytes a logit; its layer's gradients scaled.
     kept = 4 * (4 * d + (4 * d + t) + 2 * d + 2 * d + 3 * g)
-    assert step.work.elementwise_s == pytest.approx(3 * n * (6 * kept * 2 + 6 * v) / 5e11)
+    scaled = 2 * 2 * (v * d + n * d)
+    assert step.work.elementwise_s == pytest.approx(3 * (n * (6 * kept * 2 + 6 * v) + scaled) / 5e11)
     assert step.exposed_s == 0
     weights = v * d + 4 * (4 * d * d + 2 * d * t + 3 * d * g) + d
     assert step.optimizer_s == pytest.approx(30 * weights / 5e11)
@@ -98,7 +98,7 @@ def test_compute_of_a_step_by_hand() -> None:
 def test_launching_kernels_is_a_lower_limit() -> None:
     slow = Hardware(**{**{f.name: getattr(ROUND, f.name) for f in fields(ROUND)}, "layer_launch_us": 1e6})
     step = CostModel(config("tnl-tiny", *TINY), 256, slow).predict(layout(1, 1, 1, 1, length=256))
-    head_s = 256 * 512 * (8 * 64 / 5e11 + 6 / 5e11)
+    head_s = (256 * 512 * (6 * 64 + 6) + 4 * 64 * (512 + 256)) / 5e11
     assert step.work.compute_s == pytest.approx(4 * (1 + 2) + head_s)
 
 
@@ -110,8 +110,8 @@ def test_recomputation_by_hand() -> None:
     )
     # The GLU's products, and two passes over its three numbers per channel.
     assert selective.work.replay_s == pytest.approx(n * 4 * (6 * d * g / 5e11 + 2 * 2 * 3 * g / 5e11))
-    forward = (none.work.products_s - 8 * n * d * 512 / 5e11) / 3 + none.work.operators_s / 3
-    forward += (none.work.elementwise_s - 6 * n * 512 / 5e11) / 3
+    forward = (none.work.products_s - 6 * n * d * 512 / 5e11) / 3 + none.work.operators_s / 3
+    forward += (none.work.elementwise_s - (6 * n * 512 + 4 * d * (512 + n)) / 5e11) / 3
     assert full.work.replay_s == pytest.approx(forward)
     for more in (selective, full):
         assert more.step_s == pytest.approx(none.step_s + more.work.replay_s)
@@ -122,17 +122,17 @@ def test_tensor_ranks_by_hand() -> None:
     n, d, t = 256, 64, 16
     alone = CostModel(config("tnl-tiny", *TINY), n, ROUND).predict(layout(1, 1, 1, 1, length=n))
     step = CostModel(config("tnl-tiny", *TINY), n, ROUND).predict(layout(2, 1, 1, 1, length=n))
-    assert step.work.compute_s == pytest.approx(alone.work.compute_s / 2)
+    # Of the output layer's gradients that of the vocabulary's rows is split, that of all tokens is not.
+    assert step.work.compute_s == pytest.approx(alone.work.compute_s / 2 + 2 * n * d / 5e11)
     one = 2e-6 + n * d * 2 / 2 / 8e10
     small = (2e-6 + n * 4 / 8e10) + (2e-6 + n * t * 2 / 2 / 8e10)
     # Forward: inputs of kv, q and fc1, outputs of two layers. Backward: the gradients of these outputs, and what does
     # not hide behind twice the forward's products: gathers and reduce-scatters for the three inputs.
     products = 2 * (n / 2) * 2 * (4 * d * d + 2 * d * t + 3 * d * 128) / 5e11
     forward, backward = 5 * one + small, 2 * one + max(0.0, 6 * one - products) + small
-    head = 3 * n / 2 * 512 * 2 * d / 5e11
-    ends = one + one + one + max(0.0, 2 * one - head)
+    ends = 4 * one
     assert step.work.tensor_s == pytest.approx(4 * (forward + backward) + ends)
-    assert step.work.tensor_total_s == pytest.approx(4 * (5 * one + 8 * one + 2 * small) + 2 * one + one + 2 * one)
+    assert step.work.tensor_total_s == pytest.approx(4 * (5 * one + 8 * one + 2 * small) + ends)
     assert step.work.sequence_s == step.data_s == step.bubble_s == 0
 
 
@@ -199,6 +199,22 @@ def test_softmax_gathers_keys_and_values_by_hand() -> None:
     assert again.work.sequence_total_s == pytest.approx(12 * gather)
 
 
+def test_shared_heads_of_keys_and_values_are_gathered_once() -> None:
+    """One head of 24 channels for four of queries: 2 x 24 numbers of each token, in time and in memory."""
+    length, spread = 4096, layout(1, 1, 4, 1, length=4096)
+    options = ("num_key_value_heads=1", "head_dim=24")
+    run = config("llama-tiny", *TINY, *(f"model.mixer_options.llama.{option}" for option in options))
+    gather = 2e-6 + 3 * (length // 4) * 2 * 24 * 2 / 20e9
+    step = CostModel(run, length, ROUND).predict(spread)
+    assert step.work.sequence_total_s == pytest.approx(8 * gather)
+    assert step.work.operators_s == pytest.approx(3 * 4 * (length / 4) * 4 * (4 * 24) * (length * 3.5 / 4) / 2e11)
+    # Four layers, and one while its parts are put together.
+    assert rank_memory(run, spread, 0).exchange_bytes == 5 * length * 2 * 24 * 2
+    # Norms' inputs and outputs; projections; queries and keys behind the rotation; outputs; the linear unit.
+    activations = 4 * 64 + (96 + 48) + (96 + 24) + 96 + 3 * 128
+    assert rank_memory(run, spread, 0).activations_bytes == length // 4 * 4 * activations * 2
+
+
 def test_a_ring_pays_again_behind_every_gather_of_keys() -> None:
     length = 512
     pattern = ("model.mixer=['tnl', 'llama']",)
@@ -219,7 +235,7 @@ def test_pipeline_by_hand() -> None:
     layer = 2 * (4 * d * d + 3 * d * 128) / 5e11 + 4 * (2 * 64 * 32 + 4 * 16 * 16) / 2e10
     layer += 2 * 2 * (4 * d + 4 * d + 2 * d + 2 * d - d + 3 * 128) / 5e11
     first = n * 2 * 3 * layer
-    last = first + n * 512 * (8 * d + 6) / 5e11
+    last = first + (n * 512 * (6 * d + 6) + 4 * d * (512 + n)) / 5e11
     assert step.work.compute_s == pytest.approx(5 * last)
     assert step.bubble_s == pytest.approx(first)
     message = 1e-6 + n * d * 2 / 8e9
@@ -294,6 +310,9 @@ def test_recomputation_saves_memory_by_hand() -> None:
     assert kept["none"] == 2 * n * 4 * block
     assert kept["selective"] == 2 * n * (4 * (block - 3 * g) + 3 * g)
     assert kept["full"] == 2 * n * (4 * d + block - d)
+    run = config("tnl-tiny", *TINY, "train.recompute=full", "train.recompute_layers=3")
+    some = fullest_rank(run, layout(1, 1, 1, 1, length=n)).activations_bytes
+    assert some == 2 * n * (3 * d + block + block - d)
 
 
 # What others have measured.

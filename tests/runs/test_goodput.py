@@ -35,6 +35,7 @@ def measure(events: list[Record], lines: list[Record]) -> Goodput:
     found = measure_goodput(events, lines)
     assert found is not None
     parts = found.effective_s + found.lost_s + found.skipped_s + found.checkpoint_stall_s + found.restart_s
+    parts += found.evaluation_s
     assert parts + found.other_s + found.waiting_s == pytest.approx(found.wall_s)
     return found
 
@@ -84,6 +85,16 @@ def test_a_job_that_is_killed_leaves_no_event() -> None:
     found = measure([*BEFORE, *events], [*LINES, *lines])
     assert (found.waiting_s, found.restart_times_s) == (1025 - 12.5, (5,))
     assert (found.lost_steps, found.restarts) == (2, 1)
+
+
+def test_evaluation_is_no_part_of_a_restart() -> None:
+    """1.5 s before the stop; when the run is resumed, the 2 s that were left of it before its first step at 30 s."""
+    events, lines = after(25)
+    before = event(14, 1, "evaluation", step=5, seconds=1.5)
+    events.insert(2, event(29, 2, "evaluation", step=3, seconds=2.0))
+    found = measure([*BEFORE, before, event(20, 1, "failed"), event(21, 1, "restart"), *events], [*LINES, *lines])
+    assert found.evaluation_s == 3.5
+    assert found.restart_times_s == (30 - 14 - 2,)
 
 
 def test_a_stop_with_a_save_loses_nothing() -> None:

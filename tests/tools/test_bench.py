@@ -82,3 +82,13 @@ def test_commands_end_with_their_figures(root: Path, name: str) -> None:
     figures = json.loads(finished.stdout)
     assert figures["benchmark"] == name
     assert figures.keys() > {"machine", "settings"}
+
+
+@pytest.mark.long
+def test_an_export_takes_little_memory(root: Path) -> None:
+    """Of a small model: the rest is what importing PyTorch takes."""
+    finished = bench(root, "export", "--json", "--config", "tnl-tiny", "--repeats", "1")
+    assert finished.returncode == 0, finished.stderr
+    result = json.loads(finished.stdout)
+    assert 0 < result["peak_bytes"] < result["targets"]["peak_bytes"]
+    assert {"copy_s", "fp32_s", "bf16_s", "of_copy"} <= result.keys()

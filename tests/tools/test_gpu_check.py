@@ -55,6 +55,17 @@ def test_everything_well(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_
     assert found["operators"]["tests"] == [GOOD, SKIPPED]
     assert found["train"]["missed"] == []
     assert (tmp_path / found["train"]["saved"]).exists()
+    (path,) = tmp_path.glob("gpu-check_cpu_*.md")
+    text = path.read_text()
+    assert "| operators | ok |" in text and "1 passed<br>0 failed<br>1 skipped" in text
+    assert "| `a::good` | 0.001 (o) |" in text
+
+
+def test_ranks_are_for_nodes_with_several_gpus(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert set(tool.PARTS) - set(tool.possible_parts()) == {"ranks"}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert tool.possible_parts() == tool.PARTS
 
 
 def test_later_parts_run_after_a_failure(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -124,7 +135,7 @@ def test_without_a_gpu_it_says_what_is_missing(
 
 def test_the_parts_are_commands_that_exist(tool: ModuleType) -> None:
     """Correctness first; every benchmark is one of bench.py, every path is there."""
-    assert list(tool.PARTS) == ["operators", "models", "kernels", "learn", "train"]
+    assert list(tool.PARTS) == ["operators", "models", "ranks", "kernels", "learn", "train"]
     benchmarks: SimpleNamespace = sys.modules["bench"]  # type: ignore[assignment]
     for part in tool.PARTS.values():
         assert part.benchmark is None or part.benchmark in benchmarks.BENCHMARKS

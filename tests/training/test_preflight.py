@@ -103,6 +103,22 @@ def test_the_weights_that_are_kept_count(
         )
 
 
+@pytest.mark.parametrize(("missing", "result"), [(0, "ok"), (1, "warning")])
+def test_exports_that_are_to_come_take_space(
+    tiny_config: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: int, result: str
+) -> None:
+    """In bf16; nine of ten are still to be written."""
+    run = RunDirectory(tmp_path)
+    (run.exports / directory_name(100)).mkdir(parents=True)
+    config = tiny_config("train.steps=1029", "checkpoint.export_every=100")
+    free = 3 * (3 * 204_864 * 4 + (16 << 20)) + 9 * 204_864 * 2 - missing
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    (found,) = preflight.check_disk(config, run.path)
+    assert (found.result, "an export 0 MB" in found.found) == (result, True), found
+    if missing:
+        assert found.right.endswith("for 3 more, and 9 exports until the end of the run")
+
+
 @pytest.mark.long
 def test_a_run_that_cannot_be_saved_does_not_begin(train: Callable[..., Any], disk: Callable[[int], Path]) -> None:
     path = disk(12) / "run"

@@ -53,3 +53,32 @@ def test_a_longer_run_has_the_same_rates_before_the_decay(schedule: str) -> None
     if schedule == "wsd":
         options["decay_steps"] = 5
     assert rates(30, **options)[:15] == rates(20, **options)[:15]
+
+
+def test_linear_goes_down_in_a_line_to_a_share_of_the_peak() -> None:
+    # LION's masked language models: 6 % of warm-up, then a line to 20 % of the peak.
+    found = rates(100, schedule="linear", warmup_steps=6, min_lr_ratio=0.2)
+    assert found[5] == 2e-3
+    assert found[-1] == pytest.approx(4e-4, rel=1e-12)
+    assert found[52] == pytest.approx(1.2e-3, rel=1e-12)
+    drops = [before - later for before, later in pairwise(found[5:])]
+    assert drops == pytest.approx([drops[0]] * len(drops), rel=1e-9)
+
+
+def test_inverse_square_root_halves_when_steps_are_four_times_the_warm_up() -> None:
+    found = rates(64, schedule="inverse_sqrt", warmup_steps=4)
+    assert found[:4] == pytest.approx([0.5e-3, 1e-3, 1.5e-3, 2e-3], rel=1e-15)
+    assert (found[15], found[63]) == pytest.approx((1e-3, 0.5e-3), rel=1e-12)
+    assert found[:30] == rates(30, schedule="inverse_sqrt", warmup_steps=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "inverse_sqrt"}, "it needs optimizer.warmup_steps"),
+        ({"schedule": "linear", "decay_steps": 3}, "no effect with optimizer.schedule"),
+    ],
+)
+def test_schedules_without_what_they_need_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OptimizerConfig(lr=1e-3, **options)

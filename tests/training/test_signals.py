@@ -82,6 +82,16 @@ def test_the_deadline_stops_all_ranks_like_a_signal(capfd: pytest.CaptureFixture
     assert capfd.readouterr().err == "deadline: saving and exiting\n"
 
 
+@pytest.mark.parametrize("step_s", [-86400.0, 86400.0])
+def test_the_clock_is_set_before_the_deadline(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
+    early = StopSignal(announce=False, environ={DEADLINE_VARIABLE: str(time.time() + 100)})
+    late = StopSignal(announce=False, environ={DEADLINE_VARIABLE: str(time.time())})
+    before = time.time
+    monkeypatch.setattr(time, "time", lambda: before() + step_s)
+    assert not early.should_stop(lambda value: value)
+    assert late.should_stop(lambda value: value)
+
+
 def test_signals_go_back_to_their_owners() -> None:
     before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     with StopSignal(announce=False):

@@ -395,15 +395,18 @@ def test_beginning_from_the_weights_of_another_run(
     ]
     base += ["data.validation.other.store=store", "data.validation.held.store=store", "checkpoint.every=4"]
     fresh, tuned = RunDirectory(workplace / "runs/fresh"), RunDirectory(workplace / "runs/tuned")
+    converted = RunDirectory(workplace / "runs/converted")
     lines = [
         [*base, "--run", str(fresh.path)],
         [*base, "train.init_from=runs/whole@40", "data.sequence_length=128", "--run", str(tuned.path)],
         [*base, "train.init_from=runs/whole@30", "--run", "runs/none"],
         [*base, "train.init_from=runs/nowhere@30", "--run", "runs/nothing"],
         [*base, "train.init_from=runs/whole@40", "model.intermediate_size=64", "--run", "runs/wider"],
+        [*base, "train.init_from=runs/whole@40", "model.mixer=hgrn2", "--run", str(converted.path)],
+        [*base, "train.init_from=runs/whole@40", "model.mixer=hgrn2", "model.hidden_size=32", "--run", "runs/half"],
     ]
     results = run_ranks(commands, 1, str(workplace), lines)[0]
-    assert [code for code, _ in results] == [0, 0, 78, 78, 78], results
+    assert [code for code, _ in results] == [0, 0, 78, 78, 78, 0, 78], results
     assert f"starting from the weights of {Path('runs/whole/checkpoints/step-00000040')}" in results[1][1]
     first, tuned_first = (read_metrics(run.metrics)[0] for run in (fresh, tuned))
     assert tuned_first["loss"] < first["loss"] - 0.5
@@ -420,5 +423,19 @@ def test_beginning_from_the_weights_of_another_run(
         "is of another model: decoder.layers.0.mlp.linear_fc1.weight is (256, 64) there and (128, 64) here"
         in messages[2]
     )
-    for run in (fresh, tuned):
+    for run in (fresh, tuned, converted):
         assert list_steps(run.checkpoints) == [4, 8]
+
+    # Another mixer keeps what has the same role, and says so.
+    assert read_metrics(converted.metrics)[0]["loss"] < first["loss"] - 0.2
+    attention = "decoder.layers.0-3.self_attention"
+    assert f"  {attention}.fv_proj.weight (v): from {attention}.kv_proj.weight\n" in results[5][1]
+    assert f"  {attention}.fv_proj.weight (forget): drawn, the source has none\n" in results[5][1]
+    (event,) = [event for event in read_lines(converted.events) if event["event"] == "init_from"]
+    row = {"parameter": f"{attention}.fv_proj.weight", "role": "v", "from": f"{attention}.kv_proj.weight"}
+    assert row in event["conversion"]
+    assert "conversion" not in next(event for event in read_lines(tuned.events) if event["event"] == "init_from")
+    assert messages[4] == (
+        'error: train.init_from = "runs/whole@40": its model.hidden_size is 64 and that of this run 32; a model with '
+        "other mixers keeps weights only where it is the same: use model.hidden_size=64"
+    )

@@ -4,10 +4,6 @@ The corpus is the Python standard library, of which every machine that runs this
 """
 
 import argparse
-import os
-import shlex
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +11,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from lightscale.errors import UserError
+from benchmarks.command import run_lightscale
 from lightscale.runs.run_directory import RunDirectory, read_metrics
 
 CONFIG = "configs/quickstart.toml"
@@ -35,21 +31,12 @@ def run(config: str, *, steps: int, store: Path | None, overrides: list[str]) ->
         if store is None:
             store = Path(folder) / "store"
             arguments = f"data prepare --corpus stdlib --vocab-size {VOCAB_SIZE} --validation 0.02 --out"
-            _lightscale(*arguments.split(), str(store))
+            run_lightscale(*arguments.split(), str(store))
         directory = RunDirectory(Path(folder) / "run")
         common = [f"data.store={store}", f"train.steps={steps}", "optimizer.schedule=constant", *overrides]
-        _lightscale("train", config, "--run", str(directory.path), "--processes", "1", *common)
+        run_lightscale("train", config, "--run", str(directory.path), "--processes", "1", *common)
         lines = [line for line in read_metrics(directory.metrics) if "loss" in line]
     return {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", **figures(lines)}
-
-
-def _lightscale(*arguments: str) -> None:
-    command = [sys.executable, "-m", "lightscale", *arguments]
-    # The folders of the current directory are no packages. What they print goes where progress goes.
-    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-    code = subprocess.run(command, check=False, env=environment, stdout=sys.stderr).returncode
-    if code:
-        raise UserError(f"`{shlex.join(['lightscale', *arguments])}` failed with exit code {code}, as it says above")
 
 
 def figures(lines: list[dict[str, Any]]) -> dict[str, Any]:

@@ -29,8 +29,10 @@ from lightscale.errors import UserError
 # Four rounds already give a pseudorandom permutation (Luby and Rackoff 1988) for strong round functions; two more are
 # cheap and make up for a fast one.
 NUM_ROUNDS = 6
-# Weights become multiples of 1 / 25,200 = 1 / (2^4 3^2 5^2 7): whole per cent, thirds, sevenths … are exact.
-RESOLUTION = 25_200
+# Weights become multiples of 1 / 25,200 = 1 / (2^4 3^2 5^2 7): whole per cent, thirds, sevenths … are exact. Where
+# that misses one by more than the tolerance, of a fortieth of it: that table takes a second to make, and 16 MB.
+RESOLUTIONS = (25_200, 1_008_000)
+WEIGHT_TOLERANCE = 1e-6
 _HALF = np.uint64(32)
 
 
@@ -77,25 +79,28 @@ class Mixture:
     """Weighted mixing of K sources: for every i, each has given floor(w i) or ceil(w i) of the first i
     samples.
 
-    The weights are taken as whole parts p of a period P of about 25,200 samples, w = p / P; a source gets at
-    least one part. Within a period the m-th sample of a source may not come before slot floor((m - 1) P / p)
-    and must come before slot ceil(m P / p); of the samples that may come, the one that must come earliest does
-    (earliest deadline first, ties to the earlier name). As the shares sum to one, no deadline is ever missed
-    (Baruah et al., "Proportionate progress", 1996), which is the bound above. The order of one period is a
-    table; all periods are alike, so sample i is found by one division and one look-up.
+    The weights are taken as whole parts p of a period P of about 25,200 samples, or 1,008,000 where those miss a share
+    by more than 1e-6, w = p / P; a source gets at least one part. Within a period the m-th sample of a source may not
+    come before slot floor((m - 1) P / p) and must come before slot ceil(m P / p); of the samples that may come, the one
+    that must come earliest does (earliest deadline first, ties to the earlier name). As the shares sum to one, no
+    deadline is ever missed (Baruah et al., "Proportionate progress", 1996), which is the bound above. The order of one
+    period is a table; all periods are alike, so sample i is found by one division and one look-up.
     """
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
-        """``weights``: source name to weight > 0, in any unit. Their order does not matter."""
+    def __init__(self, weights: Mapping[str, float], *, resolutions: Sequence[int] = RESOLUTIONS) -> None:
+        """``weights``: source name to weight > 0, in any unit. Their order does not matter.
+
+        ``resolutions``: lengths of a period, of which the first that is fine enough is taken, or the last.
+        """
         if not weights:
             raise UserError("no source to read from; at least one is needed")
         for name, weight in weights.items():
             if not (math.isfinite(weight) and weight > 0):
                 raise UserError(f"source {name}: the weight is {weight}; it must be a finite number above 0")
         self.names = tuple(sorted(weights))
-        self.parts = _whole_parts([weights[name] for name in self.names])
+        self.parts = _whole_parts([weights[name] for name in self.names], resolutions)
         self.period = sum(self.parts)
-        self._source_at, self._rank_at = _one_period(self.parts)
+        self._source_at, self._rank_at = _one_period(tuple(self.parts))
 
     def __call__(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Of (k,) ``samples`` ≥ 0: (k,) number in ``names`` of each one's source, (k,) samples that it gave before."""
@@ -188,17 +193,23 @@ class PartOrder:
         return whole._replace(windows=whole.windows * self._num_parts + parts)
 
 
-def _whole_parts(weights: list[float]) -> list[int]:
+def _whole_parts(weights: list[float], resolutions: Sequence[int]) -> list[int]:
     """Whole parts in proportion to ``weights``, each at least 1, without a common divisor."""
     total = math.fsum(weights)
-    shares = [weight / total * RESOLUTION for weight in weights]
-    # At least one part: a source of tiny weight that rounded to nothing would never be read, without a word.
-    parts = [max(1, round(share)) for share in shares]
+    parts: list[int] = []
+    for resolution in resolutions:
+        # At least one part: a source of tiny weight that rounded to nothing would never be read, without a word.
+        parts = [max(1, round(weight / total * resolution)) for weight in weights]
+        errors = (part / sum(parts) - weight / total for part, weight in zip(parts, weights, strict=True))
+        if all(abs(error) <= WEIGHT_TOLERANCE for error in errors):
+            break
     divisor = math.gcd(*parts)
     return [part // divisor for part in parts]
 
 
-def _one_period(parts: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+# Training and validation mix alike.
+@functools.lru_cache(maxsize=2)
+def _one_period(parts: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(P,) source of every slot of a period, and (P,) how many slots it had before in the period."""
     period = sum(parts)
     # Both heaps compare tuples, so that ties go to the lower number, that is the earlier name, on every machine.

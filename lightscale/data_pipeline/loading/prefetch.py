@@ -4,6 +4,8 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
+import torch
+
 from lightscale.data_pipeline.loading.curriculum import SkippedRanges
 from lightscale.data_pipeline.loading.loader import TokenLoader
 from lightscale.data_pipeline.loading.windows import Batch
@@ -22,13 +24,22 @@ class Prefetcher:
     thread's traceback.
     """
 
-    def __init__(self, loader: TokenLoader, *, depth: int = DEFAULT_DEPTH) -> None:
-        """``depth`` ≥ 1: as many steps of this rank are held in memory at most, beside the present one."""
+    def __init__(self, loader: TokenLoader, *, depth: int = DEFAULT_DEPTH, device: torch.device | None = None) -> None:
+        """Start the thread.
+
+        Args:
+            loader: reads the steps.
+            depth: as many steps of this rank, at least 1, are held in memory at most, beside the present one.
+            device: where the steps go; for a GPU the thread puts them into pinned memory.
+        """
         if depth < 1:
             raise ValueError(f"depth {depth}: at least one step is read ahead")
         self._loader = loader
         self._depth = depth
-        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
+        self._device = device
+        self._reader = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="prefetch", initializer=self._take_device if self._for_gpu else None
+        )
         self._ahead: deque[tuple[_DataPosition, Future[list[Batch]]]] = deque()
 
     def next_step(self) -> list[Batch]:
@@ -59,8 +70,20 @@ class Prefetcher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def _for_gpu(self) -> bool:
+        return self._device is not None and self._device.type == "cuda"
+
+    def _take_device(self) -> None:
+        # Of each thread: pinning would otherwise start GPU 0 for every rank.
+        torch.cuda.set_device(self._device)
+
+    def _batches_after(self, tokens: int) -> list[Batch]:
+        batches = self._loader.batches_after(tokens)
+        return [batch.pinned() for batch in batches] if self._for_gpu else batches
+
     def _read(self, tokens: int) -> None:
-        batches = self._reader.submit(self._loader.batches_after, tokens)
+        batches = self._reader.submit(self._batches_after, tokens)
         self._ahead.append(((tokens, self._loader.skips), batches))
 
     def _drop(self) -> None:

@@ -42,6 +42,13 @@ class Batch:
     """(m,) int64: the position there; above 0 where a document range continues that of the sequence rank before."""
     sources: torch.Tensor
     """(b,) int64: which source each row is from, all of its tokens: its number in the loader's mixture."""
+    host_starts: tuple[torch.Tensor, torch.Tensor] | None = None
+    """``start_slots`` and ``start_positions`` as they were made; None where they have not moved."""
+
+    @property
+    def document_starts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``start_slots`` and ``start_positions`` on the host, which need not ask the device for them."""
+        return self.host_starts or (self.start_slots, self.start_positions)
 
     @property
     def lengths(self) -> None:
@@ -68,10 +75,25 @@ class Batch:
         return steps.cumsum(0).view(self.tokens.shape)
 
     def to(self, device: torch.device) -> "Batch":
-        """The same on ``device``, where ids become int64: they move, and are read, with half the bytes."""
-        # Positions are not among the fields: they are made on the device, of the few numbers that start the ranges.
-        moved = {field.name: getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)}
-        return Batch(**{**moved, "tokens": moved["tokens"].long(), "labels": moved["labels"].long()})
+        """The same on ``device``, where ids become int64: they move, and are read, with half the bytes.
+
+        The host does not wait for the copies to a GPU.
+        """
+        # Only from pinned memory do they run by themselves.
+        batch = self.pinned() if device.type == "cuda" else self
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in batch._tensors().items()}
+        moved = {**moved, "tokens": moved["tokens"].long(), "labels": moved["labels"].long()}
+        return Batch(**moved, host_starts=self.document_starts)
+
+    def pinned(self) -> "Batch":
+        """The same in memory that a GPU copies from by itself; what is there already is not copied."""
+        # Contiguous: anything else would be copied once more, from memory that is not pinned.
+        pinned = {name: tensor.contiguous().pin_memory() for name, tensor in self._tensors().items()}
+        return Batch(**pinned, host_starts=self.host_starts)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        # Positions are not among them: they are made on the device, of the few numbers that start the ranges.
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "host_starts"}
 
 
 class DocumentRanges(NamedTuple):

@@ -32,7 +32,7 @@ from lightscale.config.schema import MOST_ENTRIES, Fraction, Ids, Positive, Sect
 from lightscale.config.text import path_fault
 from lightscale.config.toml import read_toml
 from lightscale.data_pipeline.preparation.filters import make_filter
-from lightscale.data_pipeline.preparation.sources import DEFAULT_SUFFIXES
+from lightscale.data_pipeline.preparation.sources import DEFAULT_SUFFIXES, MAX_DOCUMENT_BYTES, ReadOptions
 from lightscale.data_pipeline.store.format import CHUNK_TOKENS, SHARD_TOKENS, VALIDATION_SUFFIX, check_source_name
 from lightscale.errors import UserError, shortened
 
@@ -44,6 +44,8 @@ _WEIGHT_TOLERANCE = 1e-3
 _Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_ENTRIES)]
 # As many bytes of 4 as compressors take at once, less than 2 GiB; and as a file system takes in one file.
 _MOST_CHUNK_TOKENS, _MOST_SHARD_TOKENS = 2**28, 2**34
+# Records of documents have lengths of 32 bits, and a line of JSON may be four times as long.
+_MOST_DOCUMENT_BYTES = 2**29
 # The index of a shard has an entry for each of its chunks.
 _MOST_CHUNKS = 2**20
 
@@ -112,6 +114,8 @@ class Corpus(Section):
     """Ids of a tokenizer that is trained here, special ones included; none: 4096."""
     validation: Fraction = 0.0
     """Share of the documents to hold out as the sources NAME-validation."""
+    max_document_bytes: Annotated[int, Field(ge=1, le=_MOST_DOCUMENT_BYTES)] = MAX_DOCUMENT_BYTES
+    """Longer texts are counted and skipped. Memory grows with it: about 20 bytes for each, in each process."""
     duplicates: DuplicatesConfig = DuplicatesConfig()
     """Which documents count as the same."""
     shard_tokens: Annotated[int, Field(ge=1, le=_MOST_SHARD_TOKENS)] = SHARD_TOKENS
@@ -126,6 +130,16 @@ class Corpus(Section):
         """Default share of every source in the training samples; none: by their tokens."""
         weights = {name: source.weight for name, source in self.sources.items() if source.weight is not None}
         return weights or None
+
+    def read_options(self, source: str) -> ReadOptions:
+        """What is wanted of the files of ``source``."""
+        config = self.sources[source]
+        return ReadOptions(
+            text_field=config.text_field,
+            id_field=config.id_field,
+            suffixes=tuple(suffix.lower() for suffix in config.suffixes),
+            max_document_bytes=self.max_document_bytes,
+        )
 
     def validation_of(self, source: str) -> float:
         """Share of the documents of ``source`` that are held out."""

@@ -26,6 +26,7 @@ from lightscale.data_pipeline.preparation.sources import (
     PARQUET_SUFFIX,
     FileLister,
     Problems,
+    ReadOptions,
     SourceFile,
 )
 from lightscale.data_pipeline.tokenizers import Tokenizer, train_sentencepiece, with_fast_path
@@ -248,15 +249,15 @@ def _chosen(files: Iterable[SourceFile], sample: int) -> list[SourceFile]:
     """Some of them, enough for ``sample`` documents. Memory does not grow with their number."""
     # By a hash of the name: every n-th could be always of one kind, where kinds take turns.
     some = heapq.nsmallest(sample, files, key=lambda file: xxhash.xxh3_64_intdigest(file.id.encode(), seed=_SEED))
-    of_many = [file for file in some if file.path.name.endswith(_MANY)]
-    return [*of_many[:_FILES], *(file for file in some if not file.path.name.endswith(_MANY))]
+    of_many = [file for file in some if file.path.name.lower().endswith(_MANY)]
+    return [*of_many[:_FILES], *(file for file in some if not file.path.name.lower().endswith(_MANY))]
 
 
 def _kept_texts(
     corpus: Corpus, name: str, files: list[SourceFile], sample: int, found: SourceEstimate
 ) -> Iterator[str]:
     """The texts among the first documents of ``files`` that the filters keep; counts what it sees in ``found``."""
-    config = corpus.sources[name]
+    config, options = corpus.sources[name], corpus.read_options(name)
     rules = make_filter(config.language, config.filters) if config.language else None
     for number, file in enumerate(files):
         # What a short file leaves of its share is for those behind it.
@@ -266,7 +267,7 @@ def _kept_texts(
         own = FileSample(size_bytes=file.size_bytes)
         found.samples.append(own)
         started = time.process_time()
-        for raw in _first_documents(file, wanted, config.text_field, own, found.problems):
+        for raw in _first_documents(file, wanted, options, own, found.problems):
             own.sampled += 1
             own.sampled_bytes += _num_bytes(raw)
             text = normalise(raw.data).text
@@ -282,22 +283,22 @@ def _kept_texts(
 
 
 def _first_documents(
-    file: SourceFile, wanted: int, text_field: str, own: FileSample, problems: Problems
+    file: SourceFile, wanted: int, options: ReadOptions, own: FileSample, problems: Problems
 ) -> Iterator[RawDocument]:
     """The first ``wanted`` documents of a file, and in ``own`` how much of the file was read for how many.
 
     Files are read in buffers, and only at the end of one is it known how many bytes its documents take: the documents
     up to there are counted too, but not given. A parquet file knows its rows.
     """
-    is_parquet = file.path.name.endswith(PARQUET_SUFFIX)
+    is_parquet = file.path.name.lower().endswith(PARQUET_SUFFIX)
     consumed = 0
 
     def advance(num_bytes: int) -> None:
         nonlocal consumed
         consumed += num_bytes
 
-    for file_range in cut_into_ranges(file, _WHOLE_FILE, problems):
-        for raw in read(file_range, problems, text_field=text_field, advance=advance):
+    for file_range in cut_into_ranges(file, _WHOLE_FILE, problems, options=options):
+        for raw in read(file_range, problems, options=options, advance=advance):
             if own.seen_documents >= wanted and (consumed >= _SEEN_BYTES or is_parquet):
                 break
             own.seen_documents += 1

@@ -47,7 +47,7 @@ class PreparationPlan:
     path: Path
     units: list[UnitSummary]
     problems: dict[str, dict[str, Any]]
-    """By source: what was wrong with its files when they were listed, as ``Problems.as_json`` gives it."""
+    """By source: what was wrong with its files when they were listed, as ``Problems.as_part`` gives it."""
     num_files: int
     sha256: str
     """Identity: of units, files, their sizes and times."""
@@ -92,7 +92,7 @@ def write_plan(path: Path, corpus: Corpus, *, unit_bytes: int | None, strict: bo
             lines.write(line)
             num_files += sum(1 for file_range in content["ranges"] if file_range[4] == 0)  # ranges that begin a file
         # Known only after the last file; not part of the hash, which units alone decide.
-        last = {"problems": {name: found.as_json() for name, found in problems.items()}, "num_files": num_files}
+        last = {"problems": {name: found.as_part() for name, found in problems.items()}, "num_files": num_files}
         lines.write(json.dumps(last).encode() + b"\n")
     return digest.hexdigest()
 
@@ -140,7 +140,7 @@ def _units(corpus: Corpus, problems: dict[str, Problems], unit_bytes: int) -> It
     num_files = 0
     for name, file in _files(corpus, problems):
         begun = False
-        for file_range in cut_into_ranges(file, unit_bytes, problems[name]):
+        for file_range in cut_into_ranges(file, unit_bytes, problems[name], options=corpus.read_options(name)):
             # Of files with ranges, so that a number is that of a name in the store.
             num_files, begun = num_files + (not begun), True
             # A unit has one source, because tokens, filters and shards are by source.

@@ -25,6 +25,7 @@ from lightscale.data_pipeline.preparation.sources import (
     TRUNCATED,
     UNREADABLE,
     Problems,
+    ReadOptions,
     SourceFile,
 )
 from lightscale.errors import UserError
@@ -43,14 +44,16 @@ try:
 except ImportError:
     pyarrow = None
 
-MAX_DOCUMENT_BYTES = 16 * 2**20
-# JSON can write a byte of text as six.
-MAX_LINE_BYTES = 4 * MAX_DOCUMENT_BYTES
 MAX_ID_CHARACTERS = 2048
 _READ_BYTES = 2**20
 _COMPRESSED_READ_BYTES = 2**16
 _ROWS = 256
-_PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip", ".7z")
+_PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip", ".7z", ".tar", ".tgz")
+# Their texts are inside of something: trained on as they are, a model would learn the format.
+_OTHER_SUFFIXES = (
+    *(".json", ".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".warc", ".wet", ".wat"),
+    *(".pdf", ".docx", ".epub", ".sqlite", ".db", ".npy", ".npz", ".pkl", ".bin", ".idx"),
+)
 
 _UNPACK_ERRORS: tuple[type[Exception], ...] = (zlib.error,) if zstandard is None else (zlib.error, zstandard.ZstdError)
 
@@ -86,13 +89,15 @@ class RawDocument:
     """Its own id or URL, from the field that the source says."""
 
 
-def cut_into_ranges(file: SourceFile, range_bytes: int, problems: Problems) -> Iterator[FileRange]:
+def cut_into_ranges(
+    file: SourceFile, range_bytes: int, problems: Problems, *, options: ReadOptions
+) -> Iterator[FileRange]:
     """``file`` in ranges of about ``range_bytes``, as far as its format allows. Reads metadata only.
 
     A file that cannot be read at all is counted in ``problems``. ``UserError`` where a package for the format is
     missing.
     """
-    name = file.path.name
+    name = file.path.name.lower()
     if name.endswith(".jsonl"):
         for start in range(0, file.size_bytes, range_bytes):
             stop = min(start + range_bytes, file.size_bytes)
@@ -105,21 +110,20 @@ def cut_into_ranges(file: SourceFile, range_bytes: int, problems: Problems) -> I
         yield FileRange(file=file, num_bytes=file.size_bytes)
     elif name.endswith(_PACKED_SUFFIXES):
         problems.add(UNREADABLE, f"{file.id}: compressed files are read as .jsonl.gz and .jsonl.zst only")
+    elif name.endswith(_OTHER_SUFFIXES) and not name.endswith(options.suffixes):
+        advice = "write its documents as .jsonl, or name its suffix in suffixes to read all of it as one text"
+        problems.add(UNREADABLE, f"{file.id}: neither text, jsonl nor parquet; {advice}")
     else:
         yield FileRange(file=file, num_bytes=file.size_bytes)
 
 
-def read(
-    file_range: FileRange, problems: Problems, *, text_field: str, advance: Advance, id_field: str | None = None
-) -> Iterator[RawDocument]:
+def read(file_range: FileRange, problems: Problems, *, options: ReadOptions, advance: Advance) -> Iterator[RawDocument]:
     """The documents of ``file_range`` in order.
 
-    ``id_field``: the field or column of the documents' own ids; where a document has none there it gets none.
     What cannot be read is counted in ``problems`` with file and position, and the rest is read: a missing or changed
-    file, the end of a truncated one, lines that are no objects, rows and objects without text, texts of more than
-    16 MiB.
+    file, the end of a truncated one, lines that are no objects, rows and objects without text, texts that are too long.
     """
-    name = file_range.file.path.name
+    name = file_range.file.path.name.lower()
     try:
         status = file_range.file.path.stat()
         # The plan was made for the file as it was: ranges of another file would begin in the middle of anything.
@@ -127,24 +131,24 @@ def read(
             problems.add(
                 CHANGED,
                 f"{file_range.file.id}: {status.st_size} bytes, {file_range.file.size_bytes} when it was listed",
+                file=file_range.file,
             )
             return
         if name.endswith(PARQUET_SUFFIX):
-            yield from _read_parquet(file_range, problems, text_field, id_field, advance)
+            yield from _read_parquet(file_range, problems, options, advance)
         elif name.endswith(JSONL_SUFFIXES):
-            yield from _read_jsonl(file_range, problems, text_field, id_field, advance)
+            yield from _read_jsonl(file_range, problems, options, advance)
         else:
-            yield from _read_text(file_range, problems, advance)
+            yield from _read_text(file_range, problems, options, advance)
     except OSError as error:
-        problems.add(UNREADABLE, f"{file_range.file.id}: {error.strerror or error}")
+        problems.add(UNREADABLE, f"{file_range.file.id}: {error.strerror or error}", file=file_range.file)
 
 
-def _read_text(file_range: FileRange, problems: Problems, advance: Advance) -> Iterator[RawDocument]:
-    if file_range.file.size_bytes > MAX_DOCUMENT_BYTES:
-        problems.add(
-            TOO_LONG,
-            f"{file_range.file.id}: {file_range.file.size_bytes} bytes, more than the limit of {MAX_DOCUMENT_BYTES}",
-        )
+def _read_text(
+    file_range: FileRange, problems: Problems, options: ReadOptions, advance: Advance
+) -> Iterator[RawDocument]:
+    if file_range.file.size_bytes > options.max_document_bytes:
+        problems.add(TOO_LONG, _too_long(file_range.file.id, file_range.file.size_bytes, options))
     else:
         data = file_range.file.path.read_bytes()
         yield RawDocument(id=file_range.file.id, data=data, num_bytes=len(data))
@@ -152,9 +156,9 @@ def _read_text(file_range: FileRange, problems: Problems, advance: Advance) -> I
 
 
 def _read_jsonl(
-    file_range: FileRange, problems: Problems, text_field: str, id_field: str | None, advance: Advance
+    file_range: FileRange, problems: Problems, options: ReadOptions, advance: Advance
 ) -> Iterator[RawDocument]:
-    packed = not file_range.file.path.name.endswith(".jsonl")
+    packed = not file_range.file.path.name.lower().endswith(".jsonl")
     # A line belongs to the range that it begins in, so that ranges together have every line once, wherever they end.
     # Reading starts a byte early: the first newline from there ends a line of the range before, or nothing if the range
     # begins exactly where a line does.
@@ -162,21 +166,22 @@ def _read_jsonl(
     with file_range.file.path.open("rb", buffering=0) as file:
         file.seek(first)
         buffers = _unpacked(file, file_range.file, problems, advance) if packed else _plain(file, advance)
-        lines = _lines(buffers, first)
         if file_range.start:
-            next(lines, None)
-        for offset, line in lines:
+            assert file_range.stop is not None
+            # No further than this range: a line that fills several of them would be read to its end by each.
+            first, buffers = _after_newline(buffers, first, file_range.stop)
+        for offset, line in _lines(buffers, first, options.max_line_bytes):
             if file_range.stop is not None and offset >= file_range.stop:
                 break
             document_id = f"{file_range.file.id}@{offset}"
             if line is None:
-                problems.add(TOO_LONG, f"{document_id}: a line of more than {MAX_LINE_BYTES} bytes")
+                problems.add(TOO_LONG, f"{document_id}: a line of more than {options.max_line_bytes} bytes")
             elif line and not line.isspace():
                 # Some programs begin a UTF-8 file with the mark; JSON forbids it.
                 record = _record_of_line(line.removeprefix(codecs.BOM_UTF8), document_id, problems)
-                text = None if record is None else _text_of(record, document_id, problems, text_field)
+                text = None if record is None else _text_of(record, document_id, problems, options)
                 if record is not None and text is not None:
-                    own_id = _own_id(record.get(id_field)) if id_field else None
+                    own_id = _own_id(record.get(options.id_field)) if options.id_field else None
                     yield RawDocument(id=document_id, data=text, begin=offset, num_bytes=len(line), own_id=own_id)
 
 
@@ -184,6 +189,17 @@ def _plain(file: Any, advance: Advance) -> Iterator[bytes]:
     while buffer := file.read(_READ_BYTES):
         yield buffer
         advance(len(buffer))
+
+
+def _after_newline(buffers: Iterator[bytes], offset: int, stop: int) -> tuple[int, Iterator[bytes]]:
+    """Where the first line begins, and ``buffers`` from there on; nothing if that is not before ``stop``."""
+    for buffer in buffers:
+        if (place := buffer.find(b"\n")) >= 0:
+            return offset + place + 1, itertools.chain([buffer[place + 1 :]], buffers)
+        offset += len(buffer)
+        if offset >= stop:
+            break
+    return offset, iter(())
 
 
 class _Unpacker(Protocol):
@@ -196,7 +212,7 @@ class _Unpacker(Protocol):
 
 def _unpacked(file: Any, source: SourceFile, problems: Problems, advance: Advance) -> Iterator[bytes]:
     """The content of a gzip or zstandard file; what comes before damage or a missing end is given."""
-    is_zst = source.path.name.endswith(".zst")
+    is_zst = source.path.name.lower().endswith(".zst")
     unpacker: _Unpacker | None = None
     position = unpacked = 0
     try:
@@ -228,7 +244,7 @@ def _make_unpacker(is_zst: bool) -> _Unpacker:
     return zstandard.ZstdDecompressor().decompressobj() if is_zst else zlib.decompressobj(31)
 
 
-def _lines(buffers: Iterator[bytes], offset: int) -> Iterator[tuple[int, bytes | None]]:
+def _lines(buffers: Iterator[bytes], offset: int, most_bytes: int) -> Iterator[tuple[int, bytes | None]]:
     """(where it begins, line without newline) of what ``buffers`` hold from ``offset`` on; None: it was too long."""
     waiting: list[bytes] = []
     num_waiting = 0
@@ -237,16 +253,16 @@ def _lines(buffers: Iterator[bytes], offset: int) -> Iterator[tuple[int, bytes |
         for part in whole:
             size = num_waiting + len(part)
             line = b"".join([*waiting, part]) if waiting else part
-            yield offset, line if size <= MAX_LINE_BYTES else None
+            yield offset, line if size <= most_bytes else None
             offset += size + 1
             waiting, num_waiting = [], 0
         if last:
             num_waiting += len(last)
             # Of a longer line nothing more is kept, only its length: the next line's offset depends on it.
-            if num_waiting <= MAX_LINE_BYTES:
+            if num_waiting <= most_bytes:
                 waiting.append(last)
     if num_waiting:
-        yield offset, b"".join(waiting) if num_waiting <= MAX_LINE_BYTES else None
+        yield offset, b"".join(waiting) if num_waiting <= most_bytes else None
 
 
 def _record_of_line(line: bytes, document_id: str, problems: Problems) -> dict[str, Any] | None:
@@ -261,12 +277,12 @@ def _record_of_line(line: bytes, document_id: str, problems: Problems) -> dict[s
     return record
 
 
-def _text_of(record: dict[str, Any], document_id: str, problems: Problems, text_field: str) -> str | None:
-    text = record.get(text_field)
+def _text_of(record: dict[str, Any], document_id: str, problems: Problems, options: ReadOptions) -> str | None:
+    text = record.get(options.text_field)
     if not isinstance(text, str):
-        problems.add(NO_TEXT, f"{document_id}: no string {text_field!r} (found {_describe_fields(record)})")
+        problems.add(NO_TEXT, f"{document_id}: no string {options.text_field!r} (found {_describe_fields(record)})")
         return None
-    return text if _fits(text, document_id, problems) else None
+    return text if _fits(text, document_id, problems, options) else None
 
 
 def _own_id(value: Any) -> str | None:
@@ -288,13 +304,18 @@ def _parse(line: bytes, document_id: str, problems: Problems) -> Any:
     return json.loads(text)
 
 
-def _fits(text: str | bytes, document_id: str, problems: Problems) -> bool:
+def _fits(text: str | bytes, document_id: str, problems: Problems, options: ReadOptions) -> bool:
     # A character is four bytes at most: most texts need no second look.
-    num_bytes = len(text) if isinstance(text, bytes) or 4 * len(text) <= MAX_DOCUMENT_BYTES else _utf8_length(text)
-    if num_bytes <= MAX_DOCUMENT_BYTES:
+    most = options.max_document_bytes
+    num_bytes = len(text) if isinstance(text, bytes) or 4 * len(text) <= most else _utf8_length(text)
+    if num_bytes <= most:
         return True
-    problems.add(TOO_LONG, f"{document_id}: {num_bytes} bytes, more than the limit of {MAX_DOCUMENT_BYTES}")
+    problems.add(TOO_LONG, _too_long(document_id, num_bytes, options))
     return False
+
+
+def _too_long(document_id: str, num_bytes: int, options: ReadOptions) -> str:
+    return f"{document_id}: {num_bytes} bytes, more than max_document_bytes = {options.max_document_bytes}"
 
 
 def _utf8_length(text: str) -> int:
@@ -324,34 +345,44 @@ def _parquet_ranges(file: SourceFile, range_bytes: int, problems: Problems) -> I
 
 
 def _read_parquet(
-    file_range: FileRange, problems: Problems, text_field: str, id_field: str | None, advance: Advance
+    file_range: FileRange, problems: Problems, options: ReadOptions, advance: Advance
 ) -> Iterator[RawDocument]:
-    row = 0
+    assert file_range.stop is not None
     try:
         with pyarrow.parquet.ParquetFile(file_range.file.path, pre_buffer=False) as parquet:
-            if (fault := _column_fault(parquet.schema_arrow, text_field)) is not None:
-                problems.add(NO_TEXT, f"{file_range.file.id}: {fault}")
+            if (fault := _column_fault(parquet.schema_arrow, options.text_field)) is not None:
+                problems.add(NO_TEXT, f"{file_range.file.id}: {fault}", file=file_range.file)
                 return
-            assert file_range.stop is not None
-            columns = [text_field]
-            if id_field is not None and id_field != text_field and id_field in parquet.schema_arrow.names:
-                columns.append(id_field)
             row = sum(parquet.metadata.row_group(group).num_rows for group in range(file_range.start))
             for group in range(file_range.start, file_range.stop):
-                for batch in parquet.iter_batches(_ROWS, row_groups=[group], columns=columns):
-                    # As bytes: pyarrow does not check that its strings are UTF-8.
-                    texts = batch.column(text_field).cast(pyarrow.large_binary()).to_pylist()
-                    ids = batch.column(columns[-1]).to_pylist() if len(columns) > 1 else itertools.repeat(None)
-                    for data, own_id in zip(texts, ids, strict=False):
-                        document_id = f"{file_range.file.id}@{row}"
-                        if data is None:
-                            problems.add(NO_TEXT, f"{document_id}: null in {text_field!r}")
-                        elif _fits(data, document_id, problems):
-                            yield RawDocument(id=document_id, data=data, begin=row, own_id=_own_id(own_id))
-                        row += 1
+                yield from _read_group(parquet, group, row, file_range.file, problems, options)
+                row += parquet.metadata.row_group(group).num_rows
                 advance(file_range.num_bytes // (file_range.stop - file_range.start))
+    except pyarrow.ArrowException as error:
+        problems.add(UNREADABLE, f"{file_range.file.id}: {_one_line(error)}", file=file_range.file)
+
+
+def _read_group(
+    parquet: Any, group: int, row: int, file: SourceFile, problems: Problems, options: ReadOptions
+) -> Iterator[RawDocument]:
+    """The documents of a row group, which begins at ``row``. Damage is counted, and costs nothing of other groups."""
+    columns, id_field = [options.text_field], options.id_field
+    if id_field is not None and id_field != options.text_field and id_field in parquet.schema_arrow.names:
+        columns.append(id_field)
+    try:
+        for batch in parquet.iter_batches(_ROWS, row_groups=[group], columns=columns):
+            # As bytes: pyarrow does not check that its strings are UTF-8.
+            texts = batch.column(options.text_field).cast(pyarrow.large_binary()).to_pylist()
+            ids = batch.column(columns[-1]).to_pylist() if len(columns) > 1 else itertools.repeat(None)
+            for data, own_id in zip(texts, ids, strict=False):
+                document_id = f"{file.id}@{row}"
+                if data is None:
+                    problems.add(NO_TEXT, f"{document_id}: null in {options.text_field!r}")
+                elif _fits(data, document_id, problems, options):
+                    yield RawDocument(id=document_id, data=data, begin=row, own_id=_own_id(own_id))
+                row += 1
     except (OSError, pyarrow.ArrowException) as error:
-        problems.add(UNREADABLE, f"{file_range.file.id}: after row {row}: {_one_line(error)}")
+        problems.add(UNREADABLE, f"{file.id}: after row {row}: {_one_line(error)}")
 
 
 def _column_fault(schema: Any, text_field: str) -> str | None:

@@ -121,7 +121,7 @@ def _source_report(context: Context, source: str, problems: Problems) -> dict[st
                 lengths += counts["lengths"]
                 for key in written[split]:
                     written[split][key] += counts[key]
-    problems.merge(total.problems.as_json())
+    problems.merge(total.problems.as_part())
     config = context.corpus.sources[source]
     steps = {name: step.as_json() for name, step in total.steps.items()}
     steps["normalise"]["changed"] = {

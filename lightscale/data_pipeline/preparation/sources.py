@@ -12,6 +12,7 @@ from typing import Any
 
 import xxhash
 
+from lightscale.data_pipeline.preparation.work_directory import is_work_directory
 from lightscale.errors import UserError
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
@@ -34,8 +35,10 @@ NO_TEXT = "no text in the field"
 TOO_LONG = "document too long"
 EMPTY = "empty document skipped"
 READ_TWICE = "file given twice, read once"
-_HARMLESS = frozenset({EMPTY, READ_TWICE})
+OTHER_KIND = "other file in a directory, by its suffix"
+_HARMLESS = frozenset({EMPTY, READ_TWICE, OTHER_KIND})
 _MAX_EXAMPLES = 20
+MAX_DOCUMENT_BYTES = 16 * 2**20
 
 
 class Problems:
@@ -48,11 +51,21 @@ class Problems:
         self.strict = strict
         self.counts: Counter[str] = Counter()
         self.examples: dict[str, list[str]] = {}
+        # By reason: the first and the last file of which it was said as a whole. Ranges of a file follow one another.
+        self._files: dict[str, tuple[str, str]] = {}
 
-    def add(self, reason: str, where: str) -> None:
-        """Count ``reason`` at ``where``, a file's id with line and detail where there are any."""
+    def add(self, reason: str, where: str, *, file: "SourceFile | None" = None) -> None:
+        """Count ``reason`` at ``where``, a file's id with line and detail where there are any.
+
+        ``file``: it is all of this file that is wrong, which counts once, however many ranges it is read in.
+        """
         if self.strict and reason not in _HARMLESS:
             raise UserError(f"{reason}: {where} (--strict stops here; without it, this is counted and skipped)")
+        if file is not None:
+            first, last = self._files.get(reason, (file.id, None))
+            self._files[reason] = (first, file.id)
+            if file.id == last:
+                return
         self.counts[reason] += 1
         examples = self.examples.setdefault(reason, [])
         if len(examples) < _MAX_EXAMPLES:
@@ -64,12 +77,25 @@ class Problems:
             reason: {"count": count, "examples": self.examples[reason]} for reason, count in sorted(self.counts.items())
         }
 
+    def as_part(self) -> dict[str, Any]:
+        """The same, with what ``merge`` needs of a part of the corpus."""
+        return {reason: {**problem, "files": self._files.get(reason)} for reason, problem in self.as_json().items()}
+
     def merge(self, found: dict[str, Any]) -> None:
-        """Add what ``as_json`` gave for a later part of the corpus."""
+        """Add what ``as_part`` gave for the next part of the corpus."""
         for reason, problem in found.items():
-            self.counts[reason] += problem["count"]
             examples = self.examples.setdefault(reason, [])
-            examples.extend(problem["examples"][: _MAX_EXAMPLES - len(examples)])
+            new = problem["examples"]
+            count = problem["count"]
+            if problem["files"] is not None:
+                first, last = problem["files"]
+                before = self._files.get(reason)
+                self._files[reason] = (first if before is None else before[0], last)
+                if before is not None and before[1] == first:
+                    # The file that the part before ended in: its examples begin with it.
+                    count, new = count - 1, new[1:]
+            self.counts[reason] += count
+            examples.extend(new[: _MAX_EXAMPLES - len(examples)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +107,25 @@ class SourceFile:
     """Stable name: the path from the given directory (its name included), or the given file's name."""
     size_bytes: int
     mtime_ns: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadOptions:
+    """What is wanted of a file."""
+
+    text_field: str = "text"
+    """Of jsonl objects, column of parquet files."""
+    id_field: str | None = None
+    """Of the documents' own ids; where a document has none there it gets none."""
+    suffixes: tuple[str, ...] = ()
+    """Of files that are read as text though they are of another kind, like ".csv"."""
+    max_document_bytes: int = MAX_DOCUMENT_BYTES
+    """Of a text; longer ones are counted and skipped. Memory grows with it."""
+
+    @property
+    def max_line_bytes(self) -> int:
+        """Of a jsonl file: JSON can write a byte of text as six."""
+        return 4 * self.max_document_bytes
 
 
 class FileLister:
@@ -98,16 +143,18 @@ class FileLister:
         """The files of ``entries`` in order: the entries as given, what a pattern matches and what a directory holds
         by name.
 
-        A path of a file is taken whatever its suffix. In directories only files with one of ``suffixes`` count,
-        and hidden entries (``.git``) and ``__pycache__`` are skipped; links are followed, a loop is counted
-        once. Raises ``UserError`` for a path that does not exist and a pattern that matches nothing.
+        A path of a file is taken whatever its suffix. In directories only files with one of ``suffixes``, in capitals
+        or not, count; the others are counted as problems, but for hidden entries (``.git``) and ``__pycache__``. Links
+        are followed, a loop is counted once. Raises ``UserError`` for a path that does not exist and a pattern that
+        matches nothing.
         """
         for entry in entries:
             if entry == STDLIB_PATH:
                 yield from self._once(_list_stdlib(self._problems))
                 continue
             for root in _expand(entry):
-                yield from self._once(_list_root(root, tuple(suffixes), self._problems))
+                wanted = _Wanted(suffixes=tuple(suffix.lower() for suffix in suffixes))
+                yield from self._once(_list_root(root, wanted, self._problems))
 
     def _once(self, files: Iterator[SourceFile]) -> Iterator[SourceFile]:
         for file in files:
@@ -118,6 +165,16 @@ class FileLister:
             else:
                 self._seen.add(digest)
                 yield file
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Wanted:
+    """What is taken of a directory."""
+
+    suffixes: tuple[str, ...]
+    skipped_dirs: frozenset[str] = _SKIPPED_DIRS
+    counts_others: bool = True
+    """Whether files of other kinds are counted as problems."""
 
 
 def _expand(entry: str) -> list[Path]:
@@ -131,14 +188,14 @@ def _expand(entry: str) -> list[Path]:
     return [Path(name) for name in found]
 
 
-def _list_root(root: Path, suffixes: tuple[str, ...], problems: Problems) -> Iterator[SourceFile]:
+def _list_root(root: Path, wanted: _Wanted, problems: Problems) -> Iterator[SourceFile]:
     try:
         status = root.lstat()
     except OSError as error:
         raise UserError(f"{root}: {error.strerror}") from error
     if stat.S_ISDIR(status.st_mode) or root.is_dir():
         top = root.resolve()
-        yield from _walk(top, _printable(top.name), (), suffixes, _SKIPPED_DIRS, problems)
+        yield from _walk(top, _printable(top.name), (), wanted, problems)
     else:
         yield from _one_file(root, _printable(root.name), problems)
 
@@ -148,15 +205,15 @@ def _list_stdlib(problems: Problems) -> Iterator[SourceFile]:
     root = Path(sysconfig.get_path("stdlib"))
     if not root.is_dir():
         raise UserError(f"{root}: the standard library's sources are not there; use a path instead of {STDLIB_PATH}")
-    yield from _walk(root.resolve(), "", (), (".py",), _STDLIB_SKIPPED_DIRS, problems)
+    wanted = _Wanted(suffixes=(".py",), skipped_dirs=_STDLIB_SKIPPED_DIRS, counts_others=False)
+    yield from _walk(root.resolve(), "", (), wanted, problems)
 
 
 def _walk(
     directory: Path,
     id_prefix: str,
     parents: tuple[tuple[int, int], ...],
-    suffixes: tuple[str, ...],
-    skipped_dirs: frozenset[str],
+    wanted: _Wanted,
     problems: Problems,
 ) -> Iterator[SourceFile]:
     """Depth first. ``parents``: (device, inode) of the directories above; one that returns is a loop."""
@@ -177,11 +234,12 @@ def _walk(
         name = _printable(entry.name)
         entry_id = f"{id_prefix}/{name}" if id_prefix else name
         if _is_dir(entry):
-            if entry.name not in skipped_dirs:
-                above = (*parents, identity)
-                yield from _walk(Path(entry.path), entry_id, above, suffixes, skipped_dirs, problems)
-        elif entry.name.endswith(suffixes):
+            if entry.name not in wanted.skipped_dirs and not is_work_directory(Path(entry.path)):
+                yield from _walk(Path(entry.path), entry_id, (*parents, identity), wanted, problems)
+        elif entry.name.lower().endswith(wanted.suffixes):
             yield from _one_file(Path(entry.path), entry_id, problems)
+        elif wanted.counts_others:
+            problems.add(OTHER_KIND, entry_id)
 
 
 def _is_dir(entry: os.DirEntry[str]) -> bool:

@@ -121,7 +121,7 @@ class UnitCounts:
             "stages": {name: step.as_json() for name, step in self.steps.items()},
             "changed_documents": dict(sorted(self.changed_documents.items())),
             "changes": dict(sorted(self.changes.items())),
-            "problems": self.problems.as_json(),
+            "problems": self.problems.as_part(),
         }
 
     def merge(self, content: dict[str, Any]) -> None:
@@ -192,12 +192,10 @@ def clean_documents(
     """The documents of a unit, in order, that are left after reading, normalising and filtering."""
     # A generator, document after document: memory does not grow with the unit, and one pass does all four steps.
     rules = context.filter_of(unit.source)
-    source = context.corpus.sources[unit.source]
+    options = context.corpus.read_options(unit.source)
     was_read, normalised, filtered = (counts.steps[name] for name in STEPS_OF_A_UNIT)
     for file_range in context.plan.file_ranges(unit):
-        documents = read(
-            file_range, counts.problems, text_field=source.text_field, advance=advance, id_field=source.id_field
-        )
+        documents = read(file_range, counts.problems, options=options, advance=advance)
         for raw in documents:
             data = raw.data
             was_read.keep(len(data) if isinstance(data, bytes) else len(data.encode(errors="surrogatepass")))

@@ -15,7 +15,6 @@ finished work: there is no other record of it.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -26,7 +25,9 @@ from typing import Any
 
 from lightscale.data_pipeline.whole_files import DISK_FULL_ERRNOS, TEMPORARY_SUFFIX, write_json
 from lightscale.errors import UserError
+from lightscale.files import lock_or_refuse
 
+_SUFFIX = ".work"
 _STATE_FILE, _LOCK_FILE = "state.json", "lock"
 # The state comes last: while anything is left of a finished preparation, it says that it is finished.
 _OWN_NAMES = (
@@ -43,6 +44,11 @@ _OWN_NAMES = (
 )
 
 
+def is_work_directory(path: Path) -> bool:
+    """Whether a preparation works, or has worked, there: nothing in it is of a corpus."""
+    return path.name.endswith(_SUFFIX) and (path / _LOCK_FILE).is_file()
+
+
 class WorkDirectory:
     """The files beside the store that is being made."""
 
@@ -54,7 +60,7 @@ class WorkDirectory:
     @classmethod
     def beside(cls, store: Path) -> "WorkDirectory":
         """That of ``store``."""
-        return cls(store.parent / f"{store.name}.work")
+        return cls(store.parent / f"{store.name}{_SUFFIX}")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -65,10 +71,7 @@ class WorkDirectory:
         except OSError as error:
             raise UserError(f"{self.path}: {error.filename} cannot be made ({error.strerror})") from error
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise UserError(f"{self.path}: another process is preparing this store ({error.strerror})") from error
+            lock_or_refuse(descriptor, self.path, held="another process is preparing this store")
             yield
         finally:
             os.close(descriptor)  # releases the lock; so does the end of the process, however it ends

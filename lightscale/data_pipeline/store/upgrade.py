@@ -6,7 +6,6 @@ also for who is reading it. Nothing says where the documents of an old store cam
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -35,6 +34,7 @@ from lightscale.data_pipeline.store.shards import (
 from lightscale.data_pipeline.store.verify import verify_store
 from lightscale.data_pipeline.whole_files import DISK_FULL_ERRNOS, whole_directory, whole_file
 from lightscale.errors import UserError
+from lightscale.files import lock_or_refuse
 
 _STEP = "hash blocks"
 
@@ -81,10 +81,8 @@ def _locked(path: Path) -> Iterator[None]:
     """Keep other upgrades of the store out, until this process ends."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_or_refuse(descriptor, path, held="another process is upgrading it")
         yield
-    except BlockingIOError as error:
-        raise UserError(f"{path}: another process is upgrading it") from error
     finally:
         os.close(descriptor)
 

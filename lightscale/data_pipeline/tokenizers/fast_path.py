@@ -4,8 +4,11 @@ A sample of every batch is encoded by both. At the first difference, or error, t
 the fast encoder is off for the rest of the process, and the report notes it.
 """
 
+import functools
 import importlib
+import sys
 import tempfile
+import unicodedata
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from itertools import pairwise
@@ -26,11 +29,31 @@ _GIGATOKEN_PATTERNS = {"gpt2": "gpt2", "r50k_base": "gpt2", "cl100k_base": "cl10
 _CACHE_CHARACTERS = 2**28
 # At least so many documents of a batch are compared, and one in so many.
 _MIN_SAMPLE, _SAMPLE_EVERY = 8, 100
+# Of Unicode, that have characters: of its 17 the others take time to look at and have none.
+_PLANES = (0, 1, 2, 3, 14, 15, 16)
 _FIRST_TEXTS = (
     *PROBES,
     "the 字 it's 12345 \u0130\u017f\n\n  def f(x):\r\n\treturn x  \u3000",
     "a" * 300 + " " * 300 + "é" * 300,
 )
+
+
+@functools.cache
+def _unassigned() -> NDArray[np.bool_]:
+    """(0x110000,): whether Unicode, in this Python's version, has no such character."""
+    found = np.ones(sys.maxunicode + 1, dtype=bool)
+    for plane in _PLANES:
+        codes = range(plane << 16, (plane + 1) << 16)
+        found[codes.start : codes.stop] = [unicodedata.category(chr(code)) == "Cn" for code in codes]
+    return found
+
+
+def has_unassigned(text: str) -> bool:
+    """Whether a character of ``text`` is none of Unicode's, in this Python's version."""
+    if text.isascii():
+        return False
+    codes = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")
+    return bool(_unassigned()[codes].any())
 
 
 class CheckedTokenizer:
@@ -118,10 +141,15 @@ def fast_path_notes(tokenizer: Tokenizer) -> list[str]:
 
 
 class _Gigatoken:
-    """gigatoken with the ranks of a tokenizer and no special tokens, so that none can be spelled."""
+    """gigatoken with the ranks of a tokenizer and no special tokens, so that none can be spelled.
+
+    Texts with characters that are newer than this Python's Unicode are encoded by the tokenizer itself: whether those
+    are letters depends on the version of Unicode that each of the two was built with.
+    """
 
     def __init__(self, tokenizer: TiktokenTokenizer) -> None:
         self._package: Any = importlib.import_module("gigatoken")
+        self._reference = tokenizer
         self._pattern = _GIGATOKEN_PATTERNS[tokenizer.name]
         self._ranks = tokenizer.ranks
         self._start()
@@ -133,7 +161,11 @@ class _Gigatoken:
         # One thread: processes are what scales.
         layout = self._encoder.encode_batch(list(texts), parallel=False).layout
         ids, ends = np.asarray(layout.content.data, dtype=np.uint32), np.asarray(layout.offsets.data)
-        return [ids[start:end] for start, end in pairwise(ends)]
+        encoded = [ids[start:end] for start, end in pairwise(ends)]
+        for number, text in enumerate(texts):
+            if has_unassigned(text) and number < len(encoded):
+                encoded[number] = self._reference.encode(text)
+        return encoded
 
     def _start(self) -> None:
         with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:

@@ -40,7 +40,7 @@ class HuggingFaceTokenizer:
 
         ``end_of_text``: its token between documents; none: the first that the file has of those in use.
         """
-        self._file = file
+        self.file = file
         self._tokenizer, special = _parse(file, origin)
         self._end_of_text = end_of_text or next((name for name in _ENDS_OF_TEXT if name in special), "")
         if self._end_of_text not in special:
@@ -74,7 +74,7 @@ class HuggingFaceTokenizer:
 
     def save(self, directory: Path) -> None:
         """See ``Tokenizer``."""
-        (directory / _FILE).write_bytes(self._file)
+        (directory / _FILE).write_bytes(self.file)
         write_description(directory, self, {"kind": "huggingface", "end_of_text": self._end_of_text})
 
     def _require_no_forgery(self, special: dict[str, int], origin: str) -> None:

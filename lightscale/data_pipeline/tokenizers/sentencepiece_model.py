@@ -38,7 +38,7 @@ class SentencePieceTokenizer:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
             raise UserError(f"{origin}: not a sentencepiece model ({error})") from error
-        self._model = model
+        self.model = model
         self.sha256 = _sha256(model)
         self.vocab_size: int = self._processor.vocab_size()
         self.eot_id: int = self._processor.eos_id()
@@ -77,7 +77,7 @@ class SentencePieceTokenizer:
 
     def save(self, directory: Path) -> None:
         """See ``Tokenizer``."""
-        (directory / _MODEL_FILE).write_bytes(self._model)
+        (directory / _MODEL_FILE).write_bytes(self.model)
         write_description(directory, self, {"kind": "sentencepiece"})
 
 

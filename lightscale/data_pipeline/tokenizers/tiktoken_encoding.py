@@ -38,7 +38,7 @@ class TiktokenTokenizer:
         self._encoding = tiktoken.Encoding(
             name, pat_str=pat_str, mergeable_ranks=mergeable_ranks, special_tokens=special_tokens
         )
-        self._pat_str = pat_str
+        self.pattern, self.mergeable_ranks = pat_str, mergeable_ranks
         self.special_tokens = special_tokens
         self._token_ids = np.fromiter(mergeable_ranks.values(), dtype=np.int64)
         self.ranks = b"".join(
@@ -66,7 +66,7 @@ class TiktokenTokenizer:
     def save(self, directory: Path) -> None:
         """See ``Tokenizer``."""
         (directory / RANKS_FILE).write_bytes(self.ranks)
-        rules = {"kind": "tiktoken", "pattern": self._pat_str, "special_tokens": self.special_tokens}
+        rules = {"kind": "tiktoken", "pattern": self.pattern, "special_tokens": self.special_tokens}
         write_description(directory, self, rules)
 
 

@@ -30,6 +30,7 @@ _R = TypeVar("_R")
 
 _default = AUTO
 _loaded: dict[str, ModuleType] = {}
+_fallen: set[str] = set()
 
 
 def set_default_backend(name: str) -> None:
@@ -39,6 +40,11 @@ def set_default_backend(name: str) -> None:
     """
     global _default  # noqa: PLW0603 - one setting of the process, like torch's default dtype
     _default = name
+
+
+def fall_back(operator: str) -> None:
+    """From now on "auto" never means Triton for ``operator`` in this process: its kernels were found wrong here."""
+    _fallen.add(get_operator(operator).name)
 
 
 def default_backend() -> str:
@@ -57,6 +63,16 @@ def choose_backend(operator: str, x: Tensor, requested: str = AUTO) -> str:
     """
     described = get_operator(operator)
     return _choose(described, described.backends, x, requested, what=operator)
+
+
+def launches_triton(x: Tensor) -> bool:
+    """Whether Triton computes on tensors like ``x`` what is no operator of its own, such as folds of states.
+
+    As ``choose_backend`` would choose it, but PyTorch where Triton cannot: it is asked for operators, not for this.
+    """
+    if _default == AUTO:
+        return x.is_cuda and HAS_TRITON and x.dtype in _TRITON_DTYPES
+    return _default == "triton" and x.dtype in _TRITON_DTYPES and HAS_TRITON and (x.is_cuda or _interpreting())
 
 
 def implementation(operator: str, backend: str) -> Any:
@@ -130,7 +146,8 @@ def _choose(operator: Operator, able: tuple[Backend, ...], x: Tensor, requested:
     known = [backend for backend in able if backend.max_width is None or x.shape[-1] <= backend.max_width]
     if wanted == AUTO:
         for backend in known:
-            if backend.name != "triton" or (x.is_cuda and HAS_TRITON and x.dtype in _TRITON_DTYPES):
+            able_here = x.is_cuda and HAS_TRITON and x.dtype in _TRITON_DTYPES and operator.name not in _fallen
+            if backend.name != "triton" or able_here:
                 return backend.name
         raise UserError(f"{what} has no back-end for {x.dtype} on {x.device}; known here: {_names(known)}")
     if wanted not in [backend.name for backend in known]:

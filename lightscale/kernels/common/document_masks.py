@@ -1,4 +1,4 @@
-"""Which tokens of a row meet the state that enters it, and which reach the state that leaves it."""
+"""Which tokens of a row meet the state that enters it."""
 
 import torch
 from torch import Tensor
@@ -11,21 +11,6 @@ def in_first_document(cu_seqlens: Tensor | None, *, num_rows: int, num_tokens: i
     if cu_seqlens is None:
         return None
     return document_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens) == 0
-
-
-def in_last_document(cu_seqlens: Tensor | None, *, num_rows: int, num_tokens: int) -> Tensor | None:
-    """(B, T) bool: the tokens behind the row's last document boundary; None for all of them."""
-    if cu_seqlens is None:
-        return None
-    documents = document_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)
-    return documents == documents[:, -1:]
-
-
-def one_document(cu_seqlens: Tensor | None, *, num_rows: int, num_tokens: int) -> Tensor | None:
-    """(B,) bool: the rows without a document boundary inside; None for all of them."""
-    if cu_seqlens is None or not num_tokens:
-        return None
-    return document_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)[:, -1] == 0
 
 
 def masked(weights: Tensor, kept: Tensor | None) -> Tensor:

@@ -45,7 +45,8 @@ def check_cu_seqlens(cu_seqlens: Tensor, *, num_rows: int, num_tokens: int) -> N
 def document_numbers(cu_seqlens: Tensor, *, num_rows: int, num_tokens: int) -> Tensor:
     """The number (B, T) of each token's document inside its row; the row begins with document 0."""
     starts = torch.zeros(num_rows * num_tokens + 1, dtype=torch.int64, device=cu_seqlens.device)
-    starts[cu_seqlens.long()] = 1
+    # Assigned by index, the number would be copied to a GPU first, and the host would wait.
+    starts.index_fill_(0, cu_seqlens.long(), 1)
     starts = starts[:-1].view(num_rows, num_tokens)
     starts[:, :1] = 0
     return starts.cumsum(1)

@@ -1,14 +1,23 @@
-"""The precision of states, and states to start from."""
+"""The precision of states, states to start from, and cotangents that are still on their way."""
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_T = TypeVar("_T")
+
+Arriving: TypeAlias = _T | Callable[[], _T]
+"""A value, or a function that waits for it: called once, when all that does not need it has been begun."""
+
+
+def arrived(x: Arriving[_T]) -> _T:
+    """``x``, waited for."""
+    return x() if callable(x) else x
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -4,8 +4,7 @@
 ranks, and some of them be padding. README.md in this folder has the mathematics and what it costs.
 """
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,17 +14,18 @@ from lightscale.errors import UserError
 from lightscale.kernels.common.backends import AUTO, choose_backend, implementation, preload_backends
 from lightscale.kernels.common.states import state_dtype
 from lightscale.kernels.cross_entropy import chunked
-from lightscale.kernels.cross_entropy.chunked import Ids, Softmax, Statistics
+from lightscale.kernels.cross_entropy.chunked import Ids, LossGradients, Reduce, Softmax, Statistics, scale_
 from lightscale.kernels.cross_entropy.reference import linear_cross_entropy_reference
 
-__all__ = ["linear_cross_entropy", "linear_cross_entropy_reference"]
-
-Reduce = Callable[[Tensor, Literal["max", "sum"]], None]
-"""Takes the maximum or the sum of a tensor over ranks, in place."""
+__all__ = ["Reduce", "linear_cross_entropy", "linear_cross_entropy_reference", "linear_log_probability"]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Saves the inputs and two numbers per token. Backward takes any cotangent of each token's loss."""
+    """Losses times ``factors``, and in the same pass the gradients of their sum.
+
+    Backward these are scaled where all losses have one cotangent, as those of a sum do. For other cotangents they are
+    computed again: each token's factor has to be known before the products.
+    """
 
     @staticmethod
     def forward(
@@ -33,44 +33,52 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
+        factors: Tensor | None,
         ids: Ids,
         reduce: Reduce | None,
         softmax: Softmax,
         chunk_tokens: int | None,
+        with_gradients: bool,
     ) -> Tensor:
-        found = chunked.forward(hidden, weight, labels, ids, softmax, chunk_tokens)
-        if reduce is not None:
-            found = _over_ranks(found, reduce)
-        ctx.save_for_backward(hidden, weight, labels, *found)
+        needs = ctx.needs_input_grad[:2]
+        gradients, weights = None, None
+        if with_gradients and any(needs):
+            gradients = LossGradients(hidden, weight, needs)
+            wide = state_dtype(hidden.dtype)
+            weights = hidden.new_ones(labels.shape, dtype=wide) if factors is None else factors.to(wide)
+        found = chunked.forward(
+            hidden, weight, labels, ids, softmax, chunk_tokens, reduce=reduce, gradients=gradients, factors=weights
+        )
+        ctx.save_for_backward(hidden, weight, labels, factors, *found)
         ctx.ids, ctx.softmax, ctx.chunk_tokens = ids, softmax, chunk_tokens
+        ctx.gradients = None if gradients is None else gradients.result()
         # In this order, so that large logits cost no digits of the loss.
-        return found.total.log() - (found.target - found.largest)
+        losses = found.total.log() - (found.target - found.largest)
+        return losses if factors is None else torch.where(factors == 0, 0.0, losses * factors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, *found = ctx.saved_tensors
-        gradients = chunked.backward(
+        made, ctx.gradients = ctx.gradients, None
+        # Told by the strides, for which no device is asked: autograd expands the cotangent of a sum without copying.
+        is_sum = all(stride == 0 or size == 1 for stride, size in zip(dlosses.stride(), dlosses.shape, strict=True))
+        if made is not None and is_sum and dlosses.numel():
+            # In place: they are handed out once. A second pass over the same graph computes them again.
+            gradients = tuple(None if gradient is None else scale_(gradient, dlosses[0]) for gradient in made)
+            return *gradients, *(None,) * 7
+        hidden, weight, labels, factors, *found = ctx.saved_tensors
+        computed = chunked.backward(
             hidden,
             weight,
             labels,
             ctx.ids,
             Statistics(*found),
-            dlosses,
+            dlosses if factors is None else torch.where(factors == 0, 0.0, dlosses * factors),
             ctx.softmax,
             ctx.chunk_tokens,
             needs=ctx.needs_input_grad[:2],
         )
-        return (*gradients, None, None, None, None, None)
-
-
-def _over_ranks(found: Statistics, reduce: Reduce) -> Statistics:
-    """The statistics of the whole vocabulary: two reductions of numbers per token."""
-    largest = found.largest.clone()
-    reduce(largest, "max")
-    both = torch.stack([found.total * (found.largest - largest).exp(), found.target])
-    reduce(both, "sum")
-    return Statistics(largest, both[0], both[1])
+        return *computed, *(None,) * 7
 
 
 def linear_cross_entropy(
@@ -87,6 +95,10 @@ def linear_cross_entropy(
 ) -> Tensor:
     """-log softmax(hidden weightᵀ)[label] of each token; differentiable in hidden and weight.
 
+    Their gradients are made beside the losses, from the same logits, for the sum of the losses: what is to weigh them
+    goes into ``loss_mask``. Any other cotangents are right too, and cost the logits once more. Without autograd
+    (``torch.no_grad``) no gradient is computed.
+
     Logits are rounded to the dtype of hidden, as those of a linear layer are; exponentials and sums are fp32 at least.
     With ``reduce`` the gradient of hidden is that of this rank's rows of the vocabulary: the caller sums it over
     the ranks.
@@ -97,9 +109,9 @@ def linear_cross_entropy(
         labels: (...) int64 ids below ``num_ids``; any number where the mask is 0.
         num_ids: ids in use, over all ranks; rows from there on are padding and take no probability.
         first_id: the id of the weight's first row.
-        reduce: the maximum or sum over the ranks that hold the other rows, in place. Called once for each in forward,
-            never in backward.
-        loss_mask: (...), what each loss is multiplied by; None for 1.
+        reduce: the maximum or sum over the ranks that hold the other rows, in place. Called in forward, once
+            for each in every chunk, never in backward.
+        loss_mask: (...), what each loss is multiplied by, not differentiated; None for 1.
         chunk_tokens: tokens whose logits exist at a time; by default as many as ``LOGITS_WORKSPACE_BYTES`` hold.
         backend: "auto", "triton", "chunked" (PyTorch's operators), "reference" (all logits at once, by
             autograd; one rank).
@@ -122,11 +134,44 @@ def linear_cross_entropy(
         )
     ids = Ids(first_id, min(max(num_ids - first_id, 0), weight.shape[0]))
     flat = hidden.reshape(-1, hidden.shape[-1])
+    factors = None if loss_mask is None else loss_mask.detach().reshape(-1)
     losses: Tensor = _LinearCrossEntropy.apply(
-        flat, weight, labels.reshape(-1), ids, reduce, implementation("cross_entropy", name), chunk_tokens
+        flat,
+        weight,
+        labels.reshape(-1),
+        factors,
+        ids,
+        reduce,
+        implementation("cross_entropy", name),
+        chunk_tokens,
+        torch.is_grad_enabled(),
     )
-    losses = losses.view(labels.shape)
-    return losses if loss_mask is None else torch.where(loss_mask == 0, 0.0, losses * loss_mask)
+    return losses.view(labels.shape)
+
+
+@torch.no_grad()
+def linear_log_probability(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    num_ids: int,
+    first_id: int = 0,
+    reduce: Reduce | None = None,
+    chunk_tokens: int | None = None,
+    backend: str = AUTO,
+) -> tuple[Tensor, Tensor]:
+    """log softmax(hidden weightᵀ)[label] of each token, and whether no id is more probable; without gradients.
+
+    Arguments and errors are those of ``linear_cross_entropy``, whose pass over the logits it is; hidden is (tokens, d)
+    and labels (tokens,). The back-end "reference" has nothing of its own here and stands for "chunked".
+    """
+    _check(hidden, weight, labels, num_ids, first_id, None, chunk_tokens)
+    name = choose_backend("cross_entropy", hidden, backend)
+    softmax: Softmax = implementation("cross_entropy", "chunked" if name == "reference" else name)
+    ids = Ids(first_id, min(max(num_ids - first_id, 0), weight.shape[0]))
+    found = chunked.forward(hidden, weight, labels, ids, softmax, chunk_tokens, reduce=reduce)
+    return (found.target - found.largest) - found.total.log(), found.target >= found.largest
 
 
 def _check(

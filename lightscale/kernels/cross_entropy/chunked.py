@@ -1,21 +1,28 @@
 """Linear layer and cross entropy over chunks of tokens, so that the logits of one chunk exist at a time.
 
-Forward keeps two numbers per token, the largest logit and the sum of exponentials; backward makes a chunk's logits
-again and turns them into their own gradient in place. The two operations on logits come from a backend
-(``Softmax``): PyTorch's operators here, kernels in ``triton``. Matrix products are PyTorch's everywhere.
+A chunk's logits are read for their statistics and then turned into their own gradient in place, in the forward pass;
+where only losses are wanted, they are read once. The two operations on logits come from a backend (``Softmax``):
+PyTorch's operators here, kernels in ``triton``. Matrix products are PyTorch's everywhere.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from lightscale.kernels.common.states import state_dtype
-from lightscale.kernels.operators import LOGITS_WORKSPACE_BYTES
+from lightscale.kernels.operators import LOGITS_WORKSPACE_BYTES, loss_chunk_tokens
 
 CPU_WORKSPACE_BYTES = 8 * 2**20
 """The same on a CPU, whose allocator returns larger blocks to the system: every page is then a fault, each time."""
+
+
+Reduce = Callable[[Tensor, Literal["max", "sum"]], None]
+"""Takes the maximum or the sum of a tensor over ranks, in place."""
+
+
+_SCALED_ELEMENTS = 2**24
 
 
 class Ids(NamedTuple):
@@ -82,28 +89,80 @@ def _index(labels: Tensor, ids: Ids) -> tuple[Tensor, Tensor]:
 def chunks(hidden: Tensor, weight: Tensor, chunk_tokens: int | None) -> Iterator[slice]:
     """Cut the tokens of hidden (tokens, d), by default into equal parts whose logits fit LOGITS_WORKSPACE_BYTES."""
     if chunk_tokens is None:
-        # At least 128 tokens, or the products of the two sides would be too small for a GPU.
         room = LOGITS_WORKSPACE_BYTES if hidden.is_cuda else min(LOGITS_WORKSPACE_BYTES, CPU_WORKSPACE_BYTES)
-        fitting = max(128, room // (weight.shape[0] * hidden.element_size()))
-        parts = -(-len(hidden) // fitting)
-        # Equal parts: a short last chunk would cost nearly as much as a full one.
-        chunk_tokens = max(1, -(-len(hidden) // max(1, parts)))
+        chunk_tokens = loss_chunk_tokens(len(hidden), weight.shape[0] * hidden.element_size(), room)
     for start in range(0, len(hidden), chunk_tokens):
         yield slice(start, start + chunk_tokens)
 
 
+class LossGradients:
+    """Those of hidden (tokens, d) and weight (V / ranks, d), of which ``needs`` says which are wanted; by chunks.
+
+    That of hidden is this rank's part: the caller sums it over the ranks that split the vocabulary. That of the
+    weight is summed over chunks in fp32 and rounded once.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, needs: tuple[bool, bool]) -> None:
+        self._inputs = hidden, weight
+        self._hidden = torch.empty_like(hidden) if needs[0] else None
+        self._weight = weight.new_zeros(weight.shape, dtype=state_dtype(weight.dtype)) if needs[1] else None
+
+    def add(self, tokens: slice, dlogits: Tensor) -> None:
+        """Those of one chunk, whose logits have the gradient ``dlogits``."""
+        hidden, weight = self._inputs
+        if self._hidden is not None:
+            torch.mm(dlogits, weight, out=self._hidden[tokens])
+        if self._weight is not None:
+            _add_product_(self._weight, dlogits.mT, hidden[tokens])
+
+    def result(self) -> tuple[Tensor | None, Tensor | None]:
+        """Of all chunks."""
+        return self._hidden, None if self._weight is None else self._weight.to(self._inputs[1].dtype)
+
+
 @torch.no_grad()
 def forward(
-    hidden: Tensor, weight: Tensor, labels: Tensor, ids: Ids, softmax: Softmax, chunk_tokens: int | None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ids: Ids,
+    softmax: Softmax,
+    chunk_tokens: int | None,
+    *,
+    reduce: Reduce | None,
+    gradients: LossGradients | None = None,
+    factors: Tensor | None = None,
 ) -> Statistics:
-    """The statistics of all tokens: hidden (tokens, d), weight (V / ranks, d), labels (tokens,)."""
+    """The statistics of all tokens and ranks: hidden (tokens, d), weight (V / ranks, d), labels (tokens,).
+
+    ``gradients`` takes in those of the sum of the losses times ``factors`` (tokens,); None: they are not computed.
+    """
     parts = []
     with torch.autocast(hidden.device.type, enabled=False):
         for tokens in chunks(hidden, weight, chunk_tokens):
-            parts.append(softmax.statistics(hidden[tokens] @ weight.mT, labels[tokens], ids))
+            logits = hidden[tokens] @ weight.mT
+            found = softmax.statistics(logits, labels[tokens], ids)
+            if gradients is not None and factors is not None:
+                # Now, not for all chunks together: the gradient needs the sums of all ranks.
+                found = found if reduce is None else _over_ranks(found, reduce)
+                softmax.gradient_(logits, labels[tokens], ids, found, factors[tokens])
+                gradients.add(tokens, logits)
+            parts.append(found)
+            # Or they would stand beside the next chunk's until those are made.
+            del logits
     if not parts:
         return Statistics(*hidden.new_zeros(3, 0, dtype=state_dtype(hidden.dtype)))
-    return Statistics(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    found = Statistics(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    return found if reduce is None or gradients is not None else _over_ranks(found, reduce)
+
+
+def _over_ranks(found: Statistics, reduce: Reduce) -> Statistics:
+    """The statistics of the whole vocabulary: two reductions of numbers per token."""
+    largest = found.largest.clone()
+    reduce(largest, "max")
+    both = torch.stack([found.total * (found.largest - largest).exp(), found.target])
+    reduce(both, "sum")
+    return Statistics(largest, both[0], both[1])
 
 
 @torch.no_grad()
@@ -119,24 +178,27 @@ def backward(
     *,
     needs: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of hidden and weight, of which ``needs`` says which are wanted.
-
-    That of hidden is this rank's part: the caller sums it over the ranks that split the vocabulary. That of the
-    weight is summed over chunks in fp32 and rounded once.
-    """
-    dhidden = torch.empty_like(hidden) if needs[0] else None
-    dweight = weight.new_zeros(weight.shape, dtype=state_dtype(weight.dtype)) if needs[1] else None
+    """The gradients of hidden and weight for any cotangents ``dlosses`` (tokens,), from the statistics of all ranks."""
+    gradients = LossGradients(hidden, weight, needs)
     with torch.autocast(hidden.device.type, enabled=False):
         for tokens in chunks(hidden, weight, chunk_tokens):
             # The logits again, by the product that made them in forward: keeping them would take 2 V bytes a token.
             logits = hidden[tokens] @ weight.mT
             part = Statistics(*(x[tokens] for x in found))
             softmax.gradient_(logits, labels[tokens], ids, part, dlosses[tokens])
-            if dhidden is not None:
-                torch.mm(logits, weight, out=dhidden[tokens])
-            if dweight is not None:
-                _add_product_(dweight, logits.mT, hidden[tokens])
-    return dhidden, None if dweight is None else dweight.to(weight.dtype)
+            gradients.add(tokens, logits)
+            del logits
+    return gradients.result()
+
+
+def scale_(gradient: Tensor, factor: Tensor) -> Tensor:
+    """gradient (n, d) *= factor (), in the wider of their dtypes and rounded once; little memory beside it."""
+    if gradient.dtype == factor.dtype:
+        return gradient.mul_(factor)
+    for rows in gradient.split(max(1, _SCALED_ELEMENTS // max(1, gradient.shape[1]))):
+        # One-dimensional: PyTorch would round a number without dimensions to the gradient's dtype first.
+        rows.copy_(rows * factor[None])
+    return gradient
 
 
 def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:

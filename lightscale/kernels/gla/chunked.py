@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightscale.kernels.common.documents import document_numbers
-from lightscale.kernels.common.states import state_dtype, state_or_zeros, without_autocast
+from lightscale.kernels.common.states import Arriving, arrived, state_dtype, state_or_zeros, without_autocast
 from lightscale.kernels.gla.chunk_batches import GLAChunkBatch, chunk_batches
 
 # Tokens of a chunk. Short, because a chunk takes the slower form by halves once a channel forgets more than e^-60 in
@@ -171,7 +171,7 @@ def row_gradients(
     log_decay: Tensor,
     do: Tensor,
     S_in: Tensor | None,
-    dS_end: Tensor | None,
+    dS_end: Arriving[Tensor | None],
     cu_seqlens: Tensor | None = None,
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
@@ -185,7 +185,7 @@ def row_gradients(
         entering.append(batch.leave(k, v, log_decay, entering[-1]))
 
     dq, dk, dv, dlog_decay = (x.new_empty(x.shape) for x in (q, k, v, log_decay))
-    dstate = state_or_zeros(dS_end, q, v)
+    dstate = state_or_zeros(arrived(dS_end), q, v)
     for batch in reversed(batches):
         gradients = _batch_gradients(batch, (q, k, v, log_decay, do), entering.pop(), dstate)
         for out, x in zip((dq, dk, dv, dlog_decay), gradients[:4], strict=True):
@@ -201,7 +201,7 @@ def grad_bwd(
     log_decay: Tensor,
     do: Tensor,
     S_in: Tensor | None,
-    dS_end: Tensor | None,
+    dS_end: Arriving[Tensor | None],
     cu_seqlens: Tensor | None = None,
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
@@ -215,7 +215,7 @@ def grad_bwd(
         log_decay: (B, T, H, K).
         do: cotangents of the outputs (B, T, H, V).
         S_in: the state (B, H, K, V) that entered the row; zero when None.
-        dS_end: the cotangent (B, H, K, V) of the state that left it; zero when None.
+        dS_end: the cotangent (B, H, K, V) of the state that left it, or a function that waits for it; zero when None.
         cu_seqlens: (N+1,) or None.
         chunk_size: tokens of a chunk.
 

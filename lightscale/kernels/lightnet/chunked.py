@@ -7,6 +7,7 @@ fp64 for fp64 inputs; outputs and gradients have the dtype of their inputs.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from lightscale.kernels.common.angles import Angles, Phases, angles_of, phases_of
 from lightscale.kernels.common.documents import document_numbers
-from lightscale.kernels.common.states import state_dtype
+from lightscale.kernels.common.states import Arriving, arrived, state_dtype
 from lightscale.kernels.lightnet.factors import LightNetChunkBatch, chunk_batches
+from lightscale.kernels.lightnet.initial_z import initial_z_gradient
 from lightscale.kernels.lightnet.state import (
     LightNetState,
     StateCotangent,
@@ -267,7 +269,7 @@ def row_gradients(
     angles: Angles | None,
     do: Tensor,
     state_in: LightNetState | None,
-    cotangent: StateCotangent | None,
+    cotangent: Arriving[StateCotangent | None],
     cu_seqlens: Tensor | None = None,
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
@@ -276,9 +278,9 @@ def row_gradients(
     with torch.autocast(q.device.type, enabled=False):
         row = _row(k, v, angles, cu_seqlens, chunk_size)
         entering = row.entering(state_in)
-        running = cotangent or StateCotangent(torch.zeros_like(entering.S), torch.zeros_like(entering.z))
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
         by_batch = _states_by_batch(row, entering)
+        running = arrived(cotangent) or StateCotangent(torch.zeros_like(entering.S), torch.zeros_like(entering.z))
         while by_batch:
             # Popped, so that weights and states of a batch are freed as soon as it has been passed.
             batch, states = by_batch.pop()
@@ -307,7 +309,7 @@ def grad_bwd(
     angles: Angles | None,
     do: Tensor,
     state_in: LightNetState | None,
-    cotangent: StateCotangent | None,
+    cotangent: Arriving[StateCotangent | None],
     cu_seqlens: Tensor | None = None,
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
@@ -321,7 +323,8 @@ def grad_bwd(
         angles: theta (H, K) and positions (B, T), or None.
         do: cotangents of the outputs (B, T, H, V).
         state_in: the state that entered the row; empty when None.
-        cotangent: (dS, ρ) of the state that left it, in the form that is passed on; zero when None.
+        cotangent: (dS, ρ) of the state that left it, in the form that is passed on, or a function that waits for
+            it; zero when None.
         cu_seqlens: (N+1,) or None.
         chunk_size: tokens of a chunk.
     """
@@ -376,24 +379,36 @@ class ChunkedLightNetAttention(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dz: Tensor | None, dS: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients of ``forward``'s arguments; the cotangent of a result that is not used is None."""
         q, k, v, theta, positions, z, S, cu_seqlens, z_end, S_end = ctx.saved_tensors
-        end = LightNetState(z_end, S_end)
+        angles = angles_of(theta, positions)
+        do = torch.zeros_like(v) if do is None else do
+        dz = torch.zeros_like(z_end) if dz is None else dz
+        dS = torch.zeros_like(S_end) if dS is None else dS
         state_in = None if z is None else LightNetState(z, S)
         gradients = row_gradients(
             q,
             k,
             v,
-            angles_of(theta, positions),
-            torch.zeros_like(v) if do is None else do,
+            angles,
+            do,
             state_in,
-            exchanged_cotangent(
-                end,
-                torch.zeros_like(z_end) if dz is None else dz,
-                torch.zeros_like(S_end) if dS is None else dS,
-            ),
+            exchanged_cotangent(LightNetState(z_end, S_end), dz, dS),
             cu_seqlens,
             chunk_size=ctx.chunk_size,
         )
         dz_in, dS_in = None, None
         if state_in is not None:
-            dz_in, dS_in = plain_cotangent(state_in, gradients.state_in)
+            _, dS_in = plain_cotangent(state_in, gradients.state_in)
+            if ctx.needs_input_grad[5]:
+                dz_in = initial_z_gradient(
+                    partial(state_fwd, chunk_size=ctx.chunk_size),
+                    partial(state_bwd, chunk_size=ctx.chunk_size),
+                    q,
+                    k,
+                    v,
+                    angles,
+                    do,
+                    state_in,
+                    (dz, dS),
+                    cu_seqlens,
+                )
         return gradients.q, gradients.k, gradients.v, None, None, dz_in, dS_in, None, None

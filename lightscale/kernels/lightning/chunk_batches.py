@@ -57,7 +57,6 @@ class LightningMasks(NamedTuple):
     outgoing: Tensor  # (B, G, 1, L, 1): the token belongs to the document of the state that leaves its chunk
     through: Tensor  # (B, G, 1, 1, 1): one document goes through the whole chunk
     pairs: Tensor  # (B, G, 1, L, L): both tokens belong to one document
-    steps: Tensor  # (B, G, 1, L): the decays of the token's document from the chunk's start to the token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,19 +153,28 @@ class LightningChunkBatch:
         states = self.weigh_outgoing_(k).mT @ v
         return states, self.scan_(states, state, range(self.num_chunks))
 
-    def decay_gradient(self, reads: Tensor, writes: Tensor, states: Tensor, dstates: Tensor) -> Tensor:
-        """This batch's part of dlog_decay (H,).
+    def decay_gradient_of_pairs(self, products: Tensor) -> Tensor:
+        """The part (H,) of dlog_decay, fp64, by the pairs of the batch's chunks.
 
-        From reads = q·dq and writes = k·dk (B, G, H, L), and from the states that leave the chunks and their
-        cotangents (B, G, H, F, V).
+        From products (B, G, H, L, L) of a pair's score, decayed, and of what its outputs say of that: do_i · v_j.
         """
-        if self.masks is None:
-            steps = torch.arange(1, self.chunk_tokens + 1, device=reads.device).expand(1, 1, 1, -1)
-        else:
-            steps = self.masks.steps
-        by_token = ((reads - writes) * steps).sum((0, 1, 3))
-        by_state = ((states * dstates).sum((-2, -1)) * steps[..., -1]).sum((0, 1))
-        return by_token + by_state
+        token = torch.arange(self.chunk_tokens, device=products.device)
+        distance = token[:, None] - token
+        return torch.einsum("hij,ij->h", products.sum((0, 1)).double(), distance.double())
+
+    def decay_gradient_of_states(self, reads: Tensor, writes: Tensor, states: Tensor, dstates: Tensor) -> Tensor:
+        """The part (H,) of dlog_decay, fp64, by what enters the chunks and leaves them.
+
+        From reads (B, G, H, L, F), q ⊙ dq by the states that enter, writes, k ⊙ dk by those that leave, the states
+        (B, G, H, F, V) that enter and the cotangents of those that leave.
+        """
+        passing = (states * dstates).sum((-2, -1), keepdim=True).mul_(self.decays.through(self.chunk_tokens))
+        if self.masks is not None:
+            passing.masked_fill_(~self.masks.through, 0.0)
+        # How many decays a read, a write and what passes have met in the chunk: sums of positive counts.
+        upto = torch.arange(1.0, self.chunk_tokens + 1, dtype=torch.float64, device=reads.device)
+        by_token = reads.sum((0, 1, 4)).double() @ upto + writes.sum((0, 1, 4)).double() @ (upto - 1).flip(0)
+        return by_token + self.chunk_tokens * passing.double().sum((0, 1, 3, 4))
 
 
 def _add_product_(out: Tensor, x: Tensor, state: Tensor, kept: Tensor | None) -> None:
@@ -209,13 +217,9 @@ def _masks(documents: Tensor, start: int, num_chunks: int, chunk_tokens: int) ->
     here = here.unflatten(1, (num_chunks, chunk_tokens))  # (B, G, L)
     last = here[:, :, -1:]
     entering = torch.cat([before[:, None, None], last[:, :-1]], dim=1)  # (B, G, 1)
-    index = torch.arange(chunk_tokens, device=here.device)
-    begins = here != torch.cat([entering, here[:, :, :-1]], dim=2)
-    latest_start = torch.where(begins, index, -1).cummax(2).values
     return LightningMasks(
         incoming=(here == entering)[:, :, None, :, None],
         outgoing=(here == last)[:, :, None, :, None],
         through=(entering == last)[:, :, None, :, None],
         pairs=(here[:, :, :, None] == here[:, :, None, :])[:, :, None],
-        steps=(index - latest_start)[:, :, None],
     )

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from lightscale.kernels.common.angles import Angles, angles_of, feature_width, features, phases_of
 from lightscale.kernels.common.documents import document_numbers
-from lightscale.kernels.common.states import state_dtype, state_or_zeros, without_autocast
+from lightscale.kernels.common.states import Arriving, arrived, state_dtype, state_or_zeros, without_autocast
 from lightscale.kernels.lightning.chunk_batches import LightningDecays, chunk_batches
 
 # Tokens of a chunk: products inside it grow with its length, states to keep fall with it (README.md, "What was tried").
@@ -162,7 +162,7 @@ def row_gradients(
     log_decay: Tensor | None,
     do: Tensor,
     S_in: Tensor | None,
-    dS_end: Tensor | None,
+    dS_end: Arriving[Tensor | None],
     cu_seqlens: Tensor | None = None,
     *,
     angles: Angles | None = None,
@@ -183,29 +183,36 @@ def row_gradients(
         states_by_batch.append(states)
 
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    dlog_decay = torch.zeros(q.shape[2], dtype=decays.dtype, device=q.device) if with_decay else None
+    dlog_decay = q.new_zeros(q.shape[2], dtype=torch.float64) if with_decay else None
     dtheta = q.new_zeros(q.shape[2:], dtype=torch.float64) if with_theta else None
-    dstate = state_or_zeros(dS_end, q, v, width)
+    dstate = state_or_zeros(arrived(dS_end), q, v, width)
     for batch in reversed(batches):
         states = states_by_batch.pop()
         phases = batch.phases(angles)
         q_g, k_g, v_g, do_g = batch.load(q, phases), batch.load(k, phases), batch.load(v), batch.load(do)
         scores = batch.causal_(q_g @ k_g.mT)
-        dscores = batch.causal_(do_g @ v_g.mT)
+        dscores = do_g @ v_g.mT
+        if dlog_decay is not None:
+            dlog_decay += batch.decay_gradient_of_pairs(scores * dscores)
+        batch.causal_(dscores)
         dq_g, dk_g, dv_g = dscores @ k_g, dscores.mT @ q_g, scores.mT @ do_g
 
         # do_g, v_g and k_g are weighted in place from here on, each once the products that need it plain are made.
         batch.weigh_incoming_(do_g)
-        batch.add_incoming_(dq_g, do_g, states.mT)
         dstates = q_g.mT @ do_g
         dstate = batch.scan_(dstates, dstate, reversed(range(batch.num_chunks)))
-        batch.add_outgoing_(dk_g, batch.weigh_outgoing_(v_g), dstates.mT)
-        if dlog_decay is not None:
-            # Per chunk, not over the whole row, where the two sums nearly cancel (README.md, "The decay's gradient").
-            reads, writes = (q_g * dq_g).sum(-1), (k_g * dk_g).sum(-1)
-            leaving = torch.cat([states[:, 1:], state[:, None]], dim=1)
-            dlog_decay += batch.decay_gradient(reads, writes, leaving, dstates)
-            state = states[:, 0]
+        batch.weigh_outgoing_(v_g)
+        if dlog_decay is None:
+            batch.add_incoming_(dq_g, do_g, states.mT)
+            batch.add_outgoing_(dk_g, v_g, dstates.mT)
+        else:
+            # Of dq and dk, what states bring in and take out is met by other decays than what stays in the chunk.
+            dq_in, dk_out = torch.zeros_like(dq_g), torch.zeros_like(dk_g)
+            batch.add_incoming_(dq_in, do_g, states.mT)
+            batch.add_outgoing_(dk_out, v_g, dstates.mT)
+            dlog_decay += batch.decay_gradient_of_states(q_g * dq_in, k_g * dk_out, states, dstates)
+            dq_g += dq_in
+            dk_g += dk_out
         batch.add_outgoing_(dv_g, batch.weigh_outgoing_(k_g), dstates)
 
         for out, x, dx in ((dq, q, dq_g), (dk, k, dk_g)):
@@ -214,6 +221,8 @@ def row_gradients(
             if dtheta is not None and of_theta is not None:
                 dtheta += of_theta
         batch.store(dv, dv_g)
+    if dlog_decay is not None:
+        dlog_decay = dlog_decay.to(decays.dtype)
     return Gradients(dq, dk, dv, dlog_decay, dtheta), dstate
 
 
@@ -224,7 +233,7 @@ def grad_bwd(
     log_decay: Tensor | None,
     do: Tensor,
     S_in: Tensor | None,
-    dS_end: Tensor | None,
+    dS_end: Arriving[Tensor | None],
     cu_seqlens: Tensor | None = None,
     *,
     angles: Angles | None = None,
@@ -241,7 +250,7 @@ def grad_bwd(
         log_decay: (H,) or None.
         do: cotangents of the outputs (B, T, H, V).
         S_in: the state (B, H, F, V) that entered the row; zero when None.
-        dS_end: the cotangent (B, H, F, V) of the state that left it; zero when None.
+        dS_end: the cotangent (B, H, F, V) of the state that left it, or a function that waits for it; zero when None.
         cu_seqlens: (N+1,) or None.
         angles: those of queries and keys, or None.
         with_decay: compute dlog_decay, which costs one more pass over the states.

@@ -6,6 +6,7 @@ There are no angles beside such decays.
 from torch import Tensor
 
 from lightscale.kernels.common.angles import Angles
+from lightscale.kernels.common.states import Arriving
 from lightscale.kernels.gla import chunked
 from lightscale.kernels.lightning.chunked import Gradients
 
@@ -55,7 +56,7 @@ def grad_bwd(
     log_decay: Tensor,
     do: Tensor,
     S_in: Tensor | None,
-    dS_end: Tensor | None,
+    dS_end: Arriving[Tensor | None],
     cu_seqlens: Tensor | None = None,
     *,
     angles: Angles | None = None,

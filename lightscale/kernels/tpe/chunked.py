@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from lightscale.kernels.common.documents import document_numbers
-from lightscale.kernels.common.states import state_dtype
+from lightscale.kernels.common.states import Arriving, arrived, state_dtype
 from lightscale.kernels.tpe.chunk_batches import ChunkSlots, TPEChunkBatch, chunk_batches, powers
 
 DEFAULT_CHUNK_SIZE = 64
@@ -310,18 +310,18 @@ def row_gradients(
     gamma: Tensor,
     dy: Tensor,
     u_in: Tensor | None,
-    du_end: Tensor | None,
+    du_end: Arriving[Tensor | None],
     cu_seqlens: Tensor | None = None,
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> TPERowGradients:
     """Every gradient of a row, its incoming state's included; the arguments are those of ``grad_bwd``."""
     with torch.autocast(x.device.type, enabled=False):
-        du = _state_or_zeros(du_end, x, log_decay)
-        dx = x.new_empty(x.shape)
-        dlog_decay, dgamma = (torch.zeros(p.shape, dtype=du.dtype, device=x.device) for p in (log_decay, gamma))
         # One state per batch is kept; those of its chunks are made again on the way back.
         row = _with_states(x, log_decay, _state_or_zeros(u_in, x, log_decay), chunk_batches(x, cu_seqlens, chunk_size))
+        du = _state_or_zeros(arrived(du_end), x, log_decay)
+        dx = x.new_empty(x.shape)
+        dlog_decay, dgamma = (torch.zeros(p.shape, dtype=du.dtype, device=x.device) for p in (log_decay, gamma))
         for batch, u in reversed(row):
             tokens, slots = batch.tokens, batch.slots
             tables = _tables(log_decay, slots, u.dtype)
@@ -371,7 +371,7 @@ def grad_bwd(
     gamma: Tensor,
     dy: Tensor,
     u_in: Tensor | None,
-    du_end: Tensor | None,
+    du_end: Arriving[Tensor | None],
     cu_seqlens: Tensor | None = None,
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
@@ -384,7 +384,7 @@ def grad_bwd(
         gamma: (D, E).
         dy: cotangents of the outputs (B, T, D).
         u_in: the state (B, D, E) that entered the row; zero when None.
-        du_end: the cotangent (B, D, E) of the state that left it; zero when None.
+        du_end: the cotangent (B, D, E) of the state that left it, or a function that waits for it; zero when None.
         cu_seqlens: (N+1,) or None.
         chunk_size: tokens of a chunk.
 

@@ -1,4 +1,4 @@
-"""``lightscale chaos``: test on this machine whether a run survives kills, damaged files and failing disks."""
+"""``lightscale chaos``: test on this machine whether a run survives faults, and notices those that it must notice."""
 
 import argparse
 import datetime
@@ -25,8 +25,10 @@ from lightscale import __version__
 from lightscale.config.arguments import add_config, add_overrides, add_run_option
 from lightscale.errors import UserError
 from lightscale.launch.chaos.campaign import Campaign, CampaignResult
-from lightscale.launch.chaos.schedule import Amounts, Kill
-from lightscale.launch.chaos.verify import shown
+from lightscale.launch.chaos.faults.kills import Kill
+from lightscale.launch.chaos.harness.verify import shown
+from lightscale.launch.chaos.schedule import SORTS
+from lightscale.runs.run_directory import write_atomically
 
 EXIT_FAILED = 1
 
@@ -37,25 +39,29 @@ OVERRIDES = (
     "metrics.log_every=1",
     'metrics.sinks=["jsonl"]',
     "restart.hang_timeout_s=10",
+    "guard.max_rollbacks=1000",
 )
-# By the rule of three, 200 kills without a loss mean a rate of losses below 1.5 % with 95 % confidence, 300 bit flips
-# without one that is accepted a rate below 1 %.
-_AMOUNTS = {
-    "kills": (200, "SIGKILLs of ranks and launcher, half of them during saves"),
-    "flips": (300, "bit flips in a copy of a checkpoint; with any, each of its files is also damaged in other ways"),
-    "damages": (12, "times that the newest checkpoint is damaged between two attempts"),
-    "stops": (2, "ranks that are stopped (SIGSTOP), to be noticed by the launcher"),
-    "disk-faults": (6, "saves that meet ENOSPC, EIO or a slow disk"),
-    "full-disks": (3, "times that the disk of the checkpoints fills up, on a small file system that root may mount"),
-}
+# By the rule of three, 300 bit flips without one that is accepted mean a rate below 1 % with 95 % confidence.
+_FLIPS = 300
+# Of each kind of fault.
+_COUNTED = ("faults", "detected", "recovered", "mismatches", "undetected")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale chaos``."""
     add_config(parser, ", of some minutes")
     add_overrides(parser, f"values that replace the file's and those of the command ({' '.join(OVERRIDES)})")
-    for name, (default, text) in _AMOUNTS.items():
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default: {default})")
+    for name, sort in SORTS.items():
+        text = f"{sort.text} (default: {sort.default})"
+        parser.add_argument(f"--{name}", type=int, default=sort.default, metavar="N", help=text)
+    parser.add_argument(
+        "--flips",
+        type=int,
+        default=_FLIPS,
+        metavar="N",
+        help="bit flips in a copy of a checkpoint; with any, each of its files is also damaged in other ways "
+        f"(default: {_FLIPS})",
+    )
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="ranks (default: 2)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the faults (default: 0)")
     add_run_option(
@@ -68,20 +74,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train undisturbed, then under faults, and compare; 0 if nothing was lost, 1 otherwise."""
-    for name in [*_AMOUNTS, "processes"]:
-        number, least = getattr(args, name.replace("-", "_")), int(name == "processes")
+    for name in [*SORTS, "flips", "processes"]:
+        number, least = _amount(args, name), int(name == "processes")
         if number < least:
             raise UserError(f"--{name} {number}: must be at least {least}")
     directory = args.run or Path("runs") / f"{args.config.stem}-chaos"
-    amounts = Amounts(
-        kills=args.kills,
-        damages=args.damages,
-        stops=args.stops,
-        disk_faults=args.disk_faults,
-        full_disks=args.full_disks,
-    )
-    total = args.kills + args.damages + args.stops + args.disk_faults + args.full_disks
-    with _sigterm_as_ctrl_c(), _progress(total) as report:
+    amounts = {name: _amount(args, name) for name in SORTS}
+    record: dict[str, Any] = {}
+
+    def keep(result: CampaignResult, *, complete: bool = False) -> None:
+        nonlocal record
+        command = _command_line(args, directory)
+        record = {"command": command, "complete": complete, **summary(result), **_circumstances()}
+        write_atomically(directory / "chaos.json", json.dumps(record, indent=1) + "\n")
+
+    with _sigterm_as_ctrl_c(), _progress(sum(amounts.values())) as report:
         campaign = Campaign(
             args.config,
             [*OVERRIDES, *args.overrides],
@@ -89,10 +96,9 @@ def run(args: argparse.Namespace) -> int:
             processes=args.processes,
             seed=args.seed,
             report=report,
+            keep=keep,
         )
-        result = campaign.run(amounts, flips=args.flips)
-    record = {"command": _command_line(args, directory), **summary(result), **_circumstances()}
-    (directory / "chaos.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        keep(campaign.run(amounts, flips=args.flips), complete=True)
     if args.json:
         print(json.dumps(record))
     else:
@@ -103,24 +109,23 @@ def run(args: argparse.Namespace) -> int:
 def summary(result: CampaignResult) -> dict[str, Any]:
     """The result in numbers, with a line of text for everything that is wrong."""
     injected = [one for trial in result.trials for one in trial.injected]
-    kinds = Counter(one.fault.kind for one in injected)
-    recovered = Counter(one.fault.kind for one in injected if one.recovered)
+    recovered = sum(one.recovered for one in injected)
     kills = [one.fault for one in injected if isinstance(one.fault, Kill)]
-    given_up = [trial for trial in result.trials if not trial.finished]
+    given_up = [trial for trial in result.trials if not (trial.finished or trial.interrupted)]
     problems = {
         "mismatches": [text for verdict in result.verdicts for text in verdict.mismatches],
-        "undetected": result.detection.undetected + [text for one in result.verdicts for text in one.undetected],
+        "undetected": result.detection.undetected + [text for one in result.trials for text in one.undetected],
         "wrong_resumes": [text for verdict in result.verdicts for text in verdict.wrong_resumes],
         "failures": [text for trial in result.trials for text in trial.failures],
         "orphans": [text for trial in result.trials for text in trial.orphans],
     }
     # A run that does not continue counts, whether or not a fault is to blame.
-    unrecoverable = max(len(injected) - recovered.total(), len(given_up))
+    unrecoverable = max(len(injected) - recovered, len(given_up))
     seconds = sum(trial.seconds for trial in result.trials)
     return {
         "passed": not unrecoverable and not any(problems.values()),
         "faults": len(injected),
-        "recovered": recovered.total(),
+        "recovered": recovered,
         "unrecoverable": unrecoverable,
         "kills": len(kills),
         "kills_during_saves": sum(kill.during_save for kill in kills),
@@ -134,11 +139,28 @@ def summary(result: CampaignResult) -> dict[str, Any]:
         "goodput": _goodput(result),
         "seconds": round(seconds, 1),
         "seconds_per_fault": round(seconds / len(injected), 2) if injected else None,
-        "kinds": {kind: {"faults": number, "recovered": recovered[kind]} for kind, number in sorted(kinds.items())},
+        "kinds": _kinds(result),
         "findings": {name: shown(texts) for name, texts in problems.items() if texts},
         "unreached": sorted({point for trial in result.trials for point in trial.unreached}),
         "left_out": result.skipped,
     }
+
+
+def _kinds(result: CampaignResult) -> dict[str, dict[str, int]]:
+    """What became of each kind of fault; a step that differs counts for the fault before it."""
+    kinds: dict[str, Counter[str]] = {}
+    for trial, verdict in zip(result.trials, result.verdicts, strict=True):
+        for one in trial.injected:
+            found = kinds.setdefault(one.fault.kind, Counter(dict.fromkeys(_COUNTED, 0)))
+            found["faults"] += 1
+            found["recovered"] += one.recovered
+            if one.sign is not None:
+                found["undetected" if one.missed is not None else "detected"] += 1
+        for number in verdict.mismatched_lines:
+            before = [one.fault.kind for one in trial.injected if one.first_line <= number]
+            if before:
+                kinds[before[-1]]["mismatches"] += 1
+    return {kind: dict(found) for kind, found in sorted(kinds.items())}
 
 
 def _goodput(result: CampaignResult) -> float | None:
@@ -150,10 +172,10 @@ def _goodput(result: CampaignResult) -> float | None:
 def _show(record: dict[str, Any]) -> None:
     console = Console(highlight=False, markup=False)
     table = Table("fault", box=box.SIMPLE)
-    for heading in ("times", "recovered"):
+    for heading in _COUNTED:
         table.add_column(heading, justify="right")
     for kind, numbers in record["kinds"].items():
-        table.add_row(kind, f"{numbers['faults']}", f"{numbers['recovered']}")
+        table.add_row(kind, *(f"{numbers[column]}" for column in _COUNTED))
     console.print(table)
     console.print(_totals(record))
     for name, texts in record["findings"].items():
@@ -189,8 +211,13 @@ def _totals(record: dict[str, Any]) -> Table:
     return table
 
 
+def _amount(args: argparse.Namespace, name: str) -> int:
+    number: int = getattr(args, name.replace("-", "_"))
+    return number
+
+
 def _command_line(args: argparse.Namespace, directory: Path) -> str:
-    amounts = [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in [*_AMOUNTS, "processes", "seed"]]
+    amounts = [f"--{name}={_amount(args, name)}" for name in [*SORTS, "flips", "processes", "seed"]]
     return shlex.join(["lightscale", "chaos", str(args.config), *args.overrides, *amounts, f"--run={directory}"])
 
 

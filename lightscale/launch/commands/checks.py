@@ -12,8 +12,16 @@ from lightscale.config.layout import Layout, LayoutError, check_layout, check_mi
 from lightscale.config.schema import RunConfig
 from lightscale.config.sinks import check_installed
 from lightscale.data_pipeline.store.token_store import TokenizerIdentity, TokenStore
+from lightscale.data_pipeline.tokenizers import load_tokenizer
 from lightscale.errors import UserError
+from lightscale.evaluation.registry import find_tasks
 from lightscale.runs.run_directory import RunDirectory
+
+
+class WrongUse(UserError):
+    """A mistake in what is asked for: a run, a file, a task, its data, a layout."""
+
+    EXIT_CODE = 2
 
 
 def default_directory(config: Path) -> Path:
@@ -101,6 +109,19 @@ def check_inputs(config: RunConfig) -> None:
     check_mixers(config.model, config.parallel)
     check_installed(config.metrics.sinks)
     _check_store(config)
+    check_tasks(config)
+
+
+def check_tasks(config: RunConfig) -> None:
+    """Refuse tasks of ``[evaluation]`` that are not there, or whose data is not, as `lightscale evaluate` would."""
+    if not config.evaluation.every_steps:
+        return
+    tokenizer = load_tokenizer(config.data.store)
+    try:
+        for task in find_tasks(config.evaluation.tasks, config.evaluation.data, limit=config.evaluation.limit):
+            task.check(tokenizer)
+    except UserError as error:
+        raise WrongUse(f"[evaluation]: {error}") from None
 
 
 def _check_store(config: RunConfig) -> None:

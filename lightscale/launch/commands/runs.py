@@ -26,6 +26,7 @@ from rich.text import Text
 from lightscale.config.arguments import RUN, RUNS, run_argument
 from lightscale.config.files import load
 from lightscale.errors import UserError
+from lightscale.evaluation.results import as_table, newest_results
 from lightscale.files import NotRegular, open_regular
 from lightscale.launch.scheduler import JobState, job_states
 from lightscale.records import Records, read_records
@@ -39,10 +40,11 @@ State = Literal["running", "finished", "resumable", "stopped", "dead", "new", "d
 _EPILOG = (
     "States: running; finished, resumable (start it again), stopped (needs attention): as the last attempt recorded; "
     "dead: ended without a record; new: never started; damaged: cannot be read. "
-    f"Loss: the mean of the last {NUM_STEPS} logged steps that were not skipped; validation: the newest. Speed: the "
-    "median of the last 20 logged steps. Memory: of rank 0, at the newest logged step: the peak of its GPU, or "
-    "on a CPU that of its process. Age: since the first start. With --watch only what is new is read of the metrics; "
-    "goodput, which needs all of them, is computed at most once a minute."
+    f"Loss: the mean of the last {NUM_STEPS} logged steps that were not skipped; validation: the newest; evaluation: "
+    "the first score of each task, the newest (all scores where one run is shown). Speed: the median of the last 20 "
+    "logged steps. Memory: of rank 0, at the newest logged step: the peak of its GPU, or on a CPU that of its process. "
+    "Age: since the first start. With --watch only what is new is read of the metrics; goodput, which needs all of "
+    "them, is computed at most once a minute."
 )
 # The speed is the median of this many last lines.
 _RECENT_LINES = 20
@@ -59,6 +61,7 @@ _WATCH_S, _LEAST_WATCH_S = 5.0, 0.1
 _GOODPUT_EVERY_S = 60.0
 _JOBS_EVERY_S = 30.0
 # On a GPU, and on a CPU.
+_OF_A_RESULT = ("run", "task", "step", "requests", "scores")
 _MEMORY_KEYS = ("memory_peak_bytes", "memory_rss_bytes")
 _SIZES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6))
 
@@ -86,6 +89,8 @@ class RunSummary:
     validation: dict[str, float | None] = dataclasses.field(default_factory=dict)
     """Newest loss on each validation set."""
     validation_step: int | None = None
+    evaluation: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """Of each task that was evaluated its newest step and scores."""
     tokens_per_s: float | None = None
     memory_bytes: int | None = None
     """Measured on rank 0: the peak on its GPU, or of its process."""
@@ -167,6 +172,8 @@ def _print(summaries: Sequence[RunSummary], console: Console, args: argparse.Nam
 def _page(summaries: Sequence[RunSummary], args: argparse.Namespace) -> RenderableType:
     parts: list[RenderableType] = [_runs_table(summaries)]
     parts += [Text(f"{one.run}: {text}") for one in summaries for text in (one.note, *one.damage) if text]
+    if _is_run(args.directory) and summaries[0].evaluation:
+        parts.append(as_table(list(summaries[0].evaluation.values())))
     if _is_run(args.directory) and summaries[0].goodput is not None:
         parts.append(_goodput_table(summaries[0].goodput))
     return Group(*parts)
@@ -246,6 +253,7 @@ class RunReader:
             smoothed_loss=tail.smoothed_loss(),
             validation={name: one["loss"] for name, one in validation["validation"].items()},
             validation_step=validation.get("step"),
+            evaluation={one["task"]: {key: one[key] for key in _OF_A_RESULT} for one in newest_results(directory)},
             tokens_per_s=_median(recent, "tokens_per_s"),
             memory_bytes=tail.newest(*_MEMORY_KEYS),
             goodput=goodput,
@@ -363,6 +371,7 @@ _NUMBERS = (
     "step",
     "loss",
     "validation",
+    "evaluation",
     "tokens/s",
     "memory",
     "goodput",
@@ -395,6 +404,7 @@ def _cells(one: RunSummary) -> list[str]:
         "—" if one.total_steps is None else f"{one.step:,}/{one.total_steps:,}",
         "—" if one.smoothed_loss is None else f"{one.smoothed_loss:.4f}",
         _validation_text(one.validation),
+        _evaluation_text(one.evaluation),
         "—" if one.tokens_per_s is None else f"{one.tokens_per_s:,.0f}",
         "—" if one.memory_bytes is None else _size_text(one.memory_bytes),
         "—" if ratio is None else f"{ratio:.1%}",
@@ -412,6 +422,13 @@ def _validation_text(losses: dict[str, float | None]) -> str:
     if len(texts) == 1:
         return next(iter(texts.values()))
     return " ".join(f"{name} {text}" for name, text in texts.items()) or "—"
+
+
+def _evaluation_text(tasks: dict[str, dict[str, Any]]) -> str:
+    """The first score of each task: "lambada 12.3 text 4.56"."""
+    first = {task: next(iter(one["scores"].values()), {"value": None}) for task, one in tasks.items()}
+    values = {task: "—" if score["value"] is None else f"{score['value']:.4g}" for task, score in first.items()}
+    return " ".join(f"{task} {value}" for task, value in values.items()) or "—"
 
 
 def _size_text(num_bytes: int) -> str:
@@ -440,6 +457,7 @@ def _goodput_lines(goodput: Goodput) -> Iterable[tuple[str, float, str]]:
     yield "lost steps", goodput.lost_s, f"{goodput.lost_steps:,} steps"
     yield "skipped steps", goodput.skipped_s, f"{goodput.skipped_steps:,} steps"
     yield "restarts", goodput.restart_s, "" if mean_s is None else f"{duration(mean_s)} on average"
+    yield "evaluation", goodput.evaluation_s, "between steps"
     yield "saves", goodput.checkpoint_stall_s, f"{goodput.saves:,} done{', ' if saves else ''}{saves}"
     yield "other", goodput.other_s, "first start, validation, steps that were not logged"
     yield "total", goodput.running_s, ""

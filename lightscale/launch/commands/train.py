@@ -20,10 +20,12 @@ from lightscale.config.layout import Layout, check_layout
 from lightscale.config.schedulers import default_scheduler
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
+from lightscale.launch.commands import by_hand
 from lightscale.launch.commands.checks import (
     allowed_changes,
     check_divides,
     check_inputs,
+    check_tasks,
     default_directory,
     is_finished,
     num_gpus,
@@ -31,9 +33,12 @@ from lightscale.launch.commands.checks import (
 )
 from lightscale.launch.duration import parse_duration
 from lightscale.launch.environment import RankEnvironment
-from lightscale.launch.network import choose_interface
-from lightscale.launch.rank import LAUNCHER_VARIABLE, run_rank, summary_and_notes
+from lightscale.launch.network import check_interfaces, choose_interface
+from lightscale.launch.rank import LAUNCHER_VARIABLE, SEVERAL_LAUNCHERS_VARIABLE, run_rank, summary_and_notes
+from lightscale.launch.rendezvous import Rendezvous
 from lightscale.launch.scheduler import adopt_job, get_scheduler, job_states
+from lightscale.output import lasting_output
+from lightscale.parallel.device_settings import apply_device_settings
 from lightscale.runs.held_directory import DirectoryReplaced
 from lightscale.runs.job_environment import job_id
 from lightscale.runs.jobs import recorded_jobs
@@ -47,6 +52,7 @@ if TYPE_CHECKING:
 
 # The command line of a rank, before its arguments.
 _COMMAND = [sys.executable, "-m", "lightscale", "train"]
+_EVALUATION = "lightscale.evaluation.during_training"
 # Longer than it takes until a lock that is not renewed becomes stale, a minute: see `runs/lock.py`.
 _PATIENCE_S, _PAUSE_S = 150.0, 5.0
 
@@ -58,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_option(parser, "run directory; one that exists is resumed (default: runs/NAME of CONFIG)")
     parser.add_argument(
         "--processes",
+        "--nproc-per-node",
         type=int,
         metavar="N",
         help="ranks on this machine, or on each node (default: one per GPU, or one)",
@@ -92,6 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "checkpoints are gone; may be given several times",
     )
     parser.add_argument("--json", action="store_true", help="print at the end, as JSON, how the run ended")
+    by_hand.add_node_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -102,15 +110,19 @@ def run(args: argparse.Namespace) -> int:
     """
     adopt_job(os.environ)
     # Counted from the start of the command, over all restarts, as the time limit of a job is.
-    deadline_s = None if args.stop_after is None else time.time() + parse_duration("--stop-after", args.stop_after)
+    left_s = None if args.stop_after is None else parse_duration("--stop-after", args.stop_after)
+    deadline_s = None if left_s is None else time.monotonic() + left_s
     directory = RunDirectory(args.run or default_directory(args.config))
     environment = RankEnvironment.read(os.environ)
     # The launcher and its ranks are the same command: a process with a rank's number in its environment is a rank.
     if environment is None:
-        return _launch(args, directory, deadline_s)
+        # A run does not end with the terminal or the program that its output goes to.
+        with lasting_output():
+            return _launch(args, directory, deadline_s)
+    by_hand.refuse_within_rank(args, environment.launcher)
     # Where our launcher started the ranks the variable is set already; here another launcher did.
-    if deadline_s is not None:
-        os.environ[DEADLINE_VARIABLE] = str(deadline_s)
+    if left_s is not None:
+        os.environ[DEADLINE_VARIABLE] = str(time.time() + left_s)
     rank, allow = environment, allowed_changes(args.allow_change)
     # The configuration is read within the frame, so that a mistake in it is recorded for the launcher like any other
     # error.
@@ -118,6 +130,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float | None) -> int:
+    """Start the ranks, here or in a job, or those of this host; say at the end how the run ended."""
+    rendezvous = by_hand.read_rendezvous(args)
+    if rendezvous is None:
+        code = _launch_all(args, directory, deadline_s)
+    else:
+        code = _launch_host(args, directory, deadline_s, rendezvous)
+    if args.json:
+        status = directory.read_status()
+        record = dataclasses.asdict(status) if status else {}
+        print(json.dumps({"run": str(directory.path), "exit_code": code, **record}))
+    return code
+
+
+def _launch_all(args: argparse.Namespace, directory: RunDirectory, deadline_s: float | None) -> int:
     """Check everything that can be checked without ranks, then start them."""
     config, allow = load(args.config, args.overrides), allowed_changes(args.allow_change)
     # Before the run's directory exists: a mistake leaves nothing behind. And before torch is imported, for seconds.
@@ -127,33 +153,75 @@ def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float
     check_divides(config, processes * (1 if allocation is None else allocation.num_nodes))
     if is_finished(directory, config, allow):
         print(f"{directory.path} is finished: all {config.total_steps} steps are done", file=sys.stderr)
-        code = 0
-    else:
-        print("loading PyTorch and Megatron …", file=sys.stderr, flush=True)
-        from lightscale.launch.restart import RestartPolicy, run_ranks  # noqa: PLC0415
-        from lightscale.launch.torchrun import ThisMachine  # noqa: PLC0415
+        return 0
+    _say_loading()
+    from lightscale.launch.restart import RestartPolicy, run_ranks  # noqa: PLC0415
+    from lightscale.launch.torchrun import ThisMachine  # noqa: PLC0415
 
-        # The ranks read the stored form: the user may edit CONFIG during the run.
-        command = [*_COMMAND, str(directory.config), "--run", str(directory.path)]
-        command += [f"--allow-change={key}" for key in sorted(allow)]
-        # CUDA does not work in a fork of a process that has touched it, which counting GPUs does with some drivers.
-        nodes = allocation or (ThisMachine() if num_gpus(config) else ThisMachine(_forked_rank))
-        policy = RestartPolicy(config=config.restart, again=not args.no_restart, deadline_s=deadline_s)
-        resume = _command_line(args, directory)
-        os.environ[COMMAND_VARIABLE] = resume
-        job = None if args.scheduler is None else job_id()
-        print(f"starting {processes * nodes.num_nodes} ranks", file=sys.stderr, flush=True)
-        if isinstance(nodes, ThisMachine) and nodes.forks:
-            # Once, for all ranks and all restarts.
-            _training().preload(config)
-        # By the launcher, over all restarts: between two starts of the ranks no other job can take the run.
-        with _held(directory, config, allow, job=job):
-            code = run_ranks(directory, command, processes=processes, resume=resume, policy=policy, nodes=nodes)
-    if args.json:
-        status = directory.read_status()
-        record = dataclasses.asdict(status) if status else {}
-        print(json.dumps({"run": str(directory.path), "exit_code": code, **record}))
-    return code
+    # The ranks read the stored form: the user may edit CONFIG during the run.
+    command = [*_COMMAND, str(directory.config), "--run", str(directory.path)]
+    command += [f"--allow-change={key}" for key in sorted(allow)]
+    # CUDA does not work in a fork of a process that has touched it, which counting GPUs does with some drivers.
+    nodes = allocation or (ThisMachine() if num_gpus(config) else ThisMachine(_forked_rank))
+    policy = RestartPolicy(config=config.restart, again=not args.no_restart, deadline_s=deadline_s)
+    resume = _command_line(args, directory)
+    os.environ[COMMAND_VARIABLE] = resume
+    job = None if args.scheduler is None else job_id()
+    print(f"starting {processes * nodes.num_nodes} ranks", file=sys.stderr, flush=True)
+    if isinstance(nodes, ThisMachine) and nodes.forks:
+        _preload(config)
+    # By the launcher, over all restarts: between two starts of the ranks no other job can take the run.
+    with _held(directory, config, allow, job=job):
+        return run_ranks(directory, command, processes=processes, resume=resume, policy=policy, nodes=nodes)
+
+
+def _launch_host(
+    args: argparse.Namespace, directory: RunDirectory, deadline_s: float | None, rendezvous: Rendezvous
+) -> int:
+    """Start the ranks of this host, which do with those of the others what ranks of torchrun do.
+
+    Checked here is only what ranks cannot say to all: they meet, and refuse together what is wrong on one host.
+    """
+    config, allow = load(args.config, args.overrides), allowed_changes(args.allow_change)
+    processes = num_processes(config, args.processes)
+    rendezvous.check()
+    # What fails while hosts meet is said in one line; torch would print warnings with stacks of its own before it.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    _say_loading()
+    from lightscale.launch.by_hand import run_host  # noqa: PLC0415
+    from lightscale.launch.restart import RestartPolicy  # noqa: PLC0415
+
+    command = [*_COMMAND, str(args.config), *args.overrides, "--run", str(directory.path)]
+    command += [f"--allow-change={key}" for key in sorted(allow)]
+    program = None if num_gpus(config) else _forked_rank
+    resume = _command_line(args, directory)
+    os.environ[COMMAND_VARIABLE] = resume
+    first, last = rendezvous.node * processes, (rendezvous.node + 1) * processes - 1
+    which = f"rank {first}" if first == last else f"ranks {first} to {last}"
+    count = rendezvous.num_nodes * processes
+    print(f"starting {which} of {count}, to meet at {rendezvous.place}", file=sys.stderr, flush=True)
+    if program is not None:
+        _preload(config)
+    return run_host(
+        directory,
+        command,
+        processes=processes,
+        rendezvous=rendezvous,
+        resume=resume,
+        policy=RestartPolicy(config=config.restart, again=False, deadline_s=deadline_s),
+        program=program,
+    )
+
+
+def _say_loading() -> None:
+    print("loading PyTorch and Megatron …", file=sys.stderr, flush=True)
+
+
+def _preload(config: RunConfig) -> None:
+    """Import what ranks that are forks need: once, for all of them and all restarts."""
+    _training().preload(config)
+    if config.evaluation.every_steps:
+        importlib.import_module(_EVALUATION)
 
 
 def _allocation(args: argparse.Namespace, config: RunConfig, processes: int) -> "Nodes | None":
@@ -193,20 +261,34 @@ def _train(
     # torch.distributed and Megatron know only torchrun's variables.
     os.environ.update(environment.variables())
     choose_interface(environment)
+    apply_device_settings(os.environ)
+    # One launcher of ours holds the run, and writes how it ended; without it rank 0 does both.
+    alone = LAUNCHER_VARIABLE not in os.environ or SEVERAL_LAUNCHERS_VARIABLE in os.environ
+
+    def read_here() -> RunConfig:
+        config = read()
+        # By each rank, as a part of what all of them hear of: it is wrong on one host only, perhaps.
+        check_interfaces(os.environ, uses_nccl=num_gpus(config) > 0)
+        if alone:
+            # Our launcher has done it.
+            check_tasks(config)
+        return config
+
     # By name, because the launcher, in the same module, needs no torch: seconds of each start.
     meeting = importlib.import_module("lightscale.launch.meeting")
     # Before anything is written or built. The store may be in this process, and the process groups need it too.
-    config, _store = meeting.meet(environment, read, directory, allow)
+    config, _store = meeting.meet(environment, read_here, directory, allow)
     layout = check_divides(config, environment.world_size)
+    apply_device_settings(os.environ, tensor=config.parallel.tensor)
     is_main = environment.rank == 0
     # Only rank 0 may create the directory. The others have to come to the same answer without it.
     if is_finished(directory, config, allow) if is_main else directory.is_finished(config):
         return 0
-    # Our launcher holds the run, and writes how it ended; without it rank 0 does both.
-    alone = LAUNCHER_VARIABLE not in os.environ
     hold = functools.partial(_held_by_rank, directory, config, allow) if alone else contextlib.nullcontext
     planned = _planned_memory_bytes(config, layout) if is_main else None
-    _training().train(config, directory, allow, hold, planned)
+    # It stands above training, which does not know it.
+    evaluation = importlib.import_module(_EVALUATION).DuringTraining if config.evaluation.every_steps else None
+    _training().train(config, directory, allow, hold, planned, evaluation)
     # The launcher takes exit code 0 of all ranks without a status for a failure.
     assert not is_main or directory.read_status() is not None, "training ended without a status"
     return 0
@@ -288,6 +370,7 @@ def _command_line(args: argparse.Namespace, directory: RunDirectory) -> str:
     arguments = ["lightscale", "train", str(args.config), *args.overrides, "--run", str(directory.path)]
     if args.processes is not None:
         arguments += ["--processes", str(args.processes)]
+    arguments += by_hand.words_of(args)
     if args.stop_after is not None:
         arguments += ["--stop-after", args.stop_after]
     if args.no_restart:

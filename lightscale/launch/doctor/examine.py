@@ -14,7 +14,10 @@ from lightscale.errors import UserError
 from lightscale.launch.doctor import measure
 from lightscale.launch.doctor.peers import AbsentRanks, PeerRanks, meet_peers
 from lightscale.launch.environment import RankEnvironment
-from lightscale.training.health.check_result import CheckResult, Outcome
+from lightscale.models.kernel_check import check_kernels
+from lightscale.models.registry import check_model
+from lightscale.training.build import weight_dtype
+from lightscale.training.health.check_result import CheckResult, Outcome, merged
 from lightscale.training.health.machine import Machine, host_name
 from lightscale.training.preflight import check_machine, check_ranks
 
@@ -96,7 +99,30 @@ def examine_machine(config: RunConfig | None, directory: Path, *, full: bool) ->
             else one
             for one in measure.judge_products(products, kinds, devices[0].type)
         ]
+    if config is not None and torch.cuda.is_available() and config.train.device != "cpu":
+        results.append(judge_kernels(config, torch.device("cuda", 0)))
     return DoctorReport(hosts=[host_name()], results=results)
+
+
+def judge_kernels(config: RunConfig, device: torch.device) -> CheckResult:
+    """Every Triton kernel that the run would use beside its chunked form, at the run's shapes."""
+    check_model(config.model, config.parallel)
+    tokens = config.data.sequence_length // config.parallel.sequence
+    found = check_kernels(
+        config.model,
+        weight_dtype(config.train, device),
+        device,
+        tokens=tokens,
+        tensor=config.parallel.tensor,
+        backend=config.train.kernels,
+    )
+    wrong = list(found)
+    if not wrong:
+        return CheckResult(check="kernels", result="ok", found="Triton's results are those of the chunked forms")
+    # "auto" computes these operators without Triton; what was asked for by name is computed, wrong as it is.
+    result: Outcome = "warning" if config.train.kernels == "auto" else "failed"
+    right = "kernels that compute what PyTorch does: look at the versions of Triton and of the driver"
+    return CheckResult(check="kernels", result=result, found="; ".join(map(str, wrong)), right=right)
 
 
 def examine_ranks(
@@ -124,6 +150,14 @@ def examine_ranks(
         group=dist.new_group(backend="nccl") if device.type == "cuda" else dist.group.WORLD,
         barrier=ranks.barrier,
     )
+    if config is not None and device.type == "cuda":
+        results += merged(
+            [
+                dataclasses.replace(one, ranks=(rank,))
+                for rank, one in enumerate(ranks.on_all(lambda: judge_kernels(config, device)))
+            ],
+            ranks.size,
+        )
     products = ranks.on_all(lambda: measure.measure_product(peers))
     results += measure.judge_products(products, kinds, device.type)
     if ranks.size > 1:

@@ -25,6 +25,7 @@ from typing import Literal, Self
 import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from lightscale.runs.processes import boot_id, started_s
 from lightscale.runs.run_directory import RunDirectory, write_atomically
 
 
@@ -37,14 +38,14 @@ class Process(_Record):
 
     id: int
     started: float
-    """Seconds since the epoch."""
+    """Seconds from the boot."""
     boot: str
 
     @classmethod
     def of(cls, process_id: int) -> Self | None:
         """None: it has ended."""
         try:
-            return cls(id=process_id, started=psutil.Process(process_id).create_time(), boot=_boot())
+            return cls(id=process_id, started=started_s(process_id), boot=boot_id())
         except psutil.NoSuchProcess:
             return None
 
@@ -52,7 +53,7 @@ class Process(_Record):
         """Whether it still is. One that ended and was not waited for is not."""
         try:
             process = psutil.Process(self.id)
-            is_same = abs(process.create_time() - self.started) < 1.0 and _boot() == self.boot
+            is_same = abs(started_s(self.id) - self.started) < 1.0 and boot_id() == self.boot
             return is_same and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
@@ -254,11 +255,3 @@ class Queue:
 
     def _path(self, number: int) -> Path:
         return self.path / f"{number:06d}.json"
-
-
-def _boot() -> str:
-    """Tells a process from one of before the machine's restart."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return f"{psutil.boot_time():.0f}"

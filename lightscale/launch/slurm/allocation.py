@@ -31,15 +31,18 @@ from lightscale.launch.environment import job_port
 from lightscale.launch.failures import RankFailure
 from lightscale.launch.restart import NodesLost
 from lightscale.launch.slurm.client import Node, nodes_of, require
-from lightscale.launch.torchrun import Launch, conclude
+from lightscale.launch.torchrun import AGENT_LOGS, Launch, conclude
 
 # Of a shell that reports the death of a child by a signal.
 _SIGNALLED = 128
 # A controller that is started again, as for an update, is away for a minute or two, and jobs continue meanwhile.
 _PATIENCE_S, _PAUSE_S = 300.0, 10.0
 _POLL_S = 1.0
-# A failed agent waits for the others for some seconds, then SLURM gives them its KillWait of usually 30.
-_END_S, _ABORT_S = 60.0, 10.0
+# A controller that was started again may take the memory of a step that ended meanwhile for used, for good: SLURM 22.05
+# then refuses all further steps of the job, and only another start of the job helps.
+_REFUSED_S = 60.0
+# A failed agent waits ten seconds for the reports of the others. Who has none long after that will have none.
+_END_S, _ABORT_S = 30.0, 10.0
 # How srun would otherwise cut the step: by what the batch script was given.
 _OF_THE_BATCH = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NO_KILL")
 
@@ -103,8 +106,19 @@ class Allocation:
         environment["PYTHONSAFEPATH"] = "1"
         # A session of its own: by that the relay tells it from other children. A Ctrl-C in a terminal then reaches it
         # only through the relay.
-        step = subprocess.Popen(_srun(nodes, order), env=environment, start_new_session=True)
-        return self._conclude(nodes, order, logs, _wait(step, logs, len(nodes)))
+        refused_s = time.monotonic() + _REFUSED_S
+        while True:
+            step = subprocess.Popen(_srun(nodes, order), env=environment, start_new_session=True)
+            code = _wait(step, logs, len(nodes))
+            if code == 0 or _has_begun(logs) or not set(nodes) <= set(self._up()):
+                return self._conclude(nodes, order, logs, code)
+            if time.monotonic() > refused_s:
+                raise NodesLost(
+                    f"srun started no agent on the nodes of job {self.job} (exit code {code}, {logs}); the run must be "
+                    "queued again"
+                )
+            print("srun started no agent; trying again", file=sys.stderr, flush=True)
+            time.sleep(_PAUSE_S)
 
     def _usable(self) -> list[Node]:
         up = self._up()
@@ -140,8 +154,10 @@ class Allocation:
         lost = [number for number in silent if nodes[number].name not in left]
         # A lost node is the cause, whatever the other ranks said about their connections to it.
         if launch.failure is None or lost:
-            first = (lost or silent)[0]
-            return replace(launch, failure=_unreported(nodes[first].name, first * order.processes, bool(lost), code))
+            # SLURM ends the other agents because of the first that failed, some before they have reported.
+            which = lost or silent
+            gone = [nodes[number].name for number in which]
+            return replace(launch, failure=_unreported(gone, which[0] * order.processes, bool(lost), code))
         names = ", ".join(nodes[number].name for number in silent)
         return replace(
             launch, failure=replace(launch.failure, summary=f"{launch.failure.summary}; no report from {names}")
@@ -189,20 +205,26 @@ def _wait(step: subprocess.Popen[bytes], logs: Path, num_nodes: int) -> int:
             return step.wait()
 
 
+def _has_begun(logs: Path) -> bool:
+    """Whether an agent has started its ranks on any node; without that nothing is known to be wrong with them."""
+    return any(logs.glob(AGENT_LOGS)) or bool(read_reports(logs))
+
+
 def _is_over(logs: Path, num_nodes: int) -> bool:
     """Whether all agents have ended, or one of them by a failure, because of which SLURM ends the others."""
     reports = read_reports(logs)
     return len(reports) == num_nodes or any(report.failures for report in reports.values())
 
 
-def _unreported(node: str, rank: int, is_lost: bool, code: int) -> RankFailure:
-    """The failure of a node whose agent left no report."""
+def _unreported(nodes: Sequence[str], rank: int, is_lost: bool, code: int) -> RankFailure:
+    """The failure of nodes whose agents left no report."""
     number = code - _SIGNALLED if code > _SIGNALLED else -code
     killer = signal.Signals(number) if number in {signum.value for signum in signal.Signals} else None
     what = "failed" if is_lost else "ended without a report"
+    how = f"exit code {code}" if killer is None else killer.name
     return RankFailure(
         rank=rank,
-        summary=f"node {node} {what} (srun: {'exit code ' + str(code) if killer is None else killer.name})",
+        summary=f"node{'s' if len(nodes) > 1 else ''} {', '.join(nodes)} {what} (srun: {how})",
         time_s=time.time(),
         killer=None if is_lost else killer,
     )

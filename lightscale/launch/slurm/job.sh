@@ -17,6 +17,26 @@ requeue_is() {
 # Not where launch.options has --no-requeue.
 requeue_is 1 && may_requeue=yes
 
+queue_again() {
+  # A controller that is started again is away for a minute or two; any other answer stays what it is. The requeue kills
+  # this script, which must not end by itself before that.
+  local said
+  for _ in $(seq 60); do
+    said=$(scontrol requeue "$SLURM_JOB_ID" 2>&1) && sleep 60
+    echo "$said" >&2
+    [[ $said == *"Unable to contact"* ]] || return
+    sleep 5
+  done
+}
+
+leave() {
+  # Where slurmstepd was killed nobody tells SLURM that this script has ended: the job would stay until its time limit.
+  local parent
+  read -r _ _ _ parent _ < "/proc/$$/stat" || parent=$PPID
+  [ "$parent" = "$PPID" ] || scancel "$SLURM_JOB_ID"
+  exit "$1"
+}
+
 # On the first node: the launcher. It starts one agent on every node by srun, and the ranks again after failures.
 {{command}} &
 launcher=$!
@@ -37,7 +57,7 @@ case $code in
   75) # saved in time, with steps left to do
     # `lightscale cancel` takes this mark away: the job has done what it was asked to.
     if [ "${may_requeue-}" = yes ] && requeue_is 0; then
-      exit 0
+      leave 0
     fi
     {{again}}
     ;;
@@ -53,4 +73,4 @@ case $code in
     fi
     ;;
 esac
-exit "$code"
+leave "$code"

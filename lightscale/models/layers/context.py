@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from lightscale.kernels.attention import DocumentAttention, DocumentStarts, read_starts, to_device
 from lightscale.parallel.sequence import Replay, Scan, StateExchange, begin
 
 MixerState = dict[str, Tensor]
@@ -25,8 +27,9 @@ class SequenceContext:
     cu_seqlens: (N + 1,) int64, boundaries over the flattened b·n tokens, every row start included; None when no
         document starts inside a row, so that kernels do no work for boundaries.
     continues: (b,) bool, whether a row's first token continues a document of the sequence rank before.
+    starts: where documents start, on the host; None where nothing has asked for it yet.
     exchange: the ranks that hold the other segments of these rows; None when every row is whole.
-    replay: where layers that are recomputed keep their incoming states; None when none is.
+    replay: where the layers that are recomputed keep their incoming states; None when none is.
     lengths: n of every sequence rank where they differ; None when they are equal.
     states: layer name to state, in generation: read as the incoming state, then replaced by the outgoing one.
     shared: what the model's parts for all layers gave (``StagePart.forward``), by the name of the part.
@@ -35,6 +38,7 @@ class SequenceContext:
     positions: Tensor
     cu_seqlens: Tensor | None
     continues: Tensor
+    starts: DocumentStarts | None = None
     exchange: StateExchange | None = None
     replay: Replay | None = None
     lengths: Sequence[int] | None = None
@@ -48,37 +52,54 @@ class SequenceContext:
         """
         assert self.exchange is not None, "rows are whole here"
         own = scan(continues=self.continues, cu_seqlens=self.cu_seqlens)
-        replay = None if layer is None else self.replay
+        replay = self.replay if self.replay is not None and layer in self.replay.layers else None
         return begin(own, self.exchange, *written, name=layer or "", replay=replay)
+
+    @cached_property
+    def attention(self) -> DocumentAttention:
+        """Softmax attention of these rows' tokens to the tokens of this rank and of those before; without ``states``.
+
+        What it works out of the documents is the same for all layers.
+        """
+        b, n = self.positions.shape
+        before = 0
+        if self.exchange is not None:
+            own = self.exchange.rank
+            before = own * n if self.lengths is None else sum(self.lengths[:own])
+        starts = self.starts
+        if starts is None:
+            starts = read_starts(self.positions) if n else DocumentStarts(*torch.empty(2, 0, dtype=torch.int64))
+        return DocumentAttention(starts, b, n, before + n, self.positions.device)
 
     @staticmethod
     def of(
         positions: Tensor,
         *,
+        starts: DocumentStarts | None = None,
         exchange: StateExchange | None = None,
         replay: Replay | None = None,
         lengths: Sequence[int] | None = None,
         states: dict[str, MixerState] | None = None,
         shared: Mapping[str, Tensor] | None = None,
     ) -> "SequenceContext":
-        """The context of rows with these ``positions`` (b, n)."""
+        """The context of rows with these ``positions`` (b, n).
+
+        ``starts``: of their documents, where the host knows them; None: they are read from ``positions``.
+        """
         b, n = positions.shape
-        # Asked here once for all layers: on a GPU, the host waits for the answer.
-        starts = positions == 0
-        if n == 0 or not bool(starts[:, 1:].any()):
-            cu_seqlens = None
-        else:
-            starts = starts.clone()
-            # Operators see the rows as one sequence: a row that continues a document must not continue the row above.
-            starts[:, 0] = True
-            edges = starts.flatten().nonzero().squeeze(-1)
-            cu_seqlens = torch.cat([edges, edges.new_tensor([b * n])])
+        # One token to a row has no start inside it: generation on a GPU does not wait for the answer.
+        if starts is None and n > 1:
+            starts = read_starts(positions)
+        cu_seqlens = None
+        if starts is not None and len(starts.slots) > b:
+            cu_seqlens = to_device(torch.cat([starts.slots, starts.slots.new_tensor([b * n])]), positions.device)
         # An empty segment begins no document: what came in goes on to the next rank unchanged.
         continues = positions[:, 0] != 0 if n else positions.new_ones(b, dtype=torch.bool)
         return SequenceContext(
             positions=positions,
             cu_seqlens=cu_seqlens,
             continues=continues,
+            starts=starts,
             exchange=exchange,
             replay=replay,
             lengths=lengths,

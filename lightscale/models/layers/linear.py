@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightscale.kernels.glu import glu
 from lightscale.parallel.cross_entropy import vocab_parallel_linear_cross_entropy
-from lightscale.parallel.initialization import normal, set_initializer
+from lightscale.parallel.initialization import normal, set_initializer, zeros
 from lightscale.parallel.megatron import MLP, ColumnParallelLinear, MLPSubmodules, RowParallelLinear, TransformerConfig
 
 
@@ -19,31 +19,47 @@ def leave_unset(weight: Tensor) -> Tensor:
 
 
 def column_parallel(
-    config: TransformerConfig, width_in: int, width_out: int, *, std: float, group: dist.ProcessGroup
+    config: TransformerConfig,
+    width_in: int,
+    width_out: int,
+    *,
+    std: float,
+    group: dist.ProcessGroup,
+    bias: bool = False,
 ) -> ColumnParallelLinear:
-    """(n / tensor, b, width_in) -> (n, b, width_out / tensor): the rows of the weight are split. No bias."""
+    """(n / tensor, b, width_in) -> (n, b, width_out / tensor): rows of the weight are split, and the bias with them."""
     layer = ColumnParallelLinear(
-        width_in, width_out, config=config, init_method=leave_unset, bias=False, gather_output=False, tp_group=group
+        width_in, width_out, config=config, init_method=leave_unset, bias=bias, gather_output=False, tp_group=group
     )
     set_initializer(layer.weight, normal(std))
+    if bias:
+        set_initializer(layer.bias, zeros)
     return layer
 
 
 def row_parallel(
-    config: TransformerConfig, width_in: int, width_out: int, *, std: float, group: dist.ProcessGroup
+    config: TransformerConfig,
+    width_in: int,
+    width_out: int,
+    *,
+    std: float,
+    group: dist.ProcessGroup,
+    bias: bool = False,
 ) -> RowParallelLinear:
-    """(n, b, width_in / tensor) -> (n / tensor, b, width_out): the columns of the weight are split. No bias."""
+    """(n, b, width_in / tensor) -> (n / tensor, b, width_out): columns of the weight are split, the bias is whole."""
     layer = RowParallelLinear(
         width_in,
         width_out,
         config=config,
         init_method=leave_unset,
-        bias=False,
+        bias=bias,
         input_is_parallel=True,
-        skip_bias_add=True,
+        skip_bias_add=not bias,
         tp_group=group,
     )
     set_initializer(layer.weight, normal(std))
+    if bias:
+        set_initializer(layer.bias, zeros)
     return layer
 
 
@@ -91,13 +107,24 @@ class OutputLayer(ColumnParallelLinear):
     """
 
     def forward(
-        self, hidden: Tensor, weight: Tensor | None = None, *, labels: Tensor | None = None, vocab_size: int = 0
+        self,
+        hidden: Tensor,
+        weight: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        vocab_size: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden: (n / tensor, b, d) -> logits (n, b, V / tensor), or with labels (n, b) their losses (n, b)."""
+        """hidden: (n / tensor, b, d) -> logits (n, b, V / tensor), or with labels (n, b) their losses (n, b).
+
+        loss_mask: (n, b), what each loss is multiplied by; None for 1.
+        """
         if labels is None:
             logits, bias = super().forward(hidden, weight=weight)
             return logits, bias
-        # The embedding's weight where one stage holds both ends of the model, else this layer's copy of it.
+        # The embedding's weight where tied and one stage holds both ends of the model, else this layer's.
         rows = self.weight if weight is None else weight
-        losses = vocab_parallel_linear_cross_entropy(hidden, rows, labels, vocab_size=vocab_size, group=self.tp_group)
+        losses = vocab_parallel_linear_cross_entropy(
+            hidden, rows, labels, vocab_size=vocab_size, group=self.tp_group, loss_mask=loss_mask
+        )
         return losses, None

@@ -1,5 +1,6 @@
 """Positions in queries and keys, by rotations: LRPE with learnable angles, RoPE with fixed ones."""
 
+import math
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightscale.kernels.common.angles import Angles
+from lightscale.models.specs.options import RopeScalingOptions
 from lightscale.parallel.initialization import set_initializer
 from lightscale.parallel.megatron import (
     MegatronModule,
@@ -62,9 +64,18 @@ class LRPE(MegatronModule):
         )
 
 
-def rotary_angles(head_dim: int) -> Tensor:
-    """(k / 2,) fp64: 10000^(-2i/k), i = 0 … k/2 - 1 (RoPE, arXiv 2104.09864)."""
-    return torch.pow(10000.0, -2 * torch.arange(head_dim // 2, dtype=torch.float64) / head_dim)
+def rotary_angles(head_dim: int, base: float = 10000.0, scaling: RopeScalingOptions | None = None) -> Tensor:
+    """(k / 2,) fp64: base^(-2i/k), i = 0 … k/2 - 1 (RoPE, arXiv 2104.09864), with ``scaling`` as Llama 3.1 has it.
+
+    Scaled, a wave that turns ``low_freq_factor`` times or fewer in the first length turns ``factor`` times slower, one
+    that turns ``high_freq_factor`` times or more is as it was, and between them the angles are mixed linearly.
+    """
+    theta = torch.pow(base, -2 * torch.arange(head_dim // 2, dtype=torch.float64) / head_dim)
+    if scaling is None:
+        return theta
+    turns = scaling.original_max_position_embeddings * theta / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return torch.lerp(theta / scaling.factor, theta, kept.clamp(0, 1))
 
 
 def rope(x: Tensor, phases: tuple[Tensor, Tensor]) -> Tensor:

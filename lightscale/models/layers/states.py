@@ -1,8 +1,10 @@
 """The states that layers keep from one call to the next, and checks of those that come from elsewhere."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from lightscale.errors import UserError
 from lightscale.models.layers.context import MixerState, SequenceContext
@@ -45,3 +47,24 @@ def check_state(name: str, state: MixerState, shapes: Shapes, dtype: torch.dtype
             raise UserError(
                 f"the state of {name}: {key} must be {shape} in {dtype}, got {tuple(found.shape)} in {found.dtype}"
             )
+
+
+def joined(states: Sequence[MixerState]) -> MixerState:
+    """The rows of ``states`` of one layer as those of one state; caches with less room get that of the largest."""
+
+    def cat(tensors: Sequence[Tensor]) -> Tensor:
+        room = max((tensor.size(1) for tensor in tensors if tensor.dim() > 1), default=0)
+        # Dims are padded from the last one on; behind a row's tokens, which begin in the first column.
+        return torch.cat(
+            [
+                tensor if tensor.dim() < 2 else F.pad(tensor, [0, 0] * (tensor.dim() - 2) + [0, room - tensor.size(1)])
+                for tensor in tensors
+            ]
+        )
+
+    return states[0] if len(states) == 1 else {key: cat([state[key] for state in states]) for key in states[0]}
+
+
+def chosen(state: MixerState, rows: Sequence[int]) -> MixerState:
+    """A copy of these ``rows`` of ``state``."""
+    return {key: tensor[rows] for key, tensor in state.items()}

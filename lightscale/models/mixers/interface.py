@@ -2,13 +2,14 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightscale.config.schema import ModelConfig
-from lightscale.models.layers.context import SequenceContext
+from lightscale.models.layers.context import MixerState, SequenceContext
 from lightscale.models.layers.linear import ReplicatedLinear, column_parallel, row_parallel
 from lightscale.models.layers.norms import gated_norm_split
 from lightscale.models.specs.gated import gate_rank
@@ -47,12 +48,23 @@ class Mixer(MegatronModule, ABC):
         # Of this tensor rank.
         self.num_heads = model.num_heads // self.group.size()
         self.heads = slice(self.group.rank() * self.num_heads, (self.group.rank() + 1) * self.num_heads)
+        self.head_dim = model.head_dim
         # Outputs that are added to the residual stream start smaller, so that its variance does not grow with depth.
         self.output_std = model.init_std / math.sqrt(2 * model.num_layers)
 
     @abstractmethod
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
+
+    def with_room(self, state: MixerState, lengths: Sequence[int], tokens: int) -> MixerState:
+        """``state`` such that its rows take ``tokens`` more in without being copied; for states that grow.
+
+        Args:
+            state: of rows whose documents end together, at the last token that was seen.
+            lengths: tokens of the document of each row.
+            tokens: may become more; room is then made again.
+        """
+        return state
 
     def forward(
         self,
@@ -68,8 +80,9 @@ class Mixer(MegatronModule, ABC):
     def _heads(self, projection: nn.Module, x: Tensor, parts: int = 1) -> list[Tensor]:
         """(n / tensor, b, d) -> ``parts`` of (b, n, h, k), by a projection whose rows are ordered head by head."""
         projected, _ = projection(x)
-        n, b, _ = projected.shape
-        return list(projected.view(n, b, self.num_heads, parts, self.model.head_dim).transpose(0, 1).unbind(dim=3))
+        n, b, width = projected.shape
+        heads = width // (parts * self.head_dim)
+        return list(projected.view(n, b, heads, parts, self.head_dim).transpose(0, 1).unbind(dim=3))
 
     def _norm(self, o: Tensor, gate: Tensor | None = None) -> Tensor:
         """(b, n, h, v) -> (n, b, h v): SRMSNorm over the heads of all tensor ranks together, times sigmoid(gate)."""

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from lightscale.config.schema import ModelConfig
 from lightscale.models.specs.gated import GatedMixerSpec, gated_projection_flops
-from lightscale.models.specs.interface import PartSpec, Shapes, chunked_flops
+from lightscale.models.specs.interface import ParameterRows, PartSpec, Shapes, chunked_flops
 from lightscale.models.specs.tpe import TPESpec
 
 
@@ -26,6 +26,11 @@ class CosFormer2Spec(GatedMixerSpec):
     def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
         """Those of the gated mixer, and the angles."""
         return {**GatedMixerSpec.parameter_shapes(model, layer), "lrpe.theta": (model.num_heads, model.head_dim)}
+
+    @staticmethod
+    def roles(model: ModelConfig, layer: int) -> dict[str, ParameterRows]:
+        """Those of the gated mixer, and the angles."""
+        return {**GatedMixerSpec.roles(model, layer), "angles": ParameterRows(parameter="lrpe.theta")}
 
     @staticmethod
     def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:

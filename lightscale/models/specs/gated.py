@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from lightscale.config.schema import ModelConfig
-from lightscale.models.specs.interface import MixerSpec, Shapes, projection_flops
+from lightscale.models.specs.interface import MixerSpec, ParameterRows, Shapes, projection_flops, rows_by_head
 from lightscale.models.specs.options import GatedMixerOptions
 
 
@@ -22,6 +22,18 @@ class GatedMixerSpec(MixerSpec):
             "gate_down.weight": (rank, d),
             "gate_up.weight": (d, rank),
             "out_proj.weight": (d, d),
+        }
+
+    @staticmethod
+    def roles(model: ModelConfig, layer: int) -> dict[str, ParameterRows]:
+        """Keys and values stand in one matrix."""
+        return {
+            "q": ParameterRows(parameter="q_proj.weight"),
+            "k": rows_by_head("kv_proj.weight", 0, model.num_heads, model.head_dim),
+            "v": rows_by_head("kv_proj.weight", 1, model.num_heads, model.head_dim),
+            "o": ParameterRows(parameter="out_proj.weight"),
+            "gate_down": ParameterRows(parameter="gate_down.weight"),
+            "gate_up": ParameterRows(parameter="gate_up.weight"),
         }
 
 

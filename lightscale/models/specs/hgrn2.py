@@ -5,12 +5,14 @@ from typing import ClassVar
 from lightscale.config.schema import ModelConfig
 from lightscale.models.specs.interface import (
     MixerSpec,
+    ParameterRows,
     PartParameter,
     PartSpec,
     Shapes,
     StagePartSpec,
     chunked_flops,
     projection_flops,
+    rows_by_head,
 )
 
 
@@ -46,6 +48,16 @@ class HGRN2Spec(MixerSpec):
         """Projections; the lower bounds belong to the model."""
         d = model.hidden_size
         return {"fv_proj.weight": (2 * d, d), "q_proj.weight": (d, d), "out_proj.weight": (d, d)}
+
+    @staticmethod
+    def roles(model: ModelConfig, layer: int) -> dict[str, ParameterRows]:
+        """Keys are one minus the decays: no projection is theirs alone."""
+        return {
+            "q": ParameterRows(parameter="q_proj.weight"),
+            "forget": rows_by_head("fv_proj.weight", 0, model.num_heads, model.head_dim),
+            "v": rows_by_head("fv_proj.weight", 1, model.num_heads, model.head_dim),
+            "o": ParameterRows(parameter="out_proj.weight"),
+        }
 
     @staticmethod
     def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:

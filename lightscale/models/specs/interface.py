@@ -93,6 +93,15 @@ class StagePartSpec(PartSpec):
     """A part that layers of every pipeline stage read: each stage has a copy."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ParameterRows:
+    """Rows of a parameter of a mixer, in the order of ``ranges``."""
+
+    parameter: str
+    ranges: tuple[tuple[int, int], ...] | None = None
+    """First and last + 1 of each; None: the whole parameter, whatever its dims."""
+
+
 class MixerSpec(ABC):
     """A token mixer. Its class is named beside it, in a ``MixerEntry`` (``lightscale.config.mixers``)."""
 
@@ -111,6 +120,16 @@ class MixerSpec(ABC):
         """Unsplit shapes of the parameters of layer ``layer`` (from 0), by their names in the module."""
 
     @staticmethod
+    def roles(model: ModelConfig, layer: int) -> dict[str, ParameterRows]:
+        """What the parameters of layer ``layer`` (from 0) are for; a mixer put in another's place keeps its roles.
+
+        ``q``, ``k``, ``v`` and ``o`` are the projections to queries, keys and values and that of the output, ``forget``
+        the one to decays, ``gate_down`` and ``gate_up`` those of the output's gate, ``angles`` LRPE's. A mixer with
+        other roles names them itself. What has none is drawn anew. Roles do not share rows.
+        """
+        return {}
+
+    @staticmethod
     @abstractmethod
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
         """Operations of the matrix products in one forward pass of layer ``layer`` (from 0), per token."""
@@ -119,6 +138,17 @@ class MixerSpec(ABC):
     def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
         """fp32 numbers per row that each sequence rank contributes to an exchange, forward and backward."""
         return 0, 0
+
+    @staticmethod
+    def gathered_values(model: ModelConfig, layer: int) -> int:
+        """Numbers per token that sequence ranks gather where the state is the tokens themselves: keys and values."""
+        return 2 * model.hidden_size
+
+
+def rows_by_head(parameter: str, place: int, num_heads: int, head_dim: int) -> ParameterRows:
+    """Of two matrices whose rows alternate head by head in ``parameter``, the first (``place`` 0) or the second (1)."""
+    starts = ((2 * head + place) * head_dim for head in range(num_heads))
+    return ParameterRows(parameter=parameter, ranges=tuple((start, start + head_dim) for start in starts))
 
 
 def projection_flops(model: ModelConfig) -> float:

@@ -1,21 +1,51 @@
 """LLaMA's token mixer; see ``mixers/llama.py``."""
 
+from math import prod
+from typing import ClassVar
+
 from lightscale.config.schema import ModelConfig
-from lightscale.models.specs.interface import MixerSpec, Shapes, projection_flops
+from lightscale.models.specs.interface import MixerSpec, ParameterRows, Shapes, rows_by_head
+from lightscale.models.specs.options import llama_heads, llama_options
 
 
 class LLaMASpec(MixerSpec):
     """Its state, all keys and values, grows: no state of constant size is exchanged."""
 
     operator = "SDPA"
+    whole_on_tensor_ranks: ClassVar[frozenset[str]] = frozenset({"out_proj.bias"})
 
     @staticmethod
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
         """Projections, and two products with half of the other tokens on average."""
-        return projection_flops(model) + 2 * model.hidden_size * sequence_length
+        shapes = LLaMASpec.parameter_shapes(model, layer)
+        projections = sum(2 * prod(shape) for name, shape in shapes.items() if name.endswith(".weight"))
+        return projections + 2 * model.num_heads * llama_heads(model, layer)[1] * sequence_length
 
     @staticmethod
     def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
-        """Projections."""
-        d = model.hidden_size
-        return {"kv_proj.weight": (2 * d, d), "q_proj.weight": (d, d), "out_proj.weight": (d, d)}
+        """Projections; biases where the options have them."""
+        d, bias = model.hidden_size, llama_options(model, layer).attention_bias
+        heads, head_dim = llama_heads(model, layer)
+        both, width = 2 * heads * head_dim, model.num_heads * head_dim
+        shapes: Shapes = {"kv_proj.weight": (both, d), "q_proj.weight": (width, d), "out_proj.weight": (d, width)}
+        if bias != "none":
+            shapes |= {"kv_proj.bias": (both,), "q_proj.bias": (width,)}
+        return shapes | {"out_proj.bias": (d,)} if bias == "all" else shapes
+
+    @staticmethod
+    def roles(model: ModelConfig, layer: int) -> dict[str, ParameterRows]:
+        """Keys and values stand in one matrix. Roles of biases are called after those of the weights: ``q_bias``, …"""
+        heads, head_dim = llama_heads(model, layer)
+        found: dict[str, ParameterRows] = {}
+        for kind, suffix in (("weight", ""), ("bias", "_bias")):
+            keys, values = (rows_by_head(f"kv_proj.{kind}", place, heads, head_dim) for place in (0, 1))
+            found |= {f"q{suffix}": ParameterRows(parameter=f"q_proj.{kind}"), f"k{suffix}": keys, f"v{suffix}": values}
+            found[f"o{suffix}"] = ParameterRows(parameter=f"out_proj.{kind}")
+        shapes = LLaMASpec.parameter_shapes(model, layer)
+        return {role: rows for role, rows in found.items() if rows.parameter in shapes}
+
+    @staticmethod
+    def gathered_values(model: ModelConfig, layer: int) -> int:
+        """Keys and values of all heads."""
+        heads, head_dim = llama_heads(model, layer)
+        return 2 * heads * head_dim

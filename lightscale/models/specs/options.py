@@ -4,7 +4,12 @@ Configurations are read without torch, so this module must not import it: the ta
 names what is here by import strings.
 """
 
-from lightscale.config.schema import ModelConfig, Section, Width
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from lightscale.config.arithmetic import near_divisor
+from lightscale.config.schema import ModelConfig, Positive, Section, SequenceLength, Width
 from lightscale.errors import UserError
 
 
@@ -15,11 +20,71 @@ class GatedMixerOptions(Section):
     """Inner width of the low-rank output gate, in channels; none: head_dim."""
 
 
-def check_rotary(model: ModelConfig) -> None:
-    """Rotary positions turn channels in pairs: head_dim must be even."""
-    if model.head_dim % 2:
+class RopeScalingOptions(Section):
+    """Rotary positions slowed down for sequences longer than those that the model was first trained on."""
+
+    rope_type: Literal["llama3"] = "llama3"
+    """llama3: as Llama 3.1 has it; waves that turn few times in the first length are slowed down by the factor."""
+    factor: Positive
+    """By how much the slowest waves are slowed down."""
+    low_freq_factor: Positive
+    """Waves of fewer turns in the first length are slowed down by the whole factor."""
+    high_freq_factor: Positive
+    """Waves of more turns stay as they are; in between both are mixed."""
+    original_max_position_embeddings: SequenceLength
+    """The first length, in tokens."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor = {self.high_freq_factor} must be more than low_freq_factor = {self.low_freq_factor}"
+            )
+        return self
+
+
+class LLaMAOptions(Section):
+    """The options of LLaMA's attention, named as transformers names them."""
+
+    num_key_value_heads: Width | None = None
+    """Heads of keys and values, each shared by as many heads of queries; divides num_heads; none: num_heads."""
+    head_dim: Width | None = None
+    """Channels per head, an even number; none: hidden_size / num_heads."""
+    rope_theta: Positive = 10000.0
+    """Base of the rotary positions: the slowest wave turns once in nearly 2 pi times as many tokens."""
+    rope_scaling: RopeScalingOptions | None = None
+    """Rotary positions for longer sequences, a table; none: unscaled."""
+    attention_bias: Literal["none", "qkv", "all"] = "none"
+    """Projections with a bias: those of queries, keys and values (as Qwen2), or that of outputs too."""
+
+
+def llama_options(model: ModelConfig, layer: int) -> LLaMAOptions:
+    """Those of layer ``layer`` (from 0), whose mixer is LLaMA's."""
+    options = model.layer_options(layer)
+    assert isinstance(options, LLaMAOptions), type(options)
+    return options
+
+
+def llama_heads(model: ModelConfig, layer: int) -> tuple[int, int]:
+    """Of layer ``layer`` (from 0), whose mixer is LLaMA's: heads of keys and values, and channels per head."""
+    options = llama_options(model, layer)
+    return options.num_key_value_heads or model.num_heads, options.head_dim or model.head_dim
+
+
+def check_llama(model: ModelConfig) -> None:
+    """Heads of keys and values are shared evenly, and rotary positions turn channels in pairs."""
+    key, layer = "model.mixer_options.llama", model.layers.index("llama")
+    heads, width = llama_heads(model, layer)
+    if model.num_heads % heads:
+        raise UserError(
+            f"{key}.num_key_value_heads = {heads} does not divide model.num_heads = {model.num_heads}; use "
+            f"{near_divisor(model.num_heads, heads)}"
+        )
+    if llama_options(model, layer).head_dim is not None and width % 2:
+        raise UserError(f"{key}.head_dim = {width}: llama rotates channels in pairs; use {width + 1}")
+    if width % 2:
         raise UserError(
             f"model.hidden_size = {model.hidden_size} and model.num_heads = {model.num_heads} give llama heads of "
-            f"{model.head_dim} channels, but it rotates channels in pairs; use an even number, such as "
-            f"model.hidden_size = {(model.head_dim + 1) * model.num_heads}"
+            f"{width} channels, but it rotates channels in pairs; use an even number, such as "
+            f"model.hidden_size = {(width + 1) * model.num_heads}, or {key}.head_dim"
         )

@@ -2,7 +2,7 @@
 
 from lightscale.config.schema import ModelConfig
 from lightscale.models.specs.gated import GatedMixerSpec, gated_projection_flops
-from lightscale.models.specs.interface import Shapes, chunked_flops
+from lightscale.models.specs.interface import ParameterRows, Shapes, chunked_flops
 
 
 class TNLSpec(GatedMixerSpec):
@@ -21,6 +21,12 @@ class TNLSpec(GatedMixerSpec):
         """Those of the gated mixer, and the first layer's angles."""
         shapes = GatedMixerSpec.parameter_shapes(model, layer)
         return {**shapes, "lrpe.theta": (model.num_heads, model.head_dim)} if layer == 0 else shapes
+
+    @staticmethod
+    def roles(model: ModelConfig, layer: int) -> dict[str, ParameterRows]:
+        """Those of the gated mixer, and the first layer's angles."""
+        roles = GatedMixerSpec.roles(model, layer)
+        return {**roles, "angles": ParameterRows(parameter="lrpe.theta")} if layer == 0 else roles
 
     @staticmethod
     def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:

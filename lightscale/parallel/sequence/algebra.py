@@ -15,7 +15,9 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from lightscale.kernels.common.segments import decayed, fold
 from lightscale.kernels.lightnet import LightNetState, merge
+from lightscale.kernels.lightnet.segments import fold as fold_averages
 from lightscale.kernels.lightnet.state import by_row, passed_share
 
 Tensors = tuple[Tensor, ...]
@@ -54,6 +56,34 @@ class Algebra(ABC):
             cotangent: of the state that leaves the segment.
         """
 
+    @abstractmethod
+    def fold(self, segments: Tensors, state: Tensors | None, end: int) -> tuple[Tensors, Tensor]:
+        """``apply`` of the first ``end`` of N segments in turn, and ``transition`` of each of all N, for ``fold_back``.
+
+        On GPUs as many launches for any N. The same order on every rank gives the same bits.
+
+        Args:
+            segments: their summaries, stacked: (N, …) each.
+            state: what enters the first one; ``empty`` when None.
+
+        Returns:
+            The state, and the transitions (N, …), which hold nothing else in memory.
+        """
+
+    @abstractmethod
+    def combined(self, segments: Tensors) -> Tensors:
+        """``combine`` of all of some segments, stacked as in ``fold``."""
+
+    @abstractmethod
+    def fold_back(self, transitions: Tensor, reads: Tensors, cotangent: Tensors | None = None) -> Tensors:
+        """``adjoint`` of some segments, from the last to the first.
+
+        Args:
+            transitions: (N, …), of ``fold``.
+            reads: stacked likewise.
+            cotangent: of the state that leaves the last segment; zero when None.
+        """
+
 
 class Diagonal(Algebra):
     """S ↦ D ⊙ S + S_loc, 0 ≤ D ≤ 1. Summary (S_loc, D), D broadcast to S_loc; state (S,); cotangent (dS,)."""
@@ -73,7 +103,7 @@ class Diagonal(Algebra):
     def apply(self, summary: Tensors, state: Tensors) -> Tensors:
         # combine calls it too. Exchanges group these sums differently, so their results differ by rounding.
         S, D = summary
-        return (S + _scaled(D, state[0]),)
+        return (S + decayed(D, state[0]),)
 
     def transition(self, summary: Tensors, state: Tensors) -> Tensor:
         # Whatever state enters: the map is linear in S, so that passing cotangents back takes D and no state.
@@ -81,7 +111,19 @@ class Diagonal(Algebra):
 
     def adjoint(self, transition: Tensor, reads: Tensors, cotangent: Tensors) -> Tensors:
         # The transposed map of ``apply``: a real diagonal is its own transpose.
-        return (reads[0] + _scaled(transition, cotangent[0]),)
+        return (reads[0] + decayed(transition, cotangent[0]),)
+
+    def fold(self, segments: Tensors, state: Tensors | None, end: int) -> tuple[Tensors, Tensor]:
+        S, D = segments
+        # Copied: a view would keep all that was gathered until the backward pass.
+        return (fold(S[:end], D[:end], None if state is None else state[0]),), D.clone()
+
+    def combined(self, segments: Tensors) -> Tensors:
+        # Not `prod`: CUDA's is compiled when it is first called.
+        return fold(*segments), segments[1].cumprod(0)[-1]
+
+    def fold_back(self, transitions: Tensor, reads: Tensors, cotangent: Tensors | None = None) -> Tensors:
+        return (fold(reads[0], transitions, None if cotangent is None else cotangent[0], reverse=True),)
 
 
 class LogSumExp(Algebra):
@@ -117,12 +159,27 @@ class LogSumExp(Algebra):
         # those cotangents times the state's own weight e^z, which itself would overflow, so that only the ratio of two
         # weights, at most 1, is applied. The plain cotangent of z would mix with that of S instead.
         U, R = cotangent
-        return reads[0] + _scaled(by_row(transition, U.shape[2]), U), reads[1] + _scaled(transition, R)
+        return reads[0] + decayed(by_row(transition, U.shape[2]), U), reads[1] + decayed(transition, R)
 
+    def fold(self, segments: Tensors, state: Tensors | None, end: int) -> tuple[Tensors, Tensor]:
+        z, S, through = segments
+        entering = None if state is None else LightNetState(*state)
+        found, transitions = fold_averages(LightNetState(z, S), through[..., 0], entering, end=end)
+        return tuple(found), transitions
 
-def _scaled(weight: Tensor, x: Tensor) -> Tensor:
-    # 0 x inf is NaN: an overflow in one document would otherwise reach the next one.
-    return torch.where(weight == 0, 0.0, weight * x)
+    def combined(self, segments: Tensors) -> Tensors:
+        # Their product: each is 0 or 1.
+        return *self.fold(segments, None, segments[0].size(0))[0], segments[2].amin(0)
+
+    def fold_back(self, transitions: Tensor, reads: Tensors, cotangent: Tensors | None = None) -> Tensors:
+        U, R = reads
+        K = transitions.size(-1)
+        # (N, B H, halves, K, V): both halves of LRPE share a channel's transition.
+        halves, of_rows = U.unflatten(3, (-1, K)).flatten(1, 2), transitions.flatten(1, 2)[:, :, None, :, None]
+        end_U, end_R = (None, None) if cotangent is None else cotangent
+        end_U = None if end_U is None else end_U.unflatten(2, (-1, K)).flatten(0, 1)
+        own_U = fold(halves, of_rows, end_U, reverse=True).view(U.shape[1:])
+        return own_U, fold(R, transitions, end_R, reverse=True)
 
 
 DIAGONAL = Diagonal()

@@ -10,7 +10,7 @@ in the same order. They run beside the computation: on a stream of their own, on
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -56,8 +56,11 @@ class StateExchange(ABC):
         self.num_calls += 1
         self.payload_bytes += sent.numel() * sent.element_size()
 
-    def _all_gather(self, tensors: Tensors, group: dist.ProcessGroup) -> list[Tensors]:
-        """The ``tensors`` (equal shapes and one dtype on all ranks) of every rank of ``group``, in one collective."""
+    def _all_gather(self, tensors: Tensors, group: dist.ProcessGroup) -> Tensors:
+        """The ``tensors`` (equal shapes and one dtype on all ranks) of all N ranks of ``group``, in one collective.
+
+        Stacked: (N, …) each, views of one buffer.
+        """
         # One message instead of one per tensor: for payloads this small the latency counts.
         flat = _packed(tensors)
         # As many payloads as ranks, the largest buffer of a pass. It must not live until the backward pass: what is
@@ -65,7 +68,7 @@ class StateExchange(ABC):
         gathered = flat.new_empty(group.size() * flat.numel())
         dist.all_gather_into_tensor(gathered, flat, group=group)
         self.count(flat)
-        return [_unpacked(row, tensors) for row in gathered.view(group.size(), -1)]
+        return _unpacked(gathered.view(group.size(), -1), tensors)
 
 
 class Gather(StateExchange):
@@ -75,15 +78,15 @@ class Gather(StateExchange):
     """
 
     def forward(self, algebra: Algebra, summary: Tensors) -> tuple[Tensors, Tensors]:
-        entering, transitions = _fold(algebra, self._all_gather(summary, self.group))
-        # Stacked, that is copied: the transitions of ``Diagonal`` are views into the gathered buffer. The backward fold
-        # runs over those of the later segments, which are kept so that they need not be sent a second time.
-        return entering[self.rank], (torch.stack(transitions),)
+        entering, transitions = algebra.fold(self._all_gather(summary, self.group), None, self.rank)
+        # Those of the later segments are kept for the backward fold, so that they need not be sent a second time.
+        return entering, (transitions,)
 
     def backward(self, algebra: Algebra, kept: Tensors, reads: Tensors) -> Tensors:
         (transitions,) = kept
         # The state that leaves this segment is the one that enters the next: the fold stops there.
-        return _fold_back(algebra, transitions, self._all_gather(reads, self.group), self.rank + 1)
+        later = slice(self.rank + 1, None)
+        return algebra.fold_back(transitions[later], _part(self._all_gather(reads, self.group), later))
 
 
 class TwoLevel(StateExchange):
@@ -102,24 +105,22 @@ class TwoLevel(StateExchange):
     def forward(self, algebra: Algebra, summary: Tensors) -> tuple[Tensors, Tensors]:
         # The order of the three is the same on all ranks, node then across then node, and each has its communicator.
         inside = self._all_gather(summary, self.node)
-        of_node = algebra.identity(summary)
-        for segment in inside:
-            of_node = algebra.combine(of_node, segment)
-        # All ranks of the node have the same sum now; each takes its share of the heads to the other nodes.
-        shares = self._all_gather(self._share(of_node), self.across)
-        entering_nodes, between = _fold(algebra, shares)
-        entering_node = self._join(entering_nodes[self.across.rank()], algebra.empty(summary))
-        entering, within = _fold(algebra, inside, entering_node)
-        return entering[self.node.rank()], (torch.stack(within), torch.stack(between))
+        # All ranks of the node have the same sum; each takes its share of the heads to the other nodes.
+        shares = self._all_gather(self._share(algebra.combined(inside)), self.across)
+        entering_share, between = algebra.fold(shares, None, self.across.rank())
+        entering_node = self._join(entering_share, algebra.empty(summary))
+        entering, within = algebra.fold(inside, entering_node, self.node.rank())
+        return entering, (within, between)
 
     def backward(self, algebra: Algebra, kept: Tensors, reads: Tensors) -> Tensors:
         within, between = kept
         inside = self._all_gather(reads, self.node)
         # With nothing from behind: what the node, as one segment, reads of the state that enters it.
-        of_node = _fold_back(algebra, within, inside, 0)
-        shares = self._all_gather(self._share(of_node), self.across)
-        leaving_node = self._join(_fold_back(algebra, between, shares, self.across.rank() + 1), reads)
-        return _fold_back(algebra, within, inside, self.node.rank() + 1, leaving_node)
+        shares = self._all_gather(self._share(algebra.fold_back(within, inside)), self.across)
+        later = slice(self.across.rank() + 1, None)
+        leaving_node = self._join(algebra.fold_back(between[later], _part(shares, later)), reads)
+        later = slice(self.node.rank() + 1, None)
+        return algebra.fold_back(within[later], _part(inside, later), leaving_node)
 
     def _share(self, tensors: Tensors) -> Tensors:
         """This rank's heads, padded where they do not divide; what has no heads is sent whole."""
@@ -139,10 +140,9 @@ class TwoLevel(StateExchange):
 
     def _join(self, shares: Tensors, like: Tensors) -> Tensors:
         """The inverse of ``_share`` for tensors in the shapes of ``like``."""
-        parts = self._all_gather(shares, self.node)
         return tuple(
-            parts[0][number] if x.size(1) == 1 else torch.cat([part[number] for part in parts], dim=1)[:, : x.size(1)]
-            for number, x in enumerate(like)
+            part[0] if x.size(1) == 1 else part.transpose(0, 1).flatten(1, 2)[:, : x.size(1)]
+            for part, x in zip(self._all_gather(shares, self.node), like, strict=True)
         )
 
 
@@ -150,14 +150,15 @@ class Ring(StateExchange):
     """A message from each rank to the next per direction; the time grows with the number of ranks."""
 
     def forward(self, algebra: Algebra, summary: Tensors) -> tuple[Tensors, Tensors]:
-        # A chain of waits, begun before the outputs: what a rank does between receiving and sending is one ``apply``.
+        # A chain of waits, begun before the outputs: what a rank does between receiving and sending is one fold.
         # Blocking calls cannot deadlock: every rank waits for the one before it only, and the first for none.
         state = algebra.empty(summary)
         if self.rank > 0:
             state = self._receive(state, self.rank - 1)
+        leaving, transitions = algebra.fold(_stacked(summary), state, 1)
         if self.rank < self.size - 1:
-            self._send(algebra.apply(summary, state), self.rank + 1)
-        return state, (algebra.transition(summary, state),)
+            self._send(leaving, self.rank + 1)
+        return state, (transitions,)
 
     def backward(self, algebra: Algebra, kept: Tensors, reads: Tensors) -> Tensors:
         # The other way round: nothing reads the state that leaves the last rank.
@@ -165,7 +166,7 @@ class Ring(StateExchange):
         if self.rank < self.size - 1:
             leaving = self._receive(leaving, self.rank + 1)
         if self.rank > 0:
-            self._send(algebra.adjoint(kept[0], reads, leaving), self.rank - 1)
+            self._send(algebra.fold_back(kept[0], _stacked(reads), leaving), self.rank - 1)
         return leaving
 
     def _send(self, tensors: Tensors, to: int) -> None:
@@ -180,40 +181,23 @@ class Ring(StateExchange):
         return _unpacked(flat, like)
 
 
-def _fold(
-    algebra: Algebra, segments: Sequence[Tensors], state: Tensors | None = None
-) -> tuple[list[Tensors], list[Tensor]]:
-    """The state that enters each segment, the first with ``state`` (empty when None), and each one's transition."""
-    if state is None:
-        state = algebra.empty(segments[0])
-    # All segments, not only those before the own: backward needs the transitions of the later ones, and those of
-    # ``LogSumExp`` depend on the state that enters. One order on every rank makes them the same bits everywhere.
-    entering, transitions = [], []
-    for segment in segments:
-        entering.append(state)
-        transitions.append(algebra.transition(segment, state))
-        state = algebra.apply(segment, state)
-    return entering, transitions
-
-
-def _fold_back(
-    algebra: Algebra, transitions: Tensor, reads: Sequence[Tensors], first: int, cotangent: Tensors | None = None
-) -> Tensors:
-    """The cotangent of the state that enters segment ``first``, from that of the state behind the last, else 0."""
-    if cotangent is None:
-        cotangent = tuple(torch.zeros_like(x) for x in reads[0])
-    for number in reversed(range(first, len(reads))):
-        cotangent = algebra.adjoint(transitions[number], reads[number], cotangent)
-    return cotangent
-
-
 def _packed(tensors: Tensors) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def _unpacked(flat: Tensor, like: Tensors) -> Tensors:
-    parts = flat.split([tensor.numel() for tensor in like])
-    return tuple(part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True))
+    """Views (*batch, …) of ``flat`` (*batch, size), in the shapes of ``like``."""
+    parts = flat.split([tensor.numel() for tensor in like], dim=-1)
+    return tuple(part.unflatten(-1, tensor.shape) for part, tensor in zip(parts, like, strict=True))
+
+
+def _stacked(tensors: Tensors) -> Tensors:
+    """As those of one segment."""
+    return tuple(tensor[None] for tensor in tensors)
+
+
+def _part(tensors: Tensors, segments: slice) -> Tensors:
+    return tuple(tensor[segments] for tensor in tensors)
 
 
 class _Beside(ABC):

@@ -1,11 +1,11 @@
 """State passing as one differentiable operation: begun when keys and values are there, finished when queries are.
 
-Forward: summary ▸ exchange ∥ (queries, gates, outputs within the rank) ▸ what the incoming state adds. Backward: what
-the outputs read of the incoming state ▸ exchange ∥ own gradients ▸ what the outgoing state adds to them.
+Forward: summary ▸ exchange ∥ (queries, gates) ▸ outputs from the state that came in. Backward: what the outputs read of
+that state ▸ exchange ∥ the gradients that do not need the outgoing state's cotangent ▸ the others.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ from lightscale.parallel.sequence.scans import Scan
 class _Incoming:
     state: Tensors
     kept: Tensors
-    remembered: Tensors
 
 
 class Replay(defaultdict[str, deque[_Incoming]]):
@@ -35,8 +34,10 @@ class Replay(defaultdict[str, deque[_Incoming]]):
     the state is the very same bits, which outputs computed twice must have.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, layers: Iterable[str]) -> None:
         super().__init__(deque)
+        self.layers = frozenset(layers)
+        """Those that are recomputed."""
 
 
 def begin(
@@ -66,8 +67,7 @@ def begin(
 
     def arrive() -> _Incoming:
         before, kept = wait()
-        state = scan.entering(before)
-        incoming = _Incoming(state=state, kept=kept, remembered=scan.remember(summary, state))
+        incoming = _Incoming(state=scan.entering(before), kept=kept)
         # One state per layer that stays until the backward pass, beside the layer's input. Unlike the activations that
         # recomputation saves, it does not grow with the sequence.
         if replay is not None:
@@ -86,36 +86,28 @@ class _PassStates(torch.autograd.Function):
         arrive: Callable[[], _Incoming],
         *inputs: Tensor | None,
     ) -> Tensor:
-        # Everything that does not need the other ranks, before waiting for them.
-        with torch.profiler.record_function("outputs within the rank"):
-            early = scan.early_outputs(inputs)
         incoming = arrive()
         ctx.scan, ctx.exchange = scan, exchange
         # All tensors by autograd's own means: kept on ctx, they would escape its checks for changes in place.
         # The states between chunks are not among them: the gradients' pass makes them again from inputs and incoming
         # state, which costs one more pass over keys and values, and spares the memory of a state per chunk and layer.
-        ctx.sizes = len(inputs), len(incoming.state), len(incoming.kept)
-        ctx.save_for_backward(*inputs, *incoming.state, *incoming.kept, *incoming.remembered)
-        return scan.outputs(inputs, early, incoming.state)
+        ctx.sizes = len(inputs), len(incoming.state)
+        ctx.save_for_backward(*inputs, *incoming.state, *incoming.kept)
+        # From the state, not added to outputs of a zero one: that would read and write all outputs once more, and round
+        # them twice in bf16 models. What the exchange takes is hidden by the queries' and the gate's projections.
+        with torch.profiler.record_function("outputs"):
+            return scan.outputs(inputs, incoming.state)
 
     @staticmethod
     # Autograd does not see the exchange: a second derivative would miss it silently, so that it is refused.
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
-        num_inputs, num_state, num_kept = ctx.sizes
+        num_inputs, num_state = ctx.sizes
         inputs, rest = ctx.saved_tensors[:num_inputs], ctx.saved_tensors[num_inputs:]
-        state, kept, remembered = rest[:num_state], rest[num_state : num_state + num_kept], rest[num_state + num_kept :]
+        state, kept = rest[:num_state], rest[num_state:]
         scan, exchange = ctx.scan, ctx.exchange
         # Mirrors the forward pass: what later ranks wait for is computed first, then what they do not need. Autograd
         # runs layers in reverse order on every rank alike, so exchanges meet in one order again.
         wait = exchange.submit(exchange.backward, scan.algebra, kept, scan.reads(inputs, do, state))
-        with torch.profiler.record_function("gradients within the rank"):
-            gradients = scan.own_gradients(inputs, do, state)
-        # Gradients are linear in (do, cotangent of the outgoing state): the parts of each are computed apart and added.
-        # In bf16 models each is rounded before, which is one rounding more than in a scan of the whole row.
-        leaving = scan.leaving_gradients(inputs, state, remembered, wait())
-        for number, gradient in enumerate(leaving):
-            own = gradients[number]
-            if gradient is not None and own is not None:
-                gradients[number] = own.add_(gradient)
-        return None, None, None, *gradients
+        with torch.profiler.record_function("gradients"):
+            return None, None, None, *scan.gradients(inputs, do, state, wait)

@@ -1,12 +1,12 @@
 """The operators in the passes that sequence parallelism needs: before, during and after an exchange.
 
 Inputs come in two parts. What is written to the state (keys, values, decays) is known first and summed up, and the
-exchange begins; what reads it (queries) may be computed meanwhile, and so are the outputs and gradients that do not
-depend on other ranks.
+exchange begins; what reads it (queries) may be computed meanwhile. Backward the exchange runs beside the gradients that
+do not need the cotangent of the state that leaves.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,12 +16,8 @@ from torch import Tensor
 from lightscale.errors import UserError
 from lightscale.kernels import gla, lightnet, lightning, tpe
 from lightscale.kernels.common.angles import angles_of
-from lightscale.kernels.gla import boundary_states as gla_boundary
 from lightscale.kernels.lightnet import LightNetState, StateCotangent
-from lightscale.kernels.lightnet import boundary_states as lightnet_boundary
-from lightscale.kernels.lightning import boundary_states as lightning_boundary
 from lightscale.kernels.operators import StateAlgebra, get_operator
-from lightscale.kernels.tpe import boundary_states as tpe_boundary
 from lightscale.parallel.sequence.algebra import DIAGONAL, LOG_SUM_EXP, Algebra, Tensors
 
 Inputs = tuple[Any, ...]
@@ -61,31 +57,22 @@ class Scan(ABC):
     def entering(self, state: Tensors) -> Tensors:
         """The state that the row's first token meets, from the one that the ranks before leave."""
 
-    def early_outputs(self, inputs: Inputs) -> Tensor | None:
-        """What can be computed of the outputs before the incoming state is known; None when nothing can."""
-        return None
-
     @abstractmethod
-    def outputs(self, inputs: Inputs, early: Tensor | None, state: Tensors) -> Tensor:
-        """The outputs of this rank's tokens. ``early`` may be overwritten: nothing else reads it."""
-
-    def remember(self, summary: Tensors, state: Tensors) -> Tensors:
-        """What ``leaving_gradients`` needs beside the inputs and the incoming state."""
-        return ()
+    def outputs(self, inputs: Inputs, state: Tensors) -> Tensor:
+        """The outputs of this rank's tokens, from the state that enters."""
 
     @abstractmethod
     def reads(self, inputs: Inputs, do: Tensor, state: Tensors) -> Tensors:
         """The cotangent of the incoming state that comes from this rank's own outputs."""
 
     @abstractmethod
-    def own_gradients(self, inputs: Inputs, do: Tensor, state: Tensors) -> list[Tensor | None]:
-        """The gradients of ``inputs``, in their order, by this rank's own outputs."""
-
-    @abstractmethod
-    def leaving_gradients(
-        self, inputs: Inputs, state: Tensors, remembered: Tensors, cotangent: Tensors
+    def gradients(
+        self, inputs: Inputs, do: Tensor, state: Tensors, leaving: Callable[[], Tensors]
     ) -> Sequence[Tensor | None]:
-        """The gradients of what is written, in its order, by the state that leaves the row."""
+        """The gradients of ``inputs``, in their order.
+
+        ``leaving`` waits for the cotangent of the state that leaves the row. To be called once, when it is needed.
+        """
 
     def where_continues(self, x: Tensor, otherwise: float = 0.0) -> Tensor:
         """``x`` (B, …) for the rows that continue a document, ``otherwise`` for those that begin one."""
@@ -120,17 +107,9 @@ class LightningScan(DiagonalScan):
         state, decay = lightning.state_fwd(k, v, log_decay, self.cu_seqlens, angles=angles_of(*angles))
         return self._summary(state, decay[..., None, None])
 
-    def early_outputs(self, inputs: Inputs) -> Tensor:
+    def outputs(self, inputs: Inputs, state: Tensors) -> Tensor:
         k, v, log_decay, *angles, q = inputs
-        return lightning.out_fwd(q, k, v, log_decay, None, self.cu_seqlens, angles=angles_of(*angles))[0]
-
-    def outputs(self, inputs: Inputs, early: Tensor | None, state: Tensors) -> Tensor:
-        assert early is not None
-        _, _, log_decay, *angles, q = inputs
-        # Linear in the state, so that what the incoming one adds comes on top. In bf16 models both parts are rounded
-        # before the sum: the price of computing the first while the state travels.
-        read = lightning_boundary.read_fwd(q, log_decay, state[0], self.cu_seqlens, angles=angles_of(*angles))
-        return early.add_(read)
+        return lightning.out_fwd(q, k, v, log_decay, state[0], self.cu_seqlens, angles=angles_of(*angles))[0]
 
     def reads(self, inputs: Inputs, do: Tensor, state: Tensors) -> Tensors:
         _, _, log_decay, *angles, q = inputs
@@ -139,39 +118,24 @@ class LightningScan(DiagonalScan):
         # has come in; where it begins here, its tokens read nothing of the incoming state.
         return (self.where_continues(own),)
 
-    def own_gradients(self, inputs: Inputs, do: Tensor, state: Tensors) -> list[Tensor | None]:
+    def gradients(
+        self, inputs: Inputs, do: Tensor, state: Tensors, leaving: Callable[[], Tensors]
+    ) -> Sequence[Tensor | None]:
         k, v, log_decay, theta, positions, q = inputs
-        # Backward the incoming state is known from the start: everything that reads it (queries, decays) is done in
-        # this pass, before the exchange ends. None stands for the cotangent that is still on its way.
-        own = lightning.grad_bwd(
+        found = lightning.grad_bwd(
             q,
             k,
             v,
             log_decay,
             do,
             state[0],
-            None,
+            lambda: leaving()[0],
             self.cu_seqlens,
             angles=angles_of(theta, positions),
             with_decay=_learned(log_decay),
             with_theta=_learned(theta),
         )
-        return [own.k, own.v, own.log_decay, own.theta, None, own.q]
-
-    def leaving_gradients(
-        self, inputs: Inputs, state: Tensors, remembered: Tensors, cotangent: Tensors
-    ) -> Sequence[Tensor | None]:
-        k, v, log_decay, *angles, _ = inputs
-        return lightning_boundary.write_bwd(
-            k,
-            v,
-            log_decay,
-            state[0],
-            cotangent[0],
-            self.cu_seqlens,
-            angles=angles_of(*angles),
-            with_decay=_learned(log_decay),
-        )
+        return found.k, found.v, found.log_decay, found.theta, None, found.q
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,29 +149,21 @@ class GatedScan(DiagonalScan):
         state, decay = gla.state_fwd(k, v, log_decay, self.cu_seqlens)
         return self._summary(state, decay[..., None])
 
-    def early_outputs(self, inputs: Inputs) -> Tensor:
+    def outputs(self, inputs: Inputs, state: Tensors) -> Tensor:
         k, v, log_decay, q = inputs
-        return gla.out_fwd(q, k, v, log_decay, None, self.cu_seqlens)[0]
-
-    def outputs(self, inputs: Inputs, early: Tensor | None, state: Tensors) -> Tensor:
-        assert early is not None
-        return early.add_(gla_boundary.read_fwd(inputs[3], inputs[2], state[0], self.cu_seqlens))
+        return gla.out_fwd(q, k, v, log_decay, state[0], self.cu_seqlens)[0]
 
     def reads(self, inputs: Inputs, do: Tensor, state: Tensors) -> Tensors:
         return (self.where_continues(gla.state_bwd(inputs[3], do, inputs[2], self.cu_seqlens)),)
 
-    def own_gradients(self, inputs: Inputs, do: Tensor, state: Tensors) -> list[Tensor | None]:
-        k, v, log_decay, q = inputs
-        dq, *written = gla.grad_bwd(q, k, v, log_decay, do, state[0], None, self.cu_seqlens)
-        return [*written, dq]
-
-    def leaving_gradients(
-        self, inputs: Inputs, state: Tensors, remembered: Tensors, cotangent: Tensors
+    def gradients(
+        self, inputs: Inputs, do: Tensor, state: Tensors, leaving: Callable[[], Tensors]
     ) -> Sequence[Tensor | None]:
         # No second exchange for the decays: those of this segment act on the state that came in and on what was written
         # here, and the cotangent of the state that leaves says how much that counts later.
-        k, v, log_decay, _ = inputs
-        return gla_boundary.write_bwd(k, v, log_decay, state[0], cotangent[0], self.cu_seqlens)
+        k, v, log_decay, q = inputs
+        dq, *written = gla.grad_bwd(q, k, v, log_decay, do, state[0], lambda: leaving()[0], self.cu_seqlens)
+        return *written, dq
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,29 +177,20 @@ class TPEScan(DiagonalScan):
         state, decay = tpe.state_fwd(x, log_decay, self.cu_seqlens)
         return self._summary(state, decay[:, None])
 
-    def early_outputs(self, inputs: Inputs) -> Tensor:
+    def outputs(self, inputs: Inputs, state: Tensors) -> Tensor:
         x, log_decay, gamma = inputs
-        return tpe.out_fwd(x, log_decay, gamma, None, self.cu_seqlens)[0]
-
-    def outputs(self, inputs: Inputs, early: Tensor | None, state: Tensors) -> Tensor:
-        assert early is not None
-        x, log_decay, gamma = inputs
-        return early.add_(tpe_boundary.read_fwd(x, log_decay, gamma, state[0], self.cu_seqlens))
+        return tpe.out_fwd(x, log_decay, gamma, state[0], self.cu_seqlens)[0]
 
     def reads(self, inputs: Inputs, do: Tensor, state: Tensors) -> Tensors:
         _, log_decay, gamma = inputs
         return (self.where_continues(tpe.state_bwd(do, log_decay, gamma, self.cu_seqlens)),)
 
-    def own_gradients(self, inputs: Inputs, do: Tensor, state: Tensors) -> list[Tensor | None]:
+    def gradients(
+        self, inputs: Inputs, do: Tensor, state: Tensors, leaving: Callable[[], Tensors]
+    ) -> Sequence[Tensor | None]:
         x, log_decay, gamma = inputs
         # Of this segment only: the engine's reduction of parameters' gradients also sums over sequence ranks.
-        return list(tpe.grad_bwd(x, log_decay, gamma, do, state[0], None, self.cu_seqlens))
-
-    def leaving_gradients(
-        self, inputs: Inputs, state: Tensors, remembered: Tensors, cotangent: Tensors
-    ) -> Sequence[Tensor | None]:
-        x, log_decay, _ = inputs
-        return tpe_boundary.write_bwd(x, log_decay, state[0], cotangent[0], self.cu_seqlens)
+        return tpe.grad_bwd(x, log_decay, gamma, do, state[0], lambda: leaving()[0], self.cu_seqlens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,14 +213,9 @@ class LightNetScan(Scan):
         z, S = state
         return self.where_continues(z, -torch.inf), self.where_continues(S)
 
-    def outputs(self, inputs: Inputs, early: Tensor | None, state: Tensors) -> Tensor:
+    def outputs(self, inputs: Inputs, state: Tensors) -> Tensor:
         k, v, *angles, q = inputs
         return lightnet.out_fwd(q, k, v, angles_of(*angles), LightNetState(*state), self.cu_seqlens)[0]
-
-    def remember(self, summary: Tensors, state: Tensors) -> Tensors:
-        # z behind the segment, what came in included: token t has the share e^(k_t - z_end) of the state that leaves.
-        # S_end is not needed: R already holds what normalising by z takes off the keys' gradients.
-        return (self.algebra.apply(summary, state)[0],)
 
     def reads(self, inputs: Inputs, do: Tensor, state: Tensors) -> Tensors:
         k, v, *angles, q = inputs
@@ -282,18 +224,21 @@ class LightNetScan(Scan):
         own = lightnet.state_bwd(q, k, v, angles_of(*angles), do, LightNetState(*state), self.cu_seqlens)
         return self.where_continues(own.U), self.where_continues(own.R)
 
-    def own_gradients(self, inputs: Inputs, do: Tensor, state: Tensors) -> list[Tensor | None]:
-        k, v, *angles, q = inputs
-        dq, dk, dv = lightnet.grad_bwd(q, k, v, angles_of(*angles), do, LightNetState(*state), None, self.cu_seqlens)
-        return [dk, dv, None, None, dq]
-
-    def leaving_gradients(
-        self, inputs: Inputs, state: Tensors, remembered: Tensors, cotangent: Tensors
+    def gradients(
+        self, inputs: Inputs, do: Tensor, state: Tensors, leaving: Callable[[], Tensors]
     ) -> Sequence[Tensor | None]:
-        k, v, *angles, _ = inputs
-        return lightnet_boundary.write_bwd(
-            k, v, angles_of(*angles), remembered[0], StateCotangent(*cotangent), self.cu_seqlens
+        k, v, *angles, q = inputs
+        dq, dk, dv = lightnet.grad_bwd(
+            q,
+            k,
+            v,
+            angles_of(*angles),
+            do,
+            LightNetState(*state),
+            lambda: StateCotangent(*leaving()),
+            self.cu_seqlens,
         )
+        return dk, dv, None, None, dq
 
 
 def _learned(x: Tensor | None) -> bool:

@@ -17,17 +17,20 @@ from lightscale.models.accounting import parameter_terms
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale configs``."""
     parser.description = (
-        "Lists the configurations that CONFIG can name, wherever the command is run, and the parts that "
-        "`extends` in a file can name."
+        "Lists the configurations that CONFIG can name, wherever the command is run, the parts that `extends` in a "
+        "file can name, and the studies."
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the runs as a table and the parts by folder, or both as JSON."""
+    """Print the runs as a table, the parts by folder and the studies, or all as JSON."""
     runs = sorted(map(_record, shipped.run_names()), key=lambda one: (one["architecture"], one["parameters"]))
     if args.json:
-        print(json.dumps({"folder": str(shipped.FOLDER), "configs": runs, "extends": shipped.part_names()}, indent=2))
+        parts, studies = shipped.part_names(), shipped.study_names()
+        print(
+            json.dumps({"folder": str(shipped.FOLDER), "configs": runs, "extends": parts, "studies": studies}, indent=2)
+        )
         return 0
     # Without line breaks, so that names can be copied and lines be searched.
     console = Console(highlight=False, markup=False, soft_wrap=True)
@@ -35,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     console.print("extends in a file takes these, and any of the above:")
     for folder, names in shipped.part_names().items():
         console.print(f"  {folder + ':':<8} {' '.join(names)}")
+    console.print(f"studies, for `lightscale study`: {' '.join(shipped.study_names())}")
     console.print(f"files: {shipped.FOLDER}; `lightscale config NAME` shows all that one leads to")
     return 0
 
@@ -52,10 +56,9 @@ def _record(name: str) -> dict[str, Any]:
 
 
 def _architecture(layers: tuple[str, ...]) -> str:
-    """The mixers from the first layer to the last, as `model.mixer` writes them: "tnl", "tnl*3 llama"."""
-    if len(set(layers)) == 1:
-        return layers[0]
-    repeats = [(mixer, len(list(group))) for mixer, group in itertools.groupby(layers)]
+    """The mixers from the first layer on until they repeat, as `model.mixer` writes them: "tnl", "tnl*3 llama"."""
+    period = next(num for num in range(1, len(layers) + 1) if layers[:num] * (len(layers) // num) == layers)
+    repeats = [(mixer, len(list(group))) for mixer, group in itertools.groupby(layers[:period])]
     return " ".join(mixer if count == 1 else f"{mixer}*{count}" for mixer, count in repeats)
 
 

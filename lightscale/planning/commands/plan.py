@@ -1,6 +1,6 @@
 """``lightscale plan``: what a run would take, without building its model; the study's table of sizes.
 
-With ``--nodes`` it predicts speed: `scaling`; with ``--failures`` goodput: `failures`.
+With ``--nodes`` it predicts speed: `scaling`; with ``--failures`` goodput: `failures`; ``--trace`` records: `trace`.
 """
 
 import argparse
@@ -20,10 +20,10 @@ from lightscale.config.arguments import add_config, add_overrides
 from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
-from lightscale.planning.commands import failures, scaling
+from lightscale.planning.commands import failures, scaling, trace
 from lightscale.planning.memory import assumptions
 from lightscale.planning.plan import Parameters, RunPlan, StateExchangeSize, plan
-from lightscale.planning.published import Comparison, StudyRow, study_table
+from lightscale.planning.published import TABLE_1, Comparison, StudyRow, study_table
 
 EXIT_DISAGREES = 1
 _STUDY = "the study (arXiv 2406.16690)"
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     scaling.add_arguments(parser)
     failures.add_arguments(parser)
+    trace.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,13 +52,20 @@ def run(args: argparse.Namespace) -> int:
 
     1 where the table disagrees with the published one, or where no layout fits on any of the nodes.
     """
-    kinds = {"--study": args.study, "--nodes": args.nodes is not None, "--failures": args.failures}
+    kinds = {
+        "--study": args.study,
+        "--nodes": args.nodes is not None,
+        "--failures": args.failures,
+        "--trace": args.trace,
+    }
     if sum(kinds.values()) > 1:
         raise UserError(f"{' and '.join(kind for kind, is_given in kinds.items() if is_given)}: use only one of them")
     if args.nodes is None:
         scaling.refuse_without_nodes(args)
     if not args.failures:
         failures.refuse_without_failures(args)
+    if not args.trace:
+        trace.refuse_without_trace(args)
     if args.study:
         return _study(args)
     if args.config is None:
@@ -68,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
         return failures.run(args)
     if args.processes is not None and args.processes < 1:
         raise UserError(f"--processes {args.processes}: must be at least 1")
+    if args.trace:
+        return trace.run(args)
     config = load(args.config, args.overrides)
     planned = plan(config, args.processes)
     if args.json:
@@ -99,7 +109,8 @@ def _show(path: Path, config: RunConfig, planned: RunPlan) -> None:
     layout = planned.layout
     axes = ", ".join(f"{axis} {getattr(layout, axis)}" for axis in ("tensor", "pipeline", "sequence", "data"))
     console.print(f"{path} on {_plural(layout.world_size, 'process', 'processes')}: {axes}\n")
-    console.print(_table(("parameters", "", ""), _parameter_lines(planned.parameters)))
+    tied = config.model.tie_word_embeddings
+    console.print(_table(("parameters", "", ""), _parameter_lines(planned.parameters, tied=tied)))
     console.print(_table(("training FLOPs per step", "", ""), _flops_lines(planned)))
     lines = [("tokens per step", planned.tokens_per_step), ("steps", planned.steps), ("tokens", planned.tokens)]
     console.print(_table(("run", "", ""), [(name, f"{count:,}", "") for name, count in lines]))
@@ -112,8 +123,8 @@ def _show(path: Path, config: RunConfig, planned: RunPlan) -> None:
         console.print(Padding(sentence, (0, 0, 0, 2), expand=False))
 
 
-def _parameter_lines(parameters: Parameters) -> Iterable[tuple[str, str, str]]:
-    yield "embedding", f"{parameters.embedding:,}", "shared with the output layer"
+def _parameter_lines(parameters: Parameters, *, tied: bool) -> Iterable[tuple[str, str, str]]:
+    yield "embedding", f"{parameters.embedding:,}", "shared with the output layer" if tied else "and output layer"
     for name, count in parameters.terms.items():
         yield name, f"{count:,}", f"not counted by {_STUDY}" if name in parameters.only_exact else ""
     yield "outside the embedding", f"{parameters.rest:,}", "all parameters of the built model"
@@ -192,6 +203,10 @@ def _study_record(row: StudyRow) -> dict[str, Any]:
         "intermediate_size": row.model.intermediate_size,
         "parameters_millions": _comparison_record(row.parameters_millions),
         "step_petaflops": _comparison_record(row.step_petaflops),
+        "closed_form": {
+            "parameters_millions": row.closed_parameters_millions,
+            "step_petaflops": row.closed_step_petaflops,
+        },
         "agrees": row.agrees,
     }
 
@@ -214,12 +229,18 @@ def _show_study(rows: list[StudyRow]) -> None:
     for heading in ("size", "architecture"):
         table.add_column(heading, no_wrap=True)
     shape = ("layers", "hidden", "heads", "interm.")
-    for heading in (*shape, "params", "paper", "diff", "within", "PFLOPs", "paper", "diff", "within", ""):
+    counted = ("paper", "diff", "within", "Table 1")
+    for heading in (*shape, "params", *counted, "PFLOPs", *counted, ""):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*_study_cells(row), end_section=row.architecture == rows[-1].architecture)
-    console = Console(highlight=False, markup=False, width=max(Console().width, 140))
+    console = Console(highlight=False, markup=False, width=max(Console().width, 155))
     console.print(table)
+    console.print("Its Table 1, closed forms for g = 8/3 d (columns Table 1): N without the embedding, FLOPs of a step")
+    forms = Table(box=None, pad_edge=False, show_header=False)
+    for name, form in TABLE_1.items():
+        forms.add_row(name, f"N = {form.parameters}", f"C = {form.training_flops}")
+    console.print(forms)
     outside = [f"{row.architecture}-{row.size}" for row in rows if not row.agrees]
     console.print(f"outside the tolerances: {', '.join(outside)}" if outside else f"all {len(rows)} agree")
 
@@ -235,10 +256,12 @@ def _study_cells(row: StudyRow) -> list[str]:
         f"{parameters.published:.1f}",
         f"{parameters.difference:+.2f}",
         f"{parameters.tolerance:.2f}",
+        f"{row.closed_parameters_millions:.1f}",
         f"{flops.computed:.2f}",
         f"{flops.published:.1f}",
         f"{flops.difference:+.2f}",
         f"{flops.tolerance:.2f}",
+        f"{row.closed_step_petaflops:.1f}",
         "" if row.agrees else "NO",
     ]
 

@@ -216,6 +216,7 @@ def _layout_record(one: Prediction) -> dict[str, Any]:
     return {
         "layout": {axis: getattr(one.layout, axis) for axis in AXES},
         "recompute": one.recompute,
+        "recompute_layers": one.recompute_layers,
         "exchange": one.exchange,
         "global_batch_size": one.global_batch_size,
         "micro_batch_size": one.layout.micro_batch_size,
@@ -303,7 +304,7 @@ def _cells(one: Prediction) -> list[str]:
         f"{one.global_batch_size:,}",
         str(one.layout.micro_batch_size),
         ranks,
-        one.recompute,
+        one.recompute if one.recompute_layers is None else f"{one.recompute} ({one.recompute_layers})",
         exchange,
         _gib(one.memory.total_bytes),
     ]

@@ -17,7 +17,7 @@ class JsonlSink(Sink):
     def __init__(self, run: RunFacts) -> None:
         self._path = RunDirectory(run.directory).metrics
         self._lines = LineWriter(self._path)
-        self._pending = PendingRecords(self._lines.write, may_pass=lambda error: True)
+        self._pending = PendingRecords(self._lines.write, passes=lambda error: True)
 
     def write(self, measurement: Measurement) -> None:
         """See ``Sink``."""

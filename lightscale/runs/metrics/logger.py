@@ -147,6 +147,24 @@ class MetricsLogger:
         text = "  ".join(f"{name} {one.loss:.4f}" for name, one in losses.items())
         self._progress.say(f"step {step}/{self._total_steps}  validation loss  {text}")
 
+    def log_evaluation(
+        self, step: int, *, tokens: int, scores: Mapping[str, Mapping[str, Scalar]], seconds: float
+    ) -> None:
+        """Record the ``scores`` of each task, by name, as they are after ``step``; none where nothing was done.
+
+        What a resumed run does for the step it begins at has no line in metrics.jsonl: see ``log_goodput``.
+        """
+        if not self._enabled or not scores:
+            return
+        fields = {"tokens": tokens, "evaluation": scores, "evaluation_s": seconds} if step == self._logged_step else {}
+        self._write(step, fields, {f"evaluation/{task}": of for task, of in scores.items()})
+        # The first score of a task is the one that tables show first.
+        first = ((task, *next(iter(of.items()))) for task, of in scores.items() if of)
+        text = "  ".join(
+            f"{task} {name} {'-' if value is None else format(value, '.4g')}" for task, name, value in first
+        )
+        self._progress.say(f"step {step}/{self._total_steps}  evaluation  {text}  ({seconds:.1f} s)")
+
     def log_save(
         self, step: int, *, tokens: int, saved_step: int, stall_s: float, write_s: float, num_bytes: int
     ) -> None:

@@ -5,6 +5,8 @@ import io
 import os
 import socket
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -44,33 +46,26 @@ class TensorboardSink(Sink):
     """
 
     def __init__(self, run: RunFacts) -> None:
-        directory = RunDirectory(run.directory).tensorboard
-        directory.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads the files in the order of their names; this one begins with the time, as its own do.
-        now = f"{time.time():017.6f}"
-        self._path = directory / f"events.out.tfevents.{now}.{socket.gethostname()}.{os.getpid()}"
-        self._file = self._path.open("wb", buffering=0)
-        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._events = EventFile(RunDirectory(run.directory).tensorboard)
         if run.first_step is not None:
             self.go_back(run.first_step - 1)
             self._describe(run, run.first_step)
 
     def write(self, measurement: Measurement) -> None:
         """See ``Sink``."""
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in measurement.scalars.items()]
-        if values:
+        if measurement.scalars:
             step = measurement.step if measurement.scalars_step is None else measurement.scalars_step
             seconds = datetime.datetime.fromisoformat(measurement.time).timestamp()
-            self._add(Event(wall_time=seconds, step=step, summary=Summary(value=values)))
+            self._events.scalars(step, measurement.scalars, seconds)
 
     def go_back(self, step: int) -> None:
         """See ``Sink``."""
         # What TensorBoard calls a restart: it hides what came before of this step and of later ones.
-        self._add(Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+        self._events.add(Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def close(self) -> None:
         """See ``Sink``."""
-        self._file.close()
+        self._events.close()
 
     def _describe(self, run: RunFacts, step: int) -> None:
         """What does not change in an attempt: texts, layout, hparams."""
@@ -78,9 +73,31 @@ class TensorboardSink(Sink):
         # Four spaces: Markdown shows the lines as they are.
         parts = [text(tag, _as_code(content)) for tag, content in texts.items() if content]
         for part in (*parts, custom_scalars(layout(run.config)), hparams(run.config)):
-            self._add(Event(wall_time=time.time(), step=step, summary=part))
+            self._events.add(Event(wall_time=time.time(), step=step, summary=part))
 
-    def _add(self, event: Any) -> None:
+
+class EventFile:
+    """A new event file in ``directory``."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads the files in the order of their names; this one begins with the time, as its own do.
+        now = f"{time.time():017.6f}"
+        self._path = directory / f"events.out.tfevents.{now}.{socket.gethostname()}.{os.getpid()}"
+        self._file = self._path.open("wb", buffering=0)
+        self.add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def scalars(self, step: int, scalars: Mapping[str, float], wall_time_s: float | None = None) -> None:
+        """A point of each curve, as one record."""
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        self.add(Event(wall_time=wall_time_s or time.time(), step=step, summary=Summary(value=values)))
+
+    def close(self) -> None:
+        """The file has all."""
+        self._file.close()
+
+    def add(self, event: Any) -> None:
+        """Write a record, or where that fails, nothing."""
         record = io.BytesIO()
         RecordWriter(record).write(event.SerializeToString())
         data, size = record.getbuffer(), self._file.tell()

@@ -17,6 +17,7 @@ from rich.table import Table
 from lightscale.config.arguments import add_run, require_run, run_path
 from lightscale.errors import UserError
 from lightscale.parallel.shards import Box
+from lightscale.runs.followers import needed
 from lightscale.runs.lock import RunLock
 from lightscale.runs.run_directory import RunDirectory, split_step
 from lightscale.training.checkpoints.directories import (
@@ -276,6 +277,9 @@ def _prune_held(directory: RunDirectory, retention: Retention, *, dry_run: bool)
         if len(good) < retention.keep and one.damage() is None:
             good.append(one.step)
     old = retention.superseded([one.step for one in every], good)
+    # What `lightscale evaluate --follow` has still to read.
+    spared = needed(directory, old)
+    old = [step for step in old if step not in spared]
     if not dry_run:
         remove(directory.checkpoints, old)
     return good, old

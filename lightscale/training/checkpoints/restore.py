@@ -18,19 +18,22 @@ Any layout reads what any other has written: a shard says where in its whole ten
 rank copies the overlaps of all stored shards with those that it needs.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightscale.errors import UserError
+from lightscale.models.accounting import parameter_shapes
+from lightscale.models.conversion import Conversion
 from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.mesh import Mesh
-from lightscale.parallel.shards import TensorShard, copy_overlap
+from lightscale.parallel.shards import TensorShard, copy_overlap, moved_rows
 from lightscale.runs.run_directory import is_named
 from lightscale.training.checkpoints.directories import (
     STATE,
+    WEIGHTS_PREFIX,
     CheckpointName,
     environment,
     list_checkpoints,
@@ -100,7 +103,13 @@ class Checkpoints:
         self._ranks = Agreement(mesh.control)
 
     def restore(
-        self, engine: Engine, *, step: int | None = None, weights_only: bool = False, allow: Collection[str] = ()
+        self,
+        engine: Engine,
+        *,
+        step: int | None = None,
+        weights_only: bool = False,
+        allow: Collection[str] = (),
+        conversion: Conversion | None = None,
     ) -> Restored | None:
         """Read the newest whole checkpoint, or that of ``step``, into ``engine``; None when there is none at all.
 
@@ -110,6 +119,7 @@ class Checkpoints:
 
         Args:
             allow: changes that are accepted: ``versions`` or ``versions.NAME`` of a package (see ``environment``).
+            conversion: with ``weights_only``, of a model with other mixers; the weights that it does not keep stay.
 
         Raises:
             NoGoodCheckpoint: all candidates are damaged; the message has one line for each.
@@ -140,13 +150,13 @@ class Checkpoints:
                 # Weights mean the same under any version; a resumed run must not change its numbers unnoticed.
                 changes = () if weights_only else _check_environment(path, manifest, allow)
                 wanted = engine.wanted_shards(weights_only=weights_only)
-                self._check_same_model(path, wanted, contents.tensors)
+                self._check_same_model(path, wanted, contents.tensors, conversion)
                 if not weights_only:
                     _check_counters(path, contents.state, engine.counters())
             except DamagedCheckpoint as error:
                 refused[path] = str(error)
                 continue
-            common = self._read(engine, wanted, contents, weights_only)
+            common = self._read(engine, wanted, contents, weights_only, conversion)
             return Restored(
                 step=candidate.step,
                 path=path,
@@ -200,7 +210,12 @@ class Checkpoints:
             )
 
     def _read(
-        self, engine: Engine, wanted: Sequence[TensorShard], contents: _Contents, weights_only: bool
+        self,
+        engine: Engine,
+        wanted: Sequence[TensorShard],
+        contents: _Contents,
+        weights_only: bool,
+        conversion: Conversion | None,
     ) -> dict[str, Any]:
         fault_point("load:read")
         # One pass over the stored shards, each mapped once, however many of this rank's shards it overlaps: the
@@ -212,8 +227,9 @@ class Checkpoints:
         def copy() -> None:
             for file in contents.tensors:
                 for stored in file.shards():
-                    for shard in by_key.get(stored.box.key, ()):
-                        copy_overlap(stored, shard)
+                    for one in (stored,) if conversion is None else _converted(stored, conversion):
+                        for shard in by_key.get(one.box.key, ()):
+                            copy_overlap(one, shard)
 
         # Together, so that no rank waits for one whose read failed, or removes old checkpoints while others read them.
         self._ranks.on_all(copy)
@@ -225,11 +241,21 @@ class Checkpoints:
             set_random_states(contents.random)
         return common
 
-    def _check_same_model(self, path: Path, wanted: Sequence[TensorShard], files: Sequence[TensorFile]) -> None:
+    def _check_same_model(
+        self,
+        path: Path,
+        wanted: Sequence[TensorShard],
+        files: Sequence[TensorFile],
+        conversion: Conversion | None,
+    ) -> None:
         """Refuse a checkpoint whose weights are not those of the model, naming the first that differs."""
         # Of all ranks: with pipeline stages this rank has only some of the layers, and all ranks must refuse alike.
         own = {shard.box.key: shard.box.shape for shard in wanted}
         here = {key: shape for part in self._ranks.on_all(lambda: own) for key, shape in part.items()}
+        if conversion is not None:
+            target = parameter_shapes(conversion.target)
+            assert here == {f"{WEIGHTS_PREFIX}{name}": shape for name, shape in target.items()}
+            here = {f"{WEIGHTS_PREFIX}{name}": shape for name, shape in parameter_shapes(conversion.source).items()}
         # "model", "exp_avg", …: with ``weights_only`` the moments in the file are not missing from the model.
         kinds = {key.partition(".")[0] for key in here}
         boxes = [box for file in files for box in file.boxes]
@@ -239,7 +265,17 @@ class Checkpoints:
             found, expected = (shapes.get(key, "missing") for shapes in (there, here))
             if found != expected:
                 name = key.removeprefix("model.")
-                raise UserError(f"{path} is of another model: {name} is {found} there and {expected} here")
+                where = "here" if conversion is None else "in the configuration of its run"
+                raise UserError(f"{path} is of another model: {name} is {found} there and {expected} {where}")
+
+
+def _converted(stored: TensorShard, conversion: Conversion) -> Iterator[TensorShard]:
+    """What is kept of ``stored``, as shards of the tensors that it goes to."""
+    for move in conversion.moves.get(stored.box.key.removeprefix(WEIGHTS_PREFIX), ()):
+        key = f"{WEIGHTS_PREFIX}{move.parameter}"
+        shard = moved_rows(stored, move.first, move.last, key=key, shape=move.shape, to=move.to)
+        if shard is not None:
+            yield shard
 
 
 def _check_environment(path: Path, manifest: Manifest, allow: Collection[str]) -> tuple[str, ...]:

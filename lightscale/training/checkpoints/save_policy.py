@@ -8,15 +8,18 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from lightscale.config.schema import CheckpointConfig
 from lightscale.parallel.engine import Engine
+from lightscale.runs.followers import needed
 from lightscale.runs.journal import Journal
 from lightscale.runs.metrics.logger import MetricsLogger
 from lightscale.runs.run_directory import RunDirectory, read_lines
 from lightscale.runs.save_interval import SaveInterval
 from lightscale.training.checkpoints.directories import Contents, Retention
+from lightscale.training.checkpoints.exports import Exports
 from lightscale.training.checkpoints.saving import NotFinite, SaveError, Saver
 from lightscale.training.health.heartbeat import Heartbeat
 
@@ -42,7 +45,13 @@ class SavePolicy:
     ) -> None:
         self._config, self._journal, self._heartbeat, self._engine = config, journal, heartbeat, engine
         self._largest = largest
-        self.saver = Saver(directory.checkpoints, engine.mesh)
+        is_first = engine.mesh.rank == 0
+        self.exports = Exports(directory, journal, every=config.export_every if is_first else None)
+        """Those of rank 0."""
+        followed = partial(needed, directory)
+        self.saver = Saver(
+            directory.checkpoints, engine.mesh, needed=lambda steps: followed(steps) | self.exports.needed(steps)
+        )
         # Costs of earlier attempts, so that a restarted run need not begin with the first guess of the interval.
         events = read_lines(directory.events)
         self._interval = SaveInterval(
@@ -62,8 +71,13 @@ class SavePolicy:
     def contents_due(self, step: int, *, leaving: bool) -> tuple[Contents, ...]:
         """What is to be saved after ``step``; ``leaving``: it is the last one."""
         every = self._config.keep_weights_every
-        full: tuple[Contents, ...] = ("full",) if leaving or self.is_due(step) else ()
+        is_full = leaving or self._is_exported(step) or self.is_due(step)
+        full: tuple[Contents, ...] = ("full",) if is_full else ()
         return (*full, "weights") if every is not None and step % every == 0 else full
+
+    def _is_exported(self, step: int) -> bool:
+        every = self._config.export_every
+        return every is not None and step % every == 0
 
     def is_due(self, step: int) -> bool:
         """Whether a full checkpoint is due after ``step``."""
@@ -76,6 +90,7 @@ class SavePolicy:
 
     def collect(self, step: int, metrics: MetricsLogger, tokens: int) -> None:
         """Record how the save in flight ended, once it has ended on all ranks."""
+        self.exports.poll()
         # Finishing on one rank alone would let it continue to a collective (retention, the next save) that others miss.
         if self.saver.is_writing and not self._largest(not self.saver.is_written):
             self.finish(step, metrics, tokens)
@@ -101,13 +116,13 @@ class SavePolicy:
             prune: whether older checkpoints may be removed.
         """
         if self.saver.is_writing:
-            if not leaving and "weights" not in contents:
+            if not leaving and "weights" not in contents and not self._is_exported(step):
                 # The disk is slower than saves are due. Steps do not wait for it; the skipped save is counted.
                 metrics.count_skipped_save(step)
                 self._journal.note("checkpoint_skipped", step=step, reason="the previous save is still being written")
                 return
-            # The last state, and the weights of steps that were asked for, are saved in any case, however long the save
-            # before them still takes.
+            # The last state, and steps whose weights or exports were asked for, are saved in any case, however long the
+            # save before them still takes.
             self.finish(step, metrics, tokens)
         self._heartbeat.beat("saving", step=step)
         retention = Retention(keep=self._config.keep, keep_every=self._config.keep_every) if prune else None
@@ -154,6 +169,7 @@ class SavePolicy:
         where |= {_FIELDS[contents]: path.name for contents, path in saved.paths.items()}
         if "full" in saved.paths:
             self._journal.note("checkpoint", **where, removed=saved.removed, **costs)
+            self.exports.saved(saved.step)
         else:
             # By another name: whoever counts checkpoints means those that a run continues from.
             self._journal.note("weights", **where, **costs)

@@ -15,7 +15,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -115,10 +115,13 @@ class Saver:
     Args:
         directory: the run's ``checkpoints`` directory; must be seen by every rank.
         mesh: every method but ``is_writing`` and ``is_written`` is collective over its ranks.
+        needed: those of some steps that somebody still reads, which retention leaves; asked on rank 0.
     """
 
-    def __init__(self, directory: Path, mesh: Mesh) -> None:
-        self.directory, self.mesh = directory, mesh
+    def __init__(
+        self, directory: Path, mesh: Mesh, *, needed: Callable[[Collection[int]], set[int]] = lambda steps: set()
+    ) -> None:
+        self.directory, self.mesh, self._needed = directory, mesh, needed
         self.known_good: set[int] = set()
         """Steps whose checkpoints this process has written or verified."""
         # Not ``mesh.control``: training's collectives continue there while the thread writes.
@@ -393,8 +396,15 @@ class Saver:
             if len(good) < retention.keep and self._is_good(step):
                 good.append(step)
         old = retention.superseded(steps, good)
+
+        def remove_old() -> list[int]:
+            spared = self._needed(old)
+            gone = [step for step in old if step not in spared]
+            remove(self.directory, gone)
+            return gone
+
         try:
-            self._ranks.on_first(lambda: remove(self.directory, old))
+            old = self._ranks.on_first(remove_old)
         except OSError as error:
             # The new checkpoint is written: not a failed save.
             return (), f"cannot remove older checkpoints: {error}"

@@ -5,7 +5,7 @@ written.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,12 +35,16 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 def write_tensors(path: Path, shards: Sequence[TensorShard]) -> FileRecord:
     """Write ``shards`` (on the CPU, contiguous) to the new file ``path``; it is on disk when this returns."""
     # The widest numbers first, so that every shard begins at a multiple of its element size and can be mapped.
-    ordered = sorted(shards, key=lambda shard: -shard.data.element_size())
+    return write_blocks(path, _blocks(sorted(shards, key=lambda shard: -shard.data.element_size())))
+
+
+def write_blocks(path: Path, blocks: Iterable[memoryview]) -> FileRecord:
+    """Write ``blocks``, a header and what it describes, to the new file ``path``; it is on disk when this returns."""
     digest, size = xxhash.xxh3_128(), 0
     # "x": the draft is new, so that a file of this name means two writers. Unbuffered: each write goes to the kernel,
     # which may take only a part of a block.
     with path.open("xb", buffering=0) as file:
-        for block in _blocks(ordered):
+        for block in blocks:
             fault_point("save:write")
             digest.update(block)
             size += len(block)

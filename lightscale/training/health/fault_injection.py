@@ -13,7 +13,7 @@ with the actions
     kill, kill=SECONDS          SIGKILL to itself, at once or so long after
     stop                        SIGSTOP to itself
     raise=ENOSPC, raise=EIO     that OSError
-    slow=SECONDS                a pause, now and each later time (its file stays)
+    slow=SECONDS                a pause, now and each later time (its file stays); it ends when the file goes
 
 The chaos harness (`lightscale chaos`) and the tests use it; nothing sets the variable in an ordinary run.
 """
@@ -49,6 +49,8 @@ _SPECIFICATION = re.compile(
     r"(?P<action>kill|stop|raise|slow)(=(?P<value>[A-Z]+|\d+(\.\d+)?))?"
     r"@(?P<point>[a-z]+:[a-z]+)(#(?P<count>[1-9]\d*))?( +rank=(?P<rank>\d+))?"
 )
+# Between two looks whether a pause was withdrawn.
+_LOOK_S = 0.05
 _ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO}
 
 
@@ -85,14 +87,16 @@ class InjectedFault:
         rank = "" if self.rank is None else f" rank={self.rank}"
         return f"{self.action}{value}@{self.point}#{self.count}{rank}"
 
-    def happen(self) -> None:
-        """Do it to this process."""
+    def happen(self, file: Path | None = None) -> None:
+        """Do it to this process. A pause ends early where `file`, that of the fault, is withdrawn."""
         if self.action == "raise":
             assert self.value is not None
             code = _ERRORS[self.value]
             raise OSError(code, f"{os.strerror(code)} (injected by {VARIABLE})", self.point)
         if self.action == "slow":
-            time.sleep(float(self.value or 0))
+            deadline_s = time.monotonic() + float(self.value or 0)
+            while (left_s := deadline_s - time.monotonic()) > 0 and (file is None or file.exists()):
+                time.sleep(left_s if file is None else min(left_s, _LOOK_S))
         elif self.action == "kill" and self.value is not None:
             # From another thread: the process goes on, and dies somewhere in the middle of its next work.
             threading.Timer(float(self.value), os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -139,7 +143,7 @@ class _Armed:
                 if not _claim(file):
                     return
         # Outside the lock: a pause must not keep the other thread from its own points.
-        fault.happen()
+        fault.happen(file)
 
     def _read(self, setting: str, file: Path | None) -> None:
         try:

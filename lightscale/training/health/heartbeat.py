@@ -1,16 +1,19 @@
-"""Heartbeats of the ranks, in a small file that the launcher's watchdog reads without asking them.
+"""Heartbeats of the ranks, in a small file in memory that the launcher's watchdog reads without asking them.
 
 A rank says what it begins to do, and how long it may be silent from then on. It writes to mapped memory: that needs
 no other process and no other thread, and what it wrote last is there also when it holds the interpreter for ever, is
-stopped, or is dead. The file has two slots for each rank, written in turn, so that one of them is always whole.
+stopped, or is dead. The file has two slots for each rank, written in turn, so that one of them is always whole. It is
+not on the disk of the run: a mapped file on a disk that becomes read-only or full would kill whoever writes to it.
 
 How long a rank may be silent, for `restart.hang_timeout_s` = H:
 
 - within a step, the longer of H and 5 times the slowest (99th percentile) of the last steps;
-- in validation, saving, rolling back and leaving, the longer of 10 H and 5 times the longest of that kind so far;
+- in validation, evaluation, saving, rolling back and leaving, the longer of 10 H and 5 times the longest of that kind
+  so far;
 - when starting, and in the first steps, whose kernels are compiled, the longer of 10 H and two minutes.
 """
 
+import contextlib
 import math
 import mmap
 import os
@@ -18,7 +21,7 @@ import struct
 import time
 import zlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +32,7 @@ from lightscale.files import read_regular
 HEARTBEATS_VARIABLE = "LIGHTSCALE_HEARTBEATS"
 
 # These differ too much from step to step to be part of a step's time, and have allowances of their own.
-_LONG = {"starting", "validation", "saving", "rolling back", "leaving"}
+_LONG = {"starting", "validation", "evaluation", "saving", "rolling back", "leaving"}
 _LONGER = 10.0
 _LEAST_START_S = 120.0
 _SLOWER = 5.0
@@ -151,11 +154,38 @@ def create_heartbeats(path: Path, num_ranks: int) -> None:
     path.write_bytes(bytes(num_ranks * _RANK_BYTES))
 
 
+@contextlib.contextmanager
+def shared_heartbeats(path: Path, num_ranks: int) -> Iterator[Path]:
+    """Such a file in memory, under the name that is returned, for as long as this process is within.
+
+    `path` is a link to it, and afterwards a file with what it held last, for whoever looks into the logs.
+    """
+    if not hasattr(os, "memfd_create"):
+        create_heartbeats(path, num_ranks)
+        yield path.absolute()
+        return
+    # Without a name of its own: nothing remains of it when this process is killed.
+    file = os.memfd_create("heartbeats")
+    try:
+        os.ftruncate(file, num_ranks * _RANK_BYTES)
+        shared = Path(f"/proc/{os.getpid()}/fd/{file}")
+        path.symlink_to(shared)
+        try:
+            yield shared
+        finally:
+            # No more than a help for readers: the disk of the run may be full, or gone.
+            with contextlib.suppress(OSError):
+                path.unlink()
+                path.write_bytes(os.pread(file, num_ranks * _RANK_BYTES, 0))
+    finally:
+        os.close(file)
+
+
 def read_heartbeats(path: Path) -> dict[int, Beat]:
     """What each rank last said, by rank; those that have said nothing yet are missing, and all without a file."""
     # Read without a lock: a slot that is being written fails its checksum, and the other one of its rank holds.
     try:
-        data = read_regular(path, what="the heartbeats of the ranks", most_bytes=_MOST_BYTES)
+        data = read_regular(path, what="the heartbeats of the ranks", most_bytes=_MOST_BYTES, follow_links=True)
     except (OSError, UserError):
         # Removed with the run, or damaged: a rank that says nothing is late, which the watchdog decides about.
         return {}

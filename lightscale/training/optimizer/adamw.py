@@ -1,4 +1,4 @@
-"""AdamW: Adam with weight decay apart from the gradient (arXiv 1711.05101)."""
+"""Adam (arXiv 1412.6980), and AdamW: Adam with weight decay apart from the gradient (arXiv 1711.05101)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ class AdamW(MegatronSpec):
     state: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     step_counter: ClassVar[str] = "adam_steps"
     state_description: ClassVar[str] = "Adam's two moments"
+    is_decoupled: ClassVar[bool] = True
 
     @classmethod
     def from_config(cls, config: OptimizerConfig) -> Self:
@@ -30,9 +31,15 @@ class AdamW(MegatronSpec):
         """As Megatron names them."""
         return {
             "optimizer": "adam",
-            # Without it "adam" is the older Adam, which adds the decay to the gradient, where the moments rescale it.
-            "decoupled_weight_decay": True,
+            "decoupled_weight_decay": self.is_decoupled,
             "adam_beta1": self.betas[0],
             "adam_beta2": self.betas[1],
             "adam_eps": self.eps,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam(AdamW):
+    """The older Adam: weight_decay w is added to the gradient, where the moments rescale it."""
+
+    is_decoupled: ClassVar[bool] = False

@@ -2,14 +2,11 @@
 
 from lightscale.config.schema import OptimizerConfig
 from lightscale.parallel.optimizer_spec import OptimizerSpec
-from lightscale.training.optimizer.adamw import AdamW
+from lightscale.training.optimizer.adamw import Adam, AdamW
 
-OPTIMIZERS: dict[str, type[OptimizerSpec]] = {"adamw": AdamW}
-
-# Section [optimizer] has no key that names one while there is only one.
-DEFAULT = "adamw"
+OPTIMIZERS: dict[str, type[OptimizerSpec]] = {"adamw": AdamW, "adam": Adam}
 
 
 def optimizer_spec(config: OptimizerConfig) -> OptimizerSpec:
     """The optimizer that section [optimizer] describes."""
-    return OPTIMIZERS[DEFAULT].from_config(config)
+    return OPTIMIZERS[config.name].from_config(config)

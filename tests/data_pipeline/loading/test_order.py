@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightscale.data_pipeline.loading.order import RESOLUTION, Mixture, Permutation
+from lightscale.data_pipeline.loading.order import RESOLUTIONS, Mixture, Permutation
 from lightscale.errors import UserError
 
 
@@ -106,12 +106,12 @@ WEIGHTS = st.dictionaries(
 
 @given(weights=WEIGHTS, num_samples=st.integers(1, 300))
 def test_every_source_stays_within_one_sample_of_its_share(weights: dict[str, float], num_samples: int) -> None:
-    mixture = Mixture(weights)
+    mixture = Mixture(weights, resolutions=RESOLUTIONS[:1])
     shares = {name: Fraction(part, mixture.period) for name, part in zip(mixture.names, mixture.parts, strict=True)}
     for name, weight in weights.items():
         # Half a part of rounding, and what the smallest sources are raised to one part takes from the others.
         exact = weight / sum(weights.values())
-        assert abs(float(shares[name]) - exact) <= (len(weights) + 1) / RESOLUTION
+        assert abs(float(shares[name]) - exact) <= (len(weights) + 1) / RESOLUTIONS[0]
     seen: Counter[str] = Counter()
     for sample, (name, count) in enumerate(samples_of(mixture, range(num_samples))):
         assert count == seen[name]
@@ -122,7 +122,7 @@ def test_every_source_stays_within_one_sample_of_its_share(weights: dict[str, fl
 
 @given(weights=WEIGHTS, start=st.integers(0, 10**12))
 def test_far_samples_are_found_without_the_ones_before(weights: dict[str, float], start: int) -> None:
-    mixture = Mixture(weights)
+    mixture = Mixture(weights, resolutions=RESOLUTIONS[:1])
     counts = mixture.counts(start)
     for name, count in samples_of(mixture, range(start, start + 20)):
         assert count == counts[name]
@@ -132,11 +132,24 @@ def test_far_samples_are_found_without_the_ones_before(weights: dict[str, float]
 def test_the_bound_holds_for_a_whole_long_period() -> None:
     mixture = Mixture({"a": 0.9, **{f"small {number}": 0.1 / 37 for number in range(37)}, "odd": 0.0123456})
     sources, _ = mixture(np.arange(mixture.period))
-    assert mixture.period > 25_000
+    assert mixture.period > 1_000_000
     samples = np.arange(1, mixture.period + 1)
     for source, part in enumerate(mixture.parts):
         counts = np.cumsum(sources == source)
         assert (np.abs(counts * mixture.period - part * samples) < mixture.period).all()
+
+
+@pytest.mark.parametrize("small", [1e-5, 1e-6, 3.14159e-3])
+def test_weights_hold_to_a_millionth(small: float) -> None:
+    mixture = Mixture({"a": 0.6 - small, "b": 0.4, "small": small})
+    counts = mixture.counts(10**9)
+    assert abs(counts["small"] / 10**9 - small) < 1e-6
+    assert abs(counts["b"] / 10**9 - 0.4) < 1e-6
+
+
+def test_shares_that_are_whole_anyway_keep_the_short_period() -> None:
+    assert Mixture({"a": 0.99, "b": 0.01}).period == 100
+    assert Mixture({"a": 1, "b": 1, "c": 5}).period == 7
 
 
 def test_mixing_is_the_same_in_every_version() -> None:

@@ -17,6 +17,7 @@ from lightscale.data_pipeline.executors import ProcessPool
 from lightscale.data_pipeline.preparation.corpus import make_corpus
 from lightscale.data_pipeline.preparation.prepare import PrepareOptions, prepare
 from lightscale.data_pipeline.preparation.report import unigram_entropy
+from lightscale.data_pipeline.preparation.sources import NO_TEXT, NOT_JSON, OTHER_KIND, UNREADABLE
 from lightscale.data_pipeline.preparation.units import split_of
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.data_pipeline.tokenizers import SentencePieceTokenizer, TiktokenTokenizer, load_tokenizer
@@ -156,6 +157,33 @@ def test_neither_workers_nor_units_leave_a_trace(words: Path, tmp_path: Path) ->
     few, many = reports[1]["units"], reports[0]["units"]
     assert few == 1 < 20 < many
     assert without(reports[0], "units") == without(reports[1], "units")
+
+
+def test_what_is_wrong_with_files_is_reported_alike_in_units_of_any_size(tmp_path: Path, byte_tokens: str) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow").table
+    files = tmp_path / "files"
+    files.mkdir()
+    rows = [f"row {number} " * 30 for number in range(40)]
+    parquet.write_table(table({"other": rows}), files / "no-column.parquet", row_group_size=10)
+    parquet.write_table(table({"text": rows}), files / "damaged.parquet", row_group_size=10)
+    start = parquet.read_metadata(files / "damaged.parquet").row_group(1).column(0).dictionary_page_offset
+    with (files / "damaged.parquet").open("r+b") as file:
+        file.seek(start)
+        file.write(b"\xff" * 40)
+    lines = [json.dumps({"text": f"line {number} " * (1 + number % 50)}) for number in range(60)]
+    (files / "bad.jsonl").write_text("\n".join([*lines, *["{"] * 30, "[1]", '{"text": 3}', *lines[:9]]))
+    (files / "notes.json").write_text("{}")
+    corpus = {"tokenizer": byte_tokens, "max_document_bytes": 400, "sources": {"s": {"paths": [str(files)]}}}
+    reports = []
+    for unit_bytes in (150, 1000, 10**9):
+        out = tmp_path / f"units of {unit_bytes}"
+        reports.append(prepare(make_corpus(corpus, origin="test"), out, PrepareOptions(unit_bytes=unit_bytes)))
+    assert reports[0]["units"] > reports[1]["units"] > reports[2]["units"] == 1
+    first = without(reports[0], "units")
+    assert first == without(reports[1], "units") == without(reports[2], "units")
+    counts = {reason: problem["count"] for reason, problem in first["problems"].items()}
+    assert counts[NOT_JSON] == 31 and counts[NO_TEXT] == 2 and counts[UNREADABLE] == counts[OTHER_KIND] == 1
 
 
 def test_reported_entropy_is_that_of_the_tokens(prepared: tuple[Path, dict[str, Any]]) -> None:

@@ -21,6 +21,7 @@ from lightscale.data_pipeline.preparation.sources import (
     UNREADABLE,
     FileLister,
     Problems,
+    ReadOptions,
 )
 from lightscale.errors import UserError
 
@@ -28,16 +29,18 @@ pyarrow = pytest.importorskip("pyarrow", reason="parquet is read by pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 zstandard = pytest.importorskip("zstandard", reason="zst files are read by zstandard")
 
+OPTIONS = ReadOptions()
+
 
 def read_file(
-    path: Path, *, range_bytes: int = 10**9, text_field: str = "text", strict: bool = False
+    path: Path, *, range_bytes: int = 10**9, options: ReadOptions = OPTIONS, strict: bool = False
 ) -> tuple[list[RawDocument], Problems]:
     """All documents; every byte of the file is reported as progress exactly once, but for lines across ranges."""
     problems = Problems(strict=strict)
     (file,) = FileLister(problems).files([str(path)])
     documents: list[RawDocument] = []
-    for file_range in cut_into_ranges(file, range_bytes, problems):
-        documents += read(file_range, problems, text_field=text_field, advance=lambda num_bytes: None)
+    for file_range in cut_into_ranges(file, range_bytes, problems, options=options):
+        documents += read(file_range, problems, options=options, advance=lambda num_bytes: None)
     return documents, problems
 
 
@@ -209,8 +212,8 @@ def test_wrong_columns_are_named_with_those_there_are(tmp_path: Path, columns: d
 def test_another_field_can_hold_the_text(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"content": "here"}\n')
     write_parquet(tmp_path / "d.parquet", {"content": ["there"]})
-    assert texts(read_file(tmp_path / "d.jsonl", text_field="content")[0]) == ["here"]
-    assert texts(read_file(tmp_path / "d.parquet", text_field="content")[0]) == ["there"]
+    assert texts(read_file(tmp_path / "d.jsonl", options=ReadOptions(text_field="content"))[0]) == ["here"]
+    assert texts(read_file(tmp_path / "d.parquet", options=ReadOptions(text_field="content"))[0]) == ["there"]
 
 
 def test_a_truncated_parquet_file_is_counted(tmp_path: Path) -> None:
@@ -230,15 +233,16 @@ def test_a_parquet_file_damaged_inside_names_the_row(tmp_path: Path) -> None:
     raw[start : start + 40] = b"\xff" * 40
     (tmp_path / "d.parquet").write_bytes(raw)
     documents, problems = read_file(tmp_path / "d.parquet")
-    assert texts(documents) == rows[:20]
+    # What is damaged costs the rows of its group, in whatever ranges the file is read.
+    assert texts(documents) == rows[:20] + rows[30:]
     assert problems.counts == {UNREADABLE: 1}
     assert problems.examples[UNREADABLE][0].startswith("d.parquet: after row 20: ")
+    in_ranges, same = read_file(tmp_path / "d.parquet", range_bytes=1)
+    assert (in_ranges, same.as_json()) == (documents, problems.as_json())
 
 
 @pytest.mark.parametrize("name", ["d.txt", "d.jsonl", "d.jsonl.gz", "d.parquet"])
 def test_enormous_documents_are_counted_and_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 100)
-    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 400)
     monkeypatch.setattr(readers, "_READ_BYTES", 64)
     wanted = ["a" * 100, "b" * 101, "字" * 34, "c" * 1000, "after"]
     raw = as_lines([{"text": text} for text in wanted])
@@ -249,9 +253,15 @@ def test_enormous_documents_are_counted_and_skipped(tmp_path: Path, monkeypatch:
         "d.parquet": lambda: write_parquet(tmp_path / name, {"text": wanted}),
     }
     write[name]()
-    documents, problems = read_file(tmp_path / name)
+    documents, problems = read_file(tmp_path / name, options=ReadOptions(max_document_bytes=100))
     assert texts(documents) == ([] if name == "d.txt" else ["a" * 100, "after"])
     assert problems.counts == {TOO_LONG: 1 if name == "d.txt" else 3}
+    assert all(
+        "more than max_document_bytes = 100" in where or "400 bytes" in where for where in problems.examples[TOO_LONG]
+    )
+    documents, problems = read_file(tmp_path / name, options=ReadOptions(max_document_bytes=1000))
+    assert texts(documents) == (["b" * 101] if name == "d.txt" else wanted)
+    assert not problems.counts
 
 
 def test_a_file_that_changes_or_vanishes_after_listing_is_counted(tmp_path: Path) -> None:
@@ -262,12 +272,12 @@ def test_a_file_that_changes_or_vanishes_after_listing_is_counted(tmp_path: Path
     ranges = [
         file_range
         for file in FileLister(problems).files([str(tmp_path)])
-        for file_range in cut_into_ranges(file, 100, problems)
+        for file_range in cut_into_ranges(file, 100, problems, options=OPTIONS)
     ]
     (tmp_path / "a.txt").write_text("longer than before")
     (tmp_path / "b.txt").unlink()
     documents = [
-        item for file_range in ranges for item in read(file_range, problems, text_field="text", advance=lambda _: None)
+        item for file_range in ranges for item in read(file_range, problems, options=OPTIONS, advance=lambda _: None)
     ]
     assert texts(documents) == ["c.txt"]
     assert problems.counts == {CHANGED: 1, UNREADABLE: 1}
@@ -275,11 +285,53 @@ def test_a_file_that_changes_or_vanishes_after_listing_is_counted(tmp_path: Path
     assert "b.txt: No such file" in problems.examples[UNREADABLE][0]
 
 
-@pytest.mark.parametrize("name", ["d.txt.gz", "d.zip", "d.jsonl.xz"])
-def test_other_packed_files_are_no_text(tmp_path: Path, name: str) -> None:
+def test_a_long_line_is_read_once_beside_looking_for_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "_READ_BYTES", 64)
+    records = [{"text": "before"}, {"text": "x" * 20_000}, {"text": "after"}]
+    (tmp_path / "d.jsonl").write_bytes(as_lines(records))
+    size = (tmp_path / "d.jsonl").stat().st_size
+    num_read = 0
+
+    def count(num_bytes: int) -> None:
+        nonlocal num_read
+        num_read += num_bytes
+
+    problems = Problems()
+    (file,) = FileLister(problems).files([str(tmp_path / "d.jsonl")])
+    ranges = list(cut_into_ranges(file, 500, problems, options=OPTIONS))
+    documents = [item for one in ranges for item in read(one, problems, options=OPTIONS, advance=count)]
+    assert texts(documents) == [record["text"] for record in records]
+    # By the range that it begins in, and by each of the others up to their own ends; a buffer more in each.
+    assert len(ranges) > 40
+    assert num_read <= 2 * size + 2 * 64 * len(ranges)
+
+
+@pytest.mark.parametrize("name", ["D.JSONL", "d.Jsonl.GZ", "D.PARQUET"])
+def test_names_in_capitals_are_of_the_same_kind(tmp_path: Path, name: str) -> None:
+    records = random_records(5)
+    if "PARQUET" in name:
+        write_parquet(tmp_path / name, {"text": [record["text"] for record in records]})
+    else:
+        (tmp_path / name).write_bytes(gzip.compress(as_lines(records)) if "GZ" in name else as_lines(records))
+    documents, problems = read_file(tmp_path / name, range_bytes=100)
+    assert texts(documents) == [record["text"] for record in records]
+    assert not problems.counts
+    assert [file.id for file in FileLister(problems).files([str(tmp_path)])] == [f"{tmp_path.name}/{name}"]
+
+
+@pytest.mark.parametrize(
+    "name", ["d.txt.gz", "d.zip", "d.jsonl.xz", "d.json", "D.CSV", "d.warc", "d.arrow", "d.json.gz"]
+)
+def test_files_of_other_kinds_are_no_text(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"\x1f\x8b")
     documents, problems = read_file(tmp_path / name)
     assert (documents, problems.counts) == ([], {UNREADABLE: 1})
+
+
+def test_a_suffix_that_is_asked_for_is_text(tmp_path: Path) -> None:
+    (tmp_path / "d.CSV").write_bytes(b"a,b")
+    documents, _ = read_file(tmp_path / "d.CSV", options=ReadOptions(suffixes=(".csv",)))
+    assert texts(documents) == ["a,b"]
 
 
 @pytest.mark.parametrize("content", [b"{", b'{"no": "text"}', b'{"text": "caf\xe9"}'])

@@ -6,12 +6,14 @@ import pytest
 from lightscale.data_pipeline.preparation.sources import (
     DIRECTORY_LOOP,
     NOT_JSON,
+    OTHER_KIND,
     READ_TWICE,
     STDLIB_PATH,
     UNREADABLE,
     FileLister,
     Problems,
 )
+from lightscale.data_pipeline.preparation.work_directory import WorkDirectory
 from lightscale.errors import UserError
 
 
@@ -35,7 +37,7 @@ def test_a_directory_is_listed_by_name_and_suffix(tmp_path: Path) -> None:
     touch(corpus, *names)
     ids, problems = listed(corpus)
     assert ids == [f"corpus/{name}" for name in ("a/b.py", "a/z.md", "b.txt", "c.rst", "d.jsonl.zst")]
-    assert not problems.counts
+    assert problems.as_json() == {OTHER_KIND: {"count": 1, "examples": ["corpus/image.png"]}}
     assert listed(corpus, suffixes=[".png"])[0] == ["corpus/image.png"]
 
 
@@ -115,8 +117,42 @@ def test_only_the_first_places_of_a_problem_are_kept_also_when_merged() -> None:
     for place in places[:3]:
         few.add(NOT_JSON, place)
     for part in (few, problems, few):
-        merged.merge(part.as_json())
+        merged.merge(part.as_part())
     assert merged.as_json() == {NOT_JSON: {"count": 31, "examples": [*places[:3], *places[:17]]}}
+
+
+def test_what_is_wrong_with_a_whole_file_counts_once_over_its_ranges(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(name)
+    first, second = FileLister(Problems()).files([str(tmp_path)])
+    for cuts in ([], [1], [2], [3], [1, 2, 3, 4]):
+        merged, part = Problems(), Problems()
+        for number, file in enumerate([first, first, first, second, second]):
+            if number in cuts:
+                merged.merge(part.as_part())
+                part = Problems()
+            part.add(UNREADABLE, f"{file.id}: gone", file=file)
+        merged.merge(part.as_part())
+        assert merged.as_json() == {UNREADABLE: {"count": 2, "examples": [f"{first.id}: gone", f"{second.id}: gone"]}}
+
+
+def test_files_of_other_kinds_in_a_directory_are_counted(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.json", "c.jsonl.bz2", ".hidden", "README"):
+        (tmp_path / name).write_text(name)
+    problems = Problems(strict=True)
+    assert [file.path.name for file in FileLister(problems).files([str(tmp_path)])] == ["a.txt"]
+    places = [f"{tmp_path.name}/{name}" for name in ("README", "b.json", "c.jsonl.bz2")]
+    assert problems.as_json() == {OTHER_KIND: {"count": 3, "examples": places}}
+
+
+def test_nothing_of_a_preparation_is_of_its_corpus(tmp_path: Path) -> None:
+    with WorkDirectory.beside(tmp_path / "store").locked():
+        for name in ("a.txt", "b.work/c.txt", "store.work/plan.jsonl"):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text("x")
+        ids, problems = listed(tmp_path)
+    assert ids == [f"{tmp_path.name}/a.txt", f"{tmp_path.name}/b.work/c.txt"]
+    assert not problems.counts
 
 
 def test_the_standard_library_without_its_tests() -> None:

@@ -95,25 +95,25 @@ def run(inputs: Inputs, cu_seqlens: Tensor | None, backend: str) -> dict[str, Te
     return comparing.with_gradients({"o": o, "state": state}, [cast["do"], cast["dstate"]], leaves)
 
 
-def compare(inputs: Inputs, cu_seqlens: Tensor | None = None) -> None:
+def assert_as_reference(inputs: Inputs, cu_seqlens: Tensor | None = None) -> None:
     assert_close(run(inputs, cu_seqlens, "triton"), run(inputs, cu_seqlens, "reference"))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 15, 33, 70])
 def test_any_length(tokens: int) -> None:
-    compare(draw(1, tokens, 16, 24))
+    assert_as_reference(draw(1, tokens, 16, 24))
 
 
 @pytest.mark.parametrize("widths", [(60, 24), (16, 100)], ids=lambda w: f"{w[0]}x{w[1]}")
 def test_any_widths(widths: tuple[int, int]) -> None:
     """Tiles that the widths do not fill, and several tiles of K and of V."""
-    compare(draw(1, 40, *widths))
+    assert_as_reference(draw(1, 40, *widths))
 
 
 @pytest.mark.usefixtures("small_tiles")
 def test_heads_differ() -> None:
     """Rows and heads at once, with decays of their own."""
-    compare(draw(2, 20, 16, 16, kinds=("usual", "strong")))
+    assert_as_reference(draw(2, 20, 16, 16, kinds=("usual", "strong")))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -157,13 +157,13 @@ def test_documents(starts: list[list[int]], chunks_per_split: Callable[[int], No
 def test_splits_of_several_chunks(chunks_per_split: Callable[[int], None]) -> None:
     """Two splits of two chunks and a shorter one; two tiles of the state."""
     chunks_per_split(2)
-    compare(draw(1, 70, 20, 16, kinds=("f near 1",)))
+    assert_as_reference(draw(1, 70, 20, 16, kinds=("f near 1",)))
 
 
 def test_tiles_of_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiles of bf16, in fp32: chunks of 64 tokens."""
     monkeypatch.setattr(tiling, "_FULL", replace(tiling._HALF, stored=torch.float32))
-    compare(draw(1, 100, 64, 64), boundaries([[20, 75]], 100))
+    assert_as_reference(draw(1, 100, 64, 64), boundaries([[20, 75]], 100))
 
 
 def test_half_precision_is_converted_where_it_should_be(monkeypatch: pytest.MonkeyPatch) -> None:

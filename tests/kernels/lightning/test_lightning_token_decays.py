@@ -79,7 +79,7 @@ def run(inputs: Inputs, cu_seqlens: Tensor | None, backend: str) -> dict[str, Te
     return comparing.with_gradients({"o": o, "state": state}, [cast["do"], cast["dstate"]], leaves)
 
 
-def compare(inputs: Inputs, cu_seqlens: Tensor | None = None, tolerance: float = 1e-5) -> dict[str, Tensor]:
+def assert_as_reference(inputs: Inputs, cu_seqlens: Tensor | None = None, tolerance: float = 1e-5) -> dict[str, Tensor]:
     found = run(inputs, cu_seqlens, "triton")
     assert_close(found, run(inputs, cu_seqlens, "reference"), tolerance)
     return found
@@ -87,7 +87,7 @@ def compare(inputs: Inputs, cu_seqlens: Tensor | None = None, tolerance: float =
 
 @pytest.mark.parametrize("tokens", [0, 1, pytest.param(63, marks=pytest.mark.long), 65, 150])
 def test_any_length(tokens: int) -> None:
-    compare(draw(1, tokens, 16, 24))
+    assert_as_reference(draw(1, tokens, 16, 24))
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -95,7 +95,7 @@ def test_any_length(tokens: int) -> None:
 def test_any_decay(decays: str) -> None:
     """Two heads; tiles that the widths do not fill, and several of K and of V. The errors are those of rounding."""
     inputs = draw(1, 70, 12, 20, decays, heads=2)
-    results = compare(inputs, tolerance=1e-6)
+    results = assert_as_reference(inputs, tolerance=1e-6)
     forgotten = inputs["log_decay"] == -torch.inf
     assert not results["dlog_decay"][forgotten].any()
 
@@ -125,7 +125,7 @@ def test_documents(starts: list[list[int]], split: int, chunks_per_split: Callab
     """Chunks have 32 tokens here, and a split one chunk. The decay of a document's first token counts for nothing."""
     if split:
         chunks_per_split(split)
-    results = compare(draw(2, 70, 12, 16), boundaries(starts, 70))
+    results = assert_as_reference(draw(2, 70, 12, 16), boundaries(starts, 70))
     for row, of_row in enumerate(starts):
         firsts = [start for start in of_row if start]
         assert not results["dlog_decay"][row, firsts].any()
@@ -137,20 +137,20 @@ def test_splits_of_several_chunks(chunks_per_split: Callable[[int], None]) -> No
     chunks_per_split(2)
     inputs = draw(1, 140, 12, 24)
     inputs["log_decay"] /= 50  # so that states pass splits
-    compare(inputs)
+    assert_as_reference(inputs)
 
 
 @pytest.mark.usefixtures("small_tiles")
 def test_chunks_of_four_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiling, "_FULL", replace(SMALL, chunk=64))
-    compare(draw(1, 130, 12, 12), boundaries([[90]], 130))
+    assert_as_reference(draw(1, 130, 12, 12), boundaries([[90]], 130))
 
 
 @pytest.mark.long
 def test_tiles_of_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiles of bf16, in fp32: chunks of 128 tokens in tiles of 64."""
     monkeypatch.setattr(tiling, "_FULL", replace(tiling._HALF, stored=torch.float32))
-    compare(draw(1, 200, 64, 64), boundaries([[20, 150]], 200))
+    assert_as_reference(draw(1, 200, 64, 64), boundaries([[20, 150]], 200))
 
 
 def test_half_precision_is_converted_where_it_should_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,36 +80,36 @@ def run(inputs: Inputs, cu_seqlens: Tensor | None, backend: str) -> dict[str, Te
     return comparing.with_gradients({"o": o, "state": state}, [cast["do"], cast["dstate"]], leaves)
 
 
-def compare(inputs: Inputs, cu_seqlens: Tensor | None = None) -> None:
+def assert_as_reference(inputs: Inputs, cu_seqlens: Tensor | None = None) -> None:
     assert_close(run(inputs, cu_seqlens, "triton"), run(inputs, cu_seqlens, "reference"))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 15, 63, 65, 150])
 def test_any_length(tokens: int) -> None:
-    compare(draw(1, tokens, 16, 24))
+    assert_as_reference(draw(1, tokens, 16, 24))
 
 
 @pytest.mark.parametrize("widths", [(60, 24), (80, 16), (16, 100)], ids=lambda w: f"{w[0]}x{w[1]}")
 def test_any_widths(widths: tuple[int, int]) -> None:
     """Tiles that the widths do not fill, and several tiles of K and of V."""
-    compare(draw(1, 70, *widths))
+    assert_as_reference(draw(1, 70, *widths))
 
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("decays", [None, (0.0, -1e-4, -0.3), (-20.0,)], ids=["none", "by head", "strong"])
 def test_any_decay(decays: tuple[float, ...] | None) -> None:
-    compare(draw(1, 40, 12, 12, decays=decays))
+    assert_as_reference(draw(1, 40, 12, 12, decays=decays))
 
 
 def test_decays_of_tokens() -> None:
     inputs = draw(1, 40, 16, 16)
     noise = torch.randn(1, 40, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    compare({**inputs, "log_decay": -torch.exp(2 * noise)}, boundaries([[25]], 40))
+    assert_as_reference({**inputs, "log_decay": -torch.exp(2 * noise)}, boundaries([[25]], 40))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 63, 150])
 def test_angles_at_any_length(tokens: int) -> None:
-    compare(draw(1, tokens, 16, 24, first_position=0))
+    assert_as_reference(draw(1, tokens, 16, 24, first_position=0))
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -120,7 +120,7 @@ def test_angles_at_any_length(tokens: int) -> None:
 )
 def test_angles_at_any_widths(widths: tuple[int, int], decays: tuple[float, ...] | None) -> None:
     """Tiles that the halves do not fill, and several tiles of a half."""
-    compare(draw(1, 40, *widths, decays=decays, first_position=3))
+    assert_as_reference(draw(1, 40, *widths, decays=decays, first_position=3))
 
 
 def restart_positions(inputs: Inputs, starts: list[list[int]]) -> None:
@@ -138,12 +138,12 @@ def test_angles_of_documents(name: str, chunks_per_split: Callable[[int], None])
     chunks_per_split(1)
     inputs = draw(2, 70, 8, 8, first_position=5)
     restart_positions(inputs, DOCUMENTS[name])
-    compare(inputs, boundaries(DOCUMENTS[name], 70))
+    assert_as_reference(inputs, boundaries(DOCUMENTS[name], 70))
 
 
 def test_angles_with_tiles_of_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiling, "_FULL", replace(tiling._HALF, stored=torch.float32))
-    compare(draw(1, 140, 40, 24, first_position=0))
+    assert_as_reference(draw(1, 140, 40, 24, first_position=0))
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -179,20 +179,20 @@ def test_documents(starts: list[list[int]], split: int, chunks_per_split: Callab
     """Chunks have 32 tokens here, and a split one chunk."""
     if split:
         chunks_per_split(split)
-    compare(draw(2, 70, 12, 16), boundaries(starts, 70))
+    assert_as_reference(draw(2, 70, 12, 16), boundaries(starts, 70))
 
 
 @pytest.mark.usefixtures("small_tiles")
 def test_splits_of_several_chunks(chunks_per_split: Callable[[int], None]) -> None:
     """Two splits of two chunks and a shorter one; several tiles of the state."""
     chunks_per_split(2)
-    compare(draw(1, 140, 12, 24, decays=(-0.01,)))
+    assert_as_reference(draw(1, 140, 12, 24, decays=(-0.01,)))
 
 
 def test_tiles_of_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiles of bf16, in fp32: chunks of 128 tokens in tiles of 64."""
     monkeypatch.setattr(tiling, "_FULL", replace(tiling._HALF, stored=torch.float32))
-    compare(draw(1, 200, 64, 64), boundaries([[20, 150]], 200))
+    assert_as_reference(draw(1, 200, 64, 64), boundaries([[20, 150]], 200))
 
 
 def test_half_precision_is_converted_where_it_should_be(monkeypatch: pytest.MonkeyPatch) -> None:

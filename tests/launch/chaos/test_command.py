@@ -15,15 +15,20 @@ import pytest
 
 from lightscale.cli import main
 from lightscale.errors import UserError
-from lightscale.launch.chaos import command
+from lightscale.launch.chaos import campaign, command
 from lightscale.launch.chaos.campaign import CampaignResult
-from lightscale.launch.chaos.damage import DamageCheck
-from lightscale.launch.chaos.schedule import Kill
-from lightscale.launch.chaos.trial import Injected, Trial
-from lightscale.launch.chaos.verify import Verdict
+from lightscale.launch.chaos.faults.damaged_checkpoint import DamageCheck
+from lightscale.launch.chaos.faults.disks import FullDisk
+from lightscale.launch.chaos.faults.kills import Kill
+from lightscale.launch.chaos.harness.trial import Injected, Trial
+from lightscale.launch.chaos.harness.verify import Verdict
+from lightscale.launch.chaos.schedule import SORTS
 from lightscale.runs.run_directory import RunDirectory, read_metrics
 
 ROOT = Path(__file__).resolve().parents[3]
+
+# The sorts of faults that somebody must notice.
+WATCHED = ("changed_tokens", "lost_checkpoints", "damaged_records", "disagreements", "nans")
 
 CONFIG = f"""
 extends = ["{ROOT}/configs/arch/tnl.toml", "{ROOT}/configs/size/tiny.toml"]
@@ -68,25 +73,26 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_store: Callabl
     return tmp_path
 
 
-def chaos(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    code = main(["chaos", "chaos.toml", "parallel.sequence=2", "--json", *words])
+def chaos(capsys: pytest.CaptureFixture[str], *words: str, **amounts: int) -> dict[str, Any]:
+    """The record of a campaign with so many faults of each sort, by default none."""
+    chosen = [f"--{name}={amounts.get(name.replace('-', '_'), 0)}" for name in SORTS]
+    code = main(["chaos", "chaos.toml", "parallel.sequence=2", "--json", *chosen, *words])
     output = capsys.readouterr()
     record: dict[str, Any] = json.loads(output.out)
     assert code == 0, record
-    assert record["passed"]
+    assert record["passed"] and record["complete"]
     for name in ("mismatches", "undetected", "unrecoverable", "wrong_resumes", "failures", "orphans"):
         assert record[name] == 0, record
     assert record["recovered"] == record["faults"]
     assert json.loads(Path("runs/chaos-chaos/chaos.json").read_text()) == record
-    assert 0 < record["goodput"] < 1
+    assert record["goodput"] > 0
     assert record["steps_compared"] >= 60 * record["runs"]
     return record
 
 
 @pytest.mark.timeout(600)
 def test_a_real_run_under_faults(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--kills", "2", "--damages", "1", "--disk-faults", "0", "--stops", "0", "--full-disks", "0"]
-    record = chaos(capsys, *words)
+    record = chaos(capsys, kills=2, damages=1)
     assert (record["kills"], record["kills_during_saves"], record["flips"]) == (2, 1, 300)
     assert record["faults"] == 3
     assert len(read_metrics(RunDirectory("runs/chaos-chaos/reference").metrics)) == 60
@@ -96,12 +102,24 @@ def test_a_real_run_under_faults(folder: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("processes", [2, 4])
 def test_every_fault_on_a_real_run(folder: Path, capsys: pytest.CaptureFixture[str], processes: int) -> None:
-    words = ["--kills", "10", "--stops", "0", "--damages", "6", "--disk-faults", "3", "--full-disks", "1"]
-    record = chaos(capsys, "train.steps=100", "--processes", str(processes), *words)
+    amounts = dict.fromkeys(WATCHED, 2) | {"kills": 10, "damages": 6, "disk_faults": 3, "full_disks": 1}
+    record = chaos(capsys, "train.steps=100", "--processes", str(processes), **amounts)
     assert record["kills"] == 10
     assert record["kills_during_saves"] >= 5
     # Its disk can only be mounted by root, where mounting is allowed.
-    assert record["faults"] == 20 - any(text.startswith("full disk") for text in record["left_out"])
+    assert record["faults"] == 30 - any(text.startswith("full disk") for text in record["left_out"])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_what_a_run_must_notice(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {path: path.read_bytes() for path in Path("store").rglob("*") if path.is_file()}
+    record = chaos(capsys, "--flips=0", **dict.fromkeys(WATCHED, 1))
+    assert record["faults"] == 5
+    # What was seen of each is in the events, or was said where a start was refused.
+    assert [kind["detected"] for kind in record["kinds"].values()] == [1] * 5
+    assert RunDirectory("runs/chaos-chaos/peaceful-0001").read_status() is not None
+    assert before == {path: path.read_bytes() for path in Path("store").rglob("*") if path.is_file()}
 
 
 @pytest.mark.long
@@ -123,7 +141,7 @@ def test_an_interrupted_campaign_leaves_no_process(folder: Path, signum: signal.
     assert not RunDirectory("runs/chaos-chaos/reference").read_status()
 
 
-VERDICT = Verdict(compared=70, mismatches=(), wrong_resumes=(), undetected=(), lost_steps=10, max_lost_steps=7)
+VERDICT = Verdict(compared=70, mismatches=(), mismatched_lines=(), wrong_resumes=(), lost_steps=10, max_lost_steps=7)
 
 
 def result(**changes: Any) -> CampaignResult:
@@ -138,8 +156,33 @@ def test_the_summary() -> None:
     assert (record["faults"], record["recovered"], record["unrecoverable"]) == (1, 1, 0)
     assert (record["kills"], record["kills_during_saves"], record["seconds_per_fault"]) == (1, 1, 20.0)
     assert (record["goodput"], record["lost_steps"], record["max_lost_steps"]) == (0.5, 10, 7)
-    assert record["kinds"] == {"kill at save:write": {"faults": 1, "recovered": 1}}
+    nothing = {"mismatches": 0, "detected": 0, "undetected": 0}
+    assert record["kinds"] == {"kill at save:write": {"faults": 1, "recovered": 1, **nothing}}
     assert command.summary(CampaignResult())["goodput"] is None
+
+
+def test_what_counts_for_which_fault() -> None:
+    bad = result()
+    trial = bad.trials[0]
+    disk = FullDisk(free_share=0.5, delay_s=0.0)
+    trial.injected += [
+        Injected(fault=disk, first_line=10, sign=lambda events: None, recovered=True),
+        Injected(fault=disk, first_line=20, sign=lambda events: "", missed="it went on"),
+    ]
+    values = {**VERDICT.__dict__, "mismatches": ("one", "two", "no step"), "mismatched_lines": (9, 10)}
+    bad.verdicts[0] = Verdict(**values)
+    assert command.summary(bad)["kinds"] == {
+        "full disk": {"faults": 2, "detected": 1, "recovered": 1, "mismatches": 1, "undetected": 1},
+        "kill at save:write": {"faults": 1, "detected": 0, "recovered": 1, "mismatches": 1, "undetected": 0},
+    }
+
+
+def test_an_interrupted_campaign_is_not_judged_by_what_it_had_no_time_for() -> None:
+    stopped = result()
+    stopped.trials[0].finished, stopped.trials[0].interrupted = False, True
+    assert command.summary(stopped)["passed"]
+    stopped.trials[0].interrupted = False
+    assert not command.summary(stopped)["passed"]
 
 
 @pytest.mark.parametrize("what", ["mismatches", "wrong_resumes", "undetected", "failures", "orphans", "lost", "over"])
@@ -148,6 +191,8 @@ def test_whatever_is_wrong_fails_the_campaign(what: str, capsys: pytest.CaptureF
     trial = bad.trials[0]
     if what in ("failures", "orphans"):
         getattr(trial, what).append("something is wrong")
+    elif what == "undetected":
+        trial.injected[0].missed = "something is wrong"
     elif what == "lost":
         trial.injected[0].recovered = trial.finished = False
     elif what == "over":
@@ -168,4 +213,23 @@ def test_whatever_is_wrong_fails_the_campaign(what: str, capsys: pytest.CaptureF
 def test_amounts_are_checked(folder: Path, capsys: pytest.CaptureFixture[str], word: str) -> None:
     assert main(["chaos", "chaos.toml", word]) == UserError.EXIT_CODE
     assert f"{word.replace('=', ' ')}: must be at least" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_no_store_is_said_before_anything_is_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chaos", "chaos.toml", "data.store=nowhere"]) == UserError.EXIT_CODE
+    assert "nowhere: no token store there" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_a_store_too_large_to_be_copied(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(campaign, "LARGEST_STORE_BYTES", 1000)
+    one = campaign.Campaign(
+        Path("chaos.toml"), [], Path("runs/large"), processes=2, seed=0, report=lambda *_: None, keep=lambda _: None
+    )
+    amounts = one._with_stores({"changed-tokens": 2, "disagreements": 1, "nans": 3})
+    assert amounts == {"changed-tokens": 0, "disagreements": 0, "nans": 3}
+    assert [text.split(" bytes ")[1] for text in one.result.skipped] == ["is too large to be copied"] * 2
     assert not Path("runs").exists()

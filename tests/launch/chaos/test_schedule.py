@@ -1,14 +1,25 @@
 """Which faults are drawn."""
 
-import dataclasses
 from collections import Counter
+from typing import get_args
 
 import pytest
 
-from lightscale.launch.chaos.schedule import DAMAGE_KINDS, Amounts, Damage, DiskFault, Kill, full_disks, schedule
+from lightscale.launch.chaos.faults import changed_tokens, disagreeing_ranks, lost_checkpoints, not_finite
+from lightscale.launch.chaos.faults.changed_tokens import ChangedTokens
+from lightscale.launch.chaos.faults.damaged_checkpoint import DAMAGE_KINDS, Damage
+from lightscale.launch.chaos.faults.damaged_records import RECORDS, WAYS, DamagedRecord
+from lightscale.launch.chaos.faults.disagreeing_ranks import DisagreeingRank
+from lightscale.launch.chaos.faults.disks import DiskFault
+from lightscale.launch.chaos.faults.kills import Kill
+from lightscale.launch.chaos.faults.lost_checkpoints import MissingCheckpoints
+from lightscale.launch.chaos.faults.not_finite import NaN
+from lightscale.launch.chaos.schedule import SORTS, Where, schedule
 from lightscale.training.health.fault_injection import LOAD_POINTS, POINTS, SAVE_POINTS
 
-FULL = Amounts(kills=200, damages=12, stops=2, disk_faults=6, full_disks=0)
+FULL = {"kills": 200, "damages": 12, "stops": 2, "disk-faults": 6}
+WHERE = get_args(Where)
+TWENTY = dict.fromkeys(("changed-tokens", "lost-checkpoints", "damaged-records", "disagreements", "nans"), 20)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
@@ -36,13 +47,39 @@ def test_what_is_drawn(processes: int) -> None:
     assert Counter(fault.error for fault in faults if isinstance(fault, DiskFault)) == {"ENOSPC": 2, "EIO": 2, None: 2}
 
 
+def test_twenty_of_each_are_all_sorts_of_it() -> None:
+    faults = schedule(TWENTY, processes=4, seed=0)
+    assert len(faults) == 80
+    tokens = Counter((one.way, one.while_running) for one in faults if isinstance(one, ChangedTokens))
+    assert set(tokens) == {(way, running) for way in changed_tokens.WAYS for running in (True, False)}
+    records = Counter((one.record, one.way) for one in faults if isinstance(one, DamagedRecord))
+    assert records == dict.fromkeys([(record, way) for record in RECORDS for way in WAYS], 1)
+    lost = Counter(one.way for one in faults if isinstance(one, MissingCheckpoints))
+    assert lost == dict.fromkeys(lost_checkpoints.WAYS, 5)
+    ranks = Counter(one.way for one in faults if isinstance(one, DisagreeingRank))
+    assert ranks == dict.fromkeys(disagreeing_ranks.WAYS, 5)
+    assert {one.rank for one in faults if isinstance(one, DisagreeingRank)} == set(range(4))
+    # These change what the run is compared with.
+    nans = [one for one in schedule(TWENTY, processes=4, seed=0, where="poisoned") if isinstance(one, NaN)]
+    assert Counter(one.place for one in nans) == dict.fromkeys(not_finite.PLACES, 5)
+    assert {one.rank for one in nans} == set(range(4))
+
+
 def test_the_seed_decides() -> None:
-    first, again, other = (schedule(FULL, processes=2, seed=seed) for seed in (0, 0, 1))
+    first, again, other = (schedule(FULL | TWENTY, processes=2, seed=seed) for seed in (0, 0, 1))
     assert first == again != other
-    assert schedule(dataclasses.replace(FULL, kills=0, stops=0, disk_faults=0, damages=0), processes=2, seed=0) == []
-    assert full_disks(3, seed=0) == full_disks(3, seed=0) != full_disks(3, seed=1)
+    assert schedule({}, processes=2, seed=0) == []
+    kills = [fault for fault in first if isinstance(fault, Kill)]
+    assert sorted(map(str, kills)) == sorted(map(str, schedule({"kills": 200}, processes=2, seed=0)))
+    disks = [schedule({"full-disks": 3}, processes=2, seed=seed, where="small disk") for seed in (0, 0, 1)]
+    assert disks[0] == disks[1] != disks[2]
 
 
 def test_few_kills_are_mostly_during_saves() -> None:
-    faults = schedule(dataclasses.replace(FULL, kills=3), processes=2, seed=0)
+    faults = schedule({"kills": 3}, processes=2, seed=0)
     assert sum(isinstance(fault, Kill) and fault.during_save for fault in faults) == 2
+
+
+def test_every_sort_can_be_drawn() -> None:
+    everything = dict.fromkeys(SORTS, 2)
+    assert sum(len(schedule(everything, processes=1, seed=0, where=where)) for where in WHERE) == 2 * len(SORTS)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightscale.launch.chaos.training import Training
+from lightscale.launch.chaos.harness.training import Training
 from lightscale.planning.failures import Regime, expected_shares
 from lightscale.runs.goodput import run_goodput
 from lightscale.runs.run_directory import RunDirectory, read_lines

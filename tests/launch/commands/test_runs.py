@@ -15,6 +15,7 @@ import pytest
 from lightscale import cli
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
+from lightscale.evaluation.results import result_path, write_result
 from lightscale.launch.commands import runs
 from lightscale.launch.commands.runs import RunReader, RunSummary, summarize
 from lightscale.runs.lock import RunLock
@@ -234,6 +235,27 @@ def test_people_get_a_table(make_run: MakeRun, capsys: pytest.CaptureFixture[str
     assert "runs/first: given up" in shown
     assert "wiki 2.5000 code nan" in row
     assert "steps that count" not in shown
+
+
+def test_the_newest_scores_of_each_task(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run("first")
+    for step, task, value in ((2, "lambada", 30.0), (3, "lambada", 20.0), (2, "text", None)):
+        scores = {
+            "perplexity": {"value": value, "standard_error": 0.5},
+            "accuracy": {"value": 0.25, "standard_error": None},
+        }
+        result = {"run": "runs/first", "task": task, "step": step, "requests": 7, "identity": "", "scores": scores}
+        write_result(result_path(run, step, task), result)
+    (run.evaluation / "step-00000003" / "text.json").write_text("{")
+    (run.evaluation / "step-00000003" / "other.json").mkdir()
+    write_result(result_path(run, 3, "wrong"), {**result, "scores": {"perplexity": 3.0}})
+    assert cli.main(["runs", str(run.path.parent), "--json"]) == 0
+    (record,) = json.loads(capsys.readouterr().out)
+    found = {task: (of["step"], of["scores"]["perplexity"]["value"]) for task, of in record["evaluation"].items()}
+    assert found == {"lambada": (3, 20.0), "text": (2, None)}
+    assert "lambada 20 text —" in table(capsys, str(run.path.parent))
+    shown = table(capsys, str(run.path))
+    assert "runs/first@3" in shown and "accuracy" in shown and "20 ± 0.5" in shown
 
 
 def test_one_run_shows_where_its_time_went(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:

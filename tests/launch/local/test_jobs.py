@@ -22,22 +22,10 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 300.0
 RUN = f"""
-extends = ["{ROOT}/configs/arch/tnl.toml", "{ROOT}/configs/size/tiny.toml"]
-
-[model]
-vocab_size = 320
-num_layers = 2
-
-[data]
-store = "store"
-sequence_length = 64
-
-[optimizer]
-lr = 1e-3
+extends = ["{ROOT}/tests/helpers/small-run.toml"]
 
 [train]
 steps = 40
-global_batch_size = 4
 
 [checkpoint]
 every = 10

@@ -2,6 +2,9 @@
 
     tests ──sbatch, squeue, …──▶ slurmctld ──▶ slurmd n1, slurmd n2   (their processes authenticate by a munged of ours)
 
+Requeued jobs wait only as long as they must: by default SLURM looks at them once a minute. Clusters of two test
+processes do not meet: their job numbers differ, of which the ports of jobs are made.
+
 `n1` is the node of the batch scripts. Partitions: `main`; `low`, whose jobs are preempted by those of `high`.
 """
 
@@ -33,13 +36,14 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontr
 # Daemons are in folders that the PATH of users lacks.
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 # A machine that others use too is slow at times.
-TIMEOUT_S = 300.0
+TIMEOUT_S = 600.0
 DAEMONS_S = 60.0
 # Of a preempted job, to save.
 GRACE_S = 120
 
 SLURM_CONF = """
 ClusterName=test
+FirstJobId={ports[0]}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -63,9 +67,9 @@ SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
 SlurmdTimeout=300
-KillWait=5
+KillWait=2
 MinJobAge=3600
-SchedulerParameters=sched_min_interval=0,bf_interval=2,batch_sched_delay=0
+SchedulerParameters=sched_min_interval=0,sched_interval=1,bf_interval=2,batch_sched_delay=0
 SlurmdParameters=config_overrides
 NodeName=n1 NodeHostname=localhost Port={ports[1]} CPUs=4
 NodeName=n2 NodeHostname=localhost Port={ports[2]} CPUs=4
@@ -76,24 +80,14 @@ PartitionName=high Nodes=n[1-2] MaxTime=INFINITE State=UP PriorityTier=2 Preempt
 
 # Two ranks need some seconds for its 40 steps, and checkpoints are where the tests expect them.
 RUN = f"""
-extends = ["{ROOT}/configs/arch/tnl.toml", "{ROOT}/configs/size/tiny.toml"]
-
-[model]
-vocab_size = 320
-num_layers = 2
-
-[data]
-store = "store"
-sequence_length = 64
+extends = ["{ROOT}/tests/helpers/small-run.toml"]
 
 [optimizer]
-lr = 1e-3
 schedule = "cosine"
 warmup_steps = 5
 
 [train]
 steps = 40
-global_batch_size = 4
 
 [checkpoint]
 every = 10
@@ -105,11 +99,15 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.environment = {**os.environ, "PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf")}
+        # The nodes share the cores of this machine: threads would only wait for each other.
+        own = {"PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
+        self.environment = {**os.environ, **own}
         for name in list(self.environment):
             if name.startswith(("SLURM_", "SBATCH_", "OMPI_", "PMI_")) and name != "SLURM_CONF":
                 del self.environment[name]
-        self._daemons: list[subprocess.Popen[bytes]] = []
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._commands: dict[str, tuple[str, ...]] = {"controller": ("slurmctld", "-D")}
+        self._commands |= {node: ("slurmd", "-D", "-N", node) for node in ("n1", "n2")}
 
     def begin(self) -> None:
         """Start everything; raises OSError or RuntimeError where that cannot be done."""
@@ -121,16 +119,42 @@ class Cluster:
         (self.folder / "slurm.conf").write_text(conf)
         files = {name: self.folder / f"munge.{name}" for name in ("socket", "pid", "log", "seed")}
         options = [f"--{name}{'' if name == 'socket' else '-file'}={path}" for name, path in files.items()]
-        self._daemon("munged", "--foreground", "--force", f"--key-file={key}", *options)
+        self._commands["munged"] = ("munged", "--foreground", "--force", f"--key-file={key}", *options)
+        self.start("munged")
         self._await(files["socket"].exists)
-        self._daemon("slurmctld", "-D")
-        for node in ("n1", "n2"):
-            self._daemon("slurmd", "-D", "-N", node)
+        for name in ("controller", "n1", "n2"):
+            self.start(name)
         self._await(self._is_idle)
+
+    def start(self, name: str) -> None:
+        """The daemon of that name: munged, controller, n1, n2."""
+        words = self._commands[name]
+        with (self.folder / f"{name}.out").open("a") as log:
+            self._daemons[name] = subprocess.Popen(
+                words,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def kill(self, name: str) -> None:
+        """SIGKILL to that daemon; of a node also to all that runs there, as when its power fails."""
+        daemon = self._daemons.pop(name)
+        daemon.kill()
+        daemon.wait()
+        for process in self._processes() if name in ("n1", "n2") else ():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.environ().get("SLURMD_NODENAME") == name:
+                    # The slurmstepd above it belongs to nobody.
+                    victims = [process, *(one for one in process.parents() if one.name().startswith("slurmstepd"))]
+                    for victim in victims:
+                        victim.kill()
 
     def end(self) -> None:
         """End everything that was started, the processes of jobs too."""
-        for daemon in reversed(self._daemons):
+        for daemon in reversed(self._daemons.values()):
             for process in descendants(daemon.pid):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
@@ -155,6 +179,8 @@ class Cluster:
 
     def recover(self) -> None:
         """Wait until both nodes are idle again, whatever a test did to them."""
+        for name in self._commands.keys() - self._daemons.keys():
+            self.start(name)
         for node in ("n1", "n2"):
             self.try_client("scontrol", "update", f"nodename={node}", "state=resume")
         self._await(self._is_idle)
@@ -173,23 +199,10 @@ class Cluster:
     def try_client(self, *words: str) -> str:
         return self.client(*words, check=False)
 
-    def _daemon(self, *words: str) -> None:
-        with (self.folder / f"{words[0]}-{len(self._daemons)}.out").open("w") as log:
-            self._daemons.append(
-                subprocess.Popen(
-                    words,
-                    env=self.environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
-            )
-
     def _await(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + DAEMONS_S
         while not condition():
-            if any(daemon.poll() is not None for daemon in self._daemons) or time.monotonic() > deadline:
+            if any(daemon.poll() is not None for daemon in self._daemons.values()) or time.monotonic() > deadline:
                 logs = [path.read_text(errors="replace")[-500:] for path in self.folder.glob("*.out")]
                 raise RuntimeError(" ".join(logs).strip() or "its nodes do not come up")
             time.sleep(0.1)
@@ -277,12 +290,15 @@ class Run:
         assert f"{', '.join(map(str, jobs))} in {self._path}" in done.stdout
         return jobs
 
-    def slow(self, step: int) -> None:
-        """From the `step`th step of a start on, until `speed_up`, each takes five seconds."""
-        fault_file(self._faults, 0).write_text(f"slow=5@step:begin#{step}")
+    def slow(self, step: int, step_s: float = 20.0) -> None:
+        """After the `step`th step of a start, until `speed_up`, each takes `step_s` seconds.
+
+        On a machine that is busy enough, many steps could be done before a test has noticed the first.
+        """
+        fault_file(self._faults, 0).write_text(f"slow={step_s}@step:begin#{step + 1}")
 
     def speed_up(self) -> None:
-        fault_file(self._faults, 0).unlink()
+        fault_file(self._faults, 0).unlink(missing_ok=True)
 
     def wait_for_step(self, step: int) -> None:
         self.await_(lambda: self.directory.progress()[0] >= step)
@@ -291,6 +307,12 @@ class Run:
         self.await_(lambda: bool(self.events(name)))
         return self.events(name)[-1]
 
+    def wait_stopped(self, signal: str) -> None:
+        """Until all ranks have saved because of `signal`; afterwards steps are not slow any more."""
+        self.await_(lambda: f"{signal}: finishing this step" in self.output())
+        self.speed_up()
+        self.await_(lambda: f"stopped by {signal}\n" in self.output() and "resumable at step" in self.output())
+
     def wait_finished(self) -> None:
         """Until all steps are done and no job is left."""
         self.await_(lambda: self._status() == "finished")
@@ -298,6 +320,27 @@ class Run:
 
     def events(self, *names: str) -> list[dict[str, Any]]:
         return [event for event in read_lines(self.directory.events) if event["event"] in names]
+
+    def processes(self, **variables: str) -> list[psutil.Process]:
+        """Those of the cluster's jobs that have `variables`."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                environment = process.environ()
+                is_ours = environment.get("SLURM_CONF") == self.cluster.environment["SLURM_CONF"]
+                if is_ours and all(environment.get(name) == value for name, value in variables.items()):
+                    found.append(process)
+        return found
+
+    def launcher(self) -> psutil.Process:
+        """`lightscale train` of the job."""
+        found = []
+        for process in self.processes(SLURM_PROCID="0"):
+            with contextlib.suppress(psutil.Error):
+                if {"train", "--scheduler"} <= set(process.cmdline()):
+                    found.append(process)
+        (launcher,) = found
+        return launcher
 
     def output(self) -> str:
         """What all its jobs printed."""

@@ -70,14 +70,14 @@ def test_a_dry_run_shows_the_script_and_touches_nothing(
         "--requeue",
     ]
     assert "{{" not in text
-    assert 'scontrol requeue "$SLURM_JOB_ID"' in text
+    assert text.count("queue_again\n") == 2, "saved in time, or killed after progress"
     train = f"train {folder}/runs/tiny-run/config.toml --run {folder}/runs/tiny-run"
     assert f"{train} --scheduler slurm --processes 1 &" in text
     subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=60)
     assert not (folder / "runs").exists()
     chain = script(capsys, *TIME, "--chain", "3")
     subprocess.run(["bash", "-n"], input=chain, text=True, check=True, timeout=60)
-    assert "scontrol requeue" not in chain, "the next job of the chain continues"
+    assert "queue_again\n" not in chain, "the next job of the chain continues"
     assert "#SBATCH --no-kill" in chain.splitlines()
 
 
@@ -273,6 +273,8 @@ def test_states_of_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer:
 @pytest.mark.parametrize(
     ("launcher", "status", "requeue", "ended", "calls"),
     [
+        # A controller that is away, twice.
+        (75, "resumable", "1-", 75, ["requeue 17"] * 3),
         # Saved: again, unless it was cancelled. One that never could is not done either.
         (75, "resumable", "11", 75, ["requeue 17"]),
         (75, "resumable", "10", 0, []),
@@ -299,7 +301,10 @@ def test_what_a_job_does_when_its_launcher_has_ended(
     programs = {
         "python": 'case "$*" in *" train "*) exit "$LAUNCHER";; *) echo "cancel ${!#}" >> "$CALLS";; esac',
         # At the start the first digit, at the end the second.
-        "scontrol": 'if [ "$1" != show ]; then echo "$*" >> "$CALLS"; elif mkdir "$CALLS.begun" 2> /dev/null; then '
+        "scontrol": 'if [ "$1" != show ]; then echo "$*" >> "$CALLS"; '
+        '[ "${REQUEUE:1}" != - ] || [ "$(wc -l < "$CALLS")" -gt 2 ] || '
+        "{ echo 'slurm_update error: Unable to contact slurm controller (connect failure)' >&2; exit 1; }; "
+        'elif mkdir "$CALLS.begun" 2> /dev/null; then '
         'echo "   Requeue=${REQUEUE:0:1} Restarts=0"; else echo "   Requeue=${REQUEUE:1} Restarts=0"; fi',
         "sleep": ":",
     }

@@ -35,13 +35,26 @@ from lightscale.training.checkpoints.saving import Saver
 plain = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "plain_models.py")))
 tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "tiny_engine.py")))
 
+# One process measures all models.
+pytestmark = pytest.mark.timeout(600)
+
 HYBRID = "all in one stack"
-PATTERNS: dict[str, list[str]] = {name: [f"{name}*2"] for name in MIXERS} | {HYBRID: list(MIXERS)}
+GROUPED = "grouped heads"
+PATTERNS: dict[str, list[str]] = {name: [f"{name}*2"] for name in MIXERS}
+PATTERNS |= {HYBRID: list(MIXERS), GROUPED: ["tnl", "llama"]}
+MORE: dict[str, dict[str, Any]] = {
+    GROUPED: {
+        "tie_word_embeddings": False,
+        "mixer_options": {"llama": {"num_key_value_heads": 1, "head_dim": 6, "attention_bias": "all"}},
+    }
+}
+"""What differs from the defaults."""
 GROWING = {name for name in MIXERS if state_grows(mixer_spec(name).operator)}
 """Mixers whose state grows with the tokens, and whose operations per token do."""
 SHAPE: dict[str, Any] = {"hidden_size": 24, "num_heads": 3, "intermediate_size": 20, "vocab_size": 53}
 MODELS = {
-    name: ModelConfig(mixer=pattern, num_layers=max(2, len(pattern)), **SHAPE) for name, pattern in PATTERNS.items()
+    name: ModelConfig(mixer=pattern, num_layers=max(2, len(pattern)), **SHAPE, **MORE.get(name, {}))
+    for name, pattern in PATTERNS.items()
 }
 SEVEN_AND_ONE = ModelConfig(mixer=["tnl*7", "llama"], num_layers=16, **SHAPE)
 ONE = (1, 1, 1, 1)
@@ -203,7 +216,7 @@ def in_half_precision(model: ModelConfig, init_method: str, weights: dict[str, T
 
 def restored(name: str, init_method: str, folder: Path) -> dict[str, Any]:
     """A step, a checkpoint, another model that restores it, and a step of both: what differs."""
-    model = {"mixer": PATTERNS[name], "num_layers": MODELS[name].num_layers, **SHAPE}
+    model = {"mixer": PATTERNS[name], "num_layers": MODELS[name].num_layers, **SHAPE, **MORE.get(name, {})}
     rows = tiny.step_batches(5, SimpleNamespace(sequence=1, sequence_rank=0, data=1, data_rank=0))[0]
     tokens = rows.tokens % 40
     outputs, states, losses = [], [], []
@@ -240,7 +253,7 @@ EACH = pytest.mark.parametrize("name", PATTERNS)
 
 @pytest.fixture(scope="module")
 def measured(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    (found,) = run_ranks(measure, 1, str(tmp_path_factory.mktemp("checkpoints")))
+    (found,) = run_ranks(measure, 1, str(tmp_path_factory.mktemp("checkpoints")), timeout_s=400)
     return dict(found)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightscale import cli
-from lightscale.config.shipped import FOLDER, part_names, run_names
+from lightscale.config.shipped import FOLDER, part_names, run_names, study_names
 
 
 def test_all_that_is_shipped_with_its_size(
@@ -16,9 +16,11 @@ def test_all_that_is_shipped_with_its_size(
     assert cli.main(["configs", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert (listed["folder"], listed["extends"]) == (str(FOLDER), part_names())
+    assert listed["studies"] == study_names() == ["aspect-ratio", "context-length", "scaling-law", "two-cores"]
     runs = {one["name"]: one for one in listed["configs"]}
     assert sorted(runs) == run_names()
     assert runs["hybrid-tiny"]["architecture"] == "tnl*7 llama"
+    assert runs["needle-tiny"]["architecture"] == "hgrn2 llama"
     for name in ("tnl-7b", "llama-70m", "quickstart"):
         assert cli.main(["plan", name, "--json"]) == 0
         planned = json.loads(capsys.readouterr().out)
@@ -36,3 +38,4 @@ def test_people_see_names_sizes_and_parts(capsys: pytest.CaptureFixture[str]) ->
     assert lines["tnl-7b"] == ["tnl", "6,920,310,784", "300,000,215,040", "8,192"]
     assert set(run_names()) <= set(lines)
     assert lines["arch:"] == part_names()["arch"]
+    assert "studies, for `lightscale study`: aspect-ratio context-length scaling-law two-cores" in shown

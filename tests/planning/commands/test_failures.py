@@ -104,14 +104,14 @@ def test_people_see_a_table_and_what_to_do(capsys: pytest.CaptureFixture[str]) -
     words = ["--failures", "--stop-every", "24:00", "--simulations", "50"]
     assert cli.main(["plan", LARGE, *words]) == 0
     out = capsys.readouterr().out
-    assert "on 64 GPUs: 300,000,215,040 tokens are 4 d 10 h of work, at the speed predicted for H100" in out
+    assert "on 64 GPUs: 300,000,215,040 tokens are 4 d 8 h of work, at the speed predicted for H100" in out
     assert "failures: every 33 d 5 h, 0.13 in that time" in out
     assert "stops: every 1 d announced, 4.4 in that time" in out
     assert "best interval: 39 min 56 s (Daly 39 min 56 s, Young 39 min 57 s); simulated: " in out
     assert "checkpoint.mtbf_hours=798" in out
     (best,) = [line for line in out.splitlines() if line.rstrip().endswith(" best")]
     assert best.split()[:2] == ["39", "min"] and "99.49%" in best and "0.42%" in best
-    assert "(50 simulated runs of 4 d 10 h)" in out
+    assert "(50 simulated runs of 4 d 8 h)" in out
     assert cli.main(["plan", LARGE, "checkpoint.every=100", *words]) == 0
     assert "mtbf_hours" not in capsys.readouterr().out, "it would have no effect"
 

@@ -94,10 +94,10 @@ def test_a_changed_batch_is_said_and_stands_in_the_line(capsys: pytest.CaptureFi
 def test_where_nothing_fits_the_least_nodes_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(CONFIGS / "llama-7b.toml"), "--nodes", "1", "--length", "4M"]
     out = plan(capsys, *words, code=1)
-    assert "1 node, sequences of 4M tokens: nothing fits; the least that it takes is 4 nodes\n" in out
+    assert "1 node, sequences of 4M tokens: nothing fits; the least that it takes is 8 nodes\n" in out
     assert "lightscale train" not in out
     (point,) = json.loads(plan(capsys, *words, "--json", code=1))["points"]
-    assert (point["least_nodes"], point["commands"]) == (4, None)
+    assert (point["least_nodes"], point["commands"]) == (8, None)
 
 
 def test_a_layout_overrides_whatever_the_configuration_says() -> None:

@@ -105,7 +105,7 @@ def test_a_measurement_that_was_half_written_is_taken_back(
     sink = TensorboardSink(facts)
     for step in (1, 2):
         sink.write(at(step))
-    real = sink._file
+    real = sink._events._file
 
     class FullDisk:
         """Accepts half a record, without an error, as file systems do."""
@@ -121,10 +121,10 @@ def test_a_measurement_that_was_half_written_is_taken_back(
         def __getattr__(self, name: str) -> Any:
             return getattr(real, name)
 
-    monkeypatch.setattr(sink, "_file", FullDisk())
+    monkeypatch.setattr(sink._events, "_file", FullDisk())
     with pytest.raises(OSError, match="No space"):
         sink.write(at(3))
-    monkeypatch.setattr(sink, "_file", real)
+    monkeypatch.setattr(sink._events, "_file", real)
     sink.write(at(3))
     sink.close()
     again = TensorboardSink(RunFacts(directory=tmp_path, config=config, first_step=None))

@@ -71,5 +71,5 @@ def test_a_loss_that_does_not_fall_is_missed(tools: SimpleNamespace) -> None:
 
 def test_a_command_that_fails_is_named(tools: SimpleNamespace, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match=r"`lightscale data prepare .*` failed with exit code"):
-        tools.learn._lightscale("data", "prepare", "nothing")
+        tools.learn.run_lightscale("data", "prepare", "nothing")
     assert "the following arguments are required: --out" in capfd.readouterr().err

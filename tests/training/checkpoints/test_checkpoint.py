@@ -133,7 +133,7 @@ def test_any_layout_resumes_any_other(run_ranks: RunRanks, tmp_path: Path) -> No
     check_all_pairs(run_ranks, str(tmp_path), {1: [ONE], 2: TWO[:2]})
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_any_layout_of_two_ranks_resumes_any_other(run_ranks: RunRanks, tmp_path: Path) -> None:
     check_all_pairs(run_ranks, str(tmp_path), {1: [ONE], 2: TWO})
@@ -153,6 +153,18 @@ def test_one_two_three_four_and_eight_ranks_resume_one_another(run_ranks: RunRan
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("mixer", "four"), [("hgrn2", FOUR[0]), ("lightnet", FOUR[1]), ("cosformer2", FOUR[2]), ("llama", FOUR[1])]
+)
+def test_any_layout_resumes_any_other_of_the_other_architectures(
+    run_ranks: RunRanks, tmp_path: Path, mixer: str, four: Axes
+) -> None:
+    """Each with some of the layouts of TNL above; `soak` has all pairs."""
+    check_all_pairs(run_ranks, str(tmp_path), {1: [ONE], 2: TWO[-1:], 4: [four]}, mixer)
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mixer", ["hgrn2", "lightnet", "cosformer2", "llama"])
 def test_any_layout_resumes_any_other_for_every_architecture(run_ranks: RunRanks, tmp_path: Path, mixer: str) -> None:

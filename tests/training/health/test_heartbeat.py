@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from lightscale.training.health import heartbeat as module
-from lightscale.training.health.heartbeat import HEARTBEATS_VARIABLE, Heartbeat, create_heartbeats, read_heartbeats
+from lightscale.training.health.heartbeat import (
+    HEARTBEATS_VARIABLE,
+    Heartbeat,
+    create_heartbeats,
+    read_heartbeats,
+    shared_heartbeats,
+)
 
 
 @pytest.fixture
@@ -29,7 +35,10 @@ def heartbeat_of(path: Path, rank: int, hang_timeout_s: float = 2.0) -> Heartbea
 
 
 def test_nobody_has_to_watch() -> None:
-    Heartbeat(1.0, {}).beat("reading data", step=1)
+    """Without the variable nothing is written, and where the rank is stays known to itself."""
+    heartbeat = Heartbeat(1.0, {})
+    heartbeat.beat("reading data", step=1)
+    assert heartbeat.where == "step 1, reading data"
 
 
 def test_what_ranks_said_last(path: Path, clock: list[float]) -> None:
@@ -44,6 +53,20 @@ def test_what_ranks_said_last(path: Path, clock: list[float]) -> None:
     assert (beats[0].time_s, beats[0].doing, beats[0].step) == (1000.0, "starting", 0)
     assert (beats[2].time_s, beats[2].where) == (1003.0, "step 3, forward and backward")
     assert beats[2].process_id == os.getpid()
+
+
+def test_heartbeats_are_not_on_the_disk_of_the_run(tmp_path: Path) -> None:
+    """A mapped file on a disk that becomes read-only kills whoever writes to it."""
+    logs = tmp_path / "heartbeats"
+    with shared_heartbeats(logs, 2) as path:
+        assert path.stat().st_dev != tmp_path.stat().st_dev
+        heartbeat_of(path, 1).beat("optimizer", step=7)
+        assert read_heartbeats(logs) == read_heartbeats(path)
+        assert read_heartbeats(path)[1].where == "step 7, optimizer"
+    assert not logs.is_symlink()
+    assert read_heartbeats(logs)[1].where == "step 7, optimizer"
+    with shared_heartbeats(tmp_path / "again", 2):
+        tmp_path.rename(tmp_path.with_name("gone"))
 
 
 def test_of_two_places_one_is_always_whole(path: Path, clock: list[float]) -> None:

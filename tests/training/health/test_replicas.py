@@ -159,8 +159,11 @@ def test_one_rank_alone_notices_its_own_memory(run_ranks: RunRanks) -> None:
     assert (found["step"], found["ranks"]) == (4, [0])
 
 
+REST = [pytest.param(mixer, marks=pytest.mark.soak) for mixer in ("hgrn2", "cosformer2", "llama")]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("mixer", ["tnl", "hgrn2", "lightnet", "cosformer2", "llama"])
+@pytest.mark.parametrize("mixer", ["tnl", "lightnet", *REST])
 def test_no_false_alarm_on_four_ranks(run_ranks: RunRanks, mixer: str) -> None:
     layouts: list[Axes] = [(4, 2, 2, 1), (4, 2, 1, 1), (4, 1, 2, 1), (4, 1, 2, 2, 2)]
     cases = [{"flip": None}, {"flip": (3, 0, 6)}]

@@ -26,7 +26,7 @@ from lightscale.parallel.optimizer_spec import MegatronSpec, OptimizerSpec
 from lightscale.planning.memory import assumptions, rank_memory
 from lightscale.training.checkpoints.restore import Checkpoints
 from lightscale.training.checkpoints.saving import Saver
-from lightscale.training.optimizer.registry import DEFAULT, OPTIMIZERS
+from lightscale.training.optimizer.registry import OPTIMIZERS, optimizer_spec
 
 tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "tiny_engine.py")))
 
@@ -122,7 +122,7 @@ def trained(rank: int, world_size: int, init_method: str, folder: str) -> dict[s
     sys.modules["module_of_a_test"] = module
     found = {}
     for name, spec in SPECS.items():
-        with mock.patch.dict(OPTIMIZERS, {DEFAULT: spec}):
+        with mock.patch.dict(OPTIMIZERS, {"adamw": spec}):
             with tiny.engine_on((1, 1, 1, 1), rank, f"{init_method}-{name}", **MODEL) as engine:
                 before, first = tiny.weights(engine), held(engine)
                 steps = tiny.train(engine, 0, 2)
@@ -189,12 +189,12 @@ def test_a_plan_counts_the_state_of_the_optimizer() -> None:
     )
     layout = check_layout(config, 1)
     adamw = rank_memory(config, layout, 0)
-    with mock.patch.dict(OPTIMIZERS, {DEFAULT: MomentumSpec}):
+    with mock.patch.dict(OPTIMIZERS, {"adamw": MomentumSpec}):
         momentum = rank_memory(config, layout, 0)
         assert any("main weights and the velocity in fp32" in line for line in assumptions(config))
     assert adamw.optimizer_bytes == 12 * adamw.parameters
     assert momentum.optimizer_bytes == 8 * momentum.parameters
-    assert OPTIMIZERS[DEFAULT].from_config(config.optimizer).step_traffic_bytes == 30
+    assert OPTIMIZERS["adamw"].from_config(config.optimizer).step_traffic_bytes == 30
     assert MomentumSpec().step_traffic_bytes == 22
 
 
@@ -205,3 +205,18 @@ def test_a_spec_is_read_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.stdout.strip(), done.stderr.strip()) == ("neither", "")
+
+
+def test_the_configuration_names_adam_and_adamw() -> None:
+    """The options are what Megatron computes them by; Adam with its decay in the gradient is trained above."""
+    for name, is_decoupled in (("adamw", True), ("adam", False)):
+        config = OptimizerConfig.model_validate({"name": name, "lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0.2})
+        spec = optimizer_spec(config)
+        assert isinstance(spec, MegatronSpec)
+        options = spec.megatron_options()
+        assert (options["decoupled_weight_decay"], options["adam_beta2"], spec.weight_decay) == (
+            is_decoupled,
+            0.999,
+            0.2,
+        )
+        assert spec.state == ("exp_avg", "exp_avg_sq")

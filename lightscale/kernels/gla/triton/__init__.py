@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightscale.kernels.common.states import Arriving, arrived
 from lightscale.kernels.common.triton.recurrent import recurrent_step as one_token
 from lightscale.kernels.gla.triton.cases import COMPILE_CASES
 from lightscale.kernels.gla.triton.passes import GLARows, decayed, key_gradients, outputs, scan
@@ -87,15 +88,27 @@ def _gradients(
     dS_end: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dlog_decay, dS_in."""
+    """``_row_gradients``, registered."""
     rows = GLARows.of(q, log_decay, cu_seqlens)
+    dq, dk, dv, dlog_decay, dS_in = _row_gradients(rows, (q, k, v, do), S_in, dS_end)
+    return dq, dk, dv, dlog_decay.to(log_decay.dtype), dS_in
+
+
+def _row_gradients(
+    rows: GLARows,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    S_in: Tensor | None,
+    dS_end: Arriving[Tensor | None],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of q, k, v, do: dq, dk, dv, dlog_decay (fp32), dS_in."""
+    q, k, v, do = inputs
     q_in, k_out, through, scores = decayed(rows, q, k)
     states = scan(rows, k_out, v, through, S_in, reverse=False).chunks
-    dstates, dS_in = scan(rows, q_in, do, through, dS_end, reverse=True)
+    dstates, dS_in = scan(rows, q_in, do, through, arrived(dS_end), reverse=True)
     dv = outputs(rows, k_out, scores, do, dstates, reverse=True)
     del q_in, k_out, scores  # as large as inputs: gone before the other gradients are made
-    dq, dk, dlog_decay = key_gradients(rows, (q, k, v, do), states, dstates, through)
-    return dq, dk, dv, dlog_decay.to(log_decay.dtype), dS_in
+    dq, dk, dlog_decay = key_gradients(rows, inputs, states, dstates, through)
+    return dq, dk, dv, dlog_decay, dS_in
 
 
 @_gradients.register_fake
@@ -163,6 +176,7 @@ def state_bwd(q: Tensor, do: Tensor, log_decay: Tensor, cu_seqlens: Tensor | Non
     return own
 
 
+@torch.no_grad()
 def grad_bwd(
     q: Tensor,
     k: Tensor,
@@ -170,12 +184,13 @@ def grad_bwd(
     log_decay: Tensor,
     do: Tensor,
     S_in: Tensor | None,
-    dS_end: Tensor | None,
+    dS_end: Arriving[Tensor | None],
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of a row's inputs, see ``chunked.grad_bwd``."""
-    dq, dk, dv, dlog_decay, _ = _gradients(q, k, v, log_decay, do, S_in, dS_end, cu_seqlens)
-    return dq, dk, dv, dlog_decay
+    rows = GLARows.of(q, log_decay, cu_seqlens)
+    dq, dk, dv, dlog_decay, _ = _row_gradients(rows, (q, k, v, do), S_in, dS_end)
+    return dq, dk, dv, dlog_decay.to(log_decay.dtype)
 
 
 def recurrent_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:

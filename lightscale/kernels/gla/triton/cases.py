@@ -9,6 +9,7 @@ from lightscale.kernels.common.triton.cases import NAMES, case_name, integers, p
 from lightscale.kernels.common.triton.compile import KernelCase
 from lightscale.kernels.common.triton.launch import NUM_WARPS
 from lightscale.kernels.common.triton.recurrent import recurrent_case
+from lightscale.kernels.common.triton.segments import segments_case
 from lightscale.kernels.gla.triton.decays import prepare
 from lightscale.kernels.gla.triton.gradients import gradients
 from lightscale.kernels.gla.triton.kernels import attend, fold_splits, scan_states
@@ -144,6 +145,7 @@ def _cases() -> Iterator[KernelCase]:
         yield _attend(dtype, 128, 128, reverse=False, **options)
         yield _gradients(dtype, 128, 128, **options)
     yield _fold(128, 128)
+    yield segments_case("gla")
     yield recurrent_case("gla", bf16, 128, 128, by_channel=True)
 
 

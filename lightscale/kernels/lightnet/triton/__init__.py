@@ -12,7 +12,9 @@ import triton
 from torch import Tensor
 
 from lightscale.kernels.common.angles import Angles, angles_of, parts_of, phases_of
+from lightscale.kernels.common.states import Arriving, arrived
 from lightscale.kernels.common.triton.launch import on_device_of
+from lightscale.kernels.lightnet.initial_z import initial_z_gradient
 from lightscale.kernels.lightnet.state import LightNetState, StateCotangent, exchanged_cotangent, plain_cotangent
 from lightscale.kernels.lightnet.triton.cases import COMPILE_CASES
 from lightscale.kernels.lightnet.triton.kernels import recurrent
@@ -143,9 +145,15 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, and U and R of the state that enters."""
     backward = Backward.of(LightNetRow.of(k, v, angles_of(theta, positions), cu_seqlens), q, do, _state(z, S))
-    # dq first: R, which the scan of cotangents passes back, is made of q ⊙ dq.
+    return _row_gradients(backward, None if U is None or R is None else StateCotangent(U, R))
+
+
+def _row_gradients(
+    backward: Backward, cotangent: Arriving[StateCotangent | None]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    # dq first: it needs no cotangent from elsewhere, and R, which the scan of cotangents passes back, is made of it.
     dq = backward.query_gradients()
-    by_chunk, start = backward.scan(dq, None if U is None or R is None else StateCotangent(U, R))
+    by_chunk, start = backward.scan(dq, arrived(cotangent))
     assert by_chunk is not None
     return dq, backward.key_gradients(dq, by_chunk), backward.value_gradients(by_chunk), start.U, start.R
 
@@ -178,7 +186,11 @@ def _backward(ctx: Any, do: Tensor, dz: Tensor, dS: Tensor) -> tuple[Tensor | No
     dq, dk, dv, U, R = _gradients(q, k, v, theta, positions, do, z, S, *cotangent, cu_seqlens)
     dz_in, dS_in = None, None
     if z is not None:
-        dz_in, dS_in = plain_cotangent(LightNetState(z, S), StateCotangent(U, R))
+        state_in = LightNetState(z, S)
+        _, dS_in = plain_cotangent(state_in, StateCotangent(U, R))
+        if ctx.needs_input_grad[5]:
+            angles = angles_of(theta, positions)
+            dz_in = initial_z_gradient(state_fwd, state_bwd, q, k, v, angles, do, state_in, (dz, dS), cu_seqlens)
     return dq, dk, dv, None, None, dz_in, dS_in, None
 
 
@@ -232,6 +244,7 @@ def state_bwd(
     return StateCotangent(U, R)
 
 
+@torch.no_grad()
 def grad_bwd(
     q: Tensor,
     k: Tensor,
@@ -239,12 +252,11 @@ def grad_bwd(
     angles: Angles | None,
     do: Tensor,
     state_in: LightNetState | None,
-    cotangent: StateCotangent | None,
+    cotangent: Arriving[StateCotangent | None],
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a row's inputs, see ``chunked.grad_bwd``."""
-    state, running = state_in or (None, None), cotangent or (None, None)
-    dq, dk, dv, _, _ = _gradients(q, k, v, *parts_of(angles), do, *state, *running, cu_seqlens)
+    dq, dk, dv, _, _ = _row_gradients(Backward.of(LightNetRow.of(k, v, angles, cu_seqlens), q, do, state_in), cotangent)
     return dq, dk, dv
 
 

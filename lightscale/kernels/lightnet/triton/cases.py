@@ -10,6 +10,7 @@ from lightscale.kernels.lightnet.triton.cotangents import fold_cotangents, scan_
 from lightscale.kernels.lightnet.triton.kernels import recurrent
 from lightscale.kernels.lightnet.triton.keys import key_gradients, value_gradients
 from lightscale.kernels.lightnet.triton.queries import outputs, query_gradients
+from lightscale.kernels.lightnet.triton.segments import fold_segments
 from lightscale.kernels.lightnet.triton.states import fold_states, scan_states, weigh
 from lightscale.kernels.lightnet.triton.tiling import (
     NUM_WARPS,
@@ -143,6 +144,17 @@ def _folds() -> Iterator[KernelCase]:
             **_integers("T", "H", "num_chunks", "num_splits", "split_chunks"),
         },
         constants={**fold_constants(128, 256, 128), "CHUNK": 128},
+        **options,
+    )
+    yield KernelCase(
+        name="lightnet fold of segments",
+        kernel=fold_segments,
+        arguments={
+            **_pointers("fp32", "z", "S", "through", "z_in", "S_in", "z_out", "S_out", "shares"),
+            **_integers("H", "num_row_heads", "num_segments", "end", "stride_through"),
+            **dict.fromkeys(("stride_z", "stride_S"), "i32:16"),
+        },
+        constants=fold_constants(128, 256, 128),
         **options,
     )
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightscale.kernels.common.angles import Angles, angles_of, parts_of
+from lightscale.kernels.common.states import Arriving, arrived
 from lightscale.kernels.common.triton.recurrent import recurrent_step as one_token
 from lightscale.kernels.lightning.chunked import Gradients
 from lightscale.kernels.lightning.triton.cases import COMPILE_CASES
@@ -136,14 +137,29 @@ def _gradients(
     with_decay: bool,
     with_theta: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dlog_decay, fp32, and dtheta (H, K), fp64 (empty unless asked for), dS_in."""
+    """``_row_gradients``, registered."""
     rows = LightningRows.of(q, log_decay, cu_seqlens, angles_of(theta, positions))
+    return _row_gradients(rows, (q, k, v, do), S_in, dS_end, with_decay=with_decay, with_theta=with_theta)
+
+
+def _row_gradients(
+    rows: LightningRows,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    S_in: Tensor | None,
+    dS_end: Arriving[Tensor | None],
+    *,
+    with_decay: bool,
+    with_theta: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of q, k, v, do: dq, dk, dv, dlog_decay, fp32, and dtheta (H, K), fp64 (empty unless asked for), dS_in."""
+    q, k, v, do = inputs
     learned = {"with_decay": with_decay, "with_theta": with_theta}
     states = scan(rows, k, v, S_in, reverse=False).chunks
     dq = products(rows, do, v, k, states, reverse=False, transposed=True, own=q, **learned)
     if not with_decay:
         states = None  # as large as an input: gone before its cotangents are made
-    dstates, dS_in, of_states = scan(rows, q, do, dS_end, reverse=True, other=states)
+    # The queries' gradients do not need it: they are computed while it travels.
+    dstates, dS_in, of_states = scan(rows, q, do, arrived(dS_end), reverse=True, other=states)
     dk = products(rows, v, do, q, dstates, reverse=True, transposed=True, own=k, **learned)
     dv = products(rows, k, q, do, dstates, reverse=True, transposed=False).out
     dlog_decay, dtheta = dS_in.new_empty(0), dS_in.new_empty(0, dtype=torch.float64)
@@ -248,6 +264,7 @@ def state_bwd(
     return own
 
 
+@torch.no_grad()
 def grad_bwd(
     q: Tensor,
     k: Tensor,
@@ -255,7 +272,7 @@ def grad_bwd(
     log_decay: Tensor | None,
     do: Tensor,
     S_in: Tensor | None,
-    dS_end: Tensor | None,
+    dS_end: Arriving[Tensor | None],
     cu_seqlens: Tensor | None = None,
     *,
     angles: Angles | None = None,
@@ -263,8 +280,9 @@ def grad_bwd(
     with_theta: bool = False,
 ) -> Gradients:
     """The gradients of a row's inputs, see ``chunked.grad_bwd``."""
-    dq, dk, dv, dlog_decay, dtheta, _ = _gradients(
-        q, k, v, log_decay, *parts_of(angles), do, S_in, dS_end, cu_seqlens, with_decay, with_theta
+    rows = LightningRows.of(q, log_decay, cu_seqlens, angles)
+    dq, dk, dv, dlog_decay, dtheta, _ = _row_gradients(
+        rows, (q, k, v, do), S_in, dS_end, with_decay=with_decay, with_theta=with_theta
     )
     return Gradients(dq, dk, dv, dlog_decay if with_decay else None, dtheta if with_theta else None)
 

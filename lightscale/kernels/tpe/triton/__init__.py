@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from lightscale.kernels.common.documents import document_numbers
+from lightscale.kernels.common.states import Arriving, arrived
 from lightscale.kernels.common.triton.launch import dense_last, dot_precision, on_device_of, power_of_two
 from lightscale.kernels.tpe.chunk_batches import powers
 from lightscale.kernels.tpe.chunked import TPERowGradients
@@ -85,7 +86,7 @@ def _scan(x: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None) -> _Scan:
         split_tokens=split_tokens,
         num_splits=triton.cdiv(T, split_tokens),
         powers=powers(log_decay, steps, torch.float32),
-        through=powers(log_decay, steps.new_tensor(split_tokens), torch.float32),
+        through=powers(log_decay, torch.full_like(steps[0], split_tokens), torch.float32),
         documents=documents,
         constants=constants,
     )
@@ -342,11 +343,11 @@ def row_gradients(
     gamma: Tensor,
     dy: Tensor,
     u_in: Tensor | None,
-    du_end: Tensor | None,
+    du_end: Arriving[Tensor | None],
     cu_seqlens: Tensor | None = None,
 ) -> TPERowGradients:
     """Every gradient of a row, see ``chunked.row_gradients``."""
-    return TPERowGradients(*_gradients(x, log_decay, gamma, dy, u_in, du_end, cu_seqlens))
+    return TPERowGradients(*_gradients(x, log_decay, gamma, dy, u_in, arrived(du_end), cu_seqlens))
 
 
 def grad_bwd(
@@ -355,7 +356,7 @@ def grad_bwd(
     gamma: Tensor,
     dy: Tensor,
     u_in: Tensor | None,
-    du_end: Tensor | None,
+    du_end: Arriving[Tensor | None],
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a row's x, log_decay and gamma, see ``chunked.grad_bwd``."""

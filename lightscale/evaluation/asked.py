@@ -1,0 +1,44 @@
+"""What ``lightscale generate`` is asked for, found and checked without torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lightscale.errors import UserError
+from lightscale.evaluation.chosen_run import ChosenRun
+from lightscale.evaluation.prompt_file import PromptText
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """Texts of one run."""
+
+    chosen: ChosenRun
+    prompts: Sequence[PromptText]
+    """One of "lines": how the lines are continued."""
+    kind: Literal["one", "file", "lines"]
+    """One text, those of a file, or a text for each line of stdin."""
+    context: int | None
+    """Longest prompt in tokens; None: any."""
+    batch: int
+    as_json: bool
+
+    def check(self, prompt: PromptText) -> None:
+        """UserError for a prompt that cannot be encoded, or is longer than what the model can be asked about."""
+        length = self._num_tokens(prompt)
+        if self.context is not None and length > self.context:
+            raise UserError(
+                f"{prompt.origin}: {length:,} tokens are more than the {self.context:,} of the context of "
+                f"{self.chosen.directory.path}; use a shorter prompt, a run trained on longer sequences, or "
+                f"--context {length} to feed it all the same"
+            )
+
+    @property
+    def goes_beyond(self) -> bool:
+        """Whether a text may become longer than the context."""
+        if self.context is None:
+            return False
+        return any(self._num_tokens(prompt) + prompt.max_tokens > self.context for prompt in self.prompts)
+
+    def _num_tokens(self, prompt: PromptText) -> int:
+        return len(prompt.encoded(self.chosen.tokenizer).ids)

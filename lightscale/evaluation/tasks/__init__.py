@@ -1,0 +1,1 @@
+"""The built-in tasks, one file each; `lightscale.evaluation.registry` names them."""

@@ -1,0 +1,192 @@
+"""``lightscale generate`` behind its checks: the model on its ranks, and texts as they are shown."""
+
+import contextlib
+import importlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from lightscale.errors import UserError
+from lightscale.evaluation.asked import Asked
+from lightscale.evaluation.generate import Continuation, TextGenerator, in_order
+from lightscale.evaluation.model import LoadedModel, mesh_of, restore
+from lightscale.evaluation.prompt_file import PromptText
+from lightscale.evaluation.prompts import seed_of
+from lightscale.parallel.mesh import Mesh
+from lightscale.training.health.heartbeat import Heartbeat
+
+Record = dict[str, Any]
+
+
+def write(asked: Asked) -> None:
+    """Write and show what is ``asked`` for: texts on stdout of rank 0, what they took on its stderr.
+
+    Called by every rank with torchrun's variables in the environment, or without them by one process.
+    """
+    with mesh_of(asked.chosen.config) as mesh:
+        Writer(asked, restore(asked.chosen, mesh), mesh).write()
+
+
+class Writer:
+    """A model and what it is asked for; collective over the ranks of ``mesh``."""
+
+    def __init__(self, asked: Asked, loaded: LoadedModel, mesh: Mesh) -> None:
+        self.asked, self.loaded, self.mesh = asked, loaded, mesh
+        self._heartbeat, self._steps = Heartbeat(asked.chosen.config.restart.hang_timeout_s), 0
+        self._generator = TextGenerator(loaded.model, loaded.tokenizer, batch=asked.batch, advance=self._advance)
+        self._is_main = mesh.rank == 0
+        self._advance()
+        for reason in loaded.refused:
+            self._say(f"skipped a damaged checkpoint: {reason}")
+
+    def write(self) -> None:
+        """See the function."""
+        match self.asked.kind:
+            case "one":
+                self._one(self.asked.prompts[0])
+            case "file":
+                self._file()
+            case "lines":
+                self._lines()
+
+    def _one(self, prompt: PromptText) -> None:
+        """Continue one text, and show it as it comes."""
+        started_s = time.perf_counter()
+        if not self.asked.as_json:
+            self._show(prompt.text)
+        for written, part in self._generator.write([prompt.encoded(self.loaded.tokenizer)]):
+            one = written
+            if not self.asked.as_json:
+                self._show(part)
+        if self.asked.as_json:
+            self._show_record(self._record(prompt, one) | _timings(one, started_s))
+        else:
+            self._show("\n")
+            self._say(f"{_summary(one, started_s)}, from {self.loaded.checkpoint}")
+
+    def _file(self) -> None:
+        """Continue the texts of a file, and show each when it and those before it are complete."""
+        started_s, num_tokens = time.perf_counter(), 0
+        total = len(self.asked.prompts)
+        for number, record in enumerate(self._records(), start=1):
+            num_tokens += len(record["tokens"])
+            if self.asked.as_json:
+                self._show_record(record)
+            else:
+                self._show(f"--- {number} of {total} ---\n{record['prompt']}{record['text']}\n")
+        took_s = time.perf_counter() - started_s
+        texts = f"{total:,} text{'' if total == 1 else 's'}"
+        self._say(f"{texts}, {num_tokens:,} tokens in {took_s:.2f} s ({num_tokens / took_s:.0f} tokens/s), "
+                  f"from {self.loaded.checkpoint}")  # fmt: skip
+
+    def _records(self) -> Iterator[Record]:
+        """Of the prompts in their order, on every rank; as they are found where no data ranks share them."""
+        mesh, prompts = self.mesh, self.asked.prompts
+        own = prompts[mesh.data_rank :: mesh.data]
+        written = in_order(self._generator, [prompt.encoded(self.loaded.tokenizer) for prompt in own])
+        found = (self._record(prompt, one) for prompt, one in zip(own, written, strict=True))
+        if mesh.data == 1:
+            yield from found
+            return
+        every: list[Any] = [None] * mesh.world_size
+        dist.all_gather_object(every, (mesh.data_rank, list(found)), group=mesh.control)
+        # Tensor ranks have equal ones.
+        of_data_rank = dict(every)
+        yield from (of_data_rank[number % mesh.data][number // mesh.data] for number in range(len(prompts)))
+
+    def _lines(self) -> None:
+        """Continue each line of stdin; in a terminal Ctrl-C ends an answer, and Ctrl-D all."""
+        (default,) = self.asked.prompts
+        is_terminal = sys.stdin.isatty()
+        for number, line in enumerate(_typed() if is_terminal else _piped()):
+            sampling = replace(default.sampling, seed=seed_of(default.sampling.seed, number))
+            prompt = replace(default, text=line, sampling=sampling, origin=f"line {number + 1}")
+            try:
+                self.asked.check(prompt)
+                self._one(prompt)
+            except UserError as error:
+                if not is_terminal:
+                    raise
+                self._say(f"error: {error}")
+            except KeyboardInterrupt:
+                if not is_terminal:
+                    raise
+                self._show("\n")
+
+    def _record(self, prompt: PromptText, one: Continuation) -> Record:
+        """What is said of a text: all that is needed to write it again."""
+        return {
+            **({} if prompt.id is None else {"id": prompt.id}),
+            "prompt": prompt.text,
+            "text": one.text,
+            "tokens": one.ids,
+            "end_of_text": one.ended == "end_of_text",
+            "stop": one.stopped_by,
+            "seed": prompt.sampling.seed,
+            "checkpoint": str(self.loaded.checkpoint),
+            "step": self.loaded.step,
+        }
+
+    def _show(self, text: str) -> None:
+        if self._is_main:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def _show_record(self, record: Record) -> None:
+        self._show(json.dumps(record, ensure_ascii=False) + "\n")
+
+    def _say(self, text: str) -> None:
+        if self._is_main:
+            print(text, file=sys.stderr, flush=True)
+
+    def _advance(self) -> None:
+        self._steps += 1
+        # An activity that may take long: nobody knows how long prompts are.
+        self._heartbeat.beat("validation", step=self._steps)
+
+
+def _typed() -> Iterator[str]:
+    """The lines of a terminal, until Ctrl-D."""
+    with contextlib.suppress(ImportError):
+        # Imported, it lets lines be edited and brings earlier ones back.
+        importlib.import_module("readline")
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+
+
+def _piped() -> Iterator[str]:
+    try:
+        for line in sys.stdin:
+            yield line.rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"stdin: not valid UTF-8 ({error.reason})") from error
+
+
+def _tokens_per_s(times_s: Sequence[float]) -> float | None:
+    """Of the recurrent form alone, without the prompt; None below two tokens."""
+    return (len(times_s) - 1) / (times_s[-1] - times_s[0]) if len(times_s) > 1 else None
+
+
+def _timings(one: Continuation, started_s: float) -> Record:
+    first_s = one.times_s[0] - started_s if one.times_s else None
+    return {"first_token_s": first_s, "tokens_per_s": _tokens_per_s(one.times_s)}
+
+
+def _summary(one: Continuation, started_s: float) -> str:
+    """For people."""
+    if not one.ids:
+        return "the model ended the text at once"
+    count = f"{len(one.ids)} token{'' if len(one.ids) == 1 else 's'} in {one.times_s[-1] - started_s:.2f} s"
+    speed = _tokens_per_s(one.times_s)
+    return count if speed is None else f"{count} ({speed:.0f} tokens/s after the prompt)"

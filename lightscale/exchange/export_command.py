@@ -1,0 +1,60 @@
+"""``lightscale export``: write a checkpoint as a directory that transformers loads."""
+
+import argparse
+import re
+import sys
+import time
+
+from lightscale.config.arguments import path_argument, run_path
+from lightscale.errors import shortened
+from lightscale.evaluation.chosen_run import choose_run
+from lightscale.runs.run_directory import split_step
+
+_SIZE = re.compile(r"(?P<number>[0-9]{1,6}(\.[0-9]{1,3})?)(?P<unit>[KMG]?)B?", re.IGNORECASE)
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``lightscale export``."""
+    add = parser.add_argument
+    add("run", metavar="RUN[@STEP]", help="the run's directory, or NAME for runs/NAME; a step (default: the newest)")
+    add("--to", type=path_argument, required=True, metavar="PATH", help="the new directory to write")
+    dtypes = "number format of the weights (default: %(default)s); angles, decays and bounds stay fp32"
+    add("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help=dtypes)
+    add(
+        "--shard-size",
+        type=size,
+        default="5GB",
+        metavar="SIZE",
+        help="of a file at most, such as 500MB or 5GB (default)",
+    )
+
+
+def size(given: str) -> int:
+    """Bytes of "500MB" or "5G", as argparse's ``type``; wrong usage for what is no size, or less than 1 MB."""
+    match = _SIZE.fullmatch(given)
+    found = int(float(match["number"]) * _UNITS[match["unit"].upper()]) if match else 0
+    if found < 10**6:
+        raise argparse.ArgumentTypeError(f"{shortened(given)!r} is no size of 1MB or more, such as 500MB or 5GB")
+    return found
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the export, and say on stderr what it took."""
+    name, step = split_step(args.run)
+    chosen = choose_run(run_path(name), step=step)
+    # Behind the arguments, as it imports torch.
+    from lightscale.exchange.export import check_target, export  # noqa: PLC0415
+
+    check_target(args.to)
+    began = time.perf_counter()
+    done = export(chosen, args.to, dtype=args.dtype, shard_bytes=args.shard_size)
+    for reason in done.refused:
+        print(f"skipped a damaged checkpoint: {reason}", file=sys.stderr)
+    took = time.perf_counter() - began
+    print(
+        f"{done.directory}: {done.num_parameters:,} parameters, {done.num_bytes / 1e9:.2f} GB of {args.dtype} in "
+        f"{took:.1f} s, from {done.checkpoint}",
+        file=sys.stderr,
+    )
+    return 0

@@ -1,0 +1,97 @@
+"""An exported directory, opened: its configuration, tokenizer and tensors. Nothing in it is executed."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from lightscale.data_pipeline.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from lightscale.data_pipeline.tokenizers.interface import read_file
+from lightscale.errors import UserError
+from lightscale.exchange import export_config, tokenizer_files
+from lightscale.exchange.plain.model import MIXER_NAMES, Shape
+from lightscale.exchange.safetensors_files import INDEX, SINGLE, open_shard, read_shards
+from lightscale.exchange.stored_tensors import StoredTensors
+from lightscale.exchange.weights import TensorRows, tensor_shapes
+from lightscale.training.checkpoints.reading import parse_object
+
+TOKENIZER = "tokenizer"
+"""The folder with the tokenizer as the run had it, beside the files that transformers reads."""
+_OF_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+_COMPUTED = ".rotary_emb.inv_freq"
+"""What older versions of transformers saved beside the weights, and follows from the configuration."""
+_MOST_PADDING = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """A whole export."""
+
+    origin: Path
+    shape: Shape
+    max_tokens: int
+    """The length of sequences that the model was trained on."""
+    tokenizer: Tokenizer
+    tensors: StoredTensors
+    refused: tuple[str, ...] = ()
+
+    def rows(self, name: str) -> TensorRows:
+        """Where the weight ``name`` of the plain model is; of the vocabulary's rows, those in use."""
+        ranges = ((0, self.shape.vocab_size),) if name in _OF_VOCABULARY else None
+        return TensorRows(key=export_config.tensor_name(self.shape, name), ranges=ranges)
+
+    def read(self, name: str) -> Tensor:
+        """See ``OpenedModel``."""
+        return self.tensors.read(self.rows(name))
+
+
+def is_export(path: Path) -> bool:
+    """Whether ``path`` is a directory that a model was exported to, as far as its names say."""
+    return (path / export_config.NAME).is_file() and not (path / "config.toml").exists()
+
+
+def open_export(directory: Path) -> Export:
+    """The model in ``directory``, which lightscale or transformers has written.
+
+    UserError where there is none, one of another architecture, or its files are damaged or do not fit each other.
+    """
+    if not (directory / export_config.NAME).is_file():
+        raise UserError(f"{directory}: no model there; expected {export_config.NAME} beside files of tensors")
+    if not any((directory / name).exists() for name in (SINGLE, INDEX)):
+        pickles = sorted(path.name for suffix in ("bin", "pt", "pth") for path in directory.glob(f"*.{suffix}"))
+        why = f"; {pickles[0]} may run code when it is read, and is not" if pickles else ""
+        raise UserError(f"{directory}: has neither {SINGLE} nor {INDEX}{why}; save the model as safetensors")
+    shape, max_tokens = export_config.read_config(directory / export_config.NAME)
+    if unknown := [name for name in shape.mixers if name not in MIXER_NAMES]:
+        raise UserError(
+            f"{directory / export_config.NAME}: no mixer is called {unknown[0]!r}; known: {', '.join(MIXER_NAMES)}"
+        )
+    headers = {
+        name: [entry for entry in entries if not entry.box.key.endswith(_COMPUTED)]
+        for name, entries in read_shards(directory).items()
+    }
+    tensors = StoredTensors(directory, headers, open_shard)
+    expected = {export_config.tensor_name(shape, name): size for name, size in tensor_shapes(shape).items()}
+    tensors.check({name: TensorRows(key=name) for name in expected}, expected)
+    tokenizer = _tokenizer(directory)
+    # Published models have rows beyond their vocabulary, which nothing stands for.
+    if not shape.vocab_size - _MOST_PADDING <= tokenizer.vocab_size <= shape.vocab_size:
+        raise UserError(
+            f"{directory}: the tokenizer has {tokenizer.vocab_size} ids, and the model an embedding of "
+            f"{shape.vocab_size}; they are not of one model"
+        )
+    shape = replace(shape, vocab_size=tokenizer.vocab_size)
+    return Export(origin=directory, shape=shape, max_tokens=max_tokens, tokenizer=tokenizer, tensors=tensors)
+
+
+def _tokenizer(directory: Path) -> Tokenizer:
+    if (directory / TOKENIZER).is_dir():
+        return load_tokenizer(directory)
+    path = directory / tokenizer_files.CONFIG
+    eos = parse_object(read_file(path), path).get("eos_token")
+    # Also written as an object with the token's properties.
+    name = eos.get("content") if isinstance(eos, dict) else eos
+    if not isinstance(name, str):
+        raise UserError(f"{path}: has no eos_token, which ends documents")
+    file = directory / tokenizer_files.FILE
+    return HuggingFaceTokenizer(read_file(file), origin=str(file), end_of_text=name)

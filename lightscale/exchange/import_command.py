@@ -1,0 +1,31 @@
+"""``lightscale import``: make a run of a model that lightscale or transformers has written."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from lightscale.config.arguments import RUNS, path_argument, run_argument
+from lightscale.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``lightscale import``."""
+    add = parser.add_argument
+    add("directory", type=path_argument, metavar="PATH", help="a directory with config.json, safetensors and tokenizer")
+    text = "the new run: a directory, or NAME for runs/NAME; its checkpoint is RUN@0"
+    add("--run", "--run-dir", type=run_argument, required=True, metavar="RUN", help=text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the run, and say on stderr how to use it."""
+    target: Path = args.run if len(args.run.parts) > 1 else RUNS / args.run
+    if not (args.directory / "config.json").is_file():
+        raise UserError(f"{args.directory}: no model there; expected config.json beside files of tensors")
+    # Behind the arguments, as it imports torch.
+    from lightscale.exchange.imported import import_model  # noqa: PLC0415
+
+    checkpoint = import_model(args.directory, target)
+    print(
+        f'{checkpoint}; train it with train.init_from = "{target}@0", or: lightscale generate {target}', file=sys.stderr
+    )
+    return 0

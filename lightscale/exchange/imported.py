@@ -1,0 +1,147 @@
+"""An exported directory as a run: a configuration, a tokenizer and a checkpoint of the weights, at step 0.
+
+What came from a run and was exported in fp32 has bitwise its weights. `evaluate`, `generate`, `train.init_from` and
+`export` take it as any other run. Nothing in the directory is executed, and tensors pass from file to file.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightscale.config.files import load, to_toml
+from lightscale.config.schema import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+from lightscale.data_pipeline.whole_files import whole_directory
+from lightscale.errors import UserError
+from lightscale.exchange.export import RUN_CONFIG
+from lightscale.exchange.export_reader import Export, open_export
+from lightscale.exchange.plain.model import Shape
+from lightscale.exchange.weights import Part, TensorRows, shape_of, stored_parts, tensor_shapes
+from lightscale.parallel.shards import Box
+from lightscale.runs.run_directory import RunDirectory
+from lightscale.training.checkpoints.directories import (
+    STATE,
+    TENSORS,
+    WEIGHTS_PREFIX,
+    directory_name,
+    environment,
+    rank_stem,
+)
+from lightscale.training.checkpoints.header import write_header
+from lightscale.training.checkpoints.manifest import write_manifest, write_synced
+from lightscale.training.checkpoints.tensor_file import write_blocks
+
+STEP = 0
+"""Of the imported checkpoint: RUN@0."""
+_ROWS_MULTIPLE = 8
+"""TensorRows of the embedding are filled up to a multiple of it, so that tensor ranks can share them out."""
+
+
+def import_model(directory: Path, target: Path) -> Path:
+    """Write the model in ``directory`` as the new run ``target``; its checkpoint.
+
+    UserError where something is at ``target``, or ``directory`` has no model that can be read; nothing is written then.
+    """
+    if os.path.lexists(target):
+        raise UserError(f"--run {target}: there is something already; an import is a new run")
+    export = open_export(directory)
+    config = _config(export)
+    with whole_directory(target) as draft:
+        run = RunDirectory(draft)
+        run.config.write_text(to_toml(config), encoding="utf-8")
+        run.tokenizer.mkdir()
+        export.tokenizer.save(run.tokenizer)
+        run.checkpoints.mkdir()
+        _write_checkpoint(run.checkpoints / directory_name(STEP, "weights"), export, config.model)
+        run.write_status("finished", reason=f"imported from {directory.name}", step=STEP, tokens=0)
+        if os.path.lexists(target):
+            raise UserError(f"--run {target}: there is something already; an import is a new run")
+    return RunDirectory(target).checkpoints / directory_name(STEP, "weights")
+
+
+def _config(export: Export) -> RunConfig:
+    """That of the run which was exported, where it is beside the model; else what the model alone says."""
+    path, shape = export.origin / RUN_CONFIG, export.shape
+    if path.is_file():
+        config = load(path)
+        if config.model.vocab_size < shape.vocab_size or shape_of(config.model, vocab_size=shape.vocab_size) != shape:
+            raise UserError(f"{path}: its model is not the one that config.json beside it describes; remove the file")
+        return config
+    return RunConfig(
+        model=_model(shape),
+        # Data and optimizer are those of whoever trains it on, in a run of its own with train.init_from.
+        data=DataConfig(store=Path("imported"), sequence_length=export.max_tokens),
+        optimizer=OptimizerConfig(lr=3e-4),
+        train=TrainConfig(steps=1, global_batch_size=1),
+    )
+
+
+def _model(shape: Shape) -> ModelConfig:
+    mixers = list(shape.mixers)
+    options: dict[str, dict[str, Any]] = {name: {"gate_rank": rank} for name, rank in shape.gate_ranks.items()}
+    if "llama" in mixers:
+        attention = shape.attention
+        options["llama"] = {
+            "num_key_value_heads": attention.num_key_value_heads,
+            "head_dim": attention.head_dim,
+            "rope_theta": attention.rope_theta,
+            "rope_scaling": None if attention.rope_scaling is None else asdict(attention.rope_scaling),
+            "attention_bias": "all" if attention.output_bias else "qkv" if attention.bias else "none",
+        }
+    return ModelConfig.model_validate(
+        {
+            "mixer": mixers[0] if len({*mixers}) == 1 else mixers,
+            "num_layers": len(mixers),
+            "hidden_size": shape.hidden_size,
+            "num_heads": shape.num_attention_heads,
+            "intermediate_size": shape.intermediate_size,
+            "vocab_size": -(-shape.vocab_size // _ROWS_MULTIPLE) * _ROWS_MULTIPLE,
+            "tie_word_embeddings": shape.tied,
+            "glu_activation": shape.glu_activation,
+            "norm": shape.norm,
+            "norm_eps": shape.rms_norm_eps,
+            "mixer_options": options,
+        }
+    )
+
+
+def _write_checkpoint(path: Path, export: Export, model: ModelConfig) -> None:
+    path.mkdir()
+    parts, sizes = stored_parts(export.shape, num_rows=model.vocab_size), tensor_shapes(export.shape)
+    boxes = []
+    for key, held in parts.items():
+        inner = sizes[held[0].name or ""][1:]
+        shape = (held[-1].rows.stop, *inner)
+        boxes.append(Box(key=f"{WEIGHTS_PREFIX}{key}", shape=shape, offset=(0,) * len(shape), sizes=shape))
+    name = f"{rank_stem(0)}{TENSORS}"
+    files = {name: write_blocks(path / name, _blocks(export, boxes, list(parts.values())))}
+    state = {"step": STEP, "data": {"tokens": 0, "fingerprint": {"tokenizer": export.tokenizer.sha256}}}
+    files[STATE] = write_synced(path / STATE, json.dumps(state).encode())
+    facts = {
+        "step": STEP,
+        "contents": "weights",
+        "tokens": 0,
+        "tokenizer": export.tokenizer.sha256,
+        "layout": {"tensor": 1, "pipeline": 1, "sequence": 1, "data": 1},
+        "versions": environment(),
+        "hosts": [socket.gethostname()],
+    }
+    write_manifest(path, files, facts)
+
+
+def _blocks(export: Export, boxes: Sequence[Box], parts: Sequence[list[Part]]) -> Iterator[memoryview]:
+    yield memoryview(write_header([(box, "F32") for box in boxes]))
+    for box, held in zip(boxes, parts, strict=True):
+        for part in held:
+            if part.name is None:
+                # Padding rows take no probability; zeros are as good as what they were.
+                yield torch.zeros(len(part.rows), *box.shape[1:]).view(-1).view(torch.uint8).numpy().data
+                continue
+            rows = TensorRows(key=export.rows(part.name).key, ranges=((part.first, part.first + len(part.rows)),))
+            for block in export.tensors.blocks(rows):
+                yield block.float().reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,210 @@
+"""lightscale as a library: the model of a run or of an export as an object, without process groups.
+
+    model = lightscale.load("runs/quickstart")
+    model.generate("def ", tokens=50); model.logits("some text"); model.loss("some text")
+
+Several can be loaded at once. The module is plain PyTorch (``plain/``), in evaluation mode and trainable.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightscale.config.arguments import run_path
+from lightscale.data_pipeline.tokenizers import Tokenizer
+from lightscale.errors import UserError
+from lightscale.evaluation.chosen_run import choose_run
+from lightscale.evaluation.prompts import Sampling
+from lightscale.evaluation.sampling import Chooser, choose
+from lightscale.evaluation.written_text import decode_stream, encode_prompt
+from lightscale.exchange.export_reader import is_export, open_export
+from lightscale.exchange.plain.mixers import State
+from lightscale.exchange.plain.model import CausalModel
+from lightscale.exchange.trained import OpenedModel, open_run
+from lightscale.exchange.weights import kept_dtype
+from lightscale.runs.run_directory import split_step
+
+PREFILL_TOKENS = 1024
+"""Tokens of a text that pass through the model at once; bounds the memory of activations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextModel:
+    """A language model with its tokenizer.
+
+    Texts are documents: where one is given, the end-of-text token is put before it, as in training. Where ids are
+    given, they are taken as they are.
+    """
+
+    module: CausalModel
+    """Token ids (b, n) and states to logits (b, n, V) and states; an ``nn.Module`` of plain PyTorch."""
+    tokenizer: Tokenizer
+    origin: str
+    """The checkpoint or directory that the weights are from."""
+    refused: tuple[str, ...] = ()
+    """Why newer checkpoints were skipped, one line each."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.module.model.embed_tokens.weight.device
+
+    def ids(self, text: str | Sequence[int] | Tensor) -> Tensor:
+        """(n,) of a text, its end-of-text token first, or of ids; or (b, n) of a tensor of them."""
+        if isinstance(text, str):
+            text = encode_prompt(self.tokenizer, text)
+        found = torch.as_tensor(text, dtype=torch.int64, device=self.device)
+        vocab_size = self.tokenizer.vocab_size
+        if found.dim() not in (1, 2) or not found.numel():
+            raise UserError(f"ids must be (n,) or (b, n), one at least; got the shape {tuple(found.shape)}")
+        if int(found.min()) < 0 or int(found.max()) >= vocab_size:
+            raise UserError(f"ids must be from 0 to {vocab_size - 1}; got {int(found.min())} to {int(found.max())}")
+        return found
+
+    def logits(self, text: str | Sequence[int] | Tensor) -> Tensor:
+        """Of the token behind each: (n, V), or (b, n, V) for rows of ids. Gradients flow."""
+        ids = self.ids(text)
+        logits: Tensor = self.module(ids.view(-1, ids.size(-1)))[0]
+        return logits if ids.dim() == 2 else logits[0]
+
+    @torch.inference_mode()
+    def loss(self, text: str | Sequence[int] | Tensor) -> float:
+        """Mean negative log-likelihood, in nats, of a text's tokens, or of all ids but the first of each row."""
+        ids = self.ids(text)
+        ids = ids.view(-1, ids.size(-1))
+        if ids.size(1) < 2:
+            raise UserError("the text has no token whose loss could be said; it is empty, or ids are only one")
+        total, states = 0.0, None
+        # The logits of a long text would be by far the largest tensor.
+        for start in range(0, ids.size(1) - 1, PREFILL_TOKENS):
+            inputs = ids[:, start : min(start + PREFILL_TOKENS, ids.size(1) - 1)]
+            logits, states = self.module(inputs, states)
+            labels = ids[:, start + 1 : start + 1 + inputs.size(1)]
+            total += F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum").item()
+        return total / ids[:, 1:].numel()
+
+    def generate(
+        self,
+        prompt: str = "",
+        *,
+        tokens: int = 200,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        stop: Sequence[str] = (),
+        seed: int = 0,
+    ) -> str:
+        """The text with which the model continues ``prompt``; see ``stream``."""
+        sampling = Sampling(
+            temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed
+        )
+        return "".join(self._written(prompt, tokens, stop, sampling))
+
+    def stream(
+        self,
+        prompt: str = "",
+        *,
+        tokens: int = 200,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        stop: Sequence[str] = (),
+        seed: int = 0,
+    ) -> Iterator[str]:
+        """The same in parts, each as soon as it is certain.
+
+        Args:
+            prompt: the document so far; empty: the model begins it.
+            tokens: at most; fewer where the model ends the text.
+            temperature: divides the logits; 0: always the most probable token.
+            top_k: only the k most probable tokens are possible.
+            top_p: only the fewest tokens that together have this probability are possible.
+            repetition_penalty: makes tokens less probable that the document has (``Sampling``); 1: none.
+            stop: the text ends before the first of these.
+            seed: of the random choices.
+        """
+        sampling = Sampling(
+            temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed
+        )
+        return self._written(prompt, tokens, stop, sampling)
+
+    def _written(self, prompt: str, tokens: int, stop: Sequence[str], sampling: Sampling) -> Iterator[str]:
+        if tokens < 1:
+            raise UserError(f"tokens = {tokens}: must be at least 1")
+        # A string is a sequence of strings too, and would stop at each of its characters.
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if not all(stops):
+            raise UserError("stop = '': a stop string must have at least one character")
+        ids = self._continued(encode_prompt(self.tokenizer, prompt), tokens, sampling)
+        return decode_stream(self.tokenizer, ids, stops)
+
+    def _continued(self, prompt_ids: Sequence[int], tokens: int, sampling: Sampling) -> Iterator[int]:
+        logits, states = self._feed(prompt_ids, None)
+        chooser = Chooser(sampling, prompt_ids)
+        for remaining in reversed(range(tokens)):
+            (token,) = choose(logits[None], [chooser])
+            if token == self.tokenizer.eot_id:
+                return
+            yield token
+            if remaining:
+                logits, states = self._feed([token], states)
+
+    @torch.inference_mode()
+    def _feed(self, ids: Sequence[int], states: list[State] | None) -> tuple[Tensor, list[State]]:
+        """Logits (V,) of the token behind ``ids``."""
+        rows = torch.tensor([ids], device=self.device)
+        for part in rows.split(PREFILL_TOKENS, dim=1):
+            logits, states = self.module(part, states, last_only=True)
+        assert states is not None, "no token to feed"
+        return logits[0, -1], states
+
+
+def load(source: str | PathLike[str], *, device: str = "auto", dtype: torch.dtype | None = None) -> TextModel:
+    """The model of a run, ``"runs/x"`` or ``"runs/x@step"``, or of an exported directory.
+
+    Args:
+        source: a run's directory, or NAME for runs/NAME, with @STEP for another checkpoint than the newest whole one;
+            or what ``lightscale export`` has written.
+        device: "auto", "cpu" or "cuda"; auto: a GPU where there is one.
+        dtype: of the weights; None: as they are in the files. Angles, decays and bounds stay fp32 in half precision.
+
+    Raises:
+        UserError: no such run, checkpoint or export, or one that is damaged.
+    """
+    where, opened = _device(device), _opened(source)
+    # Without memory or initial values: every weight is put in its place as it is read.
+    with torch.device("meta"):
+        module = CausalModel(opened.shape)
+    for name, _ in list(module.named_parameters()):
+        weight = opened.read(name)
+        if dtype is not None:
+            weight = weight.to(kept_dtype(name, dtype))
+        module.load_state_dict({name: weight.to(where)}, strict=False, assign=True)
+    return TextModel(
+        module=module.eval(), tokenizer=opened.tokenizer, origin=str(opened.origin), refused=opened.refused
+    )
+
+
+def _opened(source: str | PathLike[str]) -> OpenedModel:
+    path = Path(source)
+    if is_export(path):
+        return open_export(path)
+    if path.is_dir() and not (path / "config.toml").exists():
+        raise UserError(f"{path} is neither a run (config.toml) nor an export (config.json)")
+    run, step = split_step(str(source))
+    return open_run(choose_run(run_path(run), step=step))
+
+
+def _device(name: str) -> torch.device:
+    if name not in ("auto", "cpu", "cuda"):
+        raise UserError(f"device = {name!r}: expected one of auto, cpu, cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device = 'cuda', but PyTorch sees no GPU; use 'auto' or 'cpu'")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")

@@ -1,0 +1,92 @@
+"""README.md of an export: what the model is, what it was trained on and how long, and how to load it."""
+
+import json
+import math
+
+import xxhash
+
+from lightscale.config.schema import RunConfig
+from lightscale.exchange.export_config import is_llama
+from lightscale.exchange.trained import TrainedRun
+from lightscale.records import read_records
+from lightscale.runs.run_directory import RunDirectory
+
+NAME = "README.md"
+_OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam"}
+
+
+def model_card(run: TrainedRun, *, num_parameters: int, dtype: str) -> str:
+    """The text of the card, from the records of the run."""
+    config, shape = run.chosen.config, run.shape
+    model = config.model
+    mixer = model.mixer if isinstance(model.mixer, str) else ", ".join(model.mixer)
+    # transformers asks for it for the tokenizer too, as it reads the model's configuration for it.
+    remote = "" if is_llama(shape) else ", trust_remote_code=True"
+    tokens = run.manifest.facts.get("tokens", 0)
+    sources = ", ".join(config.data.sources) or "all sources of the store"
+    rows = {
+        "token mixer": f"{mixer} ({len(shape.mixers)} layers)",
+        "parameters": f"{num_parameters:,}",
+        "width, heads, inner width": f"{model.hidden_size}, {model.num_heads}, {model.intermediate_size}",
+        "vocabulary": f"{shape.vocab_size:,} ids, tokenizer {run.tokenizer.name}",
+        "numbers": dtype,
+        "trained on": f"{config.data.store.name}: {sources}",
+        "steps, tokens": f"{run.step:,}, {tokens:,}",
+        "sequence length": f"{config.data.sequence_length:,} tokens",
+        "optimizer": f"{_OPTIMIZERS[config.optimizer.name]}, lr {config.optimizer.lr:g}, {config.optimizer.schedule}",
+        **_measured(run.chosen.directory, run.step),
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [lightscale, linear-attention]
+---
+
+# {run.chosen.directory.path.resolve().name}, step {run.step}
+
+A language model trained with lightscale {run.manifest.facts["versions"].get("lightscale", "")}. {_about(config)}
+
+| | |
+|---|---|
+{table}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(PATH{remote})
+model = AutoModelForCausalLM.from_pretrained(PATH{remote})
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0], skip_special_tokens=True))
+```
+
+A document begins with the end-of-text token, which the tokenizer puts before every text
+(`add_special_tokens=False`: not). A text that spells a special token is ordinary text. Each row is one document;
+padding may stand on either side. `lightscale.load(PATH)` loads it without transformers.
+
+Checkpoint: manifest {_manifest_hash(run)}.
+"""
+
+
+def _about(config: RunConfig) -> str:
+    if "llama" in config.model.layers:
+        kind = "Its layers" if {*config.model.layers} == {"llama"} else "Some of its layers"
+        return f"{kind} attend by softmax, so that the memory of generation grows with the text."
+    return "Its layers mix tokens linearly: generation takes constant memory and time for each token."
+
+
+def _measured(run: RunDirectory, step: int) -> dict[str, str]:
+    """Losses at the step, or the newest before it, from the run's records."""
+    newest: dict[str, tuple[int, float]] = {}
+    for record in read_records(run.metrics).lines:
+        if record["step"] <= step:
+            losses = {f"validation loss, {name}": one["loss"] for name, one in record.get("validation", {}).items()}
+            if "loss" in record:
+                losses["training loss"] = record["loss"]
+            newest |= {name: (record["step"], loss) for name, loss in losses.items() if math.isfinite(loss)}
+    return {name: f"{loss:.4f} (step {at})" for name, (at, loss) in newest.items()}
+
+
+def _manifest_hash(run: TrainedRun) -> str:
+    facts = json.dumps({name: record.xxh3_128 for name, record in run.manifest.files.items()}, sort_keys=True)
+    return xxhash.xxh3_128(facts.encode()).hexdigest()

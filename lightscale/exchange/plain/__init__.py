@@ -1,0 +1,1 @@
+"""The models in plain PyTorch: no Megatron, no Triton, no process groups. Exports are made of these files."""

@@ -1,0 +1,347 @@
+"""The token mixers as modules: (b, n, d) and a state in, (b, n, d) and a state out.
+
+A state is a dict of tensors with the batch as their first dim, None before the first token. For all but softmax
+attention its size does not depend on how many tokens came before. ``mask`` (b, n) bool says which tokens are real;
+padding may stand anywhere and changes nothing.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightscale.exchange.plain.operators import (
+    EMPTY,
+    gated_linear_attention,
+    linear_attention,
+    phases,
+    rms_norm,
+    rotate_pairs,
+    rotated_features,
+    softmax_attention,
+    softmax_scan,
+    toeplitz_scan,
+    token_positions,
+    wide_dtype,
+)
+
+State = dict[str, Tensor]
+
+
+def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
+    """(h,) fp64: 2^(-8(i+1)/h); where h is no power of two, those of the power below, then every second of the next."""
+    below = 2 ** math.floor(math.log2(num_heads))
+    i = torch.arange(num_heads, dtype=torch.float64, device=device)
+    exponents = torch.where(i < below, (i + 1) / below, (2 * (i - below) + 1) / (2 * below))
+    return torch.pow(2.0, -8 * exponents)
+
+
+class HeadMixer(nn.Module):
+    """What all mixers share: heads of one width, and projections of queries, values and outputs.
+
+    Args:
+        hidden_size, num_heads: d and h.
+        eps: added to the mean square in the norm.
+        head_dim: of queries, keys and values; None: d / h.
+        num_key_value_heads: of keys and values; None: h.
+        bias: of what goes in; output_bias: of what comes out.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        eps: float = 1e-6,
+        head_dim: int | None = None,
+        num_key_value_heads: int | None = None,
+        bias: bool = False,
+        output_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        if head_dim is None and hidden_size % num_heads:
+            raise ValueError(f"hidden_size = {hidden_size} is not divisible by num_heads = {num_heads}")
+        self.hidden_size, self.num_heads, self.eps = hidden_size, num_heads, eps
+        self.head_dim = head_dim or hidden_size // num_heads
+        self.value_size = self.head_dim * (num_key_value_heads or num_heads)
+        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden_size, self.value_size, bias=bias)
+        self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=output_bias)
+
+    def heads(self, projected: Tensor) -> Tensor:
+        """(b, n, h k) -> (b, n, h, k)"""
+        return projected.unflatten(-1, (-1, self.head_dim))
+
+    def positions(self, x: Tensor, mask: Tensor | None, state: State | None) -> Tensor:
+        """(b, n), of the tokens of x (b, n, …) in their documents."""
+        start = x.new_zeros(x.size(0), dtype=torch.int64) if state is None else state["position"]
+        return token_positions(x.size(1), mask, start)
+
+    def next_position(self, x: Tensor, mask: Tensor | None, state: State | None) -> Tensor:
+        """(b,), of the token behind those of x."""
+        start = x.new_zeros(x.size(0), dtype=torch.int64) if state is None else state["position"]
+        return start + (x.size(1) if mask is None else mask.sum(1))
+
+    def matrix_state(self, x: Tensor, state: State | None, key_width: int) -> Tensor:
+        """S (b, h, key_width, k), zero before the first token."""
+        if state is not None:
+            return state["S"]
+        return x.new_zeros(x.size(0), self.num_heads, key_width, self.head_dim, dtype=wide_dtype(x))
+
+
+class GatedOutputMixer(HeadMixer):
+    """With a low-rank gate on the normalised output: W_o (norm(o) * sigmoid(x W_down W_up))."""
+
+    def __init__(self, hidden_size: int, num_heads: int, *, gate_rank: int | None = None, eps: float = 1e-6) -> None:
+        super().__init__(hidden_size, num_heads, eps=eps)
+        rank = self.head_dim if gate_rank is None else gate_rank
+        self.k_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.gate_down = nn.Linear(hidden_size, rank, bias=False)
+        self.gate_up = nn.Linear(rank, hidden_size, bias=False)
+
+    def output(self, x: Tensor, o: Tensor) -> Tensor:
+        """x: (b, n, d), the mixer's input; o: (b, n, h, k)."""
+        gate = torch.sigmoid(self.gate_up(self.gate_down(x)))
+        mixed: Tensor = self.o_proj(rms_norm(o.flatten(2), None, self.eps) * gate)
+        return mixed
+
+
+class TNLMixer(GatedOutputMixer):
+    """TransNormerLLM: a fixed decay per head and layer. The first layer rotates q and k by learned angles (LRPE).
+
+    Args:
+        hidden_size, num_heads: d and h.
+        layer, num_layers: the decay becomes weaker from the first layer, 0, to the last.
+        gate_rank: inner width of the gate; None: d / h.
+        eps: added to the mean square in the norm.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        layer: int = 0,
+        num_layers: int = 1,
+        gate_rank: int | None = None,
+        eps: float = 1e-6,
+    ) -> None:
+        super().__init__(hidden_size, num_heads, gate_rank=gate_rank, eps=eps)
+        self.decay_factor = 1.0 if num_layers == 1 else 1 - layer / (num_layers - 1) + 1e-5
+        self.theta: nn.Parameter | None
+        if layer == 0:
+            self.theta = nn.Parameter(wavelengths(num_heads, self.head_dim).float())
+        else:
+            self.register_parameter("theta", None)
+
+    def forward(self, x: Tensor, state: State | None = None, mask: Tensor | None = None) -> tuple[Tensor, State]:
+        """x: (b, n, d), normalised -> the same and the state ``S``: (b, h, K, k)."""
+        q, k, v = F.silu(self.heads(self.q_proj(x))), F.silu(self.heads(self.k_proj(x))), self.heads(self.v_proj(x))
+        wide = wide_dtype(x)
+        left: State = {}
+        if self.theta is not None:
+            turns = phases(self.positions(x, mask, state), self.theta.to(wide))
+            q, k = (rotated_features(y.to(wide), turns) for y in (q, k))
+            left["position"] = self.next_position(x, mask, state)
+        # Rounded to fp32 as the trained model has it.
+        log_decay = (-alibi_slopes(self.num_heads, x.device) * self.decay_factor).to(wide)
+        o, left["S"] = linear_attention(q, k, v, log_decay, self.matrix_state(x, state, k.size(-1)), mask)
+        return self.output(x, o), left
+
+
+class CosFormer2Mixer(GatedOutputMixer):
+    """cosFormer2: no decay; q and k are rotated by learned angles in every layer."""
+
+    def __init__(self, hidden_size: int, num_heads: int, *, gate_rank: int | None = None, eps: float = 1e-6) -> None:
+        super().__init__(hidden_size, num_heads, gate_rank=gate_rank, eps=eps)
+        self.theta = nn.Parameter(wavelengths(1, self.head_dim).repeat(num_heads, 1).float())
+
+    def forward(self, x: Tensor, state: State | None = None, mask: Tensor | None = None) -> tuple[Tensor, State]:
+        """x: (b, n, d), normalised -> the same and the state ``S``: (b, h, 2k, k)."""
+        q, k, v = F.silu(self.heads(self.q_proj(x))), F.silu(self.heads(self.k_proj(x))), self.heads(self.v_proj(x))
+        wide = wide_dtype(x)
+        turns = phases(self.positions(x, mask, state), self.theta.to(wide))
+        q, k = (rotated_features(y.to(wide), turns) for y in (q, k))
+        no_decay = x.new_zeros(self.num_heads, dtype=wide)
+        o, S = linear_attention(q, k, v, no_decay, self.matrix_state(x, state, k.size(-1)), mask)
+        return self.output(x, o), {"S": S, "position": self.next_position(x, mask, state)}
+
+
+class LightNetMixer(GatedOutputMixer):
+    """LightNet: a running softmax average over the past, with fixed angles on q and on the weights."""
+
+    def forward(self, x: Tensor, state: State | None = None, mask: Tensor | None = None) -> tuple[Tensor, State]:
+        """x: (b, n, d), normalised -> the same and the state ``z``: (b, h, k), ``S``: (b, h, 2k, k)."""
+        q, k, v = F.silu(self.heads(self.q_proj(x))), self.heads(self.k_proj(x)), self.heads(self.v_proj(x))
+        wide = wide_dtype(x)
+        z = torch.full_like(k[:, 0], EMPTY, dtype=wide) if state is None else state["z"]
+        if mask is not None:
+            k = torch.where(mask[..., None, None], k, EMPTY)
+            v = torch.where(mask[..., None, None], v, 0)
+        shares, log_left, z = softmax_scan(k, z)
+        theta = wavelengths(self.num_heads, self.head_dim, x.device).to(wide)
+        turns = phases(self.positions(x, mask, state), theta)
+        q, k = rotated_features(q.to(wide), turns), rotated_features(shares, turns)
+        before = self.matrix_state(x, state, k.size(-1))
+        # Both halves of the features share a weight, and so a decay.
+        o, S = gated_linear_attention(q, k, v, torch.cat([log_left, log_left], dim=-1), before)
+        return self.output(x, o), {"S": S, "z": z, "position": self.next_position(x, mask, state)}
+
+
+class HGRN2Mixer(HeadMixer):
+    """HGRN2: a decay per channel that depends on the token, from ``lower_bound`` up. No gate, no positions."""
+
+    def __init__(self, hidden_size: int, num_heads: int, *, eps: float = 1e-6) -> None:
+        super().__init__(hidden_size, num_heads, eps=eps)
+        self.f_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: State | None = None,
+        mask: Tensor | None = None,
+        *,
+        lower_bound: Tensor | None = None,
+    ) -> tuple[Tensor, State]:
+        """x: (b, n, d), normalised -> the same and the state ``S``: (b, h, k, k).
+
+        ``lower_bound``: (d,), from 0 to below 1; None: 0. ``lower_bounds`` makes those of a model's layers.
+        """
+        wide = wide_dtype(x)
+        bound = x.new_zeros(self.hidden_size, dtype=wide) if lower_bound is None else lower_bound.to(wide)
+        q, v = F.silu(self.heads(self.q_proj(x))), self.heads(self.v_proj(x))
+        log_decay, k = log_forget(self.heads(self.f_proj(x)), self.heads(bound))
+        # Rounded once, as the trained model has it; log f is summed over tokens, and so would be its error.
+        k = k.to(v.dtype)
+        if mask is not None:
+            real = mask[..., None, None]
+            k, v, log_decay = torch.where(real, k, 0), torch.where(real, v, 0), torch.where(real, log_decay, 0)
+        o, S = gated_linear_attention(q, k, v, log_decay, self.matrix_state(x, state, self.head_dim))
+        mixed: Tensor = self.o_proj(rms_norm(o.flatten(2), None, self.eps))
+        return mixed, {"S": S}
+
+
+def lower_bounds(table: Tensor) -> Tensor:
+    """β (l, d) of HGRN2's layers: the table's softmax over the layers, summed up to each, less the first row."""
+    return F.pad(torch.softmax(table, dim=0)[1:].cumsum(dim=0), (0, 0, 1, 0))
+
+
+def log_forget(logits: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    """log f and 1 - f for f = β + (1 - β) sigmoid(logits): both with relative accuracy at both ends.
+
+    logits: (b, n, h, k). bound: β (h, k), fp32 or wider, the dtype of the results.
+    """
+    logits = logits.to(bound.dtype)
+    forget = bound + (1 - bound) * torch.sigmoid(logits)
+    key = (1 - bound) * torch.sigmoid(-logits)
+    large, bounded = forget > 0.5, bound > 0
+    # Each branch gets a harmless input where the other is taken: its gradient there would be 0 times infinity.
+    near_one = torch.log1p(-torch.where(large, key, 0.0))
+    near_zero = torch.log(torch.where(large | ~bounded, 1.0, forget))
+    return torch.where(bounded, torch.where(large, near_one, near_zero), F.logsigmoid(logits)), key
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How Llama 3.1 slows the long waves of rotary positions down, for texts longer than it was first trained on."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+    """The length that it was first trained on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """The shape of softmax attention; the defaults are those of LLaMA, version 1."""
+
+    num_key_value_heads: int | None = None
+    """Heads of keys and values, each of which several of queries share; None: as many as of queries."""
+    head_dim: int | None = None
+    """None: hidden_size / num_attention_heads."""
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    bias: bool = False
+    """Of queries, keys and values."""
+    output_bias: bool = False
+
+
+def rotary_angles(width: int, attention: Attention, device: torch.device) -> Tensor:
+    """(1, k / 2) fp64: the angles per token of the pairs of a head's k channels."""
+    theta = torch.pow(attention.rope_theta, -torch.arange(0, width, 2, dtype=torch.float64, device=device) / width)
+    if (scaling := attention.rope_scaling) is not None:
+        # How often a wave turns in the first length: few turns are slowed down by the factor, many are not.
+        turns = scaling.original_max_position_embeddings * theta / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        theta = (1 - kept) * theta / scaling.factor + kept * theta
+    return theta[None]
+
+
+class SoftmaxMixer(HeadMixer):
+    """LLaMA's attention with rotary positions. Its state, the keys and values so far, grows."""
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, *, attention: Attention | None = None, eps: float = 1e-6
+    ) -> None:
+        attention = attention or Attention()
+        super().__init__(
+            hidden_size,
+            num_heads,
+            eps=eps,
+            head_dim=attention.head_dim,
+            num_key_value_heads=attention.num_key_value_heads,
+            bias=attention.bias,
+            output_bias=attention.output_bias,
+        )
+        if self.head_dim % 2:
+            raise ValueError(f"heads of {self.head_dim} channels: rotary positions turn channels in pairs")
+        self.attention = attention
+        self.k_proj = nn.Linear(hidden_size, self.value_size, bias=attention.bias)
+
+    def forward(self, x: Tensor, state: State | None = None, mask: Tensor | None = None) -> tuple[Tensor, State]:
+        """x: (b, n, d), normalised -> the same and the state ``k``, ``v``: (b, N, g, k) and ``seen``: (b, N) bool."""
+        q, k, v = (self.heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        theta = rotary_angles(self.head_dim, self.attention, x.device).to(wide_dtype(x))
+        turns = phases(self.positions(x, mask, state), theta)
+        q, k = rotate_pairs(q, turns), rotate_pairs(k, turns)
+        real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
+        seen = None if mask is None and state is None else real
+        if state is not None:
+            k, v = torch.cat([state["k"], k], dim=1), torch.cat([state["v"], v], dim=1)
+            seen = real = torch.cat([state["seen"], real], dim=1)
+        left = {"k": k, "v": v, "seen": real, "position": self.next_position(x, mask, state)}
+        mixed: Tensor = self.o_proj(softmax_attention(q, k, v, seen).flatten(2))
+        return mixed, left
+
+
+def wavelengths(num_heads: int, width: int, device: torch.device | None = None) -> Tensor:
+    """(h, k) fp64: the angles per token 10000^(-2j / (h k)), j counted over heads and channels."""
+    j = torch.arange(num_heads * width, dtype=torch.float64, device=device)
+    return torch.pow(10000.0, -2 * j / (num_heads * width)).view(num_heads, width)
+
+
+class ToeplitzEncoding(nn.Module):
+    """Positions by a causal convolution per channel, a sum of decaying modes: x + y. Stands behind the embedding.
+
+    Args:
+        hidden_size: d.
+        num_modes: e, the decays that all channels share.
+    """
+
+    def __init__(self, hidden_size: int, num_modes: int) -> None:
+        super().__init__()
+        # Time scales from 1 to 4096 tokens.
+        scales = torch.logspace(0, math.log10(4096), num_modes, dtype=torch.float64)
+        self.decay_logit = nn.Parameter(torch.logit(torch.exp(-1 / scales)).float())
+        self.gamma = nn.Parameter(torch.randn(hidden_size, num_modes) * 0.02 / math.sqrt(num_modes))
+
+    def forward(self, x: Tensor, state: State | None = None, mask: Tensor | None = None) -> tuple[Tensor, State]:
+        """x: (b, n, d) -> the same and the state ``u``: (b, d, e)."""
+        u = x.new_zeros(x.size(0), *self.gamma.shape, dtype=wide_dtype(x)) if state is None else state["u"]
+        log_decay = F.logsigmoid(self.decay_logit.to(u.dtype))
+        y, u = toeplitz_scan(x, log_decay, self.gamma, u, mask)
+        return x + y, {"u": u}

@@ -1,0 +1,106 @@
+"""The checkpoint of a run, opened for what is made of it: its tensors stay in the files until they are read."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from lightscale.data_pipeline.tokenizers import Tokenizer
+from lightscale.errors import UserError
+from lightscale.evaluation.chosen_run import ChosenRun
+from lightscale.exchange.plain.model import Shape
+from lightscale.exchange.stored_tensors import StoredTensors
+from lightscale.exchange.weights import TensorRows, exported_tensors, shape_of, tensor_shapes
+from lightscale.training.checkpoints.directories import CheckpointName, list_checkpoints
+from lightscale.training.checkpoints.manifest import Manifest
+from lightscale.training.checkpoints.reader import read_headers, read_state, verify
+from lightscale.training.checkpoints.reading import DamagedCheckpoint
+
+
+class OpenedModel(Protocol):
+    """A model whose weights are in files, of a run or of an export."""
+
+    @property
+    def shape(self) -> Shape:
+        """Of the plain model."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The one that it was trained with."""
+
+    @property
+    def origin(self) -> Path:
+        """The checkpoint or export."""
+
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """Why newer checkpoints were skipped, one line each."""
+
+    def read(self, name: str) -> Tensor:
+        """A weight of the plain model, by its name there (``weights.exported_tensors``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedRun:
+    """The verified checkpoint of a run."""
+
+    chosen: ChosenRun
+    shape: Shape
+    step: int
+    origin: Path
+    manifest: Manifest
+    tensors: StoredTensors
+    rows: dict[str, TensorRows]
+    refused: tuple[str, ...]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The run's."""
+        return self.chosen.tokenizer
+
+    def read(self, name: str) -> Tensor:
+        """See ``OpenedModel``."""
+        return self.tensors.read(self.rows[name])
+
+
+def open_run(chosen: ChosenRun) -> TrainedRun:
+    """The checkpoint of the step that was chosen, or the newest that is whole, hashed and checked as before a resume.
+
+    UserError where none is whole, and where tokenizer or model are not those of the checkpoint.
+    """
+    shape = shape_of(chosen.config.model, vocab_size=chosen.tokenizer.vocab_size)
+    refused: list[str] = []
+    # Of one step the weights alone come first: they are the same, and a third of the bytes to verify.
+    for name in reversed(list_checkpoints(chosen.directory.checkpoints)):
+        if chosen.step not in (None, name.step):
+            continue
+        try:
+            return _opened(chosen, shape, name, tuple(refused))
+        except DamagedCheckpoint as error:
+            refused.append(str(error))
+    raise UserError("no checkpoint is whole:\n" + "\n".join(f"  {line}" for line in refused))
+
+
+def _opened(chosen: ChosenRun, shape: Shape, name: CheckpointName, refused: tuple[str, ...]) -> TrainedRun:
+    path = chosen.directory.checkpoints / name.directory
+    manifest = verify(path, name.step)
+    state = read_state(path, manifest, ["data"])
+    tokenizer, expected = chosen.tokenizer, state["data"]["fingerprint"]["tokenizer"]
+    if tokenizer.sha256 != expected:
+        raise UserError(
+            f"{chosen.tokenizer_origin}: its tokenizer ({tokenizer.name}, sha256 {tokenizer.sha256[:16]}…) is not the "
+            f"one that {path} was trained with (sha256 {expected[:16]}…)"
+        )
+    tensors, rows = StoredTensors(path, read_headers(path, manifest)), exported_tensors(shape)
+    tensors.check(rows, tensor_shapes(shape))
+    return TrainedRun(
+        chosen=chosen,
+        shape=shape,
+        step=name.step,
+        origin=path,
+        manifest=manifest,
+        tensors=tensors,
+        rows=rows,
+        refused=refused,
+    )

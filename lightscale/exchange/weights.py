@@ -1,0 +1,174 @@
+"""Which rows of a checkpoint's tensors are which tensor of an export; one table for both directions.
+
+A run keeps the keys and values of a mixer in one matrix, head by head, and the two halves of a gated linear unit above
+each other; transformers keeps each apart. So a tensor of an export is some ranges of the rows of one tensor of the run,
+in order, and nothing is computed: what was exported in fp32 comes back bitwise.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from lightscale.config.schema import ModelConfig
+from lightscale.errors import UserError
+from lightscale.exchange.plain.mixers import Attention, RopeScaling
+from lightscale.exchange.plain.model import MIXER_NAMES, CausalModel, Shape
+from lightscale.models.specs.gated import gate_rank
+from lightscale.models.specs.options import GatedMixerOptions, LLaMAOptions, llama_heads
+
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""The run's names of what has a row for each id, and padding rows, which no export has."""
+_WIDE = ("theta", "decay_logit", "table")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorRows:
+    """TensorRows of the tensor ``key`` of a run, by its name in the model."""
+
+    key: str
+    ranges: tuple[tuple[int, int], ...] | None = None
+    """First and last + 1 of each; None: all rows there are."""
+
+
+def shape_of(model: ModelConfig, *, vocab_size: int) -> Shape:
+    """The shape of the plain model of ``model``, of whose embedding the first ``vocab_size`` rows are in use.
+
+    UserError where one of its mixers has no plain form.
+    """
+    if unknown := [name for name in dict.fromkeys(model.layers) if name not in MIXER_NAMES]:
+        raise UserError(
+            f"model.mixer: {unknown[0]} comes from another package and has no plain form to load or export; those that "
+            f"do are {', '.join(MIXER_NAMES)}"
+        )
+    ranks, attention = {}, Attention()
+    for layer, name in enumerate(model.layers):
+        options = model.layer_options(layer)
+        if isinstance(options, GatedMixerOptions):
+            ranks[name] = gate_rank(model, layer)
+        elif isinstance(options, LLaMAOptions):
+            attention = _attention(model, layer, options)
+    return Shape(
+        vocab_size=vocab_size,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_heads,
+        intermediate_size=model.intermediate_size,
+        mixers=model.layers,
+        gate_ranks=ranks,
+        glu_activation=model.glu_activation,
+        norm=model.norm,
+        rms_norm_eps=model.norm_eps,
+        attention=attention,
+        tied=model.tie_word_embeddings,
+    )
+
+
+def _attention(model: ModelConfig, layer: int, options: LLaMAOptions) -> Attention:
+    heads, width = llama_heads(model, layer)
+    scaling = options.rope_scaling
+    return Attention(
+        # One form for one shape, so that shapes can be compared.
+        num_key_value_heads=None if heads == model.num_heads else heads,
+        head_dim=None if width * model.num_heads == model.hidden_size else width,
+        rope_theta=options.rope_theta,
+        rope_scaling=None if scaling is None else RopeScaling(**scaling.model_dump(exclude={"rope_type"})),
+        bias=options.attention_bias != "none",
+        output_bias=options.attention_bias == "all",
+    )
+
+
+def exported_tensors(shape: Shape) -> dict[str, TensorRows]:
+    """Every tensor of the plain model by its name there, in the order in which files hold them."""
+    return dict(_exported(shape))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Consecutive rows of a tensor of a run, and where an export has them."""
+
+    rows: range
+    name: str | None
+    """The export's tensor; None: no export has these rows, which are padding of the vocabulary."""
+    first: int = 0
+    """Of the export's tensor, the row that is the first of ``rows``."""
+
+
+def stored_parts(shape: Shape, *, num_rows: int) -> dict[str, list[Part]]:
+    """The inverse of ``exported_tensors``: every tensor of a run by its name, as parts in the order of its rows.
+
+    Args:
+        shape: of the plain model.
+        num_rows: of the run's embedding, padding included.
+    """
+    sizes, found = tensor_shapes(shape), dict[str, list[Part]]()
+    for name, rows in exported_tensors(shape).items():
+        first = 0
+        for start, stop in rows.ranges or ((0, sizes[name][0]),):
+            found.setdefault(rows.key, []).append(Part(rows=range(start, stop), name=name, first=first))
+            first += stop - start
+    if num_rows > shape.vocab_size:
+        for key in found.keys() & {*_VOCABULARY}:
+            found[key].append(Part(rows=range(shape.vocab_size, num_rows), name=None))
+    return {key: sorted(parts, key=lambda part: part.rows.start) for key, parts in found.items()}
+
+
+def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """The shapes of the same tensors, as the plain model has them."""
+    with torch.device("meta"):
+        model = CausalModel(shape)
+    return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+
+
+def kept_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Of the tensor ``name`` in a model of ``dtype``: angles, decays and bounds are fp32 at least, as in training."""
+    return torch.promote_types(dtype, torch.float32) if name.endswith(_WIDE) else dtype
+
+
+def _exported(shape: Shape) -> Iterator[tuple[str, TensorRows]]:
+    embedding, output = (TensorRows(key=key, ranges=((0, shape.vocab_size),)) for key in _VOCABULARY)
+    yield "model.embed_tokens.weight", embedding
+    if {"cosformer2", "lightnet"} & {*shape.mixers}:
+        for name in ("decay_logit", "gamma"):
+            yield f"model.tpe.{name}", TensorRows(key=f"embedding.tpe.{name}")
+    if "hgrn2" in shape.mixers:
+        yield "model.lower_bounds.table", TensorRows(key="lower_bounds.table")
+    has_norm_weights = shape.norm == "rmsnorm"
+    for layer, mixer in enumerate(shape.mixers):
+        there, here = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        if has_norm_weights:
+            yield f"{here}input_layernorm.weight", TensorRows(key=f"{there}input_layernorm.weight")
+        for name, rows in _mixer(shape, mixer, layer):
+            yield f"{here}mixer.{name}", TensorRows(key=f"{there}self_attention.{rows.key}", ranges=rows.ranges)
+        if has_norm_weights:
+            yield f"{here}post_attention_layernorm.weight", TensorRows(key=f"{there}pre_mlp_layernorm.weight")
+        both, inner = f"{there}mlp.linear_fc1.weight", shape.intermediate_size
+        yield f"{here}mlp.gate_proj.weight", TensorRows(key=both, ranges=((0, inner),))
+        yield f"{here}mlp.up_proj.weight", TensorRows(key=both, ranges=((inner, 2 * inner),))
+        yield f"{here}mlp.down_proj.weight", TensorRows(key=f"{there}mlp.linear_fc2.weight")
+    if has_norm_weights:
+        yield "model.norm.weight", TensorRows(key="decoder.final_layernorm.weight")
+    if not shape.tied:
+        yield "lm_head.weight", output
+
+
+def _mixer(shape: Shape, mixer: str, layer: int) -> Iterator[tuple[str, TensorRows]]:
+    """Names in the mixer, on both sides."""
+    heads, width = shape.num_attention_heads, shape.hidden_size // shape.num_attention_heads
+    attention = shape.attention if mixer == "llama" else Attention()
+    heads, width = attention.num_key_value_heads or heads, attention.head_dim or width
+    both, first = ("fv_proj", "f_proj") if mixer == "hgrn2" else ("kv_proj", "k_proj")
+    for kind in ("weight", "bias") if attention.bias else ("weight",):
+        yield f"q_proj.{kind}", TensorRows(key=f"q_proj.{kind}")
+        # Of each head its rows of the first, then those of the second.
+        for place, name in enumerate((first, "v_proj")):
+            starts = ((2 * head + place) * width for head in range(heads))
+            ranges = tuple((start, start + width) for start in starts)
+            yield f"{name}.{kind}", TensorRows(key=f"{both}.{kind}", ranges=ranges)
+    yield "o_proj.weight", TensorRows(key="out_proj.weight")
+    if attention.output_bias:
+        yield "o_proj.bias", TensorRows(key="out_proj.bias")
+    if mixer in ("tnl", "cosformer2", "lightnet"):
+        yield "gate_down.weight", TensorRows(key="gate_down.weight")
+        yield "gate_up.weight", TensorRows(key="gate_up.weight")
+    if mixer == "cosformer2" or (mixer == "tnl" and layer == 0):
+        yield "theta", TensorRows(key="lrpe.theta")

@@ -1,0 +1,11 @@
+"""Softmax attention within the documents of packed rows; README.md in this folder has the two ways it is computed."""
+
+from lightscale.kernels.attention.documents import (
+    DocumentAttention,
+    DocumentStarts,
+    read_starts,
+    sdpa,
+    to_device,
+)
+
+__all__ = ["DocumentAttention", "DocumentStarts", "read_starts", "sdpa", "to_device"]

@@ -1,0 +1,274 @@
+"""Causal softmax attention within the documents of packed rows.
+
+    o_t = Σ_s softmax_s(q_t·k_s / sqrt(k)) v_s,   s from the start of t's document up to t
+
+Where documents start is known on the host, so that no device is waited for and no mask over all pairs of tokens is
+made: memory is linear in the tokens. Two ways:
+
+``flash``    on GPUs in half precision: PyTorch's variable-length flash attention, one launch for all documents.
+``grouped``  everywhere else, in any dtype: documents of about one length are padded to it and computed as the rows of
+             one call. Padding comes last, where causal attention does not see it. A document that began on an earlier
+             sequence rank has more keys than queries: its queries are taken block by block, under a small mask.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+_SHORT = 32
+"""Documents of at most as many tokens are computed together where they round up to one multiple of ``_LENGTH_STEP``:
+a call for each costs more than moving and padding them. Longer ones are where they have one length."""
+_LENGTH_STEP = 16
+_MASK_ELEMENTS = 2**25
+"""Most pairs of tokens that one mask is made for."""
+_MOST_QUERIES = 1024
+"""Of a block: more only adds pairs that the mask hides."""
+
+
+class DocumentStarts(NamedTuple):
+    """Where document ranges start in the rows that a rank holds; on the host."""
+
+    slots: Tensor
+    """(m,) int64 ascending, over the rows laid one after another; every row starts a range."""
+    positions: Tensor
+    """(m,) int64: the position there; above 0 only at the start of a row, where an earlier sequence rank began it."""
+
+
+def read_starts(positions: Tensor) -> DocumentStarts:
+    """The starts of rows with ``positions`` (b, n), n ≥ 1. On a GPU the host waits for them."""
+    starts = positions == 0
+    # Operators see the rows as one sequence: a row that continues a document must not continue the row above.
+    starts[:, 0] = True
+    slots = starts.flatten().nonzero().squeeze(-1)
+    found = torch.stack([slots, positions.flatten()[slots]]).cpu()
+    return DocumentStarts(found[0], found[1])
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """``host`` on ``device``; the host does not wait for the copy."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+class _Group(NamedTuple):
+    """Documents that are computed as ``rows`` rows of ``length`` tokens."""
+
+    rows: int
+    length: int
+
+
+class _Continued(NamedTuple):
+    """A document whose first ``before`` tokens other ranks hold, and the next ``length`` row ``row``."""
+
+    row: int
+    length: int
+    before: int
+
+
+class _Moves(NamedTuple):
+    """Tokens between their order in the rows and that of ``grouped``, padded; on the device."""
+
+    slots: Tensor
+    """(b·n,) int64: the padded token of each token."""
+    sources: Tensor
+    """(padded tokens,) int64: the token of each, or in the padding the last one of its document."""
+    padding: Tensor
+    """int64: the padded tokens that are padding."""
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How ``grouped`` lays out the documents: one part after the other."""
+
+    parts: tuple[_Group | _Continued, ...]
+    moves: _Moves | None
+    """None where the order stays, without padding."""
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentAttention:
+    """Attention over rows of n tokens whose documents start at ``starts``, made once for all layers of a forward pass.
+
+    starts: of these rows.
+    rows, length: b and n.
+    num_keys: keys of each row; those before its last n are of the sequence ranks before.
+    """
+
+    starts: DocumentStarts
+    rows: int
+    length: int
+    num_keys: int
+    device: torch.device
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q: (b, n, h, k); k, v: (b, num_keys, g, k), g a divisor of h -> (b, n, h, k)."""
+        if not self.length:
+            # Nothing to compute, but other ranks wait for this one in the backward pass of the gathering.
+            return sdpa(q, k, v)
+        # What the kernels take; anything else would be refused there.
+        if q.is_cuda and q.dtype.itemsize == 2 and q.size(-1) % 8 == 0 and q.size(-1) <= 256:
+            return self.flash(q, k, v)
+        return self.grouped(q, k, v)
+
+    @cached_property
+    def _lengths(self) -> NDArray[np.int64]:
+        """(m,) tokens of each document here."""
+        return np.diff(self.starts.slots.numpy(), append=self.rows * self.length)
+
+    @cached_property
+    def _before(self) -> NDArray[np.int64]:
+        """(m,) tokens of each document that other ranks hold."""
+        before: NDArray[np.int64] = np.minimum(self.starts.positions.numpy(), self.num_keys - self.length)
+        return before
+
+    def flash(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See the module; arguments as of the call."""
+        queries, keys, longest, most_keys = self._boundaries
+        # Not torch.nn.attention.varlen, whose arguments changed between the versions of PyTorch that are allowed. Where
+        # a document has more keys than queries, its last query sees the last key: flash attention's causal mask.
+        o: Tensor = torch.ops.aten._flash_attention_forward(
+            q.flatten(0, 1), self._own(k), self._own(v), queries, keys, longest, most_keys, 0.0, True, False
+        )[0]
+        return o.view(q.shape)
+
+    @cached_property
+    def _boundaries(self) -> tuple[Tensor, Tensor, int, int]:
+        """Boundaries of the documents among all queries and among all keys, and the most of each in a document."""
+        lengths, keys = self._lengths, self._lengths + self._before
+        boundaries = np.zeros((2, len(lengths) + 1), dtype=np.int32)
+        np.cumsum([lengths, keys], axis=1, out=boundaries[:, 1:])
+        on_device = to_device(torch.from_numpy(boundaries), self.device)
+        return on_device[0], on_device[1], int(lengths.max()), int(keys.max())
+
+    def _own(self, x: Tensor) -> Tensor:
+        """(b, num_keys, h, k) -> (keys of the documents of all rows, h, k), without those that no query sees."""
+        first_of_row = self._before[self.starts.slots.numpy() % self.length == 0]
+        firsts = self.num_keys - self.length - first_of_row
+        if (firsts == firsts[0]).all():
+            return x[:, firsts[0] :].flatten(0, 1)
+        return torch.cat([row[first:] for row, first in zip(x, firsts.tolist(), strict=True)])
+
+    def grouped(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See the module; arguments as of the call."""
+        layout = self._layout
+        own = self.num_keys - self.length
+        if layout.moves is None and layout.parts == (_Group(self.rows, self.length),):
+            # Every row is one document: nothing is copied.
+            return sdpa(q, k[:, own:], v[:, own:], is_causal=True)
+        sizes = [part.length * (part.rows if isinstance(part, _Group) else 1) for part in layout.parts]
+        queries, keys, values = (self._spread(x).split(sizes) for x in (q, k[:, own:], v[:, own:]))
+        outputs = []
+        for part, *inputs in zip(layout.parts, queries, keys, values, strict=True):
+            if isinstance(part, _Group):
+                group = (x.unflatten(0, part) for x in inputs)
+                outputs.append(sdpa(*group, is_causal=True).flatten(0, 1))
+            else:
+                seen = slice(own - part.before, own + part.length)
+                outputs.append(_last_queries(inputs[0], k[part.row, seen], v[part.row, seen]))
+        o = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        if layout.moves is not None:
+            o = _Collect.apply(o.flatten(1), layout.moves)
+        return o.view(q.shape)
+
+    def _spread(self, x: Tensor) -> Tensor:
+        """(b, n, h, k) -> (padded tokens, h, k)."""
+        moves, flat = self._layout.moves, x.flatten(0, 1)
+        if moves is None:
+            return flat
+        spread: Tensor = _Spread.apply(flat.flatten(1), moves)
+        return spread.unflatten(1, x.shape[2:])
+
+    @cached_property
+    def _layout(self) -> _Layout:
+        lengths, before, starts = self._lengths, self._before, self.starts.slots.numpy()
+        # Documents of one kind are computed together; others are alone, by a number of their own.
+        kind = np.where(lengths <= _SHORT, -(-lengths // _LENGTH_STEP), _SHORT + lengths)
+        alone = before > 0
+        kind[alone] = -1 - np.flatnonzero(alone)
+        if 2 * len(np.unique(kind)) > len(kind):
+            # Few calls less: not worth moving all tokens.
+            kind = np.arange(len(kind))
+        _, index, place = np.unique(kind, return_index=True, return_inverse=True)
+        parts: list[_Group | _Continued] = []
+        firsts, first = np.empty_like(lengths), 0
+        # In the order of each part's first document: where every document is alone, all of them stay where they are.
+        for number in np.argsort(index):
+            chosen = np.flatnonzero(place == number)
+            length = int(lengths[chosen].max())
+            one = int(chosen[0])
+            if alone[one]:
+                parts.append(_Continued(int(starts[one]) // self.length, length, int(before[one])))
+            else:
+                parts.append(_Group(len(chosen), length))
+            firsts[chosen] = first + length * np.arange(len(chosen))
+            first += length * len(chosen)
+        shift = firsts - starts
+        if not shift.any() and first == self.rows * self.length:
+            return _Layout(tuple(parts), None)
+        slots = np.arange(self.rows * self.length) + np.repeat(shift, lengths)
+        # Padding comes behind the last token of its document.
+        is_token = np.zeros(first, dtype=bool)
+        is_token[slots] = True
+        sources = np.zeros(first, dtype=np.int64)
+        sources[slots] = np.arange(len(slots))
+        sources = sources[np.maximum.accumulate(np.where(is_token, np.arange(first), 0))]
+        on_device = (to_device(torch.from_numpy(x), self.device) for x in (slots, sources, np.flatnonzero(~is_token)))
+        return _Layout(tuple(parts), _Moves(*on_device))
+
+
+# Written out, because autograd's own backward pass of indexing adds row after row, as if rows could repeat.
+class _Spread(torch.autograd.Function):
+    """(tokens, w) -> (padded tokens, w); padding repeats the last token of its document."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, moves: _Moves) -> Tensor:
+        ctx.moves = moves
+        return x.index_select(0, moves.sources)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # Nothing reads the padding: its gradient is zero.
+        return grad.index_select(0, ctx.moves.slots), None
+
+
+class _Collect(torch.autograd.Function):
+    """(padded tokens, w) -> (tokens, w)."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, moves: _Moves) -> Tensor:
+        ctx.moves = moves
+        return padded.index_select(0, moves.slots)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.index_select(0, ctx.moves.sources).index_fill_(0, ctx.moves.padding, 0), None
+
+
+def _last_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q (n, h, k), the last n of the tokens of k and v (m, h, k): each query sees the keys up to its own."""
+    before = len(k) - len(q)
+    size = max(1, min(_MOST_QUERIES, _MASK_ELEMENTS // len(k)))
+    edges = [*range(0, len(q), size), len(q)]
+    outputs = []
+    for first, last in pairwise(edges):
+        keys = torch.arange(before + last, device=q.device)
+        mask = keys <= keys[before + first :, None]
+        block = (q[first:last], k[: before + last], v[: before + last])
+        outputs.append(sdpa(*(x[None] for x in block), attn_mask=mask)[0])
+    return torch.cat(outputs)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    """Scaled dot-product attention of (b, n, h, k) tensors, which PyTorch wants as (b, h, n, k).
+
+    With fewer heads of keys and values than of queries, neighbours among these share one.
+    """
+    how["enable_gqa"] = q.size(2) != k.size(2)
+    o = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **how)
+    return o.transpose(1, 2)

@@ -1,0 +1,324 @@
+"""One run from its first step to its last under the faults of a queue."""
+
+import re
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from lightscale.config.schema import RunConfig
+from lightscale.launch.chaos.harness.training import ORPHAN_S, Training, send, wait_until_gone
+from lightscale.launch.chaos.harness.verify import DamagedStep, Lines
+
+POLL_S = 0.01
+# Looking through all processes, or reading all events, takes milliseconds.
+SLOW_POLL_S = 0.1
+# Saves after which a phase that was not reached does not exist in this program, and a fault that was not noticed never
+# is.
+PATIENCE_SAVES = 8
+# Ends without a step in a row, and ends in all, for which no fault is to blame.
+_MAX_FAILURES = 3
+
+Sign = Callable[[Lines], str | None]
+"""Of the events since a fault: what shows that it was not noticed; None: it was."""
+
+
+class Fault(Protocol):
+    """Something that goes wrong, once."""
+
+    @property
+    def kind(self) -> str:
+        """What it is, for the table."""
+
+    def inject(self, run: "Runner") -> None:
+        """Let it happen to `run`, tell it so by `happened`, and mend what a user has to mend.
+
+        May raise RunEnded before it has happened: then it comes in the next run.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is trained, as far as faults have to know it."""
+
+    config: RunConfig
+    processes: int
+    checkpoint_bytes: int
+    """Size of a checkpoint."""
+    other_store: Path
+    """A store of the same sources, and other tokens."""
+
+
+@dataclass(kw_only=True)
+class Injected:
+    """A fault that happened."""
+
+    fault: Fault
+    sign: Sign | None = None
+    """None: nobody has to notice it, as long as the run continues."""
+    first_event: int = 0
+    """Events before it."""
+    first_line: int = 0
+    """Lines of metrics before it."""
+    missed: str | None = None
+    """What `sign` said at the end of the run."""
+    recovered: bool = False
+    """Whether a step was taken after it."""
+
+
+@dataclass(kw_only=True)
+class Trial:
+    """How a run went; filled while it goes."""
+
+    injected: list[Injected] = field(default_factory=list)
+    damaged: list[DamagedStep] = field(default_factory=list)
+    orphans: list[str] = field(default_factory=list)
+    """Processes of ranks that lived on after their launcher."""
+    failures: list[str] = field(default_factory=list)
+    """Ends of the command that no fault explains, and hangs."""
+    unreached: list[str] = field(default_factory=list)
+    """Phases that this program does not go through."""
+    finished: bool = False
+    interrupted: bool = False
+    """Ctrl-C: nothing can be said of what it had not recovered from by then."""
+    starts: int = 0
+    """How often the command was started."""
+    seconds: float = 0.0
+
+    @property
+    def undetected(self) -> list[str]:
+        """The faults that were not noticed."""
+        return [f"{one.fault}: {one.missed}" for one in self.injected if one.missed is not None]
+
+
+class GivenUp(Exception):
+    """The run does not recover."""
+
+
+class RunEnded(Exception):
+    """All steps are done, before the fault could happen."""
+
+
+class Runner:
+    """Takes faults from `queue`, one at a time, until the run is finished or does not recover.
+
+    Args:
+        training: the command, not started.
+        subject: what it trains.
+        patience_s: time without a step after which the run counts as hanging.
+        report: called with each fault that was survived.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        queue: deque[Fault],
+        subject: Subject,
+        *,
+        patience_s: float,
+        report: Callable[[Trial, Fault], None],
+    ) -> None:
+        self.training, self.queue, self.subject, self.trial = training, queue, subject, Trial()
+        self.every = subject.config.checkpoint.every or 1
+        """Steps between checkpoints."""
+        self.patience_s, self._report = patience_s, report
+        # The lines of metrics before the newest fault had its effect, and before the newest attempt.
+        self._old_lines = self._old_attempts_lines = 0
+        # The attempt that the newest fault came into.
+        self._blamed_attempt = 0
+        self._failures_in_row = 0
+        self._unexplained = 0
+        self._last_change = time.monotonic()
+
+    def run(self) -> Trial:
+        """To the end; no process is left, whatever happens."""
+        began = time.monotonic()
+        self.training.start()
+        try:
+            while self.queue:
+                # Taken out only when it has happened: after RunEnded it is the first of the next round.
+                fault = self.queue[0]
+                fault.inject(self)
+                self.queue.popleft()
+                self._report(self.trial, fault)
+            self.wait(lambda: False)
+        except RunEnded:
+            self.trial.finished = True
+            if self.queue and self.trial.injected and self.trial.injected[-1].fault is self.queue[0]:
+                self.queue.popleft()
+        except GivenUp as reason:
+            self.trial.failures.append(str(reason))
+        except KeyboardInterrupt:
+            self.trial.interrupted = True
+            raise
+        finally:
+            self.training.end()
+            # A fault that is left would be met by the next campaign in this directory.
+            self.training.disarm()
+            self._look_for_signs()
+            self.trial.seconds = time.monotonic() - began
+            self.trial.starts = self.training.starts
+        return self.trial
+
+    def happened(self, fault: Fault, sign: Sign | None = None) -> None:
+        """Count `fault`; `sign` will be asked at the end of the run."""
+        self.training.steps.update()
+        lines, events = self.training.lines(), self.training.events()
+        self.trial.injected.append(
+            Injected(fault=fault, sign=sign, first_event=len(events), first_line=len(lines)),
+        )
+        self._old_lines = self.num_steps
+        self._blamed_attempt = self.training.attempt
+        self._last_change = time.monotonic()
+
+    def settle(self) -> None:
+        """The attempt is over: what comes from now on is by a later one."""
+        self.training.steps.update()
+        self._old_lines = self._old_attempts_lines = self.num_steps
+        self._last_change = time.monotonic()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken so far, of all attempts."""
+        return self.training.steps.num_lines
+
+    def wait_for_first_step(self) -> None:
+        """Until an attempt after the newest fault has taken a step."""
+        self.wait(lambda: self.num_steps > self._old_attempts_lines)
+
+    def wait_for_steps(self, number: int) -> None:
+        """Until so many more were taken."""
+        first = self.num_steps
+        self.wait(lambda: self.num_steps >= first + number)
+
+    def pause(self, seconds: float) -> None:
+        """Let the run go on for so long."""
+        until = time.monotonic() + seconds
+        self.wait(lambda: time.monotonic() > until)
+
+    def wait(self, until: Callable[[], bool], *, poll_s: float = POLL_S) -> None:
+        """Until `until()`, keeping the command running. Raises RunEnded or GivenUp."""
+        while True:
+            self._watch()
+            if until():
+                return
+            # As a user or a job script would: the command restarts its ranks itself, but not after its own end.
+            if self.training.has_ended:
+                self._start_again()
+            time.sleep(poll_s)
+
+    def kill_everything(self) -> None:
+        """SIGKILL to the launcher and all ranks."""
+        ranks = self.training.ranks()
+        self.training.kill(ranks.values(), launcher=True)
+        wait_until_gone(ranks.values(), ORPHAN_S)
+        self.settle()
+
+    def bring_down(self, ready: Callable[[], bool]) -> None:
+        """Kill everything when `ready()`, which then holds of what is left; nothing where the command has ended so."""
+        while not (self.training.has_ended and self._is_unfinished() and ready()):
+            if self.training.is_finished:
+                self._end()
+            if self.training.has_ended:
+                # Neither a fault nor a failure: the kill came at the wrong moment.
+                self.training.start()
+            self.wait_for_first_step()
+            self.wait(ready, poll_s=SLOW_POLL_S)
+            self.kill_everything()
+
+    def refused(self, exit_code: int, *patterns: str, more: Sequence[str] = ()) -> str | None:
+        """Start the command, with the arguments `more`: it must end as `ends` says, before it has trained."""
+        said = self.training.num_output_bytes
+        self.training.start(*more)
+        return self.ends(exit_code, *patterns, first_byte=said, most_steps=0)
+
+    def ends(self, exit_code: int, *patterns: str, first_byte: int, most_steps: int) -> str | None:
+        """Wait until the command ends by itself; what is wrong with that, None: nothing. It has ended afterwards.
+
+        Args:
+            exit_code, patterns: with which it must end, and what must be matched in its output from `first_byte` on.
+            most_steps: more that it may take.
+        """
+        first, deadline = self.num_steps, time.monotonic() + self.patience_s
+        wrong = None
+        while not self.training.has_ended:
+            self.training.steps.update()
+            if self.num_steps > first + most_steps:
+                wrong = f"it took {self.num_steps - first} steps"
+            elif time.monotonic() > deadline:
+                wrong = f"it did not end within {self.patience_s:.0f} s"
+            if wrong is not None:
+                self.kill_everything()
+                return wrong
+            time.sleep(POLL_S)
+        self.settle()
+        output = self.training.output(first_byte)
+        if self.training.exit_code != exit_code:
+            wrong = f"it ended with {self.training.exit_code}, not {exit_code}"
+        elif missing := [pattern for pattern in patterns if re.search(pattern, output, re.MULTILINE) is None]:
+            wrong = f"it did not say {missing[0]!r}"
+        if wrong is not None:
+            wrong += f": {' / '.join(output.splitlines()[-3:])}"
+        return wrong
+
+    def kill_what_is_left(self, processes: Sequence[psutil.Process]) -> None:
+        """SIGKILL to processes that should have ended."""
+        for process in processes:
+            send(process, signal.SIGKILL)
+        wait_until_gone(processes, ORPHAN_S)
+
+    def _is_unfinished(self) -> bool:
+        # A kill may come after the last step.
+        status = self.training.run.read_status()
+        return status is None or status.status != "finished"
+
+    def _look_for_signs(self) -> None:
+        events = self.training.events()
+        if self.trial.interrupted:
+            self.trial.injected = [one for one in self.trial.injected if one.recovered]
+        for one in self.trial.injected:
+            if one.sign is not None:
+                one.missed = one.sign(events[one.first_event :])
+
+    def _watch(self) -> None:
+        before = self.num_steps
+        self.training.steps.update()
+        if self.num_steps > before:
+            self._last_change = time.monotonic()
+        if self.num_steps > self._old_lines:
+            # A step was taken after the newest fault, so that the run has survived all before it as well.
+            self._failures_in_row = 0
+            for injected in self.trial.injected:
+                injected.recovered = True
+        if time.monotonic() - self._last_change > self.patience_s:
+            raise GivenUp(f"no step for {self.patience_s:.0f} s")
+
+    def _end(self) -> None:
+        # A kill during the last save may have left no step to be taken again.
+        for injected in self.trial.injected:
+            injected.recovered = True
+        raise RunEnded
+
+    def _start_again(self) -> None:
+        if self.training.is_finished:
+            self._end()
+        # A fault that nobody has recovered from explains an end of the command, and so does one of this same attempt.
+        to_blame = [one for one in self.trial.injected if not one.recovered]
+        if not to_blame and self.training.attempt > self._blamed_attempt:
+            self.trial.failures.append(f"the command ended with {self.training.exit_code} without a fault")
+            self._unexplained += 1
+            if self._unexplained >= _MAX_FAILURES:
+                raise GivenUp(f"the command ended {self._unexplained} times without a fault")
+        # Faults that come close together may cost one end each before there is a step again.
+        self._failures_in_row += 1
+        if self._failures_in_row > _MAX_FAILURES + len(to_blame):
+            raise GivenUp(
+                f"the command ended {self._failures_in_row} times without a step, last with {self.training.exit_code}"
+            )
+        self._last_change = time.monotonic()
+        self.training.start()

@@ -1,0 +1,179 @@
+"""The records of a run under faults, compared with those of the undisturbed run."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# What must be the same bit by bit; JSON gives back the numbers that were written.
+COMPARED = ("tokens", "loss", "grad_norm", "lr", "validation")
+GIVEN_UP = "checkpoints_given_up"
+"""The event of an attempt that was told to begin again at step 1."""
+SKIPPED = "data_skipped"
+"""The event of a jump over data."""
+_SHOWN = 20
+
+Lines = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DamagedStep:
+    """The newest checkpoint was damaged between two attempts."""
+
+    step: int
+    directory: str
+    """Its name."""
+    file: str
+    """Name of the damaged file."""
+    after_events: int
+    """Number of lines of events.jsonl at that time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What is wrong with a run, as lines of text, and what it lost."""
+
+    compared: int
+    """Steps of all attempts that were compared with the undisturbed run."""
+    mismatches: tuple[str, ...]
+    mismatched_lines: tuple[int, ...]
+    """Which line of metrics each of the first mismatches is in; the last ones are steps that are not there."""
+    wrong_resumes: tuple[str, ...]
+    """Attempts that did not resume from the newest whole checkpoint, or began anew."""
+    lost_steps: int
+    """Steps taken more than once."""
+    max_lost_steps: int
+    """Most that were lost at once."""
+
+
+def judge(
+    reference: Lines,
+    lines: Lines,
+    events: Lines,
+    damaged: Sequence[DamagedStep] = (),
+    *,
+    finished: bool = True,
+    skip: Collection[int] = (),
+) -> Verdict:
+    """Compare `lines`, of metrics.jsonl, with those of the `reference`, and follow `events`, of events.jsonl.
+
+    `finished`: every step of the reference must be there. `skip`: numbers of lines that are not compared.
+    """
+    losses = lost_steps(lines, begun_again=_begun_again(events))
+    mismatches = list(_mismatches(reference, lines, finished=finished, skip=skip))
+    return Verdict(
+        compared=sum("loss" in line for number, line in enumerate(lines) if number not in skip),
+        mismatches=tuple(text for _, text in mismatches),
+        mismatched_lines=tuple(number for number, _ in mismatches if number is not None),
+        wrong_resumes=(*_wrong_resumes(events, damaged), *_new_beginnings(lines, events)),
+        lost_steps=sum(losses),
+        max_lost_steps=max(losses, default=0),
+    )
+
+
+def lost_steps(lines: Lines, begun_again: Collection[int] = ()) -> list[int]:
+    """For each attempt but the first, how many steps it did again; those `begun_again` were asked to do so."""
+    reached, lost, attempt = 0, [], None
+    for line in lines:
+        if attempt is not None and line["attempt"] != attempt:
+            # An attempt that begins with step s takes the steps s to `reached` again.
+            lost.append(0 if line["attempt"] in begun_again else max(0, reached - line["step"] + 1))
+            reached = 0 if line["attempt"] in begun_again else reached
+        attempt, reached = line["attempt"], max(reached, line["step"])
+    return lost
+
+
+def undone(lines: Lines, events: Lines) -> set[int]:
+    """Which of the lines are of steps that a rollback has undone."""
+    # A rollback begins an attempt.
+    rollbacks = [(event["attempt"], event["step"]) for event in events if event["event"] == "rollback"]
+    return {
+        number
+        for number, line in enumerate(lines)
+        if any(line["attempt"] < attempt and line["step"] > step for attempt, step in rollbacks)
+    }
+
+
+def jumps(events: Lines) -> list[tuple[int, int]]:
+    """Of each jump over data: tokens trained on before it, and tokens jumped over."""
+    return [(event["at_tokens"], event["skip_tokens"]) for event in events if event["event"] == SKIPPED]
+
+
+def _mismatches(
+    reference: Lines, lines: Lines, *, finished: bool, skip: Collection[int]
+) -> Iterator[tuple[int | None, str]]:
+    expected: dict[tuple[int, str], Any] = {
+        (line["step"], key): line[key] for line in reference for key in COMPARED if key in line
+    }
+    seen = set()
+    for number, line in enumerate(lines):
+        for key in COMPARED if number not in skip else ():
+            where = f"step {line['step']}, attempt {line['attempt']}"
+            step_key = line["step"], key
+            if key not in line:
+                continue
+            seen.add(step_key)
+            if step_key not in expected:
+                yield number, f"{where}: {key} is not in the undisturbed run"
+            elif line[key] != expected[step_key]:
+                yield number, f"{where}: {key} {line[key]}, undisturbed {expected[step_key]}"
+    if finished:
+        yield from ((None, f"step {step}: no {key} was recorded") for step, key in sorted(set(expected) - seen))
+
+
+def _wrong_resumes(events: Lines, damaged: Sequence[DamagedStep]) -> Iterator[str]:
+    """A resume from an older checkpoint than the newest one recorded that was neither removed nor damaged."""
+    whole: set[int] = set()
+    for number, event in enumerate(events):
+        # Before the event itself: the file was damaged when so many lines had been written.
+        whole -= {one.step for one in damaged if one.after_events == number}
+        if event["event"] == GIVEN_UP:
+            whole.clear()
+        elif event["event"] == "rollback":
+            # Later ones are put aside.
+            whole = {step for step in whole if step <= event["step"]}
+        elif event["event"] == "checkpoint":
+            whole.add(event["step"])
+            whole.difference_update(event.get("removed", ()))
+        elif event["event"] == "resume" and whole and event["step"] < max(whole):
+            yield f"attempt {event['attempt']} resumed from step {event['step']}, though there was {max(whole)}"
+
+
+def _new_beginnings(lines: Lines, events: Lines) -> Iterator[str]:
+    """An attempt that began at step 1 although an earlier one had saved, and nobody gave that up."""
+    begun_again = _begun_again(events)
+    saved = [event["attempt"] for event in events if event["event"] == "checkpoint"]
+    for line in lines:
+        attempt = line["attempt"]
+        since = max((number for number in begun_again if number <= attempt), default=0)
+        if line["step"] == 1 and "loss" in line and any(since <= number < attempt for number in saved):
+            yield f"attempt {attempt} began again at step 1, though there were checkpoints"
+
+
+def _begun_again(events: Lines) -> set[int]:
+    """The attempts that were allowed to begin at step 1."""
+    return {
+        event["attempt"]
+        for event in events
+        if event["event"] == GIVEN_UP or (event["event"] == "rollback" and event["step"] == 0)
+    }
+
+
+def missed_damage(since: Lines, damaged: DamagedStep) -> str | None:
+    """What is wrong in the events since a checkpoint was damaged; None: it was refused, with its file's name."""
+    resume = next((event for event in since if event["event"] == "resume"), None)
+    where = f"{damaged.directory}/{damaged.file}"
+    if resume is None:
+        return f"{where}: no attempt resumed after the damage"
+    if resume["step"] == damaged.step:
+        return f"{where}: attempt {resume['attempt']} resumed from it"
+    # To refuse is not enough: the message must tell the user which file to look at.
+    if not any(where in reason for reason in resume.get("refused", ())):
+        return f"{where}: attempt {resume['attempt']} did not name it"
+    return None
+
+
+def shown(texts: Iterable[str]) -> list[str]:
+    """The first of them, and how many more there are."""
+    every = list(texts)
+    more = [f"… and {len(every) - _SHOWN} more"] if len(every) > _SHOWN else []
+    return every[:_SHOWN] + more

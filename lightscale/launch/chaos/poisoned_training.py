@@ -1,0 +1,67 @@
+"""The command `lightscale`, whose ranks set numbers of theirs to NaN when they are told to.
+
+`python -m lightscale.launch.chaos.poisoned_training train …` is started by `lightscale chaos`, and by nobody else.
+Memory goes bad without a word of the program, so nothing in the training knows of this: its engine is changed here, in
+the launcher, whose forks the ranks are, or in each rank that is a new process.
+"""
+
+import json
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lightscale.launch.chaos.faults.not_finite import order_file
+from lightscale.launch.commands import train
+from lightscale.parallel.engine import Engine
+from lightscale.training.checkpoints.directories import WEIGHTS_PREFIX
+from lightscale.training.health.fault_injection import VARIABLE
+
+# By the place in an order, what begins the keys of the shards that it may hit.
+_PREFIXES = {"weight": WEIGHTS_PREFIX, "first moment": "exp_avg.", "second moment": "exp_avg_sq."}
+
+
+def poison(engine: Engine) -> None:
+    """Carry out the order of this rank, if there is one."""
+    file = order_file(Path(os.environ[VARIABLE].removeprefix("@")), int(os.environ["RANK"]))
+    try:
+        order = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return
+    tensors = _tensors(engine, order["place"])
+    tensor = tensors[order["tensor"] % len(tensors)].view(-1)
+    tensor[order["element"] % len(tensor)] = float("nan")
+    # The harness takes it for done.
+    file.unlink()
+
+
+def _tensors(engine: Engine, place: str) -> list[Tensor]:
+    if place in _PREFIXES:
+        shards = engine.owned_shards()
+        return [one.data for one in shards if one.box.key.startswith(_PREFIXES[place]) and one.data.numel()]
+    # What this rank computes with, of which others may be the owners. Rows of tokens that do not come would be
+    # overwritten by their owners before anybody notices, rightly.
+    named = [pair for chunk in engine.chunks for pair in chunk.named_parameters()]
+    return [parameter.data for name, parameter in named if "embedding" not in name]
+
+
+def _poison_every_step() -> None:
+    forward_backward = Engine.forward_backward
+
+    def poisoned(self: Engine, batches: Sequence[Any]) -> Any:
+        poison(self)
+        return forward_backward(self, batches)
+
+    Engine.forward_backward = poisoned  # type: ignore[method-assign]
+    # Ranks that are no forks.
+    train._COMMAND[:] = [sys.executable, "-m", __spec__.name, "train"]
+
+
+if __name__ == "__main__":
+    _poison_every_step()
+    # By name: the command line knows all packages, and none knows it.
+    runpy.run_module("lightscale", run_name="__main__", alter_sys=True)

@@ -1,0 +1,208 @@
+"""``lightscale generate``: let a trained model continue texts."""
+
+import argparse
+import importlib
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+
+from lightscale.config.arguments import OVERRIDE, path_argument, run_path
+from lightscale.errors import UserError
+from lightscale.evaluation.asked import Asked
+from lightscale.evaluation.chosen_run import check_generates, choose_run, longest_context
+from lightscale.evaluation.prompt_file import PromptText, read_prompts
+from lightscale.evaluation.prompts import Sampling
+from lightscale.files import read_regular
+from lightscale.launch.commands.checks import num_processes
+from lightscale.launch.commands.model_ranks import as_usage, check_ranks, overrides_among, start_ranks
+from lightscale.launch.environment import RankEnvironment
+from lightscale.launch.network import choose_interface
+from lightscale.launch.rank import run_rank
+from lightscale.launch.scheduler import adopt_job
+from lightscale.runs.run_directory import split_step
+
+NAME = "generate"
+_MOST_PROMPT_BYTES = 2**28
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``lightscale generate``."""
+    add = parser.add_argument
+    add("run", metavar="RUN[@STEP]", help="the run's directory, or NAME for runs/NAME; a step (default: the newest)")
+    layout = "parallel.tensor=2: ranks that hold the model together (default: whole on each rank)"
+    add("overrides", nargs="*", default=[], metavar=OVERRIDE, help=layout)
+    add("--prompt", metavar="TEXT", help="text to continue (default: none, the model begins a document)")
+    add("--prompt-file", type=path_argument, metavar="FILE", help="file with the text to continue, UTF-8")
+    prompts = 'many texts to continue: JSON lines like {"prompt": "def ", "tokens": 50}'
+    add("--file", type=path_argument, metavar="FILE", help=prompts)
+    add("--interactive", action="store_true", help="continue each line that is typed, or comes from stdin")
+    add("--step", type=int, metavar="N", help="the same as RUN@N")
+    add("--tokens", type=int, default=200, metavar="N", help="tokens at most (default: %(default)s)")
+    temperature = "divides the logits; 0 takes the most probable token (default: %(default)s)"
+    add("--temperature", type=float, default=0.8, metavar="T", help=temperature)
+    add("--top-k", type=int, metavar="K", help="only the K most probable tokens (default: all)")
+    add("--top-p", type=float, metavar="P", help="only the most probable tokens that together have P (default: all)")
+    penalty = "above 1: tokens that the text has become less probable (default: 1, none)"
+    add("--repetition-penalty", type=float, default=1.0, metavar="X", help=penalty)
+    add("--stop", action="append", default=[], metavar="TEXT",
+        help="end before this text; several may be given")  # fmt: skip
+    add("--seed", type=int, default=0, help="seed of the random choices (default: %(default)s)")
+    add(
+        "--batch",
+        type=int,
+        default=32,
+        metavar="N",
+        help="texts of --file that are written at once (default: %(default)s)",
+    )
+    add("--context", type=int, metavar="N", help="longest prompt in tokens (default: any for linear mixers, and the "
+        "longest sequence of training for models with softmax attention)")  # fmt: skip
+    add("--processes", type=int, metavar="N", help="ranks on this machine (default: as many as hold the model)")
+    add("--store", type=path_argument, metavar="PATH", help="token store with the tokenizer (default: the run's own)")
+    add("--json", action="store_true", help="print each text as a line of JSON, with its tokens")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write. Inside a rank (started by torchrun, srun or mpirun) joins the others, else starts what is asked for."""
+    adopt_job(os.environ)
+    environment = RankEnvironment.read(os.environ)
+    if environment is not None:
+        rank = environment
+        return run_rank(lambda: as_usage(lambda: _rank(args, rank)))
+    return as_usage(lambda: _start(args))
+
+
+def _asked(args: argparse.Namespace) -> Asked:
+    """What is to be done, found and checked without torch."""
+    for name, value in (("tokens", args.tokens), ("batch", args.batch), ("context", args.context)):
+        if value is not None and value < 1:
+            raise UserError(f"--{name} {value}: must be at least 1")
+    if not all(args.stop):
+        raise UserError("--stop '': a stop string must have at least one character")
+    sampling = Sampling(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        repetition_penalty=args.repetition_penalty,
+        seed=args.seed,
+    )
+    default = PromptText(text="", max_tokens=args.tokens, stop=tuple(args.stop), sampling=sampling)
+    overrides = overrides_among(args.overrides)
+    for word in args.overrides:
+        if word not in overrides:
+            raise UserError(
+                f"{word}: neither a part of the layout, like parallel.tensor=2, nor an option; one run only"
+            )
+    kind, prompts = _prompts(args, default)
+    directory, step = _run_and_step(args)
+    # On whatever device there is, as a run of GPUs is looked at on any machine.
+    chosen = choose_run(directory, step=step, store=args.store, overrides=["train.device=auto", *overrides])
+    check_generates(chosen.config.parallel.pipeline, chosen.config.parallel.sequence)
+    asked = Asked(
+        chosen=chosen,
+        prompts=prompts,
+        kind=kind,
+        context=args.context or longest_context(chosen.config),
+        batch=args.batch,
+        as_json=args.json,
+    )
+    for prompt in prompts:
+        asked.check(prompt)
+    return asked
+
+
+def _start(args: argparse.Namespace) -> int:
+    asked = _asked(args)
+    config = asked.chosen.config
+    processes = num_processes(config, args.processes or config.parallel.tensor)
+    _check_ranks(asked, processes)
+    if asked.goes_beyond:
+        print(f"texts longer than {asked.context:,} tokens are longer than those of training", file=sys.stderr)
+    print("loading PyTorch and Megatron …", file=sys.stderr, flush=True)
+    if processes > 1:
+        return start_ranks(sys.modules[__name__], _words(args), config=config, processes=processes)
+    preload().write(asked)
+    return 0
+
+
+def _check_ranks(asked: Asked, world_size: int) -> None:
+    check_ranks(asked.chosen.config, world_size)
+    if asked.kind == "lines" and world_size > 1:
+        raise UserError(f"--interactive: on one process only, not on {world_size}; use --file")
+
+
+def _words(args: argparse.Namespace) -> list[str]:
+    """The arguments of a rank."""
+    words = [args.run, *args.overrides]
+    for name, value in vars(args).items():
+        option = f"--{name.replace('_', '-')}"
+        if name in ("run", "overrides", "processes") or value is None or value is False:
+            continue
+        if value is True:
+            words.append(option)
+        else:
+            # In one word: a text may begin with a hyphen.
+            words += [f"{option}={one}" for one in (value if isinstance(value, list) else [value])]
+    return words
+
+
+def _rank(args: argparse.Namespace, environment: RankEnvironment) -> int:
+    """The work of one rank."""
+    # torch.distributed and Megatron know only torchrun's variables.
+    os.environ.update(environment.variables())
+    choose_interface(environment)
+    asked = _asked(args)
+    _check_ranks(asked, environment.world_size)
+    preload().write(asked)
+    return 0
+
+
+def preload() -> ModuleType:
+    """By name: importing models and engine takes seconds, which mistakes must not wait for."""
+    return importlib.import_module("lightscale.evaluation.writing")
+
+
+def _run_and_step(args: argparse.Namespace) -> tuple[Path, int | None]:
+    """The run's directory, and the step; none: of the newest checkpoint."""
+    run, step = split_step(args.run)
+    if step is not None and args.step not in (None, step):
+        raise UserError(f"{args.run} and --step {args.step} both name the step; use only one of them")
+    return run_path(run), args.step if step is None else step
+
+
+def _prompts(args: argparse.Namespace, default: PromptText) -> tuple[Literal["one", "file", "lines"], list[PromptText]]:
+    """The kind of what is asked for, and the prompts."""
+    sources = {
+        "--prompt": args.prompt is not None,
+        "--prompt-file": args.prompt_file is not None,
+        "--file": args.file is not None,
+        "--interactive": args.interactive,
+    }
+    given = [name for name, is_given in sources.items() if is_given]
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)} both name the text to continue; use only one of them")
+    match given:
+        case ["--file"]:
+            return "file", read_prompts(args.file, default)
+        case ["--interactive"]:
+            return "lines", [default]
+        case ["--prompt"]:
+            text, origin = args.prompt, "--prompt"
+        case ["--prompt-file"]:
+            text, origin = _read_text(args.prompt_file), f"--prompt-file {args.prompt_file}"
+        case _:
+            return "one", [default]
+    if not text:
+        raise UserError(f"{origin}: empty; omit the option to let the model begin a document")
+    return "one", [replace(default, text=text, origin=origin)]
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return read_regular(path, what="a prompt", most_bytes=_MOST_PROMPT_BYTES, follow_links=True).decode()
+    except OSError as error:
+        raise UserError(f"--prompt-file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompt-file {path}: not valid UTF-8 at byte {error.start}") from error

@@ -1,0 +1,110 @@
+"""Commands that use trained models, on one process or on ranks: what ``evaluate`` and ``generate`` have in common."""
+
+import argparse
+import functools
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+from lightscale.config.layout import check_layout
+from lightscale.config.schema import RunConfig
+from lightscale.errors import UserError
+from lightscale.launch.commands.checks import WrongUse, num_gpus
+
+_OVERRIDE = re.compile(r"[a-z_]+\.[a-z_.]+=.*", re.ASCII)
+# What may differ from training's: where the ranks stand, and what computes.
+_MAY_CHANGE = ("parallel.", "train.device=", "train.precision=", "train.kernels=", "restart.")
+
+
+def as_usage(action: Callable[[], int]) -> int:
+    """``action``, whose refusals exit as wrong usage does."""
+    try:
+        return action()
+    except UserError as error:
+        # Of its own accord one may ask to be tried again, as where ranks did not come.
+        if error.EXIT_CODE != UserError.EXIT_CODE:
+            raise
+        raise WrongUse(str(error)) from error
+
+
+def overrides_among(words: Sequence[str]) -> list[str]:
+    """Those of ``words`` that are `section.key=value`; UserError for one that would make another model."""
+    overrides = [word for word in words if _OVERRIDE.fullmatch(word)]
+    for override in overrides:
+        if not override.startswith(_MAY_CHANGE):
+            raise UserError(f"{override}: a trained model is used as it is; only {', '.join(_MAY_CHANGE)}… may change")
+    return overrides
+
+
+def check_ranks(config: RunConfig, world_size: int) -> None:
+    """Refuse a number of ranks on which the model cannot be laid out."""
+    parallel = config.parallel
+    inner = parallel.tensor * parallel.pipeline * parallel.sequence
+    # Neither batches nor sequences are those of training: they fit any layout.
+    batch = {"global_batch_size": max(1, world_size // inner), "micro_batch_size": 1}
+    update = {
+        "train": config.train.model_copy(update=batch),
+        "data": config.data.model_copy(update={"sequence_length": inner, "curriculum": []}),
+    }
+    check_layout(config.model_copy(update=update), world_size)
+
+
+def start_ranks(command: ModuleType, words: Sequence[str], *, config: RunConfig, processes: int) -> int:
+    """Start ``processes`` ranks on this machine, each of which does ``words`` by ``command``; the exit code of all.
+
+    Args:
+        command: module with ``NAME``, ``add_arguments``, ``run``, and ``preload``, which imports what all ranks
+            need, once.
+        words: arguments of the command.
+        config: of the run, with the layout.
+        processes: their number.
+
+    Raises:
+        WrongUse: what a rank has refused.
+    """
+    from lightscale.launch.torchrun import ThisMachine  # noqa: PLC0415
+
+    forks = not num_gpus(config)
+    if forks:
+        command.preload()
+    nodes = ThisMachine(functools.partial(_forked_rank, command)) if forks else ThisMachine()
+    logs = Path(tempfile.mkdtemp(prefix=f"lightscale-{command.NAME}-"))
+    print(f"starting {processes} ranks", file=sys.stderr, flush=True)
+    launch = nodes.launch_ranks(
+        [*_command_line(command), *words],
+        processes=processes,
+        logs=logs,
+        hang_timeout_s=config.restart.hang_timeout_s,
+        deadline_s=None,
+    )
+    failure = launch.failure
+    if failure is None:
+        shutil.rmtree(logs)
+        return 0
+    if failure.mistake_code is not None:
+        shutil.rmtree(logs)
+        raise WrongUse(failure.summary)
+    if failure.traceback is not None:
+        sys.stderr.write(failure.traceback)
+    print(f"rank {failure.rank} failed: {failure.summary} (output of all ranks: {logs})", file=sys.stderr)
+    return 1
+
+
+def _command_line(command: ModuleType) -> list[str]:
+    """Of a rank, before its arguments."""
+    return [sys.executable, "-m", "lightscale", command.NAME]
+
+
+def _forked_rank(command: ModuleType, words: Sequence[str]) -> int:
+    """The command line of a rank, in a fork of the launcher."""
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    try:
+        return int(command.run(parser.parse_args(words[len(_command_line(command)) :])))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.EXIT_CODE

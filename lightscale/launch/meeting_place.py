@@ -1,0 +1,132 @@
+"""The store in which ranks meet: opened at rank 0's address, or one line that says what is there instead.
+
+torch's own client waits without end for a program that accepts connections and says nothing, as a rank that hangs does,
+and prints stacks about one that says something else, or about none. So whoever listens there is asked first.
+"""
+
+import os
+import secrets
+import socket
+import struct
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lightscale.launch.environment import RankEnvironment
+from lightscale.launch.rendezvous import RELEASE_S, CannotStart, foreign_address, in_use, is_free, unknown_address
+
+_LOCALHOST = "127.0.0.1"
+# Of one attempt to connect, and of the answer.
+_ATTEMPT_S, _ANSWER_S = 1.0, 5.0
+_PAUSE_S = 0.2
+# How torch's store is asked whether it is one: VALIDATE with its number, then PING, which it answers with our number.
+_VALIDATE, _PING, _MAGIC = 0, 13, 0x3C85F7CE
+
+
+class _Stranger(Exception):
+    """What listens there is no store; the text says what it does."""
+
+
+class _Silent(OSError):
+    """What listens there does not answer, which may pass."""
+
+
+class MeetingPlace:
+    """Rank 0's address, for one rank; `deadline` of the monotonic clock is when it stops waiting."""
+
+    def __init__(self, environment: RankEnvironment, deadline: float) -> None:
+        self._environment, self.deadline = environment, deadline
+        self._host, self._port = environment.master_address, environment.master_port
+        self.place = f"{self._host}:{self._port}"
+
+    def open(self) -> dist.Store:
+        """The store; rank 0 serves it, unless torchrun's agent does. Raises CannotStart."""
+        serves = self._environment.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        store = self._serve() if serves else None
+        self._await_server(serves)
+        return store or self._client(self._host, is_master=False)
+
+    def _client(self, host: str, *, is_master: bool) -> dist.Store:
+        return dist.TCPStore(
+            host,
+            self._port,
+            is_master=is_master,
+            # Nobody waits within the constructor, which could not say who is missing.
+            wait_for_workers=False,
+            timeout=timedelta(seconds=max(_ATTEMPT_S, self._left_s())),
+            # The process group joins the same server later.
+            multi_tenant=is_master,
+        )
+
+    def _serve(self) -> dist.Store | None:
+        """The server, by this host's loopback: its own name may lead elsewhere. None: another rank 0 on it serves."""
+        last = min(self.deadline, time.monotonic() + RELEASE_S)
+        while True:
+            if is_free(self._port):
+                try:
+                    return self._client(_LOCALHOST, is_master=True)
+                except dist.DistNetworkError as error:
+                    # Another process was faster.
+                    if "EADDRINUSE" not in str(error):
+                        raise
+            try:
+                self._ask(_LOCALHOST)
+                # It will say so.
+                return None
+            except (OSError, _Stranger) as error:
+                if time.monotonic() > last:
+                    raise CannotStart(in_use(self._port, self.place, f" ({error})")) from None
+            time.sleep(_PAUSE_S)
+
+    def _await_server(self, serves: bool) -> None:
+        while True:
+            try:
+                return self._ask(self._host)
+            except _Stranger as error:
+                raise CannotStart(self._unreachable(serves, error)) from None
+            except OSError as error:
+                if self._left_s() <= 0:
+                    raise CannotStart(self._unreachable(serves, error)) from None
+            time.sleep(_PAUSE_S)
+
+    def _unreachable(self, serves: bool, error: Exception) -> str:
+        who = "rank 0 cannot reach itself" if serves else f"rank 0 of {self._environment.world_size} cannot be reached"
+        if isinstance(error, socket.gaierror):
+            why = unknown_address()
+        elif isinstance(error, _Stranger | _Silent):
+            why = (
+                "end it, if it is a rank that hangs, or set another MASTER_PORT (--master-port), or MASTER_ADDR "
+                "(--master-addr) to rank 0's host"
+            )
+        elif serves:
+            why = foreign_address()
+        else:
+            why = (
+                "it has not started, or MASTER_ADDR and MASTER_PORT (--master-addr, --master-port) are not its own, or "
+                "the network is closed there"
+            )
+        return f"{who} at {self.place} ({error}): {why}"
+
+    def _ask(self, host: str) -> None:
+        """Return if a store answers there. Raises OSError, which may pass, or _Stranger."""
+        number = secrets.token_bytes(4)
+        with socket.create_connection((host, self._port), timeout=_ATTEMPT_S) as connection:
+            connection.settimeout(max(_ATTEMPT_S, min(_ANSWER_S, self._left_s())))
+            answer = b""
+            try:
+                connection.sendall(struct.pack("=BIB", _VALIDATE, _MAGIC, _PING) + number)
+                while len(answer) < len(number):
+                    more = connection.recv(len(number) - len(answer))
+                    if not more:
+                        raise ConnectionResetError
+                    answer += more
+            except TimeoutError:
+                raise _Silent("what listens there does not answer") from None
+            except ConnectionError:
+                raise _Silent("what listens there closes connections") from None
+        if answer != number:
+            raise _Stranger("what listens there is no store of torch")
+
+    def _left_s(self) -> float:
+        return self.deadline - time.monotonic()

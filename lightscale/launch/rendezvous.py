@@ -1,0 +1,138 @@
+"""Where the processes of several hosts meet: rank 0's address, and what this host can say of it before ranks start."""
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+
+import psutil
+
+from lightscale.errors import UserError
+
+# Of one attempt to connect.
+_ATTEMPT_S = 1.0
+_PAUSE_S = 0.2
+RELEASE_S = 10.0
+"""For a process that ends just now, as after a restart, to let go of the port."""
+
+
+class CannotStart(UserError):
+    """Ranks that did not come, or failed: no mistake in the configuration, another start may pass."""
+
+    EXIT_CODE = os.EX_TEMPFAIL
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where the processes of several nodes meet, and which of the nodes this one is."""
+
+    address: str
+    """Of the first node."""
+    port: int
+    node: int
+    """From 0; its ranks come before those of the next."""
+    num_nodes: int
+    of_agents: bool
+    """Whether the agents of the nodes meet there, and find a port for their ranks; otherwise the ranks do."""
+
+    @property
+    def place(self) -> str:
+        """HOST:PORT"""
+        return f"{self.address}:{self.port}"
+
+    def check(self) -> None:
+        """Raise CannotStart where this host does not know the address; on node 0 where it is in use, or not its own.
+
+        Imports no torch: what is wrong is said within a second, or after RELEASE_S where a port is in use.
+        """
+        try:
+            socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            first = "node 0" if self.node else "rank 0"
+            raise CannotStart(f"{first} cannot be found at {self.place} ({error}): {unknown_address()}") from None
+        if self.node == 0:
+            with _listen(self.port, self.place) as server:
+                try:
+                    _come_back(server, self.address, self.port)
+                except OSError as error:
+                    raise CannotStart(
+                        f"rank 0 cannot reach itself at {self.place} ({error}): {foreign_address()}"
+                    ) from None
+
+
+def is_free(port: int) -> bool:
+    """Whether a process of this host can listen at `port`."""
+    with contextlib.suppress(OSError), _server(port):
+        return True
+    return False
+
+
+def in_use(port: int, place: str, why: str = "") -> str:
+    """The message that rank 0, to be met at `place`, cannot have `port` of this host."""
+    return (
+        f"rank 0 cannot serve at {place}: port {port} of {socket.gethostname()} is in use by {_holder(port)}{why}; "
+        "end it, or set another MASTER_PORT (--master-port)"
+    )
+
+
+def unknown_address() -> str:
+    """The remedy where MASTER_ADDR has no address."""
+    return (
+        f"{socket.gethostname()} knows no address of that name: give all ranks rank 0's host as MASTER_ADDR "
+        "(--master-addr)"
+    )
+
+
+def foreign_address() -> str:
+    """The remedy where MASTER_ADDR does not lead to the host of rank 0."""
+    return f"MASTER_ADDR (--master-addr) is not {socket.gethostname()}, where rank 0 is, or the network is closed there"
+
+
+def _server(port: int) -> socket.socket:
+    # As torch binds: to all addresses, of both kinds where there are two.
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=family == socket.AF_INET6)
+
+
+def _listen(port: int, place: str) -> socket.socket:
+    last = time.monotonic() + RELEASE_S
+    while True:
+        try:
+            return _server(port)
+        except OSError as error:
+            if isinstance(error, PermissionError) or time.monotonic() > last:
+                raise CannotStart(in_use(port, place)) from None
+        time.sleep(_PAUSE_S)
+
+
+def _come_back(server: socket.socket, address: str, port: int) -> None:
+    """Connect to `server`, of this process, by that address; OSError where that leads elsewhere, or nowhere."""
+    token = secrets.token_bytes(16)
+    deadline = time.monotonic() + RELEASE_S
+    with socket.create_connection((address, port), timeout=_ATTEMPT_S) as connection:
+        connection.sendall(token)
+        while (left_s := deadline - time.monotonic()) > 0:
+            server.settimeout(left_s)
+            try:
+                other, _ = server.accept()
+            except TimeoutError:
+                break
+            with other, contextlib.suppress(OSError):
+                other.settimeout(_ATTEMPT_S)
+                # Ranks of other hosts may have come before; they try again.
+                if other.recv(len(token)) == token:
+                    return
+    raise ConnectionError("another host has that address")
+
+
+def _holder(port: int) -> str:
+    """Who listens at `port` of this host, as far as this user may know."""
+    with contextlib.suppress(psutil.Error, OSError):
+        for one in psutil.net_connections("tcp"):
+            # Only addresses of the internet have a port.
+            is_it = one.status == psutil.CONN_LISTEN and getattr(one.laddr, "port", None) == port
+            if is_it and one.pid is not None:
+                return f"process {one.pid} ({psutil.Process(one.pid).name()})"
+    return "a process of another user"

@@ -1,0 +1,46 @@
+"""Mixers and blocks as plain ``torch.nn`` modules, for models of others.
+
+Each maps (b, n, d) to (b, n, d), takes a state and gives one, and is trained like any module:
+
+    from lightscale.layers import HGRN2Mixer
+
+    mixer = HGRN2Mixer(hidden_size=512, num_heads=4)
+    y, state = mixer(x)                        # x (b, n, d), one document each row
+    y, state = mixer(next_x, state)            # reads on; the state does not grow
+    y, state = mixer(x, mask=mask)             # (b, n) bool, the real tokens: padding changes nothing
+
+No process groups, no Megatron, no Triton: on many GPUs, and at full speed, ``lightscale train`` trains.
+"""
+
+from lightscale.exchange.plain.mixers import (
+    Attention,
+    CosFormer2Mixer,
+    HGRN2Mixer,
+    LightNetMixer,
+    RopeScaling,
+    SoftmaxMixer,
+    State,
+    TNLMixer,
+    ToeplitzEncoding,
+    lower_bounds,
+)
+from lightscale.exchange.plain.model import Block, CausalModel, Decoder, GatedUnit, Norm, Shape
+
+__all__ = [
+    "Attention",
+    "Block",
+    "CausalModel",
+    "CosFormer2Mixer",
+    "Decoder",
+    "GatedUnit",
+    "HGRN2Mixer",
+    "LightNetMixer",
+    "Norm",
+    "RopeScaling",
+    "Shape",
+    "SoftmaxMixer",
+    "State",
+    "TNLMixer",
+    "ToeplitzEncoding",
+    "lower_bounds",
+]

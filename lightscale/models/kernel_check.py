@@ -1,0 +1,217 @@
+"""Every Triton kernel of a model beside its chunked form, on the device at hand, at the run's shapes.
+
+A kernel that a compiler or a driver breaks gives wrong numbers and no error (kernels have: fla issue 640). So each
+operator is computed twice before a run, forward and backward, from the same random inputs: by Triton, and in fp32 by
+PyTorch's operators, which are compiled by nobody here.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightscale.config.schema import ModelConfig
+from lightscale.kernels.common.angles import Angles
+from lightscale.kernels.common.backends import choose_backend
+from lightscale.kernels.cross_entropy import linear_cross_entropy
+from lightscale.kernels.gla import gla
+from lightscale.kernels.glu import glu
+from lightscale.kernels.lightnet import lightnet_attention
+from lightscale.kernels.lightning import lightning_attention
+from lightscale.kernels.norm import norm
+from lightscale.kernels.tpe import tpe_scan
+from lightscale.models.operators import operators_of
+
+MOST_TOKENS = 2048
+"""Many chunks and splits of every kernel, and still seconds for all of them."""
+_LOSS_TOKENS = 256
+_TPE_MODES = 16
+
+# RMSE of the difference by RMSE. Twice what right kernels have been seen to differ from fp64 (tests/gpu/operators.py);
+# a wrong tile of one head among 16 is 20 times as much.
+_LIMITS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 1e-2}
+
+_Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mismatch:
+    """A kernel that does not compute what its chunked form does."""
+
+    operator: str
+    result: str
+    """The output, or the input whose gradient differs; "-" where the kernel did not run."""
+    found: str
+    """How far it is off, or the error."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.operator}: {self.found}" if self.result == "-" else f"{self.operator}: {self.result} {self.found}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Case:
+    inputs: _Tensors
+    compute: Callable[..., Tensor]
+    """(backend, **inputs) -> output."""
+
+
+def check_kernels(
+    model: ModelConfig, dtype: torch.dtype, device: torch.device, *, tokens: int, tensor: int = 1, backend: str = "auto"
+) -> Iterator[Mismatch]:
+    """What is wrong, operator by operator; nothing where all kernels are right.
+
+    Operators that are not Triton's here are not looked at.
+
+    Args:
+        model: the run's.
+        dtype: of its weights.
+        device: where it is to be trained.
+        tokens: of a rank's segment of a sequence; at most ``MOST_TOKENS`` are taken.
+        tensor: the tensor ranks that share out heads and widths.
+        backend: as ``train.kernels``.
+    """
+    like = torch.empty(0, dtype=dtype, device=device)
+    for operator in operators_of(model):
+        if operator in _CASES and choose_backend(operator, like, backend) == "triton":
+            case = _CASES[operator](_Draw(model, dtype, device, max(2, min(tokens, MOST_TOKENS)), tensor))
+            yield from _compared(operator, case)
+
+
+class _Draw:
+    """Random inputs in the shapes of a model."""
+
+    def __init__(self, model: ModelConfig, dtype: torch.dtype, device: torch.device, tokens: int, tensor: int) -> None:
+        self.model, self.tokens, self.tensor = model, tokens, tensor
+        self.heads = model.num_heads // tensor
+        self.dtype, self.device = dtype, device
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def __call__(self, *sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=self._generator, dtype=self.dtype, device=self.device)
+
+    def wide(self, *sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=self._generator, device=self.device)
+
+    def qkv(self) -> _Tensors:
+        return {name: self(1, self.tokens, self.heads, self.model.head_dim) for name in "qkv"}
+
+    def documents(self) -> Tensor:
+        """Boundaries: three documents, none of which ends with a chunk."""
+        edges = [0, self.tokens // 3, self.tokens // 2, self.tokens]
+        return torch.tensor(sorted(set(edges)), device=self.device)
+
+    def angles(self) -> tuple[Tensor, Tensor]:
+        theta = torch.logspace(0, -4, self.heads * self.model.head_dim, device=self.device)
+        positions = torch.arange(self.tokens, device=self.device)[None]
+        return theta.view(self.heads, -1), positions
+
+
+def _lightning(draw: _Draw) -> _Case:
+    # As different as a model's heads: from half a token to thousands.
+    log_decay = -torch.logspace(0, -4, draw.heads, device=draw.device)
+    cut, angles = draw.documents(), Angles(*draw.angles())
+
+    def compute(backend: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # With and without the positions that some layers apply.
+        plain, _ = lightning_attention(q, k, v, log_decay, cu_seqlens=cut, backend=backend)
+        turned, _ = lightning_attention(q, k, v, log_decay, angles=angles, cu_seqlens=cut, backend=backend)
+        return torch.cat([plain, turned])
+
+    return _Case(inputs=draw.qkv(), compute=compute)
+
+
+def _gla(draw: _Draw) -> _Case:
+    inputs, cut = draw.qkv(), draw.documents()
+    inputs["log_decay"] = F.logsigmoid(draw.wide(*inputs["q"].shape) + 1)
+    return _Case(inputs=inputs, compute=lambda backend, **x: gla(**x, cu_seqlens=cut, backend=backend)[0])
+
+
+def _lightnet(draw: _Draw) -> _Case:
+    cut, angles = draw.documents(), Angles(*draw.angles())
+    return _Case(
+        inputs=draw.qkv(),
+        compute=lambda backend, **x: lightnet_attention(**x, angles=angles, cu_seqlens=cut, backend=backend)[0],
+    )
+
+
+def _tpe(draw: _Draw) -> _Case:
+    width, cut = draw.model.hidden_size // draw.tensor, draw.documents()
+    log_decay = -torch.logspace(0, -12, _TPE_MODES, base=2, device=draw.device)
+    inputs = {"x": draw(1, draw.tokens, width), "log_decay": log_decay, "gamma": draw.wide(width, _TPE_MODES)}
+    return _Case(inputs=inputs, compute=lambda backend, **x: tpe_scan(**x, cu_seqlens=cut, backend=backend)[0])
+
+
+def _norm(draw: _Draw) -> _Case:
+    sizes = (1, draw.tokens, draw.model.hidden_size)
+    return _Case(
+        inputs={"x": draw(*sizes), "gate": draw(*sizes)},
+        compute=lambda backend, x, gate: norm(x, gate=gate, gate_activation="sigmoid", backend=backend),
+    )
+
+
+def _glu(draw: _Draw) -> _Case:
+    activation = draw.model.glu_activation
+    return _Case(
+        inputs={"x": draw(1, draw.tokens, 2 * draw.model.intermediate_size // draw.tensor)},
+        compute=lambda backend, x: glu(x, activation, backend=backend),
+    )
+
+
+def _cross_entropy(draw: _Draw) -> _Case:
+    rows, width = draw.model.vocab_size // draw.tensor, draw.model.hidden_size
+    labels = torch.arange(_LOSS_TOKENS, device=draw.device) * 7919 % rows
+    return _Case(
+        inputs={"hidden": draw(_LOSS_TOKENS, width), "weight": 0.02 * draw(rows, width)},
+        compute=lambda backend, **x: linear_cross_entropy(**x, labels=labels, num_ids=rows, backend=backend),
+    )
+
+
+_CASES: dict[str, Callable[[_Draw], _Case]] = {
+    "lightning": _lightning,
+    "gla": _gla,
+    "lightnet": _lightnet,
+    "tpe": _tpe,
+    "norm": _norm,
+    "glu": _glu,
+    "cross_entropy": _cross_entropy,
+}
+
+
+def _compared(operator: str, case: _Case) -> Iterator[Mismatch]:
+    dtype = next(iter(case.inputs.values())).dtype
+    try:
+        found = _results(case, "triton", case.inputs)
+    except Exception as error:  # noqa: BLE001 - a kernel that a compiler or driver refuses is a wrong one too
+        reason = str(error).strip().splitlines() or [""]
+        yield Mismatch(operator=operator, result="-", found=f"does not run: {type(error).__name__}: {reason[0]}")
+        return
+    # In fp32, from the same rounded numbers.
+    expected = _results(case, "chunked", {name: tensor.float() for name, tensor in case.inputs.items()})
+    limit = _LIMITS[dtype]
+    for name, exact in expected.items():
+        off = _norm_of(found[name].float() - exact) / max(_norm_of(exact), 1e-30)
+        # Not "off > limit", which NaN is not.
+        if not off <= limit:
+            yield Mismatch(operator=operator, result=name, found=f"is off by {off:.2g}, limit {limit:.2g}")
+
+
+def _norm_of(x: Tensor) -> float:
+    # Summed in fp64 and not copied to it: of a vocabulary's gradient the copy would be gigabytes.
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64))
+
+
+def _results(case: _Case, backend: str, inputs: _Tensors) -> _Tensors:
+    """The output, and the gradient of every input."""
+    leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in inputs.items()}
+    output = case.compute(backend, **leaves)
+    # The same in every dtype, and no two elements alike.
+    generator = torch.Generator(output.device).manual_seed(1)
+    cotangent: Any = torch.randn(output.shape, generator=generator, device=output.device).to(output.dtype)
+    gradients = torch.autograd.grad(output, list(leaves.values()), cotangent)
+    named = {f"gradient of {name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    return {"output": output.detach(), **named}

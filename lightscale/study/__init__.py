@@ -1,0 +1,1 @@
+"""Scaling-law studies: many runs as one, their curves, and the laws that are fitted to them."""

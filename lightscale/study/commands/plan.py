@@ -1,0 +1,146 @@
+"""``lightscale study plan``: what the cells of a study have and would take."""
+
+import argparse
+import dataclasses
+import json
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from lightscale.config.schema import RunConfig
+from lightscale.errors import UserError
+from lightscale.planning.hardware import H100
+from lightscale.planning.search import MOST_NODES, Fixed, best_layouts
+from lightscale.study.cells import Cell
+from lightscale.study.commands.arguments import add_study, the_study
+from lightscale.study.counts import CellCounts
+from lightscale.study.study import Study
+
+_SIZES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare them."""
+    add_study(parser)
+    parser.add_argument(
+        "--nodes", type=int, metavar="N", help="predict the hours of each cell on N nodes of 8 H100, in its best layout"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a line for each cell, and the sums."""
+    if args.nodes is not None and not 1 <= args.nodes <= MOST_NODES:
+        raise UserError(f"--nodes {args.nodes}: must be 1 to {MOST_NODES}")
+    study = the_study(args)
+    cells = study.cells()
+    hours = _all_hours(cells, args.nodes) if args.nodes else {}
+    records = [_record(study, cell, hours.get(cell.name)) for cell in cells]
+    if args.json:
+        totals = {
+            "cells": len(cells),
+            "tokens": sum(one["tokens"] for one in records),
+            "flops": sum(one["flops"] for one in records),
+            "kept_bytes": sum(one["kept_bytes"] for one in records),
+        }
+        if hours and all(value is not None for value in hours.values()):
+            totals["hours"] = sum(value for value in hours.values() if value is not None)
+        print(json.dumps({"study": study.definition.name, "nodes": args.nodes, "cells": records, "total": totals}))
+    else:
+        _show(study, cells, hours, args.nodes)
+    return 0
+
+
+def _all_hours(cells: list[Cell], nodes: int) -> dict[str, float | None]:
+    known: dict[str, float | None] = {}
+    hours = {}
+    for cell in cells:
+        # Seeds and learning rates change no prediction, and a search takes a second.
+        config = cell.config
+        shape = f"{config.model!r} {config.parallel!r} {config.train.global_batch_size} {config.data.sequence_length}"
+        shape += f" {config.total_steps}"
+        if shape not in known:
+            known[shape] = _hours(config, nodes)
+        hours[cell.name] = known[shape]
+    return hours
+
+
+def _hours(config: RunConfig, nodes: int) -> float | None:
+    """Predicted for the whole run; None: no layout of it fits."""
+    found = best_layouts(config, nodes=nodes, sequence_length=config.data.sequence_length, hardware=H100, fixed=Fixed())
+    if not found or not found[0].fits:
+        return None
+    return config.total_steps * config.tokens_per_step / found[0].tokens_per_s / 3600
+
+
+def _record(study: Study, cell: Cell, hours: float | None) -> dict[str, Any]:
+    counts = study.counts(cell)
+    return {
+        "name": cell.name,
+        "part": cell.part,
+        "values": dict(cell.values),
+        "waits_for_sweep": cell.is_pending,
+        **dataclasses.asdict(counts),
+        "tokens": counts.tokens,
+        "flops": counts.flops,
+        "pflop_days": counts.compute,
+        "paper_pflop_days": counts.paper_compute,
+        "hours": hours,
+    }
+
+
+def _show(study: Study, cells: list[Cell], hours: dict[str, float | None], nodes: int | None) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("cell", no_wrap=True)
+    headings = ["N", "embedding", "steps", "tokens", "FLOPs", "PFLOP-days", "by the paper", "kept"]
+    for heading in [*headings, *(["hours"] if nodes else [])]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for cell in cells:
+        more = [_hours_text(hours[cell.name])] if nodes else []
+        table.add_row(cell.name, *_cells(study.counts(cell)), *more)
+    console = Console(highlight=False, markup=False, width=max(Console().width, 130))
+    console.print(table)
+    every = [study.counts(cell) for cell in cells]
+    pending = sum(cell.is_pending for cell in cells)
+    console.print(
+        f"{len(cells):,} cells, {sum(one.tokens for one in every):.3g} tokens, {sum(one.flops for one in every):.3g} "
+        f"FLOPs, {size_text(sum(one.kept_bytes for one in every))} kept"
+    )
+    if nodes:
+        known = [value for value in hours.values() if value is not None]
+        rest = f"; {len(hours) - len(known)} fit in no layout" if len(known) < len(hours) else ""
+        console.print(
+            f"{sum(known):,.0f} h on {nodes} node{'s' * (nodes > 1)} of 8 H100, one cell after the other, predicted by "
+            f"a cost model{rest}"
+        )
+    if pending:
+        console.print(f"{pending:,} cells wait for the sweep, which chooses {study.definition.sweep.key}")  # type: ignore[union-attr]
+    console.print(
+        "N: parameters without the embedding. FLOPs: all matrix products of training, logits too; by the paper: PFLOP-"
+        "days as arXiv 2406.16690 counts, without logits. Kept: checkpoints that are there at the end."
+    )
+
+
+def _cells(counts: CellCounts) -> list[str]:
+    return [
+        f"{counts.parameters:,}",
+        f"{counts.embedding:,}",
+        f"{counts.steps:,}",
+        f"{counts.tokens:.3g}",
+        f"{counts.flops:.3g}",
+        f"{counts.compute:.3g}",
+        "—" if counts.paper_compute is None else f"{counts.paper_compute:.3g}",
+        size_text(counts.kept_bytes),
+    ]
+
+
+def _hours_text(hours: float | None) -> str:
+    return "does not fit" if hours is None else f"{hours:,.1f}"
+
+
+def size_text(num_bytes: float) -> str:
+    """1.62e12 -> "1.62 TB"."""
+    unit, size = next((one for one in _SIZES if num_bytes >= one[1]), _SIZES[-1])
+    return f"{num_bytes / size:.3g} {unit}"

@@ -1,0 +1,27 @@
+"""``lightscale study``: many runs as one, and laws from them."""
+
+import argparse
+
+from lightscale.study.commands import fit, plan, report, run_cells, status
+
+_COMMANDS = {
+    "plan": (plan, "cells, parameters, FLOPs, tokens, kept bytes and hours of a study"),
+    "run": (run_cells, "train the cells of a study, or go on with it"),
+    "status": (status, "how far each cell of a study is"),
+    "fit": (fit, "fit scaling laws to a study, or to points in a file"),
+    "report": (report, "write a study's report: one HTML file"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``lightscale study``."""
+    commands = parser.add_subparsers(dest="study_command", metavar="COMMAND", title="commands", required=True)
+    for name, (module, text) in _COMMANDS.items():
+        description = f"{text[0].upper()}{text[1:]}."
+        module.add_arguments(commands.add_parser(name, help=text, description=description))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen command; ``UserError`` for a mistake."""
+    module, _ = _COMMANDS[args.study_command]
+    return int(module.run(args))

@@ -1,0 +1,277 @@
+"""What STUDY.toml says: a base configuration, axes, rules, a sweep, and how laws are fitted.
+
+[base]                              what all cells share, as in a run's file
+extends = ["recipe/stdlib"]
+
+[axes]                              cells are all combinations of their values
+"train.seed" = [0, 1]               a key of the configuration and its values
+
+[axes.architecture.tnl]             or names, each with what it sets, as in a run's file
+extends = "arch/tnl"
+
+[[rules]]                           for the cells of these values
+when = { architecture = "tnl", seed = [0] }
+set.model.num_layers = 25           or skip = "why"
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from lightscale.config.fields import shown_value
+from lightscale.config.files import mistakes
+from lightscale.config.schema import Fraction, Section
+from lightscale.config.shipped import STUDIES, study_names
+from lightscale.config.text import path_fault
+from lightscale.config.toml import read_toml
+from lightscale.errors import UserError, shortened
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+]*")
+_KEY = re.compile(r"[a-z_]+(\.[A-Za-z0-9_]+)+")
+_MOST_VALUES = 1000
+
+Scalar = bool | int | float | str
+_Table = dict[str, Any]
+
+
+class AboutSection(Section):
+    """[study]: what it is, and how curves are smoothed."""
+
+    about: str = ""
+    """One sentence for the report."""
+    smoothing: Annotated[float, Field(gt=1, le=10)] = 1.1
+    """The loss at D is that of a line through log loss over log D, from D / smoothing to D · smoothing."""
+
+
+class FitSection(Section):
+    """[fit]: what laws are fitted to."""
+
+    skip: Fraction = 0.02
+    """Share of a run's tokens, at its beginning, that is not used: at least its warm-up."""
+    draws: Annotated[int, Field(ge=2, le=100_000)] = 200
+    """Of the bootstrap."""
+
+
+class CellRule(Section):
+    """[[rules]]: what is special about some cells."""
+
+    when: Annotated[dict[str, Scalar | list[Scalar]], Field(min_length=1)]
+    """The values that it is for, one or several, of one axis or several."""
+    set: _Table | None = None
+    """What is laid over the values of the axes."""
+    skip: str | None = None
+    """Why there are no such cells."""
+
+
+class SweepSection(Section):
+    """[sweep]: small runs that choose one key's value for the cells."""
+
+    key: str
+    """The key, like "optimizer.lr"."""
+    values: Annotated[list[float | int], Field(min_length=2, max_length=100)]
+    """Those that are tried, ascending."""
+    per: list[str] = Field(default=[])
+    """Axes: a value is chosen for each combination of theirs."""
+    at: dict[str, Scalar] = Field(default={})
+    """Where the others stand meanwhile."""
+    set: _Table = Field(default={})
+    """What is different in the sweep's runs: fewer tokens."""
+
+
+class _File(Section):
+    study: AboutSection = AboutSection()
+    base: _Table = Field(default={})
+    axes: Annotated[dict[str, Any], Field(min_length=1, max_length=20)]
+    rules: list[CellRule] = Field(default=[], max_length=_MOST_VALUES)
+    sweep: SweepSection | None = None
+    fit: FitSection = FitSection()
+    launch: _Table = Field(default={})
+    """As in a run's file, for schedulers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisValue:
+    """One value of an axis."""
+
+    name: str
+    """In the names of cells."""
+    written: Scalar
+    """What rules call it."""
+    table: _Table
+    """What it sets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """What varies."""
+
+    name: str
+    values: tuple[AxisValue, ...]
+
+    def value(self, written: Scalar) -> AxisValue | None:
+        """The one that is called so."""
+        return next((one for one in self.values if one.written == written), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Definition:
+    """A study as its file says it."""
+
+    path: Path
+    about: AboutSection
+    base: _Table
+    axes: tuple[Axis, ...]
+    rules: tuple[CellRule, ...]
+    sweep: SweepSection | None
+    fit: FitSection
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        return self.path.stem
+
+    def axis(self, name: str) -> Axis | None:
+        """The axis called so."""
+        return next((axis for axis in self.axes if axis.name == name), None)
+
+
+def find_study(given: Path) -> Path:
+    """The file that STUDY means: the one at that path, or the shipped study of that name, with or without `.toml`."""
+    if fault := path_fault(str(given)):
+        raise UserError(f'STUDY "{shortened(str(given))}": {fault}')
+    name = str(given).removesuffix(".toml")
+    if not given.is_file() and name in study_names():
+        return STUDIES / f"{name}.toml"
+    return given
+
+
+def read_definition(given: Path) -> Definition:
+    """The study in `given`. `UserError` has a line for each mistake: file, key, value and what would be right."""
+    path = find_study(given)
+    try:
+        table = read_toml(path, what="a study file")
+    except OSError as error:
+        raise UserError(
+            f"cannot read the study {path}: {error.strerror}; shipped ones: {', '.join(study_names())}"
+        ) from None
+    try:
+        file = _File.model_validate(table)
+    except ValidationError as error:
+        raise UserError(mistakes(error, lambda item: _explain(path, item))) from None
+    axes = tuple(_axis(path, name, values) for name, values in file.axes.items())
+    definition = Definition(
+        path=path,
+        about=file.study,
+        base=file.base,
+        axes=axes,
+        rules=tuple(file.rules),
+        sweep=file.sweep,
+        fit=file.fit,
+    )
+    if faults := [*_name_faults(axes), *_rule_faults(definition), *_sweep_faults(definition)]:
+        raise UserError("\n".join(f"{path}: {fault}" for fault in faults))
+    return definition
+
+
+def table_of(key: str, value: Any) -> dict[str, Any]:
+    """ "optimizer.lr", 1 -> {"optimizer": {"lr": 1}}"""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    table: dict[str, Any] = value
+    return table
+
+
+def value_name(key: str, value: Scalar) -> str:
+    """In names of cells: "lr0.001" of optimizer.lr; of a text the text."""
+    if isinstance(value, str):
+        return value
+    text = f"{value:g}" if isinstance(value, float) else str(value).lower()
+    return f"{key.rpartition('.')[2]}{text}"
+
+
+def _axis(path: Path, name: str, values: Any) -> Axis:
+    where = f"{path}: axes.{shortened(name)}"
+    if isinstance(values, list):
+        if not _KEY.fullmatch(name):
+            raise UserError(f'{where}: a list is for a key of the configuration, written like "optimizer.lr" = [1e-3]')
+        if not 0 < len(values) <= _MOST_VALUES or not all(isinstance(one, Scalar) for one in values):
+            raise UserError(f"{where} = {shown_value(values)}: must be a list of 1 to {_MOST_VALUES} numbers or texts")
+        short = name.rpartition(".")[2]
+        points = [AxisValue(name=value_name(name, one), written=one, table=table_of(name, one)) for one in values]
+        return Axis(name=short, values=tuple(points))
+    if not isinstance(values, dict) or not 0 < len(values) <= _MOST_VALUES:
+        raise UserError(f"{where} = {shown_value(values)}: must be a list of values, or a table [axes.NAME.VALUE] each")
+    if wrong := [one for one, table in values.items() if not isinstance(table, dict)]:
+        raise UserError(f"{where}.{shortened(wrong[0])}: must be a table of what it sets, as in a run's file")
+    return Axis(
+        name=name,
+        values=tuple(AxisValue(name=one, written=one, table=table) for one, table in values.items()),
+    )
+
+
+def _name_faults(axes: tuple[Axis, ...]) -> Iterator[str]:
+    names = [axis.name for axis in axes]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            yield f"axes: two are called {name}; give one of them values with names, [axes.NAME.VALUE]"
+    for axis in axes:
+        for value in axis.values:
+            if not _NAME.fullmatch(value.name):
+                yield (
+                    f"axes.{axis.name}: the value {shown_value(value.name)} becomes part of a folder's name; "
+                    "use letters, digits, '_', '.' and '+'"
+                )
+
+
+def _rule_faults(definition: Definition) -> Iterator[str]:
+    for number, rule in enumerate(definition.rules, start=1):
+        if (rule.set is None) == (rule.skip is None):
+            yield f"rules, number {number}: must have either set, a table, or skip, the reason"
+        for name, wanted in rule.when.items():
+            yield from _value_faults(definition, f"rules, number {number}: when", name, wanted)
+
+
+def _sweep_faults(definition: Definition) -> Iterator[str]:
+    sweep = definition.sweep
+    if sweep is None:
+        return
+    if not _KEY.fullmatch(sweep.key):
+        yield f"sweep.key = {shown_value(sweep.key)}: must be a key of the configuration, like optimizer.lr"
+    if sorted(set(sweep.values)) != sweep.values:
+        yield f"sweep.values = {shown_value(sweep.values)}: must be different numbers in ascending order"
+    for name in sweep.per:
+        if definition.axis(name) is None:
+            yield f"sweep.per: there is no axis {shortened(name)}; there are {_axis_names(definition)}"
+    for name, wanted in sweep.at.items():
+        yield from _value_faults(definition, "sweep.at", name, wanted)
+    for axis in definition.axes:
+        if axis.name not in sweep.per and axis.name not in sweep.at and len(axis.values) > 1:
+            yield f"sweep: the axis {axis.name} must be in per, or stand at one of its values in at"
+
+
+def _value_faults(definition: Definition, where: str, name: str, wanted: Scalar | list[Scalar]) -> Iterator[str]:
+    axis = definition.axis(name)
+    if axis is None:
+        yield f"{where}: there is no axis {shortened(name)}; there are {_axis_names(definition)}"
+        return
+    for one in wanted if isinstance(wanted, list) else [wanted]:
+        if axis.value(one) is None:
+            there = ", ".join(str(value.written) for value in axis.values)
+            yield f"{where}: the axis {name} has no value {shown_value(one)}; it has {there}"
+
+
+def _axis_names(definition: Definition) -> str:
+    return ", ".join(axis.name for axis in definition.axes)
+
+
+def _explain(path: Path, item: dict[str, Any]) -> str:
+    key = ".".join(str(part) for part in item["loc"] if not str(part).startswith(("list[", "union", "constrained")))
+    if item["type"] == "missing":
+        return f"{path}: {key} is missing"
+    if item["type"] == "extra_forbidden":
+        return f"{path}: unknown key {shortened(key)}; there are {', '.join(_File.model_fields)}"
+    return f"{path}: {shortened(key)} = {shown_value(item['input'])}: {str(item['msg']).lower()}"

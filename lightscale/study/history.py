@@ -1,0 +1,139 @@
+"""The curve of a run: loss by step, tokens, FLOPs and seconds, over all of its attempts; and smoothed.
+
+A step counts once: where a later attempt, or a rollback, began before it, what was recorded of it until then is gone.
+A step that the guard skipped has no loss here, and its tokens do not count.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightscale.runs.run_directory import RunDirectory, read_lines
+from lightscale.study.counts import CellCounts
+
+MOST_POINTS = 1000
+_LEAST_STEPS = 3
+"""Through fewer no line is fitted: the window grows to the nearest ones."""
+
+_Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCurve:
+    """(k,) of a run, by ascending step; at most `MOST_POINTS`, evenly spaced in log D."""
+
+    step: NDArray[np.int64]
+    tokens: NDArray[np.float64]
+    flops: NDArray[np.float64]
+    """Training FLOPs so far, logits too."""
+    paper_flops: NDArray[np.float64]
+    """By the study's formulas; NaN where it has no such architecture."""
+    seconds: NDArray[np.float64]
+    """Of the steps that count."""
+    loss: NDArray[np.float64]
+    """Of the step, nats per token."""
+    smoothed: NDArray[np.float64]
+    """By `smooth`, of all steps around it."""
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Steps:
+    step: NDArray[np.int64]
+    tokens: NDArray[np.float64]
+    seconds: NDArray[np.float64]
+    loss: NDArray[np.float64]
+
+
+def run_curve(run: RunDirectory, counts: CellCounts, *, smoothing: float) -> RunCurve | None:
+    """The curve of `run` so far; None before its first step."""
+    steps = _steps(read_lines(run.events), read_lines(run.metrics), counts.tokens_per_step)
+    if not len(steps.step):
+        return None
+    wanted = np.geomspace(steps.tokens[0], steps.tokens[-1], num=MOST_POINTS)
+    chosen = np.unique(np.searchsorted(steps.tokens, wanted * (1 - 1e-12)))
+    tokens = steps.tokens[chosen]
+    paper = counts.paper_flops_per_token
+    return RunCurve(
+        step=steps.step[chosen],
+        tokens=tokens,
+        flops=tokens * counts.flops_per_token,
+        paper_flops=tokens * (math.nan if paper is None else paper),
+        seconds=steps.seconds[chosen],
+        loss=steps.loss[chosen],
+        smoothed=smooth(steps.tokens, steps.loss, chosen, factor=smoothing),
+    )
+
+
+def kept_lines(events: Iterable[_Record], lines: Iterable[_Record]) -> list[_Record]:
+    """The lines of metrics of steps that are part of the model now, by step, one for each."""
+    begins = _beginnings(events)
+    kept: dict[int, _Record] = {}
+    attempt = 0
+    for line in lines:
+        if line["attempt"] != attempt:
+            attempt = line["attempt"]
+            begin = begins.get(attempt, line["step"] - 1)
+            kept = {step: one for step, one in kept.items() if step <= begin}
+        if "step_s" in line or line.get("loss") is not None:
+            kept[line["step"]] = {**kept.get(line["step"], {}), **line}
+    return [kept[step] for step in sorted(kept)]
+
+
+def smooth(
+    tokens: NDArray[np.float64], loss: NDArray[np.float64], at: NDArray[np.int64], *, factor: float
+) -> NDArray[np.float64]:
+    """The loss at the indices `at`: a straight line through log `loss` over log `tokens`, by least squares.
+
+    It is fitted to the steps between D / factor and D · factor. A power law is such a line, so that it is not bent,
+    neither in the middle nor at the end of a run. Fewer than three steps: the nearest three.
+    """
+    x, y = np.log(tokens), np.log(loss)
+    width = math.log(factor)
+    found = np.empty(len(at))
+    for number, index in enumerate(at):
+        low = int(np.searchsorted(x, x[index] - width))
+        high = int(np.searchsorted(x, x[index] + width, side="right"))
+        while high - low < min(_LEAST_STEPS, len(x)):
+            low, high = max(0, low - 1), min(len(x), high + 1)
+        around, values = x[low:high] - x[index], y[low:high]
+        centre, mean = around.mean(), values.mean()
+        spread = ((around - centre) ** 2).sum()
+        slope = ((around - centre) * values).sum() / spread if spread > 0 else 0.0
+        found[number] = mean - slope * centre
+    return np.exp(found)
+
+
+def _steps(events: Sequence[_Record], lines: Iterable[_Record], tokens_per_step: int) -> _Steps:
+    skipped = {(event["attempt"], event["step"]) for event in events if event["event"] == "step_skipped"}
+    step, tokens, seconds, loss = [], [], [], []
+    last, trained, passed_s = 0, 0, 0.0
+    for line in kept_lines(events, lines):
+        covered = range(last + 1, line["step"] + 1)
+        num_skipped = sum((line["attempt"], one) in skipped for one in covered) if skipped else 0
+        last = line["step"]
+        trained += len(covered) - num_skipped
+        passed_s += len(covered) * (line.get("step_s") or 0.0)
+        value = line.get("loss")
+        if value is not None and value > 0 and (line["attempt"], last) not in skipped:
+            step.append(last)
+            tokens.append(float(trained * tokens_per_step))
+            seconds.append(passed_s)
+            loss.append(float(value))
+    return _Steps(
+        step=np.array(step, dtype=np.int64),
+        tokens=np.array(tokens, dtype=np.float64),
+        seconds=np.array(seconds, dtype=np.float64),
+        loss=np.array(loss, dtype=np.float64),
+    )
+
+
+def _beginnings(events: Iterable[_Record]) -> dict[int, int]:
+    """The last step before each attempt's own, where its events say it."""
+    return {event["attempt"]: event["step"] for event in events if event["event"] in ("resume", "rollback")}

@@ -1,0 +1,165 @@
+"""The laws of a study: for each architecture, and each way to count C, what every method finds, or why it cannot."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from lightscale.errors import UserError
+from lightscale.study.cells import Cell
+from lightscale.study.fits.curves import PFLOP_DAY, Curve, sizes_of, thinned
+from lightscale.study.fits.envelope import estimate_envelope
+from lightscale.study.fits.frontier import FrontierEstimate
+from lightscale.study.fits.isoflop import IsoflopEstimate, estimate_isoflop
+from lightscale.study.fits.parametric import SurfaceEstimate, estimate_surface
+from lightscale.study.history import RunCurve
+from lightscale.study.study import Study
+
+Counting = Literal["ours", "paper"]
+COUNTINGS: dict[Counting, str] = {
+    "ours": "C: all matrix products of training, logits too; N: all parameters without the embedding",
+    "paper": "C and N by the formulas of arXiv 2406.16690: no logits, no norms",
+}
+BETWEEN = "between"
+WINDOWS = {
+    BETWEEN: "where the next smaller and the next larger model were tried too",
+    "all": "all of the envelope",
+    "without smallest": "not where the smallest model is best",
+    "without largest": "not where the largest model is best",
+    "without both": "neither of them",
+    "lower half": "the lower half of log C of `between`",
+    "upper half": "the upper half of log C of `between`",
+}
+_POINTS_PER_CURVE = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArchitectureLaws:
+    """What was found for one architecture; a text in place of a law says why there is none."""
+
+    architecture: str
+    counting: Counting
+    curves: list[Curve]
+    windows: dict[str, FrontierEstimate | str]
+    """Of the envelope, by the names in `WINDOWS`."""
+    isoflop: IsoflopEstimate | str
+    surface: SurfaceEstimate | str
+
+    @property
+    def frontier(self) -> FrontierEstimate | None:
+        """Of the envelope: `between`, or else all of it."""
+        found = (self.windows[name] for name in (BETWEEN, "all"))
+        return next((one for one in found if isinstance(one, FrontierEstimate)), None)
+
+    @property
+    def has_any(self) -> bool:
+        """Whether any law was found."""
+        every = (*self.windows.values(), self.isoflop, self.surface)
+        return not all(isinstance(one, str) for one in every)
+
+    def to_json(self) -> dict[str, Any]:
+        """For fit.json; what could not be fitted as {"refused": why}."""
+        isoflop = self.isoflop if isinstance(self.isoflop, str) else self.isoflop.laws
+        return {
+            "architecture": self.architecture,
+            "counting": self.counting,
+            "num_runs": len(self.curves),
+            "sizes": sizes_of(self.curves),
+            "envelope": {name: _json(one) for name, one in self.windows.items()},
+            "isoflop": _json(isoflop),
+            "surface": _json(self.surface),
+        }
+
+
+def study_laws(study: Study, curves: dict[str, RunCurve], *, draws: int, seed: int) -> list[ArchitectureLaws]:
+    """Of all architectures of the study's cells in `curves`, the sweep's not among them."""
+    cells = [cell for cell in study.cells() if cell.part == "main" and cell.name in curves]
+    found = []
+    for architecture in dict.fromkeys(cell.architecture for cell in cells):
+        same = [cell for cell in cells if cell.architecture == architecture]
+        for counting in COUNTINGS:
+            fitted = [
+                one for cell in same if (one := _curve(study, cell, curves[cell.name], counting=counting)) is not None
+            ]
+            if fitted:
+                found.append(_architecture_laws(architecture, counting, fitted, draws=draws, seed=seed))
+    return found
+
+
+def _architecture_laws(
+    architecture: str, counting: Counting, curves: list[Curve], *, draws: int, seed: int
+) -> ArchitectureLaws:
+    def isoflop() -> IsoflopEstimate:
+        return estimate_isoflop(curves, draws=draws, seed=seed)
+
+    def surface() -> SurfaceEstimate:
+        return estimate_surface(thinned(curves, per_curve=_POINTS_PER_CURVE), draws=draws, seed=seed)
+
+    return ArchitectureLaws(
+        architecture=architecture,
+        counting=counting,
+        curves=curves,
+        windows=_windows(curves, draws=draws, seed=seed),
+        isoflop=_or_refusal(isoflop),
+        surface=_or_refusal(surface),
+    )
+
+
+def _windows(curves: Sequence[Curve], *, draws: int, seed: int) -> dict[str, FrontierEstimate | str]:
+    sizes = sizes_of(curves)
+    owners = {
+        "all": (),
+        "without smallest": sizes[:1],
+        "without largest": sizes[-1:],
+        "without both": {*sizes[:1], *sizes[-1:]},
+    }
+
+    def estimate(**how: Any) -> FrontierEstimate | str:
+        return _or_refusal(lambda: estimate_envelope(curves, draws=draws, seed=seed, **how))
+
+    found: dict[str, FrontierEstimate | str] = {BETWEEN: estimate()}
+    found |= {name: estimate(bracketed=False, without=without) for name, without in owners.items()}
+    between = found[BETWEEN]
+    for name, half in (("lower half", 0), ("upper half", 1)):
+        if isinstance(between, str):
+            found[name] = between
+        else:
+            low, high = between.window
+            middle = float(np.sqrt(low * high))
+            found[name] = estimate(window=((low, middle), (middle, high))[half])
+    return {name: found[name] for name in WINDOWS}
+
+
+def _curve(study: Study, cell: Cell, curve: RunCurve, *, counting: Counting) -> Curve | None:
+    """As laws are fitted to it: without its beginning; None where it is not longer, or cannot be counted so."""
+    counts = study.counts(cell)
+    parameters, flops = counts.parameters, curve.flops
+    if counting == "paper":
+        if counts.paper_parameters is None or counts.paper_flops_per_token is None:
+            return None
+        parameters, flops = counts.paper_parameters, curve.paper_flops
+    warmup_tokens = cell.config.optimizer.warmup_steps * counts.tokens_per_step
+    used = curve.tokens > max(study.definition.fit.skip * counts.tokens, warmup_tokens)
+    if not used.any():
+        return None
+    return Curve(
+        name=cell.name,
+        parameters=float(parameters),
+        tokens=curve.tokens[used],
+        compute=flops[used] / PFLOP_DAY,
+        loss=curve.smoothed[used],
+    )
+
+
+def _or_refusal(make: Any) -> Any:
+    try:
+        return make()
+    except UserError as error:
+        return str(error)
+
+
+def _json(found: Any) -> Any:
+    if isinstance(found, str):
+        return {"refused": found}
+    return found.to_json()

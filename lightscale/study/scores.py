@@ -1,0 +1,17 @@
+"""What evaluations say of a run: the newest result of each task."""
+
+from lightscale.evaluation.results import read_result
+from lightscale.runs.run_directory import RunDirectory
+
+Scores = dict[str, dict[str, float]]
+"""By task, then by score."""
+
+
+def newest_scores(run: RunDirectory) -> Scores:
+    """Of each task in RUN/evaluation the result of the latest step; scores without a value are not in it."""
+    found: Scores = {}
+    for path in sorted(run.evaluation.glob("step-*/*.json")):
+        if (result := read_result(path)) is not None:
+            values = {name: score.get("value") for name, score in result["scores"].items() if isinstance(score, dict)}
+            found[str(result["task"])] = {name: value for name, value in values.items() if isinstance(value, float)}
+    return found

@@ -1,0 +1,199 @@
+"""Attention of packed documents against full matrices in fp64, and what it holds and calls."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightscale.kernels.attention import DocumentAttention, documents, read_starts
+from lightscale.models.layers.context import SequenceContext
+
+ROWS, HEADS, WIDTH = 2, 3, 8
+# Of each row: the position at its first token, and where documents end.
+CASES: dict[str, tuple[int, tuple[tuple[int, tuple[int, ...]], ...]]] = {
+    "one document a row": (50, ((0, ()), (0, ()))),
+    "of any length": (60, ((0, (1, 2, 40)), (0, (30, 59)))),
+    "many short ones": (90, ((0, tuple(range(3, 90, 4))), (0, tuple(range(1, 90, 5))))),
+    "of one length": (60, ((0, (20, 40)), (0, (20, 40)))),
+    "all from earlier ranks": (40, ((70, ()), (9, ()))),
+    "some from earlier ranks": (40, ((70, (11, 12, 30)), (0, (5,)))),
+    "short ones behind one from an earlier rank": (60, ((3, tuple(range(2, 60, 6))), (70, tuple(range(1, 60, 3))))),
+    "padding behind all of them": (40, ((0, tuple(range(3, 40, 3))), (0, tuple(range(3, 40, 3))))),
+    "one token": (1, ((70, ()), (0, ()))),
+}
+BEFORE = 70
+
+
+def positions_of(length: int, rows: tuple[tuple[int, tuple[int, ...]], ...]) -> Tensor:
+    positions = torch.stack([first + torch.arange(length) for first, _ in rows])
+    for row, (_, cuts) in zip(positions, rows, strict=True):
+        for cut in cuts:
+            row[cut:] = torch.arange(length - cut)
+    return positions
+
+
+def drawn(case: str) -> tuple[Tensor, list[Tensor], Tensor]:
+    """(positions, [q, k, v], cotangent)."""
+    length, rows = CASES[case]
+    positions = positions_of(length, rows)
+    before = BEFORE if any(first for first, _ in rows) else 0
+    generator = torch.Generator().manual_seed(0)
+    sizes = (length, before + length, before + length, length)
+    *inputs, cotangent = [
+        torch.randn(ROWS, size, HEADS, WIDTH, dtype=torch.float64, generator=generator) for size in sizes
+    ]
+    return positions, [x.requires_grad_() for x in inputs], cotangent
+
+
+def dense(positions: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A token of the row sees those since its document's start, by all pairs."""
+    own = torch.arange(k.size(1))[-q.size(1) :].expand_as(positions)
+    keys = torch.arange(k.size(1))
+    seen = (keys >= (own - positions)[..., None]) & (keys <= own[..., None])
+    scores = torch.einsum("bthk, bshk -> bhts", q, k) / WIDTH**0.5
+    return torch.einsum("bhts, bshk -> bthk", scores.masked_fill(~seen[:, None], -torch.inf).softmax(dim=-1), v)
+
+
+def attention_of(positions: Tensor, num_keys: int) -> DocumentAttention:
+    return DocumentAttention(read_starts(positions), *positions.shape, num_keys, positions.device)
+
+
+def assert_equal_to_dense(way: Any, positions: Tensor, inputs: list[Tensor], cotangent: Tensor) -> None:
+    found, expected = way(*inputs), dense(positions, *inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad(found, inputs, cotangent)
+    for gradient, other in zip(gradients, torch.autograd.grad(expected, inputs, cotangent), strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_grouped_documents_are_full_matrices(case: str) -> None:
+    positions, inputs, cotangent = drawn(case)
+    assert_equal_to_dense(attention_of(positions, inputs[1].size(1)), positions, inputs, cotangent)
+
+
+@pytest.mark.parametrize("case", ["one document a row", "many short ones", "some from earlier ranks", "one token"])
+def test_heads_of_queries_share_those_of_keys_and_values(case: str) -> None:
+    """Six heads of queries and three of keys and values: the first two share the first."""
+    positions, (q, k, v), cotangent = drawn(case)
+    q = torch.cat([q, q.flip(1)], dim=2).detach().requires_grad_()
+    attention = attention_of(positions, k.size(1))
+
+    def repeated(x: Tensor) -> Tensor:
+        return x[:, :, [0, 0, 1, 1, 2, 2]]
+
+    found, expected = attention(q, k, v), dense(positions, q, repeated(k), repeated(v))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    cotangent = torch.cat([cotangent, 2 * cotangent], dim=2)
+    gradients = torch.autograd.grad(found, (q, k, v), cotangent)
+    for gradient, other in zip(gradients, torch.autograd.grad(expected, (q, k, v), cotangent), strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-11, atol=1e-11)
+
+
+def test_blocks_of_queries_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask of at most 200 pairs: blocks of one query and of three."""
+    monkeypatch.setattr(documents, "_MASK_ELEMENTS", 200)
+    positions, inputs, cotangent = drawn("some from earlier ranks")
+    assert_equal_to_dense(attention_of(positions, inputs[1].size(1)), positions, inputs, cotangent)
+
+
+def variable_length(
+    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, longest: int, most_keys: int, *how: Any
+) -> tuple[Tensor]:
+    """What flash attention's operator means: causal from the last query and the last key of each document."""
+    assert how == (0.0, True, False)
+    assert (queries.dtype, keys.dtype) == (torch.int32, torch.int32)
+    assert (longest, most_keys) == (int(queries.diff().max()), int(keys.diff().max()))
+    assert (len(q), len(k), len(v)) == (queries[-1], keys[-1], keys[-1])
+    outputs = []
+    for (first, last), (begin, end) in zip(pairwise(queries.tolist()), pairwise(keys.tolist()), strict=True):
+        scores = torch.einsum("thk, shk -> hts", q[first:last], k[begin:end]) / WIDTH**0.5
+        hidden = torch.ones_like(scores, dtype=torch.bool).triu(end - begin - (last - first) + 1)
+        outputs.append(
+            torch.einsum("hts, shk -> thk", scores.masked_fill(hidden, -torch.inf).softmax(-1), v[begin:end])
+        )
+    return (torch.cat(outputs),)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_flash_attention_gets_the_documents(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """Its operator is for GPUs only: a plain one with its meaning stands for it, so that the arguments are proved."""
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", variable_length)
+    positions, inputs, cotangent = drawn(case)
+    assert_equal_to_dense(attention_of(positions, inputs[1].size(1)).flash, positions, inputs, cotangent)
+
+
+def calls(monkeypatch: pytest.MonkeyPatch, positions: Tensor) -> int:
+    """Of attention, for rows with ``positions``."""
+    count, whole = 0, torch.nn.functional.scaled_dot_product_attention
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        nonlocal count
+        count += 1
+        return whole(*args, **kwargs)
+
+    monkeypatch.setattr(documents.F, "scaled_dot_product_attention", counted)
+    q = torch.zeros(*positions.shape, 1, 8)
+    attention_of(positions, positions.size(1))(q, q, q)
+    monkeypatch.undo()
+    return count
+
+
+def test_short_documents_are_computed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of an evaluation: hundreds of documents in a row, a few calls; long ones stay where they are."""
+    short = positions_of(2000, ((0, tuple(range(7, 2000, 13))), (0, tuple(range(5, 2000, 17)))))
+    assert calls(monkeypatch, short) <= 2
+    long = positions_of(2000, ((0, (500, 1200)), (0, (900,))))
+    assert calls(monkeypatch, long) == 5
+    assert attention_of(long, 2000)._layout.moves is None, "nothing is copied where every document is alone"
+    assert calls(monkeypatch, positions_of(2000, ((0, ()), (0, ())))) == 1
+
+
+def test_an_overflow_stays_in_its_document() -> None:
+    positions = positions_of(40, ((0, tuple(range(3, 40, 3))),))
+    q, k, v = torch.randn(3, 1, 40, 1, 8)
+    v[0, 4] = torch.nan
+    o = attention_of(positions, 40)(q, k, v)
+    reached = torch.isnan(o).any(dim=-1).flatten().nonzero().flatten().tolist()
+    # Of its own document, tokens 3 to 5: PyTorch's kernel multiplies what comes later by zero.
+    assert {4, 5} <= set(reached) <= {3, 4, 5}
+
+
+def largest_tensor(positions: Tensor, before: int) -> int:
+    """Most elements of any tensor that forward and backward make."""
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for one in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(one, Tensor):
+                    largest = max(largest, one.numel())
+            return out
+
+    n = positions.size(1)
+    q = torch.randn(1, n, 1, 8, requires_grad=True)
+    k, v = torch.randn(2, 1, n + before, 1, 8, requires_grad=True).unbind(0)
+    with Watch():
+        attention_of(positions, n + before)(q, k, v).sum().backward()
+    return largest
+
+
+def test_memory_is_linear_in_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the last of eight ranks: no tensor grows with the product of queries and keys."""
+    monkeypatch.setattr(documents, "_MASK_ELEMENTS", 2**14)
+    sizes = {n: largest_tensor(positions_of(n, ((7 * n, ()),)), 7 * n) for n in (512, 1024, 2048)}
+    assert sizes[2048] <= 2 * sizes[1024] <= 4 * sizes[512]
+    assert sizes[2048] <= 2 * 8 * 8 * 2048, sizes
+
+
+def test_documents_that_are_given_are_those_of_the_positions() -> None:
+    positions = positions_of(60, CASES["of any length"][1])
+    read = SequenceContext.of(positions)
+    given = SequenceContext.of(positions, starts=read_starts(positions))
+    assert read.cu_seqlens is not None and given.cu_seqlens is not None
+    assert read.cu_seqlens.tolist() == given.cu_seqlens.tolist() == [0, 1, 2, 40, 60, 90, 119, 120]
+    assert SequenceContext.of(positions_of(60, ((5, ()), (0, ())))).cu_seqlens is None

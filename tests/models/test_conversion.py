@@ -1,0 +1,151 @@
+"""Which weights a model keeps of one with other mixers, from their shapes alone."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from lightscale.config.mixers import MIXERS
+from lightscale.config.schema import ModelConfig
+from lightscale.errors import UserError
+from lightscale.exchange.weights import exported_tensors, shape_of
+from lightscale.models.conversion import Conversion, conversion, other_settings
+from lightscale.models.registry import mixer_spec
+from lightscale.models.specs.interface import MixerSpec
+from lightscale.models.specs.llama import LLaMASpec
+
+EXPORTED = {
+    "q": "q_proj.weight",
+    "k": "k_proj.weight",
+    "v": "v_proj.weight",
+    "o": "o_proj.weight",
+    "forget": "f_proj.weight",
+    "gate_down": "gate_down.weight",
+    "gate_up": "gate_up.weight",
+    "angles": "theta",
+    "q_bias": "q_proj.bias",
+    "k_bias": "k_proj.bias",
+    "v_bias": "v_proj.bias",
+    "o_bias": "o_proj.bias",
+}
+"""What transformers calls what has a role."""
+
+
+def shape(mixer: str | list[str], **fields: Any) -> ModelConfig:
+    of_all = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48, "vocab_size": 128}
+    return ModelConfig(mixer=mixer, **{**of_all, **fields})
+
+
+def converted(source: ModelConfig, target: ModelConfig) -> Conversion:
+    found = conversion(source, target)
+    assert found is not None
+    return found
+
+
+GROUPED = shape("llama", mixer_options={"llama": {"num_key_value_heads": 2, "head_dim": 6, "attention_bias": "all"}})
+
+
+@pytest.mark.parametrize("model", [*map(shape, MIXERS), GROUPED], ids=[*MIXERS, "grouped"])
+def test_each_row_of_a_mixer_has_one_role(model: ModelConfig) -> None:
+    mixer = model.layers[0]
+    for layer in (0, 1):
+        rows: Counter[tuple[str, int]] = Counter()
+        shapes = mixer_spec(mixer).parameter_shapes(model, layer)
+        for one in mixer_spec(mixer).roles(model, layer).values():
+            for first, last in one.ranges or ((0, shapes[one.parameter][0]),):
+                rows.update((one.parameter, row) for row in range(first, last))
+        assert rows == Counter((name, row) for name, sizes in shapes.items() for row in range(sizes[0]))
+
+
+@pytest.mark.parametrize("model", [*map(shape, MIXERS), GROUPED], ids=[*MIXERS, "grouped"])
+def test_roles_and_exports_agree_on_the_rows(model: ModelConfig) -> None:
+    mixer = model.layers[0]
+    exported = exported_tensors(shape_of(model, vocab_size=128))
+    for layer in range(model.num_layers):
+        for role, rows in mixer_spec(mixer).roles(model, layer).items():
+            there = exported[f"model.layers.{layer}.mixer.{EXPORTED[role]}"]
+            name = f"decoder.layers.{layer}.self_attention.{rows.parameter}"
+            assert (there.key, there.ranges) == (name, rows.ranges)
+
+
+LINES = """\
+from llama to hgrn2, tnl, llama:
+  embedding.word_embeddings.weight: kept
+  lower_bounds.table: drawn, the source has none
+  decoder.layers.0,2.self_attention.fv_proj.weight (forget): drawn, the source has none
+  decoder.layers.0,2.self_attention.fv_proj.weight (v): from decoder.layers.0,2.self_attention.kv_proj.weight
+  decoder.layers.0-2.self_attention.q_proj.weight (q): kept
+  decoder.layers.0-2.self_attention.out_proj.weight (o): kept
+  decoder.layers.0-3.mlp.linear_fc1.weight: kept
+  decoder.layers.0-3.mlp.linear_fc2.weight: kept
+  decoder.layers.1.self_attention.kv_proj.weight (k): kept
+  decoder.layers.1.self_attention.kv_proj.weight (v): kept
+  decoder.layers.1.self_attention.gate_down.weight (gate_down): drawn, the source has none
+  decoder.layers.1.self_attention.gate_up.weight (gate_up): drawn, the source has none
+  decoder.layers.3.self_attention.kv_proj.weight: kept
+  decoder.layers.3.self_attention.q_proj.weight: kept
+  decoder.layers.3.self_attention.out_proj.weight: kept
+  decoder.layers.0,2.self_attention.kv_proj.weight (k): not used
+  decoder.layers.0-3.input_layernorm.weight: not used
+  decoder.layers.0-3.pre_mlp_layernorm.weight: not used
+  decoder.final_layernorm.weight: not used
+  model.norm = "srmsnorm" here and "rmsnorm" there: kept weights compute something else
+"""
+
+
+def test_the_table_of_a_softmax_model_that_becomes_linear() -> None:
+    source = shape("llama", norm="rmsnorm", glu_activation="silu")
+    found = converted(source, shape(["hgrn2", "tnl", "hgrn2", "llama"], glu_activation="silu"))
+    assert found.lines() == LINES.splitlines()
+    rows = {(row.get("parameter") or row["unused"], row.get("role")): row for row in found.table()}
+    attention = "decoder.layers.0,2.self_attention"
+    assert rows[f"{attention}.fv_proj.weight", "v"]["from"] == f"{attention}.kv_proj.weight"
+    assert rows[f"{attention}.fv_proj.weight", "forget"]["drawn"] == "the source has none"
+
+
+def test_what_has_no_role_stays_with_mixers_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LLaMASpec, "roles", MixerSpec.roles)
+    found = converted(shape("llama"), shape(["tnl", "llama"]))
+    for one in found.beginnings:
+        is_kept = ".self_attention." not in one.weight.parameter or one.weight.parameter.split(".")[2] in "13"
+        assert (one.source is not None) == is_kept, one
+
+
+def test_weights_of_another_shape_are_drawn() -> None:
+    found = converted(shape("tnl", mixer_options={"tnl": {"gate_rank": 4}}), shape("lightnet"))
+    drawn = {row["parameter"]: row["drawn"] for row in found.table() if "drawn" in row and "role" in row}
+    assert drawn == {
+        "decoder.layers.0-3.self_attention.gate_down.weight": "(4, 32) there and (8, 32) here",
+        "decoder.layers.0-3.self_attention.gate_up.weight": "(32, 4) there and (32, 8) here",
+    }
+
+
+def test_keys_of_fewer_heads_are_drawn() -> None:
+    grouped = shape("llama", mixer_options={"llama": {"num_key_value_heads": 2}})
+    found = converted(grouped, shape("tnl"))
+    drawn = {
+        row["role"]: row["drawn"] for row in found.table() if "drawn" in row and row.get("role") in ("q", "k", "v", "o")
+    }
+    assert drawn == dict.fromkeys("kv", "(16, 32) there and (32, 32) here")
+
+
+def test_settings_that_are_no_weights_are_said() -> None:
+    there = shape("llama", norm_eps=1e-5, mixer_options={"llama": {"rope_theta": 5e5}})
+    assert other_settings(there, shape("llama")) == [
+        "model.norm_eps = 1e-06 here and 1e-05 there: kept weights compute something else",
+        "model.mixer_options.llama.rope_theta = 10000.0 here and 500000.0 there: kept weights compute something else",
+    ]
+    assert other_settings(there, there) == []
+
+
+def test_the_same_mixers_are_no_conversion() -> None:
+    assert conversion(shape("tnl"), shape(["tnl", "tnl"], mixer_options={"tnl": {"gate_rank": 4}})) is None
+    assert conversion(shape("tnl"), shape("tnl", num_heads=8)) is not None
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("hidden_size", 64), ("num_layers", 2), ("intermediate_size", 64), ("vocab_size", 256)]
+)
+def test_sizes_that_cannot_fit_are_refused(key: str, value: int) -> None:
+    with pytest.raises(UserError, match=rf"model\.{key} is {value} .* use model\.{key}={value}$"):
+        conversion(shape("llama", **{key: value}), shape("tnl"))

@@ -1,0 +1,63 @@
+"""Kernels beside their chunked forms, interpreted on the CPU: right ones pass, a wrong one is found and named."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightscale.config.schema import ModelConfig
+from lightscale.kernels.common import backends
+from lightscale.kernels.common.backends import choose_backend, fall_back, implementation
+from lightscale.models.kernel_check import Mismatch, check_kernels
+
+CPU = torch.device("cpu")
+
+
+def wrong(mixer: str) -> list[Mismatch]:
+    model = ModelConfig(mixer=mixer, num_layers=2, hidden_size=64, num_heads=2, intermediate_size=48, vocab_size=128)
+    return list(check_kernels(model, torch.float32, CPU, tokens=40, backend="triton"))
+
+
+@pytest.mark.parametrize("mixer", ["tnl", "hgrn2", pytest.param("lightnet", marks=pytest.mark.long)])
+def test_right_kernels_pass(mixer: str) -> None:
+    assert wrong(mixer) == []
+
+
+def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One head's outputs are 10 % too large."""
+    module = implementation("gla", "triton")
+    right = module.triton_gla
+
+    def scaled(*args: Any) -> Any:
+        o, state = right(*args)
+        return torch.cat([1.1 * o[:, :, :1], o[:, :, 1:]], dim=2), state
+
+    monkeypatch.setattr(module, "triton_gla", scaled)
+    found = wrong("hgrn2")
+    assert {one.operator for one in found} == {"gla"}
+    assert found[0].result == "output"
+    assert str(found[0]).startswith("gla: output is off by 0.0")
+
+
+def test_nan_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = implementation("gla", "triton")
+    right = module.triton_gla
+    monkeypatch.setattr(module, "triton_gla", lambda *args: (right(*args)[0] * torch.nan, None))
+    assert "gla: output is off by nan, limit 0.0001" in [str(one) for one in wrong("hgrn2")]
+
+
+def test_a_kernel_that_does_not_run_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise RuntimeError("PTX of a newer version\nand a long listing")
+
+    monkeypatch.setattr(implementation("gla", "triton"), "triton_gla", refuse)
+    assert [str(one) for one in wrong("hgrn2")] == ["gla: does not run: RuntimeError: PTX of a newer version"]
+
+
+def test_auto_falls_back_for_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_fallen", set())
+    on_gpu: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device="cuda:0", shape=(1, 64))
+    assert (choose_backend("gla", on_gpu), choose_backend("tpe", on_gpu)) == ("triton", "triton")
+    fall_back("gla")
+    assert (choose_backend("gla", on_gpu), choose_backend("tpe", on_gpu)) == ("chunked", "triton")

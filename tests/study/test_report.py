@@ -1,0 +1,168 @@
+"""Laws of a study whose losses lie on a known surface, and pages that need nothing else to be read."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightscale.cli import main
+from lightscale.runs.run_directory import write_atomically
+from lightscale.study.fits.parametric import LossSurface
+from lightscale.study.study import Study
+from tests.study.studies import BASE, TINY, pretend, write_study
+
+SURFACE = LossSurface(E=1.5, A=70.0, B=21.0, alpha=0.5, beta=0.5)
+# a = β / (α + β) of N_opt ∝ C^a is 1/2.
+STEPS = 400
+LARGER = """
+[axes.size.larger]
+model = { num_layers = 4, hidden_size = 96, num_heads = 2, intermediate_size = 256 }
+[axes]
+"train.seed" = [0, 1]
+# At equal compute four sizes must have been trained.
+[[rules]]
+when.size = "small"
+set.train.steps = 4_000
+[[rules]]
+when.size = "medium"
+set.train.steps = 1_200
+[fit]
+skip = 0.01
+"""
+
+
+class Text(HTMLParser):
+    """What a page says, and the addresses in it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.addresses: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "data")]
+        assert tag not in ("script", "link", "iframe", "object")
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Study:
+    folder = tmp_path_factory.mktemp("report")
+    path = write_study(folder, TINY + LARGER, base=BASE.replace("steps = 40", f"steps = {STEPS}"))
+    study = Study(path, folder / "study")
+    study.begin()
+    for number, cell in enumerate(study.cells()):
+        counts = study.counts(cell)
+        steps = np.unique(np.geomspace(1, counts.steps, num=STEPS).astype(int))
+        tokens = steps * float(counts.tokens_per_step)
+        losses = SURFACE(np.full_like(tokens, counts.parameters), tokens) * np.exp(1e-3 * (-1) ** number)
+        pretend(study, cell, losses.tolist(), steps.tolist())
+        scores = {"accuracy": {"value": 100 / losses[-1], "standard_error": None}}
+        result = {"run": "x", "task": "toy", "step": STEPS, "identity": "x", "requests": 1, "scores": scores}
+        path = study.run(cell).evaluation / f"step-{STEPS:08d}" / "toy.json"
+        path.parent.mkdir(parents=True)
+        write_atomically(path, json.dumps(result))
+    return study
+
+
+def test_laws_of_a_study_are_those_of_its_surface(finished: Study, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(finished.definition.path), "--dir", str(finished.path), "--draws", "4"]
+    assert main(["study", "fit", *arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads((finished.path / "fit.json").read_text())
+    assert (finished.path / "curves.parquet").is_file()
+    laws = {(one["architecture"], one["counting"]): one for one in found["laws"]}
+    assert set(laws) == {(name, counting) for name in ("tnl", "llama") for counting in ("ours", "paper")}
+    for one in laws.values():
+        surface = {name: one["surface"][name]["value"] for name in ("E", "A", "B", "alpha", "beta")}
+        if one["counting"] == "ours":
+            assert surface == pytest.approx(SURFACE.constants(), rel=0.05)
+        between = one["envelope"]["between"]
+        assert "refused" not in between, (one["architecture"], one["counting"], between)
+        assert abs(between["identity_residual"]) < 1e-9
+        assert between["num_points"] > 50
+        assert between["loss"]["exponent"]["low"] <= between["loss"]["exponent"]["high"] < 0
+        # What the smallest and largest models own moves the exponents, and is shown beside it.
+        assert one["envelope"]["all"]["window_pflop_days"][0] < between["window_pflop_days"][0]
+        assert len(one["sizes"]) == 4
+        assert one["isoflop"]["parameters"]["exponent"]["value"] == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_report_shows_all_and_loads_nothing(finished: Study, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(finished.definition.path), "--dir", str(finished.path), "--draws", "2"]
+    assert main(["study", "report", *arguments]) == 0
+    path = Path(capsys.readouterr().out.strip())
+    text = path.read_text()
+    page = Text(text)
+    assert all(address.startswith("#") for address in page.addresses)
+    assert "url(http" not in text and "@import" not in text
+    words = " ".join(page.words)
+    for expected in ("Table 3", "published", "3.539 C^-0.0768", "between", "isoFLOP", "Evaluation against size", "toy"):
+        assert expected in words, expected
+    assert all(cell.name in words for cell in finished.cells())
+    # One picture of all architectures, curves and parabolas of each counting of each, one of the score.
+    assert text.count("<svg") == 1 + 2 * 2 * 2 + 1
+    names = re.findall(r'<clipPath id="([^"]+)"', text)
+    assert len(names) == len(set(names))
+
+
+def test_runs_are_compared(finished: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [str(finished.run(cell).path) for cell in finished.cells()[:2]]
+    out = tmp_path / "page.html"
+    assert main(["compare", *runs, "--out", str(out)]) == 0
+    page = Text(out.read_text())
+    words = " ".join(page.words)
+    assert "train.seed" in words and "model.hidden_size" not in words
+    assert "toy: accuracy" in words
+    assert out.read_text().count("<svg") == 3
+    assert all(address.startswith("#") for address in page.addresses)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere", "--out", "page.html"], "there is no run nowhere"),
+        (["{run}", "--out", "nowhere/page.html"], "--out nowhere/page.html: there is no folder nowhere"),
+        (["{run}", "--out", "page.html", "--smoothing", "1"], "--smoothing 1.0: must be above 1"),
+        (["{new}", "--out", "page.html"], "no step was recorded yet"),
+    ],
+)
+def test_comparisons_that_are_refused(
+    finished: Study,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    study = Study(write_study(tmp_path), tmp_path / "study")
+    cell = study.cells()[0]
+    study.run(cell).create(cell.config)
+    names = {"run": str(finished.run(finished.cells()[0]).path), "new": str(study.run(cell).path)}
+    assert main(["compare", *(one.format(**names) for one in arguments)]) == 78
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not Path("page.html").exists()
+
+
+def test_too_few_cells_are_refused_with_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    study = Study(write_study(tmp_path))
+    study.begin()
+    assert main(["study", "fit", "tiny.toml"]) == 78
+    assert "studies/tiny has no curves" in capsys.readouterr().err
+    pretend(study, study.cells()[0], [5.0 - 0.01 * step for step in range(40)])
+    assert main(["study", "fit", "tiny.toml"]) == 78
+    assert "an envelope needs runs of 3 sizes at least; there are 1" in capsys.readouterr().err
+    # The page shows what there is all the same.
+    assert main(["study", "report", "tiny.toml"]) == 0
+    assert "needs runs of 3 sizes" in Path("studies/tiny/report.html").read_text()

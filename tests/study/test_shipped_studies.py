@@ -1,0 +1,87 @@
+"""The studies in configs/studies: every cell is a run that would start, and is the one that the papers describe."""
+
+import pytest
+
+from lightscale.config.files import flat, load
+from lightscale.config.shipped import STUDIES, study_names
+from lightscale.models.accounting import parameter_terms
+from lightscale.planning.published import TABLE_1, TABLE_7, Symbols
+from lightscale.study.cells import Cell, make_cells
+from lightscale.study.counts import count
+from lightscale.study.definition import read_definition
+from lightscale.study.published import TABLE_5, TABLE_6
+
+
+def cells(name: str) -> dict[str, Cell]:
+    return {cell.name: cell for cell in make_cells(read_definition(STUDIES / f"{name}.toml"))}
+
+
+def test_the_shipped_studies_are_those() -> None:
+    assert study_names() == ["aspect-ratio", "context-length", "scaling-law", "two-cores"]
+
+
+def test_the_scaling_law_study_has_the_shipped_runs() -> None:
+    found = cells("scaling-law")
+    names = {f"{architecture}-{size}" for architecture in (*TABLE_7, "lightnet") for size in TABLE_7["tnl"]}
+    assert set(found) == names
+    for name, cell in found.items():
+        assert flat(cell.config) == flat(load(name)), name
+
+
+def test_a_run_of_7b_keeps_what_its_recipe_says() -> None:
+    counts = count(cells("scaling-law")["tnl-7b"].config)
+    # 57 of the weights alone, 4 bytes a parameter; of the full ones, with two moments, one: without checkpoint.every
+    # only the last step is sure.
+    parameters = counts.parameters + counts.embedding
+    assert counts.kept_bytes == parameters * (57 * 4 + 12)
+
+
+def test_aspect_ratio_is_table_5() -> None:
+    found = {
+        (cell.architecture, cell.config.model.hidden_size, cell.config.model.num_layers)
+        for cell in cells("aspect-ratio").values()
+    }
+    assert found == {(one.architecture, one.hidden_size, one.num_layers) for one in TABLE_5}
+    for cell in cells("aspect-ratio").values():
+        assert count(cell.config).parameters == pytest.approx(0.92e9, rel=0.04)
+        assert cell.config.model.head_dim == 128
+
+
+def test_context_length_is_table_6() -> None:
+    found = cells("context-length").values()
+    lengths = {(cell.architecture, cell.config.data.sequence_length) for cell in found}
+    assert lengths == {(one.architecture, one.sequence_length) for one in TABLE_6}
+    assert {cell.config.tokens_per_step for cell in found} == {480 * 8192}
+
+
+def test_two_cores_is_small_and_whole() -> None:
+    found = cells("two-cores")
+    main = [cell for cell in found.values() if cell.part == "main"]
+    assert len(main) == 5 * 5 * 2
+    assert {cell.architecture for cell in main} == {"tnl", "hgrn2", "cosformer2", "lightnet", "llama"}
+    assert all(10_000 <= count(cell.config).parameters <= 500_000 for cell in main)
+    # A sweep of its own for every architecture.
+    assert len({cell.choice for cell in found.values() if cell.part == "sweep"}) == 5
+
+
+def test_lightnets_own_recipes() -> None:
+    """Table 11 of arXiv 2405.21022, and the sizes in its Tables 4 and 5."""
+    config = load("lightnet-wikitext103")
+    optimizer, train = config.optimizer, config.train
+    assert (optimizer.schedule, optimizer.warmup_steps, optimizer.lr) == ("inverse_sqrt", 4000, 5e-4)
+    assert (optimizer.betas, optimizer.eps, optimizer.weight_decay, optimizer.grad_clip) == ((0.9, 0.999), 1e-8, 0.1, 0)
+    assert (train.steps, train.global_batch_size, config.data.sequence_length) == (50_000, 128, 512)
+    assert sum(parameter_terms(config.model).values()) == pytest.approx(45.07e6, rel=0.001)
+    large = load("lightnet-paper-380m")
+    assert sum(parameter_terms(large.model).values()) == pytest.approx(379e6, rel=0.002)
+    assert large.train.tokens == 10_000_000_000
+
+
+@pytest.mark.parametrize("architecture", TABLE_1)
+def test_closed_forms_of_table_1_are_near_table_7(architecture: str) -> None:
+    """They take g for 8/3 d; LLaMA's FLOPs at 7B are then exactly those that the paper prints."""
+    config = load(f"{architecture}-7b")
+    symbols = Symbols.of(config.model, n=8192, batch=480)
+    form, published = TABLE_1[architecture], TABLE_7[architecture]["7b"]
+    assert form.count_parameters(symbols) / 1e6 == pytest.approx(published.parameters_millions, rel=0.006)
+    assert form.count_flops(symbols) / 1e15 == pytest.approx(published.step_petaflops, abs=0.06)

@@ -1,0 +1,148 @@
+"""Real training steps on the null device: what they ask for is within its budget, and what planning says."""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from lightscale.config.files import load
+from lightscale.config.schema import RunConfig
+from lightscale.planning.plan import plan
+
+# Seconds of work for each case; a slow machine must not be taken for a hang.
+pytestmark = pytest.mark.timeout(900)
+Found = dict[str, Any]
+COMPUTE = 0
+"""The stream of the computation."""
+
+
+@pytest.fixture(scope="module")
+def quick(cuda_twin: ModuleType) -> dict[str, Found]:
+    """The quick cases, in one start."""
+    return recorded(cuda_twin, cuda_twin.cases.quick_cases())
+
+
+def recorded(cuda_twin: ModuleType, cases: dict[str, Any]) -> dict[str, Found]:
+    found = cuda_twin.null_cases.record(cuda_twin.installation.installed(), list(cases.values()))
+    return dict(zip(cases, found, strict=True))
+
+
+def configuration(found: Found) -> RunConfig:
+    return load(found["case"]["config"], found["case"]["overrides"])
+
+
+def collectives(found: Found, *groups: str) -> list[Found]:
+    return [one for one in found["steps"][-1]["collectives"] if one["group"] in groups]
+
+
+def num_bytes(found: Found, group: str, call: str) -> int:
+    return sum(one["bytes"] for one in collectives(found, group) if one["call"] == call)
+
+
+def hold(cuda_twin: ModuleType, runs: dict[str, Found], check: Callable[[str, Found], None]) -> None:
+    for name, found in runs.items():
+        check(name, found)
+    budgets = cuda_twin.cases.read_budgets()
+    exceeded = [line for name, found in runs.items() for line in cuda_twin.cases.exceeded(name, found, budgets)]
+    assert not exceeded, "\n".join(exceeded)
+
+
+def check_run(name: str, found: Found) -> None:
+    """Nothing that would fail on a GPU, and nothing of which the null device knows nothing."""
+    assert found["faults"] == {}, name
+    step = found["steps"][-1]
+    assert step["allocations"] == {}, f"{name}: the second step allocates, which waits for the device"
+    assert set(step["unknown"]) <= {"cublasSetMathMode", "cublasSetWorkspace_v2"}, name
+    assert step["launches_in_all"] > 0
+    # Among them Megatron's that buckets of weights are gathered in another order than they are asked for.
+    assert found["warnings"] == [], name
+    check_states(name, found)
+    check_messages(name, found)
+    check_gradients(name, found)
+    check_streams(name, found)
+
+
+def check_states(name: str, found: Found) -> None:
+    """States: as many bytes as planning says, for every layer, micro-batch and direction."""
+    layout, config = found["layout"], configuration(found)
+    if layout["sequence"] == 1 or layout["pipeline"] > 1 or "llama" in config.model.layers:
+        return
+    expected = 0
+    for exchange in plan(config, found["case"]["world_size"]).exchanges:
+        first, last = exchange.layers or (0, 0)
+        expected += (last - first + 1) * (exchange.forward_bytes + exchange.backward_bytes)
+    given = sum(one["bytes"] for one in collectives(found, "states") if one["call"] != "Recv")
+    assert given == expected * found["case"]["micro_batches"], f"{name}: {given:,} bytes of states"
+
+
+def check_messages(name: str, found: Found) -> None:
+    """Between pipeline stages: sent and received together, and the host waits neither for them nor for the device."""
+    if found["layout"]["pipeline"] == 1:
+        return
+    messages = {one["call"]: one["calls"] for one in collectives(found, "pipeline_model_parallel")}
+    assert sum(messages.get(call, 0) for call in ("Send", "Recv")) >= found["case"]["micro_batches"], name
+    waits = found["steps"][-1]["host_waits"]
+    assert not [wait for wait in waits if "pipeline" in wait["where"] or wait["call"] == "cudaDeviceSynchronize"], waits
+
+
+def check_gradients(name: str, found: Found) -> None:
+    """Gradients are reduced once a step in fp32, and weights gathered once; padding of the buckets aside."""
+    planned, layout = found["planned"], found["layout"]
+    group = "data_parallel_group_with_cp"
+    ranks = layout["data"] * layout["sequence"]
+    if ranks == 1:
+        return
+    reduced = num_bytes(found, group, "ReduceScatter")
+    assert planned["gradients_bytes"] <= reduced <= 1.02 * planned["gradients_bytes"] + 2**20, name
+    gathered = ranks * num_bytes(found, group, "AllGather")
+    assert planned["weights_bytes"] <= gathered <= 1.02 * planned["weights_bytes"] + 2**20, name
+
+
+def check_streams(name: str, found: Found) -> None:
+    """What runs beside the computation has a stream of its own, and the computation is on one."""
+    streams: dict[str, set[int]] = {}
+    for one in found["steps"][-1]["collectives"]:
+        streams.setdefault(f"{one['group']} {one['call']}", set()).add(one["stream"])
+    beside = [key for key in streams if key.startswith("states") or key.endswith("ReduceScatter")]
+    for key in beside:
+        if not key.startswith("tensor_model_parallel"):
+            assert COMPUTE not in streams[key], f"{name}: {key} waits for the computation"
+    work = {stream: counts for stream, counts in found["steps"][-1]["streams"].items() if counts.get("product")}
+    assert list(work) == [hex(COMPUTE)], f"{name}: matrix products on {list(work)}"
+
+
+def test_steps_ask_for_no_more_than_their_budgets(cuda_twin: ModuleType, quick: dict[str, Found]) -> None:
+    hold(cuda_twin, quick, check_run)
+
+
+def test_a_budget_that_is_exceeded_is_named(cuda_twin: ModuleType, quick: dict[str, Found]) -> None:
+    name, found = next(iter(quick.items()))
+    asked = cuda_twin.cases.asked(found)
+    budgets = {name: {**asked, "host_waits": asked["host_waits"] - 1}}
+    (line,) = cuda_twin.cases.exceeded(name, found, budgets)
+    assert line.startswith(f"{name}: {asked['host_waits']} host waits in a step")
+
+
+def test_every_host_wait_has_its_line(quick: dict[str, Found]) -> None:
+    for found in quick.values():
+        for wait in found["steps"][-1]["host_waits"]:
+            assert wait["where"].startswith("lightscale/"), wait
+
+
+@pytest.mark.twin
+@pytest.mark.timeout(3600)
+def test_every_kept_case_asks_for_no_more_than_its_budget(cuda_twin: ModuleType) -> None:
+    hold(cuda_twin, recorded(cuda_twin, cuda_twin.cases.all_cases()), check_run)
+
+
+@pytest.mark.twin
+@pytest.mark.timeout(3600)
+def test_peak_memory_is_what_planning_says(cuda_twin: ModuleType) -> None:
+    """Of whole models, within 5 %."""
+    off = {}
+    for name, found in recorded(cuda_twin, cuda_twin.cases.planned_cases()).items():
+        peak = max(step["peak_bytes"] for step in found["steps"])
+        off[name] = peak / found["planned"]["total_bytes"] - 1
+    print({name: f"{100 * value:+.1f} %" for name, value in off.items()})
+    assert all(abs(value) <= 0.05 for value in off.values()), off

@@ -1,0 +1,1 @@
+"""The CUDA path of lightscale on a machine without a GPU."""

@@ -1,0 +1,110 @@
+"""The null runs that are kept: what a step of each may ask of its device, in ``budgets.toml``."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ARCHITECTURES = ("tnl", "hgrn2", "lightnet", "cosformer2", "llama")
+BUDGETS = Path(__file__).resolve().parent / "budgets.toml"
+BUDGETED = ("launches", "host_waits", "collectives", "copies")
+"""What has a budget: numbers that one step of one rank asks for."""
+
+
+def _case(config: str, *overrides: str, **more: Any) -> dict[str, Any]:
+    return {"config": config, "overrides": ["train.micro_batch_size=1", *overrides], "documents": 4, **more}
+
+
+def quick_cases() -> dict[str, dict[str, Any]]:
+    """Some of each kind, for the default tests."""
+    chosen = ("tnl 1B, 2 layers", "tnl 1B, 2 layers, sequence 8", "tnl 7B, 4 layers, all axes, rank 519 of 1,024")
+    everything = all_cases()
+    return {name: everything[name] for name in chosen}
+
+
+def all_cases() -> dict[str, dict[str, Any]]:
+    """By name. Widths are those of the sizes; layers are fewer, since each of them asks for the same."""
+    found: dict[str, dict[str, Any]] = {}
+    for one in ARCHITECTURES:
+        for layers in (2, 4):
+            found[f"{one} 1B, {layers} layers"] = _case(f"{one}-1b", f"model.num_layers={layers}", world_size=8, rank=3)
+        found[f"{one} 1B, 2 layers, sequence 8"] = _sequence(one)
+    for ranks in (2, 64):
+        found[f"tnl 1B, 2 layers, sequence {ranks}"] = _sequence("tnl", ranks=ranks)
+    for kind in ("two_level", "ring"):
+        found[f"tnl 1B, 2 layers, sequence 8, {kind}"] = _sequence(
+            "tnl", f'parallel.exchange="{kind}"', "parallel.ranks_per_node=4"
+        )
+    for kind in ("selective", "full"):
+        found[f"tnl 1B, 2 layers, sequence 8, {kind} recomputation"] = _sequence("tnl", f'train.recompute="{kind}"')
+    axes = ("parallel.tensor=2", "parallel.pipeline=2", "parallel.sequence=4")
+    for rank in (0, 519, 1023):
+        found[f"tnl 7B, 4 layers, all axes, rank {rank:,} of 1,024"] = _case(
+            "tnl-7b", "model.num_layers=4", *axes, world_size=1024, rank=rank
+        )
+    found["hybrid, all axes, rank 5 of 16"] = _case("hybrid-tiny", *axes, world_size=16, rank=5)
+    found["tnl tiny, validation, save, resume"] = _case(
+        "tnl-tiny",
+        "guard.compare_replicas_every=1",
+        "metrics.parameter_norms_every=1",
+        validate=True,
+        save=True,
+        steps=3,
+    )
+    return found
+
+
+def _sequence(architecture: str, *overrides: str, ranks: int = 8) -> dict[str, Any]:
+    given = ("model.num_layers=2", f"parallel.sequence={ranks}", *overrides)
+    return _case(f"{architecture}-1b", *given, world_size=64, rank=19)
+
+
+def planned_cases() -> dict[str, dict[str, Any]]:
+    """Whole models, whose memory is held to ``lightscale plan``."""
+    found = {f"{one} 1B": _case(f"{one}-1b", world_size=8, rank=3) for one in ARCHITECTURES}
+    found["tnl 1B, 1M tokens on 8 ranks"] = _case(
+        "tnl-1b", "data.sequence_length=1048576", "parallel.sequence=8", 'train.recompute="full"', world_size=8, rank=3
+    )
+    found["tnl 7B, tensor 8"] = _case("tnl-7b", "parallel.tensor=8", world_size=8, rank=3)
+    found["tnl 7B, pipeline 4"] = _case(
+        "tnl-7b", "parallel.pipeline=4", 'train.recompute="selective"', world_size=32, rank=0, micro_batches=8
+    )
+    return found
+
+
+def asked(found: Mapping[str, Any]) -> dict[str, int]:
+    """What the last step of a null run asks for, by the names of ``BUDGETED``."""
+    step = found["steps"][-1]
+    return {
+        "launches": step["launches_in_all"],
+        "host_waits": step["host_waits_in_all"],
+        "collectives": sum(one["calls"] for one in step["collectives"]),
+        "copies": sum(one["count"] for one in step["copies"].values()),
+    }
+
+
+def read_budgets() -> dict[str, dict[str, int]]:
+    """By case."""
+    return tomllib.loads(BUDGETS.read_text(encoding="utf-8"))
+
+
+def write_budgets(found: Mapping[str, Mapping[str, Any]]) -> None:
+    """The budgets that these runs, by case, just keep."""
+    head = (
+        "# What one step of one rank may ask of its device, counted on the null device. A change that asks for more\n"
+        "# fails tests/twin; whoever means it writes this file anew: make twin-budgets.\n"
+    )
+    tables = [
+        "\n".join([f'["{name}"]', *(f"{key} = {count}" for key, count in asked(one).items())])
+        for name, one in found.items()
+    ]
+    BUDGETS.write_text(head + "\n" + "\n\n".join(tables) + "\n", encoding="utf-8")
+
+
+def exceeded(name: str, found: Mapping[str, Any], budgets: Mapping[str, Mapping[str, int]]) -> Sequence[str]:
+    """In which ways a run asks for more than its budget."""
+    return [
+        f"{name}: {count:,} {key.replace('_', ' ')} in a step, of which its budget has {budgets[name][key]:,}"
+        for key, count in asked(found).items()
+        if count > budgets[name][key]
+    ]

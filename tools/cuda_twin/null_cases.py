@@ -1,0 +1,102 @@
+"""Null runs from outside: a process of the twin for each, and its records as a table."""
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from cuda_twin.cases import BUDGETED, asked
+from cuda_twin.installation import Twin, run_in_twin
+from lightscale.errors import UserError
+
+_MIB, _GIB = 2**20, 2**30
+
+
+def record(twin: Twin, cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What ``null_run`` writes of each of ``cases``, the fields of a ``NullCase``; one process runs them in turn.
+
+    Raises:
+        UserError: the run failed; it has said why.
+    """
+    with tempfile.TemporaryDirectory(prefix="null-case-") as folder:
+        given, found = Path(folder) / "cases.json", Path(folder) / "found.json"
+        given.write_text(json.dumps(list(cases)), encoding="utf-8")
+        done = run_in_twin(twin, ["-m", "cuda_twin.null_run", given, found], timeout_s=3600)
+        if done.returncode or not found.exists():
+            raise UserError(f"a null run failed with exit code {done.returncode}:\n{done.output[-4000:]}")
+        made: list[dict[str, Any]] = json.loads(found.read_text(encoding="utf-8"))
+        return made
+
+
+def tables(found: dict[str, Any]) -> Iterator[Table]:
+    """The last step, for people."""
+    step, case = found["steps"][-1], found["case"]
+    ran = f"rank {case['rank']} of {case['world_size']}, {case['micro_batches']} micro-batches"
+    lines = [(kind, f"{count:,}", "") for kind, count in step["launches"].items()]
+    lines.append(("launches in all", f"{step['launches_in_all']:,}", f"{found['layers']} layers; {ran}"))
+    lines.append(("FLOPs of matrix products", f"{step['product_flops']:.4g}", ""))
+    planned = found["planned"]["total_bytes"]
+    ratio = f"planned {planned / _GIB:.2f}: {100 * (step['peak_bytes'] / planned - 1):+.1f} %"
+    lines.append(("peak of the allocator, GiB", f"{step['peak_bytes'] / _GIB:.2f}", ratio))
+    lines.append(("reserved, GiB", f"{found['reserved_bytes'] / _GIB:.2f}", "the allocator's gaps included"))
+    yield _table(("null device", "", ""), lines)
+    yield _table(
+        ("host waits", "", "where"),
+        [(wait["call"], f"{wait['count']:,}", wait["where"]) for wait in step["host_waits"]],
+    )
+    yield _table(
+        ("collectives", "calls", "MiB", "ranks", "stream"),
+        [
+            (
+                f"{one['group'] or 'all'}: {one['call']}",
+                f"{one['calls']:,}",
+                f"{one['bytes'] / _MIB:,.2f}",
+                f"{one['ranks']:,}",
+                hex(one["stream"]),
+            )
+            for one in step["collectives"]
+        ],
+    )
+    yield _table(
+        ("stream", "work"),
+        [
+            (stream, ", ".join(f"{count:,} {kind}" for kind, count in counts.items()))
+            for stream, counts in step["streams"].items()
+        ],
+    )
+    yield _table(
+        ("memory at the peak", "MiB"),
+        [(line, f"{size / _MIB:,.0f}") for line, size in list(found["peak_by_line"].items())[:12]],
+    )
+    faults = [(fault, f"{count:,}") for fault, count in found["faults"].items()]
+    faults += [(f"unexpected: {call}", f"{count:,}") for call, count in step["allocations"].items()]
+    if faults:
+        yield _table(("faults", ""), faults)
+    if found["large"]:
+        yield _table(("elements beyond 2^31", ""), [(name, f"{count:,}") for name, count in found["large"].items()])
+
+
+def budget_table(found: Mapping[str, Mapping[str, Any]], before: Mapping[str, Mapping[str, int]]) -> Table:
+    """What each case asks for in a step; where its budget is another number, that one behind it."""
+    rows: list[tuple[str, ...]] = []
+    for name, one in found.items():
+        budget = before.get(name, {})
+        counts = [
+            f"{count:,}" + (f" of {budget[key]:,}" if budget.get(key, count) != count else "")
+            for key, count in asked(one).items()
+        ]
+        rows.append((name, *counts, f"{one['steps'][-1]['peak_bytes'] / _GIB:.2f}"))
+    return _table(("a step of a rank", *(key.replace("_", " ") for key in BUDGETED), "peak, GiB"), rows)
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
+    table = Table(box=box.SIMPLE)
+    for number, title in enumerate(head):
+        table.add_column(title, justify="left" if number in (0, len(head) - 1) else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table

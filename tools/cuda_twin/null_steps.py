@@ -1,0 +1,260 @@
+"""Real training steps of a rank on the null device.
+
+The training loop is lightscale's own: store, loader, prefetching, engine, guard, optimizer, metrics, validation,
+saves. Four things are not: weights are not drawn, as nothing is computed with them; a Triton kernel is checked in
+place of its launch (``triton_checks.py``), unless the case asks for compiled ones; what kernels compute is not compared
+at start; and other ranks are not there (``lone_rank.py``).
+"""
+
+import functools
+import os
+import signal
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from cuda_twin import peak
+from cuda_twin.computing import Computing
+from cuda_twin.lone_rank import lone_rank
+from cuda_twin.records import WORK, Kind, Recorder, Recording, demangled
+from cuda_twin.triton_checks import TritonChecks, checked_launches
+from lightscale.config.files import load
+from lightscale.config.layout import check_layout
+from lightscale.config.schema import RunConfig
+from lightscale.data_pipeline.store.token_store import StoreWriter
+from lightscale.data_pipeline.tokenizers import TiktokenTokenizer
+from lightscale.models.kernel_check import Mismatch, check_kernels
+from lightscale.parallel.device_settings import device_settings
+from lightscale.planning.memory import rank_memory
+from lightscale.runs.run_directory import RunDirectory
+from lightscale.training import build
+from lightscale.training import train as training
+from lightscale.training.checkpoints.saving import Saver
+from lightscale.training.health.heartbeat import Heartbeat
+
+STEPS = 2
+"""The first step fills caches, the second one is like all others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NullCase:
+    """One rank's run."""
+
+    config: str
+    overrides: list[str] = field(default_factory=list)
+    world_size: int = 1
+    rank: int = 0
+    micro_batches: int = 2
+    """Of a step on this rank."""
+    documents: int = 1
+    """In a sequence."""
+    steps: int = STEPS
+    validate: bool = False
+    save: bool = False
+    """Save after each step, stop before the last one, and resume. Only in a world of one."""
+    compiled: bool = False
+    """Triton kernels are compiled and launched on the null device."""
+    drawn: bool = False
+    """Weights are drawn, which takes main memory and time."""
+
+
+def configuration(case: NullCase, store: Path) -> RunConfig:
+    """The run of ``case``, on a store of its own."""
+    config = load(Path(case.config), case.overrides)
+    per_step = config.train.micro_batch_size * case.micro_batches
+    ranks = config.parallel.tensor * config.parallel.pipeline * config.parallel.sequence
+    changes: dict[str, dict[str, Any]] = {
+        "data": {
+            "store": str(store),
+            "sources": {},
+            "curriculum": [],
+            "validation": {"held": {"source": "held", "sequences": config.train.micro_batch_size}},
+        },
+        "train": {
+            "steps": case.steps,
+            "tokens": None,
+            "global_batch_size": per_step * (case.world_size // ranks),
+            "validate_every": int(case.validate),
+        },
+        "metrics": {"sinks": ["jsonl"]},
+        "optimizer": {"schedule": "constant", "warmup_steps": 0},
+    }
+    made = config.model_dump()
+    for section, values in changes.items():
+        made[section].update(values)
+    if not case.validate:
+        made["data"]["validation"] = {}
+    made["checkpoint"]["every"] = 1 if case.save else 10**6
+    return RunConfig.model_validate(made)
+
+
+def write_store(path: Path, *, sequence_length: int, documents: int, vocab_size: int) -> None:
+    """A few windows of random tokens, cut into documents of equal length."""
+    eot = min(256, vocab_size - 1)
+    ranks = {bytes([byte]): byte for byte in range(eot)}
+    tokenizer = TiktokenTokenizer(
+        name="bytes", pat_str=r"(?s:.+)", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": eot}
+    )
+    generator = np.random.default_rng(0)
+    length = max(2, sequence_length // documents)
+    with StoreWriter(path, tokenizer, shard_tokens=1 << 20, chunk_tokens=1 << 16) as store:
+        for name, windows in (("text", 4), ("held", 2)):
+            source = store.source(name)
+            for _ in range(windows * documents + 1):
+                source.append(generator.integers(0, eot, length - 1, dtype=np.uint32), num_bytes=length - 1)
+        store.finish({})
+
+
+@contextmanager
+def _alone(case: NullCase) -> Iterator[None]:
+    """The environment of the rank, and what of the others it needs."""
+    local = min(case.world_size, 8)
+    variables = {
+        "RANK": case.rank,
+        "WORLD_SIZE": case.world_size,
+        # A null device for each process: this one has its own, whichever of its node it would have.
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": local,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 0,
+    }
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, {name: str(value) for name, value in variables.items()}))
+        stack.enter_context(lone_rank(case.rank, case.world_size))
+        if not case.drawn:
+            stack.enter_context(mock.patch.object(build, "draw_weights"))
+        if not case.save:
+            # Would commit pinned memory of the size of the rank's state.
+            stack.enter_context(mock.patch.object(Saver, "reserve"))
+            stack.enter_context(mock.patch.object(training.SavePolicy, "contents_due", return_value=()))
+        yield
+
+
+def run(case: NullCase, folder: Path) -> dict[str, Any]:
+    """Train, and return what was asked of the device in each step."""
+    store = folder / "store"
+    plain = load(Path(case.config), case.overrides)
+    write_store(
+        store,
+        sequence_length=plain.data.sequence_length,
+        documents=case.documents,
+        vocab_size=plain.model.vocab_size,
+    )
+    config = configuration(case, store)
+    directory = RunDirectory(folder / "run")
+    directory.create(config)
+    recorder, checks = Recorder(), TritonChecks()
+    steps: list[dict[str, Any]] = []
+    began_us: list[int] = []
+
+    def recorded(step: Any) -> Any:
+        @functools.wraps(step)
+        def take(trainer: training.Trainer, *words: Any) -> None:
+            began_us.append(time.time_ns() // 1000)
+            torch.cuda.reset_peak_memory_stats()
+            with recorder.record() as recording:
+                step(trainer, *words)
+            most, now = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+            steps.append({**summary(recording), "peak_bytes": most, "held_bytes": now})
+
+        return take
+
+    def stop_early(step: Any) -> Any:
+        @functools.wraps(step)
+        def take(trainer: training.Trainer, *words: Any) -> None:
+            step(trainer, *words)
+            if trainer.step == case.steps - 1:
+                # As a cluster would: the run saves and ends, and the next start resumes it.
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        return take
+
+    def refused(*words: Any, **options: Any) -> list[Mismatch]:
+        # Of the kernels that are compared at start only what does not run at all: none has computed anything.
+        found = [one for one in check_kernels(*words, **options) if one.result == "-"]
+        checks.faults.update(map(str, found))
+        return found
+
+    def beat(_: Heartbeat, activity: str, **__: Any) -> None:
+        recorder.mark(activity)
+
+    with ExitStack() as stack:
+        stack.enter_context(_alone(case))
+        step = recorded(training.Trainer._train_step)
+        stack.enter_context(mock.patch.object(training.Trainer, "_train_step", stop_early(step) if case.save else step))
+        stack.enter_context(mock.patch.object(Heartbeat, "beat", beat))
+        stack.enter_context(mock.patch.object(training, "check_kernels", refused))
+        if not case.compiled:
+            stack.enter_context(checked_launches(checks, recorder))
+        # Tokens and documents are what the store has, wherever shapes depend on them; the guard sees a loss of 1.
+        stack.enter_context(Computing(whole_numbers_only=True))
+        # As the command does. Not the allocator's: the null device does not map memory piece by piece.
+        settings = device_settings(os.environ, tensor=config.parallel.tensor)
+        os.environ.update({name: value for name, value in settings.items() if name.startswith("CUDA_")})
+        # Those that a user would see, each once.
+        warned = stack.enter_context(warnings.catch_warnings(record=True))
+        peak.begin()
+        status = training.train(config, directory)
+        if case.save:
+            assert status == "resumable"
+            status = training.train(config, directory)
+        assert status == "finished"
+    ranks = config.parallel.tensor * config.parallel.sequence
+    layout = check_layout(config, case.world_size)
+    stage = case.rank // (case.world_size // config.parallel.pipeline)
+    planned = rank_memory(config, layout, stage)
+    return {
+        "case": asdict(case),
+        "layout": asdict(layout),
+        "layers": config.model.num_layers,
+        "ranks_of_a_replica": ranks,
+        "planned": {**asdict(planned), "total_bytes": planned.total_bytes},
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "peak_by_line": peak.end(since_us=began_us[0]),
+        "faults": dict(checks.faults),
+        "large": dict(checks.large),
+        "warnings": sorted({f"{one.category.__name__}: {one.message}" for one in warned}),
+        "steps": steps,
+    }
+
+
+def summary(recording: Recording) -> dict[str, Any]:
+    """Of one step, as JSON takes it."""
+    activities = {}
+    for name, part in recording.sections():
+        activities[name] = {kind.name.lower(): part.count(kind) for kind in Kind if part.count(kind)}
+    kernels = recording.calls(Kind.LAUNCH)
+    names = demangled(kernels)
+    launches: Counter[str] = Counter()
+    for name, count in kernels.items():
+        launches[names[name]] += count
+    return {
+        "launches": {kind.name.lower(): recording.count(kind) for kind in WORK},
+        "launches_in_all": recording.count(*WORK),
+        "activities": activities,
+        "kernels": dict(launches.most_common()),
+        "triton": dict(recording.calls(Kind.TRITON).most_common()),
+        "product_flops": recording.product_flops,
+        "collectives": [
+            {"group": group, "ranks": ranks, "call": call, "stream": stream, "calls": calls, "bytes": num_bytes}
+            for (group, ranks, call, stream), (calls, num_bytes) in recording.collectives().items()
+        ],
+        "copies": {name: {"count": count, "bytes": size} for name, (count, size) in recording.copies().items()},
+        "host_waits": [
+            {"call": wait.call, "where": wait.where, "count": count}
+            for wait, count in recording.host_waits.most_common()
+        ],
+        "host_waits_in_all": sum(recording.host_waits.values()),
+        "allocations": dict(recording.calls(Kind.ALLOCATE)),
+        "streams": {hex(stream): dict(counts) for stream, counts in recording.streams().items()},
+        "unknown": dict(recording.calls(Kind.UNKNOWN)),
+    }

@@ -1,0 +1,1 @@
+"""Stands in for NVIDIA apex; see ../README.md."""

@@ -1,0 +1,123 @@
+#!/usr/bin/env python
+"""The CUDA path without a GPU: ``python tools/twin.py COMMAND``; see ``tools/cuda_twin/README.md``."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from cuda_twin import cases, installation, null_cases
+from lightscale.config.arguments import add_config, add_overrides
+from lightscale.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One subcommand."""
+
+    summary: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def fetch(args: argparse.Namespace) -> int:
+    """The wheel, and the null device for it."""
+    installation.fetch()
+    twin = installation.installed()
+    print(f"CUDA build of PyTorch {installation.torch_version()}: {twin.torch}\nnull device: {twin.device}")
+    return 0
+
+
+def _no_arguments(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+def add_null_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of ``null``."""
+    add_config(parser)
+    add_overrides(parser)
+    parser.add_argument("--world", type=int, default=1, metavar="N", help="ranks of the run (default: 1)")
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank that is recorded (default: 0)")
+    parser.add_argument("--micro-batches", type=int, default=2, metavar="N", help="of a step, on a rank (default: 2)")
+    parser.add_argument("--documents", type=int, default=1, metavar="N", help="in a sequence (default: 1)")
+    parser.add_argument("--compiled", action="store_true", help="compile Triton kernels instead of checking launches")
+    parser.add_argument("--json", action="store_true", help="print everything that was recorded, as JSON")
+
+
+def null(args: argparse.Namespace) -> int:
+    """Record one rank's steps."""
+    case = {
+        "config": str(args.config),
+        "overrides": list(args.overrides),
+        "world_size": args.world,
+        "rank": args.rank,
+        "micro_batches": args.micro_batches,
+        "documents": args.documents,
+        "compiled": args.compiled,
+    }
+    (found,) = null_cases.record(installation.installed(), [case])
+    if args.json:
+        print(json.dumps(found, indent=1))
+    else:
+        console = Console(width=max(Console().width, 110), highlight=False)
+        for table in null_cases.tables(found):
+            console.print(table)
+    return 1 if found["faults"] else 0
+
+
+def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of ``budgets``."""
+    parser.add_argument("--write", action="store_true", help="write what was counted as the new budgets")
+
+
+def budgets(args: argparse.Namespace) -> int:
+    """Count what a step of every kept case asks for, beside its budget."""
+    wanted = cases.all_cases()
+    found = dict(zip(wanted, null_cases.record(installation.installed(), list(wanted.values())), strict=True))
+    before = cases.read_budgets() if cases.BUDGETS.exists() else {}
+    if args.write:
+        cases.write_budgets(found)
+    Console(width=120, highlight=False).print(null_cases.budget_table(found, before))
+    lines = [line for name, one in found.items() if name in before for line in cases.exceeded(name, one, before)]
+    print("\n".join(lines))
+    return int(bool(lines) and not args.write)
+
+
+COMMANDS = {
+    "fetch": Command(
+        summary=f"bring the CUDA build of PyTorch, {installation.WHEEL_MB} MB",
+        add_arguments=_no_arguments,
+        run=fetch,
+    ),
+    "null": Command(
+        summary="record the steps of one rank on the null device",
+        add_arguments=add_null_arguments,
+        run=null,
+    ),
+    "budgets": Command(
+        summary="what a step of every kept case asks for, beside its budget",
+        add_arguments=add_budget_arguments,
+        run=budgets,
+    ),
+}
+
+
+def main() -> int:
+    """Run a command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, command in COMMANDS.items():
+        command.add_arguments(commands.add_parser(name, help=command.summary, description=command.summary))
+    args = parser.parse_args()
+    try:
+        return COMMANDS[args.command].run(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.EXIT_CODE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
