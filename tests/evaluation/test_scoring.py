@@ -192,9 +192,9 @@ MANY = {2: TWO, 4: [*FOUR, "tensor=4", "sequence=4", "tensor=2"]}
 def test_all_layouts_give_the_answers_of_one_process(
     run_ranks: RunRanks, one_process: dict[str, Any], folder: Path, world_size: int
 ) -> None:
-    """Each model with every other layout, each layout with every other model; `soak` has all."""
+    """Each model with every third layout, each layout with every third model; `soak` has all."""
     pairs = itertools.product(enumerate(MODELS), enumerate(MANY[world_size]))
-    cases = [f"{model} {layout}".strip() for (first, model), (second, layout) in pairs if (first + second) % 2]
+    cases = [f"{model} {layout}".strip() for (first, model), (second, layout) in pairs if (first + second) % 3 == 1]
     assert_as_one_process(run_ranks, one_process, folder, world_size, cases)
 
 

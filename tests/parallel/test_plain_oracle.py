@@ -169,7 +169,9 @@ def distance(found: Weights, expected: Weights, start: Weights) -> float:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["tnl", "cosformer2", "lightnet", "llama"])
+@pytest.mark.parametrize(
+    "name", ["tnl", "lightnet", *(pytest.param(name, marks=pytest.mark.soak) for name in ("cosformer2", "llama"))]
+)
 def test_a_trajectory_in_fp32_stays_as_near_as_rounding_allows(run_ranks: RunRanks, name: str) -> None:
     (found,) = run_ranks(engine_trajectories, 1, [name], timeout_s=300)
     start, steps, weights = found[name]

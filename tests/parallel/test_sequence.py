@@ -348,7 +348,7 @@ def test_four_ranks(run_ranks: RunRanks) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak), 4])
 def test_every_exchange(run_ranks: RunRanks, world_size: int) -> None:
     check(run_ranks, world_size, [name for name in EXCHANGES if name != "two_level of 2" or world_size % 2 == 0])
 

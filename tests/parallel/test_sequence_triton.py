@@ -93,19 +93,23 @@ def test_two_ranks_compute_what_one_does(kind: str) -> None:
     check(kind, [0, 9, T], "beside edges")
 
 
+MANY_EDGES = {
+    "2, one token": ([0, 1, T], "beside edges"),
+    "3, one document": ([0, 8, 16, T], "one"),
+    "4, first empty": ([0, 0, 5, 9, T], "on an edge"),
+    "8": ([0, 1, 4, 8, 8, 14, 15, 20, T], "many in one rank"),
+}
+
+
+def many() -> Iterator[Any]:
+    for (name, (edges, documents)), kind in itertools.product(MANY_EDGES.items(), sequence.KINDS):
+        is_soak = name == "8" and kind not in sequence.SUMMARIES
+        yield pytest.param(kind, edges, documents, id=f"{name}-{kind}", marks=[pytest.mark.soak] if is_soak else [])
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("by_triton")
-@pytest.mark.parametrize("kind", sequence.KINDS)
-@pytest.mark.parametrize(
-    ("edges", "documents"),
-    [
-        ([0, 1, T], "beside edges"),
-        ([0, 8, 16, T], "one"),
-        ([0, 0, 5, 9, T], "on an edge"),
-        ([0, 1, 4, 8, 8, 14, 15, 20, T], "many in one rank"),
-    ],
-    ids=["2, one token", "3, one document", "4, first empty", "8"],
-)
+@pytest.mark.parametrize(("kind", "edges", "documents"), many())
 def test_ranks_compute_what_one_does(kind: str, edges: list[int], documents: str) -> None:
     check(kind, edges, documents)
 
