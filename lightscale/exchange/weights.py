@@ -7,8 +7,11 @@ in order, and nothing is computed: what was exported in fp32 comes back bitwise.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from lightscale.config.schema import ModelConfig
 from lightscale.errors import UserError
@@ -114,9 +117,30 @@ def stored_parts(shape: Shape, *, num_rows: int) -> dict[str, list[Part]]:
 
 def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     """The shapes of the same tensors, as the plain model has them."""
-    with torch.device("meta"):
-        model = CausalModel(shape)
-    return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    return {name: tuple(weight.shape) for name, weight in empty_model(shape).named_parameters()}
+
+
+def empty_model(shape: Shape) -> CausalModel:
+    """The plain model, whose matrices have neither memory nor values yet."""
+    with _NoMemory():
+        return CausalModel(shape)
+
+
+class _NoMemory(TorchFunctionMode):
+    """What is made empty and then initialised has no memory; the few numbers that are computed are.
+
+    On the meta device these would be computed by parts of PyTorch that take a second to import.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        if func is torch.empty:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
 
 
 def kept_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
