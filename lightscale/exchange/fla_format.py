@@ -28,13 +28,15 @@ _OUTPUT_EPS = 1e-5
 _NO_POSITIONS = "no class of fla has LRPE ([x cos tθ, x sin tθ] of queries and keys) or TPE (a Toeplitz convolution)"
 _DIFFERENT = {
     "tnl": (
-        "fla's lightning attention decays by exp(-(8/H) (1 - layer/L) h) in head h, linear in h and not in the first, "
+        "fla's lightning attention decays by exp(-(8/H) (1 - layer/L) h) in head h, in head 0 not at all, "
         "TNL by exp(-s (1 - layer/(L-1) + 1e-5)), s = 2^(-8(h+1)/H); fla has no model of it, and no LRPE"
     ),
     "cosformer2": _NO_POSITIONS,
     "lightnet": f"fla's LightNet gates its output by silu(x W_down W_up), where ours does by sigmoid; {_NO_POSITIONS}",
 }
 """Why a mixer cannot be written."""
+_SCALED = """Its HGRN2 scales queries and adds 1e-5 in the norm of each mixer's output, which
+the weights of `i_proj` make up for."""
 _NAMES = {
     "model.embed_tokens.": "model.embeddings.",
     "model.lower_bounds.table": "model.lower_bounds",
@@ -140,6 +142,7 @@ class FlaFormat(ExportFormat):
     def usage(self, shape: Shape) -> str:
         """See ``ExportFormat``."""
         needs = "; its softmax attention needs flash-attn too" if "llama" in shape.mixers else ""
+        scaled = f" {_SCALED}" if "hgrn2" in shape.mixers else ""
         return f"""```python
 import fla  # pip install flash-linear-attention; needs a GPU{needs}
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -150,8 +153,7 @@ inputs = tokenizer("Once upon a time", return_tensors="pt").to("cuda")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0], skip_special_tokens=True))
 ```
 
-For flash-linear-attention 0.6.0: its HGRN2 scales queries and adds 1e-5 in the norm of each mixer's output, which
-the weights of `i_proj` make up for."""
+For the classes of flash-linear-attention 0.6.0.{scaled}"""
 
 
 def value_scale(shape: Shape) -> float:
