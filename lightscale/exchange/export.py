@@ -2,7 +2,7 @@
 
 DIR/model-….safetensors, model.safetensors.index.json   the weights, straight from the checkpoint's files
     config.json, generation_config.json                 the shape, and the tokens that begin and end documents
-    modeling_lightscale.py                              the model in plain PyTorch; none for LLaMA
+    modeling_lightscale.py                              the model in plain PyTorch; none for LLaMA or fla
     tokenizer.json, tokenizer_config.json               the tokenizer as transformers reads it
     tokenizer/, run.toml                                 tokenizer and configuration as the run has them
     README.md                                           the model card
@@ -20,12 +20,13 @@ from lightscale.config.files import to_toml
 from lightscale.data_pipeline.whole_files import whole_directory
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import ChosenRun
-from lightscale.exchange import export_config, model_card, modelling_file
+from lightscale.exchange import export_config, model_card
 from lightscale.exchange.export_reader import TOKENIZER
-from lightscale.exchange.safetensors_files import Written, write_shards
+from lightscale.exchange.formats import FORMATS, ExportFormat, format_named
+from lightscale.exchange.safetensors_files import write_shards
 from lightscale.exchange.tokenizer_files import write_tokenizer
 from lightscale.exchange.trained import TrainedRun, open_run
-from lightscale.exchange.weights import kept_dtype, tensor_shapes
+from lightscale.exchange.weights import shape_of
 
 RUN_CONFIG = "run.toml"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -56,81 +57,85 @@ def check_target(target: Path) -> None:
         raise UserError(f"--to {target}: {parent} is no directory")
 
 
-def export(chosen: ChosenRun, target: Path, *, dtype: str = "bf16", shard_bytes: int = 5_000_000_000) -> Exported:
+def export(
+    chosen: ChosenRun,
+    target: Path,
+    *,
+    dtype: str = "bf16",
+    shard_bytes: int = 5_000_000_000,
+    format_name: str = next(iter(FORMATS)),
+) -> Exported:
     """Write the chosen checkpoint to the new directory ``target``, in the number format ``dtype``.
 
     Memory does not grow with the model: tensors pass from file to file some rows at a time.
 
     Raises:
-        UserError: something is at ``target``; no checkpoint is whole; a mixer or tokenizer that cannot be exported;
-            in fp16, weights that are too large for it. Nothing is at ``target`` then.
+        UserError: something is at ``target``; no checkpoint is whole; a mixer or tokenizer that cannot be exported, or
+            not as ``format_name`` of ``FORMATS``; in fp16, weights too large for it. Nothing is at ``target`` then.
     """
     check_target(target)
+    wanted = format_named(format_name)
+    wanted.check(shape_of(chosen.config.model, vocab_size=chosen.tokenizer.vocab_size))
     run = open_run(chosen)
-    check_space(target, run, _DTYPES[dtype])
+    tensors = wanted.tensors(run, _DTYPES[dtype])
+    num_parameters, num_bytes = sum(math.prod(one.shape) for one in tensors), sum(one.num_bytes for one in tensors)
+    check_space(target, num_bytes)
     with whole_directory(target) as draft:
-        files = _write(draft, run, dtype=dtype, shard_bytes=shard_bytes)
+        # What may be refused comes before what takes long.
+        _write_tokenizer(draft, run)
+        texts = _texts(run, wanted, num_parameters=num_parameters, dtype=dtype)
+        for name, text in texts.items():
+            (draft / name).write_text(text, encoding="utf-8")
+        files = [*texts, *write_shards(draft, tensors, shard_bytes=shard_bytes)]
         # Another export to the same place must not be lost silently in the moment of the rename.
         check_target(target)
-    shapes = tensor_shapes(run.shape)
     return Exported(
         directory=target,
         checkpoint=run.origin,
-        num_parameters=sum(map(math.prod, shapes.values())),
-        num_bytes=sum(tensor.num_bytes for tensor in _tensors(run, _DTYPES[dtype])),
+        num_parameters=num_parameters,
+        num_bytes=num_bytes,
         files=tuple(files),
         refused=run.refused,
     )
 
 
-def check_space(target: Path, run: TrainedRun, dtype: torch.dtype) -> None:
+def check_space(target: Path, num_bytes: int) -> None:
     """UserError where the disk of ``target`` has less space than the tensors take."""
     parent = target.resolve().parent
     while not parent.exists():
         parent = parent.parent
     status = os.statvfs(parent)
-    free, needed = status.f_bavail * status.f_frsize, sum(one.num_bytes for one in _tensors(run, dtype))
-    if free < needed:
-        raise UserError(f"--to {target}: the export takes {needed:,} bytes, and {free:,} are free on its disk")
+    free = status.f_bavail * status.f_frsize
+    if free < num_bytes:
+        raise UserError(f"--to {target}: the export takes {num_bytes:,} bytes, and {free:,} are free on its disk")
 
 
-def _write(draft: Path, run: TrainedRun, *, dtype: str, shard_bytes: int) -> list[str]:
-    config, shape = run.chosen.config, run.shape
-    max_tokens, eot_id = config.data.sequence_length, run.tokenizer.eot_id
-    numbers = str(_DTYPES[dtype]).removeprefix("torch.")
-    # What may be refused comes before what takes long.
-    write_tokenizer(run.tokenizer, draft, max_tokens=max_tokens)
+def _write_tokenizer(draft: Path, run: TrainedRun) -> None:
+    write_tokenizer(run.tokenizer, draft, max_tokens=run.chosen.config.data.sequence_length)
     (draft / TOKENIZER).mkdir()
     run.tokenizer.save(draft / TOKENIZER)
-    tensors = _tensors(run, _DTYPES[dtype])
-    settings = export_config.config_of(
-        shape, eot_id=eot_id, dtype=numbers, max_tokens=max_tokens, init_std=config.model.init_std
+
+
+def _texts(run: TrainedRun, wanted: ExportFormat, *, num_parameters: int, dtype: str) -> dict[str, str]:
+    """What stands beside tensors and tokenizer, by its name."""
+    config, shape = run.chosen.config, run.shape
+    numbers = str(_DTYPES[dtype]).removeprefix("torch.")
+    settings = wanted.config(
+        shape,
+        eot_id=run.tokenizer.eot_id,
+        dtype=numbers,
+        max_tokens=config.data.sequence_length,
+        init_std=config.model.init_std,
     )
     generation = {key: settings[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    num_parameters = sum(math.prod(tensor.shape) for tensor in tensors)
-    texts = {
+    usage = wanted.usage(shape)
+    return {
         export_config.NAME: _json(settings),
         "generation_config.json": _json(generation),
         RUN_CONFIG: to_toml(config),
-        model_card.NAME: model_card.model_card(run, num_parameters=num_parameters, dtype=numbers),
+        model_card.NAME: model_card.model_card(run, num_parameters=num_parameters, dtype=numbers, usage=usage),
+        **wanted.code(shape),
     }
-    if not export_config.is_llama(shape):
-        texts[modelling_file.NAME] = modelling_file.modelling_file()
-    for name, text in texts.items():
-        (draft / name).write_text(text, encoding="utf-8")
-    return [*texts, *write_shards(draft, tensors, shard_bytes=shard_bytes)]
-
-
-def _tensors(run: TrainedRun, dtype: torch.dtype) -> list[Written]:
-    return [
-        Written(
-            name=export_config.tensor_name(run.shape, name),
-            dtype=kept_dtype(name, dtype),
-            shape=run.tensors.shape(rows),
-            blocks=run.tensors.blocks(rows),
-        )
-        for name, rows in run.rows.items()
-    ]
 
 
 def _json(content: object) -> str:

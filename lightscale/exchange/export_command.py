@@ -1,4 +1,4 @@
-"""``lightscale export``: write a checkpoint as a directory that transformers loads."""
+"""``lightscale export``: write a checkpoint as a directory that transformers loads, or fla."""
 
 import argparse
 import re
@@ -8,6 +8,7 @@ import time
 from lightscale.config.arguments import path_argument, run_path
 from lightscale.errors import shortened
 from lightscale.evaluation.chosen_run import choose_run
+from lightscale.exchange.formats import FORMATS
 from lightscale.runs.run_directory import split_step
 
 _SIZE = re.compile(r"(?P<number>[0-9]{1,6}(\.[0-9]{1,3})?)(?P<unit>[KMG]?)B?", re.IGNORECASE)
@@ -19,6 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run", metavar="RUN[@STEP]", help="the run's directory, or NAME for runs/NAME; a step (default: the newest)")
     add("--to", type=path_argument, required=True, metavar="PATH", help="the new directory to write")
+    default, *_ = FORMATS
+    formats = "whose classes load it: fla's (flash-linear-attention) where they compute the same (default: %(default)s)"
+    add("--format", choices=tuple(FORMATS), default=default, help=formats)
     dtypes = "number format of the weights (default: %(default)s); angles, decays and bounds stay fp32"
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help=dtypes)
     add(
@@ -48,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_target(args.to)
     began = time.perf_counter()
-    done = export(chosen, args.to, dtype=args.dtype, shard_bytes=args.shard_size)
+    done = export(chosen, args.to, dtype=args.dtype, shard_bytes=args.shard_size, format_name=args.format)
     for reason in done.refused:
         print(f"skipped a damaged checkpoint: {reason}", file=sys.stderr)
     took = time.perf_counter() - began

@@ -112,7 +112,7 @@ def _model(shape: Shape) -> ModelConfig:
 
 def _write_checkpoint(path: Path, export: Export, model: ModelConfig) -> None:
     path.mkdir()
-    parts, sizes = stored_parts(export.shape, num_rows=model.vocab_size), tensor_shapes(export.shape)
+    parts, sizes = stored_parts(model, vocab_size=export.shape.vocab_size), tensor_shapes(export.shape)
     boxes = []
     for key, held in parts.items():
         inner = sizes[held[0].name or ""][1:]

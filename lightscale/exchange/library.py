@@ -26,7 +26,7 @@ from lightscale.exchange.export_reader import is_export, open_export
 from lightscale.exchange.plain.mixers import State
 from lightscale.exchange.plain.model import CausalModel
 from lightscale.exchange.trained import OpenedModel, open_run
-from lightscale.exchange.weights import kept_dtype
+from lightscale.exchange.weights import empty_model, kept_dtype
 from lightscale.runs.run_directory import split_step
 
 PREFILL_TOKENS = 1024
@@ -179,9 +179,8 @@ def load(source: str | PathLike[str], *, device: str = "auto", dtype: torch.dtyp
         UserError: no such run, checkpoint or export, or one that is damaged.
     """
     where, opened = _device(device), _opened(source)
-    # Without memory or initial values: every weight is put in its place as it is read.
-    with torch.device("meta"):
-        module = CausalModel(opened.shape)
+    # Every weight is put in its place as it is read.
+    module = empty_model(opened.shape)
     for name, _ in list(module.named_parameters()):
         weight = opened.read(name)
         if dtype is not None:

@@ -6,7 +6,6 @@ import math
 import xxhash
 
 from lightscale.config.schema import RunConfig
-from lightscale.exchange.export_config import is_llama
 from lightscale.exchange.trained import TrainedRun
 from lightscale.records import read_records
 from lightscale.runs.run_directory import RunDirectory
@@ -15,13 +14,11 @@ NAME = "README.md"
 _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam"}
 
 
-def model_card(run: TrainedRun, *, num_parameters: int, dtype: str) -> str:
-    """The text of the card, from the records of the run."""
+def model_card(run: TrainedRun, *, num_parameters: int, dtype: str, usage: str) -> str:
+    """The text of the card, from the records of the run; ``usage``: how the export is loaded."""
     config, shape = run.chosen.config, run.shape
     model = config.model
     mixer = model.mixer if isinstance(model.mixer, str) else ", ".join(model.mixer)
-    # transformers asks for it for the tokenizer too, as it reads the model's configuration for it.
-    remote = "" if is_llama(shape) else ", trust_remote_code=True"
     tokens = run.manifest.facts.get("tokens", 0)
     sources = ", ".join(config.data.sources) or "all sources of the store"
     rows = {
@@ -51,18 +48,11 @@ A language model trained with lightscale {run.manifest.facts["versions"].get("li
 |---|---|
 {table}
 
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained(PATH{remote})
-model = AutoModelForCausalLM.from_pretrained(PATH{remote})
-inputs = tokenizer("Once upon a time", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0], skip_special_tokens=True))
-```
+{usage}
 
 A document begins with the end-of-text token, which the tokenizer puts before every text
 (`add_special_tokens=False`: not). A text that spells a special token is ordinary text. Each row is one document;
-padding may stand on either side. `lightscale.load(PATH)` loads it without transformers.
+padding may stand on either side.
 
 Checkpoint: manifest {_manifest_hash(run)}.
 """

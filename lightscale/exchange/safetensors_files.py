@@ -7,7 +7,9 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES, _MOST_INDEX_BYTES = 1 << 26, 1 << 26
+_MOST_THREADS = 2
+"""That write a file: more would wait for each other."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -86,18 +90,30 @@ def _write(path: Path, tensors: Sequence[Written]) -> None:
         header[tensor.name] = {"dtype": _NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _LENGTH_BYTES)
-    with path.open("xb", buffering=0) as file:
+    first = _LENGTH_BYTES + len(text)
+    with path.open("xb") as file:
         file.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
-        for tensor in ordered:
-            for block in tensor.blocks:
-                converted = block.to(tensor.dtype)
-                if tensor.dtype == torch.float16 and not converted.isfinite().all():
-                    raise UserError(f"{tensor.name}: a weight is too large for fp16; use bf16 or fp32")
-                view = converted.contiguous().reshape(-1).view(torch.uint8).numpy().data
-                while view:
-                    view = view[file.write(view) :]
-        written = file.tell()
-    assert written == _LENGTH_BYTES + len(text) + end, f"{path}: {written} bytes"
+        file.truncate(first + end)
+        file.flush()
+        # One tensor is read and converted while another is written.
+        with ThreadPoolExecutor(min(_MOST_THREADS, torch.get_num_threads())) as threads:
+            places = [first + header[tensor.name]["data_offsets"][0] for tensor in ordered]
+            written = list(threads.map(partial(_write_tensor, file.fileno()), ordered, places))
+    assert sum(written) == end, f"{path}: {sum(written)} bytes"
+
+
+def _write_tensor(file: int, tensor: Written, first: int) -> int:
+    """Write it from byte ``first`` of ``file`` on; the number of bytes."""
+    at = first
+    for block in tensor.blocks:
+        converted = block.to(tensor.dtype)
+        if tensor.dtype == torch.float16 and not converted.isfinite().all():
+            raise UserError(f"{tensor.name}: a weight is too large for fp16; use bf16 or fp32")
+        view = converted.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        while view:
+            count = os.pwrite(file, view, at)
+            at, view = at + count, view[count:]
+    return at - first
 
 
 def open_shard(path: Path) -> BufferedReader:

@@ -92,7 +92,8 @@ def _opened(chosen: ChosenRun, shape: Shape, name: CheckpointName, refused: tupl
             f"{chosen.tokenizer_origin}: its tokenizer ({tokenizer.name}, sha256 {tokenizer.sha256[:16]}…) is not the "
             f"one that {path} was trained with (sha256 {expected[:16]}…)"
         )
-    tensors, rows = StoredTensors(path, read_headers(path, manifest)), exported_tensors(shape)
+    tensors = StoredTensors(path, read_headers(path, manifest))
+    rows = exported_tensors(chosen.config.model, vocab_size=shape.vocab_size)
     tensors.check(rows, tensor_shapes(shape))
     return TrainedRun(
         chosen=chosen,

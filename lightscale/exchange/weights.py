@@ -7,24 +7,43 @@ in order, and nothing is computed: what was exported in fp32 comes back bitwise.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from lightscale.config.schema import ModelConfig
 from lightscale.errors import UserError
 from lightscale.exchange.plain.mixers import Attention, RopeScaling
 from lightscale.exchange.plain.model import MIXER_NAMES, CausalModel, Shape
+from lightscale.models.registry import mixer_spec
 from lightscale.models.specs.gated import gate_rank
 from lightscale.models.specs.options import GatedMixerOptions, LLaMAOptions, llama_heads
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """The run's names of what has a row for each id, and padding rows, which no export has."""
+_ROLES = {
+    "q": "q_proj.weight",
+    "k": "k_proj.weight",
+    "v": "v_proj.weight",
+    "o": "o_proj.weight",
+    "forget": "f_proj.weight",
+    "gate_down": "gate_down.weight",
+    "gate_up": "gate_up.weight",
+    "angles": "theta",
+    "q_bias": "q_proj.bias",
+    "k_bias": "k_proj.bias",
+    "v_bias": "v_proj.bias",
+    "o_bias": "o_proj.bias",
+}
+"""What the plain mixers call what has a role in those that train (``MixerSpec.roles``)."""
 _WIDE = ("theta", "decay_logit", "table")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRows:
-    """TensorRows of the tensor ``key`` of a run, by its name in the model."""
+    """Rows of the tensor ``key`` of a run, by its name in the model."""
 
     key: str
     ranges: tuple[tuple[int, int], ...] | None = None
@@ -77,9 +96,12 @@ def _attention(model: ModelConfig, layer: int, options: LLaMAOptions) -> Attenti
     )
 
 
-def exported_tensors(shape: Shape) -> dict[str, TensorRows]:
-    """Every tensor of the plain model by its name there, in the order in which files hold them."""
-    return dict(_exported(shape))
+def exported_tensors(model: ModelConfig, *, vocab_size: int) -> dict[str, TensorRows]:
+    """Every tensor of the plain form of ``model`` by its name there, in the order in which files hold them.
+
+    ``vocab_size``: how many rows of the embedding are in use.
+    """
+    return dict(_exported(model, vocab_size))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,30 +115,51 @@ class Part:
     """Of the export's tensor, the row that is the first of ``rows``."""
 
 
-def stored_parts(shape: Shape, *, num_rows: int) -> dict[str, list[Part]]:
+def stored_parts(model: ModelConfig, *, vocab_size: int) -> dict[str, list[Part]]:
     """The inverse of ``exported_tensors``: every tensor of a run by its name, as parts in the order of its rows.
 
     Args:
-        shape: of the plain model.
-        num_rows: of the run's embedding, padding included.
+        model: of the run.
+        vocab_size: how many rows of its embedding are in use.
     """
-    sizes, found = tensor_shapes(shape), dict[str, list[Part]]()
-    for name, rows in exported_tensors(shape).items():
+    sizes, found = tensor_shapes(shape_of(model, vocab_size=vocab_size)), dict[str, list[Part]]()
+    for name, rows in exported_tensors(model, vocab_size=vocab_size).items():
         first = 0
         for start, stop in rows.ranges or ((0, sizes[name][0]),):
             found.setdefault(rows.key, []).append(Part(rows=range(start, stop), name=name, first=first))
             first += stop - start
-    if num_rows > shape.vocab_size:
+    if model.vocab_size > vocab_size:
         for key in found.keys() & {*_VOCABULARY}:
-            found[key].append(Part(rows=range(shape.vocab_size, num_rows), name=None))
+            found[key].append(Part(rows=range(vocab_size, model.vocab_size), name=None))
     return {key: sorted(parts, key=lambda part: part.rows.start) for key, parts in found.items()}
 
 
 def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     """The shapes of the same tensors, as the plain model has them."""
-    with torch.device("meta"):
-        model = CausalModel(shape)
-    return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    return {name: tuple(weight.shape) for name, weight in empty_model(shape).named_parameters()}
+
+
+def empty_model(shape: Shape) -> CausalModel:
+    """The plain model, whose matrices have neither memory nor values yet."""
+    with _NoMemory():
+        return CausalModel(shape)
+
+
+class _NoMemory(TorchFunctionMode):
+    """What is made empty and then initialised has no memory; the few numbers that are computed are.
+
+    On the meta device these would be computed by parts of PyTorch that take a second to import.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        if func is torch.empty:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
 
 
 def kept_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -124,51 +167,29 @@ def kept_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if name.endswith(_WIDE) else dtype
 
 
-def _exported(shape: Shape) -> Iterator[tuple[str, TensorRows]]:
-    embedding, output = (TensorRows(key=key, ranges=((0, shape.vocab_size),)) for key in _VOCABULARY)
+def _exported(model: ModelConfig, vocab_size: int) -> Iterator[tuple[str, TensorRows]]:
+    embedding, output = (TensorRows(key=key, ranges=((0, vocab_size),)) for key in _VOCABULARY)
     yield "model.embed_tokens.weight", embedding
-    if {"cosformer2", "lightnet"} & {*shape.mixers}:
+    if {"cosformer2", "lightnet"} & {*model.layers}:
         for name in ("decay_logit", "gamma"):
             yield f"model.tpe.{name}", TensorRows(key=f"embedding.tpe.{name}")
-    if "hgrn2" in shape.mixers:
+    if "hgrn2" in model.layers:
         yield "model.lower_bounds.table", TensorRows(key="lower_bounds.table")
-    has_norm_weights = shape.norm == "rmsnorm"
-    for layer, mixer in enumerate(shape.mixers):
+    has_norm_weights = model.norm == "rmsnorm"
+    for layer, mixer in enumerate(model.layers):
         there, here = f"decoder.layers.{layer}.", f"model.layers.{layer}."
         if has_norm_weights:
             yield f"{here}input_layernorm.weight", TensorRows(key=f"{there}input_layernorm.weight")
-        for name, rows in _mixer(shape, mixer, layer):
-            yield f"{here}mixer.{name}", TensorRows(key=f"{there}self_attention.{rows.key}", ranges=rows.ranges)
+        for role, rows in mixer_spec(mixer).roles(model, layer).items():
+            key = f"{there}self_attention.{rows.parameter}"
+            yield f"{here}mixer.{_ROLES[role]}", TensorRows(key=key, ranges=rows.ranges)
         if has_norm_weights:
             yield f"{here}post_attention_layernorm.weight", TensorRows(key=f"{there}pre_mlp_layernorm.weight")
-        both, inner = f"{there}mlp.linear_fc1.weight", shape.intermediate_size
+        both, inner = f"{there}mlp.linear_fc1.weight", model.intermediate_size
         yield f"{here}mlp.gate_proj.weight", TensorRows(key=both, ranges=((0, inner),))
         yield f"{here}mlp.up_proj.weight", TensorRows(key=both, ranges=((inner, 2 * inner),))
         yield f"{here}mlp.down_proj.weight", TensorRows(key=f"{there}mlp.linear_fc2.weight")
     if has_norm_weights:
         yield "model.norm.weight", TensorRows(key="decoder.final_layernorm.weight")
-    if not shape.tied:
+    if not model.tie_word_embeddings:
         yield "lm_head.weight", output
-
-
-def _mixer(shape: Shape, mixer: str, layer: int) -> Iterator[tuple[str, TensorRows]]:
-    """Names in the mixer, on both sides."""
-    heads, width = shape.num_attention_heads, shape.hidden_size // shape.num_attention_heads
-    attention = shape.attention if mixer == "llama" else Attention()
-    heads, width = attention.num_key_value_heads or heads, attention.head_dim or width
-    both, first = ("fv_proj", "f_proj") if mixer == "hgrn2" else ("kv_proj", "k_proj")
-    for kind in ("weight", "bias") if attention.bias else ("weight",):
-        yield f"q_proj.{kind}", TensorRows(key=f"q_proj.{kind}")
-        # Of each head its rows of the first, then those of the second.
-        for place, name in enumerate((first, "v_proj")):
-            starts = ((2 * head + place) * width for head in range(heads))
-            ranges = tuple((start, start + width) for start in starts)
-            yield f"{name}.{kind}", TensorRows(key=f"{both}.{kind}", ranges=ranges)
-    yield "o_proj.weight", TensorRows(key="out_proj.weight")
-    if attention.output_bias:
-        yield "o_proj.bias", TensorRows(key="out_proj.bias")
-    if mixer in ("tnl", "cosformer2", "lightnet"):
-        yield "gate_down.weight", TensorRows(key="gate_down.weight")
-        yield "gate_up.weight", TensorRows(key="gate_up.weight")
-    if mixer == "cosformer2" or (mixer == "tnl" and layer == 0):
-        yield "theta", TensorRows(key="lrpe.theta")

@@ -32,6 +32,16 @@ factor = 8.0
 low_freq_factor = 1.0
 high_freq_factor = 4.0
 original_max_position_embeddings = 64""",
+    "swiglu hgrn2": 'mixer = "hgrn2"\nglu_activation = "silu"',
+    "swiglu hybrid": """mixer = ["llama", "hgrn2"]
+glu_activation = "silu"
+norm = "rmsnorm"
+norm_eps = 1e-3
+tie_word_embeddings = false
+[model.mixer_options.llama]
+num_key_value_heads = 2
+attention_bias = "qkv"
+rope_theta = 500.0""",
     "hybrid": 'mixer = ["tnl", "hgrn2", "lightnet", "llama", "cosformer2"]\nnorm = "rmsnorm"',
 }
 RUN = """

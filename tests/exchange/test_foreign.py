@@ -21,7 +21,7 @@ from lightscale.evaluation.chosen_run import choose_run
 from lightscale.exchange.export import export
 from lightscale.exchange.imported import import_model
 from lightscale.exchange.tokenizer_files import write_tokenizer
-from lightscale.exchange.weights import exported_tensors, shape_of
+from lightscale.exchange.weights import exported_tensors
 from lightscale.models.accounting import parameter_terms
 from lightscale.training.checkpoints.reader import verify
 
@@ -159,7 +159,7 @@ def test_an_imported_run_trains_what_transformers_computes(
     )
     assert sum(parameter_terms(model).values()) == theirs
     used = set()
-    for own, rows in exported_tensors(shape_of(model, vocab_size=IDS)).items():
+    for own, rows in exported_tensors(model, vocab_size=IDS).items():
         whole = trained[name]["gradients"][rows.key]
         found = whole if rows.ranges is None else torch.cat([whole[first:last] for first, last in rows.ranges])
         right = expected["gradients"][own.replace(".mixer.", ".self_attn.")]

@@ -18,6 +18,7 @@ from lightscale.exchange.weights import exported_tensors, shape_of, tensor_shape
 
 ROOT = Path(__file__).resolve().parents[2]
 plain = SimpleNamespace(**runpy.run_path(str(ROOT / "tests/helpers/plain_models.py")))
+forms = SimpleNamespace(**runpy.run_path(str(ROOT / "tests/helpers/llama_forms.py")))
 
 LENGTHS = [[149], [149]]
 MODELS: dict[str, dict[str, Any]] = {
@@ -30,20 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "mixer": "llama",
         "tie_word_embeddings": False,
         "norm": "rmsnorm",
-        "mixer_options": {
-            "llama": {
-                "num_key_value_heads": 2,
-                "head_dim": 10,
-                "rope_theta": 500.0,
-                "attention_bias": "all",
-                "rope_scaling": {
-                    "factor": 8.0,
-                    "low_freq_factor": 1.0,
-                    "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 64,
-                },
-            }
-        },
+        "mixer_options": {"llama": forms.GROUPED},
     },
     "hybrid": {"mixer": ["cosformer2", "hgrn2", "tnl", "lightnet", "llama"], "norm": "rmsnorm", "num_layers": 5},
 }
@@ -76,7 +64,7 @@ def plain_model(name: str, weights: dict[str, Tensor]) -> CausalModel:
     model = model_config(name)
     shape = shape_of(model, vocab_size=model.vocab_size - plain.PADDING_ROWS)
     module = CausalModel(shape).double()
-    taken = exported_tensors(shape)
+    taken = exported_tensors(model, vocab_size=shape.vocab_size)
     module.load_state_dict({own: rows_of(weights[rows.key], rows.ranges) for own, rows in taken.items()})
     return module
 
@@ -90,7 +78,7 @@ def test_logits_and_every_gradient_are_those_of_the_training_model(name: str, tr
     losses = F.cross_entropy(logits.transpose(1, 2), rows["labels"], reduction="none")
     assert plain.error(losses, found["losses"]) < 1e-10
     (losses * rows["weight"]).sum().backward()
-    taken, used = exported_tensors(module.shape), set()
+    taken, used = exported_tensors(model_config(name), vocab_size=module.shape.vocab_size), set()
     for own, weight in module.named_parameters():
         expected = rows_of(found["gradients"][taken[own].key], taken[own].ranges)
         assert weight.grad is not None and expected.norm() > 0, own
@@ -196,5 +184,5 @@ def test_gradients_reach_what_a_state_was_made_of(trained: dict[str, Any]) -> No
 
 
 def test_shapes_are_those_of_the_specs() -> None:
-    shape = shape_of(model_config("hybrid"), vocab_size=56)
-    assert tensor_shapes(shape).keys() == exported_tensors(shape).keys()
+    model = model_config("hybrid")
+    assert tensor_shapes(shape_of(model, vocab_size=56)).keys() == exported_tensors(model, vocab_size=56).keys()

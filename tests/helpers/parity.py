@@ -25,6 +25,7 @@ from lightscale.training.schedule import learning_rate
 
 tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tiny_engine.py"))))
 MicroBatch, named, whole, error = tiny.MicroBatch, tiny.named, tiny.whole, tiny.error
+forms = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("llama_forms.py"))))
 collectives = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("collectives.py"))))
 
 MODELS = {
@@ -40,25 +41,11 @@ MODELS = {
     )
     for name, mixer in {**{name: name for name in MIXERS}, "hybrid": ["hgrn2", "llama"]}.items()
 }
-# Everything in which models of LLaMA's type differ from the first one.
 MODELS["grouped"] = ModelConfig.model_validate(
     {
         **MODELS["llama"].model_dump(exclude={"mixer_options"}),
         "tie_word_embeddings": False,
-        "mixer_options": {
-            "llama": {
-                "num_key_value_heads": 4,
-                "head_dim": 10,
-                "rope_theta": 500.0,
-                "attention_bias": "all",
-                "rope_scaling": {
-                    "factor": 8.0,
-                    "low_freq_factor": 1.0,
-                    "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 64,
-                },
-            }
-        },
+        "mixer_options": {"llama": forms.GROUPED},
     }
 )
 VOCAB_SIZE = 120  # the last 8 rows are padding

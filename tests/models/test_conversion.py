@@ -8,27 +8,10 @@ import pytest
 from lightscale.config.mixers import MIXERS
 from lightscale.config.schema import ModelConfig
 from lightscale.errors import UserError
-from lightscale.exchange.weights import exported_tensors, shape_of
 from lightscale.models.conversion import Conversion, conversion, other_settings
 from lightscale.models.registry import mixer_spec
 from lightscale.models.specs.interface import MixerSpec
 from lightscale.models.specs.llama import LLaMASpec
-
-EXPORTED = {
-    "q": "q_proj.weight",
-    "k": "k_proj.weight",
-    "v": "v_proj.weight",
-    "o": "o_proj.weight",
-    "forget": "f_proj.weight",
-    "gate_down": "gate_down.weight",
-    "gate_up": "gate_up.weight",
-    "angles": "theta",
-    "q_bias": "q_proj.bias",
-    "k_bias": "k_proj.bias",
-    "v_bias": "v_proj.bias",
-    "o_bias": "o_proj.bias",
-}
-"""What transformers calls what has a role."""
 
 
 def shape(mixer: str | list[str], **fields: Any) -> ModelConfig:
@@ -55,17 +38,6 @@ def test_each_row_of_a_mixer_has_one_role(model: ModelConfig) -> None:
             for first, last in one.ranges or ((0, shapes[one.parameter][0]),):
                 rows.update((one.parameter, row) for row in range(first, last))
         assert rows == Counter((name, row) for name, sizes in shapes.items() for row in range(sizes[0]))
-
-
-@pytest.mark.parametrize("model", [*map(shape, MIXERS), GROUPED], ids=[*MIXERS, "grouped"])
-def test_roles_and_exports_agree_on_the_rows(model: ModelConfig) -> None:
-    mixer = model.layers[0]
-    exported = exported_tensors(shape_of(model, vocab_size=128))
-    for layer in range(model.num_layers):
-        for role, rows in mixer_spec(mixer).roles(model, layer).items():
-            there = exported[f"model.layers.{layer}.mixer.{EXPORTED[role]}"]
-            name = f"decoder.layers.{layer}.self_attention.{rows.parameter}"
-            assert (there.key, there.ranges) == (name, rows.ranges)
 
 
 LINES = """\

@@ -1,0 +1,54 @@
+"""What transformers loads: LLaMA as its own classes, all others with the one modelling file that an export brings."""
+
+from typing import Any
+
+import torch
+
+from lightscale.exchange import export_config, modelling_file
+from lightscale.exchange.formats import ExportFormat
+from lightscale.exchange.plain.model import Shape
+from lightscale.exchange.safetensors_files import Written
+from lightscale.exchange.trained import TrainedRun
+from lightscale.exchange.weights import kept_dtype
+
+
+class TransformersFormat(ExportFormat):
+    """Every model has this form; what is written in fp32 is bitwise the checkpoint's."""
+
+    def check(self, shape: Shape) -> None:
+        """All can be written."""
+
+    def config(self, shape: Shape, *, eot_id: int, dtype: str, max_tokens: int, init_std: float) -> dict[str, Any]:
+        """See ``ExportFormat``."""
+        return export_config.config_of(shape, eot_id=eot_id, dtype=dtype, max_tokens=max_tokens, init_std=init_std)
+
+    def tensors(self, run: TrainedRun, dtype: torch.dtype) -> list[Written]:
+        """See ``ExportFormat``."""
+        return [
+            Written(
+                name=export_config.tensor_name(run.shape, name),
+                dtype=kept_dtype(name, dtype),
+                shape=run.tensors.shape(rows),
+                blocks=run.tensors.blocks(rows),
+            )
+            for name, rows in run.rows.items()
+        ]
+
+    def code(self, shape: Shape) -> dict[str, str]:
+        """None for transformers' own classes."""
+        return {} if export_config.is_llama(shape) else {modelling_file.NAME: modelling_file.modelling_file()}
+
+    def usage(self, shape: Shape) -> str:
+        """See ``ExportFormat``."""
+        # transformers asks for it for the tokenizer too, as it reads the model's configuration for it.
+        remote = "" if export_config.is_llama(shape) else ", trust_remote_code=True"
+        return f"""```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(PATH{remote})
+model = AutoModelForCausalLM.from_pretrained(PATH{remote})
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0], skip_special_tokens=True))
+```
+
+`lightscale.load(PATH)` loads it without transformers."""
