@@ -263,9 +263,11 @@ def follow(
             collectives.recorded() as operations,
             engine_on(case, rank, world_size, f"{init_method}-{number}", dtype) as engine,
         ):
-            found[text] = _along(engine, case, trajectory)
-            if engine.optimizer is not None:
-                found[text]["errors"] |= _freely(engine, case, trajectory, after)
+            with collectives.begun_beside_computation(engine.mesh.groups.dp_cp) as beside:
+                found[text] = _along(engine, case, trajectory)
+                if engine.optimizer is not None:
+                    found[text]["errors"] |= _freely(engine, case, trajectory, after)
+            found[text]["beside"] = beside
         found[text]["collectives"] = dict(operations)
     return found
 
