@@ -84,8 +84,8 @@ class Computing(TorchDispatchMode):
             with self:
                 return OPDEFS[name]._init_fn(*args, **kwargs)
         if func._can_decompose() and not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CUDA"):
-            # One that only autograd takes apart: in an operator of ours it comes as it is. Not those of which CUDA has a
-            # kernel beside, like the backward of SiLU: taken apart, they would be more launches than they are.
+            # One that only autograd takes apart: in an operator of ours it comes as it is. But where CUDA has a kernel
+            # beside, as of SiLU's backward, taking it apart would be more launches than there are.
             with self:
                 return func.decompose(*args, **kwargs)
         given = [value for value in flat if isinstance(value, Tensor) and value.is_cuda]

@@ -22,9 +22,15 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER_VARIABLE = "LIGHTSCALE_TWIN"
 """Names the folder, for several clones to share one."""
 WHEEL_MB = 527
+NOTE = (
+    "This is the CUDA twin: a device that is not there, whose work CPUs do. "
+    "No time, speed or memory here is that of a GPU."
+)
+"""For whatever shows figures of a process that is in a twin."""
 
 _SOURCES = Path(__file__).resolve().parent / "device"
 _LIBRARY = "libnulldevice.so"
+_EVERYWHERE = Path(__file__).resolve().parent / "everywhere"
 # What PyTorch's libraries take from NVIDIA's; and what Triton and PyTorch look up by name when they run.
 _NVIDIA = (
     "cuda", "cu", "cublas", "cusparse", "cusolver", "cufft", "curand", "nccl", "nvrtc", "cudnn", "cupti", "nvtx",
@@ -101,9 +107,17 @@ class Twin:
     torch: Path
     device: Path
 
-    def environment(self, *, devices: int = 1, computes: bool = False) -> dict[str, str]:
-        """Of a process whose PyTorch sees that many GPUs; ``computes``: bytes move, between processes too."""
+    def environment(self, *, devices: int = 1, computes: bool = False, everywhere: bool = False) -> dict[str, str]:
+        """Of a process whose PyTorch sees that many GPUs.
+
+        Args:
+            devices: their number.
+            computes: bytes move, between processes too.
+            everywhere: with that, operations are computed in this process and all that it starts.
+        """
         path = [str(self.torch), str(REPOSITORY), str(REPOSITORY / "tools")]
+        if everywhere:
+            path.insert(0, str(_EVERYWHERE))
         # Tests hide GPUs and interpret Triton's kernels; here the devices are ours, and a case says if it interprets.
         hidden = ("CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET")
         inherited = {name: value for name, value in os.environ.items() if name not in hidden}
