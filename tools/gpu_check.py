@@ -203,7 +203,8 @@ def page(host: dict[str, Any], found: dict[str, dict[str, Any]]) -> str:
     for name, part in found.items():
         mark = "**failed**" if failed(part) else "ok"
         lines.append(f"| {name} | {mark} | {part['seconds']:.0f} | {'<br>'.join(what_was_found(part))} |")
-    errors = [(test["test"], test["errors"]) for part in found.values() for test in part.get("tests", ())]
+    # Of operators; tests of models and ranks have none.
+    errors = [(test["test"], test.get("errors", {})) for part in found.values() for test in part.get("tests", ())]
     if any(by_result for _, by_result in errors):
         lines += ["", "| test | largest error to fp64, RMSE by RMSE |", "|---|---|"]
         lines += [

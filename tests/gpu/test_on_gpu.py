@@ -47,7 +47,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 # Layers, width, heads, inner width, ids, tokens of a row.
-FULL, SMALL = (2, 256, 8, 384, 512, 512), (1, 64, 2, 96, 128, 64)
+FULL, SMALL = (2, 256, 8, 384, 512, 512), (2, 64, 2, 96, 128, 64)
 
 
 def loss_and_gradients(rank: int, world_size: int, init_method: str, mixer: str, on_gpu: bool, small: bool) -> Any:

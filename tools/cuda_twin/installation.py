@@ -36,7 +36,15 @@ _NVIDIA = (
     "cuda", "cu", "cublas", "cusparse", "cusolver", "cufft", "curand", "nccl", "nvrtc", "cudnn", "cupti", "nvtx",
     "nvshmem", "cufile", "nvJitLink", "__cuda", "nvml",
 )  # fmt: skip
-_LOOKED_UP = ("cuModuleUnload", "cuTensorMapEncodeTiled", "cuTensorMapEncodeIm2col", "cuDevicePrimaryCtxRelease")
+_LOOKED_UP = (
+    "cuModuleUnload", "cuTensorMapEncodeTiled", "cuTensorMapEncodeIm2col", "cuDevicePrimaryCtxRelease",
+    # Of expandable segments: whether GPUs of other hosts could map the memory, which none can.
+    "nvmlInit_v2", "nvmlDeviceGetHandleByPciBusId_v2", "nvmlDeviceGetGpuFabricInfoV",
+    "nvmlDeviceGetNvLinkRemoteDeviceType", "nvmlDeviceGetNvLinkRemotePciInfo_v2",
+    "nvmlDeviceGetComputeRunningProcesses", "nvmlSystemGetCudaDriverVersion_v2",
+)  # fmt: skip
+_OPENED = ("libcuda.so.1", "libnvidia-ml.so.1")
+"""Libraries that are opened by name when PyTorch runs."""
 
 
 def folder() -> Path:
@@ -183,7 +191,7 @@ def _build(libraries: Path, out: Path) -> None:
     _run("gcc", "-w", "-fPIC", "-shared", "-o", out / _LIBRARY, *objects, stubs, "-lpthread", "-lrt", "-ldl")
     empty = out / "empty.c"
     empty.write_text("int null_device_stands_in;\n", encoding="ascii")
-    for name, versions in sorted({"libcuda.so.1": set(), **_needed(libraries)}.items()):
+    for name, versions in sorted({**{name: set() for name in _OPENED}, **_needed(libraries)}.items()):
         link = ["-Wl,--no-as-needed", f"-L{out}", "-lnulldevice", "-Wl,-rpath,$ORIGIN", f"-Wl,-soname,{name}"]
         if versions:
             script = out / "version.map"
