@@ -42,6 +42,12 @@ def all_cases() -> dict[str, dict[str, Any]]:
         found[f"tnl 7B, 4 layers, all axes, rank {rank:,} of 1,024"] = _case(
             "tnl-7b", "model.num_layers=4", *axes, world_size=1024, rank=rank
         )
+    for one in ARCHITECTURES[1:]:
+        found[f"{one} 7B, 4 layers, all axes, rank 519 of 1,024"] = _case(
+            f"{one}-7b", "model.num_layers=4", *axes, world_size=1024, rank=519
+        )
+    hybrid = ("model.num_layers=2", 'model.mixer=["hgrn2", "llama"]')
+    found["hybrid 1B, 2 layers, sequence 8"] = _case("hgrn2-1b", *hybrid, "parallel.sequence=8", world_size=64, rank=19)
     found["hybrid, all axes, rank 5 of 16"] = _case("hybrid-tiny", *axes, world_size=16, rank=5)
     found["tnl tiny, validation, save, resume"] = _case(
         "tnl-tiny",
