@@ -3,6 +3,7 @@
 import faulthandler
 import itertools
 import runpy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -160,7 +161,10 @@ def engine_on(case: Case, rank: int, world_size: int, init_method: str, dtype: t
         engine = Engine(chunks, config, mesh, optimizer=AdamW(), position_buckets=4, **buckets)
         if case.overlap:
             assert all(len(buffer.buckets) > 2 for model in engine.models for buffer in model.buffers)
-        yield engine
+        with warnings.catch_warnings():
+            # Megatron's, that weights are used in another order than they are gathered: it then waits for them.
+            warnings.filterwarnings("error", message="The next bucket's parameter all-gather")
+            yield engine
 
 
 def settle(engine: Engine) -> None:

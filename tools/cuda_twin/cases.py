@@ -29,6 +29,10 @@ def all_cases() -> dict[str, dict[str, Any]]:
         for layers in (2, 4):
             found[f"{one} 1B, {layers} layers"] = _case(f"{one}-1b", f"model.num_layers={layers}", world_size=8, rank=3)
         found[f"{one} 1B, 2 layers, sequence 8"] = _sequence(one)
+    # Few ranks have small buckets: that of the positions' weights is not the one of the words.
+    found["lightnet 1B, 2 layers, sequence 8 of 8"] = _case(
+        "lightnet-1b", "model.num_layers=2", "parallel.sequence=8", world_size=8, rank=3
+    )
     for ranks in (2, 64):
         found[f"tnl 1B, 2 layers, sequence {ranks}"] = _sequence("tnl", ranks=ranks)
     for kind in ("two_level", "ring"):
