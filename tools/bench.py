@@ -357,7 +357,8 @@ def main(arguments: list[str] | None = None) -> int:
         f"{args.name} on {host['cpu']}, {host['threads']} threads of {host['cores']} cores, {host['date']}, "
         f"torch {host['torch']}, python {host['python']}"
     )
-    print(f"GPUs: {host['gpus']}. {host.get('note', '')}".strip())
+    if torch.cuda.is_available():
+        print(f"GPUs: {host['gpus']}. {host.get('note', '')}".strip())
     print(", ".join(f"{key} {value}" for key, value in report.settings.items()))
     Console(width=None if sys.stdout.isatty() else 140).print(report.table)
     return 0
