@@ -63,9 +63,10 @@ test-eval: install
 	$(EVAL_VENV)/bin/python -m pip install --quiet --editable '.[dev,eval]' --constraint tools/constraints.txt
 	$(EVAL_VENV)/bin/pytest -rs tests/evaluation/harness tests/evaluation/tasks tests/tools/benchmarks/test_evaluate.py
 
-# What only a GPU can show: correctness on the device, then speed, kept in benchmarks; `PARTS=kernels` for one part.
+# What only a GPU can show: correctness on the device, then speed, kept in benchmarks; `PARTS=kernels` for one part,
+# `SMALL=1` for sizes that take seconds.
 gpu-check: install
-	$(BIN)/python tools/gpu_check.py $(if $(PARTS),--only $(PARTS))
+	$(BIN)/python tools/gpu_check.py $(if $(PARTS),--only $(PARTS)) $(if $(SMALL),--small)
 
 # The CUDA path without a GPU (tools/cuda_twin): brings the CUDA build of PyTorch first, 527 MB, into LIGHTSCALE_TWIN or
 # .twin; `.ci/run` runs a part of it where that is there.

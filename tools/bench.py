@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -34,6 +35,7 @@ from benchmarks import (
     tune,
 )
 from benchmarks.turns import BenchmarkReport, positive
+from cuda_twin.installation import NOTE, in_twin
 from lightscale.errors import UserError
 from lightscale.runs.run_directory import write_atomically
 
@@ -58,8 +60,8 @@ def run_kernels(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
     """The Triton kernels on a GPU; elsewhere their chunked forms, at sizes for a CPU."""
     if args.tune:
         tune.check_device()
-    bench = gpu_kernels.Bench.here(args.repeats)
-    settings = {"repeats": args.repeats}
+    bench = gpu_kernels.Bench.here(args.repeats, small=args.small)
+    settings = {"repeats": args.repeats, "small": args.small}
     figures: dict[str, Any] = {}
     for figures in gpu_kernels.run(bench, args.shapes):
         yield BenchmarkReport(settings=settings, figures=figures, table=gpu_kernels.table(figures))
@@ -253,7 +255,9 @@ BENCHMARKS = {
 
 def machine() -> dict[str, Any]:
     """What the figures depend on and their reader must know."""
-    return {
+    note = {"note": NOTE} if in_twin() else {}
+    return note | {
+        "gpus": gpus(),
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -261,6 +265,14 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def gpus() -> str:
+    """Those of this machine, as the driver names them."""
+    if not torch.cuda.is_available():
+        return "none"
+    names = Counter(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
+    return ", ".join(f"{count} x {name}" for name, count in names.items())
 
 
 def cpu_model() -> str:
@@ -345,6 +357,8 @@ def main(arguments: list[str] | None = None) -> int:
         f"{args.name} on {host['cpu']}, {host['threads']} threads of {host['cores']} cores, {host['date']}, "
         f"torch {host['torch']}, python {host['python']}"
     )
+    if torch.cuda.is_available():
+        print(f"GPUs: {host['gpus']}. {host.get('note', '')}".strip())
     print(", ".join(f"{key} {value}" for key, value in report.settings.items()))
     Console(width=None if sys.stdout.isatty() else 140).print(report.table)
     return 0

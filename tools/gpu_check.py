@@ -4,7 +4,8 @@
 Correctness on the device against fp64 comes first, then the speed of the kernels, a short training run, and whole steps
 over growing lengths. A part that fails does not keep the later ones from running. What was measured is saved as it is
 found, so that a check that is cut off keeps what it has; the exit code is 0 only if every part ran, every test passed
-and no target was missed.
+and no target was missed. ``--small`` runs all of it at sizes that take seconds, which shows that the check itself works
+on a machine before it is given hours there.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ RESULTS = "{results}"
 FOLDER = "{folder}"
 """In a command: where benchmarks are saved."""
 TIMED_OUT = 124
+SMALL = "small ones (--small), which show that the check runs, and no speed"
 
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -46,15 +48,19 @@ class Part:
     command: tuple[str, ...]
     benchmark: str | None = None
     """The benchmark of ``bench.py`` that it saves."""
+    small: tuple[str, ...] = ()
+    """What ``--small`` adds to the command."""
 
 
-def _benchmark(name: str, *arguments: str) -> Part:
-    return Part(command=(sys.executable, "tools/bench.py", name, "--save", FOLDER, *arguments), benchmark=name)
+def _benchmark(name: str, *, small: tuple[str, ...]) -> Part:
+    command = (sys.executable, "tools/bench.py", name, "--save", FOLDER)
+    return Part(command=command, benchmark=name, small=small)
 
 
-def _tests(*arguments: str) -> Part:
+def _tests(*arguments: str, small: tuple[str, ...]) -> Part:
     # -P: the folders of the current directory are no packages.
-    return Part(command=(sys.executable, "-P", "-m", "pytest", "-m", "gpu", "-rfE", "--results", RESULTS, *arguments))
+    command = (sys.executable, "-P", "-m", "pytest", "-m", "gpu", "-rfE", "--results", RESULTS, *arguments)
+    return Part(command=command, small=small)
 
 
 PARTS = {
@@ -63,12 +69,26 @@ PARTS = {
         "tests/gpu",
         *("--ignore", "tests/gpu/test_on_gpu.py", "--ignore", "tests/gpu/test_ranks_on_gpu.py"),
         *("-n", "4", "--dist", "loadgroup"),
+        # Those whose tensors are smallest.
+        small=("-n", "0", "-k", "test_equals_the_reference_in_fp64 and (norm and float32-1000 or silu-float32)"),
     ),
-    "models": _tests("tests/gpu/test_on_gpu.py"),
-    "ranks": _tests("tests/gpu/test_ranks_on_gpu.py"),
-    "kernels": _benchmark("kernels"),
-    "learn": _benchmark("learn"),
-    "train": _benchmark("train"),
+    "models": _tests("tests/gpu/test_on_gpu.py", small=("--small",)),
+    "ranks": _tests("tests/gpu/test_ranks_on_gpu.py", small=("--small", "-k", "tnl or resumed")),
+    "kernels": _benchmark("kernels", small=("--small", "--repeats", "1")),
+    "learn": _benchmark(
+        "learn",
+        small=(
+            *("--steps", "30", "model.num_layers=1", "data.sequence_length=64", "optimizer.warmup_steps=0"),
+            *("train.global_batch_size=4", "train.micro_batch_size=4"),
+        ),
+    ),
+    "train": _benchmark(
+        "train",
+        small=(
+            *("configs/tnl-tiny.toml", "--lengths", "128", "256", "--tokens-per-step", "512"),
+            *("--micro-batch-tokens", "256", "--repeats", "1"),
+        ),
+    ),
 }
 
 
@@ -76,11 +96,13 @@ SEVERAL_GPUS = ("ranks",)
 """Parts for nodes with more than one GPU."""
 
 
-def possible_parts() -> dict[str, Part]:
+def possible_parts(*, small: bool = False) -> dict[str, Part]:
     """Those that this machine's GPUs can show."""
-    if torch.cuda.device_count() > 1:
-        return PARTS
-    return {name: part for name, part in PARTS.items() if name not in SEVERAL_GPUS}
+    several = torch.cuda.device_count() > 1
+    parts = {name: part for name, part in PARTS.items() if several or name not in SEVERAL_GPUS}
+    if not small:
+        return parts
+    return {name: replace(part, command=(*part.command, *part.small)) for name, part in parts.items()}
 
 
 def check_device() -> None:
@@ -142,9 +164,9 @@ def failed(found: dict[str, Any]) -> bool:
     return bool(found["exit_code"] or found.get("missed") or nothing_passed)
 
 
-def run(parts: dict[str, Part], folder: Path, limit_s: float) -> dict[str, dict[str, Any]]:
+def run(parts: dict[str, Part], folder: Path, limit_s: float, *, small: bool = False) -> dict[str, dict[str, Any]]:
     """All parts, one after the other; the file of the whole check grows with each."""
-    host = machine()
+    host = machine() | ({"sizes": SMALL} if small else {})
     path = saved_as(folder, "gpu-check", host)
     found: dict[str, dict[str, Any]] = {}
     for number, (name, part) in enumerate(parts.items(), start=1):
@@ -172,13 +194,17 @@ def what_was_found(part: dict[str, Any]) -> list[str]:
 
 def page(host: dict[str, Any], found: dict[str, dict[str, Any]]) -> str:
     """The whole check on one page, Markdown: every part, and how far the operators are from fp64."""
-    lines = ["# GPU check", "", "Measured by `make gpu-check` on:", ""]
-    lines += [f"- {key}: {value}" for key, value in host.items()]
+    lines = ["# GPU check", ""]
+    if note := host.get("note"):
+        lines += [f"**{note}**", ""]
+    lines += [f"{'Run' if note else 'Measured'} by `make gpu-check` on:", ""]
+    lines += [f"- {key}: {value}" for key, value in host.items() if key != "note"]
     lines += ["", "| part | | seconds | what |", "|---|---|---|---|"]
     for name, part in found.items():
         mark = "**failed**" if failed(part) else "ok"
         lines.append(f"| {name} | {mark} | {part['seconds']:.0f} | {'<br>'.join(what_was_found(part))} |")
-    errors = [(test["test"], test["errors"]) for part in found.values() for test in part.get("tests", ())]
+    # Of operators; tests of models and ranks have none.
+    errors = [(test["test"], test.get("errors", {})) for part in found.values() for test in part.get("tests", ())]
     if any(by_result for _, by_result in errors):
         lines += ["", "| test | largest error to fp64, RMSE by RMSE |", "|---|---|"]
         lines += [
@@ -209,14 +235,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FOLDER",
         help="folder of the results (default: benchmarks)",
     )
+    parser.add_argument("--small", action="store_true", help="small sizes: whether the check itself runs here")
     parser.add_argument("--limit-s", type=float, default=1800.0, help="limit of each part, in seconds (default 1800)")
     args = parser.parse_args(arguments)
     try:
         check_device()
-        parts = {name: part for name, part in possible_parts().items() if name in args.only}
+        parts = {name: part for name, part in possible_parts(small=args.small).items() if name in args.only}
         if absent := [name for name in args.only if name not in parts]:
             console.print(f"skipped, as this machine has one GPU: {', '.join(absent)}")
-        found = run(parts, args.save.resolve(), args.limit_s)
+        found = run(parts, args.save.resolve(), args.limit_s, small=args.small)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return UserError.EXIT_CODE

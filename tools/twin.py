@@ -3,9 +3,11 @@
 
 import argparse
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 
@@ -86,6 +88,23 @@ def budgets(args: argparse.Namespace) -> int:
     return int(bool(lines) and not args.write)
 
 
+def add_check_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of ``gpu-check``."""
+    parser.add_argument("--only", nargs="+", metavar="PART", help="parts of the check (default: all)")
+    parser.add_argument("--save", type=Path, default=Path(), metavar="FOLDER", help="of the results (default: here)")
+    parser.add_argument("--gpus", type=int, default=2, metavar="N", help="devices of the twin (default: 2)")
+    parser.add_argument("--broken", action="store_true", help="kernels compute nothing in any part")
+
+
+def gpu_check(args: argparse.Namespace) -> int:
+    """``make gpu-check``'s own code, at small sizes."""
+    twin = installation.installed()
+    environment = twin.environment(devices=args.gpus, computes=True, everywhere=True)
+    words = ["--save", args.save, *(["--only", *args.only] if args.only else []), *["--broken"] * args.broken]
+    command = [sys.executable, "-m", "cuda_twin.gpu_check_run", *map(str, words)]
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
 COMMANDS = {
     "fetch": Command(
         summary=f"bring the CUDA build of PyTorch, {installation.WHEEL_MB} MB",
@@ -101,6 +120,11 @@ COMMANDS = {
         summary="what a step of every kept case asks for, beside its budget",
         add_arguments=add_budget_arguments,
         run=budgets,
+    ),
+    "gpu-check": Command(
+        summary="the check of `make gpu-check` at small sizes, where no figure is a GPU's",
+        add_arguments=add_check_arguments,
+        run=gpu_check,
     ),
 }
 

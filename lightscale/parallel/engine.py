@@ -101,9 +101,11 @@ def _gather_in_forward_order(model: DistributedDataParallel) -> None:
     Megatron's own order is that of its buffers, one for each dtype: the fp32 weights of a bf16 model would be waited
     for in the middle, and the gathering after them be begun twice, of which it warns.
     """
-    # Parameters are registered as they are used, but for parts that layers share: these are built before.
+    # Parameters are registered as they are used, but for parts that layers share: these are built before. Of the
+    # embedding, the words come first and then what is added to them.
     named = [(name, weight) for name, weight in model.module.named_parameters() if weight.requires_grad]
-    used = sorted(named, key=lambda item: not item[0].startswith("embedding."))
+    first = ("embedding.word_embeddings.", "embedding.")
+    used = sorted(named, key=lambda item: [not item[0].startswith(prefix) for prefix in first])
     groups = list(dict.fromkeys(model.param_to_bucket_group[weight] for _, weight in used))
     for group, following in zip(groups, [*groups[1:], None], strict=True):
         group.next_param_gather_bucket_group = following

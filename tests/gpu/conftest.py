@@ -10,6 +10,14 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--results", type=Path, help="file to which each test appends its outcome and errors, as JSON")
+    parser.addoption("--small", action="store_true", help="models and runs of the smallest sizes that show the same")
+
+
+@pytest.fixture
+def small(request: pytest.FixtureRequest) -> bool:
+    """Whether sizes are to be the smallest that show the same."""
+    chosen: bool = request.config.getoption("--small")
+    return chosen
 
 
 @pytest.hookimpl(wrapper=True)

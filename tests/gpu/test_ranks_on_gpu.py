@@ -34,6 +34,7 @@ LAYOUTS = {
     "tensor": ("parallel.tensor=2",),
     "pipeline": ("parallel.pipeline=2",),
 }
+SMALL = ("data.sequence_length=64", "model.num_layers=2")
 # fp32, so that layouts may be told apart from faults.
 LIMIT = 2e-4
 
@@ -84,19 +85,21 @@ class TestOnGPUs:
 
     @pytest.mark.parametrize("mixer", ["tnl", "hgrn2", "lightnet", "llama"])
     @pytest.mark.timeout(1800)
-    def test_layouts_equal_one_gpu(self, mixer: str, store: Path, tmp_path: Path, root: Path) -> None:
-        config = f"{mixer}-tiny.toml"
-        alone = losses(tmp_path / "alone", store, root, config=config, processes=1)
+    def test_layouts_equal_one_gpu(self, mixer: str, store: Path, tmp_path: Path, root: Path, small: bool) -> None:
+        config, sizes = f"{mixer}-tiny.toml", SMALL if small else ()
+        alone = losses(tmp_path / "alone", store, root, config=config, processes=1, overrides=sizes)
         for name, overrides in LAYOUTS.items():
             if mixer == "llama" and "parallel.exchange" in " ".join(overrides):
                 continue  # it has no states
             run = tmp_path / name.replace(", ", "-")
-            assert_equal(losses(run, store, root, config=config, processes=WORLD, overrides=overrides), alone)
+            given = [*sizes, *overrides]
+            assert_equal(losses(run, store, root, config=config, processes=WORLD, overrides=given), alone)
 
     @pytest.mark.timeout(900)
-    def test_a_run_is_resumed_on_another_layout(self, store: Path, tmp_path: Path, root: Path) -> None:
-        alone = losses(tmp_path / "alone", store, root, config="tnl-tiny.toml", processes=1)
-        assert_equal(resumed(tmp_path / "moved", store, root), alone)
+    def test_a_run_is_resumed_on_another_layout(self, store: Path, tmp_path: Path, root: Path, small: bool) -> None:
+        sizes = SMALL if small else ()
+        alone = losses(tmp_path / "alone", store, root, config="tnl-tiny.toml", processes=1, overrides=sizes)
+        assert_equal(resumed(tmp_path / "moved", store, root, *sizes), alone)
 
 
 def resumed(run: Path, store: Path, root: Path, *overrides: str) -> list[float]:

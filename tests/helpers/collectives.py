@@ -1,12 +1,13 @@
 """What each rank sends to whom: a record of all collectives and messages of a process, whatever library starts them."""
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 COLLECTIVES = (
     "allreduce",
@@ -17,6 +18,12 @@ COLLECTIVES = (
     "_reduce_scatter_base",
     "alltoall_base",
     "alltoall",
+    "all_gather_single",
+    "reduce_scatter_single",
+    # Those of several tensors, which Megatron's buckets are.
+    "allreduce_coalesced",
+    "all_gather_single_coalesced",
+    "reduce_scatter_single_coalesced",
 )
 MESSAGES = ("send", "recv")
 Record = dict[tuple[Any, ...], list[tuple[Any, ...]]]
@@ -51,11 +58,53 @@ def recorded() -> Iterator[Record]:
 
         return call
 
-    originals = {name: getattr(dist.ProcessGroup, name) for name in (*COLLECTIVES, *MESSAGES)}
+    with _wrapped((*COLLECTIVES, *MESSAGES), wrap):
+        yield record
+
+
+@contextmanager
+def begun_beside_computation(group: Any) -> Iterator[Counter[tuple[str, str]]]:
+    """How many collectives of ``group`` begin inside a backward pass, and inside a module's forward.
+
+    By (the pass, "backward" or "forward"; the collective). Seen where they are begun, whoever was told to.
+    """
+    found: Counter[tuple[str, str]] = Counter()
+    modules = [0]
+
+    def wrap(name: str, original: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # -1: no backward pass is running in this thread.
+            is_backward = torch._C._current_graph_task_id() != -1
+            if self.group_name == group.group_name and (is_backward or modules[0]):
+                found["backward" if is_backward else "forward", name] += 1
+            return original(self, *args, **kwargs)
+
+        return call
+
+    def enter(*_: Any) -> None:
+        modules[0] += 1
+
+    def leave(*_: Any) -> None:
+        modules[0] -= 1
+
+    # Hooks of all modules run before a module's own ones, in which Megatron begins its collectives.
+    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+    try:
+        with _wrapped(COLLECTIVES, wrap):
+            yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _wrapped(names: Sequence[str], wrap: Callable[[str, Any], Any]) -> Iterator[None]:
+    # Releases of PyTorch name some of them otherwise.
+    originals = {name: getattr(dist.ProcessGroup, name) for name in names if hasattr(dist.ProcessGroup, name)}
     for name, original in originals.items():
         setattr(dist.ProcessGroup, name, wrap(name, original))
     try:
-        yield record
+        yield
     finally:
         for name, original in originals.items():
             setattr(dist.ProcessGroup, name, original)

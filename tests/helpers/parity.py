@@ -3,6 +3,7 @@
 import faulthandler
 import itertools
 import runpy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -147,7 +148,10 @@ def engine_on(case: Case, rank: int, world_size: int, init_method: str, dtype: t
         engine = Engine(chunks, config, mesh, optimizer=AdamW(), position_buckets=4, **buckets)
         if case.overlap:
             assert all(len(buffer.buckets) > 2 for model in engine.models for buffer in model.buffers)
-        yield engine
+        with warnings.catch_warnings():
+            # Megatron's, that weights are used in another order than they are gathered: it then waits for them.
+            warnings.filterwarnings("error", message="The next bucket's parameter all-gather")
+            yield engine
 
 
 def settle(engine: Engine) -> None:
@@ -250,9 +254,11 @@ def follow(
             collectives.recorded() as operations,
             engine_on(case, rank, world_size, f"{init_method}-{number}", dtype) as engine,
         ):
-            found[text] = _along(engine, case, trajectory)
-            if engine.optimizer is not None:
-                found[text]["errors"] |= _freely(engine, case, trajectory, after)
+            with collectives.begun_beside_computation(engine.mesh.groups.dp_cp) as beside:
+                found[text] = _along(engine, case, trajectory)
+                if engine.optimizer is not None:
+                    found[text]["errors"] |= _freely(engine, case, trajectory, after)
+            found[text]["beside"] = beside
         found[text]["collectives"] = dict(operations)
     return found
 

@@ -8,7 +8,7 @@ import torch
 
 from lightscale.config.schema import ModelConfig
 from lightscale.kernels.common import backends
-from lightscale.kernels.common.backends import choose_backend, fall_back, implementation
+from lightscale.kernels.common.backends import choose_backend, fall_back, implementation, launches_triton
 from lightscale.models.kernel_check import Mismatch, check_kernels
 
 CPU = torch.device("cpu")
@@ -59,5 +59,8 @@ def test_auto_falls_back_for_one_operator(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(backends, "_fallen", set())
     on_gpu: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device="cuda:0", shape=(1, 64))
     assert (choose_backend("gla", on_gpu), choose_backend("tpe", on_gpu)) == ("triton", "triton")
+    assert launches_triton(on_gpu)
     fall_back("gla")
     assert (choose_backend("gla", on_gpu), choose_backend("tpe", on_gpu)) == ("chunked", "triton")
+    # Folds of states are not compared at start: where one compiled kernel is wrong, no other is trusted unseen.
+    assert not launches_triton(on_gpu)

@@ -84,6 +84,10 @@ OVERLAPPED = [
     "lightnet overlap=1",
     "hgrn2 sequence=2 recompute=full overlap=1",
 ]
+STEPS = 3
+"""Along one process's trajectory, and as many again on their own."""
+LEAST_BUCKETS = 3
+"""Of the cases above, in each step."""
 # Without tensor and pipeline ranks, segments may have any length.
 UNEVEN = [
     "sequence=3 cuts=0,50,51",
@@ -204,7 +208,25 @@ def test_two_ranks_equal_one_in_fp64(two_in_fp64: Results, one_process: OneProce
 
 
 def test_two_ranks_equal_one_in_fp32(run_ranks: RunRanks, one_process: OneProcess) -> None:
-    check(run_ranks, one_process, 2, [*some(TWO, 6), *OVERLAPPED], FP32, steps=3)
+    results = check(run_ranks, one_process, 2, [*some(TWO, 6), *OVERLAPPED], FP32, steps=STEPS)
+    assert_overlapped(results, [case for case in results if case in OVERLAPPED])
+
+
+def assert_overlapped(results: Results, cases: list[str]) -> None:
+    """In ``cases``, and in no other, buckets were reduced in backward passes and gathered in forward passes: seen."""
+    assert cases
+    for case, ranks in results.items():
+        for found in ranks:
+            begun = {"reduced": 0, "gathered": 0}
+            for (when, name), count in found["beside"].items():
+                begun["reduced"] += count * (when == "backward" and "reduce" in name)
+                begun["gathered"] += count * (when == "forward" and "gather" in name)
+            if case not in cases:
+                assert begun == {"reduced": 0, "gathered": 0}, case
+                continue
+            # Of the steps that follow one another the first has its weights, and Megatron learns in it who comes last.
+            assert begun["reduced"] >= (2 * STEPS - 1) * LEAST_BUCKETS, f"{case}: {begun}"
+            assert begun["gathered"] >= (STEPS - 1) * LEAST_BUCKETS, f"{case}: {begun}"
 
 
 def test_three_sequence_ranks_equal_one(run_ranks: RunRanks, one_process: OneProcess) -> None:

@@ -13,6 +13,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = {"test": "a::good", "outcome": "passed", "seconds": 1.0, "errors": {"o": 0.001}}
 BAD = GOOD | {"test": "a::bad", "outcome": "failed"}
+OTHER = {"test": "a::model", "outcome": "passed", "seconds": 1.0}
+"""It has no errors of results: only operators' tests do."""
 SKIPPED = GOOD | {"test": "a::skipped", "outcome": "skipped"}
 
 
@@ -49,10 +51,15 @@ def check(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, **par
 
 
 def test_everything_well(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    parts = {"operators": pytest_part(tool, 0, GOOD, SKIPPED), "train": benchmark_part(tool, "train")}
+    parts = {
+        "operators": pytest_part(tool, 0, GOOD, SKIPPED),
+        "models": pytest_part(tool, 0, OTHER),
+        "train": benchmark_part(tool, "train"),
+    }
     code, found = check(tool, monkeypatch, tmp_path, **parts)
     assert code == 0
     assert found["operators"]["tests"] == [GOOD, SKIPPED]
+    assert found["models"]["tests"] == [OTHER]
     assert found["train"]["missed"] == []
     assert (tmp_path / found["train"]["saved"]).exists()
     (path,) = tmp_path.glob("gpu-check_cpu_*.md")
@@ -66,6 +73,23 @@ def test_ranks_are_for_nodes_with_several_gpus(tool: ModuleType, monkeypatch: py
     assert set(tool.PARTS) - set(tool.possible_parts()) == {"ranks"}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert tool.possible_parts() == tool.PARTS
+
+
+def test_small_adds_to_every_command_and_is_said(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    whole, small = tool.possible_parts(), tool.possible_parts(small=True)
+    for name, part in small.items():
+        assert part.small
+        assert part.command == (*whole[name].command, *part.small)
+    monkeypatch.setattr(tool, "PARTS", {"operators": pytest_part(tool, 0, GOOD)})
+    monkeypatch.setattr(tool, "check_device", lambda: None)
+    assert tool.main(["--save", str(tmp_path), "--small"]) == 0
+    (path,) = tmp_path.glob("gpu-check_cpu_*.md")
+    text = path.read_text()
+    assert f"- sizes: {tool.SMALL}" in text and "- gpus: none" in text
+    # On no twin, where figures are not a GPU's.
+    assert "Measured by" in text and "twin" not in text
 
 
 def test_later_parts_run_after_a_failure(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

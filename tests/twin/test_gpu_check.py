@@ -1,4 +1,4 @@
-"""``make gpu-check``'s own code on the computing twin: what it asks of a machine, a part of it, and what it keeps."""
+"""``make gpu-check``'s own code on the computing twin: every part at small sizes, what it keeps and says of it."""
 
 import json
 import subprocess
@@ -9,46 +9,44 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.twin, pytest.mark.timeout(1800)]
-
-# The part itself; of its tests a few, because the interpreter of Triton takes minutes for a mixer of their size.
-GPU_CHECK = """
-import dataclasses, sys
-import gpu_check
-part = gpu_check.PARTS["operators"]
-more = ("-p", "cuda_twin.pytest_computing", "-n", "0", "-k", sys.argv[2])
-gpu_check.PARTS["operators"] = dataclasses.replace(part, command=(*part.command, *more))
-sys.exit(gpu_check.main(["--only", "operators", "ranks", "--save", sys.argv[1]]))
-"""
-NORMS = "test_equals_the_reference_in_fp64 and norm and float32-1000"
+pytestmark = [pytest.mark.twin, pytest.mark.timeout(3600)]
+BENCHMARKS = ("kernels", "learn", "train")
 
 
-def check(twin: Any, folder: Path, chosen: str, *, works: bool) -> tuple[int, str, dict[str, Any], str]:
-    """The exit code, the output, what was found by part, and the page."""
-    # Triton's kernels are interpreted, or compiled and launched on a device that does nothing.
-    environment = {**twin.environment(computes=True), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": str(int(works))}
-    command = [sys.executable, "-c", GPU_CHECK, str(folder), chosen]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500, check=False)
-    output = done.stdout + done.stderr
-    (saved,) = folder.glob("gpu-check_NVIDIA-*.json")
-    found = json.loads(saved.read_text("utf-8"))
-    return done.returncode, output, found["parts"], saved.with_suffix(".md").read_text("utf-8")
+def check(root: Path, folder: Path, *words: str) -> tuple[int, str, dict[str, Any], str]:
+    """The exit code, the output, the JSON, and the page."""
+    command = [sys.executable, "tools/twin.py", "gpu-check", "--save", str(folder), *words]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=3500, check=False)
+    (saved,) = folder.glob("gpu-check_null-device-*.json")
+    page = saved.with_suffix(".md").read_text("utf-8")
+    return done.returncode, done.stdout + done.stderr, json.loads(saved.read_text("utf-8")), page
 
 
-def test_operators_that_are_right_pass(cuda_twin: ModuleType, tmp_path: Path) -> None:
-    chosen = f"({NORMS}) or (test_equals_the_reference_in_fp64 and silu-float32)"
-    code, output, parts, page = check(cuda_twin.installation.installed(), tmp_path, chosen, works=True)
+def test_all_parts_run_and_none_is_taken_for_a_gpus(cuda_twin: ModuleType, tmp_path: Path, root: Path) -> None:
+    code, output, found, page = check(root, tmp_path, "--gpus", "2")
     assert code == 0, output
-    assert "skipped, as this machine has one GPU: ranks" in output
-    tests = parts["operators"]["tests"]
-    assert [test["outcome"] for test in tests] == ["passed"] * 3, output
+    assert list(found["parts"]) == ["operators", "models", "ranks", "kernels", "learn", "train"]
+    for name, part in found["parts"].items():
+        assert f"| {name} | ok |" in page
+        assert {test["outcome"] for test in part.get("tests", ())} <= {"passed"}, output
     # They were compared, with something: rounding is not nothing.
-    assert all(0 < max(test["errors"].values()) < 1e-5 for test in tests)
-    assert "| operators | ok |" in page
+    assert all(0 < max(test["errors"].values()) < 1e-5 for test in found["parts"]["operators"]["tests"])
+    note = cuda_twin.installation.NOTE
+    assert f"**{note}**" in page and "Measured" not in page
+    benchmarks = [json.loads((tmp_path / found["parts"][name]["saved"]).read_text("utf-8")) for name in BENCHMARKS]
+    for figures in (found, *benchmarks):
+        assert (figures["machine"]["note"], figures["machine"]["gpus"]) == (note, "2 x null device of the CUDA twin")
+    kernels, learn, train = benchmarks
+    assert kernels["note"].startswith(note)
+    assert not kernels["failures"] and len(kernels["lines"]) > 10
+    # Shares of a GPU's speed there are none.
+    assert learn["mfu"] is None
+    assert all(row["mfu"] is None for row in train["lengths"].values())
 
 
-def test_operators_that_compute_nothing_fail(cuda_twin: ModuleType, tmp_path: Path) -> None:
-    code, output, parts, page = check(cuda_twin.installation.installed(), tmp_path, NORMS, works=False)
+def test_operators_that_compute_nothing_fail(cuda_twin: ModuleType, tmp_path: Path, root: Path) -> None:
+    code, output, found, page = check(root, tmp_path, "--gpus", "1", "--broken", "--only", "operators", "ranks")
     assert code == 1, output
-    assert [test["outcome"] for test in parts["operators"]["tests"]] == ["failed"] * 2, output
+    assert "skipped, as this machine has one GPU: ranks" in output
+    assert [test["outcome"] for test in found["parts"]["operators"]["tests"]] == ["failed"] * 3, output
     assert "| operators | **failed** |" in page

@@ -19,19 +19,21 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.subjects import BOTH, FLA, FORWARD, OURS, PASSES, Cost, Form, Setting, Subject, subjects
+from cuda_twin.installation import NOTE, in_twin
 from lightscale.kernels.common.backends import choose_backend
 
 # (rows, tokens of a row): from 8K to 1M tokens.
 SHAPES = ((1, 8192), (1, 32768), (1, 131072), (16, 8192), (1, 1048576))
 CPU_SHAPES = ((1, 128), (2, 256))
 GPU_SETTING: dict[str, Any] = {"dtype": torch.bfloat16, "num_heads": 16, "width": 128}
-CPU_SETTING: dict[str, Any] = {"dtype": torch.float32, "num_heads": 2, "width": 32}
+SMALL: dict[str, Any] = {"num_heads": 2, "width": 32}
 TARGET_DEVICE = "H200"
 
 NO_GPU = (
     "no GPU here: these lines time small shapes of the forms that CPUs use. "
     "Figures of the kernels need a GPU: run the same command on one."
 )
+NOT_FULL = "small sizes, at which launches take longer than the work: this shows that every line runs, and no speed."
 # A call that takes longer than this is not repeated.
 SLOW_MS = 2000.0
 
@@ -84,8 +86,9 @@ class Rates:
 class Timer:
     """Milliseconds of one computation, with the device's second-level cache emptied before."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, small: bool = False) -> None:
         self._on_gpu = device.type == "cuda"
+        self._small = small or not self._on_gpu
         self._flush = torch.empty(2**28 if self._on_gpu else 0, dtype=torch.uint8, device=device)
 
     def ms(self, work: Callable[[], object]) -> float:
@@ -114,8 +117,8 @@ class Timer:
         return [second] if second > SLOW_MS else [self.ms(work) for _ in range(repeats)]
 
     def rates(self, setting: Setting, repeats: int) -> Rates:
-        """Of this device: 1 GiB copied, and a product of 8192 by 8192 (on CPUs 64 MiB and 512)."""
-        num_bytes, side = (2**30, 8192) if self._on_gpu else (2**26, 512)
+        """Of this device: 1 GiB copied, and a product of 8192 by 8192 (where small 64 MiB and 512)."""
+        num_bytes, side = (2**26, 512) if self._small else (2**30, 8192)
         source, target = (torch.empty(num_bytes, dtype=torch.uint8, device=setting.device) for _ in range(2))
         copy_ms = statistics.median(self.samples_ms(lambda: target.copy_(source), repeats))
         x = torch.randn(side, side, dtype=setting.dtype, device=setting.device)
@@ -142,14 +145,21 @@ class Bench:
     timer: Timer
     rates: Rates
     repeats: int
+    small: bool = False
+    """Sizes of a CPU, wherever it runs."""
 
     @classmethod
-    def here(cls, repeats: int) -> "Bench":
-        """On the GPU, or without one on the CPU; with its rates, measured now."""
+    def here(cls, repeats: int, *, small: bool = False) -> "Bench":
+        """On the GPU, or without one on the CPU, where sizes are small; with its rates, measured now."""
         on_gpu = torch.cuda.is_available()
-        setting = Setting(device=torch.device("cuda" if on_gpu else "cpu"), **(GPU_SETTING if on_gpu else CPU_SETTING))
-        timer = Timer(setting.device)
-        return cls(setting=setting, timer=timer, rates=timer.rates(setting, repeats), repeats=repeats)
+        small = small or not on_gpu
+        device = torch.device("cuda" if on_gpu else "cpu")
+        # CPUs have no kernels of half precision.
+        sizes = GPU_SETTING | (SMALL if small else {}) | ({} if on_gpu else {"dtype": torch.float32})
+        setting = Setting(device=device, **sizes)
+        timer = Timer(device, small=small)
+        rates = timer.rates(setting, repeats)
+        return cls(setting=setting, timer=timer, rates=rates, repeats=repeats, small=small)
 
     def measure(self, subject: Subject, way: str, shape: tuple[int, int], *, compiled: bool) -> list[Line | Failure]:
         """The passes of one way to compute an operator at one shape."""
@@ -244,7 +254,7 @@ def _case(line: dict[str, Any]) -> tuple[Any, ...]:
 def run(bench: Bench, shapes: Sequence[tuple[int, int]] | None) -> Iterator[dict[str, Any]]:
     """The figures so far, after every line."""
     on_gpu = bench.setting.device.type == "cuda"
-    yield from sweep(bench, shapes or (SHAPES if on_gpu else CPU_SHAPES), with_fla=on_gpu)
+    yield from sweep(bench, shapes or (SHAPES if on_gpu and not bench.small else CPU_SHAPES), with_fla=on_gpu)
 
 
 def sweep(bench: Bench, shapes: Sequence[tuple[int, int]], *, with_fla: bool) -> Iterator[dict[str, Any]]:
@@ -282,8 +292,14 @@ def facts(bench: Bench) -> dict[str, Any]:
         "width": setting.width,
         "copy_gb_per_s": bench.rates.copy_bytes_per_s / 1e9,
         "matmul_tflop_per_s": bench.rates.matmul_flops / 1e12,
-        "note": None if on_gpu else NO_GPU,
+        "note": _note(bench),
     }
+
+
+def _note(bench: Bench) -> str | None:
+    if bench.setting.device.type != "cuda":
+        return NO_GPU
+    return " ".join([NOTE] * in_twin() + [NOT_FULL] * bench.small) or None
 
 
 def _version(package: str) -> str | None:
@@ -357,4 +373,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ROWSxTOKENS",
         help=f"(default {' '.join(f'{rows}x{tokens}' for rows, tokens in SHAPES)}; small ones without a GPU)",
     )
+    parser.add_argument("--small", action="store_true", help="sizes of a CPU on a GPU too: whether every line runs")
     parser.add_argument("--tune", action="store_true", help="also time other tiles of the kernels, on a GPU")

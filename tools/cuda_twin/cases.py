@@ -29,6 +29,10 @@ def all_cases() -> dict[str, dict[str, Any]]:
         for layers in (2, 4):
             found[f"{one} 1B, {layers} layers"] = _case(f"{one}-1b", f"model.num_layers={layers}", world_size=8, rank=3)
         found[f"{one} 1B, 2 layers, sequence 8"] = _sequence(one)
+    # Few ranks have small buckets: that of the positions' weights is not the one of the words.
+    found["lightnet 1B, 2 layers, sequence 8 of 8"] = _case(
+        "lightnet-1b", "model.num_layers=2", "parallel.sequence=8", world_size=8, rank=3
+    )
     for ranks in (2, 64):
         found[f"tnl 1B, 2 layers, sequence {ranks}"] = _sequence("tnl", ranks=ranks)
     for kind in ("two_level", "ring"):
@@ -42,6 +46,12 @@ def all_cases() -> dict[str, dict[str, Any]]:
         found[f"tnl 7B, 4 layers, all axes, rank {rank:,} of 1,024"] = _case(
             "tnl-7b", "model.num_layers=4", *axes, world_size=1024, rank=rank
         )
+    for one in ARCHITECTURES[1:]:
+        found[f"{one} 7B, 4 layers, all axes, rank 519 of 1,024"] = _case(
+            f"{one}-7b", "model.num_layers=4", *axes, world_size=1024, rank=519
+        )
+    hybrid = ("model.num_layers=2", 'model.mixer=["hgrn2", "llama"]')
+    found["hybrid 1B, 2 layers, sequence 8"] = _case("hgrn2-1b", *hybrid, "parallel.sequence=8", world_size=64, rank=19)
     found["hybrid, all axes, rank 5 of 16"] = _case("hybrid-tiny", *axes, world_size=16, rank=5)
     found["tnl tiny, validation, save, resume"] = _case(
         "tnl-tiny",

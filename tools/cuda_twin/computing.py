@@ -83,8 +83,9 @@ class Computing(TorchDispatchMode):
             # An operator of ours, made of others: PyTorch would run these without this mode, and nothing be computed.
             with self:
                 return OPDEFS[name]._init_fn(*args, **kwargs)
-        if func._can_decompose():
-            # One that only autograd takes apart: in an operator of ours it comes as it is.
+        if func._can_decompose() and not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CUDA"):
+            # One that only autograd takes apart: in an operator of ours it comes as it is. But where CUDA has a kernel
+            # beside, as of SiLU's backward, taking it apart would be more launches than there are.
             with self:
                 return func.decompose(*args, **kwargs)
         given = [value for value in flat if isinstance(value, Tensor) and value.is_cuda]

@@ -13,7 +13,13 @@ def keep_devices_unused() -> None:
 
     Asking the device would count as using it, and PyTorch uses none in a fork of a process that has.
     """
-    torch._C._cuda_getDeviceCount = lambda: int(os.environ["NULL_DEVICE_COUNT"])
+    torch._C._cuda_getDeviceCount = _num_devices
+
+
+def _num_devices() -> int:
+    # As the device itself says: all, or none where CUDA is told to see none.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return 0 if visible is not None and visible[:1] in ("", "-") else int(os.environ["NULL_DEVICE_COUNT"])
 
 
 def in_fork(action: Callable[[], object]) -> bool:

@@ -22,15 +22,29 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER_VARIABLE = "LIGHTSCALE_TWIN"
 """Names the folder, for several clones to share one."""
 WHEEL_MB = 527
+NOTE = (
+    "This is the CUDA twin: a device that is not there, whose work CPUs do. "
+    "No time, speed or memory here is that of a GPU."
+)
+"""For whatever shows figures of a process that is in a twin."""
 
 _SOURCES = Path(__file__).resolve().parent / "device"
 _LIBRARY = "libnulldevice.so"
+_EVERYWHERE = Path(__file__).resolve().parent / "everywhere"
 # What PyTorch's libraries take from NVIDIA's; and what Triton and PyTorch look up by name when they run.
 _NVIDIA = (
     "cuda", "cu", "cublas", "cusparse", "cusolver", "cufft", "curand", "nccl", "nvrtc", "cudnn", "cupti", "nvtx",
     "nvshmem", "cufile", "nvJitLink", "__cuda", "nvml",
 )  # fmt: skip
-_LOOKED_UP = ("cuModuleUnload", "cuTensorMapEncodeTiled", "cuTensorMapEncodeIm2col", "cuDevicePrimaryCtxRelease")
+_LOOKED_UP = (
+    "cuModuleUnload", "cuTensorMapEncodeTiled", "cuTensorMapEncodeIm2col", "cuDevicePrimaryCtxRelease",
+    # Of expandable segments: whether GPUs of other hosts could map the memory, which none can.
+    "nvmlInit_v2", "nvmlDeviceGetHandleByPciBusId_v2", "nvmlDeviceGetGpuFabricInfoV",
+    "nvmlDeviceGetNvLinkRemoteDeviceType", "nvmlDeviceGetNvLinkRemotePciInfo_v2",
+    "nvmlDeviceGetComputeRunningProcesses", "nvmlSystemGetCudaDriverVersion_v2",
+)  # fmt: skip
+_OPENED = ("libcuda.so.1", "libnvidia-ml.so.1")
+"""Libraries that are opened by name when PyTorch runs."""
 
 
 def folder() -> Path:
@@ -101,9 +115,17 @@ class Twin:
     torch: Path
     device: Path
 
-    def environment(self, *, devices: int = 1, computes: bool = False) -> dict[str, str]:
-        """Of a process whose PyTorch sees that many GPUs; ``computes``: bytes move, between processes too."""
+    def environment(self, *, devices: int = 1, computes: bool = False, everywhere: bool = False) -> dict[str, str]:
+        """Of a process whose PyTorch sees that many GPUs.
+
+        Args:
+            devices: their number.
+            computes: bytes move, between processes too.
+            everywhere: with that, operations are computed in this process and all that it starts.
+        """
         path = [str(self.torch), str(REPOSITORY), str(REPOSITORY / "tools")]
+        if everywhere:
+            path.insert(0, str(_EVERYWHERE))
         # Tests hide GPUs and interpret Triton's kernels; here the devices are ours, and a case says if it interprets.
         hidden = ("CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET")
         inherited = {name: value for name, value in os.environ.items() if name not in hidden}
@@ -169,7 +191,7 @@ def _build(libraries: Path, out: Path) -> None:
     _run("gcc", "-w", "-fPIC", "-shared", "-o", out / _LIBRARY, *objects, stubs, "-lpthread", "-lrt", "-ldl")
     empty = out / "empty.c"
     empty.write_text("int null_device_stands_in;\n", encoding="ascii")
-    for name, versions in sorted({"libcuda.so.1": set(), **_needed(libraries)}.items()):
+    for name, versions in sorted({**{name: set() for name in _OPENED}, **_needed(libraries)}.items()):
         link = ["-Wl,--no-as-needed", f"-L{out}", "-lnulldevice", "-Wl,-rpath,$ORIGIN", f"-Wl,-soname,{name}"]
         if versions:
             script = out / "version.map"

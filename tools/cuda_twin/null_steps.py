@@ -9,6 +9,7 @@ at start; and other ranks are not there (``lone_rank.py``).
 import functools
 import os
 import signal
+import threading
 import time
 import warnings
 from collections import Counter
@@ -30,6 +31,7 @@ from cuda_twin.triton_checks import TritonChecks, checked_launches
 from lightscale.config.files import load
 from lightscale.config.layout import check_layout
 from lightscale.config.schema import RunConfig
+from lightscale.data_pipeline.loading.prefetch import Prefetcher
 from lightscale.data_pipeline.store.token_store import StoreWriter
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer
 from lightscale.models.kernel_check import Mismatch, check_kernels
@@ -43,6 +45,7 @@ from lightscale.training.health.heartbeat import Heartbeat
 
 STEPS = 2
 """The first step fills caches, the second one is like all others."""
+_LATE_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,14 +158,30 @@ def run(case: NullCase, folder: Path) -> dict[str, Any]:
     recorder, checks = Recorder(), TritonChecks()
     steps: list[dict[str, Any]] = []
     began_us: list[int] = []
+    # What is read ahead is, as on a slow disk, not read before the second step: all that it allocates shows there.
+    second_step = threading.Event()
+
+    def read_late(read: Any) -> Any:
+        @functools.wraps(read)
+        def take(ahead: Prefetcher, tokens: int) -> Any:
+            assert not tokens or second_step.wait(_LATE_S), "the second step never came"
+            return read(ahead, tokens)
+
+        return take
 
     def recorded(step: Any) -> Any:
         @functools.wraps(step)
         def take(trainer: training.Trainer, *words: Any) -> None:
             began_us.append(time.time_ns() // 1000)
+            if len(began_us) > 1:
+                second_step.set()
             torch.cuda.reset_peak_memory_stats()
-            with recorder.record() as recording:
-                step(trainer, *words)
+            try:
+                with recorder.record() as recording:
+                    step(trainer, *words)
+            except BaseException:
+                second_step.set()  # it will not come, and the prefetcher is waited for
+                raise
             most, now = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
             steps.append({**summary(recording), "peak_bytes": most, "held_bytes": now})
 
@@ -191,6 +210,7 @@ def run(case: NullCase, folder: Path) -> dict[str, Any]:
         stack.enter_context(_alone(case))
         step = recorded(training.Trainer._train_step)
         stack.enter_context(mock.patch.object(training.Trainer, "_train_step", stop_early(step) if case.save else step))
+        stack.enter_context(mock.patch.object(Prefetcher, "_batches_after", read_late(Prefetcher._batches_after)))
         stack.enter_context(mock.patch.object(Heartbeat, "beat", beat))
         stack.enter_context(mock.patch.object(training, "check_kernels", refused))
         if not case.compiled:

@@ -41,6 +41,7 @@ class Prefetcher:
             max_workers=1, thread_name_prefix="prefetch", initializer=self._take_device if self._for_gpu else None
         )
         self._ahead: deque[tuple[_DataPosition, Future[list[Batch]]]] = deque()
+        self._pinned_shapes: list[torch.Size] = []
 
     def next_step(self) -> list[Batch]:
         """This rank's micro-batches of the next step; moves the loader's ``tokens`` on."""
@@ -80,7 +81,18 @@ class Prefetcher:
 
     def _batches_after(self, tokens: int) -> list[Batch]:
         batches = self._loader.batches_after(tokens)
-        return [batch.pinned() for batch in batches] if self._for_gpu else batches
+        return self._pinned(batches) if self._for_gpu else batches
+
+    def _pinned(self, batches: list[Batch]) -> list[Batch]:
+        """The same in pinned memory, which PyTorch uses again when it is let go."""
+        shapes = [batch.tokens.shape for batch in batches]
+        if shapes != self._pinned_shapes:
+            self._pinned_shapes = shapes
+            # As many as are ever held at once, all of them now: where reading is slow at first, memory would else be
+            # taken in the middle of a later step, and to pin memory holds the device up.
+            held = [[batch.pinned() for batch in batches] for _ in range(self._depth + 1)]
+            return held[0]
+        return [batch.pinned() for batch in batches]
 
     def _read(self, tokens: int) -> None:
         batches = self._reader.submit(self._batches_after, tokens)

@@ -69,9 +69,10 @@ def launches_triton(x: Tensor) -> bool:
     """Whether Triton computes on tensors like ``x`` what is no operator of its own, such as folds of states.
 
     As ``choose_backend`` would choose it, but PyTorch where Triton cannot: it is asked for operators, not for this.
+    Nor where an operator's kernels were found wrong: nobody has compared these.
     """
     if _default == AUTO:
-        return x.is_cuda and HAS_TRITON and x.dtype in _TRITON_DTYPES
+        return x.is_cuda and HAS_TRITON and x.dtype in _TRITON_DTYPES and not _fallen
     return _default == "triton" and x.dtype in _TRITON_DTYPES and HAS_TRITON and (x.is_cuda or _interpreting())
 
 

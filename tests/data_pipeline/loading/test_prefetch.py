@@ -1,10 +1,13 @@
 import threading
 import traceback
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from lightscale.data_pipeline.loading.loader import TokenLoader
 from lightscale.data_pipeline.loading.prefetch import Prefetcher
@@ -58,6 +61,35 @@ def test_it_reads_at_most_depth_steps_ahead(loader: TokenLoader, monkeypatch: py
             ahead.next_step()
             assert max(asked) <= (step + 1) * 64
     assert asked == sorted(set(asked))
+
+
+def test_memory_is_pinned_before_the_first_step(loader: TokenLoader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much as is held at any later moment, however late steps are read: none is taken in the middle of a run."""
+    depth, per_step = 2, len(loader.batches_after(0))
+    held, most = [0], [0]
+
+    def let_go() -> None:
+        held[0] -= 1
+
+    def pinned(batch: Batch) -> Batch:
+        made = replace(batch)
+        held[0] += 1
+        most[0] = max(most[0], held[0])
+        weakref.finalize(made, let_go)
+        return made
+
+    monkeypatch.setattr(Batch, "pinned", pinned)
+    monkeypatch.setattr(Prefetcher, "_take_device", lambda _: None)
+    read, begin = loader.batches_after, threading.Event()
+    # Steps behind the first one are read when that has ended.
+    monkeypatch.setattr(loader, "batches_after", lambda tokens: (tokens and begin.wait(60), read(tokens))[1])
+    with Prefetcher(loader, depth=depth, device=torch.device("cuda")) as ahead:
+        ahead.next_step()
+        assert most[0] == (depth + 1) * per_step
+        begin.set()
+        for _ in range(20):
+            ahead.next_step()
+    assert most[0] == (depth + 1) * per_step
 
 
 def test_another_position_drops_what_was_read(loader: TokenLoader) -> None:

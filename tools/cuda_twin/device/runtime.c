@@ -6,14 +6,17 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #define OK return cudaSuccess
 
-// Devices: an H100 SXM5 of 80 GB.
+// Devices: as an H100 SXM5 of 80 GB in all but their name, so that no figure is taken for one of a GPU.
 static __thread int device;
 int current_device(void) { return device; }
+// All, or none where CUDA is told to see none.
 int num_devices(void) {
-  const char *count = getenv("NULL_DEVICE_COUNT");
+  const char *count = getenv("NULL_DEVICE_COUNT"), *visible = getenv("CUDA_VISIBLE_DEVICES");
+  if (visible && (!*visible || *visible == '-')) return 0;
   return count ? atoi(count) : 1;
 }
 int device_attribute(int attribute) {
@@ -55,7 +58,7 @@ cudaError_t cudaDriverGetVersion(int *version) { *version = 13000; OK; }
 cudaError_t cudaRuntimeGetVersion(int *version) { *version = 13000; OK; }
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int number) {
   memset(p, 0, sizeof *p);
-  strcpy(p->name, "NVIDIA H100 80GB HBM3");
+  strcpy(p->name, "null device of the CUDA twin");
   p->uuid.bytes[0] = (char)(number + 1);
   p->totalGlobalMem = device_bytes();
   p->sharedMemPerBlock = 49152;
@@ -166,8 +169,9 @@ cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stre
 }
 cudaError_t cudaMemset(void *to, int value, size_t bytes) { return cudaMemsetAsync(to, value, bytes, NULL); }
 
-// Streams and events: numbers, and nothing that they would wait for.
-static uintptr_t next_stream = 0x10, next_event = 0x1000;
+// Streams: numbers, and nothing that they would wait for. Events: when they were recorded, by the host's clock, since
+// whatever is computed is computed at once.
+static uintptr_t next_stream = 0x10;
 cudaError_t cudaStreamCreate(cudaStream_t *made) { *made = (cudaStream_t)next_stream++; OK; }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *made, unsigned flags) { return cudaStreamCreate(made); }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *made, unsigned flags, int priority) {
@@ -196,10 +200,14 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCapture
   OK;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) { OK; }
-cudaError_t cudaEventCreate(cudaEvent_t *made) { *made = (cudaEvent_t)next_event++; OK; }
+cudaError_t cudaEventCreate(cudaEvent_t *made) {
+  *made = calloc(1, sizeof(struct timespec));
+  return *made ? cudaSuccess : fail(cudaErrorMemoryAllocation);
+}
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *made, unsigned flags) { return cudaEventCreate(made); }
-cudaError_t cudaEventDestroy(cudaEvent_t event) { OK; }
+cudaError_t cudaEventDestroy(cudaEvent_t event) { free(event); OK; }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  clock_gettime(CLOCK_MONOTONIC, (struct timespec *)event);
   note(EVENT, stream, "cudaEventRecord", (uint64_t)(uintptr_t)event, 0, 0, 0);
   OK;
 }
@@ -211,7 +219,11 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   note(HOST_WAIT, NULL, "cudaEventSynchronize", (uint64_t)(uintptr_t)event, 0, 0, 0);
   OK;
 }
-cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t first, cudaEvent_t last) { *ms = 1; OK; }
+cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t first, cudaEvent_t last) {
+  const struct timespec *from = (void *)first, *to = (void *)last;
+  *ms = (float)((to->tv_sec - from->tv_sec) * 1e3 + (to->tv_nsec - from->tv_nsec) * 1e-6);
+  OK;
+}
 
 // Kernels. The C++ functions of a library are registered with their names when it is loaded.
 struct function { const void *stub; const char *name; };
