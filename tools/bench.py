@@ -21,6 +21,7 @@ import plot_kernels
 from benchmarks import (
     checkpoint,
     convert,
+    dedup,
     evaluate,
     evaluation_memory,
     exports,
@@ -137,6 +138,13 @@ def run_evaluate(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
         yield BenchmarkReport(settings=settings, figures=figures, table=evaluate.table(figures))
 
 
+def run_dedup(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
+    """Deduplication over growing corpora."""
+    for figures in dedup.run(args.documents):
+        settings = {"bands": dedup.NUM_BANDS, "unit_documents": dedup.UNIT_DOCUMENTS}
+        yield BenchmarkReport(settings=settings, figures=figures, table=dedup.table(figures))
+
+
 def data_arguments(parser: argparse.ArgumentParser) -> None:
     """What is measured of the corpus pipeline."""
     parser.add_argument("--documents", type=Path, help="English jsonl (default: pages of Debian packages)")
@@ -243,6 +251,13 @@ BENCHMARKS = {
         run=run_evaluate,
         threads=1,
         repeats=3,
+    ),
+    "dedup": Benchmark(
+        summary="duplicates among 100 thousand to 10 million documents: CPU time, files opened, bytes read for each",
+        add_arguments=dedup.add_arguments,
+        run=run_dedup,
+        threads=1,
+        repeats=1,
     ),
     "data": Benchmark(
         summary="corpus pipeline: loader beside memmap, zarr, Megatron; preparation beside datatrove; memory",

@@ -1,75 +1,164 @@
 """Which documents are dropped as duplicates of an earlier one, over all units: first exact, then near duplicates.
 
-    duplicates/exact-pairs/NNNNNN.npy   what the keys of one range show; near-pairs/ likewise
-    duplicates/exact.npy, near.npy      (2, n): the documents to drop, ascending, and the kept one for each
+    duplicates/exact-keys.json            the key files of all units, and how many ranges of keys there are
+    duplicates/exact-keys-1/NNNNNN        key files merged, FAN_IN into one; -2 those of -1, while there are more
+    duplicates/exact-pairs-0/NNNNNN.npy   what the keys of one range show
+    duplicates/exact-pairs-1/NNNNNN.npy   the pairs of some ranges, united; -2 those of -1, and so on
+    duplicates/exact.npy                  (2, n): the documents to drop, ascending, and the kept one for each
 
-Which documents share a key cannot be said unit by unit. So a task is not a unit but a range of keys over the key files
-of all units; ranges know nothing of each other (``dedup/README.md``).
+and near-… likewise. Which documents share a key cannot be said unit by unit. So a task is not a unit but a range of
+keys over all key files; ranges know nothing of each other (``dedup/README.md``). Every task reads at most ``FAN_IN``
+files, and each step has a fixed share of the tasks of the one before: work grows with the corpus, and no faster.
 """
 
+import json
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightscale.data_pipeline.preparation.dedup import find_pairs, merge_pairs
+from lightscale.data_pipeline.executors import Task
+from lightscale.data_pipeline.preparation.dedup import FAN_IN, find_pairs, merge_key_files, merge_pairs
 from lightscale.data_pipeline.preparation.dedup.records import Kind
 from lightscale.data_pipeline.preparation.plan import UNIT_SHIFT, UnitSummary
 from lightscale.data_pipeline.preparation.readers import Advance
 from lightscale.data_pipeline.preparation.units import Context
 from lightscale.data_pipeline.preparation.work_directory import WorkDirectory
-from lightscale.data_pipeline.whole_files import write_array
+from lightscale.data_pipeline.whole_files import write_array, write_json
 
 KINDS: tuple[Kind, ...] = ("exact", "near")
 _REASONS: dict[Kind, str] = {"exact": "exact duplicate", "near": "near duplicate"}
 # So much of the key files is read for one range: bounds the memory of a task, whatever the size of the corpus.
-_RANGE_BYTES = 2**23
+_RANGE_BYTES = 2**24
+# Files of pairs that one task unites, one after the other.
+_UNITED_AT_ONCE = 16
+_Names = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeyRange:
-    """One of ``num_ranges`` equal ranges of keys."""
+class KeyFiles:
+    """The key files of all units, as they were when all units were finished.
+
+    Kept in a file: a later call finds the same tasks, also where files have been merged and emptied.
+    """
+
+    names: list[str]
+    """In the work directory, by unit."""
+    num_bytes: list[int]
+    """Of each."""
+    num_ranges: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DedupTask:
+    """Some files of the work directory, of which one is made."""
 
     kind: Kind
-    number: int
-    num_ranges: int
+    inputs: _Names
+    target: str
     num_bytes: int
-    """For progress: about how much is read."""
+    """For progress: about how much is read, or the number of inputs."""
+    range_index: int = 0
+    """Which range of keys, of"""
+    num_ranges: int = 0
 
 
-def key_ranges(work: WorkDirectory, kind: Kind) -> list[KeyRange]:
-    """The tasks of ``kind``: as many as the keys are large."""
-    num_bytes = sum(path.stat().st_size for path in key_files(work, kind))
-    num_ranges = -(-num_bytes // _RANGE_BYTES)
+@dataclass(frozen=True, kw_only=True)
+class DedupStep:
+    """Tasks that may run side by side, when those of the step before are done."""
+
+    name: str
+    task: Task
+    items: Sequence[DedupTask]
+
+
+def list_key_files(work: WorkDirectory, kind: Kind) -> KeyFiles:
+    """All key files of ``kind``; by one process, when all units are finished."""
+    path = work.path / "duplicates" / f"{kind}-keys.json"
+    if not path.exists():
+        found = sorted((work.path / "units").glob(f"*/{kind}-*"))
+        num_bytes = [file.stat().st_size for file in found]
+        names = [str(file.relative_to(work.path)) for file in found]
+        num_ranges = -(-sum(num_bytes) // _RANGE_BYTES)
+        write_json(path, {"names": names, "num_bytes": num_bytes, "num_ranges": num_ranges})
+    return KeyFiles(**json.loads(path.read_bytes()))
+
+
+def steps(files: KeyFiles, kind: Kind) -> Iterator[DedupStep]:
+    """What is to be done, in order; the same for every process."""
+    names, num_bytes = files.names, files.num_bytes
+    level = 0
+    while len(names) > FAN_IN:
+        level += 1
+        tasks = _grouped(names, num_bytes, FAN_IN, kind, f"duplicates/{kind}-keys-{level}/{{:06}}")
+        yield DedupStep(name=f"sort keys of {kind} duplicates", task=merge_keys, items=tasks)
+        names, num_bytes = [task.target for task in tasks], [task.num_bytes for task in tasks]
+    ranges = [
+        DedupTask(
+            kind=kind,
+            inputs=tuple(names),
+            target=f"duplicates/{kind}-pairs-0/{number:06}.npy",
+            num_bytes=sum(num_bytes) // files.num_ranges,
+            range_index=number,
+            num_ranges=files.num_ranges,
+        )
+        for number in range(files.num_ranges)
+    ]
+    yield DedupStep(name=f"find {kind} duplicates", task=find_in_range, items=ranges)
+    names, level = [task.target for task in ranges], 0
+    while len(names) > _UNITED_AT_ONCE:
+        level += 1
+        tasks = _grouped(names, [1] * len(names), _UNITED_AT_ONCE, kind, f"duplicates/{kind}-pairs-{level}/{{:06}}.npy")
+        yield DedupStep(name=f"unite {kind} duplicates", task=unite_pairs, items=tasks)
+        names = [task.target for task in tasks]
+    last = DedupTask(kind=kind, inputs=tuple(names), target=f"duplicates/{kind}.npy", num_bytes=len(names))
+    yield DedupStep(name=f"unite {kind} duplicates", task=unite_pairs, items=[last])
+
+
+def _grouped(names: Sequence[str], num_bytes: Sequence[int], size: int, kind: Kind, target: str) -> list[DedupTask]:
     return [
-        KeyRange(kind=kind, number=number, num_ranges=num_ranges, num_bytes=num_bytes // num_ranges)
-        for number in range(num_ranges)
+        DedupTask(
+            kind=kind,
+            inputs=tuple(names[first : first + size]),
+            target=target.format(first // size),
+            num_bytes=sum(num_bytes[first : first + size]),
+        )
+        for first in range(0, len(names), size)
     ]
 
 
-def key_files(work: WorkDirectory, kind: Kind) -> list[Path]:
-    """The keys of all units, in order."""
-    return sorted((work.path / "units").glob(f"*/{kind}-*"))
+def merge_keys(context: Context, item: DedupTask, advance: Advance) -> None:
+    """The task of some key files: one file of all their records, instead of them."""
+    root = context.work.path
+    inputs = [root / name for name in item.inputs]
+    if not (root / item.target).exists():
+        merge_key_files(inputs, item.kind, root / item.target)
+    # Only now: the disk holds all keys once, and what is being merged a second time. The empty file stays, as a name
+    # that says that this work is done.
+    for path in inputs:
+        os.truncate(path, 0)
+    advance(item.num_bytes)
 
 
-def find_in_range(context: Context, key_range: KeyRange, advance: Advance) -> None:
+def find_in_range(context: Context, item: DedupTask, advance: Advance) -> None:
     """The task of a range of keys."""
-    work = context.work
-    target = work.entry(f"duplicates/{key_range.kind}-pairs", key_range.number, ".npy")
-    if not target.exists():
-        files = key_files(work, key_range.kind)
-        pairs = find_pairs(files, key_range.kind, range_index=key_range.number, num_ranges=key_range.num_ranges)
-        write_array(target, pairs)
-    advance(key_range.num_bytes)
+    root = context.work.path
+    if not (root / item.target).exists():
+        files = [root / name for name in item.inputs]
+        pairs = find_pairs(files, item.kind, range_index=item.range_index, num_ranges=item.num_ranges)
+        write_array(root / item.target, pairs)
+    advance(item.num_bytes)
 
 
-def merge_ranges(work: WorkDirectory, kind: Kind) -> None:
-    """Put the ranges of ``kind`` together."""
-    target = _merged(work, kind)
-    if not target.exists():
-        parts = sorted((work.path / f"duplicates/{kind}-pairs").glob("*.npy"))
-        write_array(target, merge_pairs(np.load(part) for part in parts))
+def unite_pairs(context: Context, item: DedupTask, advance: Advance) -> None:
+    """The task of some files of pairs: one file of the clusters that they show together."""
+    root = context.work.path
+    if not (root / item.target).exists():
+        write_array(root / item.target, merge_pairs(np.load(root / name) for name in item.inputs))
+    advance(item.num_bytes)
 
 
 class UnitDuplicates:

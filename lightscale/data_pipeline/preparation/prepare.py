@@ -1,7 +1,7 @@
 """From a corpus to a token store, from top to bottom: plan, tokenizer, units, duplicates, shards, store.
 
     read ▸ normalise ▸ filter ▸ tokenize ▸ keys      a unit of files at a time, by any worker     units.py
-    deduplicate                                      a range of keys at a time                    deduplication.py
+    deduplicate                                      some key files, or a range of keys, at a time deduplication.py
     write                                            a shard file at a time                       assemble.py
 
 A unit of work is a part of the corpus that one task processes (``plan.py``). Nothing depends on time, machine, the
@@ -50,7 +50,7 @@ from lightscale.data_pipeline.whole_files import whole_directory
 from lightscale.errors import UserError
 
 # Part of what a work directory is compared by: raised when units, keys, shards or the files in it differ from before.
-PIPELINE_VERSION = 3
+PIPELINE_VERSION = 4
 # So many units are read to train a tokenizer, spread evenly over the corpus.
 _SAMPLED_UNITS = 64
 
@@ -123,9 +123,9 @@ def _prepare(
 
     # Duplicates are found over all units, when all keys are there; the documents themselves are not read again.
     for kind in deduplication.KINDS:
-        ranges = deduplication.key_ranges(work, kind)
-        run(f"find {kind} duplicates", deduplication.find_in_range, ranges, [item.num_bytes for item in ranges])
-        once(functools.partial(deduplication.merge_ranges, work, kind))
+        files = once(functools.partial(deduplication.list_key_files, work, kind))
+        for step in deduplication.steps(files, kind):
+            run(step.name, step.task, step.items, [item.num_bytes for item in step.items])
 
     run_on("count kept documents", assemble.count_kept, plan.units)
     # Shards are cut by the number of tokens that are kept, so they are known only now.

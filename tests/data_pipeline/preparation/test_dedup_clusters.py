@@ -176,7 +176,7 @@ def peak_bytes(files: Sequence[Path], num_ranges: int) -> int:
 
 
 def test_memory_is_bounded_as_the_readme_says(write: Write) -> None:
-    """README: 80 bytes a record in hand, and 80 a document that has a duplicate."""
+    """README: 80 bytes a record in hand, and 110 a document that has a duplicate."""
     generator = np.random.default_rng(2)
     records = 2**14  # in hand
 
@@ -189,4 +189,4 @@ def test_memory_is_bounded_as_the_readme_says(write: Write) -> None:
     assert many < 80 * records + 2**20
     assert many < 1.3 * few + 2**18  # how many documents there are does not matter
     with_twins = peak(80_000, 40_000)
-    assert with_twins - many < 80 * 40_000
+    assert with_twins - many < 110 * 40_000

@@ -417,7 +417,9 @@ def test_progress_goes_through_the_steps_up_to_the_whole(words: Path, tmp_path: 
         "sample for the tokenizer",
         "read, filter, tokenize",
         "find exact duplicates",
+        "unite exact duplicates",
         "find near duplicates",
+        "unite near duplicates",
         "count kept documents",
         "write shards",
     ]

@@ -4,6 +4,7 @@ The README beside this file says how it works, what it finds and what memory it 
 """
 
 from lightscale.data_pipeline.preparation.dedup.clusters import find_pairs, merge_pairs
+from lightscale.data_pipeline.preparation.dedup.key_files import FAN_IN, merge_key_files
 from lightscale.data_pipeline.preparation.dedup.minhash import (
     NUM_BANDS,
     NUM_HASHES,
@@ -15,6 +16,7 @@ from lightscale.data_pipeline.preparation.dedup.minhash import (
 from lightscale.data_pipeline.preparation.dedup.records import document_key, write_band_records, write_exact_records
 
 __all__ = [
+    "FAN_IN",
     "NUM_BANDS",
     "NUM_HASHES",
     "ROWS_PER_BAND",
@@ -22,6 +24,7 @@ __all__ = [
     "band_keys",
     "document_key",
     "find_pairs",
+    "merge_key_files",
     "merge_pairs",
     "signatures",
     "write_band_records",

@@ -15,11 +15,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lightscale.data_pipeline.preparation.dedup.records import KEY_SPACE, Kind, read_range
+from lightscale.data_pipeline.preparation.dedup.key_files import read_range
+from lightscale.data_pipeline.preparation.dedup.records import KEY_SPACE, Kind
 
 # Documents looked up, and links added, at a time: bounds the temporary arrays, whatever the size of a range.
 _LOOKED_UP_AT_ONCE = 2**16
-_LINKS_AT_ONCE = 2**18
+_LINKS_AT_ONCE = 2**16
 _NO_PAIRS = np.empty((2, 0), dtype=np.uint64)
 
 
@@ -32,54 +33,85 @@ def find_pairs(files: Sequence[Path], kind: Kind, *, range_index: int = 0, num_r
     """
     assert 0 <= range_index < num_ranges
     start, stop = (KEY_SPACE * index // num_ranges for index in (range_index, range_index + 1))
-    return _connected(_links(read_range(files, kind, start, stop)))
+    return _united([_links(read_range(files, kind, start, stop))])
 
 
 def merge_pairs(parts: Iterable[NDArray[np.uint64]]) -> NDArray[np.uint64]:
     """The pairs of all ``parts`` together, one part in memory at a time if they come one by one."""
     pairs = _NO_PAIRS
+    waiting: list[NDArray[np.uint64]] = []
+    num_waiting = 0
     for part in parts:
-        if pairs.shape[1] == 0:
-            pairs = part
-            continue
         for start in range(0, part.shape[1], _LINKS_AT_ONCE):
-            pairs = _merge(pairs, part[:, start : start + _LINKS_AT_ONCE])
-    return pairs
+            waiting.append(part[:, start : start + _LINKS_AT_ONCE])
+            num_waiting += waiting[-1].shape[1]
+            # A union costs as much as all pairs in it: with half as many new ones as there are already, unions are few,
+            # and none takes more memory than in proportion to the result.
+            if num_waiting >= max(_LINKS_AT_ONCE, pairs.shape[1] // 2):
+                pairs, waiting, num_waiting = _united([pairs, *waiting]), [], 0
+    return _united([pairs, *waiting]) if waiting else pairs
 
 
 def _links(records: NDArray[np.void]) -> NDArray[np.uint64]:
-    """(2, n): each document that shares a key, and the lowest document with that key."""
-    keys = [name for name in records.dtype.names or () if name != "document"]
-    # Linking each document to the lowest of its key and not to every other one: n links for n documents, not n².
-    order = np.lexsort([records[name] for name in reversed(keys)])
-    documents = records["document"][order]
-    begins = np.arange(len(order)) == 0
-    for name in keys:
-        values = records[name][order]
-        begins[1:] |= values[1:] != values[:-1]
+    """(2, n): each document that shares a key, and the lowest document with that key; ``records`` in order."""
+    begins = np.arange(len(records)) == 0
+    for name in records.dtype.names or ():
+        if name != "document":
+            begins[1:] |= records[name][1:] != records[name][:-1]
     starts = np.flatnonzero(begins)
-    lowest = np.minimum.reduceat(documents, starts)
-    lowest = np.repeat(lowest, np.diff(starts, append=len(order)))
+    counts = np.diff(starts, append=len(records))
+    # Most keys are one document's.
+    shared = np.repeat(counts > 1, counts)
+    documents, counts = records["document"][shared], counts[counts > 1]
+    if not len(counts):
+        return _NO_PAIRS
+    # Linking each document to the lowest of its key and not to every other one: n links for n documents, not n².
+    lowest = np.repeat(np.minimum.reduceat(documents, np.cumsum(counts) - counts), counts)
     linked = documents != lowest
     return np.stack([documents[linked], lowest[linked]])
 
 
-def _merge(pairs: NDArray[np.uint64], links: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """``pairs`` with the clusters joined that ``links``, any (2, m) array of documents, connect."""
-    # Links between clusters, not documents: each end is replaced by the lowest of its cluster so far.
-    joined = _connected(_lowest(pairs, links))
-    if joined.shape[1] == 0:
-        return pairs
-    if pairs.shape[1] == 0:
-        return joined
-    documents = np.concatenate([pairs[0], joined[0]])
-    order = np.argsort(documents, kind="stable")  # fast on two ascending runs
-    merged = np.empty((2, len(order)), dtype=np.uint64)
-    np.take(documents, order, out=merged[0], mode="clip")
-    documents[: pairs.shape[1]] = _lowest(joined, pairs[1])
-    documents[pairs.shape[1] :] = joined[1]
-    np.take(documents, order, out=merged[1], mode="clip")
-    return merged
+def _united(parts: Sequence[NDArray[np.uint64]]) -> NDArray[np.uint64]:
+    """The pairs of the clusters that ``parts`` show: pairs, or any links of a document to a lower one."""
+    documents = np.concatenate([part[0] for part in parts])
+    order = np.argsort(documents, kind="stable")  # fast on few ascending runs
+    documents = documents[order]
+    lowest = np.concatenate([part[1] for part in parts])[order]
+    del order
+    # A document that several parts have stands several times in a row, mostly with the same lowest one: keys agree in
+    # many bands.
+    again = documents[1:] == documents[:-1]
+    differ = np.flatnonzero(again & (lowest[1:] != lowest[:-1]))
+    links = np.stack([lowest[differ], lowest[differ + 1]])
+    starts = np.flatnonzero(np.concatenate([np.ones(min(1, len(documents)), dtype=bool), ~again]))
+    united = np.stack([documents[starts], np.minimum.reduceat(lowest, starts)]) if len(documents) else _NO_PAIRS
+    del documents, lowest, starts, again, differ
+    # What is the lowest of a cluster in one part may have a lower one in another.
+    ends = _intersection(np.concatenate([united[1], links.ravel()]), united[0])
+    links = np.concatenate([links, np.stack([ends, _lowest(united, ends)])], axis=1)
+    if links.shape[1] == 0:
+        return united
+    joined = _connected(links)
+    united[1] = _lowest(joined, united[1])
+    added = joined[:, ~_in_ascending(joined[0], united[0])]
+    if added.shape[1] == 0:
+        return united
+    united = np.concatenate([united, added], axis=1)
+    return united[:, np.argsort(united[0], kind="stable")]
+
+
+def _intersection(values: NDArray[np.uint64], ascending: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Those of ``values`` that are in ``ascending``."""
+    parts = [_NO_PAIRS[0]]
+    for start in range(0, len(values), _LOOKED_UP_AT_ONCE):
+        some = values[start : start + _LOOKED_UP_AT_ONCE]
+        parts.append(some[_in_ascending(some, ascending)])
+    return np.concatenate(parts)
+
+
+def _in_ascending(values: NDArray[np.uint64], ascending: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Which of ``values`` are in ``ascending``, which is not empty."""
+    return ascending[np.minimum(np.searchsorted(ascending, values), len(ascending) - 1)] == values
 
 
 def _lowest(pairs: NDArray[np.uint64], documents: NDArray[np.uint64]) -> NDArray[np.uint64]:
