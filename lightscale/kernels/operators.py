@@ -61,8 +61,8 @@ class StateTensor:
 
     name: str
     shape: tuple[str, ...]
-    """Symbols: B rows, T tokens, H heads, K width of keys (of what LRPE makes of them: R), V width of values,
-    D channels, E modes."""
+    """Symbols: B rows, T tokens, H heads, K width of keys (of what LRPE makes of them: R), V width of values (with the
+    normaliser's column: W), D channels, E modes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +238,14 @@ register(
         cost=CostClass.SCAN,
         backends=_backends("lightnet", triton_chunk=128, triton_fp32_chunk=64, chunk=64),
         state=_state(StateAlgebra.LOG_SUM_EXP, z="BHK", S="BHRV"),
+    )
+)
+register(
+    Operator(
+        name="lion",
+        cost=CostClass.SCAN,
+        backends=_backends("lion", triton_chunk=128, triton_fp32_chunk=64, chunk=64),
+        state=_state(StateAlgebra.DIAGONAL, prefix="BHKW", suffix="BHKW"),
     )
 )
 register(
