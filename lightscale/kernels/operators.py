@@ -6,7 +6,7 @@ a call of ``register``. Nothing here imports torch, so that planning works witho
 named, and ``common/backends.py`` imports them when they are first used.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
@@ -55,6 +55,15 @@ class StateAlgebra(Enum):
     """The tokens themselves, after those before."""
 
 
+class StateScope(Enum):
+    """Which other tokens a token's states are made of."""
+
+    PREFIX = "prefix"
+    """Those before: one state."""
+    BOTH = "both"
+    """Those before and those behind: two states, with the same decays."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StateTensor:
     """One tensor of a state."""
@@ -71,6 +80,7 @@ class StateDescription:
 
     tensors: tuple[StateTensor, ...]
     algebra: StateAlgebra
+    scope: StateScope = StateScope.PREFIX
     dtype: Literal["fp32", "inputs"] = "fp32"
     """"fp32": also for half-precision inputs, and fp64 for those of fp64; "inputs": that of the inputs."""
 
@@ -245,7 +255,7 @@ register(
         name="lion",
         cost=CostClass.SCAN,
         backends=_backends("lion", triton_chunk=128, triton_fp32_chunk=64, chunk=64),
-        state=_state(StateAlgebra.DIAGONAL, prefix="BHKW", suffix="BHKW"),
+        state=replace(_state(StateAlgebra.DIAGONAL, prefix="BHKW", suffix="BHKW"), scope=StateScope.BOTH),
     )
 )
 register(

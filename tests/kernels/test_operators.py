@@ -39,8 +39,8 @@ from lightscale.kernels.operators import Backend, CostClass, Operator, get_opera
 from lightscale.kernels.tpe import chunked as tpe_chunked
 from lightscale.kernels.tpe import tpe_scan
 from lightscale.kernels.tpe.triton import COMPILE_CASES as TPE_CASES
-from lightscale.parallel.sequence import GatedScan, LightNetScan, LightningScan, Scan, TPEScan
-from lightscale.parallel.sequence.algebra import DIAGONAL, LOG_SUM_EXP
+from lightscale.parallel.sequence import GatedScan, LightNetScan, LightningScan, LionScan, Scan, TPEScan
+from lightscale.parallel.sequence.algebra import BOTH, DIAGONAL, LOG_SUM_EXP
 from lightscale.parallel.sequence.scans import algebra_of
 
 FOLDERS = Path(operators.__file__).parent
@@ -172,6 +172,7 @@ def test_only_softmax_attention_keeps_all_tokens() -> None:
         ("gla", GatedScan, DIAGONAL),
         ("tpe", TPEScan, DIAGONAL),
         ("lightnet", LightNetScan, LOG_SUM_EXP),
+        ("lion", LionScan, BOTH),
     ],
 )
 def test_states_travel_by_the_described_algebra(name: str, scan: type[Scan], algebra: Any) -> None:

@@ -25,8 +25,8 @@ _BATCH_ELEMENTS = 2**17
 _LOWEST = -1000.0
 
 
-class Sums(NamedTuple):
-    """Sums of log decays (B, T, H) from the start of what they are taken over, in fp64: differences of large ones."""
+class LogDecaySums(NamedTuple):
+    """Sums of log decays (B, T, H) from the start of what they are over, in fp64: large ones are subtracted."""
 
     forward: Tensor
     """By which what comes from before is decayed: exclusive for gates "leave", inclusive for "enter"."""
@@ -36,28 +36,28 @@ class Sums(NamedTuple):
     """(B, 1, H)."""
 
 
-def sums_of(log_decay: Tensor, gate: Gate) -> Sums:
+def sums_of(log_decay: Tensor, gate: Gate) -> LogDecaySums:
     """Those of log decays (B, T, H) over all of T."""
     logs = log_decay.detach().double().clamp(min=_LOWEST)
     upto = logs.cumsum(1)
     # Shifted, not upto - logs, which would round.
     before = torch.cat([torch.zeros_like(upto[:, :1]), upto], 1)[:, :-1]
     total = upto[:, -1:] if logs.size(1) else logs.new_zeros(logs.size(0), 1, logs.size(2))
-    return Sums(before, upto, total) if gate == "leave" else Sums(upto, before, total)
+    return LogDecaySums(before, upto, total) if gate == "leave" else LogDecaySums(upto, before, total)
 
 
-def write_weights(sums: Sums) -> Tensor:
+def write_weights(sums: LogDecaySums) -> Tensor:
     """(B, T, H, 2): how much of what a token writes leaves T on the right and on the left. No exponent is above 0."""
     return torch.stack([sums.total - sums.forward, sums.backward], -1).clamp(max=0.0).exp()
 
 
-def read_weights(sums: Sums) -> Tensor:
+def read_weights(sums: LogDecaySums) -> Tensor:
     """(B, T, H, 2): how much a token reads of what enters T on the left and on the right."""
     return torch.stack([sums.forward, sums.total - sums.backward], -1).clamp(max=0.0).exp()
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkDecays:
+class LionChunkDecays:
     """Decays of the chunks of a batch."""
 
     reads: Tensor  # (B, G, H, L, 2)
@@ -66,7 +66,7 @@ class ChunkDecays:
     through: Tensor  # (B, G, H, 1, 1)
 
 
-def chunk_decays(log_decay: Tensor, gate: Gate, dtype: torch.dtype) -> ChunkDecays:
+def chunk_decays(log_decay: Tensor, gate: Gate, dtype: torch.dtype) -> LionChunkDecays:
     """Those by log decays (B, G, L, H)."""
     num_rows, num_chunks = log_decay.shape[:2]
     sums = sums_of(log_decay.flatten(0, 1), gate)
@@ -78,7 +78,7 @@ def chunk_decays(log_decay: Tensor, gate: Gate, dtype: torch.dtype) -> ChunkDeca
     # Of the two differences one is at most 0: that of the direction in which the pair lies.
     between = forward[..., :, None] - forward[..., None, :]
     between = torch.minimum(between, backward[..., None, :] - backward[..., :, None])
-    return ChunkDecays(
+    return LionChunkDecays(
         reads=of_chunks(read_weights(sums)),
         writes=of_chunks(write_weights(sums)),
         pairs=between.to(dtype).exp_().unflatten(0, (num_rows, num_chunks)),
@@ -97,7 +97,7 @@ class LionBatch:
     start: int
     num_chunks: int
     chunk_tokens: int
-    decays: ChunkDecays
+    decays: LionChunkDecays
     masks: LightningMasks | None
 
     def load(self, x: Tensor, dtype: torch.dtype, *, last: Tensor | float | None = None) -> Tensor:
@@ -205,7 +205,7 @@ def chunk_batches(
     cuts = [(c, min(batch_chunks, whole - c), chunk_size) for c in range(0, whole, batch_chunks)]
     if rest:
         cuts.append((whole, 1, rest))
-    of_heads: dict[int, ChunkDecays] = {}
+    of_heads: dict[int, LionChunkDecays] = {}
     for first_chunk, num_chunks, chunk_tokens in cuts:
         start = first_chunk * chunk_size
         if log_decay.dim() == 1:

@@ -38,7 +38,7 @@ def _last(normalize: bool) -> float | None:
     return 1.0 if normalize else None
 
 
-class Cotangents(NamedTuple):
+class LionCotangents(NamedTuple):
     """Of the sums Y = [o · normaliser, normaliser] before the division, Y's width being W."""
 
     scale: Tensor | None
@@ -47,17 +47,17 @@ class Cotangents(NamedTuple):
     """(B, T, H): the last column, -(do · o) / normaliser."""
 
 
-def cotangents_of(do: Tensor, outputs: LionOutputs) -> Cotangents:
+def cotangents_of(do: Tensor, outputs: LionOutputs) -> LionCotangents:
     """Those by do (B, T, H, V)."""
     o, normalizer = outputs
     if normalizer is None:
-        return Cotangents(None, None)
+        return LionCotangents(None, None)
     dtype = normalizer.dtype
     scale = torch.where(normalizer == 0, 0.0, 1.0 / torch.where(normalizer == 0, 1.0, normalizer))
-    return Cotangents(scale, -scale * torch.linalg.vecdot(do.to(dtype), o.to(dtype)))
+    return LionCotangents(scale, -scale * torch.linalg.vecdot(do.to(dtype), o.to(dtype)))
 
 
-def _load_cotangents(batch: LionBatch, do: Tensor, of_sums: Cotangents, dtype: torch.dtype) -> Tensor:
+def _load_cotangents(batch: LionBatch, do: Tensor, of_sums: LionCotangents, dtype: torch.dtype) -> Tensor:
     """dY (B, G, H, L, W) of a batch."""
     if of_sums.scale is None or of_sums.last is None:
         return batch.load(do, dtype)
@@ -242,8 +242,8 @@ def _writes(batch: LionBatch, k: Tensor, v: Tensor, dtype: torch.dtype, *, norma
     return batch.shares(batch.load(k, dtype), v_g, batch.decays.writes, writes=True)
 
 
-class Gradients(NamedTuple):
-    """Gradients of a row's inputs, each of its input's shape."""
+class LionGradients(NamedTuple):
+    """LionGradients of a row's inputs, each of its input's shape."""
 
     q: Tensor
     k: Tensor
@@ -267,7 +267,7 @@ def row_gradients(
     gate: Gate = "leave",
     with_decay: bool = False,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
-) -> tuple[Gradients, LionState]:
+) -> tuple[LionGradients, LionState]:
     """Every gradient of a row, and those of its incoming states; the arguments are those of ``grad_bwd``."""
     dtype, normalize = state_dtype(q.dtype), outputs.normalizer is not None
     decays = decays_or_none(log_decay, q)
@@ -308,7 +308,7 @@ def row_gradients(
         batch.store(dk, written.sum(-3).add_(dscores.mT @ q_g))
         dv_g = batch.through_states(k_g, dstates_g, batch.decays.writes, writes=True).add_(scores.mT @ dY_g)
         batch.store(dv, dv_g[..., : v.shape[3]])
-    return Gradients(dq, dk, dv, dlog_decay), LionState(of_prefix, of_suffix)
+    return LionGradients(dq, dk, dv, dlog_decay), LionState(of_prefix, of_suffix)
 
 
 def decay_gradient(pairs: Tensor, reads: Tensor, writes: Tensor, gate: Gate) -> Tensor:
@@ -360,7 +360,7 @@ def grad_bwd(
     gate: Gate = "leave",
     with_decay: bool = False,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
-) -> Gradients:
+) -> LionGradients:
     """The gradients of a row's q, k, v and, as asked for, of log_decay.
 
     Args:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightscale.kernels.common.states import Arriving, arrived
-from lightscale.kernels.lion.chunked import Gradients, cotangents_of
+from lightscale.kernels.lion.chunked import LionGradients, cotangents_of
 from lightscale.kernels.lion.state import Gate, LionOutputs, LionState
 from lightscale.kernels.lion.triton.cases import COMPILE_CASES
 from lightscale.kernels.lion.triton.passes import LionRows, decay_gradient, products, scan
@@ -291,8 +291,8 @@ def grad_bwd(
     *,
     gate: Gate = "leave",
     with_decay: bool = False,
-) -> Gradients:
+) -> LionGradients:
     """The gradients of a row's inputs, see ``chunked.grad_bwd``."""
     inputs = (q, k, v, do)
     dq, dk, dv, dlog_decay, *_ = _row_gradients(inputs, log_decay, outputs, state, dstate, cu_seqlens, gate, with_decay)
-    return Gradients(dq, dk, dv, dlog_decay if with_decay else None)
+    return LionGradients(dq, dk, dv, dlog_decay if with_decay else None)

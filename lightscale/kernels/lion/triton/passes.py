@@ -84,7 +84,7 @@ class LionRows:
         return torch.empty(self.num_rows, self.num_heads, *inner, dtype=dtype, device=self.device)
 
 
-class ChunkStates(NamedTuple):
+class LionChunkStates(NamedTuple):
     """What enters each chunk on one side."""
 
     states: Tensor
@@ -93,10 +93,10 @@ class ChunkStates(NamedTuple):
     """(B, H, N, K) fp32: the normaliser's column."""
 
 
-class Scanned(NamedTuple):
+class LionScanned(NamedTuple):
     """What a scan of one side's states gives."""
 
-    chunks: ChunkStates | None
+    chunks: LionChunkStates | None
     final: Tensor
     """(B, H, K, W) fp32: what leaves the rows."""
     decay_parts: Tensor | None
@@ -112,8 +112,8 @@ def scan(
     *,
     reverse: bool,
     with_chunks: bool = True,
-    other: ChunkStates | None = None,
-) -> Scanned:
+    other: LionChunkStates | None = None,
+) -> LionScanned:
     """The states of x and [y, last] from the one that enters the rows on the left, or in reverse on the right.
 
     ``other`` are the states that these are the cotangents of, where the decays' gradient is wanted.
@@ -127,14 +127,14 @@ def scan(
     chunks = None
     if with_chunks:
         states = rows.empty(rows.num_chunks, x.size(3), y.size(3), dtype=rows.tiling.stored)
-        chunks = ChunkStates(states, rows.empty(rows.num_chunks, x.size(3)) if rows.normalize else None)
+        chunks = LionChunkStates(states, rows.empty(rows.num_chunks, x.size(3)) if rows.normalize else None)
 
     def launch(
         entering: Tensor | None,
         leaving: Tensor | None,
         split_through: Tensor | None,
-        chunks: ChunkStates | None,
-        other: ChunkStates | None,
+        chunks: LionChunkStates | None,
+        other: LionChunkStates | None,
         parts: Tensor | None,
     ) -> None:
         scan_states[(splits.num_programs * splits.num_splits,)](
@@ -183,7 +183,7 @@ def scan(
             _fold(rows, local, through, entering, between, final, split_chunks=splits.split_chunks, reverse=reverse)
             if with_chunks:
                 launch(between, None, None, chunks, other, parts)
-    return Scanned(chunks, final, None if parts is None else parts.sum((3, 4)))
+    return LionScanned(chunks, final, None if parts is None else parts.sum((3, 4)))
 
 
 def _fold(
@@ -218,7 +218,7 @@ def _fold(
     )
 
 
-class Products(NamedTuple):
+class LionProducts(NamedTuple):
     """What the products of the tokens give."""
 
     out: Tensor
@@ -236,15 +236,15 @@ def products(
     x: Tensor,
     y: Tensor,
     z: Tensor,
-    prefix: ChunkStates | None,
-    suffix: ChunkStates | None,
+    prefix: LionChunkStates | None,
+    suffix: LionChunkStates | None,
     *,
     transposed: bool,
     x_last: Tensor | None = None,
     y_last: Tensor | None = None,
     eps: float | None = None,
     own: Tensor | None = None,
-) -> Products:
+) -> LionProducts:
     """(x yᵀ ⊙ M) z + weights x S of both sides.
 
     x_last, y_last: (B, T, H), the normaliser's column of one of them, whose partners are ones. eps: divide by the sums
@@ -303,10 +303,10 @@ def products(
         by_chunk = (rows.num_chunks, rows.chunk_tiles)
         crossing = crossing.unflatten(1, by_chunk).sum((2, 4)).transpose(1, 2)
         right = right.sum(3).unflatten(1, by_chunk).permute(0, 3, 1, 2, 4).flatten(3)
-    return Products(out, normalizer, crossing, right)
+    return LionProducts(out, normalizer, crossing, right)
 
 
-def decay_gradient(rows: LionRows, dq: Products, dk: Products, through: Tensor) -> Tensor:
+def decay_gradient(rows: LionRows, dq: LionProducts, dk: LionProducts, through: Tensor) -> Tensor:
     """dlog_decay (B, T, H), fp32: the parts of dq and dk, and what goes through the chunks (B, H, N)."""
     assert dq.crossing is not None and dq.right is not None and dk.crossing is not None and dk.right is not None
     of_tokens = dq.crossing + dk.crossing + through[..., None]
