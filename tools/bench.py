@@ -27,6 +27,7 @@ from benchmarks import (
     exports,
     gpu_kernels,
     learn,
+    lion,
     loader,
     operators,
     prepare,
@@ -187,6 +188,13 @@ BENCHMARKS = {
         run=operators.run_mixers,
         # Two threads that wait for each other are slowed many times over by a third that wants a core.
         threads=1,
+    ),
+    "lion": Benchmark(
+        summary="LION's operator on the CPU: time per token at two lengths, beside the masked full matrix",
+        add_arguments=lion.add_arguments,
+        run=lion.run,
+        threads=1,
+        repeats=3,
     ),
     "kernels": Benchmark(
         summary="Triton kernels beside fla-core's and PyTorch's flash attention, and their floor (on a GPU)",

@@ -6,7 +6,7 @@ a call of ``register``. Nothing here imports torch, so that planning works witho
 named, and ``common/backends.py`` imports them when they are first used.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
@@ -55,14 +55,23 @@ class StateAlgebra(Enum):
     """The tokens themselves, after those before."""
 
 
+class StateScope(Enum):
+    """Which other tokens a token's states are made of."""
+
+    PREFIX = "prefix"
+    """Those before: one state."""
+    BOTH = "both"
+    """Those before and those behind: two states, with the same decays."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StateTensor:
     """One tensor of a state."""
 
     name: str
     shape: tuple[str, ...]
-    """Symbols: B rows, T tokens, H heads, K width of keys (of what LRPE makes of them: R), V width of values,
-    D channels, E modes."""
+    """Symbols: B rows, T tokens, H heads, K width of keys (of what LRPE makes of them: R), V width of values (with the
+    normaliser's column: W), D channels, E modes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +80,7 @@ class StateDescription:
 
     tensors: tuple[StateTensor, ...]
     algebra: StateAlgebra
+    scope: StateScope = StateScope.PREFIX
     dtype: Literal["fp32", "inputs"] = "fp32"
     """"fp32": also for half-precision inputs, and fp64 for those of fp64; "inputs": that of the inputs."""
 
@@ -238,6 +248,14 @@ register(
         cost=CostClass.SCAN,
         backends=_backends("lightnet", triton_chunk=128, triton_fp32_chunk=64, chunk=64),
         state=_state(StateAlgebra.LOG_SUM_EXP, z="BHK", S="BHRV"),
+    )
+)
+register(
+    Operator(
+        name="lion",
+        cost=CostClass.SCAN,
+        backends=_backends("lion", triton_chunk=128, triton_fp32_chunk=64, chunk=64),
+        state=replace(_state(StateAlgebra.DIAGONAL, prefix="BHKW", suffix="BHKW"), scope=StateScope.BOTH),
     )
 )
 register(

@@ -20,6 +20,7 @@ from lightscale.kernels.gla import gla
 from lightscale.kernels.glu import glu
 from lightscale.kernels.lightnet import LightNetState, StateCotangent, lightnet_attention
 from lightscale.kernels.lightning import lightning_attention, token_decays
+from lightscale.kernels.lion import LionState, lion
 from lightscale.kernels.norm import norm
 from lightscale.kernels.operators import get_operator
 from lightscale.kernels.tpe import tpe_scan
@@ -124,6 +125,32 @@ def _token_decay(
     o, final = lightning_attention(**inputs, **options, output_final_state=True)
     assert final is not None
     return {"o": o, "final": final}
+
+
+def _lion_draw(draw: Draw) -> dict[str, Tensor]:
+    """Features as positive as those of its mixers, or normalisers would be near 0."""
+    inputs = _token_decay_draw(draw)
+    return inputs | {name: inputs[name].abs() for name in ("q", "k")}
+
+
+def _lion(
+    backend: str,
+    cu_seqlens: Tensor | None,
+    prefix: Tensor | None = None,
+    suffix: Tensor | None = None,
+    **inputs: Tensor,
+) -> dict[str, Tensor]:
+    state = None if prefix is None or suffix is None else LionState(prefix, suffix)
+    options: dict[str, Any] = {"backend": backend, "cu_seqlens": cu_seqlens, "initial_state": state}
+    o, final = lion(**inputs, **options, output_final_state=True)
+    assert final is not None
+    # The suffix leaves the row's first document: without states only what its last one gives too.
+    return {"o": o} if state is None else {"o": o, "final prefix": final.prefix, "final suffix": final.suffix}
+
+
+def _lion_state(draw: Draw) -> dict[str, Tensor]:
+    x = draw.shape
+    return {name: draw.wide(x.rows, x.heads, x.K, x.V + 1).abs() for name in ("prefix", "suffix")}
 
 
 def _lightnet(
@@ -234,6 +261,19 @@ def _lightnet_passes(given: Passes) -> dict[str, Any]:
     }
 
 
+def _lion_passes(given: Passes) -> dict[str, Any]:
+    x, forms, cut = given.inputs, given.forms, given.cu_seqlens
+    row, state = (x["q"], x["k"], x["v"], x["log_decay"]), LionState(x["prefix"], x["suffix"])
+    do, dend = given.cotangent(x["v"]), LionState(given.cotangent(x["prefix"]), given.cotangent(x["suffix"]))
+    outputs, leaving = forms.out_fwd(*row, state, cut)
+    return {
+        "local": forms.state_fwd(*row[1:], cut)[0],
+        "out": (*outputs, *leaving),
+        "own": forms.state_bwd(x["q"], do, outputs, x["log_decay"], cut),
+        "gradient": forms.grad_bwd(*row, do, outputs, state, dend, cut, with_decay=True),
+    }
+
+
 def _tpe_passes(given: Passes) -> dict[str, Any]:
     x, forms, cut = given.inputs, given.forms, given.cu_seqlens
     row = (x["x"], x["log_decay"], x["gamma"])
@@ -263,6 +303,14 @@ MIXERS = {
         state=_state,
         by_token=("q", "k", "v", "log_decay", "o"),
         passes=_decayed_passes,
+    ),
+    "lion": Case(
+        operator="lion",
+        draw=_lion_draw,
+        form=_lion,
+        state=_lion_state,
+        by_token=("q", "k", "v", "log_decay", "o"),
+        passes=_lion_passes,
     ),
     "lightnet": Case(
         operator="lightnet",

@@ -69,7 +69,9 @@ def test_every_described_operator_has_a_case() -> None:
 
 
 def test_unknown_operators_are_refused() -> None:
-    with pytest.raises(UserError, match=r"no case 'delta' of an operator; known: lightning by token, gla, .*norm"):
+    with pytest.raises(
+        UserError, match=r"no case 'delta' of an operator; known: lightning by token, gla, lion, .*norm"
+    ):
         operators.draw("delta", shape("gla"), FULL, "cpu", with_state=False)
     known = operators.case_of("gla")
     with pytest.raises(UserError, match=r"no operator 'delta'; known: .*gla, glu, lightnet"):

@@ -31,13 +31,16 @@ from lightscale.kernels.lightnet.triton import tiling as lightnet_tiling
 from lightscale.kernels.lightning import chunked as lightning_chunked
 from lightscale.kernels.lightning import lightning_attention
 from lightscale.kernels.lightning.triton import tiling as lightning_tiling
+from lightscale.kernels.lion import chunked as lion_chunked
+from lightscale.kernels.lion import lion
+from lightscale.kernels.lion.triton import tiling as lion_tiling
 from lightscale.kernels.norm.eager import WIDEST
 from lightscale.kernels.operators import Backend, CostClass, Operator, get_operator, register
 from lightscale.kernels.tpe import chunked as tpe_chunked
 from lightscale.kernels.tpe import tpe_scan
 from lightscale.kernels.tpe.triton import COMPILE_CASES as TPE_CASES
-from lightscale.parallel.sequence import GatedScan, LightNetScan, LightningScan, Scan, TPEScan
-from lightscale.parallel.sequence.algebra import DIAGONAL, LOG_SUM_EXP
+from lightscale.parallel.sequence import GatedScan, LightNetScan, LightningScan, LionScan, Scan, TPEScan
+from lightscale.parallel.sequence.algebra import BOTH, DIAGONAL, LOG_SUM_EXP
 from lightscale.parallel.sequence.scans import algebra_of
 
 FOLDERS = Path(operators.__file__).parent
@@ -107,6 +110,7 @@ def test_every_module_is_there() -> None:
         ("lightning", lightning_tiling, lightning_chunked),
         ("gla", gla_tiling, gla_chunked),
         ("lightnet", lightnet_tiling, lightnet_chunked),
+        ("lion", lion_tiling, lion_chunked),
     ],
 )
 def test_chunks_are_those_of_the_kernels(name: str, tiling: Any, chunked: Any) -> None:
@@ -134,6 +138,8 @@ def final_state(name: str, tokens: int, dtype: torch.dtype, *, angles: bool) -> 
         state = gla(q, k, v, -torch.ones(2, tokens, 3, 4), output_final_state=True)[1]
     elif name == "lightnet":
         state = lightnet_attention(q, k, v, angles=turned, output_final_state=True)[1]
+    elif name == "lion":
+        state = lion(q, k, v, output_final_state=True)[1]
     else:
         x = torch.ones(2, tokens, 6, dtype=dtype)
         state = tpe_scan(x, -torch.ones(7), torch.ones(6, 7), output_final_state=True)[1]
@@ -141,11 +147,11 @@ def final_state(name: str, tokens: int, dtype: torch.dtype, *, angles: bool) -> 
 
 
 @pytest.mark.parametrize("angles", [False, True], ids=["", "angles"])
-@pytest.mark.parametrize("name", ["lightning", "gla", "lightnet", "tpe"])
+@pytest.mark.parametrize("name", ["lightning", "gla", "lightnet", "lion", "tpe"])
 def test_states_are_described(name: str, angles: bool) -> None:
     described = get_operator(name).state
     assert described is not None and not described.grows and described.dtype == "fp32"
-    sizes = {"B": 2, "H": 3, "K": 4, "R": 8 if angles else 4, "V": 5, "D": 6, "E": 7}
+    sizes = {"B": 2, "H": 3, "K": 4, "R": 8 if angles else 4, "V": 5, "W": 6, "D": 6, "E": 7}
     for tokens, dtype, expected in ((3, torch.bfloat16, torch.float32), (70, torch.float64, torch.float64)):
         found = final_state(name, tokens, dtype, angles=angles)
         for tensor, description in zip(found, described.tensors, strict=True):
@@ -166,6 +172,7 @@ def test_only_softmax_attention_keeps_all_tokens() -> None:
         ("gla", GatedScan, DIAGONAL),
         ("tpe", TPEScan, DIAGONAL),
         ("lightnet", LightNetScan, LOG_SUM_EXP),
+        ("lion", LionScan, BOTH),
     ],
 )
 def test_states_travel_by_the_described_algebra(name: str, scan: type[Scan], algebra: Any) -> None:

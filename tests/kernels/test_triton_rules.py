@@ -60,7 +60,15 @@ def code(path: Path, *, in_kernels: bool) -> list[str]:
 
 
 def test_kernels_are_found() -> None:
-    assert {path.parents[1].name for path in SOURCES} >= {"common", "gla", "lightnet", "lightning", "norm", "tpe"}
+    assert {path.parents[1].name for path in SOURCES} >= {
+        "common",
+        "gla",
+        "lightnet",
+        "lightning",
+        "lion",
+        "norm",
+        "tpe",
+    }
     names = {kernel.name for path in SOURCES for kernel in kernels(path)}
     assert {"scan_states", "fold_splits", "attend", "recurrent"} <= names
 

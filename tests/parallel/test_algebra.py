@@ -10,7 +10,7 @@ from torch import Tensor
 from lightscale.kernels.common.backends import set_default_backend
 from lightscale.kernels.lightnet import LightNetState, exchanged_cotangent, plain_cotangent
 from lightscale.kernels.lightnet.state import StateCotangent
-from lightscale.parallel.sequence.algebra import DIAGONAL, LOG_SUM_EXP, Algebra, Tensors
+from lightscale.parallel.sequence.algebra import BOTH, DIAGONAL, LOG_SUM_EXP, SUFFIX, Algebra, Tensors
 
 B, H, K, V = 3, 2, 4, 5
 
@@ -225,6 +225,36 @@ def _cotangents(state: Tensors, dtype: torch.dtype, *, broken: bool) -> tuple[Te
     for x in parts[2]:
         x[0] = torch.nan if broken else 0.0
     return gathered(parts[:2], dtype), tuple(x.to(dtype) for x in parts[2])
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 8])
+def test_a_suffix_is_the_prefix_of_the_segments_turned_around(number: int, computed: torch.dtype) -> None:
+    """Alone and beside a prefix, whose decays it shares: folds to any segment, with a state at the ends, and back."""
+    tolerance = 1e-12 if computed == torch.float64 else 1e-5
+    generator = torch.Generator().manual_seed(4)
+    to_right = list(segments("per head", number))
+    both = [(S, random(*S.shape, generator=generator), D) for S, D in to_right]
+    to_left = [(other, D) for _, other, D in both]
+    turned = to_left[::-1]
+    ends = [random(*to_right[0][0].shape, generator=generator).to(computed) for _ in range(2)]
+    D = torch.stack([D for *_, D in both]).to(computed)
+    for rank in range(number):
+        (prefix,), _ = DIAGONAL.fold(gathered(to_right, computed), (ends[0],), rank)
+        (suffix,), _ = DIAGONAL.fold(gathered(turned, computed), (ends[1],), number - 1 - rank)
+        found, transitions = BOTH.fold(gathered(both, computed), tuple(ends), rank)
+        assert torch.equal(transitions, D)
+        assert_close(found, (prefix, suffix), tolerance)
+        assert_close(SUFFIX.fold(gathered(to_left, computed), (ends[1],), rank)[0], (suffix,), tolerance)
+        for at, turned_at in ((rank, number - 1 - rank), (None, None)):
+            reads = [torch.stack([x[side] for x in both]).to(computed) for side in range(2)]
+            (left,) = DIAGONAL.fold_back(D, (reads[0],), (ends[0],), at)
+            (right,) = DIAGONAL.fold_back(D.flip(0), (reads[1].flip(0),), (ends[1],), turned_at)
+            assert_close(BOTH.fold_back(D, tuple(reads), tuple(ends), at), (left, right), tolerance)
+            assert_close(SUFFIX.fold_back(D, (reads[1],), (ends[1],), at), (right,), tolerance)
+    expected = functools.reduce(BOTH.combine, both)
+    assert_close(BOTH.combined(gathered(both, computed)), expected, tolerance)
+    assert_close(expected[1:], functools.reduce(DIAGONAL.combine, turned))
+    assert_close(BOTH.combine(BOTH.identity(expected), expected), expected)
 
 
 def test_kinds_are_told_apart() -> None:

@@ -23,12 +23,14 @@ from lightscale.kernels.common.angles import angles_of
 from lightscale.kernels.gla.reference import gla_reference
 from lightscale.kernels.lightnet.reference import lightnet_attention_reference
 from lightscale.kernels.lightning.reference import lightning_attention_reference
+from lightscale.kernels.lion.reference import lion_reference
 from lightscale.kernels.tpe.reference import tpe_scan_reference
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.parallel.sequence import (
     GatedScan,
     LightNetScan,
     LightningScan,
+    LionScan,
     Scan,
     TPEScan,
     begin,
@@ -41,9 +43,10 @@ B, T, H, K, V = 2, 24, 3, 4, 5
 DOUBLE = torch.float64
 KINDS = (
     "undecayed", "decay", "learned decay", "token decay", "angles", "gated", "tpe", "lightnet", "lightnet with angles",
+    "lion", "lion unscaled",
 )  # fmt: skip
-# One of each summary: exchanges see no more of an operator. (Heads, channels, modes, and a log-sum-exp.)
-SUMMARIES = ("decay", "gated", "tpe", "lightnet")
+# One of each summary: exchanges see no more of an operator. (Heads, channels, modes, a log-sum-exp, and both sides.)
+SUMMARIES = ("decay", "gated", "tpe", "lightnet", "lion")
 Tensors = dict[str, Tensor | None]
 
 
@@ -61,6 +64,10 @@ def inputs_of(kind: str, seed: int = 0, tokens: int = T) -> Tensors:
             return {"k": k, "v": v, "log_decay": None, "theta": None, "positions": None, "q": q}
         case "decay" | "learned decay":
             return {"k": k, "v": v, "log_decay": decay, "theta": None, "positions": None, "q": q}
+        case "lion":
+            return {"k": k.abs(), "v": v, "log_decay": -torch.exp(3 * normal(B, tokens, H)), "q": q.abs()}
+        case "lion unscaled":
+            return {"k": k, "v": v, "log_decay": decay, "q": q}
         case "token decay":
             # Some tokens forget all, some nothing.
             decay = -torch.exp(3 * normal(B, tokens, H))
@@ -79,10 +86,19 @@ def inputs_of(kind: str, seed: int = 0, tokens: int = T) -> Tensors:
             return {"k": 20 * k, "v": v, **(angles if "angles" in kind else dict.fromkeys(angles)), "q": q}
 
 
-SCANS: dict[str, type[Scan]] = {"tpe": TPEScan, "gated": GatedScan, "lightnet": LightNetScan}
+SCANS: dict[str, Callable[..., Scan]] = {
+    "tpe": TPEScan,
+    "gated": GatedScan,
+    "lightnet": LightNetScan,
+    "lightnet with angles": LightNetScan,
+    "lion": LionScan,
+    "lion unscaled": functools.partial(LionScan, gate="enter", normalize=False),
+}
 LEARNED = {
     "learned decay": {"log_decay"},
     "token decay": {"log_decay"},
+    "lion": {"log_decay"},
+    "lion unscaled": {"log_decay"},
     "angles": {"theta"},
     "tpe": {"log_decay", "gamma"},
 }
@@ -105,6 +121,9 @@ def reference(kind: str, x: Tensors, cu_seqlens: Tensor | None) -> Tensor:
     if kind.startswith("lightnet"):
         angles = angles_of(x["theta"], x["positions"])
         return lightnet_attention_reference(x["q"], x["k"], x["v"], angles=angles, cu_seqlens=cu_seqlens)[0]
+    if kind.startswith("lion"):
+        options = {"gate": "enter", "normalize": False} if "unscaled" in kind else {}
+        return lion_reference(x["q"], x["k"], x["v"], x["log_decay"], cu_seqlens=cu_seqlens, **options)[0]
     angles = angles_of(x["theta"], x["positions"])
     return lightning_attention_reference(x["q"], x["k"], x["v"], x["log_decay"], angles=angles, cu_seqlens=cu_seqlens)[
         0
@@ -151,7 +170,7 @@ def own_part(x: Tensor | None, segment: slice) -> Tensor | None:
 def scan_of(kind: str, mesh: Mesh, edges: list[int], starts: list[set[int]]) -> Scan:
     first, last = edges[mesh.sequence_rank], edges[mesh.sequence_rank + 1]
     continues = torch.tensor([first > 0 and first not in starts[row] for row in range(B)])
-    scan = SCANS.get(kind.split()[0], LightningScan)
+    scan = SCANS.get(kind, LightningScan)
     return scan(continues=continues, cu_seqlens=boundaries(starts, first, last))
 
 
@@ -211,7 +230,7 @@ def payloads(kind: str, mesh: Mesh, tokens: int) -> tuple[tuple[int, int], tuple
         name: own_part(x, segment).requires_grad_(differentiable(kind, name)) if x is not None else None
         for name, x in inputs_of(kind, tokens=tokens).items()
     }
-    scan = SCANS.get(kind.split()[0], LightningScan)(continues=torch.full((B,), segment.start > 0), cu_seqlens=None)
+    scan = SCANS.get(kind, LightningScan)(continues=torch.full((B,), segment.start > 0), cu_seqlens=None)
     exchange = mesh.exchange
     assert exchange is not None
     before = exchange.num_calls, exchange.payload_bytes
@@ -288,6 +307,9 @@ def sizes(kind: str) -> tuple[list[list[int]], list[list[int]], list[list[int]]]
     if kind.startswith("lightnet"):
         state = [[B, H, K], [B, H, 2 * K if "angles" in kind else K, V]]
         return [*state, [B, 1]], state, state
+    if kind.startswith("lion"):
+        sides = [[B, H, K, V + (kind == "lion")]] * 2
+        return [*sides, [B, H]], sides, sides
     state = [B, H, 2 * K if kind == "angles" else K, V]
     return [state, [B, H]], [state], [state]
 
@@ -307,6 +329,9 @@ def expected_payload(name: str, kind: str, rank: int, world_size: int) -> tuple[
         return (1, 1), (num_bytes(summary), num_bytes(cotangent))
     if name == "ring":
         sends, answers = rank < world_size - 1, rank > 0
+        if kind.startswith("lion"):
+            # One side to each neighbour, there and back.
+            return (sends + answers,) * 2, ((sends + answers) * num_bytes(state[:1]),) * 2
         return (int(sends), int(answers)), (sends * num_bytes(state), answers * num_bytes(cotangent))
     node = {"1": 1, "2": 2, "all": world_size}[name.rpartition(" ")[2]]
     forward = num_bytes(summary) + num_bytes(summary, node) + num_bytes(state, node)

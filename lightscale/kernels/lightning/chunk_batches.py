@@ -202,13 +202,13 @@ def chunk_batches(
         cuts.append((whole, 1, rest))
     for first_chunk, num_chunks, chunk_tokens in cuts:
         start = first_chunk * chunk_size
-        masks = None if documents is None else _masks(documents, start, num_chunks, chunk_tokens)
+        masks = None if documents is None else chunk_masks(documents, start, num_chunks, chunk_tokens)
         yield LightningChunkBatch(
             start=start, num_chunks=num_chunks, chunk_tokens=chunk_tokens, decays=decays, masks=masks
         )
 
 
-def _masks(documents: Tensor, start: int, num_chunks: int, chunk_tokens: int) -> LightningMasks | None:
+def chunk_masks(documents: Tensor, start: int, num_chunks: int, chunk_tokens: int) -> LightningMasks | None:
     """The masks of a batch, or None when no document begins in it: boundaries cost only where they are."""
     here = documents.narrow(1, start, num_chunks * chunk_tokens)
     before = documents[:, start - 1] if start else torch.zeros_like(documents[:, 0])

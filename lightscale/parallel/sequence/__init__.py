@@ -9,13 +9,14 @@ arXiv 2502.07563; both without document boundaries.)
 from lightscale.parallel.sequence.exchange import Gather, Ring, StateExchange, TwoLevel
 from lightscale.parallel.sequence.keys_values import begin_gather
 from lightscale.parallel.sequence.passing import Replay, begin
-from lightscale.parallel.sequence.scans import GatedScan, LightNetScan, LightningScan, Scan, TPEScan
+from lightscale.parallel.sequence.scans import GatedScan, LightNetScan, LightningScan, LionScan, Scan, TPEScan
 
 __all__ = [
     "GatedScan",
     "Gather",
     "LightNetScan",
     "LightningScan",
+    "LionScan",
     "Replay",
     "Ring",
     "Scan",

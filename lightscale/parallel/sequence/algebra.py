@@ -11,6 +11,7 @@ so that an overflow elsewhere cannot arrive as NaN.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -60,6 +61,7 @@ class Algebra(ABC):
     def fold(self, segments: Tensors, state: Tensors | None, end: int) -> tuple[Tensors, Tensor]:
         """``apply`` of the first ``end`` of N segments in turn, and ``transition`` of each of all N, for ``fold_back``.
 
+        That is what enters segment ``end``: a suffix is folded from the last segment down to the one behind it.
         On GPUs as many launches for any N. The same order on every rank gives the same bits.
 
         Args:
@@ -75,55 +77,98 @@ class Algebra(ABC):
         """``combine`` of all of some segments, stacked as in ``fold``."""
 
     @abstractmethod
-    def fold_back(self, transitions: Tensor, reads: Tensors, cotangent: Tensors | None = None) -> Tensors:
+    def fold_back(
+        self, transitions: Tensor, reads: Tensors, cotangent: Tensors | None = None, rank: int | None = None
+    ) -> Tensors:
         """``adjoint`` of some segments, from the last to the first.
 
         Args:
             transitions: (N, …), of ``fold``.
             reads: stacked likewise.
             cotangent: of the state that leaves the last segment; zero when None.
+            rank: give the cotangent of the state that leaves this segment; by default of the one that enters them all.
         """
+
+    def directions(self, tensors: Tensors) -> list[tuple["Algebra", Tensors, bool]]:
+        """A summary, or cotangents, by the directions in which states pass: to the right, or reversed to the left.
+
+        With the algebra of each, for what goes from rank to rank.
+        """
+        return [(self, tensors, False)]
 
 
 class Diagonal(Algebra):
-    """S ↦ D ⊙ S + S_loc, 0 ≤ D ≤ 1. Summary (S_loc, D), D broadcast to S_loc; state (S,); cotangent (dS,)."""
+    """S ↦ D ⊙ S + S_loc, 0 ≤ D ≤ 1, in one direction or in both.
+
+    Summary (*S_loc, D), one S_loc for each direction, D broadcast to them; states and cotangents (*S,).
+
+    Args:
+        reverse: of each direction, whether what enters a segment comes from behind it: (False,) for a prefix,
+            (True,) for a suffix, (False, True) for both, which share the decays.
+    """
+
+    def __init__(self, reverse: tuple[bool, ...] = (False,)) -> None:
+        self.reverse = reverse
+
+    def directions(self, tensors: Tensors) -> list[tuple[Algebra, Tensors, bool]]:
+        # The decays of a summary; cotangents have none.
+        shared = tensors[len(self.reverse) :]
+        return [(Diagonal((r,)), (x, *shared), r) for x, r in zip(tensors, self.reverse, strict=False)]
 
     def identity(self, summary: Tensors) -> Tensors:
-        S, D = summary
-        return torch.zeros_like(S), torch.ones_like(D)
+        *S, D = summary
+        return *map(torch.zeros_like, S), torch.ones_like(D)
 
     def combine(self, earlier: Tensors, later: Tensors) -> Tensors:
         # The associative product of first-order recurrences (Blelloch, "Prefix sums and their applications", 1990).
-        (S,) = self.apply(later, earlier[:1])
-        return S, earlier[1] * later[1]
+        passed = [(earlier, later) if not reverse else (later, earlier) for reverse in self.reverse]
+        S = (to[i] + decayed(to[-1], before[i]) for i, (before, to) in enumerate(passed))
+        return *S, earlier[-1] * later[-1]
 
     def empty(self, summary: Tensors) -> Tensors:
-        return (torch.zeros_like(summary[0]),)
+        return tuple(torch.zeros_like(S) for S in summary[:-1])
 
     def apply(self, summary: Tensors, state: Tensors) -> Tensors:
         # combine calls it too. Exchanges group these sums differently, so their results differ by rounding.
-        S, D = summary
-        return (S + decayed(D, state[0]),)
+        *local, D = summary
+        return tuple(S + decayed(D, before) for S, before in zip(local, state, strict=True))
 
     def transition(self, summary: Tensors, state: Tensors) -> Tensor:
         # Whatever state enters: the map is linear in S, so that passing cotangents back takes D and no state.
-        return summary[1]
+        return summary[-1]
 
     def adjoint(self, transition: Tensor, reads: Tensors, cotangent: Tensors) -> Tensors:
         # The transposed map of ``apply``: a real diagonal is its own transpose.
-        return (reads[0] + decayed(transition, cotangent[0]),)
+        return self.apply((*reads, transition), cotangent)
 
     def fold(self, segments: Tensors, state: Tensors | None, end: int) -> tuple[Tensors, Tensor]:
-        S, D = segments
+        *S, D = segments
+        entering = self._fold(S, D, state, end, end + 1, back=False)
         # Copied: a view would keep all that was gathered until the backward pass.
-        return (fold(S[:end], D[:end], None if state is None else state[0]),), D.clone()
+        return entering, D.clone()
 
     def combined(self, segments: Tensors) -> Tensors:
+        *S, D = segments
         # Not `prod`: CUDA's is compiled when it is first called.
-        return fold(*segments), segments[1].cumprod(0)[-1]
+        return *self._fold(S, D, None, D.size(0), 0, back=False), D.cumprod(0)[-1]
 
-    def fold_back(self, transitions: Tensor, reads: Tensors, cotangent: Tensors | None = None) -> Tensors:
-        return (fold(reads[0], transitions, None if cotangent is None else cotangent[0], reverse=True),)
+    def fold_back(
+        self, transitions: Tensor, reads: Tensors, cotangent: Tensors | None = None, rank: int | None = None
+    ) -> Tensors:
+        first, last = (0, transitions.size(0)) if rank is None else (rank + 1, rank)
+        return self._fold(reads, transitions, cotangent, last, first, back=True)
+
+    def _fold(
+        self, S: Sequence[Tensor], D: Tensor, state: Tensors | None, end: int, begin: int, *, back: bool
+    ) -> Tensors:
+        """Each direction through its segments: the first ``end`` of them from left to right, or from right to left
+        those from ``begin`` on. Cotangents go ``back``, against their direction."""
+        found = []
+        for number, (x, reverse) in enumerate(zip(S, self.reverse, strict=True)):
+            to_the_left = reverse != back
+            passed = slice(begin, None) if to_the_left else slice(end)
+            found.append(fold(x[passed], D[passed], None if state is None else state[number], reverse=to_the_left))
+        return tuple(found)
 
 
 class LogSumExp(Algebra):
@@ -171,8 +216,11 @@ class LogSumExp(Algebra):
         # Their product: each is 0 or 1.
         return *self.fold(segments, None, segments[0].size(0))[0], segments[2].amin(0)
 
-    def fold_back(self, transitions: Tensor, reads: Tensors, cotangent: Tensors | None = None) -> Tensors:
-        U, R = reads
+    def fold_back(
+        self, transitions: Tensor, reads: Tensors, cotangent: Tensors | None = None, rank: int | None = None
+    ) -> Tensors:
+        behind = slice(0 if rank is None else rank + 1, None)
+        transitions, (U, R) = transitions[behind], (x[behind] for x in reads)
         K = transitions.size(-1)
         # (N, B H, halves, K, V): both halves of LRPE share a channel's transition.
         halves, of_rows = U.unflatten(3, (-1, K)).flatten(1, 2), transitions.flatten(1, 2)[:, :, None, :, None]
@@ -183,4 +231,6 @@ class LogSumExp(Algebra):
 
 
 DIAGONAL = Diagonal()
+SUFFIX = Diagonal((True,))
+BOTH = Diagonal((False, True))
 LOG_SUM_EXP = LogSumExp()

@@ -85,8 +85,7 @@ class Gather(StateExchange):
     def backward(self, algebra: Algebra, kept: Tensors, reads: Tensors) -> Tensors:
         (transitions,) = kept
         # The state that leaves this segment is the one that enters the next: the fold stops there.
-        later = slice(self.rank + 1, None)
-        return algebra.fold_back(transitions[later], _part(self._all_gather(reads, self.group), later))
+        return algebra.fold_back(transitions, self._all_gather(reads, self.group), rank=self.rank)
 
 
 class TwoLevel(StateExchange):
@@ -117,10 +116,8 @@ class TwoLevel(StateExchange):
         inside = self._all_gather(reads, self.node)
         # With nothing from behind: what the node, as one segment, reads of the state that enters it.
         shares = self._all_gather(self._share(algebra.fold_back(within, inside)), self.across)
-        later = slice(self.across.rank() + 1, None)
-        leaving_node = self._join(algebra.fold_back(between[later], _part(shares, later)), reads)
-        later = slice(self.node.rank() + 1, None)
-        return algebra.fold_back(within[later], _part(inside, later), leaving_node)
+        leaving_node = self._join(algebra.fold_back(between, shares, rank=self.across.rank()), reads)
+        return algebra.fold_back(within, inside, leaving_node, rank=self.node.rank())
 
     def _share(self, tensors: Tensors) -> Tensors:
         """This rank's heads, padded where they do not divide; what has no heads is sent whole."""
@@ -151,31 +148,41 @@ class Ring(StateExchange):
 
     def forward(self, algebra: Algebra, summary: Tensors) -> tuple[Tensors, Tensors]:
         # A chain of waits, begun before the outputs: what a rank does between receiving and sending is one fold.
-        # Blocking calls cannot deadlock: every rank waits for the one before it only, and the first for none.
-        state = algebra.empty(summary)
-        if self.rank > 0:
-            state = self._receive(state, self.rank - 1)
-        leaving, transitions = algebra.fold(_stacked(summary), state, 1)
-        if self.rank < self.size - 1:
-            self._send(leaving, self.rank + 1)
-        return state, (transitions,)
+        # Blocking calls cannot deadlock: every rank waits for the one before it only, and the first for none; a second
+        # direction begins when the first is through.
+        entering: list[Tensor] = []
+        for one, of_direction, reverse in algebra.directions(summary):
+            before, behind = (self.rank + 1, self.rank - 1) if reverse else (self.rank - 1, self.rank + 1)
+            state = self._received(one.empty(of_direction), before)
+            leaving, transitions = one.fold(_stacked(of_direction), state, -1 if reverse else 1)
+            self._send(leaving, behind)
+            entering += state
+        return tuple(entering), (transitions,)
 
     def backward(self, algebra: Algebra, kept: Tensors, reads: Tensors) -> Tensors:
         # The other way round: nothing reads the state that leaves the last rank.
-        leaving = tuple(torch.zeros_like(x) for x in reads)
-        if self.rank < self.size - 1:
-            leaving = self._receive(leaving, self.rank + 1)
-        if self.rank > 0:
-            self._send(algebra.fold_back(kept[0], _stacked(reads), leaving), self.rank - 1)
-        return leaving
+        found: list[Tensor] = []
+        for one, of_direction, reverse in algebra.directions(reads):
+            before, behind = (self.rank + 1, self.rank - 1) if reverse else (self.rank - 1, self.rank + 1)
+            leaving = self._received(tuple(torch.zeros_like(x) for x in of_direction), behind)
+            if 0 <= before < self.size:
+                self._send(one.fold_back(kept[0], _stacked(of_direction), leaving), before)
+            found += leaving
+        return tuple(found)
 
     def _send(self, tensors: Tensors, to: int) -> None:
+        """To a rank that may not be there."""
+        if not 0 <= to < self.size:
+            return
         flat = _packed(tensors)
         # Ranks of the group, which differ from the global ones as soon as there is a data, tensor or pipeline axis.
         dist.send(flat, group=self.group, group_dst=to)
         self.count(flat)
 
-    def _receive(self, like: Tensors, source: int) -> Tensors:
+    def _received(self, like: Tensors, source: int) -> Tensors:
+        """From a rank, or ``like`` where it is not there."""
+        if not 0 <= source < self.size:
+            return like
         flat = _packed(like)
         dist.recv(flat, group=self.group, group_src=source)
         return _unpacked(flat, like)
@@ -194,10 +201,6 @@ def _unpacked(flat: Tensor, like: Tensors) -> Tensors:
 def _stacked(tensors: Tensors) -> Tensors:
     """As those of one segment."""
     return tuple(tensor[None] for tensor in tensors)
-
-
-def _part(tensors: Tensors, segments: slice) -> Tensors:
-    return tuple(tensor[segments] for tensor in tensors)
 
 
 class _Beside(ABC):

@@ -91,12 +91,15 @@ class _PassStates(torch.autograd.Function):
         # All tensors by autograd's own means: kept on ctx, they would escape its checks for changes in place.
         # The states between chunks are not among them: the gradients' pass makes them again from inputs and incoming
         # state, which costs one more pass over keys and values, and spares the memory of a state per chunk and layer.
-        ctx.sizes = len(inputs), len(incoming.state)
-        ctx.save_for_backward(*inputs, *incoming.state, *incoming.kept)
         # From the state, not added to outputs of a zero one: that would read and write all outputs once more, and round
         # them twice in bf16 models. What the exchange takes is hidden by the queries' and the gate's projections.
         with torch.profiler.record_function("outputs"):
-            return scan.outputs(inputs, incoming.state)
+            found = scan.outputs(inputs, incoming.state)
+        o, taken = (found, ()) if isinstance(found, Tensor) else (found[0], found)
+        state = (*incoming.state, *taken)
+        ctx.sizes = len(inputs), len(state)
+        ctx.save_for_backward(*inputs, *state, *incoming.kept)
+        return o
 
     @staticmethod
     # Autograd does not see the exchange: a second derivative would miss it silently, so that it is refused.

@@ -14,26 +14,31 @@ import torch
 from torch import Tensor
 
 from lightscale.errors import UserError
-from lightscale.kernels import gla, lightnet, lightning, tpe
+from lightscale.kernels import gla, lightnet, lightning, lion, tpe
 from lightscale.kernels.common.angles import angles_of
 from lightscale.kernels.lightnet import LightNetState, StateCotangent
-from lightscale.kernels.operators import StateAlgebra, get_operator
-from lightscale.parallel.sequence.algebra import DIAGONAL, LOG_SUM_EXP, Algebra, Tensors
+from lightscale.kernels.lion import Gate, LionOutputs, LionState
+from lightscale.kernels.operators import StateAlgebra, StateScope, get_operator
+from lightscale.parallel.sequence.algebra import BOTH, DIAGONAL, LOG_SUM_EXP, Algebra, Tensors
 
 Inputs = tuple[Any, ...]
 """Tensors, some of them optional; each scan says which."""
 
-_ALGEBRAS = {StateAlgebra.DIAGONAL: DIAGONAL, StateAlgebra.LOG_SUM_EXP: LOG_SUM_EXP}
+_ALGEBRAS = {
+    (StateAlgebra.DIAGONAL, StateScope.PREFIX): DIAGONAL,
+    (StateAlgebra.DIAGONAL, StateScope.BOTH): BOTH,
+    (StateAlgebra.LOG_SUM_EXP, StateScope.PREFIX): LOG_SUM_EXP,
+}
 
 
 def algebra_of(operator: str) -> Algebra:
     """How the states of an operator are combined, by its description; UserError for states that cannot be passed."""
     state = get_operator(operator).state
-    if state is None or state.algebra not in _ALGEBRAS:
+    if state is None or (state.algebra, state.scope) not in _ALGEBRAS:
         algebra = "no state" if state is None else f"a state whose algebra is {state.algebra.value!r}"
-        known = ", ".join(algebra.value for algebra in _ALGEBRAS)
+        known = ", ".join(dict.fromkeys(algebra.value for algebra, _ in _ALGEBRAS))
         raise UserError(f"operator {operator!r} has {algebra}; states are passed along sequence ranks for: {known}")
-    return _ALGEBRAS[state.algebra]
+    return _ALGEBRAS[state.algebra, state.scope]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +63,12 @@ class Scan(ABC):
         """The state that the row's first token meets, from the one that the ranks before leave."""
 
     @abstractmethod
-    def outputs(self, inputs: Inputs, state: Tensors) -> Tensor:
-        """The outputs of this rank's tokens, from the state that enters."""
+    def outputs(self, inputs: Inputs, state: Tensors) -> Tensor | Tensors:
+        """The outputs of this rank's tokens, from the state that enters.
+
+        With others that ``reads`` and ``gradients`` take: then a tuple, outputs first, which they find in ``state``
+        behind what entered.
+        """
 
     @abstractmethod
     def reads(self, inputs: Inputs, do: Tensor, state: Tensors) -> Tensors:
@@ -239,6 +248,80 @@ class LightNetScan(Scan):
             self.cu_seqlens,
         )
         return dk, dv, None, None, dq
+
+
+@dataclass(frozen=True, kw_only=True)
+class LionScan(Scan):
+    """LION, in both directions. Written: k (B, T, H, K), v (B, T, H, V), log_decay (H,), (B, T, H) or None. Reads: q.
+
+    States are the prefix and the suffix, (B, H, K, W) each. The rest is as of ``lion``.
+    """
+
+    gate: Gate = "leave"
+    normalize: bool = True
+    eps: float = 1e-6
+
+    algebra: ClassVar[Algebra] = algebra_of("lion")
+
+    def summarize(self, written: Inputs) -> Tensors:
+        k, v, log_decay = written
+        local, decay = lion.state_fwd(k, v, log_decay, self.cu_seqlens, gate=self.gate, normalize=self.normalize)
+        # Over the border to a document that begins with this row nothing passes, in neither direction.
+        decay = self.where_continues(decay)[..., None, None].to(local.prefix.dtype)
+        return local.prefix, self.where_continues(local.suffix), decay
+
+    def entering(self, state: Tensors) -> Tensors:
+        prefix, suffix = state
+        return self.where_continues(prefix), suffix
+
+    def outputs(self, inputs: Inputs, state: Tensors) -> Tensor | Tensors:
+        k, v, log_decay, q = inputs
+        found, _ = lion.out_fwd(
+            q,
+            k,
+            v,
+            log_decay,
+            LionState(*state),
+            self.cu_seqlens,
+            gate=self.gate,
+            normalize=self.normalize,
+            eps=self.eps,
+        )
+        return found.o if found.normalizer is None else (found.o, found.normalizer)
+
+    def reads(self, inputs: Inputs, do: Tensor, state: Tensors) -> Tensors:
+        _, _, log_decay, q = inputs
+        own = lion.state_bwd(q, do, _lion_outputs(do, state), log_decay, self.cu_seqlens, gate=self.gate)
+        return self.where_continues(own.prefix), own.suffix
+
+    def gradients(
+        self, inputs: Inputs, do: Tensor, state: Tensors, leaving: Callable[[], Tensors]
+    ) -> Sequence[Tensor | None]:
+        k, v, log_decay, q = inputs
+
+        def cotangents() -> LionState:
+            of_prefix, of_suffix = leaving()
+            return LionState(of_prefix, self.where_continues(of_suffix))
+
+        found = lion.grad_bwd(
+            q,
+            k,
+            v,
+            log_decay,
+            do,
+            _lion_outputs(do, state),
+            LionState(*state[:2]),
+            cotangents,
+            self.cu_seqlens,
+            gate=self.gate,
+            with_decay=_learned(log_decay),
+        )
+        return found.k, found.v, found.log_decay, found.q
+
+
+def _lion_outputs(do: Tensor, state: Tensors) -> LionOutputs:
+    # Without a normaliser the gradients need no outputs.
+    return LionOutputs(*state[2:]) if len(state) > 2 else LionOutputs(do, None)
 
 
 def _learned(x: Tensor | None) -> bool:

@@ -30,7 +30,7 @@ def spread(x_tile, token_positions, turns, half):
 
 
 @triton.jit
-def _read(
+def read_state(
     x_rows,
     x_first,
     state_columns,
@@ -68,7 +68,7 @@ def _read_spread(
     BLOCK_X: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``_read`` of both halves of x. The loop is not unrolled, or phases of all tiles would be kept in registers."""
+    """``read_state`` of both halves of x; not unrolled, or phases of all tiles would be kept in registers."""
     X_TILES: tl.constexpr = (X + BLOCK_X - 1) // BLOCK_X
     acc = tl.zeros([token_positions.shape[0], has_z.shape[0]], dtype=tl.float32)
     for tile in range(2 * X_TILES):
@@ -85,7 +85,7 @@ def _read_spread(
 
 
 @triton.jit
-def _scores(
+def pair_scores(
     x_rows,
     x_first,
     y_columns,
@@ -123,7 +123,7 @@ def _scores_spread(
     BLOCK_X: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``_scores`` of both halves of x and y; not unrolled either."""
+    """``pair_scores`` of both halves of x and y; not unrolled either."""
     X_TILES: tl.constexpr = (X + BLOCK_X - 1) // BLOCK_X
     scores = tl.zeros([x_positions.shape[0], y_positions.shape[0]], dtype=tl.float32)
     for tile in range(2 * X_TILES):
@@ -235,7 +235,7 @@ def attend(
     state_columns = state + (half_z * Z + cols_z)[None, :] * (X if TRANSPOSED else 1)
     stride_row: tl.constexpr = 1 if TRANSPOSED else Z
     if X_HALVES == 1:
-        acc = _read(x_rows, x_first, state_columns, inside, has_z, stride_row, X, BLOCK_X, PRECISION)
+        acc = read_state(x_rows, x_first, state_columns, inside, has_z, stride_row, X, BLOCK_X, PRECISION)
     else:
         acc = _read_spread(
             x_rows, token_positions, head_turns, state_columns, inside, has_z, stride_row, X, BLOCK_X, PRECISION
@@ -279,7 +279,7 @@ def attend(
         if turns is not None:
             partner_positions = tl.load(positions + row * T + begin + j, mask=has_partner, other=0)
         if X_HALVES == 1:
-            scores = _scores(x_rows, x_first, y_columns, inside, has_partner, X, BLOCK_X, PRECISION)
+            scores = pair_scores(x_rows, x_first, y_columns, inside, has_partner, X, BLOCK_X, PRECISION)
         else:
             scores = _scores_spread(
                 x_rows,

@@ -52,7 +52,7 @@ class LightningRows:
         if log_decay is not None and log_decay.dim() == 1:
             rate = log_decay.detach().float().contiguous()
         elif log_decay is not None:
-            sums = _summed(log_decay.detach().float(), tiling_of(x.dtype).chunk)
+            sums = summed(log_decay.detach().float(), tiling_of(x.dtype).chunk)
         return cls(
             num_rows=num_rows,
             num_tokens=num_tokens,
@@ -86,7 +86,7 @@ class LightningRows:
         return torch.empty(self.num_rows, self.num_heads, *inner, dtype=dtype, device=self.device)
 
 
-def _summed(log_decay: Tensor, chunk: int) -> Tensor:
+def summed(log_decay: Tensor, chunk: int) -> Tensor:
     """The sums of log decays (B, T, H) of any strides."""
     num_rows, num_tokens, num_heads = log_decay.shape
     sums = torch.empty(num_rows, num_heads, 2, num_tokens, dtype=torch.float32, device=log_decay.device)

@@ -1,0 +1,174 @@
+"""LION: linear attention in both directions, with a decay per head and token (arXiv 2502.16249).
+
+Y = scale(Q Kᵀ ⊙ M) V, M_ij the product of the decays between the tokens i and j, 1 on the diagonal, and scale the
+division of each row by its sum, after the mask (equations 20 to 25). LION-LIT has no decay, LION-RetNet one per head,
+LION-S one per head and token. ``lion`` is the operator; sequence parallelism is built from the passes beside it.
+README.md in this folder has the mathematics.
+"""
+
+import torch
+from torch import Tensor
+
+from lightscale.errors import UserError
+from lightscale.kernels.common.backends import AUTO, choose_backend, dispatch_pass, implementation, preload_backends
+from lightscale.kernels.common.checks import check_device, check_inputs
+from lightscale.kernels.common.documents import check_cu_seqlens
+from lightscale.kernels.common.states import state_dtype
+from lightscale.kernels.lion import chunked
+from lightscale.kernels.lion.chunked import DEFAULT_CHUNK_SIZE, ChunkedLion
+from lightscale.kernels.lion.reference import lion_reference
+from lightscale.kernels.lion.state import GATES, Gate, LionOutputs, LionState
+
+__all__ = [
+    "DEFAULT_CHUNK_SIZE",
+    "Gate",
+    "LionOutputs",
+    "LionState",
+    "grad_bwd",
+    "lion",
+    "lion_reference",
+    "out_fwd",
+    "state_bwd",
+    "state_dtype",
+    "state_fwd",
+]
+
+state_fwd = dispatch_pass("lion", chunked.state_fwd)
+out_fwd = dispatch_pass("lion", chunked.out_fwd)
+state_bwd = dispatch_pass("lion", chunked.state_bwd)
+grad_bwd = dispatch_pass("lion", chunked.grad_bwd)
+
+
+def lion(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    gate: Gate = "leave",
+    normalize: bool = True,
+    eps: float = 1e-6,
+    initial_state: LionState | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    backend: str = AUTO,
+) -> tuple[Tensor, LionState | None]:
+    """Linear attention of every token to all tokens of its document: linear in T, differentiable in every input.
+
+    Padding is k = 0 and v = 0 with a log decay of 0: it is read by nobody and decays nothing.
+
+    Args:
+        q: queries (B, T, H, K), fp16, bf16, fp32 or fp64, any strides; feature maps are the caller's.
+        k: keys (B, T, H, K), of q's dtype.
+        v: values (B, T, H, V), of q's dtype; V need not equal K.
+        log_decay: log of the decay per head (H,), or per head and token (B, T, H), fp32 or fp64, at most 0; None for
+            no decay.
+        gate: "leave": M_ij is the product of the decays a_t for j <= t < i and, the other way, for i < t <= j
+            (equation 12 and the authors' code); "enter": for j < t <= i and i <= t < j (equations 8, 9 and 20).
+        normalize: divide by the sum of the masked scores, Σ_j M_ij q_i · k_j + eps. False leaves the sums as they are.
+        eps: added to them once. Where the sum is 0 all the same, the output is 0.
+        initial_state: what enters each row on both sides, (B, H, K, W) each, fp32 (fp64 for fp64 inputs); W is V + 1
+            with the normaliser's column, V without; zero when None. Only the row's first document reads the prefix, and
+            its last one the suffix.
+        output_final_state: also return what leaves each row: the prefix for tokens behind, the suffix for those before.
+        cu_seqlens: (N+1,) int32 or int64 document boundaries over the flattened B·T tokens, every row start included.
+            Nothing passes from one document to another.
+        chunk_size: tokens that the chunked form computes at once; a matter of its speed only.
+        backend: "triton" (GPUs; fp16, bf16, fp32), "chunked", "reference" (one token at a time, slow); or "auto": what
+            ``set_default_backend`` says, else Triton on GPUs and chunks elsewhere.
+
+    Returns:
+        The outputs (B, T, H, V) in v's dtype, and None or the final state.
+
+    Raises:
+        UserError: a shape, dtype, device, gate or backend that does not fit; the message names the argument. The values
+            of log_decay and cu_seqlens are checked on a CPU only, where reading them costs nothing.
+    """
+    check_inputs(q, k, v)
+    _check_decay(log_decay, q)
+    _check_state(initial_state, q, v, normalize=normalize)
+    if gate not in GATES:
+        raise UserError(f"gate must be one of {', '.join(GATES)}, got {gate!r}")
+    if not eps >= 0:
+        raise UserError(f"eps must be at least 0, got {eps}")
+    if cu_seqlens is not None:
+        check_device("cu_seqlens", cu_seqlens, q)
+        check_cu_seqlens(cu_seqlens, num_rows=q.shape[0], num_tokens=q.shape[1])
+    if chunk_size < 1:
+        raise UserError(f"chunk_size must be at least 1 token, got {chunk_size}")
+    name = choose_backend("lion", q, backend)
+    sides = (None, None) if initial_state is None else tuple(initial_state)
+    if name == "reference":
+        o, state = _reference(q, k, v, log_decay, gate, normalize, eps, initial_state, cu_seqlens)
+    elif name == "triton":
+        triton = implementation("lion", name)
+        o, state = triton.triton_lion(q, k, v, log_decay, initial_state, cu_seqlens, gate, normalize, eps)
+    else:
+        o, *leaving = ChunkedLion.apply(q, k, v, log_decay, *sides, cu_seqlens, gate, normalize, eps, chunk_size)
+        state = LionState(*leaving)
+    return o, state if output_final_state else None
+
+
+def _reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    gate: Gate,
+    normalize: bool,
+    eps: float,
+    initial_state: LionState | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, LionState]:
+    """The recurrences in the dtype of the states, which is wider than that of half-precision inputs."""
+    dtype = state_dtype(q.dtype)
+    o, state = lion_reference(
+        q.to(dtype),
+        k.to(dtype),
+        v.to(dtype),
+        None if log_decay is None else log_decay.to(dtype),
+        gate=gate,
+        normalize=normalize,
+        eps=eps,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+    )
+    return o.to(v.dtype), state
+
+
+def _check_decay(log_decay: Tensor | None, q: Tensor) -> None:
+    if log_decay is None:
+        return
+    if log_decay.shape not in (q.shape[2:3], q.shape[:3]):
+        raise UserError(
+            f"log_decay must be (H,) = ({q.shape[2]},) or (B, T, H) = {tuple(q.shape[:3])}, "
+            f"got shape {tuple(log_decay.shape)}"
+        )
+    if log_decay.dtype not in (torch.float32, torch.float64):
+        raise UserError(f"log_decay must be fp32 or fp64, whatever q's dtype, got {log_decay.dtype}")
+    check_device("log_decay", log_decay, q)
+    if torch.compiler.is_compiling() or log_decay.device.type != "cpu":
+        return
+    if bool((log_decay > 0).any()):
+        raise UserError(
+            f"log_decay must be at most 0 (a decay of at most 1), got a largest value of {log_decay.max():g}"
+        )
+
+
+def _check_state(state: LionState | None, q: Tensor, v: Tensor, *, normalize: bool) -> None:
+    if state is None:
+        return
+    expected = (q.shape[0], q.shape[2], q.shape[3], v.shape[3] + normalize)
+    width = "V + 1" if normalize else "V"
+    for name, x in zip(LionState._fields, state, strict=True):
+        if x.shape != expected:
+            raise UserError(f"initial_state.{name} must be (B, H, K, {width}) = {expected}, got shape {tuple(x.shape)}")
+        if x.dtype != state_dtype(q.dtype):
+            raise UserError(
+                f"initial_state.{name} must be {state_dtype(q.dtype)} for inputs of {q.dtype}, got {x.dtype}"
+            )
+        check_device(f"initial_state.{name}", x, q)
+
+
+preload_backends("lion")

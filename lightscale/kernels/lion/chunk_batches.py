@@ -1,0 +1,219 @@
+"""LION's rows in batches of chunks: sums of log decays, and what tokens write to both states and read of them.
+
+Names of shapes: B rows, T tokens, H heads, K key width, W width of the values and the normaliser's column. A row is cut
+into chunks of C tokens, the last one shorter; L is the number of tokens of the chunk at hand. G neighbours, a chunk
+batch, are computed at once. The two states of a chunk, prefix and suffix, are the two sides of one tensor
+(B, G, H, 2, K, W), so that one product serves both directions. For a decay per head the B, G and T of decays are 1.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightscale.kernels.common.documents import document_numbers
+from lightscale.kernels.common.states import state_dtype
+from lightscale.kernels.lightning.chunk_batches import LightningMasks, chunk_masks
+from lightscale.kernels.lion.state import Gate
+
+# Elements of one operand of a chunk batch: 0.5 MiB in fp32, as in lightning attention.
+_BATCH_ELEMENTS = 2**17
+
+# Stands for -inf, whose exponential is 0 too: differences of infinities would be NaN.
+_LOWEST = -1000.0
+
+
+class LogDecaySums(NamedTuple):
+    """Sums of log decays (B, T, H) from the start of what they are over, in fp64: large ones are subtracted."""
+
+    forward: Tensor
+    """By which what comes from before is decayed: exclusive for gates "leave", inclusive for "enter"."""
+    backward: Tensor
+    """By which what comes from behind is decayed: the other one."""
+    total: Tensor
+    """(B, 1, H)."""
+
+
+def sums_of(log_decay: Tensor, gate: Gate) -> LogDecaySums:
+    """Those of log decays (B, T, H) over all of T."""
+    logs = log_decay.detach().double().clamp(min=_LOWEST)
+    upto = logs.cumsum(1)
+    # Shifted, not upto - logs, which would round.
+    before = torch.cat([torch.zeros_like(upto[:, :1]), upto], 1)[:, :-1]
+    total = upto[:, -1:] if logs.size(1) else logs.new_zeros(logs.size(0), 1, logs.size(2))
+    return LogDecaySums(before, upto, total) if gate == "leave" else LogDecaySums(upto, before, total)
+
+
+def write_weights(sums: LogDecaySums) -> Tensor:
+    """(B, T, H, 2): how much of what a token writes leaves T on the right and on the left. No exponent is above 0."""
+    return torch.stack([sums.total - sums.forward, sums.backward], -1).clamp(max=0.0).exp()
+
+
+def read_weights(sums: LogDecaySums) -> Tensor:
+    """(B, T, H, 2): how much a token reads of what enters T on the left and on the right."""
+    return torch.stack([sums.forward, sums.total - sums.backward], -1).clamp(max=0.0).exp()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LionChunkDecays:
+    """Decays of the chunks of a batch."""
+
+    reads: Tensor  # (B, G, H, L, 2)
+    writes: Tensor  # (B, G, H, L, 2)
+    pairs: Tensor  # (B, G, H, L, L): between the tokens of a chunk, 1 on the diagonal
+    through: Tensor  # (B, G, H, 1, 1)
+
+
+def chunk_decays(log_decay: Tensor, gate: Gate, dtype: torch.dtype) -> LionChunkDecays:
+    """Those by log decays (B, G, L, H)."""
+    num_rows, num_chunks = log_decay.shape[:2]
+    sums = sums_of(log_decay.flatten(0, 1), gate)
+
+    def of_chunks(x: Tensor) -> Tensor:
+        return x.unflatten(0, (num_rows, num_chunks)).transpose(2, 3).to(dtype)
+
+    forward, backward = (x.transpose(1, 2).contiguous() for x in (sums.forward, sums.backward))
+    # Of the two differences one is at most 0: that of the direction in which the pair lies.
+    between = forward[..., :, None] - forward[..., None, :]
+    between = torch.minimum(between, backward[..., None, :] - backward[..., :, None])
+    return LionChunkDecays(
+        reads=of_chunks(read_weights(sums)),
+        writes=of_chunks(write_weights(sums)),
+        pairs=between.to(dtype).exp_().unflatten(0, (num_rows, num_chunks)),
+        through=of_chunks(sums.total.exp()[..., None]),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LionBatch:
+    """Neighbouring chunks of equal length of every row, and the operations on them.
+
+    Tensors of a batch are (B, G, H, L, width), contiguous. Documents select instead of multiplying by zero, so that a
+    state that overflowed in one document gives no NaN in the next.
+    """
+
+    start: int
+    num_chunks: int
+    chunk_tokens: int
+    decays: LionChunkDecays
+    masks: LightningMasks | None
+
+    def load(self, x: Tensor, dtype: torch.dtype, *, last: Tensor | float | None = None) -> Tensor:
+        """A copy of this batch's tokens of x (B, T, H, width); with one more column where ``last`` is given.
+
+        ``last`` is (B, G, H, L), or one number for all.
+        """
+        chunks = self.tokens(x).transpose(2, 3)
+        width = x.shape[3]
+        out = torch.empty(*chunks.shape[:-1], width + (last is not None), dtype=dtype, device=x.device)
+        out[..., :width].copy_(chunks)
+        if last is not None:
+            out[..., width] = last
+        return out
+
+    def store(self, out: Tensor, x: Tensor) -> None:
+        """Write x (B, G, H, L, …) into this batch's tokens of out (B, T, H, …)."""
+        self.tokens(out).transpose(2, 3).copy_(x)
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """A view (B, G, L, …) of this batch's tokens of x (B, T, …)."""
+        return x.narrow(1, self.start, self.num_chunks * self.chunk_tokens).unflatten(
+            1, (self.num_chunks, self.chunk_tokens)
+        )
+
+    def decay_(self, scores: Tensor) -> Tensor:
+        """Decay scores (B, G, H, L, L) in place; 0 for pairs of other documents."""
+        scores.mul_(self.decays.pairs)
+        return scores if self.masks is None else scores.masked_fill_(~self.masks.pairs, 0.0)
+
+    def shares(self, x: Tensor, y: Tensor, weights: Tensor, *, writes: bool) -> Tensor:
+        """Σ weights x yᵀ of each chunk and both sides, (B, G, H, 2, K, W); ``writes`` as in ``_kept``."""
+        for side, kept in enumerate(self._kept(writes=writes)):
+            if kept is not None:
+                weights = weights.expand(*x.shape[:-1], 2).clone() if side == 0 else weights
+                weights[..., side].masked_fill_(~kept[..., 0], 0.0)
+        spread = (weights[..., None] * x[..., None, :]).flatten(-2)
+        return (spread.mT @ y).unflatten(-2, (2, x.shape[-1]))
+
+    def through_states(self, x: Tensor, states: Tensor, weights: Tensor, *, writes: bool) -> Tensor:
+        """Σ over both sides of weights (x S) (B, G, H, L, W), for x (…, L, K) and states (…, 2, K, W)."""
+        if self.masks is None:
+            return (weights[..., None] * x[..., None, :]).flatten(-2) @ states.flatten(-3, -2)
+        return self._weighted(x.unsqueeze(-3) @ states, weights, writes=writes).sum(-3)
+
+    def through_transposed(self, y: Tensor, states: Tensor, weights: Tensor, *, writes: bool) -> Tensor:
+        """weights (y Sᵀ) of each side, (B, G, H, 2, L, K), for y (…, L, W) and states (…, 2, K, W)."""
+        found = (y @ states.flatten(-3, -2).mT).unflatten(-1, (2, states.shape[-2])).transpose(-3, -2)
+        return self._weighted(found, weights, writes=writes)
+
+    def _weighted(self, x: Tensor, weights: Tensor, *, writes: bool) -> Tensor:
+        """x (…, 2, L, width), each side weighted, and zero for tokens whose state it is not."""
+        x = x * weights.mT[..., None]
+        for side, kept in enumerate(self._kept(writes=writes)):
+            if kept is not None:
+                x[..., side, :, :].masked_fill_(~kept, 0.0)
+        return x
+
+    def _kept(self, *, writes: bool) -> tuple[Tensor | None, Tensor | None]:
+        """(B, G, 1, L, 1) of both sides: which tokens write to the states that leave a chunk, or read what enters.
+
+        On the right a chunk borders on the document of its last token, on the left on that which comes in.
+        """
+        if self.masks is None:
+            return None, None
+        left, right = self.masks.incoming, self.masks.outgoing
+        return (right, left) if writes else (left, right)
+
+    def scan_(self, shares: Tensor, running: Tensor, *, side: int, reverse: bool) -> Tensor:
+        """Pass one side's state (B, H, K, W) through the chunks, and return what is passed on.
+
+        What each chunk adds, ``shares[…, side, :, :]``, is overwritten with what it receives.
+        """
+        for chunk in reversed(range(self.num_chunks)) if reverse else range(self.num_chunks):
+            share = shares[:, chunk, :, side]
+            decay = self.decays.through[:, min(chunk, self.decays.through.size(1) - 1)]
+            if self.masks is None:
+                passed_on = torch.addcmul(share, running, decay)
+            else:
+                passed_on = share + (running * decay).masked_fill_(~self.masks.through[:, chunk], 0.0)
+            share.copy_(running)
+            running = passed_on
+        return running
+
+    def passing(self, states: Tensor, dstates: Tensor) -> Tensor:
+        """(B, G, H, 1): ⟨S, dS⟩ of what passes the whole chunk, on both sides; S enters it and dS is of what leaves."""
+        products = (states * dstates).sum((-3, -2, -1)).unsqueeze(-1) * self.decays.through[..., 0]
+        return products if self.masks is None else products.masked_fill(~self.masks.through[..., 0], 0.0)
+
+
+def chunk_batches(
+    v: Tensor, width: int, log_decay: Tensor, gate: Gate, cu_seqlens: Tensor | None, chunk_size: int
+) -> Iterator[LionBatch]:
+    """Cut the rows of v (B, T, H, V) into batches of whole chunks, decayed by log_decay (H,) or (B, T, H).
+
+    The rest of T / C is one shorter chunk.
+    """
+    num_rows, num_tokens, num_heads, value_width = v.shape
+    dtype = state_dtype(v.dtype)
+    batch_chunks = max(1, _BATCH_ELEMENTS // (num_rows * num_heads * chunk_size * max(width, value_width)))
+    documents = None
+    if cu_seqlens is not None:
+        documents = document_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)
+    whole, rest = divmod(num_tokens, chunk_size)
+    cuts = [(c, min(batch_chunks, whole - c), chunk_size) for c in range(0, whole, batch_chunks)]
+    if rest:
+        cuts.append((whole, 1, rest))
+    of_heads: dict[int, LionChunkDecays] = {}
+    for first_chunk, num_chunks, chunk_tokens in cuts:
+        start = first_chunk * chunk_size
+        if log_decay.dim() == 1:
+            if chunk_tokens not in of_heads:
+                of_heads[chunk_tokens] = chunk_decays(log_decay.expand(1, 1, chunk_tokens, -1), gate, dtype)
+            decays = of_heads[chunk_tokens]
+        else:
+            here = log_decay.narrow(1, start, num_chunks * chunk_tokens).unflatten(1, (num_chunks, chunk_tokens))
+            decays = chunk_decays(here, gate, dtype)
+        masks = None if documents is None else chunk_masks(documents, start, num_chunks, chunk_tokens)
+        yield LionBatch(start=start, num_chunks=num_chunks, chunk_tokens=chunk_tokens, decays=decays, masks=masks)

@@ -1,0 +1,68 @@
+"""LION as two recurrences, one token at a time: the form that needs no more than two states at inference."""
+
+import torch
+from torch import Tensor
+
+from lightscale.kernels.lion.state import Gate, LionState
+
+
+def lion_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    *,
+    gate: Gate = "leave",
+    normalize: bool = True,
+    eps: float = 1e-6,
+    initial_state: LionState | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, LionState]:
+    """The recurrences of LION (Theorem 3.3, equations 20 to 25), with half of the diagonal in each and one division.
+
+    Arguments and results are those of ``lion``; the states are those that leave the row on both sides. Computed in the
+    dtype of the inputs, so fp64 inputs give an fp64 oracle, and differentiated by autograd. The chunked form shares
+    none of it.
+    """
+    num_rows, num_tokens, num_heads = q.shape[:3]
+    if normalize:
+        v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+    log_decay = k.new_zeros(()) if log_decay is None else log_decay
+    decays = log_decay.exp().expand(k.shape[:3])[..., None, None].unbind(1)
+    document_starts = set() if cu_seqlens is None else set(cu_seqlens.tolist())
+    empty = k.new_zeros(num_rows, num_heads, k.shape[3], v.shape[3])
+    prefix, suffix = initial_state or (empty, empty)
+    # unbind, because the backward of x[:, t] writes a whole zero tensor for every token.
+    tokens = list(zip(q.unbind(1), k.unbind(1), v.unbind(1), strict=True))
+
+    def cut(t: int, state: Tensor) -> Tensor:
+        """Nothing passes between tokens t - 1 and t where a document begins."""
+        begins = [0 < t < num_tokens and row * num_tokens + t in document_starts for row in range(num_rows)]
+        if not any(begins):
+            return state
+        return torch.where(torch.tensor(begins, device=q.device)[:, None, None, None], torch.zeros_like(state), state)
+
+    def read(q_t: Tensor, k_t: Tensor, v_t: Tensor, state: Tensor) -> Tensor:
+        own = 0.5 * (q_t * k_t).sum(-1, keepdim=True) * v_t
+        return (q_t.unsqueeze(-2) @ state).squeeze(-2) + own
+
+    def written(k_t: Tensor, v_t: Tensor) -> Tensor:
+        return k_t.unsqueeze(-1) * v_t.unsqueeze(-2)
+
+    outputs: list[Tensor] = []
+    for t, (q_t, k_t, v_t) in enumerate(tokens):
+        prefix = cut(t, prefix)
+        # "enter": what comes to a token is decayed by that token's gate; "leave": what goes on from it.
+        reached = decays[t] * prefix
+        outputs.append(read(q_t, k_t, v_t, reached if gate == "enter" else prefix))
+        prefix = reached + written(k_t, v_t) * (1.0 if gate == "enter" else decays[t])
+    for t, (q_t, k_t, v_t) in reversed(list(enumerate(tokens))):
+        suffix = cut(t + 1, suffix)
+        reached = decays[t] * suffix
+        outputs[t] = outputs[t] + read(q_t, k_t, v_t, reached if gate == "enter" else suffix)
+        suffix = reached + written(k_t, v_t) * (1.0 if gate == "enter" else decays[t])
+    y = torch.stack(outputs, 1) if outputs else v.clone()
+    if normalize:
+        normalizer = y[..., -1:] + eps
+        y = torch.where(normalizer == 0, 0.0, y[..., :-1] / torch.where(normalizer == 0, 1.0, normalizer))
+    return y, LionState(prefix, suffix)
