@@ -42,8 +42,6 @@ STATE_BYTES = 2**30
 """Of the states that are kept for the rows of one batch, on each rank."""
 _FIRST_ROWS = 8
 """Before it is known how large a state is."""
-_FOUND, _GREEDY = 1, 2
-"""Of a token: its log-probability was found; and it is the most probable one."""
 _Continued = tuple[TreeNode, int]
 """A node, and the row whose state it continues."""
 
@@ -127,7 +125,8 @@ class Scorer:
         """(log-probabilities, whether greedy) of the scored tokens of each document, on every rank."""
         starts = np.cumsum([0, *(len(ids) - first for ids, first in documents)])
         # Of all tokens one after the other, and nothing else that grows with them. Each rank fills in its own.
-        log_probability, outcome = np.zeros(starts[-1]), np.zeros(starts[-1], np.int8)
+        log_probability, is_greedy = np.zeros(starts[-1]), np.zeros(starts[-1], np.bool_)
+        num_found = np.zeros((), np.int64)
 
         def find() -> None:
             own = share(documents, self._mesh.data)[self._mesh.data_rank] if documents else []
@@ -135,16 +134,16 @@ class Scorer:
                 if self._forward.answers:
                     index = starts[found.numbers] + found.offsets
                     log_probability[index] = found.log_probability
-                    outcome[index] = np.where(found.is_greedy, _GREEDY, _FOUND)
+                    is_greedy[index] = found.is_greedy
+                    num_found[...] += len(index)
 
         # What fails on one rank is raised on all: a run in training, which evaluates between steps, goes on.
         Agreement(self._mesh.control).on_all(find)
         if self._mesh.world_size > 1:
             # By the control group, on the host, in place. Every token is one rank's, and nothing is added to it.
-            for values in (log_probability, outcome):
+            for values in (log_probability, is_greedy.view(np.uint8), num_found):
                 dist.all_reduce(torch.from_numpy(values), group=self._mesh.control)
-        assert outcome.all(), "every token is one rank's"
-        is_greedy = outcome == _GREEDY
+        assert num_found == starts[-1], "every token is one rank's"
         return [
             (log_probability[first:stop], is_greedy[first:stop]) for first, stop in itertools.pairwise(starts.tolist())
         ]
