@@ -299,6 +299,7 @@ class LanguageModel(LanguageModule):
         states: dict[str, MixerState] | None = None,
         last_only: bool = False,
         hidden_only: bool = False,
+        with_correct: bool = False,
     ) -> Tensor:
         """One pass over this rank's segment of the rows.
 
@@ -340,6 +341,10 @@ class LanguageModel(LanguageModule):
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=context)
         if not self.post_process or hidden_only:
             return hidden
+        if with_correct:
+            assert labels is not None
+            assert loss_mask is not None
+            return self._scores(hidden, labels, loss_mask)
         # Before the output layer: the logits of all tokens of a prompt would be by far the largest tensor.
         if last_only:
             hidden = hidden[-1:]
@@ -349,6 +354,16 @@ class LanguageModel(LanguageModule):
         labels, loss_mask = (None if x is None else x.transpose(0, 1) for x in (labels, loss_mask))
         output, _ = self.output_layer(hidden, weight, labels=labels, loss_mask=loss_mask, vocab_size=self.vocab_size)
         return output.transpose(0, 1)
+
+    def _scores(self, hidden: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
+        """See ``with_correct``; no logits but those of masked tokens are computed. fp64."""
+        chosen = loss_mask.flatten().nonzero().squeeze(1)
+        scores = torch.zeros(2, labels.numel(), dtype=torch.float64, device=hidden.device)
+        # Tensor ranks have the same tokens: they go without together.
+        if len(chosen):
+            log_probability, is_best = self.log_probability(hidden, chosen, labels.flatten()[chosen])
+            scores[:, chosen] = torch.stack([-log_probability.double(), is_best.double()])
+        return scores.view(2, *labels.shape)
 
     def log_probability(self, hidden: Tensor, chosen: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """log softmax(logits)[label] of ``chosen`` tokens, and whether each label is the most probable id.

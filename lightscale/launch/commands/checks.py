@@ -16,6 +16,7 @@ from lightscale.data_pipeline.tokenizers import load_tokenizer
 from lightscale.errors import UserError
 from lightscale.evaluation.registry import find_tasks
 from lightscale.runs.run_directory import RunDirectory
+from lightscale.tasks.interface import task_of
 
 
 class WrongUse(UserError):
@@ -135,6 +136,7 @@ def _check_store(config: RunConfig) -> None:
             f"model.vocab_size = {config.model.vocab_size} is less than the {tokenizer.vocab_size} tokens of "
             f"{tokenizer.name} in data.store = {data.store}; use at least as many"
         )
+    task_of(config).check_store(config.model, store)
     for name in data.sources:
         _check_source(f"data.sources.{name}", name, store)
     for name, validation in data.validation.items():
