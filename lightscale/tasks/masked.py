@@ -74,7 +74,7 @@ class Masked(Task):
         self.config = config
 
     def check_store(self, model: ModelConfig, store: TokenStore) -> None:
-        """The embedding needs a row for the mask, and words need a tokenizer whose tokens are text."""
+        """The embedding needs a row for the mask, and every source text."""
         ids = store.tokenizer.vocab_size
         if model.vocab_size <= ids:
             raise UserError(
@@ -82,8 +82,13 @@ class Masked(Task):
                 f"{store.tokenizer.name} in {store.path} has {ids} tokens, and the mask is the one behind them; use at "
                 f"least {ids + 1}"
             )
-        if self.config.whole_words:
-            _edges(store.path)
+        for source in store.sources.values():
+            # Every document begins with an end-of-text token.
+            if source.num_tokens == source.num_documents:
+                raise UserError(
+                    f"{store.path}: the documents of source {source.name} have no text, so there is nothing to mask "
+                    'for task.name = "masked"; use a store without it'
+                )
 
     def targets(self, store: TokenStore, *, validation: bool) -> "Masks":
         """Validation draws from other random numbers than training, of which the seed decides nothing."""
@@ -106,14 +111,7 @@ class Masked(Task):
 @functools.cache
 def _edges(store: Path) -> WordEdges:
     """Of the tokenizer in ``store``; kept, because every token is looked at."""
-    tokenizer = load_tokenizer(store)
-    edges = word_edges(tokenizer)
-    if not edges.begins.any():
-        raise UserError(
-            f"task.whole_words = true: no token of {tokenizer.name} in {store} has a letter or digit, so there are no "
-            "words; use task.whole_words = false"
-        )
-    return edges
+    return word_edges(load_tokenizer(store))
 
 
 @dataclass(frozen=True, kw_only=True)
