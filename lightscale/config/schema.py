@@ -125,6 +125,15 @@ class Section(BaseModel):
         return None if value == "none" and type(None) in get_args(annotation) else value
 
 
+class LabelHead(Section):
+    """[model.head]: an output layer that gives one label for each document, in place of the vocabulary's."""
+
+    num_labels: Annotated[int, Field(ge=2, le=1_000_000)]
+    """Classes; labels are 0 to one less."""
+    pooling: Literal["mean", "first", "last"] = "mean"
+    """What of a document the layer sees: the mean of its tokens' states, or that of the first or last token."""
+
+
 class ModelConfig(Section):
     """[model]: the shape of the network."""
 
@@ -142,6 +151,8 @@ class ModelConfig(Section):
     """Rows of the embedding, in tokens; padding included. The largest published have 262,144."""
     tie_word_embeddings: bool = True
     """Whether the output layer's weight is the embedding; false: it has a weight of its own."""
+    head: LabelHead | None = None
+    """Output layer for labels of documents, a table, for task.name = "classify"; none: it gives tokens."""
     glu_activation: Literal["none", "silu"] = "none"
     """Activation of the gate in the gated linear unit."""
     norm: Literal["srmsnorm", "rmsnorm"] = "srmsnorm"
@@ -231,7 +242,7 @@ class TaskConfig(Section):
     """[task]: what the model is trained to predict. Every task has a type of its own, with more keys."""
 
     name: str = DEFAULT_TASK
-    """What is predicted: causal, the next token, or masked, tokens that are hidden among those before and behind."""
+    """What is predicted: causal, the next token; masked, tokens that are hidden; classify, labels of documents."""
 
 
 class ValidationSet(Section):
@@ -610,6 +621,16 @@ class RunConfig(Section):
     def _check_task(self) -> None:
         """ValueError for layers that read what the task hides, or not all that it shows, and for uses of its models."""
         name, task = self.task.name, task_class(self.task.name)
+        if task.predicts_labels and self.model.head is None:
+            raise ValueError(
+                f'task.name = "{name}" needs the table model.head, with num_labels, the number of classes; use '
+                "model.head.num_labels = 2 or more"
+            )
+        if self.model.head is not None and not task.predicts_labels:
+            raise ValueError(
+                f'model.head gives labels of documents, but task.name = "{name}" predicts tokens; remove the table, or '
+                'use task.name = "classify"'
+            )
         for layer, mixer in enumerate(self.model.layers):
             direction = self.model.direction(layer)
             if direction not in task.directions:

@@ -14,6 +14,7 @@ DEFAULT = "causal"
 TASKS = {
     "causal": "lightscale.tasks.causal:Causal",
     "masked": "lightscale.tasks.masked:Masked",
+    "classify": "lightscale.tasks.classify:Classify",
 }
 """Name to "module:class", a subclass of ``lightscale.tasks.interface.Task``, in a module without torch."""
 

@@ -160,7 +160,9 @@ class _MicroBatchCost:
         self.layout, self.exchange = layout, exchange
         self.recompute, self.recompute_layers = recompute, recompute_layers
         self.tokens = layout.micro_batch_size * layout.rank_sequence_tokens
-        self.hidden_size, self.vocab_size = self.work.model.hidden_size, self.work.model.vocab_size
+        self.hidden_size = self.work.model.hidden_size
+        # Labels of documents take next to nothing beside tokens.
+        self.vocab_size = self.work.model.vocab_size if self.work.model.head is None else 0
         self.tensor = RankGroup(ranks=layout.tensor, stride=1, hardware=self.hw)
         self.sequence = RankGroup(ranks=layout.sequence, stride=layout.tensor, hardware=self.hw)
         self.replicas = RankGroup(ranks=layout.sequence * layout.data, stride=layout.tensor, hardware=self.hw)

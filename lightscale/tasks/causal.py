@@ -1,5 +1,6 @@
 """Predict every token from those before it: language modelling, with which text can be generated."""
 
+from collections.abc import Collection
 from typing import Literal
 
 from lightscale.config.mixers import CAUSAL
@@ -24,7 +25,7 @@ class Causal(Task):
     def __init__(self, config: CausalConfig) -> None:
         self.config = config
 
-    def check_store(self, model: ModelConfig, store: TokenStore) -> None:
+    def check_store(self, model: ModelConfig, store: TokenStore, sources: Collection[str]) -> None:
         """Every store will do."""
 
     def targets(self, store: TokenStore, *, validation: bool) -> None:

@@ -1,6 +1,7 @@
 """What every training task is: which inputs and labels it makes of the text, and what its models can do."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from typing import ClassVar
 
 from lightscale.config.mixers import Direction
@@ -19,12 +20,14 @@ class Task(ABC):
     """What its layers may read; all mixers of a model must fit."""
     writes_text: ClassVar[bool] = False
     """Whether a model predicts the next token: such are scored on text, generate it and are exported."""
+    predicts_labels: ClassVar[bool] = False
+    """Whether labels of documents are predicted, by ``model.head``; otherwise tokens."""
     measures_accuracy: ClassVar[bool] = False
     """Whether validation counts how often the most probable label is right."""
 
     @abstractmethod
-    def check_store(self, model: ModelConfig, store: TokenStore) -> None:
-        """UserError for a store, or a model for its tokenizer, that the task cannot take."""
+    def check_store(self, model: ModelConfig, store: TokenStore, sources: Collection[str]) -> None:
+        """UserError for ``sources`` of a store, or a model for its tokenizer, that the task cannot take."""
 
     @abstractmethod
     def targets(self, store: TokenStore, *, validation: bool) -> Targets | None:

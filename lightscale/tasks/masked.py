@@ -13,6 +13,7 @@ embedding for it, which takes no probability.
 """
 
 import functools
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
@@ -23,7 +24,7 @@ from pydantic import model_validator
 
 from lightscale.config.mixers import BIDIRECTIONAL
 from lightscale.config.schema import ModelConfig, Seed, Share, TaskConfig, ZeroToOne
-from lightscale.data_pipeline.loading.targets import Predicted
+from lightscale.data_pipeline.loading.targets import Predicted, RowDocuments
 from lightscale.data_pipeline.splitmix import mixed
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.data_pipeline.tokenizers import load_tokenizer
@@ -73,7 +74,7 @@ class Masked(Task):
     def __init__(self, config: MaskedConfig) -> None:
         self.config = config
 
-    def check_store(self, model: ModelConfig, store: TokenStore) -> None:
+    def check_store(self, model: ModelConfig, store: TokenStore, sources: Collection[str]) -> None:
         """The embedding needs a row for the mask, and every source text."""
         ids = store.tokenizer.vocab_size
         if model.vocab_size <= ids:
@@ -82,7 +83,7 @@ class Masked(Task):
                 f"{store.tokenizer.name} in {store.path} has {ids} tokens, and the mask is the one behind them; use at "
                 f"least {ids + 1}"
             )
-        for source in store.sources.values():
+        for source in map(store.source, sources):
             # Every document begins with an end-of-text token.
             if source.num_tokens == source.num_documents:
                 raise UserError(
@@ -130,7 +131,13 @@ class Masks:
     edges: WordEdges | None
     """Of the tokens, where words are chosen; None: each token is."""
 
-    def __call__(self, tokens: NDArray[np.int32], counted: NDArray[np.float32], places: NDArray[np.int64]) -> Predicted:
+    def __call__(
+        self,
+        tokens: NDArray[np.int32],
+        counted: NDArray[np.float32],
+        places: NDArray[np.int64],
+        documents: Callable[[], Sequence[RowDocuments]],
+    ) -> Predicted:
         """See ``Targets``."""
         slots = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
         units = slots if self.edges is None else self.edges.word_starts(tokens)
@@ -143,7 +150,7 @@ class Masks:
         # All ids but the end-of-text token.
         others += others >= self.eot_id
         inputs = np.where(random, others, inputs)
-        return Predicted(inputs.astype(np.int32), chosen.astype(np.float32))
+        return Predicted(inputs.astype(np.int32), tokens, chosen.astype(np.float32))
 
     def description(self) -> str:
         """See ``Targets``."""

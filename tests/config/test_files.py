@@ -322,9 +322,13 @@ def test_resolved_form_holds_every_field(tiny_config: TinyConfig) -> None:
         f"model.num_layers={len(MIXERS)}",
         f"model.mixer_options.llama.rope_scaling={scaling}",
     ]
-    masked = ["model.mixer=llama", "model.mixer_options.llama.causal=false", "task.name=masked"]
     resolved = tomllib.loads(to_toml(tiny_config(*mixers)))
-    resolved["task"] |= tomllib.loads(to_toml(tiny_config(*masked)))["task"]
+    # Of all tasks: it holds those of the one in use.
+    for task in (MASKED, ("task.name=classify", "model.head.num_labels=3")):
+        of_task = tomllib.loads(to_toml(tiny_config(*task)))
+        resolved["task"] |= of_task["task"]
+        if "classify" in task[0]:
+            resolved["model"]["head"] = of_task["model"]["head"]
     for field in describe_fields():
         value = resolved
         for part in field.key.replace("NAME", "v").split("."):
@@ -339,7 +343,7 @@ MASKED = ("model.mixer=llama", "model.mixer_options.llama.causal=false", "task.n
     ("overrides", "words"),
     [
         (["task.name=maskd"], 'task.name = "maskd": no task is called maskd; did you mean masked?'),
-        (["task.name=3"], "task.name = 3: no task is called 3; known: causal, masked"),
+        (["task.name=3"], "task.name = 3: no task is called 3; known: causal, masked, classify"),
         (["task.share=0.3"], 'unknown key task.share; it goes with task.name = "masked"'),
         ([*MASKED, "task.shar=0.3"], "unknown key task.shar; did you mean task.share?"),
         ([*MASKED, "task.zebra=1"], "unknown key task.zebra; [task] has name, share"),
@@ -363,6 +367,10 @@ MASKED = ("model.mixer=llama", "model.mixer_options.llama.causal=false", "task.n
             'evaluation.every_steps = 5 needs a model that predicts the next token, but task.name = "masked"',
         ),
         ([*MASKED, "checkpoint.export_every=5"], "set checkpoint.export_every to none"),
+        (["task.name=classify"], "needs the table model.head, with num_labels, the number of classes"),
+        (["model.head.num_labels=3"], 'but task.name = "causal" predicts tokens; remove the table'),
+        (["task.name=classify", "model.head.num_labels=1"], "model.head.num_labels = 1: must be a whole number >= 2"),
+        (["task.name=classify", "task.share=0.1"], 'unknown key task.share; it goes with task.name = "masked"'),
     ],
     ids=lambda value: value[-1].replace("/", "_") if isinstance(value, list) else "",
 )

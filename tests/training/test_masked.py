@@ -110,7 +110,7 @@ def test_what_a_masked_model_cannot_do(
     words: list[str],
 ) -> None:
     monkeypatch.chdir(workplace)
-    task = 'task = "perplexity"\nfile = "words.jsonl"\n'
+    task = 'kind = "perplexity"\npaths = ["words.jsonl"]\n'
     (workplace / "masked-text.toml").write_text(task, encoding="utf-8")
     before = sorted(workplace.iterdir())
     assert main(words) != 0

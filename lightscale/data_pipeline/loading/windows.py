@@ -17,14 +17,12 @@ import torch
 from numpy.typing import NDArray
 
 from lightscale.data_pipeline.loading.buffers import Buffers
-from lightscale.data_pipeline.loading.targets import Targets
+from lightscale.data_pipeline.loading.targets import PADDING, RowDocuments, Targets
 from lightscale.data_pipeline.store.token_store import TokenSource
 from lightscale.errors import UserError
 
 Shift = Literal[0, 1]
 """How many tokens behind its input a label stands."""
-PADDING = -1
-"""In ``DocumentRanges.starts``: padding instead of a token of the source."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,9 +256,14 @@ def read_predicted(
     # What is predicted may hang on tokens of other sequence ranks, such as the beginning of a word.
     is_whole = (first, last) == (0, length)
     whole = own if is_whole else read_batch(rows, 0, length, shift=0, buffers=buffers, padding_id=padding_id)
-    made = targets(whole.tokens.numpy(), whole.loss_mask.numpy(), np.array(places, dtype=np.int64))
-    inputs, counted = (torch.from_numpy(np.ascontiguousarray(array[:, first:last])) for array in made)
-    return replace(own, tokens=inputs, loss_mask=counted)
+
+    def documents() -> list[RowDocuments]:
+        return [RowDocuments(windows.source, *windows.document_ranges(window, 0, length)) for windows, window in rows]
+
+    made = targets(whole.tokens.numpy(), whole.loss_mask.numpy(), np.array(places, dtype=np.int64), documents)
+    cut = (torch.from_numpy(np.ascontiguousarray(array[:, first:last])) for array in made)
+    inputs, labels, counted = cut
+    return replace(own, tokens=inputs, labels=labels, loss_mask=counted)
 
 
 def find_range_starts(rows: Sequence[Row], first: int, last: int) -> RangeStarts:

@@ -136,9 +136,12 @@ def _check_store(config: RunConfig) -> None:
             f"model.vocab_size = {config.model.vocab_size} is less than the {tokenizer.vocab_size} tokens of "
             f"{tokenizer.name} in data.store = {data.store}; use at least as many"
         )
-    task_of(config).check_store(config.model, store)
     for name in data.sources:
         _check_source(f"data.sources.{name}", name, store)
+    task = task_of(config)
+    # Without names all that hold no validation data are trained on.
+    training = [name for name, source in store.sources.items() if source.split == "train"]
+    task.check_store(config.model, store, data.sources or training)
     for name, validation in data.validation.items():
         other = store if validation.store is None else TokenStore(validation.store)
         _check_source(f"data.validation.{name}.source", validation.source, other)
@@ -149,6 +152,7 @@ def _check_store(config: RunConfig) -> None:
                 f"({_describe(other.tokenizer)}) than data.store = {data.store} ({_describe(tokenizer)}); "
                 "prepare both with the same one"
             )
+        task.check_store(config.model, other, [validation.source])
 
 
 def _check_source(key: str, name: str, store: TokenStore) -> None:

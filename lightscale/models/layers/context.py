@@ -83,6 +83,11 @@ class SequenceContext:
                 goes_on &= gathered[:, rank] == lengths[rank]
         return DocumentAttention(starts, b, n, before, device, after=after)
 
+    @property
+    def document_starts(self) -> DocumentStarts:
+        """Where documents start, read from ``positions`` if nobody knew; then on a GPU the host waits for them."""
+        return self._documents[0]
+
     @cached_property
     def _documents(self) -> tuple[DocumentStarts, int, int, int, torch.device]:
         b, n = self.positions.shape
