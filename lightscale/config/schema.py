@@ -125,7 +125,7 @@ class Section(BaseModel):
         return None if value == "none" and type(None) in get_args(annotation) else value
 
 
-class LabelHead(Section):
+class HeadConfig(Section):
     """[model.head]: an output layer that gives one label for each document, in place of the vocabulary's."""
 
     num_labels: Annotated[int, Field(ge=2, le=1_000_000)]
@@ -151,7 +151,7 @@ class ModelConfig(Section):
     """Rows of the embedding, in tokens; padding included. The largest published have 262,144."""
     tie_word_embeddings: bool = True
     """Whether the output layer's weight is the embedding; false: it has a weight of its own."""
-    head: LabelHead | None = None
+    head: HeadConfig | None = None
     """Output layer for labels of documents, a table, for task.name = "classify"; none: it gives tokens."""
     glu_activation: Literal["none", "silu"] = "none"
     """Activation of the gate in the gated linear unit."""

@@ -16,7 +16,7 @@ TASKS = {
     "masked": "lightscale.tasks.masked:Masked",
     "classify": "lightscale.tasks.classify:Classify",
 }
-"""Name to "module:class", a subclass of ``lightscale.tasks.interface.Task``, in a module without torch."""
+"""Name to "module:class", a subclass of ``lightscale.tasks.interface.TrainingTask``, in a module without torch."""
 
 
 def task_class(name: object) -> Any:

@@ -6,7 +6,7 @@ from typing import Literal
 from lightscale.config.mixers import CAUSAL
 from lightscale.config.schema import ModelConfig, TaskConfig
 from lightscale.data_pipeline.store.token_store import TokenStore
-from lightscale.tasks.interface import Task
+from lightscale.tasks.interface import TrainingTask
 
 
 class CausalConfig(TaskConfig):
@@ -15,7 +15,7 @@ class CausalConfig(TaskConfig):
     name: Literal["causal"] = "causal"
 
 
-class Causal(Task):
+class Causal(TrainingTask):
     """The label of a token is the next one of its document, behind the last one the end-of-text token."""
 
     options = CausalConfig

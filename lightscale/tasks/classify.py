@@ -17,7 +17,7 @@ from lightscale.config.schema import ModelConfig, TaskConfig
 from lightscale.data_pipeline.loading.targets import PADDING, Predicted, RowDocuments
 from lightscale.data_pipeline.store.token_store import TokenSource, TokenStore
 from lightscale.errors import UserError
-from lightscale.tasks.interface import Task
+from lightscale.tasks.interface import TrainingTask
 
 _DOCUMENTS_AT_ONCE = 2**20
 
@@ -30,7 +30,7 @@ class ClassifyConfig(TaskConfig):
     """Name of the array with the labels in every source of the store: whole numbers from 0 on, one a document."""
 
 
-class Classify(Task):
+class Classify(TrainingTask):
     """Classification of documents; mixers may read either way."""
 
     options = ClassifyConfig

@@ -11,7 +11,7 @@ from lightscale.data_pipeline.loading.targets import Targets
 from lightscale.data_pipeline.store.token_store import TokenStore
 
 
-class Task(ABC):
+class TrainingTask(ABC):
     """A task with the values of its [task]; imports no torch."""
 
     options: ClassVar[type[TaskConfig]]
@@ -34,8 +34,8 @@ class Task(ABC):
         """What makes inputs and labels of the rows of ``store``; None: every token's label is the next one."""
 
 
-def task_of(config: RunConfig) -> Task:
+def task_of(config: RunConfig) -> TrainingTask:
     """The task of a run."""
     found = task_class(config.task.name)(config.task)
-    assert isinstance(found, Task), f"task {config.task.name}: {found} is no Task"
+    assert isinstance(found, TrainingTask), f"task {config.task.name}: {found} is no TrainingTask"
     return found

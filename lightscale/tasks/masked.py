@@ -30,7 +30,7 @@ from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.data_pipeline.tokenizers import load_tokenizer
 from lightscale.data_pipeline.tokenizers.words import WordEdges, word_edges
 from lightscale.errors import UserError
-from lightscale.tasks.interface import Task
+from lightscale.tasks.interface import TrainingTask
 
 _GAMMA = np.uint64(0x9E37_79B9_7F4A_7C15)
 # What is asked of the hash of a slot.
@@ -64,7 +64,7 @@ class MaskedConfig(TaskConfig):
         return self
 
 
-class Masked(Task):
+class Masked(TrainingTask):
     """Masked-language modelling; the loss is the mean over the chosen tokens."""
 
     options = MaskedConfig

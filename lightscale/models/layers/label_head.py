@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightscale.config.schema import LabelHead as LabelHeadConfig
+from lightscale.config.schema import HeadConfig
 from lightscale.kernels.attention import to_device
 from lightscale.models.layers.context import SequenceContext
 from lightscale.parallel.megatron import TransformerConfig, gather_from_sequence_parallel_region
@@ -28,7 +28,7 @@ class LabelHead(nn.Module):
         group: the tensor group.
     """
 
-    def __init__(self, config: TransformerConfig, head: LabelHeadConfig, width: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, config: TransformerConfig, head: HeadConfig, width: int, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.pooling, self.group = head.pooling, group
         shape = (head.num_labels, width)
