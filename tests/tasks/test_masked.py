@@ -10,6 +10,7 @@ import torch
 from lightscale.config.files import load
 from lightscale.config.schema import ModelConfig
 from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader, validation_batches
+from lightscale.data_pipeline.loading.targets import Predicted
 from lightscale.data_pipeline.loading.windows import Batch
 from lightscale.data_pipeline.store.token_store import StoreWriter, TokenStore
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer, load_tokenizer
@@ -57,10 +58,17 @@ def masks(share: float = 0.15, *, stream: int = 1, edges: Any = None, by_mask: f
     )
 
 
+def applied(made: Masks, tokens: Any, counted: Any, places: Any) -> Predicted:
+    """Masks hang on no document."""
+    found = made(tokens, counted, places, list)
+    assert found.labels is tokens
+    return found
+
+
 def test_shares_are_those_that_were_asked_for() -> None:
     tokens = np.random.default_rng(0).integers(0, EOT + 1, (200, 1000)).astype(np.int32)
     counted = (np.random.default_rng(1).random(tokens.shape) < 0.9).astype(np.float32)
-    inputs, chosen = masks()(tokens, counted, 1000 * np.arange(200))
+    inputs, _, chosen = applied(masks(), tokens, counted, 1000 * np.arange(200))
     candidates = (counted > 0) & (tokens != EOT)
     assert not chosen[~candidates].any()
     assert inputs[chosen == 0].tolist() == tokens[chosen == 0].tolist()
@@ -79,14 +87,14 @@ def test_masks_are_a_function_of_the_place_and_the_stream() -> None:
     tokens = np.random.default_rng(0).integers(0, EOT, (1, 400)).astype(np.int32).repeat(3, axis=0)
     counted = np.ones(tokens.shape, dtype=np.float32)
     places = np.array([0, 400, 800])
-    inputs, chosen = masks()(tokens, counted, places)
+    inputs, _, chosen = applied(masks(), tokens, counted, places)
     for row in range(3):
-        alone = masks()(tokens[row : row + 1], counted[:1], places[row : row + 1])
+        alone = applied(masks(), tokens[row : row + 1], counted[:1], places[row : row + 1])
         assert (alone.inputs[0] == inputs[row]).all()
         assert (alone.counted[0] == chosen[row]).all()
     assert (chosen[0] != chosen[1]).any(), "the same text in another epoch has other masks"
     assert (chosen[1] != chosen[2]).any()
-    assert (masks(stream=2)(tokens, counted, places).counted != chosen).any()
+    assert (applied(masks(stream=2), tokens, counted, places).counted != chosen).any()
     # Independent choices agree on 0.15² + 0.85² of the tokens.
     assert (chosen[0] == chosen[1]).mean() == pytest.approx(0.745, abs=0.11)
 
@@ -107,7 +115,7 @@ def test_words_are_masked_whole(store: TokenStore) -> None:
     edges = word_edges(load_tokenizer(store.path))
     text = "The cat_2, sat on  a mat. don't (x1=y22)"
     ids = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)[None].repeat(300, axis=0)
-    chosen = masks(0.3, edges=edges)(ids, np.ones(ids.shape, dtype=np.float32), 100 * np.arange(300)).counted
+    chosen = applied(masks(0.3, edges=edges), ids, np.ones(ids.shape, dtype=np.float32), 100 * np.arange(300)).counted
     first, shares = 0, []
     for word in words_of(text):
         part = chosen[:, first : first + len(word)]
@@ -117,7 +125,7 @@ def test_words_are_masked_whole(store: TokenStore) -> None:
     assert first == len(text)
     assert len(shares) == 24
     assert np.mean(shares) == pytest.approx(0.3, abs=0.04)
-    single = masks(0.3)(ids, np.ones(ids.shape, dtype=np.float32), 100 * np.arange(300)).counted
+    single = applied(masks(0.3), ids, np.ones(ids.shape, dtype=np.float32), 100 * np.arange(300)).counted
     assert (single[:, 0] != single[:, 1]).any(), "without words each token is chosen by itself"
 
 
@@ -232,10 +240,10 @@ def test_a_resumed_run_has_the_masks_of_before(store: TokenStore) -> None:
 
 def test_what_a_store_must_have(tmp_path: Path, store: TokenStore, tiny_run: Path) -> None:
     model = load(tiny_run).model
-    Masked(MaskedConfig(whole_words=True)).check_store(model, store)
+    Masked(MaskedConfig(whole_words=True)).check_store(model, store, ["text"])
     small = ModelConfig.model_validate({**model.model_dump(), "vocab_size": EOT + 1})
     with pytest.raises(UserError, match=r"model.vocab_size = 257 leaves no id for the mask .* use at least 258"):
-        Masked(MaskedConfig()).check_store(small, store)
+        Masked(MaskedConfig()).check_store(small, store, ["text"])
     with StoreWriter(tmp_path / "empty", load_tokenizer(store.path)) as writer:
         for name, length in (("text", 3), ("nothing", 0)):
             writer.source(name).append(np.zeros(length, dtype=np.uint32), num_bytes=length)
@@ -243,4 +251,4 @@ def test_what_a_store_must_have(tmp_path: Path, store: TokenStore, tiny_run: Pat
     with pytest.raises(
         UserError, match=r"empty: the documents of source nothing have no text, so there is nothing to mask"
     ):
-        Masked(MaskedConfig()).check_store(model, TokenStore(tmp_path / "empty"))
+        Masked(MaskedConfig()).check_store(model, TokenStore(tmp_path / "empty"), ["text", "nothing"])
