@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Every package of lightscale, and what its modules may import besides their own package.
 BASE = {"errors", "output", "files", "records", "config"}
 MODEL = {*BASE, "kernels", "parallel", "models"}
-TRAINING = {*MODEL, "data_pipeline", "runs", "training"}
+TRAINING = {*MODEL, "data_pipeline", "tasks", "runs", "training"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "output": set(),
@@ -29,6 +29,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parallel": {*BASE, "kernels"},
     "models": MODEL,
     "data_pipeline": BASE,
+    # What is predicted, of what the store has.
+    "tasks": {*BASE, "data_pipeline"},
     "runs": BASE,
     # Its optimizers' numbers are all that planning needs of training: these have an entry of their own.
     "planning": {*MODEL, "runs", "training.optimizer"},
@@ -72,6 +74,7 @@ TORCH_FREE = (
     "lightscale.models.registry",
     "lightscale.models.accounting",
     "lightscale.models.conversion",
+    "lightscale.tasks",
 )
 HEAVY = {"torch", "megatron", "triton"}
 

@@ -6,7 +6,7 @@ import json
 import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -15,11 +15,14 @@ from pydantic.fields import FieldInfo
 
 from lightscale.config.mixers import MIXERS, known_mixers, mixer_options_type
 from lightscale.config.schema import RunConfig
+from lightscale.config.tasks import TASKS, task_class
 from lightscale.errors import shortened
 
 SECTIONS: tuple[str, ...] = tuple(RunConfig.model_fields)
 MIXER_OPTIONS = ("model", "mixer_options")
 """The table of tables whose types are the mixers' own."""
+TASK = ("task",)
+"""The table whose type is the task's own."""
 
 # Keys that have another name now.
 _RENAMED = {
@@ -74,12 +77,25 @@ def _describe(
                 yield from () if options is None else _describe(options, (*MIXER_OPTIONS, mixer))
             continue
         inner, named = table_type(field.annotation)
+        if (*path, name) == TASK:
+            assert inner is not None
+            yield from _describe(inner, TASK)
+            for task in TASKS:
+                yield from _task_keys(task)
+            continue
         if inner is not None:
             if field.default is None:
                 yield _described((*path, name), field)
             yield from _describe(inner, (*path, name, "NAME") if named else (*path, name), mixers)
             continue
         yield _described((*path, name), field)
+
+
+def _task_keys(task: str) -> Iterator[FieldDescription]:
+    """The fields of [task] that `task` alone has."""
+    for one in _describe(task_class(task).options, TASK):
+        if one.key != key_text((*TASK, "name")):
+            yield replace(one, description=f"Of {task}: {one.description[:1].lower()}{one.description[1:]}")
 
 
 def _described(path: tuple[str, ...], field: FieldInfo) -> FieldDescription:
@@ -150,6 +166,8 @@ def nearest_key(path: tuple[str, ...]) -> str:
         return f"did you mean {near[0]}?" if near else f"the sections are {', '.join(SECTIONS)}"
     if path[:2] == MIXER_OPTIONS:
         return _nearest_option(path)
+    if path[:1] == TASK:
+        return _nearest_task_key(path[1])
     by_name: dict[str, list[str]] = {}
     # Of built-in mixers only: another package that is broken has nothing to do with this mistake.
     for field in _describe(RunConfig, (), MIXERS):
@@ -163,6 +181,15 @@ def nearest_key(path: tuple[str, ...]) -> str:
     if near := difflib.get_close_matches(path[-1], by_name, n=1):
         return f"did you mean {by_name[near[0]][0]}?"
     return f"[{key_text(path[:-1])}] has {', '.join(siblings)}"
+
+
+def _nearest_task_key(key: str) -> str:
+    """Advice on the unknown key task.KEY: the tasks that have it, or the nearest one of any task."""
+    if tasks := [task for task in TASKS if key in task_class(task).options.model_fields]:
+        return f"it goes with task.name = {' or '.join(map(_quoted, tasks))}"
+    names = {name: None for task in TASKS for name in task_class(task).options.model_fields}
+    near = difflib.get_close_matches(key, names, n=1)
+    return f"did you mean task.{near[0]}?" if near else f"[task] has {', '.join(names)}"
 
 
 def _nearest_option(path: tuple[str, ...]) -> str:

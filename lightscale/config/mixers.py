@@ -16,7 +16,7 @@ import importlib
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -26,6 +26,10 @@ ENTRY_POINT_GROUP = "lightscale.mixers"
 
 
 AXES = frozenset({"tensor", "pipeline", "sequence", "data"})
+Direction = Literal["causal", "bidirectional"]
+"""What a layer reads of a token's document: the tokens up to it, or all of them."""
+CAUSAL: frozenset[Direction] = frozenset({"causal"})
+BIDIRECTIONAL: frozenset[Direction] = frozenset({"bidirectional"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,8 @@ class MixerEntry:
     """A subclass of ``lightscale.config.schema.Section``, the keys of [model.mixer_options.NAME]; None: no options."""
     axes: frozenset[str] = AXES
     """The axes that its layers can be split along."""
+    directions: frozenset[Direction] = CAUSAL
+    """What it can read. Of one with both its options say which, by ``causal``, true or false."""
     check: str | None = None
     """A function of a ``ModelConfig``, in a module without torch: UserError for shapes that the mixer cannot have."""
 
@@ -58,7 +64,13 @@ MIXERS: dict[str, MixerEntry] = {
     "hgrn2": _built_in("hgrn2", "HGRN2"),
     "cosformer2": _built_in("cosformer2", "CosFormer2", options=_GATED),
     "lightnet": _built_in("lightnet", "LightNet", options=_GATED),
-    "llama": _built_in("llama", "LLaMA", options=f"{_OPTIONS}:LLaMAOptions", check=f"{_OPTIONS}:check_llama"),
+    "llama": _built_in(
+        "llama",
+        "LLaMA",
+        options=f"{_OPTIONS}:LLaMAOptions",
+        directions=CAUSAL | BIDIRECTIONAL,
+        check=f"{_OPTIONS}:check_llama",
+    ),
 }
 """The built-in ones. An entry point of the same name is not looked at."""
 

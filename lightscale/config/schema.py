@@ -28,10 +28,12 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError
 
 from lightscale.config.arithmetic import near_divisor, near_multiple
-from lightscale.config.mixers import known_mixers, mixer_entry, mixer_options_type
+from lightscale.config.mixers import MIXERS, Direction, known_mixers, mixer_entry, mixer_options_type
 from lightscale.config.sinks import RECORD, sink_entry
+from lightscale.config.tasks import DEFAULT as DEFAULT_TASK
+from lightscale.config.tasks import task_class
 from lightscale.config.text import path_fault, text_fault
-from lightscale.errors import shortened
+from lightscale.errors import UserError, shortened
 
 # Bounds lie far beyond what has been trained, and keep arithmetic, messages and allocations small whatever is written.
 MOST_LAYERS = 10_000
@@ -60,6 +62,8 @@ Small = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False)]
 PositiveOrZero = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
+ZeroToOne = Annotated[float, Field(ge=0, le=1)]
 
 
 def _path(value: object) -> object:
@@ -121,6 +125,15 @@ class Section(BaseModel):
         return None if value == "none" and type(None) in get_args(annotation) else value
 
 
+class HeadConfig(Section):
+    """[model.head]: an output layer that gives one label for each document, in place of the vocabulary's."""
+
+    num_labels: Annotated[int, Field(ge=2, le=1_000_000)]
+    """Classes; labels are 0 to one less."""
+    pooling: Literal["mean", "first", "last"] = "mean"
+    """What of a document the layer sees: the mean of its tokens' states, or that of the first or last token."""
+
+
 class ModelConfig(Section):
     """[model]: the shape of the network."""
 
@@ -138,6 +151,8 @@ class ModelConfig(Section):
     """Rows of the embedding, in tokens; padding included. The largest published have 262,144."""
     tie_word_embeddings: bool = True
     """Whether the output layer's weight is the embedding; false: it has a weight of its own."""
+    head: HeadConfig | None = None
+    """Output layer for labels of documents, a table, for task.name = "classify"; none: it gives tokens."""
     glu_activation: Literal["none", "silu"] = "none"
     """Activation of the gate in the gated linear unit."""
     norm: Literal["srmsnorm", "rmsnorm"] = "srmsnorm"
@@ -163,6 +178,15 @@ class ModelConfig(Section):
     def layer_options(self, layer: int) -> Section:
         """The options of the mixer of layer ``layer`` (from 0), in the type that the mixer names."""
         return self.mixer_options.get(self.layers[layer], Section())
+
+    def direction(self, layer: int) -> Direction:
+        """What layer ``layer`` (from 0) reads of a token's document."""
+        directions = mixer_entry(self.layers[layer]).directions
+        if len(directions) == 1:
+            (only,) = directions
+            return only
+        causal: bool = getattr(self.layer_options(layer), "causal")  # noqa: B009 - of the mixer's own type
+        return "causal" if causal else "bidirectional"
 
     @field_validator("mixer")
     @classmethod
@@ -212,6 +236,13 @@ class ModelConfig(Section):
                 f"pattern model.mixer = {self.mixer}; use {near_multiple(self.num_layers, period)}"
             )
         return self
+
+
+class TaskConfig(Section):
+    """[task]: what the model is trained to predict. Every task has a type of its own, with more keys."""
+
+    name: str = DEFAULT_TASK
+    """What is predicted: causal, the next token; masked, tokens that are hidden; classify, labels of documents."""
 
 
 class ValidationSet(Section):
@@ -496,6 +527,7 @@ class RunConfig(Section):
     """A whole run."""
 
     model: ModelConfig
+    task: Annotated[SerializeAsAny[TaskConfig], Field(validate_default=True)] = TaskConfig()
     data: DataConfig
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig
@@ -519,8 +551,32 @@ class RunConfig(Section):
         assert self.train.tokens is not None
         return math.ceil(self.train.tokens / self.tokens_per_step)
 
+    @field_validator("task", mode="before")
+    @classmethod
+    def _typed_task(cls, table: Any) -> TaskConfig:
+        """In the type of the task that is named."""
+        if isinstance(table, TaskConfig):
+            table = table.model_dump()
+        if not isinstance(table, dict):
+            raise PydanticKnownError("dict_type")
+        name = table.get("name", DEFAULT_TASK)
+        try:
+            found = task_class(name).options.model_validate(table)
+        except UserError as error:
+            wrong = PydanticCustomError("value_error", "{error}", {"error": str(error)})
+            location = (DEFAULT_TASK, "name")
+            details = [InitErrorDetails(type=wrong, loc=location, input=name)]
+            raise ValidationError.from_exception_data("task", details) from None
+        except ValidationError as error:
+            # Under the task's name, so that messages find the type.
+            inside = [_inside(name, dict(item)) for item in error.errors(include_url=False)]
+            raise ValidationError.from_exception_data("task", inside) from None
+        assert isinstance(found, TaskConfig), f"{type(found)} of task {name} is no TaskConfig"
+        return found
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        self._check_task()
         optimizer, steps = self.optimizer, self.total_steps
         if optimizer.schedule in ("cosine", "linear") and optimizer.warmup_steps >= steps:
             raise ValueError(
@@ -561,6 +617,46 @@ class RunConfig(Section):
                 f"data.sequence_length = {self.data.sequence_length} tokens"
             )
         return self
+
+    def _check_task(self) -> None:
+        """ValueError for layers that read what the task hides, or not all that it shows, and for uses of its models."""
+        name, task = self.task.name, task_class(self.task.name)
+        if task.predicts_labels and self.model.head is None:
+            raise ValueError(
+                f'task.name = "{name}" needs the table model.head, with num_labels, the number of classes; use '
+                "model.head.num_labels = 2 or more"
+            )
+        if self.model.head is not None and not task.predicts_labels:
+            raise ValueError(
+                f'model.head gives labels of documents, but task.name = "{name}" predicts tokens; remove the table, or '
+                'use task.name = "classify"'
+            )
+        for layer, mixer in enumerate(self.model.layers):
+            direction = self.model.direction(layer)
+            if direction not in task.directions:
+                raise ValueError(_wrong_direction(name, f"layer {layer} ({mixer})", mixer, direction))
+        uses = (
+            ("evaluation.every_steps", self.evaluation.every_steps, 0),
+            ("checkpoint.export_every", self.checkpoint.export_every, "none"),
+        )
+        for key, value, off in uses:
+            if value and not task.writes_text:
+                raise ValueError(
+                    f'{key} = {value} needs a model that predicts the next token, but task.name = "{name}"; '
+                    f"set {key} to {off}"
+                )
+
+
+def _wrong_direction(task: str, layer: str, mixer: str, direction: Direction) -> str:
+    can_do_both = len(mixer_entry(mixer).directions) == 2
+    option = f"model.mixer_options.{mixer}.causal"
+    if direction == "causal":
+        fits = [name for name, entry in MIXERS.items() if "bidirectional" in entry.directions]
+        cure = f"set {option} = false" if can_do_both else f"use a mixer that can read both: {', '.join(fits)}"
+        return f'task.name = "{task}" reads tokens before and behind, but {layer} only those before; {cure}'
+    fits = [name for name, entry in MIXERS.items() if "causal" in entry.directions]
+    cure = f"remove {option} = false" if can_do_both else f"use a causal mixer: {', '.join(fits)}"
+    return f'task.name = "{task}" predicts the next token, but {layer} reads it; {cure}, or use task.name = "masked"'
 
 
 def _unused_options(name: str, table: object, used: list[str]) -> InitErrorDetails:

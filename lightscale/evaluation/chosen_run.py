@@ -7,6 +7,7 @@ from pathlib import Path
 from lightscale.config.arguments import require_run
 from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
+from lightscale.config.tasks import task_class
 from lightscale.data_pipeline.tokenizers import Tokenizer, load_tokenizer
 from lightscale.errors import UserError
 from lightscale.kernels.operators import state_grows
@@ -60,12 +61,18 @@ def choose_run(
         may_wait: whether the run need not have a checkpoint yet.
 
     Raises:
-        UserError: no such run, store or checkpoint, a damaged tokenizer, or a layout that the model cannot have.
+        UserError: no such run, store or checkpoint, a model of another task than ``causal``, a damaged tokenizer, or a
+            layout that the model cannot have.
     """
     directory = RunDirectory(run)
     require_run(directory.path)
     config = load(directory.config, [*_ONE_PROCESS, *overrides])
     check_model(config.model, config.parallel)
+    if not task_class(config.task.name).writes_text:
+        raise UserError(
+            f'{directory.path}: its task.name = "{config.task.name}": only a model that predicts the next token, '
+            'task.name = "causal", scores text, generates it, and can be loaded or exported'
+        )
     if not may_wait:
         _check_step(directory, step)
     origin = _tokenizer_origin(directory, config, store)

@@ -14,6 +14,7 @@ EMBEDDING = "embedding"
 """The term of the embedding, and of the output layer where it has a weight of its own."""
 NORM_WEIGHTS = "norm weights"
 LRPE_ANGLES = "LRPE angles"
+LABEL_HEAD = "label head"
 
 _EMBEDDING_WEIGHT, _OUTPUT_WEIGHT = "embedding.word_embeddings.weight", "output_layer.weight"
 # The first that is found in a parameter's name says what it is; shared parts say it themselves.
@@ -34,7 +35,9 @@ def parameter_shapes(model: ModelConfig) -> Shapes:
     """Unsplit shape of every parameter by its global name, as in `parallel.initialization.named_parameters`."""
     d, g = model.hidden_size, model.intermediate_size
     shapes: Shapes = {_EMBEDDING_WEIGHT: (model.vocab_size, d)}
-    if not model.tie_word_embeddings:
+    if model.head is not None:
+        shapes[_OUTPUT_WEIGHT] = (model.head.num_labels, d)
+    elif not model.tie_word_embeddings:
         shapes[_OUTPUT_WEIGHT] = (model.vocab_size, d)
     shapes |= {name: parameter.shape for name, parameter in _part_parameters(model).items()}
     weighted_norm = model.norm == "rmsnorm"
@@ -56,7 +59,8 @@ def parameter_terms(model: ModelConfig) -> dict[str, int]:
     terms: Counter[str] = Counter()
     of_parts = _part_parameters(model)
     for name, shape in parameter_shapes(model).items():
-        terms[of_parts[name].term if name in of_parts else _term(name)] += prod(shape)
+        term = of_parts[name].term if name in of_parts else _term(name)
+        terms[LABEL_HEAD if name == _OUTPUT_WEIGHT and model.head is not None else term] += prod(shape)
     return dict(terms)
 
 
@@ -82,10 +86,11 @@ def rank_parameters(model: ModelConfig, *, tensor: int, pipeline: int) -> list[i
     stages = layer_stages(model.num_layers, pipeline)
     stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
     held, whole = [0] * pipeline, _whole_on_tensor_ranks(model)
+    tied = model.tie_word_embeddings and model.head is None
     for name, shape in parameter_shapes(model).items():
         # Norms see whole tokens, of which every tensor rank has some: each holds the whole weight.
         ranks = 1 if name in whole or "layernorm." in name else tensor
-        for stage in _stages(name, stage_of, last=pipeline - 1, tied=model.tie_word_embeddings):
+        for stage in _stages(name, stage_of, last=pipeline - 1, tied=tied):
             held[stage] += prod(shape) // ranks
     return held
 
@@ -93,6 +98,8 @@ def rank_parameters(model: ModelConfig, *, tensor: int, pipeline: int) -> list[i
 def _whole_on_tensor_ranks(model: ModelConfig) -> set[str]:
     """Global names of the parameters that tensor ranks do not split, of mixers and parts; norms are others."""
     whole = {name for name, parameter in _part_parameters(model).items() if parameter.split_dim is None}
+    if model.head is not None:
+        whole.add(_OUTPUT_WEIGHT)
     for layer, mixer in enumerate(model.layers):
         whole |= {f"decoder.layers.{layer}.self_attention.{name}" for name in mixer_spec(mixer).whole_on_tensor_ranks}
     return whole

@@ -122,18 +122,19 @@ class Conversion:
 
 
 def conversion(source: ModelConfig, target: ModelConfig) -> Conversion | None:
-    """What ``target`` keeps of a model of the shape ``source``; None: all of it, as mixers and heads are the same.
+    """What ``target`` keeps of a model of the shape ``source``; None: all of it, as mixers, their heads and the output
+    layer are the same.
 
     UserError where widths, layers or vocabulary differ, so that they share no shapes.
     """
-    if source.layers == target.layers and source.num_heads == target.num_heads:
+    if source.layers == target.layers and source.num_heads == target.num_heads and source.head == target.head:
         return None
     for key in _FIXED:
         there, here = getattr(source, key), getattr(target, key)
         if there != here:
             raise UserError(
-                f"its model.{key} is {there} and that of this run {here}; a model with other mixers keeps weights only "
-                f"where it is the same: use model.{key}={there}"
+                f"its model.{key} is {there} and that of this run {here}; a model with other mixers, or another output "
+                f"layer, keeps weights only where it is the same: use model.{key}={there}"
             )
     given, taken = _weights(source, target), _weights(target, source)
     beginnings = tuple(_beginning(weight, given.get(key)) for key, weight in taken.items())

@@ -11,7 +11,10 @@ def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """Multiplications and additions of one forward pass, per token: projections, mixers, GLUs and logits."""
     # Gate, up and down. The embedding is a look-up and counts once only, as the output layer.
     glu = 2 * 3 * model.hidden_size * model.intermediate_size
-    logits = 2 * model.hidden_size * model.vocab_size
+    logits = 2.0 * model.hidden_size * model.vocab_size
+    if model.head is not None:
+        # Of each document; how many there are in a sequence is not known, but one there is.
+        logits = 2 * model.hidden_size * model.head.num_labels / sequence_length
     mixers = sum(
         mixer_spec(name).forward_flops_per_token(model, layer, sequence_length)
         for layer, name in enumerate(model.layers)

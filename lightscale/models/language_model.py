@@ -18,6 +18,7 @@ from lightscale.config.schema import ModelConfig, Recompute
 from lightscale.kernels.attention import DocumentStarts
 from lightscale.models.classes import mixer_class, shared_parts
 from lightscale.models.layers.context import MixerState, SequenceContext
+from lightscale.models.layers.label_head import LabelHead, label_losses
 from lightscale.models.layers.linear import GatedLinearUnit, OutputLayer, leave_unset
 from lightscale.models.layers.norms import RMSNorm, SRMSNorm
 from lightscale.models.layers.shared_parts import EmbeddingPart, SharedPart, StagePart, for_all_layers
@@ -226,7 +227,7 @@ class LanguageModel(LanguageModule):
         super().__init__(config, groups)
         self.model, self.vocab_size = model, vocab_size
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
-        self.share_embeddings_and_output_weights = model.tie_word_embeddings
+        self.share_embeddings_and_output_weights = model.tie_word_embeddings and model.head is None
         self.model_type = ModelType.encoder_or_decoder
         self.exchange = mesh.exchange
         # Stages are counted as they follow in the model: virtual stages go round the pipeline ranks.
@@ -251,18 +252,24 @@ class LanguageModel(LanguageModule):
         )
         self.replay = self._replay(config)
         if post_process:
-            self.output_layer = OutputLayer(
-                model.hidden_size,
-                model.vocab_size,
-                config=config,
-                init_method=leave_unset,
-                bias=False,
-                skip_weight_param_allocation=pre_process and model.tie_word_embeddings,
-                tp_group=groups.tp,
-            )
+            self.output_layer = self._output_layer(config)
         self._name_initializers()
         if pre_process or post_process:
             self.setup_embeddings_and_output_layer()
+
+    def _output_layer(self, config: TransformerConfig) -> OutputLayer | LabelHead:
+        model, group = self.model, self.pg_collection.tp
+        if model.head is not None:
+            return LabelHead(config, model.head, model.hidden_size, group)
+        return OutputLayer(
+            model.hidden_size,
+            model.vocab_size,
+            config=config,
+            init_method=leave_unset,
+            bias=False,
+            skip_weight_param_allocation=self.pre_process and model.tie_word_embeddings,
+            tp_group=group,
+        )
 
     def _replay(self, config: TransformerConfig) -> Replay | None:
         # Layers whose activations are all recomputed would exchange their states twice: the second time they take what
@@ -299,12 +306,13 @@ class LanguageModel(LanguageModule):
         states: dict[str, MixerState] | None = None,
         last_only: bool = False,
         hidden_only: bool = False,
+        with_correct: bool = False,
     ) -> Tensor:
         """One pass over this rank's segment of the rows.
 
         Args:
             tokens, positions: (b, n) int64; see ``SequenceContext``.
-            labels: (b, n) int64, the next token of each.
+            labels: (b, n) int64, the next token of each, or what else is to be predicted there.
             loss_mask: (b, n), what each loss is multiplied by; None for 1. Here and not by the caller: gradients are
                 made beside the losses, and must know it.
             document_starts: where documents start in the rows (``DocumentStarts``); None: read from ``positions``, for
@@ -318,7 +326,8 @@ class LanguageModel(LanguageModule):
 
         Returns:
             Activations (n / tensor, b, d) on all but the last stage; there the loss per token (b, n), or without
-            labels the logits (b, n, V / tensor), padding rows included.
+            labels the logits (b, n, V / tensor), padding rows included. With ``model.head`` the loss of a document
+            stands at its last token.
         """
         context = SequenceContext.of(
             positions,
@@ -340,6 +349,14 @@ class LanguageModel(LanguageModule):
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=context)
         if not self.post_process or hidden_only:
             return hidden
+        if isinstance(self.output_layer, LabelHead):
+            assert labels is not None, "what it predicts stands at the last tokens of documents"
+            logits, last = self.output_layer(hidden, context)
+            return label_losses(logits, last, labels, loss_mask, with_correct=with_correct)
+        if with_correct:
+            assert labels is not None
+            assert loss_mask is not None
+            return self._scores(hidden, labels, loss_mask)
         # Before the output layer: the logits of all tokens of a prompt would be by far the largest tensor.
         if last_only:
             hidden = hidden[-1:]
@@ -349,6 +366,16 @@ class LanguageModel(LanguageModule):
         labels, loss_mask = (None if x is None else x.transpose(0, 1) for x in (labels, loss_mask))
         output, _ = self.output_layer(hidden, weight, labels=labels, loss_mask=loss_mask, vocab_size=self.vocab_size)
         return output.transpose(0, 1)
+
+    def _scores(self, hidden: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
+        """See ``with_correct``; no logits but those of masked tokens are computed. fp64."""
+        chosen = loss_mask.flatten().nonzero().squeeze(1)
+        scores = torch.zeros(2, labels.numel(), dtype=torch.float64, device=hidden.device)
+        # Tensor ranks have the same tokens: they go without together.
+        if len(chosen):
+            log_probability, is_best = self.log_probability(hidden, chosen, labels.flatten()[chosen])
+            scores[:, chosen] = torch.stack([-log_probability.double(), is_best.double()])
+        return scores.view(2, *labels.shape)
 
     def log_probability(self, hidden: Tensor, chosen: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """log softmax(logits)[label] of ``chosen`` tokens, and whether each label is the most probable id.

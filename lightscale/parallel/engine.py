@@ -41,7 +41,7 @@ class MicroBatch(Protocol):
 
     @property
     def labels(self) -> Tensor:
-        """int64: the token after each input."""
+        """int64: what is predicted at each input, such as the token after it."""
 
     @property
     def loss_mask(self) -> Tensor:
@@ -76,11 +76,18 @@ class LossSums:
     """(loss, tokens) of each equal part of the rows."""
     by_source: tuple[tuple[float, int], ...] = ()
     """(loss, tokens) of each source."""
+    correct: int | None = None
+    """Tokens whose label is the most probable id; None where that was not asked for."""
 
     @property
     def mean(self) -> float:
         """Mean loss in nats per token."""
         return self.loss / max(self.tokens, 1)
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of the tokens whose label is the most probable id."""
+        return None if self.correct is None else self.correct / max(self.tokens, 1)
 
 
 def share_over_stages(parameter: nn.Parameter, *, stage: int) -> None:
@@ -217,18 +224,21 @@ class Engine:
         return self._run(batches, forward_only=False)
 
     @torch.no_grad()
-    def forward_only(self, batches: Sequence[MicroBatch]) -> LossSums:
-        """The loss of ``batches`` without gradients. Every data rank gives the same number of micro-batches."""
+    def forward_only(self, batches: Sequence[MicroBatch], *, accuracy: bool = False) -> LossSums:
+        """The loss of ``batches`` without gradients. Every data rank gives the same number of micro-batches.
+
+        ``accuracy``: count the labels that are the most probable ones too.
+        """
         for chunk in self.chunks:
             chunk.eval()
-        return self._run(batches, forward_only=True)
+        return self._run(batches, forward_only=True, accuracy=accuracy)
 
-    def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> LossSums:
+    def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool, accuracy: bool = False) -> LossSums:
         run = get_forward_backward_func()
         # Taken from the batch: a curriculum's stages differ in both.
         micro_batch_size, rank_tokens = batches[0].tokens.shape
         outputs: list[Tensor] = run(
-            forward_step_func=self._forward_step,
+            forward_step_func=self._scoring_step if accuracy else self._forward_step,
             # Every virtual stage goes through all micro-batches by itself.
             data_iterator=[iter(batches) for _ in self.chunks] if len(self.chunks) > 1 else iter(batches),
             model=self.models or self.chunks,
@@ -238,10 +248,10 @@ class Engine:
             micro_batch_size=micro_batch_size,
             forward_only=forward_only,
         )
-        return self._reduce(outputs)
+        return self._reduce(outputs, accuracy=accuracy)
 
     def _forward_step(
-        self, batches: Iterator[MicroBatch], model: nn.Module
+        self, batches: Iterator[MicroBatch], model: nn.Module, **how: bool
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
         batch = next(batches)
         output = model(
@@ -251,14 +261,22 @@ class Engine:
             loss_mask=batch.loss_mask,
             document_starts=batch.document_starts,
             lengths=batch.lengths,
+            **how,
         )
         return output, partial(self._sum_losses, batch)
 
-    def _sum_losses(self, batch: MicroBatch, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _scoring_step(
+        self, batches: Iterator[MicroBatch], model: nn.Module
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
+        return self._forward_step(batches, model, with_correct=True)
+
+    def _sum_losses(self, batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(sum of the losses, which are masked, number of valid tokens, sums to report) of one micro-batch.
 
-        Those to report are losses and tokens of each bucket, then of each source: (2, buckets + sources) fp64.
+        Those to report are losses and tokens of each bucket, then of each source: (2, buckets + sources) fp64. Where
+        ``output`` is not the losses (b, n) but they and what is correct, (2, b, n), its sums are a third row.
         """
+        losses, *correct = output if output.dim() == 3 else [output]
         # A sum and a count, not a mean: ranks and micro-batches have different numbers of valid tokens, and a mean of
         # their means would weigh a token by the layout. Megatron (calculate_per_token_loss) adds up both over
         # micro-batches and ranks, and divides the gradients once, in _finalize_gradients.
@@ -269,17 +287,18 @@ class Engine:
         # Buckets are of the index in the row, which sequence ranks begin in the middle of.
         indices = torch.arange(first, first + n, device=losses.device)
         bucket = indices * self.position_buckets // sum(lengths)
-        sums = self._zero_sums()
-        for total_of, values in zip(sums, (losses.detach().double(), batch.loss_mask.double()), strict=True):
+        reported = [losses.detach().double(), batch.loss_mask.double(), *(one.double() for one in correct)]
+        sums = self._zero_sums(len(reported))
+        for total_of, values in zip(sums, reported, strict=True):
             total_of.index_add_(0, bucket, values.sum(dim=0))
             if self.num_sources:
                 assert batch.sources is not None
                 total_of.index_add_(0, self.position_buckets + batch.sources, values.sum(dim=1))
         return total, batch.loss_mask.sum().int(), sums
 
-    def _reduce(self, outputs: Sequence[Tensor]) -> LossSums:
+    def _reduce(self, outputs: Sequence[Tensor], *, accuracy: bool) -> LossSums:
         # Only the last stage has outputs; the others take part with zeros, so that all groups make the same calls.
-        sums = self._zero_sums()
+        sums = self._zero_sums(3 if accuracy else 2)
         for output in outputs:
             sums += output
         dist.all_reduce(sums, group=self.mesh.groups.dp_cp)
@@ -288,17 +307,18 @@ class Engine:
             # also when a tensor rank alone has computed something else.
             last = dist.get_process_group_ranks(self.mesh.groups.mp)[-self.mesh.tensor]
             dist.broadcast(sums, src=last, group=self.mesh.groups.mp)
-        pairs = [(loss, int(count)) for loss, count in zip(*sums.tolist(), strict=True)]
+        pairs = [(loss, int(count)) for loss, count in zip(*sums[:2].tolist(), strict=True)]
         buckets, sources = pairs[: self.position_buckets], pairs[self.position_buckets :]
         return LossSums(
             loss=sum(loss for loss, _ in buckets),
             tokens=sum(count for _, count in buckets),
             by_bucket=tuple(buckets),
             by_source=tuple(sources),
+            correct=int(sums[2, : self.position_buckets].sum()) if accuracy else None,
         )
 
-    def _zero_sums(self) -> Tensor:
-        shape = (2, self.position_buckets + self.num_sources)
+    def _zero_sums(self, rows: int) -> Tensor:
+        shape = (rows, self.position_buckets + self.num_sources)
         return torch.zeros(shape, dtype=torch.float64, device=self.mesh.device)
 
     def gradient_norm(self) -> float:

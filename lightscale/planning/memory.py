@@ -129,7 +129,11 @@ def stage_memory(
 
 def _logits_bytes(work: Workload, tokens: int, tensor: int, size: int) -> int:
     """While the loss is computed: a chunk's logits, and the gradients of the hidden states and the output layer."""
-    rows, width = work.model.vocab_size // tensor, work.model.hidden_size
+    width = work.model.hidden_size
+    if work.model.head is not None:
+        # The states of all tokens that are pooled, in fp32, and their gradient.
+        return 2 * tokens * width * _FP32_BYTES
+    rows = work.model.vocab_size // tensor
     logits = loss_chunk_tokens(tokens, rows * size) * rows * size
     # The weight's gradient is summed in fp32, and rounded when the logits of the last chunk are gone.
     rounded = rows * width * size if size < _FP32_BYTES else 0

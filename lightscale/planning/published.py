@@ -17,7 +17,7 @@ from lightscale.models.specs.gated import gate_rank
 from lightscale.models.specs.options import GatedMixerOptions, LLaMAOptions
 from lightscale.models.specs.tpe import DECAYS_TERM
 
-_NOT_STUDIED = ("num_key_value_heads", "head_dim", "attention_bias")
+_NOT_STUDIED = ("causal", "num_key_value_heads", "head_dim", "attention_bias")
 _NOT_COUNTED = (NORM_WEIGHTS, LRPE_ANGLES, DECAYS_TERM)
 
 
@@ -120,7 +120,7 @@ _COUNTS = {
 
 
 def _counts(model: ModelConfig) -> Counts | None:
-    """The study knows no stacks of several mixers, and LLaMA only with heads of one kind and without biases."""
+    """The study knows no stacks of several mixers, and LLaMA only causal, with heads of one kind and without biases."""
     first, *others = dict.fromkeys(model.layers)
     options = model.layer_options(0)
     if isinstance(options, LLaMAOptions):

@@ -40,8 +40,8 @@ def assumptions() -> list[str]:
         "sequence: states by gather or two_level are waited for in every layer, less what is computed meanwhile: "
         "queries and gates, and a share of the operator; by ring they delay each rank behind the one before once per "
         "pass, because nothing else makes the ranks wait for each other",
-        "softmax attention gathers all keys and values, and is as slow as the last rank, which sees almost twice the "
-        "mean number of tokens; masks by position, never a matrix of them",
+        "softmax attention gathers all keys and values, and if it is causal is as slow as the last rank, which sees "
+        "almost twice the mean number of tokens; masks by position, never a matrix of them",
         "pipeline: 1F1B without virtual stages; messages between stages are not overlapped",
         "data: gradients (fp32) and weights travel by buckets beside the last backward and the first forward pass of a "
         "step; one bucket of each is waited for",
@@ -160,7 +160,9 @@ class _MicroBatchCost:
         self.layout, self.exchange = layout, exchange
         self.recompute, self.recompute_layers = recompute, recompute_layers
         self.tokens = layout.micro_batch_size * layout.rank_sequence_tokens
-        self.hidden_size, self.vocab_size = self.work.model.hidden_size, self.work.model.vocab_size
+        self.hidden_size = self.work.model.hidden_size
+        # Labels of documents take next to nothing beside tokens.
+        self.vocab_size = self.work.model.vocab_size if self.work.model.head is None else 0
         self.tensor = RankGroup(ranks=layout.tensor, stride=1, hardware=self.hw)
         self.sequence = RankGroup(ranks=layout.sequence, stride=layout.tensor, hardware=self.hw)
         self.replicas = RankGroup(ranks=layout.sequence * layout.data, stride=layout.tensor, hardware=self.hw)
@@ -196,7 +198,8 @@ class _MicroBatchCost:
         speed = {
             CostClass.SCAN: hw.scan_share,
             CostClass.GATED_SCAN: hw.scan_share / hw.gated_slowdown,
-            CostClass.SOFTMAX: hw.softmax_share / (2 - 1 / self.layout.sequence),
+            # Of causal attention the last rank sees most.
+            CostClass.SOFTMAX: hw.softmax_share / (2 - 1 / self.layout.sequence if layer.is_causal else 1),
         }[layer.cost]
         return Times(
             products_s=share * layer.product_flops / (hw.peak_flops * hw.product_share),

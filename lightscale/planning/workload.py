@@ -90,6 +90,8 @@ class LayerWork:
     """See `MixerSpec.exchange_values`; None for a mixer whose state is all tokens."""
     gathered: int
     """See `MixerSpec.gathered_values`; 0 for a mixer with a state of constant size."""
+    is_causal: bool
+    """Whether tokens see no later ones."""
 
     def kept_bytes(self, recompute: Recompute, size: int) -> int:
         """Bytes of the activations kept, with weights of `size` bytes."""
@@ -204,4 +206,5 @@ class Workload:
             gate_rank=shapes["gate_down.weight"][0] if "gate_down.weight" in shapes else 0,
             exchange=mixer.exchange_values(model, layer) if has_state else None,
             gathered=0 if has_state else mixer.gathered_values(model, layer),
+            is_causal=model.direction(layer) == "causal",
         )

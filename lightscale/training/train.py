@@ -45,6 +45,7 @@ from lightscale.runs.metrics.peak_flops import device_peak_flops
 from lightscale.runs.metrics.registry import open_sinks
 from lightscale.runs.metrics.sink import COMMAND_VARIABLE, RunFacts, Sink
 from lightscale.runs.run_directory import RunDirectory, Status, digest
+from lightscale.tasks.interface import task_of
 from lightscale.training.build import build_engine, weight_dtype
 from lightscale.training.checkpoints.directories import Contents
 from lightscale.training.checkpoints.exports import wait_for_exports
@@ -172,7 +173,16 @@ class Trainer:
         )
         self.store = TokenStore(config.data.store)
         keep_tokenizer(run, self.store, self.journal, Agreement(mesh.control), allow)
-        self.loader = TokenLoader.of(config, self.store, layout=self.layout, index_dir=run.path / INDEX_DIR)
+        self.task = task_of(config)
+        # Sets from other stores have the same tokenizer.
+        self.validation_targets = self.task.targets(self.store, validation=True)
+        self.loader = TokenLoader.of(
+            config,
+            self.store,
+            layout=self.layout,
+            index_dir=run.path / INDEX_DIR,
+            targets=self.task.targets(self.store, validation=False),
+        )
         self.engine = build_engine(
             config,
             mesh,
@@ -424,10 +434,11 @@ class Trainer:
                 num_sequences=chosen.sequences,
                 micro_batch_size=self.config.train.micro_batch_size,
                 layout=self.layout,
+                targets=self.validation_targets,
             )
-            sums = self.engine.forward_only(self._to_device(list(batches)))
+            sums = self.engine.forward_only(self._to_device(list(batches)), accuracy=self.task.measures_accuracy)
             by_position = tuple(loss / max(count, 1) for loss, count in sums.by_bucket)
-            losses[name] = ValidationLoss(loss=sums.mean, by_position=by_position)
+            losses[name] = ValidationLoss(loss=sums.mean, by_position=by_position, accuracy=sums.accuracy)
         metrics.log_validation(self.step, tokens=self.loader.tokens, losses=losses)
 
     def _evaluate(self, metrics: MetricsLogger) -> bool:

@@ -32,7 +32,8 @@ def refusal(path: Path, *overrides: str) -> str:
         ("modle.hidden_size=64", "unknown key modle; did you mean model?"),
         (
             "zebra.hidden_size=64",
-            "the sections are model, data, parallel, optimizer, train, checkpoint, evaluation, guard, restart, metrics",
+            "the sections are model, task, data, parallel, optimizer, train, checkpoint, evaluation, guard, restart, "
+            "metrics",
         ),
         ("optimizer.steps=1", "unknown key optimizer.steps; did you mean train.steps?"),
         ("train.warmup=1", "unknown key train.warmup; did you mean optimizer.warmup_steps?"),
@@ -322,11 +323,77 @@ def test_resolved_form_holds_every_field(tiny_config: TinyConfig) -> None:
         f"model.mixer_options.llama.rope_scaling={scaling}",
     ]
     resolved = tomllib.loads(to_toml(tiny_config(*mixers)))
+    # Of all tasks: it holds those of the one in use.
+    for task in (MASKED, ("task.name=classify", "model.head.num_labels=3")):
+        of_task = tomllib.loads(to_toml(tiny_config(*task)))
+        resolved["task"] |= of_task["task"]
+        if "classify" in task[0]:
+            resolved["model"]["head"] = of_task["model"]["head"]
     for field in describe_fields():
         value = resolved
         for part in field.key.replace("NAME", "v").split("."):
             assert part in value, field.key
             value = value[part]
+
+
+MASKED = ("model.mixer=llama", "model.mixer_options.llama.causal=false", "task.name=masked")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["task.name=maskd"], 'task.name = "maskd": no task is called maskd; did you mean masked?'),
+        (["task.name=3"], "task.name = 3: no task is called 3; known: causal, masked, classify"),
+        (["task.share=0.3"], 'unknown key task.share; it goes with task.name = "masked"'),
+        ([*MASKED, "task.shar=0.3"], "unknown key task.shar; did you mean task.share?"),
+        ([*MASKED, "task.zebra=1"], "unknown key task.zebra; [task] has name, share"),
+        ([*MASKED, "task.share=0.0"], "task.share = 0.0: must be a number > 0 and <= 1"),
+        ([*MASKED, "task.replace_by_mask=0.95"], "together more than 1; use at most 0.05 for replace_by_random"),
+        (["task.name=masked"], "but layer 0 (tnl) only those before; use a mixer that can read both: llama"),
+        (
+            ["task.name=masked", "model.mixer=llama"],
+            "but layer 0 (llama) only those before; set model.mixer_options.llama.causal = false",
+        ),
+        (
+            [*MASKED, 'model.mixer=["llama", "hgrn2"]'],
+            "but layer 1 (hgrn2) only those before",
+        ),
+        (
+            [*MASKED, "task.name=causal"],
+            "predicts the next token, but layer 0 (llama) reads it; remove model.mixer_options.llama.causal = false",
+        ),
+        (
+            [*MASKED, "evaluation.every_steps=5", 'evaluation.tasks=["lambada"]'],
+            'evaluation.every_steps = 5 needs a model that predicts the next token, but task.name = "masked"',
+        ),
+        ([*MASKED, "checkpoint.export_every=5"], "set checkpoint.export_every to none"),
+        (["task.name=classify"], "needs the table model.head, with num_labels, the number of classes"),
+        (["model.head.num_labels=3"], 'but task.name = "causal" predicts tokens; remove the table'),
+        (["task.name=classify", "model.head.num_labels=1"], "model.head.num_labels = 1: must be a whole number >= 2"),
+        (["task.name=classify", "task.share=0.1"], 'unknown key task.share; it goes with task.name = "masked"'),
+    ],
+    ids=lambda value: value[-1].replace("/", "_") if isinstance(value, list) else "",
+)
+def test_a_task_that_does_not_fit_is_refused(tiny_run: Path, overrides: list[str], words: str) -> None:
+    assert words in refusal(tiny_run, *overrides)
+
+
+def test_a_task_has_keys_of_its_own(tiny_run: Path) -> None:
+    config = load(tiny_run, [*MASKED, "task.share=0.3"])
+    assert config.task.model_dump() == {
+        "name": "masked",
+        "share": 0.3,
+        "validation_share": None,
+        "whole_words": False,
+        "replace_by_mask": 0.8,
+        "replace_by_random": 0.1,
+        "seed": 0,
+    }
+    path = tiny_run.with_name("resolved.toml")
+    path.write_text(to_toml(config), encoding="utf-8")
+    assert load(path) == config
+    assert load(path).task == config.task
+    assert type(load(path).task) is type(config.task)
 
 
 @given(st.text() | st.floats(allow_nan=False) | st.integers(-(2**63), 2**63 - 1) | st.booleans())

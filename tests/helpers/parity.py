@@ -49,6 +49,10 @@ MODELS["grouped"] = ModelConfig.model_validate(
         "mixer_options": {"llama": forms.GROUPED},
     }
 )
+# LLaMA that reads both ways, as BERT does.
+MODELS["bidirectional"] = ModelConfig.model_validate(
+    {**MODELS["llama"].model_dump(exclude={"mixer_options"}), "mixer_options": {"llama": {"causal": False}}}
+)
 VOCAB_SIZE = 120  # the last 8 rows are padding
 TOKENS = 96
 ROWS = 2  # of a micro-batch

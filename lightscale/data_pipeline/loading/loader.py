@@ -22,6 +22,7 @@ from lightscale.data_pipeline.loading.buffers import Buffers
 from lightscale.data_pipeline.loading.curriculum import Curriculum, LengthStage, SkippedRanges
 from lightscale.data_pipeline.loading.order import Location, Mixture, Order, PartOrder, SampleOrder
 from lightscale.data_pipeline.loading.packing import PACKING_VERSION, WholeWindows
+from lightscale.data_pipeline.loading.targets import Targets
 from lightscale.data_pipeline.loading.windows import (
     Batch,
     ConcatWindows,
@@ -31,6 +32,7 @@ from lightscale.data_pipeline.loading.windows import (
     Windows,
     find_range_starts,
     read_batch,
+    read_predicted,
 )
 from lightscale.data_pipeline.store.token_store import TokenSource, TokenStore
 from lightscale.errors import UserError
@@ -89,6 +91,10 @@ class _StageOrder:
         stage = self.stage
         return sys.maxsize if stage.stop is None else (stage.stop - stage.start) // stage.sequence_length
 
+    def place_of(self, sample: int) -> int:
+        """Tokens of the run's data before the sample of that index; what was skipped counts."""
+        return self.stage.start + (sample - self.first_sample) * self.stage.sequence_length
+
 
 class TokenLoader:
     """Training batches of one rank, and the position in the data that a checkpoint keeps."""
@@ -106,17 +112,19 @@ class TokenLoader:
         seed: int = 0,
         layout: LoaderLayout | None = None,
         index_dir: Path | None = None,
+        targets: Targets | None = None,
     ) -> None:
         """``sources``: source to weight in any unit; none: every training source, by its tokens.
 
         ``global_batch_size``: sequences in a step, over all ranks; ``micro_batch_size``: in one ``Batch``; both
         for the last curriculum stage, that of ``sequence_length``. ``index_dir``: where the indices of
-        ``packing`` = "whole" are kept. Raises ``UserError`` for sizes that do not divide and sources that are not
-        there or hold validation data.
+        ``packing`` = "whole" are kept. ``targets``: what is predicted; None: the next token. Raises ``UserError`` for
+        sizes that do not divide and sources that are not there or hold validation data.
         """
         self.store = store
         self.sequence_length = sequence_length
         self.seed = seed
+        self.targets = targets
         self.packing = packing
         self.layout = layout or LoaderLayout()
         self.curriculum = Curriculum(
@@ -145,7 +153,13 @@ class TokenLoader:
 
     @classmethod
     def of(
-        cls, config: RunConfig, store: TokenStore, *, layout: LoaderLayout | None = None, index_dir: Path | None = None
+        cls,
+        config: RunConfig,
+        store: TokenStore,
+        *,
+        layout: LoaderLayout | None = None,
+        index_dir: Path | None = None,
+        targets: Targets | None = None,
     ) -> "TokenLoader":
         """The loader of a run."""
         return cls(
@@ -159,6 +173,7 @@ class TokenLoader:
             seed=config.data.seed,
             layout=layout,
             index_dir=index_dir,
+            targets=targets,
         )
 
     @property
@@ -186,10 +201,12 @@ class TokenLoader:
         for start in range(samples.start + self.layout.data_rank * b, samples.stop, b * self.layout.data_size):
             rows, range_starts = self._rows(here, start)
             batches.append(
-                read_batch(
+                _read(
                     rows,
                     first,
                     last,
+                    self.targets,
+                    [here.place_of(sample) for sample in range(start, start + b)],
                     buffers=self._buffers,
                     padding_id=padding_id,
                     range_starts=range_starts,
@@ -232,6 +249,8 @@ class TokenLoader:
             "packing": f"{self.packing} {PACKING_VERSION}" if self.packing == "whole" else self.packing,
             "seed": str(self.seed),
         }
+        if self.targets is not None:
+            parts["task"] = self.targets.description()
         if len(self._stages) > 1:
             parts["curriculum"] = self.curriculum.description()
         for name, share in zip(self.mixture.names, self.mixture.parts, strict=True):
@@ -361,13 +380,19 @@ class TokenLoader:
 
 
 def validation_batches(
-    source: TokenSource, *, sequence_length: int, num_sequences: int, micro_batch_size: int, layout: LoaderLayout
+    source: TokenSource,
+    *,
+    sequence_length: int,
+    num_sequences: int,
+    micro_batch_size: int,
+    layout: LoaderLayout,
+    targets: Targets | None = None,
 ) -> Iterator[Batch]:
     """The first ``num_sequences`` windows of a source (fewer where it has fewer) in order, cut over the ranks.
 
     The windows are those of ``concat``, however training packs. Every data rank gets the same number of batches of
     the same shape: micro-batch m of data rank r of R holds the windows (m R + r) b …, and rows beyond the last window
-    repeat the first one with ``loss_mask`` 0.
+    repeat the first one with ``loss_mask`` 0. ``targets``: what is predicted; None: the next token.
     """
     # One kind of window for every run: losses of runs that pack differently can be compared.
     windows, buffers = ConcatWindows(source, sequence_length), Buffers()
@@ -378,9 +403,18 @@ def validation_batches(
         # Rows that repeat a window and count for nothing keep the shape: all ranks run the same collectives.
         numbers = range(start, start + micro_batch_size)
         rows = [(windows, number if number < num_windows else 0) for number in numbers]
-        batch = read_batch(rows, *bounds, buffers=buffers)
+        places = [window * sequence_length for _, window in rows]
+        batch = _read(rows, *bounds, targets, places, buffers=buffers)
         counted = torch.tensor([[float(number < num_windows)] for number in numbers])
         yield replace(batch, loss_mask=batch.loss_mask * counted)
+
+
+def _read(
+    rows: Sequence[Row], first: int, last: int, targets: Targets | None, places: Sequence[int], **how: Any
+) -> Batch:
+    if targets is None:
+        return read_batch(rows, first, last, **how)
+    return read_predicted(rows, first, last, targets, places, **how)
 
 
 def _counts(windows: Mapping[str, Windows]) -> dict[str, int]:

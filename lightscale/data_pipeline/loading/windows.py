@@ -9,19 +9,20 @@ labels, positions and the segment of a sequence rank, is the same for both.
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import ClassVar, NamedTuple, Protocol
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from lightscale.data_pipeline.loading.buffers import Buffers
+from lightscale.data_pipeline.loading.targets import PADDING, RowDocuments, Targets
 from lightscale.data_pipeline.store.token_store import TokenSource
 from lightscale.errors import UserError
 
-PADDING = -1
-"""In ``DocumentRanges.starts``: padding instead of a token of the source."""
+Shift = Literal[0, 1]
+"""How many tokens behind its input a label stands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +32,9 @@ class Batch:
     tokens: torch.Tensor
     """int32 inputs, int64 behind ``to``; padding is the end-of-text token."""
     labels: torch.Tensor
-    """As the inputs: the token after each input. Shifted before the sequence is cut over ranks, so that no rank needs
-    a token of the next one. After a document's last token that is the end-of-text token, with which documents begin."""
+    """As the inputs: the token after each input, or the text itself where ``Targets`` hide some of it. Shifted before
+    the sequence is cut over ranks, so that no rank needs a token of the next one. After a document's last token that is
+    the end-of-text token, with which documents begin."""
     loss_mask: torch.Tensor
     """fp32: 1 where the label counts, 0 in padding and where the source's own mask says so."""
     start_slots: torch.Tensor
@@ -184,11 +186,14 @@ def read_batch(
     last: int,
     *,
     buffers: Buffers,
+    shift: Shift = 1,
     padding_id: int = 0,
     range_starts: RangeStarts | None = None,
     source_numbers: Mapping[str, int] | None = None,
 ) -> Batch:
     """The slots ``first`` … ``last`` - 1 of each of ``rows``, whose windows are all of one kind.
+
+    ``shift``: 1, the label of a token is the next one; 0, itself.
 
     ``padding_id``: the end-of-text token; ``ConcatWindows`` have no use for it. ``range_starts``: what
     ``find_range_starts`` gives for ``rows``, where it was asked before. ``source_numbers``: of each source by its name,
@@ -198,10 +203,11 @@ def read_batch(
     if rows[0][0].is_contiguous:
         slots, positions = range_starts or find_range_starts(rows, first, last)
         # Inputs and labels are one text, shifted, and the whole mask is one value: half the memory to write.
-        text = buffers.take(shape[0], shape[1] + 1)
+        text = buffers.take(shape[0], shape[1] + shift)
         for out, (windows, window) in zip(text, rows, strict=True):
             windows.source.read_into(window * windows.sequence_length + first, out)
-        tokens, labels, mask = torch.from_numpy(text[:, :-1]), torch.from_numpy(text[:, 1:]), _mask(rows, first, shape)
+        tokens, labels = torch.from_numpy(text[:, : shape[1]]), torch.from_numpy(text[:, shift:])
+        mask = _mask(rows, first + shift, shape)
     else:
         ranges = [windows.document_ranges(window, first, last) for windows, window in rows]
         slots, positions = _range_starts_of(ranges, first, shape[1])
@@ -211,7 +217,7 @@ def read_batch(
         for array in arrays:
             array.fill(padding_id)
         for row, ((windows, _), one) in enumerate(zip(rows, ranges, strict=True)):
-            _read_ranges(windows.source, one, first, arrays[0][row], arrays[1][row], counted[row])
+            _read_ranges(windows.source, one, first, arrays[0][row], arrays[1][row], counted[row], shift)
         tokens, labels, mask = (*map(torch.from_numpy, arrays), torch.from_numpy(counted))
     return Batch(
         tokens=tokens,
@@ -221,6 +227,43 @@ def read_batch(
         start_positions=torch.from_numpy(positions),
         sources=torch.tensor([(source_numbers or {}).get(windows.source.name, 0) for windows, _ in rows]),
     )
+
+
+def read_predicted(
+    rows: Sequence[Row],
+    first: int,
+    last: int,
+    targets: Targets,
+    places: Sequence[int],
+    *,
+    buffers: Buffers,
+    padding_id: int = 0,
+    range_starts: RangeStarts | None = None,
+    source_numbers: Mapping[str, int] | None = None,
+) -> Batch:
+    """``read_batch`` with inputs and a mask made by ``targets``; ``places``: of each row, see there."""
+    length = rows[0][0].sequence_length
+    own = read_batch(
+        rows,
+        first,
+        last,
+        shift=0,
+        buffers=buffers,
+        padding_id=padding_id,
+        range_starts=range_starts,
+        source_numbers=source_numbers,
+    )
+    # What is predicted may hang on tokens of other sequence ranks, such as the beginning of a word.
+    is_whole = (first, last) == (0, length)
+    whole = own if is_whole else read_batch(rows, 0, length, shift=0, buffers=buffers, padding_id=padding_id)
+
+    def documents() -> list[RowDocuments]:
+        return [RowDocuments(windows.source, *windows.document_ranges(window, 0, length)) for windows, window in rows]
+
+    made = targets(whole.tokens.numpy(), whole.loss_mask.numpy(), np.array(places, dtype=np.int64), documents)
+    cut = (torch.from_numpy(np.ascontiguousarray(array[:, first:last])) for array in made)
+    inputs, labels, counted = cut
+    return replace(own, tokens=inputs, labels=labels, loss_mask=counted)
 
 
 def find_range_starts(rows: Sequence[Row], first: int, last: int) -> RangeStarts:
@@ -267,13 +310,12 @@ def _range_starts_of(ranges: Sequence[DocumentRanges], first: int, n: int) -> Ra
 
 
 def _mask(rows: Sequence[Row], first: int, shape: tuple[int, int]) -> torch.Tensor:
-    """Which labels count in the slots from ``first`` on of ``rows``, all of them contiguous in their sources."""
+    """Which of the tokens from slot ``first`` on of ``rows`` count as labels; all are contiguous in their sources."""
     if not any(windows.source.has_loss_mask for windows, _ in rows):
         return _all_counted(shape)
     counted = np.empty(shape, dtype=np.float32)
     for out, (windows, window) in zip(counted, rows, strict=True):
-        # Of the labels, which are one token on.
-        begin = window * windows.sequence_length + first + 1
+        begin = window * windows.sequence_length + first
         out[:] = windows.source.loss_mask(begin, begin + shape[1])
     return torch.from_numpy(counted)
 
@@ -291,6 +333,7 @@ def _read_ranges(
     tokens: NDArray[np.int32],
     labels: NDArray[np.int32],
     counted: NDArray[np.float32],
+    shift: Shift,
 ) -> None:
     """Inputs, labels and where they count, into (n,) arrays for the slots from ``first`` on that hold padding so far.
 
@@ -306,10 +349,12 @@ def _read_ranges(
         if ranges.starts[index] == PADDING:
             continue
         start, stop = begin + int(shifts[index]), end + int(shifts[index])
-        text = source.read(start, min(stop + 1, source.num_tokens))
+        text = source.read(start, min(stop + shift, source.num_tokens))
         tokens[begin - first : end - first] = text[: stop - start]
-        labels[begin - first : begin - first + len(text) - 1] = text[1:]
-        counted[begin - first : end - first] = _mask_of_labels(source, start, stop)
+        labels[begin - first : begin - first + len(text) - shift] = text[shift:]
+        counted[begin - first : end - first] = (
+            _mask_of_labels(source, start, stop) if shift else source.loss_mask(start, stop)
+        )
 
 
 def _mask_of_labels(source: TokenSource, start: int, stop: int) -> NDArray[np.uint8] | int:

@@ -3,9 +3,10 @@
 from lightscale.kernels.attention.documents import (
     DocumentAttention,
     DocumentStarts,
+    leading_tokens,
     read_starts,
     sdpa,
     to_device,
 )
 
-__all__ = ["DocumentAttention", "DocumentStarts", "read_starts", "sdpa", "to_device"]
+__all__ = ["DocumentAttention", "DocumentStarts", "leading_tokens", "read_starts", "sdpa", "to_device"]

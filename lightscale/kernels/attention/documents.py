@@ -1,14 +1,15 @@
-"""Causal softmax attention within the documents of packed rows.
+"""Softmax attention within the documents of packed rows, causal or not.
 
-    o_t = Σ_s softmax_s(q_t·k_s / sqrt(k)) v_s,   s from the start of t's document up to t
+    o_t = Σ_s softmax_s(q_t·k_s / sqrt(k)) v_s,   s from the start of t's document up to t, or to the document's end
 
 Where documents start is known on the host, so that no device is waited for and no mask over all pairs of tokens is
 made: memory is linear in the tokens. Two ways:
 
 ``flash``    on GPUs in half precision: PyTorch's variable-length flash attention, one launch for all documents.
 ``grouped``  everywhere else, in any dtype: documents of about one length are padded to it and computed as the rows of
-             one call. Padding comes last, where causal attention does not see it. A document that began on an earlier
-             sequence rank has more keys than queries: its queries are taken block by block, under a small mask.
+             one call. Padding comes last, where causal attention does not see it; otherwise a mask hides it. A document
+             that other sequence ranks share has more keys than queries: it is computed alone, if attention is causal
+             block by block, under a small mask.
 """
 
 from dataclasses import dataclass
@@ -51,6 +52,16 @@ def read_starts(positions: Tensor) -> DocumentStarts:
     return DocumentStarts(found[0], found[1])
 
 
+def leading_tokens(starts: DocumentStarts, rows: int, length: int) -> Tensor:
+    """(rows,) int64: tokens at the beginning of each row whose document an earlier sequence rank began."""
+    slots, positions = starts.slots.numpy(), starts.positions.numpy()
+    firsts = np.flatnonzero(slots % length == 0) if length else np.empty(0, dtype=np.int64)
+    if not len(firsts):
+        return torch.zeros(rows, dtype=torch.int64)
+    lengths = np.diff(slots, append=rows * length)[firsts]
+    return torch.from_numpy(np.where(positions[firsts] > 0, lengths, 0))
+
+
 def to_device(host: Tensor, device: torch.device) -> Tensor:
     """``host`` on ``device``; the host does not wait for the copy."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
@@ -64,11 +75,12 @@ class _Group(NamedTuple):
 
 
 class _Continued(NamedTuple):
-    """A document whose first ``before`` tokens other ranks hold, and the next ``length`` row ``row``."""
+    """A document of which row ``row`` holds ``length`` tokens, and other ranks ``before`` and ``after`` of them."""
 
     row: int
     length: int
     before: int
+    after: int
 
 
 class _Moves(NamedTuple):
@@ -89,6 +101,9 @@ class _Layout:
     parts: tuple[_Group | _Continued, ...]
     moves: _Moves | None
     """None where the order stays, without padding."""
+    masks: tuple[Tensor | None, ...]
+    """Of each part: (rows, 1, 1, length) bool, on the device, which of its keys are no padding; None: all, or causal
+    attention does not see it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,17 +112,28 @@ class DocumentAttention:
 
     starts: of these rows.
     rows, length: b and n.
-    num_keys: keys of each row; those before its last n are of the sequence ranks before.
+    before: keys of each row before its own n, of the sequence ranks before.
+    after: (b,) tokens of each row's last document that the sequence ranks behind hold; None: attention is causal, and
+        the keys end with the row's own.
     """
 
     starts: DocumentStarts
     rows: int
     length: int
-    num_keys: int
+    before: int
     device: torch.device
+    after: Tensor | None = None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether tokens see no later ones."""
+        return self.after is None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q: (b, n, h, k); k, v: (b, num_keys, g, k), g a divisor of h -> (b, n, h, k)."""
+        """q: (b, n, h, k); k, v: (b, keys, g, k), g a divisor of h -> (b, n, h, k).
+
+        The keys are ``before`` ones, the row's own, and, unless attention is causal, all behind them.
+        """
         if not self.length:
             # Nothing to compute, but other ranks wait for this one in the backward pass of the gathering.
             return sdpa(q, k, v)
@@ -124,8 +150,18 @@ class DocumentAttention:
     @cached_property
     def _before(self) -> NDArray[np.int64]:
         """(m,) tokens of each document that other ranks hold."""
-        before: NDArray[np.int64] = np.minimum(self.starts.positions.numpy(), self.num_keys - self.length)
+        before: NDArray[np.int64] = np.minimum(self.starts.positions.numpy(), self.before)
         return before
+
+    @cached_property
+    def _after(self) -> NDArray[np.int64]:
+        """(m,) tokens of each document that ranks behind hold and its tokens here see."""
+        after = np.zeros_like(self._lengths)
+        if self.after is not None:
+            rows = self.starts.slots.numpy() // self.length
+            # Of each row the last one alone goes on.
+            after[np.flatnonzero(np.diff(rows, append=self.rows))] = self.after.numpy()
+        return after
 
     def flash(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See the module; arguments as of the call."""
@@ -133,48 +169,60 @@ class DocumentAttention:
         # Not torch.nn.attention.varlen, whose arguments changed between the versions of PyTorch that are allowed. Where
         # a document has more keys than queries, its last query sees the last key: flash attention's causal mask.
         o: Tensor = torch.ops.aten._flash_attention_forward(
-            q.flatten(0, 1), self._own(k), self._own(v), queries, keys, longest, most_keys, 0.0, True, False
+            q.flatten(0, 1), self._own(k), self._own(v), queries, keys, longest, most_keys, 0.0, self.is_causal, False
         )[0]
         return o.view(q.shape)
 
     @cached_property
     def _boundaries(self) -> tuple[Tensor, Tensor, int, int]:
         """Boundaries of the documents among all queries and among all keys, and the most of each in a document."""
-        lengths, keys = self._lengths, self._lengths + self._before
+        lengths, keys = self._lengths, self._before + self._lengths + self._after
         boundaries = np.zeros((2, len(lengths) + 1), dtype=np.int32)
         np.cumsum([lengths, keys], axis=1, out=boundaries[:, 1:])
         on_device = to_device(torch.from_numpy(boundaries), self.device)
         return on_device[0], on_device[1], int(lengths.max()), int(keys.max())
 
     def _own(self, x: Tensor) -> Tensor:
-        """(b, num_keys, h, k) -> (keys of the documents of all rows, h, k), without those that no query sees."""
-        first_of_row = self._before[self.starts.slots.numpy() % self.length == 0]
-        firsts = self.num_keys - self.length - first_of_row
-        if (firsts == firsts[0]).all():
-            return x[:, firsts[0] :].flatten(0, 1)
-        return torch.cat([row[first:] for row, first in zip(x, firsts.tolist(), strict=True)])
+        """(b, keys, h, k) -> (keys of the documents of all rows, h, k), without those that no query sees."""
+        firsts = self.before - self._before[self.starts.slots.numpy() % self.length == 0]
+        stops = np.full(self.rows, self.before + self.length)
+        if self.after is not None:
+            stops += self.after.numpy()
+        if (firsts == firsts[0]).all() and (stops == stops[0]).all():
+            return x[:, firsts[0] : stops[0]].flatten(0, 1)
+        edges = zip(firsts.tolist(), stops.tolist(), strict=True)
+        return torch.cat([row[first:stop] for row, (first, stop) in zip(x, edges, strict=True)])
 
     def grouped(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See the module; arguments as of the call."""
-        layout = self._layout
-        own = self.num_keys - self.length
+        layout, causal = self._layout, self.is_causal
+        here = slice(self.before, self.before + self.length)
         if layout.moves is None and layout.parts == (_Group(self.rows, self.length),):
             # Every row is one document: nothing is copied.
-            return sdpa(q, k[:, own:], v[:, own:], is_causal=True)
+            return sdpa(q, k[:, here], v[:, here], is_causal=causal)
         sizes = [part.length * (part.rows if isinstance(part, _Group) else 1) for part in layout.parts]
-        queries, keys, values = (self._spread(x).split(sizes) for x in (q, k[:, own:], v[:, own:]))
+        queries, keys, values = (self._spread(x).split(sizes) for x in (q, k[:, here], v[:, here]))
         outputs = []
-        for part, *inputs in zip(layout.parts, queries, keys, values, strict=True):
+        for part, mask, *inputs in zip(layout.parts, layout.masks, queries, keys, values, strict=True):
             if isinstance(part, _Group):
                 group = (x.unflatten(0, part) for x in inputs)
-                outputs.append(sdpa(*group, is_causal=True).flatten(0, 1))
-            else:
-                seen = slice(own - part.before, own + part.length)
+                outputs.append(sdpa(*group, is_causal=causal, attn_mask=mask).flatten(0, 1))
+            elif causal:
+                seen = slice(self.before - part.before, self.before + part.length)
                 outputs.append(_last_queries(inputs[0], k[part.row, seen], v[part.row, seen]))
+            else:
+                outputs.append(self._all_keys(part, inputs[0], k, v))
         o = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if layout.moves is not None:
             o = _Collect.apply(o.flatten(1), layout.moves)
         return o.view(q.shape)
+
+    def _all_keys(self, part: _Continued, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (n, h, k), tokens of a document of several ranks; k, v: all keys of all rows -> (n, h, k)."""
+        # Its part here is at the row's beginning or end, or all of the row.
+        first = self.before if part.before else self.before + self.length - part.length
+        seen = slice(first - part.before, first + part.length + part.after)
+        return sdpa(q[None], k[part.row : part.row + 1, seen], v[part.row : part.row + 1, seen])[0]
 
     def _spread(self, x: Tensor) -> Tensor:
         """(b, n, h, k) -> (padded tokens, h, k)."""
@@ -186,16 +234,17 @@ class DocumentAttention:
 
     @cached_property
     def _layout(self) -> _Layout:
-        lengths, before, starts = self._lengths, self._before, self.starts.slots.numpy()
+        lengths, before, after, starts = self._lengths, self._before, self._after, self.starts.slots.numpy()
         # Documents of one kind are computed together; others are alone, by a number of their own.
         kind = np.where(lengths <= _SHORT, -(-lengths // _LENGTH_STEP), _SHORT + lengths)
-        alone = before > 0
+        alone = before + after > 0
         kind[alone] = -1 - np.flatnonzero(alone)
         if 2 * len(np.unique(kind)) > len(kind):
             # Few calls less: not worth moving all tokens.
             kind = np.arange(len(kind))
         _, index, place = np.unique(kind, return_index=True, return_inverse=True)
         parts: list[_Group | _Continued] = []
+        masks: list[Tensor | None] = []
         firsts, first = np.empty_like(lengths), 0
         # In the order of each part's first document: where every document is alone, all of them stay where they are.
         for number in np.argsort(index):
@@ -203,14 +252,15 @@ class DocumentAttention:
             length = int(lengths[chosen].max())
             one = int(chosen[0])
             if alone[one]:
-                parts.append(_Continued(int(starts[one]) // self.length, length, int(before[one])))
+                parts.append(_Continued(int(starts[one]) // self.length, length, int(before[one]), int(after[one])))
             else:
                 parts.append(_Group(len(chosen), length))
+            masks.append(None if self.is_causal else self._without_padding(lengths[chosen], length))
             firsts[chosen] = first + length * np.arange(len(chosen))
             first += length * len(chosen)
         shift = firsts - starts
         if not shift.any() and first == self.rows * self.length:
-            return _Layout(tuple(parts), None)
+            return _Layout(tuple(parts), None, tuple(masks))
         slots = np.arange(self.rows * self.length) + np.repeat(shift, lengths)
         # Padding comes behind the last token of its document.
         is_token = np.zeros(first, dtype=bool)
@@ -219,7 +269,14 @@ class DocumentAttention:
         sources[slots] = np.arange(len(slots))
         sources = sources[np.maximum.accumulate(np.where(is_token, np.arange(first), 0))]
         on_device = (to_device(torch.from_numpy(x), self.device) for x in (slots, sources, np.flatnonzero(~is_token)))
-        return _Layout(tuple(parts), _Moves(*on_device))
+        return _Layout(tuple(parts), _Moves(*on_device), tuple(masks))
+
+    def _without_padding(self, lengths: NDArray[np.int64], length: int) -> Tensor | None:
+        """A part's mask; ``lengths``: of its documents."""
+        if (lengths == length).all():
+            return None
+        mask = np.arange(length) < lengths[:, None]
+        return to_device(torch.from_numpy(mask), self.device)[:, None, None]
 
 
 # Written out, because autograd's own backward pass of indexing adds row after row, as if rows could repeat.

@@ -16,6 +16,7 @@ from lightscale.data_pipeline.tokenizers import load_tokenizer
 from lightscale.errors import UserError
 from lightscale.evaluation.registry import find_tasks
 from lightscale.runs.run_directory import RunDirectory
+from lightscale.tasks.interface import task_of
 
 
 class WrongUse(UserError):
@@ -137,6 +138,10 @@ def _check_store(config: RunConfig) -> None:
         )
     for name in data.sources:
         _check_source(f"data.sources.{name}", name, store)
+    task = task_of(config)
+    # Without names all that hold no validation data are trained on.
+    training = [name for name, source in store.sources.items() if source.split == "train"]
+    task.check_store(config.model, store, data.sources or training)
     for name, validation in data.validation.items():
         other = store if validation.store is None else TokenStore(validation.store)
         _check_source(f"data.validation.{name}.source", validation.source, other)
@@ -147,6 +152,7 @@ def _check_store(config: RunConfig) -> None:
                 f"({_describe(other.tokenizer)}) than data.store = {data.store} ({_describe(tokenizer)}); "
                 "prepare both with the same one"
             )
+        task.check_store(config.model, other, [validation.source])
 
 
 def _check_source(key: str, name: str, store: TokenStore) -> None:

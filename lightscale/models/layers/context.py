@@ -7,8 +7,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightscale.kernels.attention import DocumentAttention, DocumentStarts, read_starts, to_device
-from lightscale.parallel.sequence import Replay, Scan, StateExchange, begin
+from lightscale.kernels.attention import DocumentAttention, DocumentStarts, leading_tokens, read_starts, to_device
+from lightscale.parallel.sequence import Replay, Scan, StateExchange, begin, begin_gather
 
 MixerState = dict[str, Tensor]
 """The tensors that a mixer keeps from one call to the next, by name; each has the batch as its first dim."""
@@ -61,6 +61,35 @@ class SequenceContext:
 
         What it works out of the documents is the same for all layers.
         """
+        return DocumentAttention(*self._documents)
+
+    @cached_property
+    def attention_both_ways(self) -> DocumentAttention:
+        """The same to all tokens of their documents, on all ranks.
+
+        Where a document ends is asked of the sequence ranks behind, once a pass: on a GPU the host waits for it.
+        """
+        starts, b, n, before, device = self._documents
+        after = torch.zeros(b, dtype=torch.int64)
+        if self.exchange is not None:
+            leading = leading_tokens(starts, b, n)
+            wait = begin_gather(to_device(leading, device)[:, None], self.exchange)
+            lengths = [n] * self.exchange.size if self.lengths is None else self.lengths
+            goes_on = torch.ones(b, dtype=torch.bool)
+            behind = range(self.exchange.rank + 1, self.exchange.size)
+            gathered = wait().cpu()
+            for rank in behind:
+                after += torch.where(goes_on, gathered[:, rank], 0)
+                goes_on &= gathered[:, rank] == lengths[rank]
+        return DocumentAttention(starts, b, n, before, device, after=after)
+
+    @property
+    def document_starts(self) -> DocumentStarts:
+        """Where documents start, read from ``positions`` if nobody knew; then on a GPU the host waits for them."""
+        return self._documents[0]
+
+    @cached_property
+    def _documents(self) -> tuple[DocumentStarts, int, int, int, torch.device]:
         b, n = self.positions.shape
         before = 0
         if self.exchange is not None:
@@ -69,7 +98,7 @@ class SequenceContext:
         starts = self.starts
         if starts is None:
             starts = read_starts(self.positions) if n else DocumentStarts(*torch.empty(2, 0, dtype=torch.int64))
-        return DocumentAttention(starts, b, n, before + n, self.positions.device)
+        return starts, b, n, before, self.positions.device
 
     @staticmethod
     def of(

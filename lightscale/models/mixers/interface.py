@@ -17,11 +17,12 @@ from lightscale.parallel.megatron import MegatronModule, ProcessGroupCollection,
 
 
 class Mixer(MegatronModule, ABC):
-    """A causal map of (n / tensor, b, d), the ``self_attention`` of Megatron's transformer layer.
+    """A map of (n / tensor, b, d), the ``self_attention`` of Megatron's transformer layer.
 
-    Heads are split over the tensor ranks, tokens over the sequence ranks. A mixer declares its parameters with
-    initializers (``parallel.initialization``), takes states from the context and leaves them there. What can be said of
-    it without building it, the shapes of its parameters among it, stands in its ``MixerSpec``.
+    Tokens see those of their document up to themselves, or all of it, as its ``MixerEntry`` declares. Heads are split
+    over the tensor ranks, tokens over the sequence ranks. A mixer declares its parameters with initializers
+    (``parallel.initialization``), takes states from the context and leaves them there. What can be said of it without
+    building it, the shapes of its parameters among it, stands in its ``MixerSpec``.
 
     Args:
         config: the model's Megatron configuration.

@@ -1,10 +1,10 @@
-"""LLaMA's token mixer, the softmax baseline: causal attention with rotary positions.
+"""LLaMA's token mixer, the softmax baseline: attention with rotary positions, causal unless the options say otherwise.
 
     q, k = RoPE(x W_q), RoPE(x W_k);  v = x W_v;  o_t = Σ_{s ≤ t} softmax(q_t·k_s / sqrt(head_dim)) v_s
 
-(arXiv 2302.13971.) Several heads of queries may share one of keys and values (grouped queries, arXiv 2305.13245).
-Documents do not see each other. The state is the cache of keys and values, which grows: by copies, or within room that
-was made for it.
+(arXiv 2302.13971.) With ``causal`` = false the sum is over all tokens of the document, as in BERT. Several heads of
+queries may share one of keys and values (grouped queries, arXiv 2305.13245). Documents do not see each other. The state
+is the cache of keys and values, which grows: by copies, or within room that was made for it.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightscale.config.schema import ModelConfig
-from lightscale.kernels.attention import sdpa
+from lightscale.kernels.attention import DocumentAttention, sdpa
 from lightscale.kernels.common.angles import Angles, phases_of
 from lightscale.models.layers.context import Finish, MixerState, SequenceContext
 from lightscale.models.layers.linear import column_parallel, row_parallel
@@ -40,6 +40,7 @@ class LLaMA(Mixer):
     ) -> None:
         super().__init__(config, layer_number, model, *args, **kwargs)
         options, d, std, group = llama_options(model, self.layer), model.hidden_size, model.init_std, self.group
+        self.is_causal = options.causal
         num_key_value_heads, self.head_dim = llama_heads(model, self.layer)
         width, bias = model.num_heads * self.head_dim, options.attention_bias
         # Rows are ordered head by head, k and v of a head together, so that a contiguous shard holds whole heads. The
@@ -70,8 +71,12 @@ class LLaMA(Mixer):
             wait = begin_gather(torch.stack([k, v], dim=2), context.exchange, context.lengths)
             return lambda q: self._across_ranks(q, wait(), context)
         if context.states is not None:
+            assert self.is_causal, "only models that predict the next token generate"
             return lambda q: self._continue(q, k, v, context)
-        return lambda q: context.attention(q, k, v)
+        return lambda q: self._attention(context)(q, k, v)
+
+    def _attention(self, context: SequenceContext) -> DocumentAttention:
+        return context.attention if self.is_causal else context.attention_both_ways
 
     def _continue(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
         """Attention to the cached tokens of the same document too; the cache takes the new ones in."""
@@ -117,11 +122,13 @@ class LLaMA(Mixer):
         return sdpa(q, cache["k"][:, :length], cache["v"][:, :length], attn_mask=seen[:, None])
 
     def _across_ranks(self, q: Tensor, gathered: Tensor, context: SequenceContext) -> Tensor:
-        """Attention to the tokens of all sequence ranks up to this one, gathered: (b, all tokens, 2, g, k)."""
+        """Attention to the tokens of all sequence ranks, gathered: (b, all tokens, 2, g, k), or of those up to this."""
         # Later ranks attend to more keys, and the last decides the time. A zigzag order would balance this, but
         # segments are contiguous for all mixers, which may stand in one stack.
-        k, v = gathered[:, : context.attention.num_keys].unbind(dim=2)
-        return context.attention(q, k, v)
+        attention = self._attention(context)
+        seen = attention.before + attention.length if self.is_causal else None
+        k, v = gathered[:, :seen].unbind(dim=2)
+        return attention(q, k, v)
 
 
 def _seen(positions: Tensor, num_keys: int) -> Tensor:

@@ -16,10 +16,11 @@ class LLaMASpec(MixerSpec):
 
     @staticmethod
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
-        """Projections, and two products with half of the other tokens on average."""
+        """Projections, and two products with all tokens, or with half of them on average where it is causal."""
         shapes = LLaMASpec.parameter_shapes(model, layer)
         projections = sum(2 * prod(shape) for name, shape in shapes.items() if name.endswith(".weight"))
-        return projections + 2 * model.num_heads * llama_heads(model, layer)[1] * sequence_length
+        seen = sequence_length / 2 if llama_options(model, layer).causal else sequence_length
+        return projections + 4 * model.num_heads * llama_heads(model, layer)[1] * seen
 
     @staticmethod
     def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:

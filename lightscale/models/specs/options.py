@@ -46,6 +46,8 @@ class RopeScalingOptions(Section):
 class LLaMAOptions(Section):
     """The options of LLaMA's attention, named as transformers names them."""
 
+    causal: bool = True
+    """Whether tokens see those up to themselves; false: all of their document, for tasks that read both ways."""
     num_key_value_heads: Width | None = None
     """Heads of keys and values, each shared by as many heads of queries; divides num_heads; none: num_heads."""
     head_dim: Width | None = None

@@ -18,7 +18,7 @@ from rich.table import Table
 from lightscale.config import shipped
 from lightscale.config.arguments import add_config, add_overrides
 from lightscale.config.files import load
-from lightscale.config.schema import RunConfig
+from lightscale.config.schema import ModelConfig, RunConfig
 from lightscale.errors import UserError
 from lightscale.planning.commands import failures, scaling, trace
 from lightscale.planning.memory import assumptions
@@ -109,8 +109,7 @@ def _show(path: Path, config: RunConfig, planned: RunPlan) -> None:
     layout = planned.layout
     axes = ", ".join(f"{axis} {getattr(layout, axis)}" for axis in ("tensor", "pipeline", "sequence", "data"))
     console.print(f"{path} on {_plural(layout.world_size, 'process', 'processes')}: {axes}\n")
-    tied = config.model.tie_word_embeddings
-    console.print(_table(("parameters", "", ""), _parameter_lines(planned.parameters, tied=tied)))
+    console.print(_table(("parameters", "", ""), _parameter_lines(planned.parameters, config.model)))
     console.print(_table(("training FLOPs per step", "", ""), _flops_lines(planned)))
     lines = [("tokens per step", planned.tokens_per_step), ("steps", planned.steps), ("tokens", planned.tokens)]
     console.print(_table(("run", "", ""), [(name, f"{count:,}", "") for name, count in lines]))
@@ -123,8 +122,9 @@ def _show(path: Path, config: RunConfig, planned: RunPlan) -> None:
         console.print(Padding(sentence, (0, 0, 0, 2), expand=False))
 
 
-def _parameter_lines(parameters: Parameters, *, tied: bool) -> Iterable[tuple[str, str, str]]:
-    yield "embedding", f"{parameters.embedding:,}", "shared with the output layer" if tied else "and output layer"
+def _parameter_lines(parameters: Parameters, model: ModelConfig) -> Iterable[tuple[str, str, str]]:
+    output = "shared with the output layer" if model.tie_word_embeddings else "and output layer"
+    yield "embedding", f"{parameters.embedding:,}", output if model.head is None else ""
     for name, count in parameters.terms.items():
         yield name, f"{count:,}", f"not counted by {_STUDY}" if name in parameters.only_exact else ""
     yield "outside the embedding", f"{parameters.rest:,}", "all parameters of the built model"

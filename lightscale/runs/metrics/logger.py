@@ -22,6 +22,8 @@ class ValidationLoss:
     loss: float
     by_position: tuple[float, ...] = ()
     """The same for equal parts of the sequence, first to last."""
+    accuracy: float | None = None
+    """Share of the predicted tokens of which the model's most probable one is right; None: not counted."""
 
 
 class MetricsLogger:
@@ -136,15 +138,24 @@ class MetricsLogger:
         """Record the losses of all validation sets, by name, as they are after `step`."""
         if not self._enabled:
             return
-        sets = {name: {"loss": one.loss, "loss_by_position": one.by_position} for name, one in losses.items()}
+        sets: dict[str, dict[str, Any]] = {}
+        accuracies: dict[str, float] = {}
+        for name, one in losses.items():
+            sets[name] = {"loss": one.loss, "loss_by_position": one.by_position}
+            if one.accuracy is not None:
+                sets[name]["accuracy"] = accuracies[name] = one.accuracy
         # Groups of their own: the losses of the sets stand side by side, and not between those of all parts.
         groups: dict[str, Mapping[str, Scalar]] = {"validation": {name: one.loss for name, one in losses.items()}}
+        groups["validation_accuracy"] = accuracies
         for name, one in losses.items():
             digits = len(str(len(one.by_position) - 1))
             buckets = {f"{i:0{digits}}": loss for i, loss in enumerate(one.by_position)}
             groups[f"validation_by_position/{name}"] = buckets
         self._write(step, {"tokens": tokens, "validation": sets}, groups)
-        text = "  ".join(f"{name} {one.loss:.4f}" for name, one in losses.items())
+        text = "  ".join(
+            f"{name} {one.loss:.4f}{'' if one.accuracy is None else f' accuracy {one.accuracy:.2%}'}"
+            for name, one in losses.items()
+        )
         self._progress.say(f"step {step}/{self._total_steps}  validation loss  {text}")
 
     def log_evaluation(

@@ -1,5 +1,6 @@
 """Attention of packed documents against full matrices in fp64, and what it holds and calls."""
 
+import functools
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +25,8 @@ CASES: dict[str, tuple[int, tuple[tuple[int, tuple[int, ...]], ...]]] = {
     "one token": (1, ((70, ()), (0, ()))),
 }
 BEFORE = 70
+# Not causal: of each row's last document the tokens that ranks behind hold, and all keys there.
+AFTER, BEHIND = (33, 0), 37
 
 
 def positions_of(length: int, rows: tuple[tuple[int, tuple[int, ...]], ...]) -> Tensor:
@@ -34,13 +37,13 @@ def positions_of(length: int, rows: tuple[tuple[int, tuple[int, ...]], ...]) -> 
     return positions
 
 
-def drawn(case: str) -> tuple[Tensor, list[Tensor], Tensor]:
+def drawn(case: str, behind: int = 0) -> tuple[Tensor, list[Tensor], Tensor]:
     """(positions, [q, k, v], cotangent)."""
     length, rows = CASES[case]
     positions = positions_of(length, rows)
     before = BEFORE if any(first for first, _ in rows) else 0
     generator = torch.Generator().manual_seed(0)
-    sizes = (length, before + length, before + length, length)
+    sizes = (length, before + length + behind, before + length + behind, length)
     *inputs, cotangent = [
         torch.randn(ROWS, size, HEADS, WIDTH, dtype=torch.float64, generator=generator) for size in sizes
     ]
@@ -56,12 +59,35 @@ def dense(positions: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhts, bshk -> bthk", scores.masked_fill(~seen[:, None], -torch.inf).softmax(dim=-1), v)
 
 
-def attention_of(positions: Tensor, num_keys: int) -> DocumentAttention:
-    return DocumentAttention(read_starts(positions), *positions.shape, num_keys, positions.device)
+def dense_both_ways(positions: Tensor, q: Tensor, k: Tensor, v: Tensor, after: tuple[int, ...]) -> Tensor:
+    """A token of the row sees its whole document, by the number of the document of each key."""
+    before, n = k.size(1) - BEHIND - q.size(1), q.size(1)
+    documents_of = torch.full((len(positions), k.size(1)), -1)
+    for row, (own, more) in enumerate(zip(positions, after, strict=True)):
+        numbers = (own == 0).long().cumsum(0)
+        documents_of[row, before : before + n] = numbers
+        documents_of[row, before - min(before, int(own[0])) : before] = numbers[0]
+        documents_of[row, before + n : before + n + more] = numbers[-1]
+    seen = documents_of[:, before : before + n, None] == documents_of[:, None]
+    scores = torch.einsum("bthk, bshk -> bhts", q, k) / WIDTH**0.5
+    return torch.einsum("bhts, bshk -> bthk", scores.masked_fill(~seen[:, None], -torch.inf).softmax(dim=-1), v)
 
 
-def assert_equal_to_dense(way: Any, positions: Tensor, inputs: list[Tensor], cotangent: Tensor) -> None:
-    found, expected = way(*inputs), dense(positions, *inputs)
+def attention_of(positions: Tensor, num_keys: int, after: tuple[int, ...] | None = None) -> DocumentAttention:
+    before = num_keys - positions.size(1) - (0 if after is None else BEHIND)
+    return DocumentAttention(
+        read_starts(positions),
+        *positions.shape,
+        before,
+        positions.device,
+        after=None if after is None else torch.tensor(after),
+    )
+
+
+def assert_equal_to_dense(
+    way: Any, positions: Tensor, inputs: list[Tensor], cotangent: Tensor, oracle: Any = dense
+) -> None:
+    found, expected = way(*inputs), oracle(positions, *inputs)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     gradients = torch.autograd.grad(found, inputs, cotangent)
     for gradient, other in zip(gradients, torch.autograd.grad(expected, inputs, cotangent), strict=True):
@@ -72,6 +98,19 @@ def assert_equal_to_dense(way: Any, positions: Tensor, inputs: list[Tensor], cot
 def test_grouped_documents_are_full_matrices(case: str) -> None:
     positions, inputs, cotangent = drawn(case)
     assert_equal_to_dense(attention_of(positions, inputs[1].size(1)), positions, inputs, cotangent)
+
+
+@pytest.mark.parametrize("after", [(0, 0), AFTER], ids=["ended", "goes on"])
+@pytest.mark.parametrize("case", CASES)
+def test_documents_that_are_read_both_ways_are_full_matrices(
+    monkeypatch: pytest.MonkeyPatch, case: str, after: tuple[int, ...]
+) -> None:
+    """By both ways of computing them; keys behind the row are those of later ranks."""
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", functools.partial(variable_length, causal=False))
+    positions, inputs, cotangent = drawn(case, BEHIND)
+    attention = attention_of(positions, inputs[1].size(1), after)
+    for way in (attention.grouped, attention.flash):
+        assert_equal_to_dense(way, positions, inputs, cotangent, functools.partial(dense_both_ways, after=after))
 
 
 @pytest.mark.parametrize("case", ["one document a row", "many short ones", "some from earlier ranks", "one token"])
@@ -100,17 +139,29 @@ def test_blocks_of_queries_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def variable_length(
-    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, longest: int, most_keys: int, *how: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    longest: int,
+    most_keys: int,
+    *how: Any,
+    causal: bool = True,
 ) -> tuple[Tensor]:
     """What flash attention's operator means: causal from the last query and the last key of each document."""
-    assert how == (0.0, True, False)
+    assert how == (0.0, causal, False)
     assert (queries.dtype, keys.dtype) == (torch.int32, torch.int32)
     assert (longest, most_keys) == (int(queries.diff().max()), int(keys.diff().max()))
     assert (len(q), len(k), len(v)) == (queries[-1], keys[-1], keys[-1])
     outputs = []
     for (first, last), (begin, end) in zip(pairwise(queries.tolist()), pairwise(keys.tolist()), strict=True):
         scores = torch.einsum("thk, shk -> hts", q[first:last], k[begin:end]) / WIDTH**0.5
-        hidden = torch.ones_like(scores, dtype=torch.bool).triu(end - begin - (last - first) + 1)
+        hidden = (
+            torch.ones_like(scores, dtype=torch.bool).triu(end - begin - (last - first) + 1)
+            if causal
+            else torch.zeros_like(scores, dtype=torch.bool)
+        )
         outputs.append(
             torch.einsum("hts, shk -> thk", scores.masked_fill(hidden, -torch.inf).softmax(-1), v[begin:end])
         )

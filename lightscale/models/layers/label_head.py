@@ -1,0 +1,112 @@
+"""The output layer of classification: one label for each document, from the states of its tokens on all ranks.
+
+    logits = W pool(h_1 … h_n),   pool: the mean of the tokens' states, or that of the first or the last one
+
+A document that began on earlier sequence ranks is predicted by the rank that holds its last token: the others send the
+sum of what they hold of it, d numbers a row, in one exchange each way.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightscale.config.schema import HeadConfig
+from lightscale.kernels.attention import to_device
+from lightscale.models.layers.context import SequenceContext
+from lightscale.parallel.megatron import TransformerConfig, gather_from_sequence_parallel_region
+from lightscale.parallel.sequence import begin_gather
+
+
+class LabelHead(nn.Module):
+    """Held whole by every tensor rank, all of which compute the same.
+
+    Args:
+        config: the model's Megatron configuration.
+        head: classes and pooling.
+        width: of the residual stream.
+        group: the tensor group.
+    """
+
+    def __init__(self, config: TransformerConfig, head: HeadConfig, width: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.pooling, self.group = head.pooling, group
+        shape = (head.num_labels, width)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device()))
+
+    def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
+        """hidden: (n / tensor, b, d) -> logits (m, labels), fp32 or wider, of this rank's m documents, and (m,) int64.
+
+        The numbers say which of the b·n tokens is the last one here of each document, row after row. The documents are
+        those of the context, also parts that go on behind this rank; their logits mean nothing.
+        """
+        if self.group.size() > 1:
+            # All ranks go on alike: each takes the gradient of its own tokens.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        states = hidden.transpose(0, 1).flatten(0, 1).to(wide)
+        pooled, last = self._pooled(states, context)
+        return F.linear(pooled, self.weight.to(wide)), last
+
+    def _pooled(self, states: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
+        """states: (b·n, d) -> (m, d), and the last token of each."""
+        positions = context.positions
+        (b, n), device = positions.shape, states.device
+        slots = context.document_starts.slots
+        first = to_device(slots, device)
+        last = to_device(torch.cat([slots[1:], slots.new_tensor([b * n])])[: len(slots)] - 1, device)
+        if self.pooling == "last":
+            return states[last], last
+        flat = positions.flatten()
+        if self.pooling == "first":
+            states = states * (flat == 0)[:, None]
+        number = torch.zeros_like(flat).index_fill(0, first, 1).cumsum(0) - 1
+        sums = states.new_zeros(len(slots), states.size(1)).index_add(0, number, states)
+        if context.exchange is not None:
+            begins = slots % max(n, 1) == 0
+            ends = torch.cat([begins[1:], begins.new_ones(1)])[: len(slots)]
+            incoming = self._incoming(sums[to_device(ends.nonzero().squeeze(1), device)], context)
+            if not n:
+                # Nothing is predicted here, but the others wait for this rank in the backward pass of the gathering.
+                return incoming[:0], last
+            sums = sums.index_add(0, to_device(begins.nonzero().squeeze(1), device), incoming)
+        return (sums / (flat[last] + 1)[:, None] if self.pooling == "mean" else sums), last
+
+    def _incoming(self, leaving: Tensor, context: SequenceContext) -> Tensor:
+        """leaving: (b, d), sums of each row's last document here -> (b, d), of the first one, on the ranks before."""
+        exchange, positions = context.exchange, context.positions
+        assert exchange is not None
+        b, n = positions.shape
+        if not n:
+            leaving = leaving.new_zeros(b, self.weight.size(1)) + leaving.sum()
+        # Whether a document goes through the whole row, and what an earlier rank has of it comes here too.
+        is_through = (positions > 0).all(dim=1)
+        sent = torch.cat([leaving, is_through[:, None].to(leaving.dtype)], dim=1)
+        gathered = begin_gather(sent[:, None], exchange)()
+        arrives = context.continues.to(leaving.dtype)
+        shares = [torch.zeros_like(arrives)] * exchange.size
+        for rank in reversed(range(exchange.rank)):
+            shares[rank] = arrives
+            arrives = arrives * gathered[:, rank, -1].detach()
+        return torch.einsum("br, brd -> bd", torch.stack(shares, dim=1), gathered[..., :-1])
+
+
+def label_losses(
+    logits: Tensor, last: Tensor, labels: Tensor, loss_mask: Tensor | None, *, with_correct: bool
+) -> Tensor:
+    """Of each token, (b, n): the loss of its document at the document's last token, times the mask, and 0 elsewhere.
+
+    With ``with_correct`` (2, b, n): the losses, and 1 where the mask and the most probable label is right.
+
+    Args:
+        logits, last: as ``LabelHead`` gives them.
+        labels, loss_mask: (b, n).
+    """
+    wanted = labels.flatten()[last]
+    counted = logits.new_ones(len(last)) if loss_mask is None else loss_mask.flatten()[last].to(logits.dtype)
+    found = [F.cross_entropy(logits, wanted, reduction="none") * counted]
+    if with_correct:
+        found.append((logits.argmax(-1) == wanted) * counted)
+    rows = logits.new_zeros(len(found), labels.numel())
+    rows = rows.index_copy(1, last, torch.stack(found)).view(-1, *labels.shape)
+    return rows if with_correct else rows[0]

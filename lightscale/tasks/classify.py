@@ -1,0 +1,100 @@
+"""Predict one label for each document: a number that the store has of it, such as a topic.
+
+``StoreWriter.source(…, documents={"label": "int32"})`` writes labels; the output layer, ``model.head``, sees the mean
+of the document's tokens, the first or the last one. A document that a window cuts is predicted from each part that a
+sequence holds: ``data.packing`` = "whole" leaves all whole that fit. The loss is the mean over documents.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightscale.config.mixers import BIDIRECTIONAL, CAUSAL
+from lightscale.config.schema import ModelConfig, TaskConfig
+from lightscale.data_pipeline.loading.targets import PADDING, Predicted, RowDocuments
+from lightscale.data_pipeline.store.token_store import TokenSource, TokenStore
+from lightscale.errors import UserError
+from lightscale.tasks.interface import TrainingTask
+
+_DOCUMENTS_AT_ONCE = 2**20
+
+
+class ClassifyConfig(TaskConfig):
+    """[task] with name = "classify"."""
+
+    name: Literal["classify"] = "classify"
+    label: str = "label"
+    """Name of the array with the labels in every source of the store: whole numbers from 0 on, one a document."""
+
+
+class Classify(TrainingTask):
+    """Classification of documents; mixers may read either way."""
+
+    options = ClassifyConfig
+    directions = CAUSAL | BIDIRECTIONAL
+    predicts_labels = True
+    measures_accuracy = True
+
+    def __init__(self, config: ClassifyConfig) -> None:
+        self.config = config
+
+    def check_store(self, model: ModelConfig, store: TokenStore, sources: Collection[str]) -> None:
+        """Every document of ``sources`` has a label of the model's; reads them all."""
+        assert model.head is not None, "checked with the configuration"
+        for source in map(store.source, sources):
+            self._check_labels(store, source, model.head.num_labels)
+
+    def targets(self, store: TokenStore, *, validation: bool) -> "DocumentLabels":
+        """The same in validation."""
+        return DocumentLabels(array=self.config.label)
+
+    def _check_labels(self, store: TokenStore, source: TokenSource, num_labels: int) -> None:
+        name, where = self.config.label, f"{store.path}, source {source.name}"
+        dtype = source.document_arrays.get(name)
+        if dtype is None:
+            names = ", ".join(source.document_arrays) or "none"
+            raise UserError(f'task.label = "{name}": {where} has no such array of its documents; it has {names}')
+        if dtype.subdtype is not None or dtype.kind not in "iu":
+            raise UserError(f'task.label = "{name}": in {where} it is {dtype}; labels are one whole number a document')
+        for first in range(0, source.num_documents, _DOCUMENTS_AT_ONCE):
+            last = min(first + _DOCUMENTS_AT_ONCE, source.num_documents)
+            labels = source.document_values(name, first, last)
+            wrong = np.flatnonzero((labels < 0) | (labels >= num_labels))
+            if len(wrong):
+                raise UserError(
+                    f"{where}: document {first + wrong[0]} has the label {labels[wrong[0]]}, but "
+                    f"model.head.num_labels = {num_labels} allows 0 to {num_labels - 1}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentLabels:
+    """The label of a document stands at its last token in the row: see ``Targets``."""
+
+    array: str
+
+    def __call__(
+        self,
+        tokens: NDArray[np.int32],
+        counted: NDArray[np.float32],
+        places: NDArray[np.int64],
+        documents: Callable[[], Sequence[RowDocuments]],
+    ) -> Predicted:
+        """See ``Targets``."""
+        labels, is_last = np.zeros_like(tokens), np.zeros(tokens.shape, dtype=np.float32)
+        for row, (source, slots, starts) in enumerate(documents()):
+            ends = [*(slots[1:] - 1).tolist(), tokens.shape[1] - 1]
+            for end, start in zip(ends, starts.tolist(), strict=True):
+                if start != PADDING:
+                    # The end of a source counts as one document more: no token is there.
+                    number = source.document_at(start)
+                    labels[row, end] = source.document_values(self.array, number, number + 1)[0]
+                    is_last[row, end] = 1
+        return Predicted(tokens, labels, is_last)
+
+    def description(self) -> str:
+        """See ``Targets``."""
+        return f"classify {self.array}"

@@ -1,0 +1,165 @@
+"""Predict tokens that are hidden from those before and behind them: masked-language modelling, as BERT's.
+
+    of the chosen tokens of a row   replace_by_mask become the mask, replace_by_random another token, the rest stay;
+                                    all of them are predicted, and no other
+
+(Devlin et al. 2019, arXiv 1810.04805, section 3.1.) Each word, or each token, is chosen by itself with probability
+``share``: a row has about that share of its tokens chosen, or with few tokens none. Nothing is drawn in turn: what
+happens to a token is a hash of (seed, place of the row in the run's data, slot), so that every layout and a run that
+resumes has the same masks, and a text that comes again in a later epoch others.
+
+The mask is the id behind the tokenizer's last one. No text has it, and it is no label: the model has a row of the
+embedding for it, which takes no probability.
+"""
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import model_validator
+
+from lightscale.config.mixers import BIDIRECTIONAL
+from lightscale.config.schema import ModelConfig, Seed, Share, TaskConfig, ZeroToOne
+from lightscale.data_pipeline.loading.targets import Predicted, RowDocuments
+from lightscale.data_pipeline.splitmix import mixed
+from lightscale.data_pipeline.store.token_store import TokenStore
+from lightscale.data_pipeline.tokenizers import load_tokenizer
+from lightscale.data_pipeline.tokenizers.words import WordEdges, word_edges
+from lightscale.errors import UserError
+from lightscale.tasks.interface import TrainingTask
+
+_GAMMA = np.uint64(0x9E37_79B9_7F4A_7C15)
+# What is asked of the hash of a slot.
+_IS_CHOSEN, _HOW, _WHICH, _NUM_QUESTIONS = range(4)
+
+
+class MaskedConfig(TaskConfig):
+    """[task] with name = "masked"."""
+
+    name: Literal["masked"] = "masked"
+    share: Share = 0.15
+    """Share of the tokens that are predicted."""
+    validation_share: Share | None = None
+    """The same in validation, whose masks never change; none: as share."""
+    whole_words: bool = False
+    """Whether all tokens of a word are predicted or none, by the characters of the tokens; otherwise each by itself."""
+    replace_by_mask: ZeroToOne = 0.8
+    """Of those predicted, the share that the model sees as the mask."""
+    replace_by_random: ZeroToOne = 0.1
+    """Of those predicted, the share that the model sees as some other token; it sees the rest as they are."""
+    seed: Seed = 0
+    """Decides which tokens are predicted and what is put in their place."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.replace_by_mask + self.replace_by_random > 1:
+            raise ValueError(
+                f"task.replace_by_mask = {self.replace_by_mask} and task.replace_by_random = {self.replace_by_random} "
+                f"are together more than 1; use at most {1 - self.replace_by_mask:g} for replace_by_random"
+            )
+        return self
+
+
+class Masked(TrainingTask):
+    """Masked-language modelling; the loss is the mean over the chosen tokens."""
+
+    options = MaskedConfig
+    directions = BIDIRECTIONAL
+    measures_accuracy = True
+
+    def __init__(self, config: MaskedConfig) -> None:
+        self.config = config
+
+    def check_store(self, model: ModelConfig, store: TokenStore, sources: Collection[str]) -> None:
+        """The embedding needs a row for the mask, and every source text."""
+        ids = store.tokenizer.vocab_size
+        if model.vocab_size <= ids:
+            raise UserError(
+                f'model.vocab_size = {model.vocab_size} leaves no id for the mask of task.name = "masked": '
+                f"{store.tokenizer.name} in {store.path} has {ids} tokens, and the mask is the one behind them; use at "
+                f"least {ids + 1}"
+            )
+        for source in map(store.source, sources):
+            # Every document begins with an end-of-text token.
+            if source.num_tokens == source.num_documents:
+                raise UserError(
+                    f"{store.path}: the documents of source {source.name} have no text, so there is nothing to mask "
+                    'for task.name = "masked"; use a store without it'
+                )
+
+    def targets(self, store: TokenStore, *, validation: bool) -> "Masks":
+        """Validation draws from other random numbers than training, of which the seed decides nothing."""
+        config = self.config
+        share = config.share
+        if validation and config.validation_share is not None:
+            share = config.validation_share
+        return Masks(
+            share=share,
+            replace_by_mask=config.replace_by_mask,
+            replace_by_random=config.replace_by_random,
+            # One set of validation masks for all runs: their losses can be compared.
+            stream=0 if validation else config.seed + 1,
+            num_ids=store.tokenizer.vocab_size,
+            eot_id=store.tokenizer.eot_id,
+            edges=_edges(store.path) if config.whole_words else None,
+        )
+
+
+@functools.cache
+def _edges(store: Path) -> WordEdges:
+    """Of the tokenizer in ``store``; kept, because every token is looked at."""
+    return word_edges(load_tokenizer(store))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masks:
+    """What is chosen in rows, and what the model sees there: see ``Targets``."""
+
+    share: float
+    replace_by_mask: float
+    replace_by_random: float
+    stream: int
+    """Of the random numbers."""
+    num_ids: int
+    """Of the tokenizer; the mask is this id."""
+    eot_id: int
+    """The end-of-text token: it is neither predicted nor put in."""
+    edges: WordEdges | None
+    """Of the tokens, where words are chosen; None: each token is."""
+
+    def __call__(
+        self,
+        tokens: NDArray[np.int32],
+        counted: NDArray[np.float32],
+        places: NDArray[np.int64],
+        documents: Callable[[], Sequence[RowDocuments]],
+    ) -> Predicted:
+        """See ``Targets``."""
+        slots = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+        units = slots if self.edges is None else self.edges.word_starts(tokens)
+        is_text = (counted > 0) & (tokens != self.eot_id)
+        chosen = is_text & (self._uniform(places, units, _IS_CHOSEN) < self.share)
+        how = self._uniform(places, slots, _HOW)
+        inputs = np.where(chosen & (how < self.replace_by_mask), self.num_ids, tokens)
+        random = chosen & (how >= self.replace_by_mask) & (how < self.replace_by_mask + self.replace_by_random)
+        others = (self._uniform(places, slots, _WHICH) * (self.num_ids - 1)).astype(np.int32)
+        # All ids but the end-of-text token.
+        others += others >= self.eot_id
+        inputs = np.where(random, others, inputs)
+        return Predicted(inputs.astype(np.int32), tokens, chosen.astype(np.float32))
+
+    def description(self) -> str:
+        """See ``Targets``."""
+        words = "words" if self.edges is not None else "tokens"
+        parts = (self.share, self.replace_by_mask, self.replace_by_random)
+        return f"masked {words} {' '.join(map(repr, parts))} stream {self.stream}"
+
+    def _uniform(self, places: NDArray[np.int64], slots: NDArray[np.int64], question: int) -> NDArray[np.float64]:
+        """(b, n) numbers in [0, 1), a function of (stream, place, slot, question): SplitMix64 of each row's own."""
+        own = mixed(places.astype(np.uint64) + mixed(np.array([self.stream], dtype=np.uint64) + _GAMMA))
+        steps = (slots * _NUM_QUESTIONS + question + 1).astype(np.uint64)
+        return (mixed(own[:, None] + steps * _GAMMA) >> np.uint64(11)).astype(np.float64) * 2.0**-53
