@@ -142,7 +142,7 @@ def run_evaluate(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
 def run_dedup(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
     """Deduplication over growing corpora."""
     for figures in dedup.run(args.documents):
-        settings = {"bands": dedup.NUM_BANDS, "unit_documents": dedup.UNIT_DOCUMENTS}
+        settings = {"bands": dedup.NUM_BANDS}
         yield BenchmarkReport(settings=settings, figures=figures, table=dedup.table(figures))
 
 

@@ -631,6 +631,12 @@ class RunConfig(Section):
                 f'model.head gives labels of documents, but task.name = "{name}" predicts tokens; remove the table, or '
                 'use task.name = "classify"'
             )
+        directions = {self.model.direction(layer) for layer in range(len(self.model.layers))}
+        if self.model.head is not None and self.model.head.pooling == "first" and directions == {"causal"}:
+            raise ValueError(
+                'model.head.pooling = "first": at a document\'s first token, causal layers have '
+                'seen nothing of it; use "mean" or "last", or layers with causal = false'
+            )
         for layer, mixer in enumerate(self.model.layers):
             direction = self.model.direction(layer)
             if direction not in task.directions:

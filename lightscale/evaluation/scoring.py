@@ -91,6 +91,8 @@ class Scorer:
         self._forward = Forward(model, mesh)
         self._grows = any(state_grows(mixer_spec(name).operator) for name in model.model.layers)
         self._row_bytes: int | None = None
+        # As models compute them: texts of many million tokens are held, and nothing is rounded.
+        self._dtype = np.float64 if any(weight.dtype == torch.float64 for weight in model.parameters()) else np.float32
 
     def answer(self, requests: Sequence[Request]) -> list[Answer]:
         """The answers, in the order of the requests."""
@@ -113,11 +115,11 @@ class Scorer:
                 case RollingLogLikelihood():
                     # Those of a text's windows stand one behind the other.
                     found = [values[number][0] for number in own]
-                    whole = found[0] if len(found) == 1 else np.concatenate([np.empty(0), *found])
+                    whole = np.concatenate([np.empty(0), *found])
                     answers.append(TokenLikelihoods(log_probability=whole))
                 case LogLikelihood():
                     log_probability, is_greedy = values[own[0]]
-                    total = float(log_probability.sum())
+                    total = float(log_probability.sum(dtype=np.float64))
                     answers.append(Likelihood(log_probability=total, is_greedy=bool(is_greedy.all())))
         return answers
 
@@ -125,7 +127,7 @@ class Scorer:
         """(log-probabilities, whether greedy) of the scored tokens of each document, on every rank."""
         starts = np.cumsum([0, *(len(ids) - first for ids, first in documents)])
         # Of all tokens one after the other, and nothing else that grows with them. Each rank fills in its own.
-        log_probability, is_greedy = np.zeros(starts[-1]), np.zeros(starts[-1], np.bool_)
+        log_probability, is_greedy = np.zeros(starts[-1], self._dtype), np.zeros(starts[-1], np.bool_)
         num_found = np.zeros((), np.int64)
 
         def find() -> None:

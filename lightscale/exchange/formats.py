@@ -7,6 +7,8 @@ import importlib
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+from lightscale.errors import UserError
+
 if TYPE_CHECKING:
     import torch
 
@@ -54,7 +56,9 @@ class ExportFormat(ABC):
 
 
 def format_named(name: str) -> ExportFormat:
-    """The format ``name`` of ``FORMATS``; imports torch."""
+    """The format ``name`` of ``FORMATS``; imports torch. UserError where there is none."""
+    if name not in FORMATS:
+        raise UserError(f"no format of exports is called {name!r}; use one of {', '.join(FORMATS)}")
     module, _, cls = FORMATS[name].partition(":")
     found: ExportFormat = getattr(importlib.import_module(module), cls)()
     return found

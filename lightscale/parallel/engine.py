@@ -5,6 +5,7 @@ of the mean loss over all valid tokens of the step, on every layout. ``gradient_
 anything has changed, and ``apply`` clips and applies them; ``step`` is both.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -102,20 +103,33 @@ def share_over_stages(parameter: nn.Parameter, *, stage: int) -> None:
     parameter.shared_embedding = True  # type: ignore[attr-defined]
 
 
-def _gather_in_forward_order(model: DistributedDataParallel) -> None:
+def _gather_in_order_of_use(model: DistributedDataParallel) -> None:
     """Let each bucket's weights be gathered while those are used that the forward pass needs before.
 
-    Megatron's own order is that of its buffers, one for each dtype: the fp32 weights of a bf16 model would be waited
-    for in the middle, and the gathering after them be begun twice, of which it warns.
+    Megatron's own order is that of its buffers, one for each dtype, and in them that of registration: where weights are
+    used in another, it waits in the middle and warns that the gathering after them was begun twice. So the order is
+    seen in the first pass, in which every bucket is gathered when it is needed; it is the same on all data ranks.
     """
-    # Parameters are registered as they are used, but for parts that layers share: these are built before. Of the
-    # embedding, the words come first and then what is added to them.
-    named = [(name, weight) for name, weight in model.module.named_parameters() if weight.requires_grad]
-    first = ("embedding.word_embeddings.", "embedding.")
-    used = sorted(named, key=lambda item: [not item[0].startswith(prefix) for prefix in first])
-    groups = list(dict.fromkeys(model.param_to_bucket_group[weight] for _, weight in used))
-    for group, following in zip(groups, [*groups[1:], None], strict=True):
-        group.next_param_gather_bucket_group = following
+    groups = model.param_to_bucket_group
+    used: dict[Any, None] = {}
+    for group in groups.values():
+        group.next_param_gather_bucket_group = None
+
+    def use(module: nn.Module, _: object) -> None:
+        for weight in module.parameters(recurse=False):
+            if weight in groups:
+                used.setdefault(groups[weight])
+
+    def finish(*_: object) -> None:
+        for hook in hooks:
+            hook.remove()
+        # Those that no module of this pass reads, after all others.
+        order = list(dict.fromkeys([*used, *groups.values()]))
+        for group, following in itertools.pairwise(order):
+            group.next_param_gather_bucket_group = following
+
+    hooks = [module.register_forward_pre_hook(use) for module in model.module.modules()]
+    hooks.append(model.register_forward_hook(finish))
 
 
 class Engine:
@@ -183,7 +197,7 @@ class Engine:
             for number, chunk in enumerate(self.chunks)
         ]
         for model in self.models:
-            _gather_in_forward_order(model)
+            _gather_in_order_of_use(model)
         self.config.finalize_model_grads_func = self._finalize_gradients
         # With overlap a bucket's reduction starts in the backward pass as soon as its last gradient is there; only the
         # last micro-batch's is complete, which is when the schedules call these.
@@ -231,6 +245,9 @@ class Engine:
         """
         for chunk in self.chunks:
             chunk.eval()
+        if accuracy and any(model.ddp_config.overlap_param_gather for model in self.models):
+            # Then the output layer is read without a call of its own, which would wait for its weights.
+            self.gather_weights()
         return self._run(batches, forward_only=True, accuracy=accuracy)
 
     def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool, accuracy: bool = False) -> LossSums:

@@ -2,7 +2,7 @@
 
 ``StoreWriter.source(…, documents={"label": "int32"})`` writes labels; the output layer, ``model.head``, sees the mean
 of the document's tokens, the first or the last one. A document that a window cuts is predicted from each part that a
-sequence holds: ``data.packing`` = "whole" leaves all whole that fit. The loss is the mean over documents.
+sequence holds: ``data.packing`` = "whole" leaves all whole that fit, in training. The loss is the mean over documents.
 """
 
 from collections.abc import Callable, Collection, Sequence

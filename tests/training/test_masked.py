@@ -66,8 +66,9 @@ def test_a_resumed_masked_run_is_bitwise_the_same(
     for one, other in zip(lines, again, strict=True):
         assert one.get("validation") == other.get("validation")
     for found in lines[-1]["validation"].values():
-        assert 0 <= found["accuracy"] <= 1
-        assert found["loss"] < 6
+        # Of 300 ids an untrained model gives each as much: 5.70 nats, and a 300th is right.
+        assert found["loss"] < 5.45
+        assert 0.03 < found["accuracy"] < 1
 
 
 def on_four(rank: int, world_size: int, init_method: str, folder: str, run: str) -> list[tuple[int, str]]:

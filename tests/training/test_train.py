@@ -437,5 +437,5 @@ def test_beginning_from_the_weights_of_another_run(
     assert "conversion" not in next(event for event in read_lines(tuned.events) if event["event"] == "init_from")
     assert messages[4] == (
         'error: train.init_from = "runs/whole@40": its model.hidden_size is 64 and that of this run 32; a model with '
-        "other mixers keeps weights only where it is the same: use model.hidden_size=64"
+        "other mixers, or another output layer, keeps weights only where it is the same: use model.hidden_size=64"
     )

@@ -1,7 +1,8 @@
 """Deduplication over growing corpora: CPU time, files opened and bytes read, for each document.
 
 Keys are drawn at random as MinHash would give them: of every ten documents eight share none, one has a near copy (ten
-of its bands), one an exact copy. Units write them as a preparation does, and its own tasks find the duplicates, in this
+of its bands), one an exact copy. Units, as many as a preparation
+makes of documents of 4 KB, write them, and its own tasks find the duplicates, in this
 process. What units do beside, reading, filtering and tokenizing, is not part of it.
 """
 
@@ -22,12 +23,12 @@ from rich.table import Table
 from benchmarks.turns import positive
 from lightscale.data_pipeline.preparation.dedup import NUM_BANDS, write_band_records
 from lightscale.data_pipeline.preparation.deduplication import list_key_files, steps
-from lightscale.data_pipeline.preparation.plan import UNIT_SHIFT
+from lightscale.data_pipeline.preparation.plan import AIMED_UNITS, MAX_UNIT_BYTES, MIN_UNIT_BYTES, UNIT_SHIFT
 from lightscale.data_pipeline.preparation.work_directory import WorkDirectory
 
 MOST_GROWTH = 1.3
 DOCUMENTS = (100_000, 1_000_000, 10_000_000)
-UNIT_DOCUMENTS = 2**16
+_DOCUMENT_BYTES = 4096
 _NEAR_BANDS = 10
 
 
@@ -87,9 +88,10 @@ def _measure(folder: Path, count: int, opened: _Opened) -> dict[str, Any]:
 def _write_units(work: WorkDirectory, count: int) -> float:
     """Write the key files of ``count`` documents; the CPU seconds that drawing them took."""
     drawing_s = 0.0
-    for unit, first in enumerate(range(0, count, UNIT_DOCUMENTS)):
+    size = unit_documents(count)
+    for unit, first in enumerate(range(0, count, size)):
         begun_s = time.process_time()
-        keys = _keys(np.arange(first, min(count, first + UNIT_DOCUMENTS), dtype=np.uint64), count)
+        keys = _keys(np.arange(first, min(count, first + size), dtype=np.uint64), count)
         folder = work.entry("units", unit)
         folder.mkdir(parents=True)
         ids = np.arange(len(keys), dtype=np.uint64) + np.uint64(unit << UNIT_SHIFT)
@@ -98,10 +100,16 @@ def _write_units(work: WorkDirectory, count: int) -> float:
     return drawing_s
 
 
+def unit_documents(count: int) -> int:
+    """Documents of a unit, if ``count`` of 4 KB each are a corpus."""
+    unit_bytes = min(max(count * _DOCUMENT_BYTES // AIMED_UNITS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
+    return unit_bytes // _DOCUMENT_BYTES
+
+
 def _keys(numbers: NDArray[np.uint64], count: int) -> NDArray[np.uint64]:
     """(docs, bands) keys: of the last tenth of ``count`` documents those of the first, of the tenth before nearly."""
     tenth = np.uint64(count // 10)
-    exact, near = numbers >= 9 * tenth, (numbers >= 8 * tenth) & (numbers < 9 * tenth)
+    exact, near = (numbers >= 9 * tenth) & (numbers < 10 * tenth), (numbers >= 8 * tenth) & (numbers < 9 * tenth)
     original = numbers.copy()
     original[exact] -= 9 * tenth
     original[near] -= 7 * tenth

@@ -11,6 +11,7 @@ keys over all key files; ranges know nothing of each other (``dedup/README.md``)
 files, and each step has a fixed share of the tasks of the one before: work grows with the corpus, and no faster.
 """
 
+import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,8 @@ from lightscale.data_pipeline.preparation.plan import UNIT_SHIFT, UnitSummary
 from lightscale.data_pipeline.preparation.readers import Advance
 from lightscale.data_pipeline.preparation.units import Context
 from lightscale.data_pipeline.preparation.work_directory import WorkDirectory
-from lightscale.data_pipeline.whole_files import write_array, write_json
+from lightscale.data_pipeline.whole_files import TEMPORARY_SUFFIX, write_array, write_json
+from lightscale.errors import UserError
 
 KINDS: tuple[Kind, ...] = ("exact", "near")
 _REASONS: dict[Kind, str] = {"exact": "exact duplicate", "near": "near duplicate"}
@@ -35,7 +37,6 @@ _REASONS: dict[Kind, str] = {"exact": "exact duplicate", "near": "near duplicate
 _RANGE_BYTES = 2**24
 # Files of pairs that one task unites, one after the other.
 _UNITED_AT_ONCE = 16
-_Names = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,9 @@ class DedupTask:
     """Some files of the work directory, of which one is made."""
 
     kind: Kind
-    inputs: _Names
+    inputs: tuple[str, ...]
+    sizes: tuple[int, ...]
+    """Of the inputs, in bytes; of files of pairs nothing."""
     target: str
     num_bytes: int
     """For progress: about how much is read, or the number of inputs."""
@@ -79,8 +82,15 @@ def list_key_files(work: WorkDirectory, kind: Kind) -> KeyFiles:
     """All key files of ``kind``; by one process, when all units are finished."""
     path = work.path / "duplicates" / f"{kind}-keys.json"
     if not path.exists():
-        found = sorted((work.path / "units").glob(f"*/{kind}-*"))
+        # Not those of a unit that a process which nobody waits for any more still writes.
+        units = (unit for unit in (work.path / "units").iterdir() if unit.suffix != TEMPORARY_SUFFIX)
+        found = sorted(itertools.chain.from_iterable(unit.glob(f"{kind}-*") for unit in units))
         num_bytes = [file.stat().st_size for file in found]
+        if 0 in num_bytes:
+            raise UserError(
+                f"{found[num_bytes.index(0)]}: it was merged into a file that is no longer there; "
+                "prepare with --restart"
+            )
         names = [str(file.relative_to(work.path)) for file in found]
         num_ranges = -(-sum(num_bytes) // _RANGE_BYTES)
         write_json(path, {"names": names, "num_bytes": num_bytes, "num_ranges": num_ranges})
@@ -93,13 +103,18 @@ def steps(files: KeyFiles, kind: Kind) -> Iterator[DedupStep]:
     level = 0
     while len(names) > FAN_IN:
         level += 1
-        tasks = _grouped(names, num_bytes, FAN_IN, kind, f"duplicates/{kind}-keys-{level}/{{:06}}")
+        # In as many tasks as there may be files afterwards: all workers have some.
+        size = min(FAN_IN, -(-len(names) // FAN_IN))
+        tasks = _grouped(names, num_bytes, size, kind, f"duplicates/{kind}-keys-{level}/{{:06}}")
         yield DedupStep(name=f"sort keys of {kind} duplicates", task=merge_keys, items=tasks)
         names, num_bytes = [task.target for task in tasks], [task.num_bytes for task in tasks]
+    # One tuple for all ranges, which are very many.
+    inputs, sizes = tuple(names), tuple(num_bytes)
     ranges = [
         DedupTask(
             kind=kind,
-            inputs=tuple(names),
+            inputs=inputs,
+            sizes=sizes,
             target=f"duplicates/{kind}-pairs-0/{number:06}.npy",
             num_bytes=sum(num_bytes) // files.num_ranges,
             range_index=number,
@@ -111,10 +126,11 @@ def steps(files: KeyFiles, kind: Kind) -> Iterator[DedupStep]:
     names, level = [task.target for task in ranges], 0
     while len(names) > _UNITED_AT_ONCE:
         level += 1
-        tasks = _grouped(names, [1] * len(names), _UNITED_AT_ONCE, kind, f"duplicates/{kind}-pairs-{level}/{{:06}}.npy")
+        ones = [1] * len(names)
+        tasks = _grouped(names, ones, _UNITED_AT_ONCE, kind, f"duplicates/{kind}-pairs-{level}/{{:06}}.npy")
         yield DedupStep(name=f"unite {kind} duplicates", task=unite_pairs, items=tasks)
         names = [task.target for task in tasks]
-    last = DedupTask(kind=kind, inputs=tuple(names), target=f"duplicates/{kind}.npy", num_bytes=len(names))
+    last = DedupTask(kind=kind, inputs=tuple(names), sizes=(), target=f"duplicates/{kind}.npy", num_bytes=len(names))
     yield DedupStep(name=f"unite {kind} duplicates", task=unite_pairs, items=[last])
 
 
@@ -123,6 +139,7 @@ def _grouped(names: Sequence[str], num_bytes: Sequence[int], size: int, kind: Ki
         DedupTask(
             kind=kind,
             inputs=tuple(names[first : first + size]),
+            sizes=tuple(num_bytes[first : first + size]),
             target=target.format(first // size),
             num_bytes=sum(num_bytes[first : first + size]),
         )
@@ -134,8 +151,14 @@ def merge_keys(context: Context, item: DedupTask, advance: Advance) -> None:
     """The task of some key files: one file of all their records, instead of them."""
     root = context.work.path
     inputs = [root / name for name in item.inputs]
-    if not (root / item.target).exists():
-        merge_key_files(inputs, item.kind, root / item.target)
+    target = root / item.target
+    if not target.exists():
+        try:
+            merge_key_files(inputs, item.kind, target, sizes=item.sizes)
+        except UserError:
+            # Where another has done the same task meanwhile, the inputs are empty now.
+            if not target.exists():
+                raise
     # Only now: the disk holds all keys once, and what is being merged a second time. The empty file stays, as a name
     # that says that this work is done.
     for path in inputs:
@@ -148,7 +171,7 @@ def find_in_range(context: Context, item: DedupTask, advance: Advance) -> None:
     root = context.work.path
     if not (root / item.target).exists():
         files = [root / name for name in item.inputs]
-        pairs = find_pairs(files, item.kind, range_index=item.range_index, num_ranges=item.num_ranges)
+        pairs = find_pairs(files, item.kind, range_index=item.range_index, num_ranges=item.num_ranges, sizes=item.sizes)
         write_array(root / item.target, pairs)
     advance(item.num_bytes)
 

@@ -22,7 +22,7 @@ from lightscale.data_pipeline.whole_files import whole_file
 # Small enough that an interruption loses little and all workers have some, large enough that a unit's fixed costs (a
 # directory, a few files and renames) do not count.
 MIN_UNIT_BYTES, MAX_UNIT_BYTES = 2**20, 2**26
-_AIMED_UNITS = 1024
+AIMED_UNITS = 1024
 # A unit of many tiny files ends here, so that its list of files stays small.
 _MAX_RANGES = 4096
 UNIT_SHIFT = 32
@@ -81,7 +81,7 @@ def write_plan(path: Path, corpus: Corpus, *, unit_bytes: int | None, strict: bo
     # Listed twice where the size of a unit follows from the total: a list of all files would grow with the corpus.
     if unit_bytes is None:
         total = sum(file.size_bytes for _, file in _files(corpus, _problems_of(corpus, strict=False)))
-        unit_bytes = min(max(total // _AIMED_UNITS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
+        unit_bytes = min(max(total // AIMED_UNITS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
     problems = _problems_of(corpus, strict=strict)
     num_files = 0
     digest = hashlib.sha256()

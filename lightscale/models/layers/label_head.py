@@ -33,6 +33,10 @@ class LabelHead(nn.Module):
         self.pooling, self.group = head.pooling, group
         shape = (head.num_labels, width)
         self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device()))
+        if group.size() > 1:
+            # Every tensor rank has the whole gradient, which sums on GPUs do not give to the same bit twice: Megatron
+            # takes the mean, and the copies stay equal.
+            self.weight.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
         """hidden: (n / tensor, b, d) -> logits (m, labels), fp32 or wider, of this rank's m documents, and (m,) int64.
@@ -108,5 +112,5 @@ def label_losses(
     if with_correct:
         found.append((logits.argmax(-1) == wanted) * counted)
     rows = logits.new_zeros(len(found), labels.numel())
-    rows = rows.index_copy(1, last, torch.stack(found)).view(-1, *labels.shape)
+    rows = rows.index_copy(1, last, torch.stack(found)).view(len(found), *labels.shape)
     return rows if with_correct else rows[0]

@@ -35,8 +35,8 @@ def algebra_of(operator: str) -> Algebra:
     """How the states of an operator are combined, by its description; UserError for states that cannot be passed."""
     state = get_operator(operator).state
     if state is None or (state.algebra, state.scope) not in _ALGEBRAS:
-        algebra = "no state" if state is None else f"a state whose algebra is {state.algebra.value!r}"
-        known = ", ".join(dict.fromkeys(algebra.value for algebra, _ in _ALGEBRAS))
+        algebra = "no state" if state is None else f"a {state.scope.value} state of {state.algebra.value!r}"
+        known = ", ".join(f"{scope.value} states of {algebra.value!r}" for algebra, scope in _ALGEBRAS)
         raise UserError(f"operator {operator!r} has {algebra}; states are passed along sequence ranks for: {known}")
     return _ALGEBRAS[state.algebra, state.scope]
 

@@ -1,5 +1,7 @@
 """The steps from key files to duplicates: the same whatever is merged, in any order, stopped anywhere."""
 
+import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -131,6 +133,57 @@ def test_stopped_before_any_task_it_goes_on_to_the_same(tmp_path: Path) -> None:
             assert stops > 20
             return
     pytest.fail("there are fewer tasks than that")
+
+
+@pytest.mark.usefixtures("in_little")
+@pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
+def test_stopped_at_any_rename_or_emptying_it_goes_on_to_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_done: bool
+) -> None:
+    """In the middle of tasks: a merged file appears before those that it is made of are emptied."""
+    expected = run_steps(write_units(tmp_path / "whole", 200, 10))
+    rename, truncate = Path.rename, os.truncate
+    calls, stop_at = 0, 0
+
+    def stopping(call: Callable[..., Any]) -> Callable[..., Any]:
+        def instead(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls != stop_at:
+                return call(*arguments)
+            if is_done:
+                call(*arguments)
+            raise Stopped
+
+        return instead
+
+    monkeypatch.setattr(Path, "rename", stopping(rename))
+    monkeypatch.setattr(os, "truncate", stopping(truncate))
+    for stop_at in range(1, 400, 5):
+        work, calls = write_units(tmp_path / str(stop_at), 200, 10), 0
+        try:
+            run_steps(work)
+        except Stopped:
+            assert run_steps(work, seed=1) == expected
+        else:
+            assert stop_at > 60
+            return
+    pytest.fail("there are fewer calls than that")
+
+
+@pytest.mark.usefixtures("in_little")
+def test_what_was_emptied_or_cut_is_never_taken_for_a_file_without_keys(tmp_path: Path) -> None:
+    work = write_units(tmp_path / "lost", 200, 10)
+    run_steps(work)
+    shutil.rmtree(work.path / "duplicates")
+    with pytest.raises(UserError, match="near-0000: it was merged into a file that is no longer there; prepare with"):
+        run_steps(work)
+    work = write_units(tmp_path / "cut", 200, 10)
+    deduplication.list_key_files(work, "near")
+    path = work.entry("units", 3) / "near-0000"
+    os.truncate(path, path.stat().st_size - 16 * BANDS)
+    with pytest.raises(UserError, match="000003/near-0000: it has 2016 bytes and had 2240 when all units"):
+        run_steps(work)
 
 
 @pytest.mark.usefixtures("in_little")

@@ -24,16 +24,24 @@ _LINKS_AT_ONCE = 2**16
 _NO_PAIRS = np.empty((2, 0), dtype=np.uint64)
 
 
-def find_pairs(files: Sequence[Path], kind: Kind, *, range_index: int = 0, num_ranges: int = 1) -> NDArray[np.uint64]:
+def find_pairs(
+    files: Sequence[Path],
+    kind: Kind,
+    *,
+    range_index: int = 0,
+    num_ranges: int = 1,
+    sizes: Sequence[int | None] | None = None,
+) -> NDArray[np.uint64]:
     """The pairs that the keys of one range show: ``range_index`` of 0 ... ``num_ranges`` - 1, equal ranges of keys.
 
-    ``files``: what ``write_exact_records`` or ``write_band_records`` wrote. Tasks take a range each; ``merge_pairs``
-    puts the results together, to the same for any order of ``files``, any way the records are spread over them, and
-    any ``num_ranges``. Raises ``UserError`` for a file that is missing or damaged.
+    ``files``: what ``write_exact_records`` or ``write_band_records`` wrote; ``sizes``: theirs in bytes, where they are
+    known. Tasks take a range each; ``merge_pairs`` puts the results together, to the same for any order of ``files``,
+    any way the records are spread over them, and any ``num_ranges``. Raises ``UserError`` for a file that is missing or
+    damaged.
     """
     assert 0 <= range_index < num_ranges
     start, stop = (KEY_SPACE * index // num_ranges for index in (range_index, range_index + 1))
-    return _united([_links(read_range(files, kind, start, stop))])
+    return _united([_links(read_range(files, kind, start, stop, sizes=sizes))])
 
 
 def merge_pairs(parts: Iterable[NDArray[np.uint64]]) -> NDArray[np.uint64]:

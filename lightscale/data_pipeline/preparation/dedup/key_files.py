@@ -31,10 +31,15 @@ _LOOKED_AT = 128
 class KeyFile:
     """A file of records, read from front to back. A context manager.
 
+    Args:
+        path: of the file.
+        kind: of its records.
+        size: in bytes, where it is known.
+
     Raises ``UserError`` for a file that is missing, cut off or not in order.
     """
 
-    def __init__(self, path: Path, kind: Kind) -> None:
+    def __init__(self, path: Path, kind: Kind, size: int | None = None) -> None:
         self._path, self._dtype = path, DTYPES[kind]
         self._num_taken = 0
         self._last_key = 0
@@ -43,6 +48,9 @@ class KeyFile:
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}; a file of {kind} records was expected there") from error
         self.num_bytes = num_bytes = path.stat().st_size
+        if size is not None and num_bytes != size:
+            self._file.close()
+            raise UserError(f"{path}: it has {num_bytes} bytes and had {size} when all units were finished")
         if num_bytes % self._dtype.itemsize:
             self._file.close()
             raise UserError(
@@ -103,27 +111,31 @@ class KeyFile:
         return np.frombuffer(b"".join(parts), dtype=self._dtype)
 
 
-def read_range(files: Sequence[Path], kind: Kind, start: int, stop: int) -> NDArray[np.void]:
-    """The records of all ``files`` with ``start`` <= key < ``stop``, in ascending order of keys."""
+def read_range(
+    files: Sequence[Path], kind: Kind, start: int, stop: int, *, sizes: Sequence[int | None] | None = None
+) -> NDArray[np.void]:
+    """The records of all ``files``, of ``sizes`` in bytes, with ``start`` <= key < ``stop``, ascending by keys."""
     parts = [np.empty(0, dtype=DTYPES[kind])]
-    for path in files:
-        with KeyFile(path, kind) as file:
+    for path, size in zip(files, sizes or [None] * len(files), strict=True):
+        with KeyFile(path, kind, size) as file:
             file.skip(start)
             parts.append(file.take(stop))
     return _in_order(parts)
 
 
-def merge_key_files(files: Sequence[Path], kind: Kind, target: Path) -> None:
+def merge_key_files(
+    files: Sequence[Path], kind: Kind, target: Path, *, sizes: Sequence[int | None] | None = None
+) -> None:
     """The records of all ``files``, at most ``FAN_IN``, as one file ``target``, which appears when it is whole."""
     assert len(files) <= FAN_IN
     with whole_file(target) as temporary, temporary.open("wb") as output:
-        for records in _merged(files, kind):
+        for records in _merged(files, kind, sizes or [None] * len(files)):
             output.write(records.data)
 
 
-def _merged(files: Sequence[Path], kind: Kind) -> Iterator[NDArray[np.void]]:
+def _merged(files: Sequence[Path], kind: Kind, sizes: Sequence[int | None]) -> Iterator[NDArray[np.void]]:
     with ExitStack() as stack:
-        opened = [stack.enter_context(KeyFile(path, kind)) for path in files]
+        opened = [stack.enter_context(KeyFile(path, kind, size)) for path, size in zip(files, sizes, strict=True)]
         # Keys are hashes: equal ranges of them hold about equally many records.
         num_ranges = 1 + sum(file.num_bytes for file in opened) // _MERGED_AT_ONCE_BYTES
         for number in range(1, num_ranges + 1):
