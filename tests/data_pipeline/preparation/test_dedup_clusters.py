@@ -190,3 +190,19 @@ def test_memory_is_bounded_as_the_readme_says(write: Write) -> None:
     assert many < 1.3 * few + 2**18  # how many documents there are does not matter
     with_twins = peak(80_000, 40_000)
     assert with_twins - many < 110 * 40_000
+
+
+def test_memory_of_long_chains() -> None:
+    """README: 170 bytes a document, where each part links every tenth document to the next."""
+    num_documents = 400_000
+    ids = np.arange(num_documents, dtype=np.uint64)
+    parts = (np.stack([ids[first + 1 :: 10], ids[first:-1:10]]) for first in range(10))
+    tracemalloc.start()
+    try:
+        found = merge_pairs(parts)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    np.testing.assert_array_equal(found[0], ids[1:])
+    assert not found[1].any()
+    assert peak < 170 * num_documents
