@@ -67,7 +67,7 @@ def test_every_id_and_every_text(tmp_path: Path, kind: str) -> None:
             tokenizer = HuggingFaceTokenizer((tmp_path / FILE).read_bytes(), origin="here")
     write_tokenizer(tokenizer, tmp_path, max_tokens=64)
     assert differing(tokenizer, tmp_path, SOURCES) == []
-    assert differing(tokenizer, tmp_path, comparison_texts(2000, seed=1)) == []
+    assert differing(tokenizer, tmp_path, comparison_texts(10_000, seed=1)) == []
     content = json.loads((tmp_path / FILE).read_text(encoding="utf-8"))
     exported = tokenizers.Tokenizer.from_file(str(tmp_path / FILE))
     assert exported.encode("the").ids == [tokenizer.eot_id, *tokenizer.encode("the").tolist()]
