@@ -1,8 +1,9 @@
 """Stands in for `lightscale train`, without torch: `fake_training.py BEHAVIOUR RUN [FLAG]` starts two ranks of itself.
 
-A step takes 5 ms, the loss is a function of the step, and every 5 steps there is a checkpoint of two files. BEHAVIOUR
-is "good", "restarts" (the launcher starts its ranks again itself), "watches" (and ends them when one is stopped), or
-one of the mistakes that the chaos harness must find; "careless" are those that do not look at what was lost or damaged.
+A step takes 30 ms, so that a run lasts longer than any fault waits. The loss is a function of the step; every 5 steps
+there is a checkpoint of two files. BEHAVIOUR is "good", "restarts" (the launcher starts its ranks again itself),
+"watches" (and ends them when one is stopped), or one of the mistakes that the chaos harness must find; "careless" are
+those that do not look at what was lost or damaged.
 """
 
 import json
@@ -27,7 +28,7 @@ from lightscale.training.checkpoints.reading import DamagedCheckpoint
 from lightscale.training.health.fault_injection import fault_point
 from lightscale.training.signals import die_with_parent
 
-STEPS, EVERY, KEEP, STEP_S = 60, 5, 3, 0.02
+STEPS, EVERY, KEEP, STEP_S = 60, 5, 3, 0.03
 
 
 def launch(behaviour: str, path: str, flag: str = "") -> int:
