@@ -1,4 +1,4 @@
-"""A model that begins as another with other mixers: which weights it keeps, by their roles; without torch.
+"""A model that begins as another with other mixers, or with more ids: which weights it keeps, by role; without torch.
 
     conversion(source, target)      from two shapes: what each parameter of the target begins as
     Conversion.moves                the same as rows that are copied, for whoever reads the source's tensors
@@ -21,8 +21,10 @@ from lightscale.models.accounting import parameter_shapes
 from lightscale.models.registry import mixer_spec
 from lightscale.models.specs.interface import ParameterRows
 
-_FIXED = ("hidden_size", "num_layers", "intermediate_size", "vocab_size")
+_FIXED = ("hidden_size", "num_layers", "intermediate_size")
 """What two models must share, or hardly any weight of one would fit the other."""
+_OF_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Have a row for each id."""
 _OTHERS = ("num_heads", "glu_activation", "norm", "norm_eps")
 """What may differ, and changes what kept weights compute; with options of mixers that both have."""
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+(?=\.)")
@@ -122,13 +124,19 @@ class Conversion:
 
 
 def conversion(source: ModelConfig, target: ModelConfig) -> Conversion | None:
-    """What ``target`` keeps of a model of the shape ``source``; None: all of it, as mixers, their heads and the output
-    layer are the same.
+    """What ``target`` keeps of a model of the shape ``source``; None: all of it, as mixers, their heads, the output
+    layer and the vocabulary are the same.
 
-    UserError where widths, layers or vocabulary differ, so that they share no shapes.
+    Ids that the source does not have are drawn, as a mask that is new (transformers' ``resize_token_embeddings``).
+    UserError where widths or layers differ, so that they share no shapes, and where the target has fewer ids.
     """
-    if source.layers == target.layers and source.num_heads == target.num_heads and source.head == target.head:
+    if all(getattr(source, key) == getattr(target, key) for key in ("layers", "num_heads", "head", "vocab_size")):
         return None
+    if target.vocab_size < source.vocab_size:
+        raise UserError(
+            f"its model.vocab_size is {source.vocab_size} and that of this run {target.vocab_size}, which has no place "
+            f"for all of its ids: use model.vocab_size={source.vocab_size} or more"
+        )
     for key in _FIXED:
         there, here = getattr(source, key), getattr(target, key)
         if there != here:
@@ -176,6 +184,9 @@ def _weights(model: ModelConfig, other: ModelConfig) -> dict[str, RoleWeight]:
     for name, shape in parameter_shapes(model).items():
         layer = int(match[0]) if (match := _LAYER.search(name)) else None
         block, _, own = name.partition(".self_attention.")
+        if name in _OF_VOCABULARY and shape[0] == model.vocab_size != other.vocab_size:
+            found |= _ids(name, shape, min(model.vocab_size, other.vocab_size))
+            continue
         if layer is None or not own or roles[layer] is None:
             found[name] = RoleWeight(parameter=name, shape=shape)
             continue
@@ -186,6 +197,17 @@ def _weights(model: ModelConfig, other: ModelConfig) -> dict[str, RoleWeight]:
             # Means the same only in a mixer of the same kind.
             found[f"{name} of {model.layers[layer]}"] = RoleWeight(parameter=name, shape=shape)
     return found
+
+
+def _ids(name: str, shape: tuple[int, ...], num_shared: int) -> dict[str, RoleWeight]:
+    """The rows of the ids that both models have, and of those that one has."""
+    parts = {f"ids 0 to {num_shared - 1}": (0, num_shared)}
+    if shape[0] > num_shared:
+        parts[f"ids {num_shared} to {shape[0] - 1}"] = (num_shared, shape[0])
+    return {
+        f"{name} {role}": RoleWeight(parameter=name, shape=shape, role=role, ranges=(rows,))
+        for role, rows in parts.items()
+    }
 
 
 def _roles(model: ModelConfig, other: ModelConfig, layer: int) -> dict[str, ParameterRows] | None:

@@ -119,5 +119,19 @@ def test_the_same_mixers_are_no_conversion() -> None:
     ("key", "value"), [("hidden_size", 64), ("num_layers", 2), ("intermediate_size", 64), ("vocab_size", 256)]
 )
 def test_sizes_that_cannot_fit_are_refused(key: str, value: int) -> None:
-    with pytest.raises(UserError, match=rf"model\.{key} is {value} .* use model\.{key}={value}$"):
+    with pytest.raises(UserError, match=rf"model\.{key} is {value} .* use model\.{key}={value}( or more)?$"):
         conversion(shape("llama", **{key: value}), shape("tnl"))
+
+
+def test_more_ids_keep_those_that_were_there() -> None:
+    found = converted(shape("tnl"), shape("tnl", vocab_size=130, tie_word_embeddings=False))
+    assert found.lines()[:5] == [
+        "from tnl to tnl:",
+        "  embedding.word_embeddings.weight (ids 0 to 127): kept",
+        "  embedding.word_embeddings.weight (ids 128 to 129): drawn, the source has none",
+        "  output_layer.weight (ids 0 to 127): drawn, the source has none",
+        "  output_layer.weight (ids 128 to 129): drawn, the source has none",
+    ]
+    (move,) = found.moves["embedding.word_embeddings.weight"]
+    assert (move.first, move.last, move.to, move.shape) == (0, 128, 0, (130, 32))
+    assert found.unused == ()

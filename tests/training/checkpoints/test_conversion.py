@@ -32,8 +32,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"mixer": "llama", "norm": "rmsnorm"},
     "hybrid": {"mixer": ["hgrn2", "llama", "tnl", "lightnet"], "norm": "rmsnorm"},
     "narrow": {"mixer": "tnl", "num_heads": 8},
+    # More ids, as a mask needs one.
+    "larger": {"mixer": "llama", "norm": "rmsnorm", "vocab_size": 192, "tie_word_embeddings": False},
 }
-PAIRS = [pair for pair in itertools.product(MODELS, MODELS) if pair[0] != pair[1]]
+PAIRS = [pair for pair in itertools.product(MODELS, MODELS) if pair[0] != pair[1] and pair[0] != "larger"]
 
 
 def shape(name: str) -> ModelConfig:
@@ -114,6 +116,8 @@ def test_roles_keep_their_weights_and_the_rest_is_drawn(
         assert [key for key in expected if not torch.equal(ours[key], expected[key])] == []
         assert torch.equal(ours["q_proj.weight"], theirs["q_proj.weight"])
         assert torch.equal(ours["v"], theirs["v"]), "also where it stood beside other rows"
+    embedding = "embedding.word_embeddings.weight"
+    given[embedding] = torch.cat([given[embedding], drawn[embedding][len(given[embedding]) :]])
     others = [key for key in found if ".self_attention." not in key]
     assert [key for key in others if not torch.equal(found[key], given.get(key, drawn[key]))] == []
     inner = "decoder.layers.2.mlp.linear_fc1.weight"
@@ -132,7 +136,7 @@ def start_on_each(
 def test_every_layout_starts_from_the_same_weights(
     run_ranks: RunRanks, saved: Path, on_one: dict[str, dict[str, dict[str, Tensor]]]
 ) -> None:
-    pairs = [("llama", "tnl"), ("llama", "hgrn2"), ("hgrn2", "hybrid"), ("llama", "narrow")]
+    pairs = [("llama", "tnl"), ("llama", "hgrn2"), ("hgrn2", "hybrid"), ("llama", "narrow"), ("llama", "larger")]
     layouts = [(2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 1, 1)]
     found = run_ranks(start_on_each, 2, str(saved), layouts, pairs, timeout_s=300)[0]
     for axes in layouts:
