@@ -335,7 +335,7 @@ class Trainer:
         # Loss and norm are the same numbers on every rank, so that all ranks skip or none. A skipped step changes no
         # weight and no moment; its data counts as used, so that the next step reads other samples.
         grad_norm = self.engine.gradient_norm()
-        skipped = self.guard.judge(sums.mean, grad_norm)
+        skipped = self.guard.judge(sums.mean, grad_norm) if sums.tokens else "nothing of its data is predicted"
         norms: ParameterNorms | None = None
         if skipped is None:
             fault_point("step:optimizer")
@@ -437,9 +437,13 @@ class Trainer:
                 targets=self.validation_targets,
             )
             sums = self.engine.forward_only(self._to_device(list(batches)), accuracy=self.task.measures_accuracy)
+            if not sums.tokens:
+                self.journal.say(f"validation set {name}: nothing of it is predicted")
+                continue
             by_position = tuple(loss / max(count, 1) for loss, count in sums.by_bucket)
             losses[name] = ValidationLoss(loss=sums.mean, by_position=by_position, accuracy=sums.accuracy)
-        metrics.log_validation(self.step, tokens=self.loader.tokens, losses=losses)
+        if losses:
+            metrics.log_validation(self.step, tokens=self.loader.tokens, losses=losses)
 
     def _evaluate(self, metrics: MetricsLogger) -> bool:
         """Evaluate where it is due; False where a stop left a part of it, for when the run is resumed."""

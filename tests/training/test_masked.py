@@ -94,6 +94,22 @@ def test_a_masked_run_goes_on_with_other_ranks(
         assert again[-1]["validation"][name]["accuracy"] == found["accuracy"]
 
 
+def without_masks(rank: int, world_size: int, init_method: str, folder: str, run: str) -> list[tuple[int, str]]:
+    words = ["train", *WORDS, "task.share=1e-9", "train.steps=2", "train.validate_every=2", "checkpoint.every=1"]
+    return commands(rank, world_size, init_method, folder, [[*words, "--run", run]])
+
+
+def test_a_step_that_predicts_nothing_is_skipped(workplace: Path, run_ranks: RunRanks) -> None:
+    """Its loss of 0 is none, and the optimizer does not move by what it remembers."""
+    run = RunDirectory(workplace / "runs/masked-nothing")
+    ((code, stderr),) = run_ranks(without_masks, 1, str(workplace), str(run.path))[0]
+    assert code == 0, stderr
+    lines = read_metrics(run.metrics)
+    assert [line["skipped"] for line in lines] == ["nothing of its data is predicted"] * 2
+    assert not any("validation" in line for line in lines)
+    assert "validation set held: nothing of it is predicted" in stderr
+
+
 @pytest.mark.parametrize(
     "words",
     [
