@@ -62,10 +62,10 @@ LATE = {
     ("lightscale.exchange.export_command", "lightscale.exchange.export"),
     ("lightscale.exchange.import_command", "lightscale.exchange.imported"),
     ("lightscale.launch.doctor.command", "lightscale.launch.doctor.examine"),
-    ("lightscale.launch.commands.model_ranks", "lightscale.launch.torchrun"),
-    ("lightscale.launch.commands.train", "lightscale.launch.by_hand"),
-    ("lightscale.launch.commands.train", "lightscale.launch.restart"),
-    ("lightscale.launch.commands.train", "lightscale.launch.torchrun"),
+    ("lightscale.launch.commands.model_ranks", "lightscale.launch.launcher.torchrun"),
+    ("lightscale.launch.commands.train", "lightscale.launch.launcher.by_hand"),
+    ("lightscale.launch.commands.train", "lightscale.launch.launcher.restart"),
+    ("lightscale.launch.commands.train", "lightscale.launch.launcher.torchrun"),
 }
 
 # What is read without torch, besides all modules of commands: see tests/test_imports.py for what they take together.

@@ -19,17 +19,18 @@ import xxhash
 from lightscale.config.schema import EvaluationConfig
 from lightscale.data_pipeline.tokenizers import load_tokenizer
 from lightscale.errors import UserError
-from lightscale.evaluation.chosen_run import ChosenRun, check_generates
+from lightscale.evaluation.chosen_run import ChosenRun
 from lightscale.evaluation.evaluate import (
     EvaluationSettings,
     Interrupted,
     RunEvaluation,
     requests_of,
 )
+from lightscale.evaluation.inference.prompts import check_generates
+from lightscale.evaluation.inference.requests import GenerateUntil, Request
+from lightscale.evaluation.inference.scoring import ScoringSettings
 from lightscale.evaluation.model import LoadedModel
 from lightscale.evaluation.registry import find_tasks
-from lightscale.evaluation.requests import GenerateUntil, Request
-from lightscale.evaluation.scoring import ScoringSettings
 from lightscale.evaluation.task import Task
 from lightscale.models.language_model import LanguageModel
 from lightscale.parallel.agreement import Agreement

@@ -19,10 +19,19 @@ import xxhash
 from lightscale import __version__
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import ChosenRun, longest_context
+from lightscale.evaluation.inference.packing import blocks
+from lightscale.evaluation.inference.requests import (
+    Answer,
+    Encoder,
+    GenerateUntil,
+    LogLikelihood,
+    Request,
+    digest,
+    num_tokens,
+)
+from lightscale.evaluation.inference.scoring import Scorer, ScoringSettings
 from lightscale.evaluation.model import LoadedModel, mesh_of, restore
-from lightscale.evaluation.packing import blocks
 from lightscale.evaluation.progress import EvaluationProgress
-from lightscale.evaluation.requests import Answer, Encoder, GenerateUntil, LogLikelihood, Request, digest, num_tokens
 from lightscale.evaluation.results import (
     FORMAT,
     PartialAnswers,
@@ -33,7 +42,6 @@ from lightscale.evaluation.results import (
     result_path,
     write_result,
 )
-from lightscale.evaluation.scoring import Scorer, ScoringSettings
 from lightscale.evaluation.task import Task
 from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.mesh import Mesh

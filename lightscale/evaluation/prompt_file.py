@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from lightscale.data_pipeline.tokenizers import Tokenizer
 from lightscale.errors import UserError, shortened
-from lightscale.evaluation.prompts import Prompt, Sampling, seed_of
+from lightscale.evaluation.inference.prompts import Prompt, Sampling, seed_of
+from lightscale.evaluation.inference.written_text import encode_prompt
 from lightscale.evaluation.texts import json_lines
-from lightscale.evaluation.written_text import encode_prompt
 from lightscale.files import read_regular
 
 MOST_BYTES = 2**32

@@ -21,7 +21,7 @@ from rich import box
 from rich.table import Table
 
 from lightscale.errors import UserError
-from lightscale.evaluation.requests import Answer, Generation, Likelihood, TokenLikelihoods
+from lightscale.evaluation.inference.requests import Answer, Generation, Likelihood, TokenLikelihoods
 from lightscale.files import read_regular
 from lightscale.runs.run_directory import RunDirectory, write_atomically
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from lightscale.config.schema import Section
 from lightscale.data_pipeline.tokenizers import Tokenizer
-from lightscale.evaluation.requests import Answer, Encoder, Request
+from lightscale.evaluation.inference.requests import Answer, Encoder, Request
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from lightscale.errors import UserError
 from lightscale.evaluation.asked import Asked
-from lightscale.evaluation.generate import Continuation, TextGenerator, in_order
+from lightscale.evaluation.inference.generate import Continuation, TextGenerator, in_order
+from lightscale.evaluation.inference.prompts import seed_of
 from lightscale.evaluation.model import LoadedModel, mesh_of, restore
 from lightscale.evaluation.prompt_file import PromptText
-from lightscale.evaluation.prompts import seed_of
 from lightscale.parallel.mesh import Mesh
 from lightscale.training.health.heartbeat import Heartbeat
 

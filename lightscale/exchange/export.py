@@ -20,13 +20,14 @@ from lightscale.config.files import to_toml
 from lightscale.data_pipeline.whole_files import whole_directory
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import ChosenRun
-from lightscale.exchange import export_config, model_card
+from lightscale.exchange import model_card
 from lightscale.exchange.export_reader import TOKENIZER
+from lightscale.exchange.files import export_config
+from lightscale.exchange.files.safetensors_files import write_shards
+from lightscale.exchange.files.tokenizer_files import write_tokenizer
+from lightscale.exchange.files.weights import shape_of
 from lightscale.exchange.formats import FORMATS, ExportFormat, format_named
-from lightscale.exchange.safetensors_files import write_shards
-from lightscale.exchange.tokenizer_files import write_tokenizer
 from lightscale.exchange.trained import TrainedRun, open_run
-from lightscale.exchange.weights import shape_of
 
 RUN_CONFIG = "run.toml"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

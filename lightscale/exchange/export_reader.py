@@ -8,11 +8,11 @@ from torch import Tensor
 from lightscale.data_pipeline.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from lightscale.data_pipeline.tokenizers.interface import read_file
 from lightscale.errors import UserError
-from lightscale.exchange import export_config, tokenizer_files
+from lightscale.exchange.files import export_config, tokenizer_files
+from lightscale.exchange.files.safetensors_files import INDEX, SINGLE, open_shard, read_shards
+from lightscale.exchange.files.stored_tensors import StoredTensors
+from lightscale.exchange.files.weights import TensorRows, tensor_shapes
 from lightscale.exchange.plain.model import MIXER_NAMES, Shape
-from lightscale.exchange.safetensors_files import INDEX, SINGLE, open_shard, read_shards
-from lightscale.exchange.stored_tensors import StoredTensors
-from lightscale.exchange.weights import TensorRows, tensor_shapes
 from lightscale.training.checkpoints.reading import parse_object
 
 TOKENIZER = "tokenizer"

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from lightscale.errors import UserError
+from lightscale.exchange.files.safetensors_files import Written
+from lightscale.exchange.files.weights import kept_dtype
 from lightscale.exchange.formats import ExportFormat
 from lightscale.exchange.plain.model import Shape
-from lightscale.exchange.safetensors_files import Written
 from lightscale.exchange.trained import TrainedRun
-from lightscale.exchange.weights import kept_dtype
 
 _OUTPUT_EPS = 1e-5
 """That fla's HGRN2 adds to the mean square of a mixer's output."""

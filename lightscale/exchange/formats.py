@@ -12,8 +12,8 @@ from lightscale.errors import UserError
 if TYPE_CHECKING:
     import torch
 
+    from lightscale.exchange.files.safetensors_files import Written
     from lightscale.exchange.plain.model import Shape
-    from lightscale.exchange.safetensors_files import Written
     from lightscale.exchange.trained import TrainedRun
 
 FORMATS: dict[str, str] = {

@@ -20,8 +20,8 @@ from lightscale.data_pipeline.whole_files import whole_directory
 from lightscale.errors import UserError
 from lightscale.exchange.export import RUN_CONFIG
 from lightscale.exchange.export_reader import Export, open_export
+from lightscale.exchange.files.weights import Part, TensorRows, shape_of, stored_parts, tensor_shapes
 from lightscale.exchange.plain.model import Shape
-from lightscale.exchange.weights import Part, TensorRows, shape_of, stored_parts, tensor_shapes
 from lightscale.parallel.shards import Box
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.training.checkpoints.directories import (

@@ -19,14 +19,14 @@ from lightscale.config.arguments import run_path
 from lightscale.data_pipeline.tokenizers import Tokenizer
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import choose_run
-from lightscale.evaluation.prompts import Sampling
-from lightscale.evaluation.sampling import Chooser, choose
-from lightscale.evaluation.written_text import decode_stream, encode_prompt
+from lightscale.evaluation.inference.prompts import Sampling
+from lightscale.evaluation.inference.sampling import Chooser, choose
+from lightscale.evaluation.inference.written_text import decode_stream, encode_prompt
 from lightscale.exchange.export_reader import is_export, open_export
+from lightscale.exchange.files.weights import empty_model, kept_dtype
 from lightscale.exchange.plain.mixers import State
 from lightscale.exchange.plain.model import CausalModel
 from lightscale.exchange.trained import OpenedModel, open_run
-from lightscale.exchange.weights import empty_model, kept_dtype
 from lightscale.runs.run_directory import split_step
 
 PREFILL_TOKENS = 1024

@@ -9,9 +9,9 @@ from torch import Tensor
 from lightscale.data_pipeline.tokenizers import Tokenizer
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import ChosenRun
+from lightscale.exchange.files.stored_tensors import StoredTensors
+from lightscale.exchange.files.weights import TensorRows, exported_tensors, shape_of, tensor_shapes
 from lightscale.exchange.plain.model import Shape
-from lightscale.exchange.stored_tensors import StoredTensors
-from lightscale.exchange.weights import TensorRows, exported_tensors, shape_of, tensor_shapes
 from lightscale.training.checkpoints.directories import CheckpointName, list_checkpoints
 from lightscale.training.checkpoints.manifest import Manifest
 from lightscale.training.checkpoints.reader import read_headers, read_state, verify

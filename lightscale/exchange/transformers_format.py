@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 
-from lightscale.exchange import export_config, modelling_file
+from lightscale.exchange.files import export_config, modelling_file
+from lightscale.exchange.files.safetensors_files import Written
+from lightscale.exchange.files.weights import kept_dtype
 from lightscale.exchange.formats import ExportFormat
 from lightscale.exchange.plain.model import Shape
-from lightscale.exchange.safetensors_files import Written
 from lightscale.exchange.trained import TrainedRun
-from lightscale.exchange.weights import kept_dtype
 
 
 class TransformersFormat(ExportFormat):

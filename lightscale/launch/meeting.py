@@ -17,9 +17,9 @@ import torch.distributed as dist
 from lightscale.config.schema import RestartConfig, RunConfig
 from lightscale.errors import UserError
 from lightscale.launch.environment import RankEnvironment
+from lightscale.launch.launcher.rendezvous import CannotStart
 from lightscale.launch.meeting_place import MeetingPlace
 from lightscale.launch.rank_facts import FactReader, RankFacts, disagreement, wrong_numbers
-from lightscale.launch.rendezvous import CannotStart
 from lightscale.runs.run_directory import RunDirectory
 
 # Between two looks at the store: at least, at most.

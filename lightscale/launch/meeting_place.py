@@ -14,7 +14,14 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightscale.launch.environment import RankEnvironment
-from lightscale.launch.rendezvous import RELEASE_S, CannotStart, foreign_address, in_use, is_free, unknown_address
+from lightscale.launch.launcher.rendezvous import (
+    RELEASE_S,
+    CannotStart,
+    foreign_address,
+    in_use,
+    is_free,
+    unknown_address,
+)
 
 _LOCALHOST = "127.0.0.1"
 # Of one attempt to connect, and of the answer.

@@ -33,7 +33,7 @@ from lightscale.runs.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     # It imports torch.
-    from lightscale.launch.restart import Nodes
+    from lightscale.launch.launcher.restart import Nodes
 
 _ENVIRONMENT = {
     "NCCL_DEBUG": "WARN",

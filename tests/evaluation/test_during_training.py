@@ -10,7 +10,7 @@ from torch import nn
 
 from lightscale.errors import UserError
 from lightscale.evaluation.during_training import check_layout, weights_hash
-from lightscale.evaluation.requests import GenerateUntil, LogLikelihood
+from lightscale.evaluation.inference.requests import GenerateUntil, LogLikelihood
 
 ids = np.array([0, 1], dtype=np.int32)
 QUESTION = LogLikelihood(context=ids[:1], continuation=ids[1:])

@@ -19,9 +19,9 @@ import torch
 from lightscale.cli import main
 from lightscale.config.files import load
 from lightscale.data_pipeline.tokenizers import copy_tokenizer, train_sentencepiece
+from lightscale.evaluation.inference.scoring import Scorer
 from lightscale.evaluation.model import load_model
 from lightscale.evaluation.results import read_result
-from lightscale.evaluation.scoring import Scorer
 from lightscale.runs.run_directory import RunDirectory
 
 tnl = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("test_generate.py"))))

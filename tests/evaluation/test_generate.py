@@ -30,12 +30,12 @@ from lightscale.data_pipeline.tokenizers import (
     train_sentencepiece,
 )
 from lightscale.errors import UserError
-from lightscale.evaluation.documents import Documents
-from lightscale.evaluation.generate import generate
+from lightscale.evaluation.inference.documents import Documents
+from lightscale.evaluation.inference.generate import generate
+from lightscale.evaluation.inference.prompts import Sampling
+from lightscale.evaluation.inference.sampling import chosen_tokens
+from lightscale.evaluation.inference.written_text import decode_stream, encode_prompt
 from lightscale.evaluation.model import LoadedModel, load_model
-from lightscale.evaluation.prompts import Sampling
-from lightscale.evaluation.sampling import chosen_tokens
-from lightscale.evaluation.written_text import decode_stream, encode_prompt
 from lightscale.launch.commands import generate as generate_command
 from lightscale.parallel.mesh import start_mesh
 from lightscale.runs.run_directory import RunDirectory

@@ -15,10 +15,10 @@ import lightscale
 from lightscale.cli import main
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import choose_run
-from lightscale.exchange import safetensors_files
 from lightscale.exchange.export import export
-from lightscale.exchange.modelling_file import modelling_file
-from lightscale.exchange.tokenizer_files import comparison_texts
+from lightscale.exchange.files import safetensors_files
+from lightscale.exchange.files.modelling_file import modelling_file
+from lightscale.exchange.files.tokenizer_files import comparison_texts
 
 # Importing transformers takes long on a busy machine.
 pytestmark = pytest.mark.timeout(300)
@@ -318,7 +318,7 @@ def test_a_wrong_directory_is_refused(
 
 
 def test_a_mixer_of_another_package_is_named(own_run: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = importlib.import_module("lightscale.exchange.weights")
+    weights = importlib.import_module("lightscale.exchange.files.weights")
     monkeypatch.setattr(weights, "MIXER_NAMES", ("llama",))
     with pytest.raises(UserError, match="mixer: tnl comes from another package"):
         lightscale.load(own_run("tnl"))

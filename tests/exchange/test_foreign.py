@@ -19,9 +19,9 @@ from lightscale.config.files import load
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import choose_run
 from lightscale.exchange.export import export
+from lightscale.exchange.files.tokenizer_files import write_tokenizer
+from lightscale.exchange.files.weights import exported_tensors
 from lightscale.exchange.imported import import_model
-from lightscale.exchange.tokenizer_files import write_tokenizer
-from lightscale.exchange.weights import exported_tensors
 from lightscale.models.accounting import parameter_terms
 from lightscale.training.checkpoints.reader import verify
 

@@ -16,8 +16,8 @@ from lightscale.data_pipeline.tokenizers import load_tokenizer
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import choose_run
 from lightscale.exchange.export import export
+from lightscale.exchange.files.weights import shape_of
 from lightscale.exchange.imported import import_model
-from lightscale.exchange.weights import shape_of
 from lightscale.training.checkpoints.reader import verify
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -56,10 +56,10 @@ WAYS: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0, "repetiti
 
 def evaluated(rank: int, world_size: int, init_method: str, run: str) -> list[str]:
     """What the training model generates in each way."""
-    from lightscale.evaluation.generate import generate
+    from lightscale.evaluation.inference.generate import generate
+    from lightscale.evaluation.inference.prompts import Sampling
+    from lightscale.evaluation.inference.written_text import encode_prompt
     from lightscale.evaluation.model import load_model
-    from lightscale.evaluation.prompts import Sampling
-    from lightscale.evaluation.written_text import encode_prompt
 
     with load_model(run) as loaded:
         prompt = encode_prompt(loaded.tokenizer, "the")

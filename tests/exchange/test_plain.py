@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightscale.config.schema import ModelConfig
+from lightscale.exchange.files.weights import exported_tensors, shape_of, tensor_shapes
 from lightscale.exchange.plain import operators
 from lightscale.exchange.plain.model import CausalModel
-from lightscale.exchange.weights import exported_tensors, shape_of, tensor_shapes
 
 ROOT = Path(__file__).resolve().parents[2]
 plain = SimpleNamespace(**runpy.run_path(str(ROOT / "tests/helpers/plain_models.py")))

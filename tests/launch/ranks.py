@@ -24,8 +24,8 @@ import psutil
 
 from lightscale.config.schema import RestartConfig
 from lightscale.errors import UserError
-from lightscale.launch.rank import run_rank
-from lightscale.launch.rendezvous import CannotStart
+from lightscale.launch.launcher.rank import run_rank
+from lightscale.launch.launcher.rendezvous import CannotStart
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.training.health.heartbeat import Heartbeat
 from lightscale.training.signals import StopSignal
@@ -40,7 +40,7 @@ EXCHANGE_TIMEOUT_S = 12
 def launch(path: str, behaviour: str, policy: str = "{}") -> int:
     Path(path).mkdir(parents=True, exist_ok=True)
     # Only the launcher needs torch, whose import takes longer than everything else here.
-    restart = importlib.import_module("lightscale.launch.restart")
+    restart = importlib.import_module("lightscale.launch.launcher.restart")
     fields = {"again": False, "deadline_s": None, "processes": 2, **json.loads(policy)}
     processes = fields.pop("processes")
     own = {name: fields.pop(name) for name in ("again", "deadline_s")}
@@ -54,7 +54,7 @@ def launch(path: str, behaviour: str, policy: str = "{}") -> int:
             resume="the same command",
             policy=restart.RestartPolicy(config=config, **own),
             # The agents of `test_agent.py` start new processes.
-            nodes=importlib.import_module("lightscale.launch.torchrun").ThisMachine(do),
+            nodes=importlib.import_module("lightscale.launch.launcher.torchrun").ThisMachine(do),
         )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import pytest
 
-from lightscale.launch.rank import rank_of
+from lightscale.launch.launcher.rank import rank_of
 from lightscale.runs.run_directory import RunDirectory, read_lines, read_metrics
 from lightscale.training.health.fault_injection import fault_file
 

@@ -18,11 +18,10 @@ import pytest
 import lightscale
 from lightscale.config.files import load
 from lightscale.errors import UserError
-from lightscale.launch import rank_facts
 from lightscale.launch.environment import RankEnvironment
+from lightscale.launch.launcher.rendezvous import CannotStart, rank_facts
 from lightscale.launch.meeting import agree, meet
 from lightscale.launch.rank_facts import RankFacts, disagreement
-from lightscale.launch.rendezvous import CannotStart
 from lightscale.runs.run_directory import RunDirectory
 
 WriteStore = Callable[..., None]

@@ -16,10 +16,11 @@ import pytest
 from lightscale.cli import main
 from lightscale.config.files import load
 from lightscale.errors import UserError
-from lightscale.launch import restart
 from lightscale.launch import scheduler as schedulers
 from lightscale.launch.commands.submit import submit_run
 from lightscale.launch.environment import RankEnvironment
+from lightscale.launch.launcher import restart
+from lightscale.launch.launcher.torchrun import ThisMachine
 from lightscale.launch.scheduler import (
     SCHEDULERS,
     JobRequest,
@@ -32,7 +33,6 @@ from lightscale.launch.scheduler import (
     live_jobs,
 )
 from lightscale.launch.settings import LaunchSettings
-from lightscale.launch.torchrun import ThisMachine
 from lightscale.runs.job_environment import JOB_ID, job_id
 from lightscale.runs.jobs import JobRecord, record_job, recorded_jobs
 from lightscale.runs.run_directory import RunDirectory, read_lines

@@ -15,8 +15,8 @@ import pytest
 from lightscale.config.files import load
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.data_pipeline.tokenizers import load_tokenizer
+from lightscale.evaluation.inference.requests import Encoder, LogLikelihood
 from lightscale.evaluation.registry import find_tasks
-from lightscale.evaluation.requests import Encoder, LogLikelihood
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FACT = re.compile(r" ([aeiou][a-z]) (\d\d) (\d\d)\.")

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from lightscale.cli import main
-from lightscale.launch.rank import rank_of
+from lightscale.launch.launcher.rank import rank_of
 from lightscale.runs.run_directory import RunDirectory, read_lines
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -35,7 +35,7 @@ TROUBLE = """
 import os, random, signal
 from pathlib import Path
 import numpy, torch
-from lightscale.evaluation.forward import Forward
+from lightscale.evaluation.inference.forward import Forward
 from lightscale.evaluation.registry import TaskEntry
 from lightscale.evaluation.results import PartialAnswers
 from lightscale.evaluation.task import Score, Scores, Task

@@ -26,15 +26,15 @@ from lightscale.config.files import load
 from lightscale.data_pipeline.tokenizers import Tokenizer, train_sentencepiece
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import choose_run
-from lightscale.evaluation.forward import Forward, Rows
 from lightscale.evaluation.harness.csr import BESIDE, COLUMNS
 from lightscale.evaluation.harness.local_data import LOCAL_TASKS, local_file
 from lightscale.evaluation.harness.tasks import Tasks, scores_of
 from lightscale.evaluation.harness_names import INSTALL, tasks_folder
+from lightscale.evaluation.inference.forward import Forward, Rows
+from lightscale.evaluation.inference.packing import Placed, ScoredDocument, columns, forest
+from lightscale.evaluation.inference.requests import Answer, Ids, Likelihood, LogLikelihood, Request
+from lightscale.evaluation.inference.scoring import Scorer, ScoringSettings
 from lightscale.evaluation.model import mesh_of, restore
-from lightscale.evaluation.packing import Placed, ScoredDocument, columns, forest
-from lightscale.evaluation.requests import Answer, Ids, Likelihood, LogLikelihood, Request
-from lightscale.evaluation.scoring import Scorer, ScoringSettings
 from lightscale.models.language_model import LanguageModel
 from lightscale.parallel.mesh import Mesh
 

@@ -22,8 +22,8 @@ import torch
 from rich.table import Table
 
 from lightscale.config.files import load
-from lightscale.evaluation.requests import RollingLogLikelihood, TokenLikelihoods
-from lightscale.evaluation.scoring import Scorer, ScoringSettings
+from lightscale.evaluation.inference.requests import RollingLogLikelihood, TokenLikelihoods
+from lightscale.evaluation.inference.scoring import Scorer, ScoringSettings
 from lightscale.models.language_model import LanguageModel
 from lightscale.parallel.mesh import start_mesh
 from lightscale.training.build import build_engine

@@ -20,10 +20,10 @@ from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import choose_run, longest_context
 from lightscale.evaluation.evaluate import check_lengths
 from lightscale.evaluation.harness.translation import answered, request_of
+from lightscale.evaluation.inference.requests import Encoder, LogLikelihood, num_tokens
+from lightscale.evaluation.inference.scoring import Scorer, ScoringSettings
 from lightscale.evaluation.model import mesh_of, restore
 from lightscale.evaluation.progress import EvaluationProgress
-from lightscale.evaluation.requests import Encoder, LogLikelihood, num_tokens
-from lightscale.evaluation.scoring import Scorer, ScoringSettings
 from lightscale.runs.run_directory import split_step
 
 NAME = "lightscale"

@@ -11,7 +11,7 @@ from lightscale.errors import UserError
 from lightscale.evaluation.harness.tasks import Tasks, scores_of
 from lightscale.evaluation.harness.translation import answered, request_of
 from lightscale.evaluation.harness_names import installed_version, nearest, require_lm_eval, task_names
-from lightscale.evaluation.requests import Answer, Encoder, Request
+from lightscale.evaluation.inference.requests import Answer, Encoder, Request
 from lightscale.evaluation.task import Score, Scores, Task, TaskSettings
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lightscale.errors import UserError, shortened
-from lightscale.evaluation.requests import (
+from lightscale.evaluation.inference.requests import (
     Answer,
     Encoder,
     Generation,

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from lightscale.data_pipeline.tokenizers import Tokenizer
 from lightscale.errors import UserError, shortened
-from lightscale.evaluation.requests import Answer, Encoder, Likelihood, Request
+from lightscale.evaluation.inference.requests import Answer, Encoder, Likelihood, Request
 from lightscale.evaluation.task import Score, Scores, Task, TaskSettings
 from lightscale.evaluation.texts import find_files, read_file
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from lightscale.evaluation.requests import Ids
+from lightscale.evaluation.inference.requests import Ids
 
 Mode = Literal["easy", "standard"]
 Encode = Callable[[str], Ids]

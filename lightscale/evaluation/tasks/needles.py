@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from lightscale.data_pipeline.tokenizers import Tokenizer
 from lightscale.errors import UserError
-from lightscale.evaluation.requests import (
+from lightscale.evaluation.inference.requests import (
     Answer,
     Encoder,
     GenerateUntil,

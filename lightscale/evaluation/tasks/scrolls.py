@@ -18,7 +18,7 @@ from pydantic import Field, PositiveInt, field_validator
 
 from lightscale.data_pipeline.tokenizers import Tokenizer
 from lightscale.errors import UserError
-from lightscale.evaluation.requests import Answer, Encoder, GenerateUntil, Generation, Request
+from lightscale.evaluation.inference.requests import Answer, Encoder, GenerateUntil, Generation, Request
 from lightscale.evaluation.task import Score, Scores, Task, TaskSettings
 from lightscale.evaluation.tasks.answer_metrics import ROUGE, exact_match, f1, rouge
 from lightscale.evaluation.texts import find_files, read_file

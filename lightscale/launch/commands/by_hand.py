@@ -3,7 +3,7 @@
 import argparse
 
 from lightscale.launch.commands.checks import WrongUse
-from lightscale.launch.rendezvous import Rendezvous
+from lightscale.launch.launcher.rendezvous import Rendezvous
 
 # As torchrun's.
 _PORT = 29500

@@ -23,8 +23,8 @@ from lightscale.evaluation.task import Task
 from lightscale.launch.commands.checks import num_processes
 from lightscale.launch.commands.model_ranks import as_usage, check_ranks, overrides_among, start_ranks
 from lightscale.launch.environment import RankEnvironment
+from lightscale.launch.launcher.rank import run_rank
 from lightscale.launch.network import choose_interface
-from lightscale.launch.rank import run_rank
 from lightscale.launch.scheduler import adopt_job
 from lightscale.runs.run_directory import split_step
 

@@ -12,15 +12,15 @@ from typing import Literal
 from lightscale.config.arguments import OVERRIDE, path_argument, run_path
 from lightscale.errors import UserError
 from lightscale.evaluation.asked import Asked
-from lightscale.evaluation.chosen_run import check_generates, choose_run, longest_context
+from lightscale.evaluation.chosen_run import choose_run, longest_context
+from lightscale.evaluation.inference.prompts import Sampling, check_generates
 from lightscale.evaluation.prompt_file import PromptText, read_prompts
-from lightscale.evaluation.prompts import Sampling
 from lightscale.files import read_regular
 from lightscale.launch.commands.checks import num_processes
 from lightscale.launch.commands.model_ranks import as_usage, check_ranks, overrides_among, start_ranks
 from lightscale.launch.environment import RankEnvironment
+from lightscale.launch.launcher.rank import run_rank
 from lightscale.launch.network import choose_interface
-from lightscale.launch.rank import run_rank
 from lightscale.launch.scheduler import adopt_job
 from lightscale.runs.run_directory import split_step
 

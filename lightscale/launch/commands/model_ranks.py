@@ -66,7 +66,7 @@ def start_ranks(command: ModuleType, words: Sequence[str], *, config: RunConfig,
     Raises:
         WrongUse: what a rank has refused.
     """
-    from lightscale.launch.torchrun import ThisMachine  # noqa: PLC0415
+    from lightscale.launch.launcher.torchrun import ThisMachine  # noqa: PLC0415
 
     forks = not num_gpus(config)
     if forks:

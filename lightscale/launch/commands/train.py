@@ -33,9 +33,9 @@ from lightscale.launch.commands.checks import (
 )
 from lightscale.launch.duration import parse_duration
 from lightscale.launch.environment import RankEnvironment
+from lightscale.launch.launcher.rank import LAUNCHER_VARIABLE, SEVERAL_LAUNCHERS_VARIABLE, run_rank, summary_and_notes
+from lightscale.launch.launcher.rendezvous import Rendezvous
 from lightscale.launch.network import check_interfaces, choose_interface
-from lightscale.launch.rank import LAUNCHER_VARIABLE, SEVERAL_LAUNCHERS_VARIABLE, run_rank, summary_and_notes
-from lightscale.launch.rendezvous import Rendezvous
 from lightscale.launch.scheduler import adopt_job, get_scheduler, job_states
 from lightscale.output import lasting_output
 from lightscale.parallel.device_settings import apply_device_settings
@@ -48,7 +48,7 @@ from lightscale.runs.run_directory import RunDirectory, Status
 from lightscale.training.signals import DEADLINE_VARIABLE
 
 if TYPE_CHECKING:
-    from lightscale.launch.restart import Nodes
+    from lightscale.launch.launcher.restart import Nodes
 
 # The command line of a rank, before its arguments.
 _COMMAND = [sys.executable, "-m", "lightscale", "train"]
@@ -105,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train. Inside a rank (started by torchrun, srun or mpirun) joins the others, else starts the ranks.
 
-    Returns one of the exit codes that `launch/restart.py` lists; a rank that stopped together with the others
+    Returns one of the exit codes that `launch/launcher/restart.py` lists; a rank that stopped together with the others
     returns 0.
     """
     adopt_job(os.environ)
@@ -155,8 +155,8 @@ def _launch_all(args: argparse.Namespace, directory: RunDirectory, deadline_s: f
         print(f"{directory.path} is finished: all {config.total_steps} steps are done", file=sys.stderr)
         return 0
     _say_loading()
-    from lightscale.launch.restart import RestartPolicy, run_ranks  # noqa: PLC0415
-    from lightscale.launch.torchrun import ThisMachine  # noqa: PLC0415
+    from lightscale.launch.launcher.restart import RestartPolicy, run_ranks  # noqa: PLC0415
+    from lightscale.launch.launcher.torchrun import ThisMachine  # noqa: PLC0415
 
     # The ranks read the stored form: the user may edit CONFIG during the run.
     command = [*_COMMAND, str(directory.config), "--run", str(directory.path)]
@@ -188,8 +188,8 @@ def _launch_host(
     # What fails while hosts meet is said in one line; torch would print warnings with stacks of its own before it.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     _say_loading()
-    from lightscale.launch.by_hand import run_host  # noqa: PLC0415
-    from lightscale.launch.restart import RestartPolicy  # noqa: PLC0415
+    from lightscale.launch.launcher.by_hand import run_host  # noqa: PLC0415
+    from lightscale.launch.launcher.restart import RestartPolicy  # noqa: PLC0415
 
     command = [*_COMMAND, str(args.config), *args.overrides, "--run", str(directory.path)]
     command += [f"--allow-change={key}" for key in sorted(allow)]

@@ -27,8 +27,8 @@ _POLL_S = 0.3
 _LOOK_S = 5.0
 # Between SIGTERM and SIGKILL.
 _KILL_WAIT_S = 5.0
-# Of the launcher, see `launch/restart.py`: saved in time with steps left; and those after which another job of the run
-# would only repeat it.
+# Of the launcher, see `../launcher/restart.py`: saved in time with steps left; and those after which another job of the
+# run would only repeat it.
 _SAVED, _FINAL = 75, (0, 70, 74, 78)
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)

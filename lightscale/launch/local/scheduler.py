@@ -18,7 +18,7 @@ from lightscale.runs.job_environment import job_id
 from lightscale.runs.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from lightscale.launch.restart import Nodes
+    from lightscale.launch.launcher.restart import Nodes
 
 _SMI_TIMEOUT_S = 60.0
 # Of a cluster.
@@ -122,7 +122,7 @@ class Local(Scheduler):
         if job_id(environ) is None:
             raise UserError("--scheduler local: this is not a job of the queue; use `lightscale submit`")
         # Imported here, because it needs torch, which the commands about jobs do not wait for.
-        nodes: Nodes = importlib.import_module("lightscale.launch.torchrun").ThisMachine()
+        nodes: Nodes = importlib.import_module("lightscale.launch.launcher.torchrun").ThisMachine()
         return nodes
 
     def logs(self, run: RunDirectory) -> list[Path]:

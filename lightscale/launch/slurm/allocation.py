@@ -26,12 +26,12 @@ from types import MappingProxyType
 from typing import Self
 
 from lightscale.errors import UserError
-from lightscale.launch.agent import Order, read_reports
 from lightscale.launch.environment import job_port
-from lightscale.launch.failures import RankFailure
-from lightscale.launch.restart import NodesLost
+from lightscale.launch.launcher.agent import Order, read_reports
+from lightscale.launch.launcher.failures import RankFailure
+from lightscale.launch.launcher.restart import NodesLost
+from lightscale.launch.launcher.torchrun import AGENT_LOGS, Launch, conclude
 from lightscale.launch.slurm.client import Node, nodes_of, require
-from lightscale.launch.torchrun import AGENT_LOGS, Launch, conclude
 
 # Of a shell that reports the death of a child by a signal.
 _SIGNALLED = 128
@@ -182,7 +182,7 @@ def _srun(nodes: Sequence[Node], order: Order) -> list[str]:
         "--wait=0",
         sys.executable,
         "-m",
-        "lightscale.launch.agent",
+        "lightscale.launch.launcher.agent",
         order.text(),
     ]
 

@@ -14,7 +14,7 @@ from lightscale.launch.slurm import client, ranks, script
 from lightscale.runs.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from lightscale.launch.restart import Nodes
+    from lightscale.launch.launcher.restart import Nodes
 
 _COMMANDS = {"submit": ("sbatch", "squeue"), "cancel": ("scancel", "squeue", "scontrol")}
 

@@ -15,8 +15,7 @@ from lightscale.evaluation.harness.local_data import LOCAL_TASKS, local_file
 from lightscale.evaluation.harness.tasks import scores_of
 from lightscale.evaluation.harness.translation import HarnessRequest, answered, generation_arguments, request_of
 from lightscale.evaluation.harness_names import INSTALL, nearest, task_names
-from lightscale.evaluation.registry import find_tasks
-from lightscale.evaluation.requests import (
+from lightscale.evaluation.inference.requests import (
     Encoder,
     GenerateUntil,
     Generation,
@@ -25,6 +24,7 @@ from lightscale.evaluation.requests import (
     RollingLogLikelihood,
     TokenLikelihoods,
 )
+from lightscale.evaluation.registry import find_tasks
 from lightscale.evaluation.task import Score
 
 TEXT = "Question: what is the end of the text? Answer: the start of the next"

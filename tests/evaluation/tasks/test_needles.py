@@ -15,10 +15,8 @@ from lightscale.cli import main
 from lightscale.config.files import load
 from lightscale.data_pipeline.tokenizers import Tokenizer, copy_tokenizer, train_sentencepiece
 from lightscale.errors import UserError
-from lightscale.evaluation.model import load_model
-from lightscale.evaluation.packing import ScoredDocument, TreeNode, forest, order
-from lightscale.evaluation.registry import find_tasks
-from lightscale.evaluation.requests import (
+from lightscale.evaluation.inference.packing import ScoredDocument, TreeNode, forest, order
+from lightscale.evaluation.inference.requests import (
     Answer,
     Encoder,
     GenerateUntil,
@@ -28,6 +26,8 @@ from lightscale.evaluation.requests import (
     Request,
     digest,
 )
+from lightscale.evaluation.model import load_model
+from lightscale.evaluation.registry import find_tasks
 from lightscale.evaluation.tasks.needles import Needles
 from lightscale.runs.run_directory import RunDirectory
 

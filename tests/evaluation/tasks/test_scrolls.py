@@ -9,8 +9,8 @@ import pytest
 
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer, Tokenizer
 from lightscale.errors import UserError
+from lightscale.evaluation.inference.requests import Encoder, GenerateUntil, Generation
 from lightscale.evaluation.registry import find_tasks
-from lightscale.evaluation.requests import Encoder, GenerateUntil, Generation
 from lightscale.evaluation.tasks.answer_metrics import exact_match, f1
 from lightscale.evaluation.tasks.scrolls import DATA_SETS, MEAN, NLI
 

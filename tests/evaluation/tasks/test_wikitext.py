@@ -7,8 +7,8 @@ import pytest
 
 from lightscale.data_pipeline.tokenizers import train_sentencepiece
 from lightscale.errors import UserError
+from lightscale.evaluation.inference.requests import Encoder, RollingLogLikelihood, TokenLikelihoods
 from lightscale.evaluation.registry import find_tasks
-from lightscale.evaluation.requests import Encoder, RollingLogLikelihood, TokenLikelihoods
 from lightscale.evaluation.tasks.wikitext import detokenized, split_pages
 
 PAGES = [

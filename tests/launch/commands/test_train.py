@@ -17,14 +17,14 @@ import pytest
 
 from lightscale.config.files import load
 from lightscale.errors import UserError
-from lightscale.launch import restart
 from lightscale.launch.commands import checks
 from lightscale.launch.commands import train as train_command
-from lightscale.launch.restart import NodesLost, RestartPolicy
+from lightscale.launch.launcher import restart
+from lightscale.launch.launcher.restart import NodesLost, RestartPolicy
+from lightscale.launch.launcher.torchrun import ThisMachine
 from lightscale.launch.scheduler import JobState, Phase
 from lightscale.launch.slurm import allocation
 from lightscale.launch.slurm.client import Node
-from lightscale.launch.torchrun import ThisMachine
 from lightscale.runs.job_environment import JOB_ID
 from lightscale.runs.jobs import JobRecord, record_job
 from lightscale.runs.lock import RunLock

@@ -12,7 +12,7 @@ import psutil
 
 from lightscale.files import NotRegular, open_regular
 from lightscale.launch.chaos.harness.history import History
-from lightscale.launch.rank import LAUNCHER_VARIABLE, rank_of
+from lightscale.launch.launcher.rank import LAUNCHER_VARIABLE, rank_of
 from lightscale.records import Record, parse_line
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.training.health import fault_injection

@@ -1,0 +1,128 @@
+"""The forward pass of a model on any layout, for tokens of which some are scored.
+
+Tensor, pipeline and sequence ranks of one model take part together; data ranks have other rows.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightscale.evaluation.inference.packing import Columns
+from lightscale.models.language_model import LanguageModel
+from lightscale.models.layers.context import MixerState
+from lightscale.parallel.megatron import get_forward_backward_func
+from lightscale.parallel.mesh import Mesh
+
+States = dict[str, MixerState]
+"""Of the layers that this rank holds, by name."""
+
+
+class Found(NamedTuple):
+    """What was found of scored tokens, (m,) each."""
+
+    numbers: NDArray[np.int32]
+    offsets: NDArray[np.int32]
+    log_probability: NDArray[np.float64]
+    is_greedy: NDArray[np.bool_]
+
+
+@dataclass(eq=False, kw_only=True)
+class Rows:
+    """What goes through the model at once: the same on all ranks of a model."""
+
+    columns: Columns
+    states: States | None = None
+    """As they enter the rows; replaced by those that leave them. None: rows begin and end by themselves."""
+
+
+class Forward:
+    """A model's layers on this rank, ready to score.
+
+    Args:
+        model: in evaluation mode.
+        mesh: without virtual stages.
+    """
+
+    def __init__(self, model: LanguageModel, mesh: Mesh) -> None:
+        assert mesh.virtual_stages == 1, "evaluation builds every stage in one"
+        self.model, self.mesh = model, mesh
+
+    @property
+    def align(self) -> int:
+        """What the length of rows must be a multiple of."""
+        return self.mesh.sequence * self.mesh.tensor
+
+    @property
+    def answers(self) -> bool:
+        """Whether what this rank finds is to be kept: of equal ones, one does."""
+        return self.mesh.is_last_stage and self.mesh.groups.tp.rank() == 0
+
+    @torch.no_grad()
+    def score(self, batches: Sequence[Rows]) -> Iterator[Found]:
+        """Run ``batches``, all of one shape (b, n), and give what this rank found of its segment of each.
+
+        Nothing on all but the last stage.
+        """
+        b, n = batches[0].columns.tokens.shape
+        assert n % self.align == 0, f"rows of {n} tokens on ranks that share {self.align}"
+        own = [self._own(rows.columns) for rows in batches]
+        outputs: list[Tensor] = get_forward_backward_func()(
+            forward_step_func=self._step,
+            data_iterator=iter(zip(batches, own, strict=True)),
+            model=[self.model],
+            num_microbatches=len(batches),
+            # Of the whole row: for the shapes that stages send, Megatron divides by tensor and sequence ranks itself.
+            seq_length=n,
+            micro_batch_size=b,
+            forward_only=True,
+        )
+        for columns, output in zip(own, outputs, strict=False):
+            log_probability, is_greedy = output.cpu().numpy()
+            yield Found(columns.numbers, columns.offsets, log_probability, is_greedy > 0)
+
+    def largest(self, value: int) -> int:
+        """The largest ``value`` of the ranks of this model."""
+        largest = torch.tensor(value, device=self.mesh.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.mesh.groups.mp)
+        return int(largest)
+
+    def _own(self, columns: Columns) -> Columns:
+        """The segment of this sequence rank."""
+        if self.mesh.sequence == 1:
+            return columns
+        n = columns.tokens.shape[1]
+        width = n // self.mesh.sequence
+        first = self.mesh.sequence_rank * width
+        row, column = columns.chosen // n, columns.chosen % n - first
+        here = (column >= 0) & (column < width)
+        part = slice(first, first + width)
+        return Columns(
+            columns.tokens[:, part],
+            columns.positions[:, part],
+            (row * width + column)[here],
+            *(values[here] for values in (columns.labels, columns.numbers, columns.offsets)),
+        )
+
+    def _step(self, batches: Iterator[tuple[Rows, Columns]], model: LanguageModel) -> tuple[Tensor, partial]:
+        rows, own = next(batches)
+        tokens, positions = (self._to_device(array) for array in (own.tokens, own.positions))
+        hidden = model(tokens, positions, states=rows.states, hidden_only=True)
+        return hidden, partial(self._score, own)
+
+    def _score(self, own: Columns, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Megatron's (loss, number of tokens, what to report); only the last counts here."""
+        nothing = hidden.new_zeros(()), torch.zeros((), dtype=torch.int)
+        if not len(own.chosen):
+            return *nothing, torch.empty(2, 0, dtype=torch.float64)
+        found = self.model.log_probability(hidden, self._to_device(own.chosen), self._to_device(own.labels))
+        return *nothing, torch.stack([values.double() for values in found])
+
+    def _to_device(self, array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.mesh.device)

@@ -1,0 +1,1 @@
+"""The files of an export, each read and written by itself."""

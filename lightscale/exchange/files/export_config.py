@@ -1,0 +1,315 @@
+"""config.json of an export: what transformers reads of a model's shape, written and read back strictly."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from lightscale.config.schema import MOST_IDS, MOST_LAYERS, MOST_SEQUENCE_TOKENS
+from lightscale.errors import UserError
+from lightscale.exchange.files import modelling_file
+from lightscale.exchange.plain.mixers import Attention, RopeScaling
+from lightscale.exchange.plain.model import Shape
+from lightscale.files import open_regular
+from lightscale.training.checkpoints.reading import parse_object, shown
+from lightscale.training.checkpoints.schema import checked
+
+NAME = "config.json"
+_MOST_BYTES = 1 << 22
+_ACTIVATIONS = {"none": "linear", "silu": "silu"}
+"""Of LLaMA's linear units, as transformers names them."""
+
+_Width = Annotated[int, Field(ge=1, le=2**20)]
+_Ids = Annotated[int, Field(ge=1, le=MOST_IDS)]
+_Positive = Annotated[float, Field(gt=0, le=1e15)]
+_Tokens = Annotated[int, Field(ge=1, le=MOST_SEQUENCE_TOKENS)]
+_Eps = Annotated[float, Field(gt=0, le=100)]
+
+
+class _Known(BaseModel):
+    """What every configuration must say; transformers adds keys of its own, which change nothing here."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+
+    vocab_size: _Ids
+    hidden_size: _Width
+    num_attention_heads: _Width
+    intermediate_size: _Width
+    rms_norm_eps: _Eps = 1e-6
+    max_position_embeddings: _Tokens = 2048
+
+
+class _Exact(BaseModel):
+    """A table of which every key has a meaning: one that is not known could change the model."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class _Scaling(_Exact):
+    factor: _Positive
+    low_freq_factor: _Positive
+    high_freq_factor: _Positive
+    original_max_position_embeddings: _Tokens
+
+
+class _SoftmaxAttention(_Exact):
+    """``Attention``, as our own exports write it."""
+
+    num_key_value_heads: _Width | None
+    head_dim: _Width | None
+    rope_theta: _Positive
+    rope_scaling: _Scaling | None
+    bias: bool
+    output_bias: bool
+
+    def attention(self) -> Attention:
+        scaling = None if self.rope_scaling is None else RopeScaling(**self.rope_scaling.model_dump())
+        return Attention(**self.model_dump(exclude={"rope_scaling"}), rope_scaling=scaling)
+
+
+class _Lightscale(_Known):
+    mixers: Annotated[list[str], Field(min_length=1, max_length=MOST_LAYERS)]
+    gate_ranks: dict[str, _Width]
+    glu_activation: Literal["none", "silu"]
+    norm: Literal["srmsnorm", "rmsnorm"]
+    tie_word_embeddings: bool
+    softmax_attention: _SoftmaxAttention | None = None
+
+
+class _Rope(_Exact):
+    """Both what transformers 5 writes, and what 4 wrote as rope_scaling."""
+
+    rope_theta: _Positive | None = None
+    rope_type: Literal["default", "llama3"] | None = None
+    type: Literal["default", "llama3"] | None = None
+    """Its older name."""
+    factor: _Positive | None = None
+    low_freq_factor: _Positive | None = None
+    high_freq_factor: _Positive | None = None
+    original_max_position_embeddings: _Tokens | None = None
+    partial_rotary_factor: Annotated[float, Field(ge=1, le=1)] | None = None
+
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096},
+}
+"""What transformers takes where a configuration says nothing, by model_type; where it is not null for all of them."""
+
+
+class _Llama(_Known):
+    """What is not said has transformers' default."""
+
+    model_type: Literal["llama", "mistral", "qwen2"]
+    num_hidden_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
+    num_key_value_heads: _Width | None = None
+    head_dim: _Width | None = None
+    hidden_act: Literal["silu", "linear"] = "silu"
+    attention_bias: bool = False
+    mlp_bias: Literal[False] = False
+    tie_word_embeddings: bool = False
+    rope_theta: _Positive | None = None
+    rope_scaling: _Rope | None = None
+    rope_parameters: _Rope | None = None
+    sliding_window: Annotated[int, Field(ge=1)] | None = None
+    use_sliding_window: bool = False
+    max_window_layers: int = 28
+    layer_types: list[str] | None = None
+
+    def attention(self, path: Path) -> Attention:
+        """Its softmax attention. UserError for one that looks back only so far."""
+        window = self.sliding_window if self._has_window() else None
+        if window is not None and window < self.max_position_embeddings:
+            raise UserError(
+                f"{path}: sliding_window = {window} hides tokens of texts up to max_position_embeddings = "
+                f"{self.max_position_embeddings}, and only attention to the whole text is computed; for texts no "
+                f"longer than the window, write max_position_embeddings = {window}"
+            )
+        heads = self.num_key_value_heads or self.num_attention_heads
+        width = self.head_dim or self.hidden_size // self.num_attention_heads
+        rope = self.rope_parameters or self.rope_scaling or _Rope()
+        return Attention(
+            num_key_value_heads=None if heads == self.num_attention_heads else heads,
+            head_dim=None if width * self.num_attention_heads == self.hidden_size else width,
+            rope_theta=rope.rope_theta or self.rope_theta or 10000.0,
+            rope_scaling=_scaling(rope, path),
+            # Qwen2 does not say it: queries, keys and values have biases, and outputs none. Mistral has none.
+            bias=(self.attention_bias and self.model_type == "llama") or self.model_type == "qwen2",
+            output_bias=self.attention_bias and self.model_type == "llama",
+        )
+
+    def _has_window(self) -> bool:
+        """Whether a layer attends to a window."""
+        if self.model_type == "qwen2":
+            if self.layer_types is not None:
+                return self.use_sliding_window and "sliding_attention" in self.layer_types
+            return self.use_sliding_window and self.max_window_layers < self.num_hidden_layers
+        return self.model_type == "mistral"
+
+
+def _scaling(rope: _Rope, path: Path) -> RopeScaling | None:
+    if (rope.rope_type or rope.type or "default") == "default":
+        return None
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    if missing := [name for name in names if getattr(rope, name) is None]:
+        raise UserError(f"{path}: the rotary positions of llama3 need {missing[0]}")
+    assert rope.factor and rope.low_freq_factor and rope.high_freq_factor and rope.original_max_position_embeddings
+    if rope.high_freq_factor <= rope.low_freq_factor:
+        raise UserError(
+            f"{path}: high_freq_factor = {rope.high_freq_factor} must be more than low_freq_factor = "
+            f"{rope.low_freq_factor}"
+        )
+    return RopeScaling(
+        factor=rope.factor,
+        low_freq_factor=rope.low_freq_factor,
+        high_freq_factor=rope.high_freq_factor,
+        original_max_position_embeddings=rope.original_max_position_embeddings,
+    )
+
+
+def own_class(shape: Shape) -> str | None:
+    """Which of transformers' own models computes the model: Llama, Mistral or Qwen2; None: none of them."""
+    if {*shape.mixers} != {"llama"} or shape.norm != "rmsnorm":
+        return None
+    attention = shape.attention
+    if attention.bias and not attention.output_bias:
+        return "Qwen2"
+    # transformers' Llama refuses such widths, whatever head_dim says; without biases Mistral is the same model.
+    if shape.hidden_size % shape.num_attention_heads:
+        return None if attention.bias else "Mistral"
+    return "Llama"
+
+
+def is_llama(shape: Shape) -> bool:
+    """Whether the model is one that transformers computes without our code."""
+    return own_class(shape) is not None
+
+
+def tensor_name(shape: Shape, name: str) -> str:
+    """What the files of an export call the tensor ``name`` of the plain model."""
+    return name.replace(".mixer.", ".self_attn.") if is_llama(shape) else name
+
+
+def config_of(shape: Shape, *, eot_id: int, dtype: str, max_tokens: int, init_std: float) -> dict[str, Any]:
+    """The content of config.json.
+
+    Args:
+        shape: of the plain model.
+        eot_id: begins and ends documents.
+        dtype: of most weights, as torch names it, such as "bfloat16".
+        max_tokens: the length of sequences that the model was trained on.
+        init_std: of the initial weights.
+    """
+    common = {
+        "dtype": dtype,
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_hidden_layers": len(shape.mixers),
+        "intermediate_size": shape.intermediate_size,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "initializer_range": init_std,
+        "max_position_embeddings": max_tokens,
+        "tie_word_embeddings": shape.tied,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eot_id),
+    }
+    if (own := own_class(shape)) is not None:
+        attention = shape.attention
+        scaling = {} if attention.rope_scaling is None else asdict(attention.rope_scaling)
+        of_class: dict[str, dict[str, Any]] = {
+            "Llama": {"attention_bias": attention.bias, "mlp_bias": False},
+            "Mistral": {"sliding_window": None},
+            "Qwen2": {"use_sliding_window": False},
+        }
+        return {
+            "architectures": [f"{own}ForCausalLM"],
+            "model_type": own.lower(),
+            **common,
+            "num_key_value_heads": attention.num_key_value_heads or shape.num_attention_heads,
+            "head_dim": attention.head_dim or shape.hidden_size // shape.num_attention_heads,
+            "hidden_act": _ACTIVATIONS[shape.glu_activation],
+            **of_class[own],
+            "rope_parameters": {
+                "rope_theta": attention.rope_theta,
+                "rope_type": "llama3" if scaling else "default",
+                **scaling,
+            },
+        }
+    module = modelling_file.NAME.removesuffix(".py")
+    return {
+        "architectures": ["LightscaleForCausalLM"],
+        "model_type": "lightscale",
+        "auto_map": {
+            "AutoConfig": f"{module}.LightscaleConfig",
+            "AutoModelForCausalLM": f"{module}.LightscaleForCausalLM",
+        },
+        **common,
+        "mixers": list(shape.mixers),
+        "gate_ranks": dict(shape.gate_ranks),
+        "glu_activation": shape.glu_activation,
+        "norm": shape.norm,
+        **({} if shape.attention == Attention() else {"softmax_attention": asdict(shape.attention)}),
+    }
+
+
+def read_config(path: Path) -> tuple[Shape, int]:
+    """The shape of the plain model that ``path``, a config.json, describes, and the length it was trained on.
+
+    UserError for another architecture, which is named with those that work, and for values that none of them has.
+    """
+    with open_regular(path, what="the configuration of a model", most_bytes=_MOST_BYTES, follow_links=True) as file:
+        content = parse_object(file.read(), path)
+    kind = content.get("model_type")
+    known: _Known
+    if kind == "lightscale":
+        known = own = checked(_Lightscale, content, path)
+        shape = _shape(
+            known,
+            mixers=tuple(own.mixers),
+            gate_ranks=own.gate_ranks,
+            glu_activation=own.glu_activation,
+            norm=own.norm,
+            attention=Attention() if own.softmax_attention is None else own.softmax_attention.attention(),
+            tied=own.tie_word_embeddings,
+        )
+    elif isinstance(kind, str) and kind in _DEFAULTS:
+        known = llama = checked(_Llama, _DEFAULTS[kind] | content, path)
+        activation = {name: ours for ours, name in _ACTIVATIONS.items()}[llama.hidden_act]
+        shape = _shape(
+            known,
+            mixers=("llama",) * llama.num_hidden_layers,
+            glu_activation=activation,
+            norm="rmsnorm",
+            attention=llama.attention(path),
+            tied=llama.tie_word_embeddings,
+        )
+    else:
+        kinds = "lightscale, llama, mistral and qwen2"
+        raise UserError(f"{path}: model_type = {shown(repr(kind))}; those that can be read are {kinds}")
+    _check_heads(shape, path)
+    return shape, known.max_position_embeddings
+
+
+def _check_heads(shape: Shape, path: Path) -> None:
+    """UserError for heads that no model can have."""
+    heads, attention = shape.num_attention_heads, shape.attention
+    if shape.hidden_size % heads and (attention.head_dim is None or own_class(shape) is None):
+        raise UserError(f"{path}: hidden_size = {shape.hidden_size} is not divisible by num_attention_heads = {heads}")
+    if (shared := attention.num_key_value_heads) is not None and heads % shared:
+        raise UserError(f"{path}: num_attention_heads = {heads} cannot share num_key_value_heads = {shared}")
+    width = attention.head_dim or shape.hidden_size // heads
+    if "llama" in shape.mixers and width % 2:
+        raise UserError(f"{path}: heads of {width} channels, which rotary positions turn in pairs; an even number")
+
+
+def _shape(known: _Known, **more: Any) -> Shape:
+    return Shape(
+        vocab_size=known.vocab_size,
+        hidden_size=known.hidden_size,
+        num_attention_heads=known.num_attention_heads,
+        intermediate_size=known.intermediate_size,
+        rms_norm_eps=known.rms_norm_eps,
+        **more,
+    )

@@ -1,0 +1,169 @@
+"""The program of one node: starts its ranks, watches them, and writes a report of how they ended.
+
+    launcher ── scheduler ──▶ agent of node 0 ──▶ ranks 0, 1, …
+                         └──▶ agent of node 1 ──▶ the next ranks, …
+
+An agent is given stop signals by the launcher, or by the scheduler itself (preemption), and passes them on. It ends
+with the process that started it, and its ranks end with it. Launcher and agents share only the order, as the command
+line, and the files of the run's logs: there is no connection between them that could break.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from lightscale.errors import UserError
+from lightscale.files import read_regular
+from lightscale.launch.launcher.failures import RankFailure
+from lightscale.launch.launcher.relay import StopRelay
+from lightscale.launch.launcher.rendezvous import Rendezvous
+from lightscale.launch.launcher.torchrun import NodeReport, run_node
+from lightscale.launch.launcher.watchdog import Hang
+from lightscale.output import take_over_output
+from lightscale.runs.run_directory import write_atomically
+from lightscale.training.health.heartbeat import Beat
+from lightscale.training.signals import die_with_parent
+
+# After a failure, for the other nodes to say what they met, before the scheduler ends them because of this one.
+_OTHERS_S = 10.0
+_POLL_S = 0.2
+_MOST_REPORT_BYTES = 1 << 28
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What all agents of a launch get: their one argument, as JSON.
+
+    Everything that differs between starts is in it. What differs between nodes is not, because a scheduler starts the
+    same command line on all of them.
+    """
+
+    command: list[str]
+    processes: int
+    """Ranks on each node."""
+    logs: str
+    hang_timeout_s: float
+    deadline_s: float | None
+    address: str
+    """Of the first node."""
+    port: int
+    num_nodes: int
+    node_variable: str
+    """Where the scheduler leaves each agent the number of its node, from 0; all of them have the same command line."""
+
+    def text(self) -> str:
+        """As JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """The inverse."""
+        return cls(**json.loads(text))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit code 0: all ranks of this node left with 0."""
+    # The scheduler's daemon that started this process may be killed, and then nobody else would end this node's ranks.
+    die_with_parent(os.getppid())
+    order = Order.read(arguments[0])
+    node = int(os.environ[order.node_variable])
+    logs = Path(order.logs)
+    # What it shows of its ranks goes through the scheduler's programs, which may be stopped or gone.
+    take_over_output()
+    # Ranks are in sessions of their own: no signal to this process, or to its group, reaches them.
+    with StopRelay():
+        report = _run(order, node, logs)
+        # Before anything else: an agent without a report counts as lost with its node.
+        write_report(logs, node, report)
+        if not report.failures:
+            return 0
+        deadline_s = time.monotonic() + _OTHERS_S
+        while time.monotonic() < deadline_s and len(list(logs.glob("node-*.json"))) < order.num_nodes:
+            time.sleep(_POLL_S)
+        # With which the scheduler ends the other agents.
+        return 1
+
+
+def _run(order: Order, node: int, logs: Path) -> NodeReport:
+    rendezvous = Rendezvous(
+        address=order.address, port=order.port, node=node, num_nodes=order.num_nodes, of_agents=True
+    )
+    try:
+        return run_node(
+            order.command,
+            processes=order.processes,
+            logs=logs,
+            hang_timeout_s=order.hang_timeout_s,
+            deadline_s=order.deadline_s,
+            rendezvous=rendezvous,
+        )
+    except (RuntimeError, OSError) as error:
+        # The agents did not meet, or the file system failed. Reported like the failure of a rank, so that the launcher
+        # has one kind of failure to decide about.
+        failure = RankFailure(
+            rank=node * order.processes,
+            summary=f"agent on {os.uname().nodename}: {type(error).__name__}: {error}",
+            traceback=traceback.format_exc(),
+            time_s=time.time(),
+            is_recorded=True,
+        )
+        return NodeReport(failures=[failure], hang=None, beats={})
+
+
+def write_report(logs: Path, node: int, report: NodeReport) -> None:
+    """Write `report` for the launcher, with times of the wall clock: each machine has a monotonic clock of its own."""
+    offset_s = time.time() - time.monotonic()
+    record = {
+        "failures": [dataclasses.asdict(failure) for failure in report.failures],
+        "hang": None if report.hang is None else dataclasses.asdict(report.hang),
+        "beats": [
+            dataclasses.asdict(dataclasses.replace(beat, time_s=beat.time_s + offset_s))
+            for beat in report.beats.values()
+        ],
+    }
+    write_atomically(logs / f"node-{node}.json", json.dumps(record))
+
+
+def read_reports(logs: Path) -> dict[int, NodeReport]:
+    """The reports written so far, by node; an agent whose report is missing at the end was killed, or lost its node."""
+    # By listing the directory: network file systems cache that a name is missing, so that asking for each by name would
+    # not find a report that was written since.
+    names = ((path, path.stem.partition("-")[2]) for path in logs.glob("node-*.json"))
+    files = {int(number): path for path, number in names if number.isdecimal()}
+    return {node: _read_report(files[node], node) for node in sorted(files)}
+
+
+def _read_report(path: Path, node: int) -> NodeReport:
+    """A report that cannot be read is that of a failure: what happened on the node is unknown."""
+    try:
+        return _parse_report(read_regular(path, what="the report of a node", most_bytes=_MOST_REPORT_BYTES))
+    except (OSError, UserError, ValueError, TypeError, LookupError, AttributeError) as error:
+        failure = RankFailure(rank=0, summary=f"node {node}: {path} cannot be read: {error}", time_s=time.time())
+        return NodeReport(failures=[failure], hang=None, beats={})
+
+
+def _parse_report(content: bytes) -> NodeReport:
+    record: dict[str, Any] = json.loads(content.decode("utf-8"))
+    offset_s = time.monotonic() - time.time()
+    beats = [Beat(**{**beat, "time_s": beat["time_s"] + offset_s}) for beat in record["beats"]]
+    hang = record["hang"]
+    return NodeReport(
+        failures=[
+            RankFailure(**{**one, "killer": signal.Signals(one["killer"]) if one["killer"] else None})
+            for one in record["failures"]
+        ],
+        hang=Hang(**{**hang, "ranks": tuple(hang["ranks"])}) if hang else None,
+        beats={beat.rank: beat for beat in beats},
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,88 @@
+"""The ranks of one host, of several on each of which a user has started the launcher by hand.
+
+    host 0: launcher ──▶ ranks 0, 1, …     ┐
+                                           ├ meet at --master-addr, --master-port, of host 0
+    host 1: launcher ──▶ the next ranks    ┘
+
+The launchers have no connection: only ranks meet (`meeting.py`), rank 0 holds the run, and its status is how the run
+ended for all hosts. So nobody can start the ranks of all hosts again together: after a failure every launcher ends, its
+own ranks with it, and the same commands resume the run. Output of ranks is kept on their own host, until they end well:
+before all have met nothing may be written into the run.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from lightscale.launch.launcher.fork import Program
+from lightscale.launch.launcher.rank import EXIT_CRASHED, SEVERAL_LAUNCHERS_VARIABLE
+from lightscale.launch.launcher.relay import StopRelay
+from lightscale.launch.launcher.rendezvous import Rendezvous
+from lightscale.launch.launcher.restart import (
+    EXIT_CODES,
+    RankMistake,
+    RestartPolicy,
+    missing_status,
+    print_failure,
+    say_end,
+    since_the_epoch,
+    stop_reason,
+)
+from lightscale.launch.launcher.torchrun import conclude, run_node
+from lightscale.runs.run_directory import RunDirectory
+
+# After `restart.collective_timeout_s`, when a rank gives up waiting for another host by itself.
+_MARGIN_S = 60.0
+
+
+def run_host(
+    run: RunDirectory,
+    command: Sequence[str],
+    *,
+    processes: int,
+    rendezvous: Rendezvous,
+    resume: str,
+    policy: RestartPolicy,
+    program: Program | None,
+) -> int:
+    """Run `command` as the `processes` ranks of this host, once, until they end; the exit code for this host.
+
+    `resume` is the command line that resumes the run here, `program` what `torchrun.run_node` takes. Raises UserError
+    for what a rank refused, and `CannotStart` (exit code 75) as such a one where ranks did not come.
+    """
+    logs = Path(tempfile.mkdtemp(prefix="lightscale-train-"))
+    os.environ[SEVERAL_LAUNCHERS_VARIABLE] = "1"
+    with StopRelay() as relay:
+        report = run_node(
+            command,
+            processes=processes,
+            logs=logs,
+            hang_timeout_s=policy.config.hang_timeout_s,
+            deadline_s=since_the_epoch(policy.deadline_s),
+            rendezvous=rendezvous,
+            program=program,
+            # A rank that waits for another host, as while the network is away, is no rank that hangs.
+            patience_s=policy.config.collective_timeout_s + _MARGIN_S,
+        )
+    failure = conclude([report], logs).failure or missing_status(run)
+    if failure is None:
+        shutil.rmtree(logs, ignore_errors=True)
+        return say_end(run, resume)
+    if failure.exit_code is not None:
+        shutil.rmtree(logs, ignore_errors=True)
+        raise RankMistake(failure.summary, failure.exit_code)
+    stop = stop_reason(relay.received, failure, policy.deadline_s)
+    if stop is None:
+        # Most often another host is gone, of which a stack says nothing; where it may help the line says where it is.
+        print_failure(failure if failure.traceback is None else replace(failure, traceback=""), logs)
+        code = EXIT_CRASHED
+    else:
+        text = f"{stop}, and rank {failure.rank} did not save: {failure.summary} (output of its host's ranks: {logs})"
+        print(text, file=sys.stderr)
+        code = EXIT_CODES["resumable"]
+    print(f"resume, on all {rendezvous.num_nodes} hosts, with: {resume}", file=sys.stderr)
+    return code

@@ -1,0 +1,104 @@
+"""Failures of ranks: what each left behind, and which of them the others follow from."""
+
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from lightscale.launch.launcher.rank import TIMED_OUT
+from lightscale.training.health.heartbeat import Beat
+
+# Ranks notice a dead peer at once; what dies later was ended by the agent.
+_CAUSE_S = 10
+# A heartbeat until then was written before the failure was noticed.
+_LATE_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFailure:
+    """The failure of one rank."""
+
+    rank: int
+    summary: str
+    """One line, or for a user's mistake its whole message."""
+    traceback: str | None = None
+    """Python's; None: the process ended without a record, as by a signal."""
+    time_s: float
+    """When, in seconds since the epoch."""
+    killer: signal.Signals | None = None
+    """The signal that ended the process."""
+    is_recorded: bool = False
+    """Whether the rank itself noted the time, and what happened."""
+    exit_code: int | None = None
+    """Of a UserError; None for all other failures."""
+
+    @property
+    def mistake_code(self) -> int | None:
+        """`exit_code` where another start would end in the same way; after ranks that did not come it may pass."""
+        return None if self.exit_code == os.EX_TEMPFAIL else self.exit_code
+
+
+def read_failure(rank: int, failure: ProcessFailure) -> RankFailure:
+    """What the agent and the rank's own record (`launch/launcher/rank.py`) say."""
+    message: Any = failure.message
+    # Only records of `rank.py` have time_s. Otherwise the process left none, and its exit code is all there is.
+    if isinstance(message, dict) and "time_s" in message["extraInfo"]:
+        extra = message["extraInfo"]
+        return RankFailure(
+            rank=rank,
+            summary=message["message"],
+            traceback=extra["py_callstack"] or None,
+            time_s=extra["time_s"],
+            killer=signal.Signals(extra["signal"]) if extra["signal"] else None,
+            is_recorded=True,
+            exit_code=extra["exit_code"],
+        )
+    if failure.exitcode < 0:
+        killer = signal.Signals(-failure.exitcode)
+        # The kernel's out-of-memory killer sends SIGKILL, and leaves no trace in the output of the rank.
+        hint = "; the machine may be out of memory" if killer is signal.SIGKILL else ""
+        summary = f"killed by {killer.name}{hint}"
+        return RankFailure(rank=rank, summary=summary, time_s=failure.timestamp, killer=killer)
+    return RankFailure(rank=rank, summary=f"exit code {failure.exitcode}", time_s=failure.timestamp)
+
+
+def first_failure(failures: Sequence[RankFailure]) -> RankFailure | None:
+    """The failure that the others follow from.
+
+    A process that is killed, or exits, leaves no record, and its peers raise before the agent sees it: at
+    about the time of the first record it is the cause. SIGTERM is how the agent ends the other ranks.
+    """
+    if not failures:
+        return None
+    recorded = min((one.time_s for one in failures if one.is_recorded), default=float("inf"))
+
+    def order(one: RankFailure) -> tuple[int, float]:
+        if one.killer is signal.SIGTERM and not one.is_recorded:
+            return 2, one.time_s
+        silent = not one.is_recorded and one.time_s < recorded + _CAUSE_S
+        return (0 if silent else 1), one.time_s
+
+    return min(failures, key=order)
+
+
+def located(failure: RankFailure, beats: Mapping[int, Beat]) -> RankFailure:
+    """`failure` with what the rank was doing, and after a time-out of a collective with the rank that was missing."""
+    own = beats.get(failure.rank)
+    if own is None or failure.exit_code is not None:
+        return failure
+    notes = [own.where]
+    if TIMED_OUT.search(failure.summary):
+        # Heartbeats are times of the monotonic clock, failures of the wall clock.
+        failed_s = time.monotonic() - (time.time() - failure.time_s)
+        first, last = (choose(beats.values(), key=lambda beat: beat.time_s) for choose in (min, max))
+        # A rank that still wrote heartbeats after the time-out was slow, not stuck. Otherwise the one that has been
+        # silent the longest is the one that all others waited for.
+        if last.time_s > failed_s + _LATE_S:
+            notes.append(f"rank {last.rank} arrived {last.time_s - failed_s:.0f} s later")
+        elif first.where != own.where:
+            notes.append(f"no heartbeat of rank {first.rank} for {failed_s - first.time_s:.0f} s, at {first.where}")
+    return replace(failure, summary=f"{failure.summary} ({'; '.join(notes)})")

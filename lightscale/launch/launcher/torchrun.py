@@ -1,0 +1,330 @@
+"""Start the ranks of one node by torch's elastic launcher, once, and report how they ended.
+
+The elastic agent runs in this process: for a run on one machine that is the launcher, for one on several nodes the
+program of `launch/launcher/agent.py`. Three of its habits are changed, by its own settings:
+
+- Stop signals. torchrun answers a signal by signalling every process of every rank and ending them after 30
+  s, and forwards a second signal too. Here the first stop signal goes once to each rank, to none of their
+  children, and nothing signals them: the agent sees its ranks end by themselves. That needs no shutdown
+  timeout, which torch has only from 2.12 on; TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set for the cases where
+  torch itself ends the ranks.
+- Rendezvous. The ranks get a store of their own (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1): the shared one
+  keeps the addresses of dead ranks, and restarts fail. The agents of several nodes meet at an address and in
+  an order that are given (static rendezvous), so that ranks are where they were before; each start has
+  agents, and a store, of its own. Where every host is started by hand agents know nothing of one another, and the
+  ranks themselves meet at the given address: torch's own meeting waits for a name without address, and answers a
+  port in use with a stack.
+- Output. All ranks write to files under the run's logs/; rank 0's is shown. After a failure the traceback
+  of the rank that failed first is printed, not those of the ranks that only lost their peer.
+
+Whoever starts torchrun by hand (`torchrun … -m lightscale train CONFIG`) should set both variables too, and
+give `--signals-to-handle SIGTERM,SIGINT,SIGUSR1`.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from lightscale.launch.launcher.failures import RankFailure, first_failure, located, read_failure
+from lightscale.launch.launcher.fork import Program, forked_ranks
+from lightscale.launch.launcher.rank import ERROR_FILE_VARIABLE, LAUNCHER_VARIABLE, LOGS_VARIABLE
+from lightscale.launch.launcher.rendezvous import Rendezvous
+from lightscale.launch.launcher.watchdog import Hang, Watchdog
+from lightscale.parallel.device_settings import device_settings
+from lightscale.runs.metrics.progress import TERMINAL_VARIABLE
+from lightscale.training.health.heartbeat import HEARTBEATS_VARIABLE, Beat, read_heartbeats, shared_heartbeats
+from lightscale.training.signals import DEADLINE_VARIABLE
+
+# Longer than the save of a large model. torch before 2.12 does not read it and takes 30.
+_SHUTDOWN_TIMEOUT_S = 600
+# For the agents of all nodes to come.
+_RENDEZVOUS_TIMEOUT_S = 300
+_POLL_S = 0.1
+AGENT_LOGS = "launcher-*.log"
+"""The files, one for each node, that `run_node` begins before any rank; only where there are several nodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How the ranks of one launch ended."""
+
+    logs: Path
+    failure: RankFailure | None
+    """What went wrong first; None: all left with exit code 0."""
+    beats: dict[int, Beat]
+    """The last heartbeat of each rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeReport:
+    """How the ranks of one node ended."""
+
+    failures: Sequence[RankFailure]
+    hang: Hang | None
+    beats: Mapping[int, Beat]
+
+
+class ThisMachine:
+    """The one node of a run that is started without a scheduler: the ranks are children of this process."""
+
+    num_nodes = 1
+    translation: Mapping[signal.Signals, signal.Signals] = MappingProxyType({})
+
+    def __init__(self, program: Program | None = None) -> None:
+        """``program``: see `run_node`."""
+        self._program = program
+
+    @property
+    def forks(self) -> bool:
+        """Whether ranks are forks of this process."""
+        return self._program is not None
+
+    def launch_ranks(
+        self, command: Sequence[str], *, processes: int, logs: Path, hang_timeout_s: float, deadline_s: float | None
+    ) -> Launch:
+        """See `run_node`."""
+        report = run_node(
+            command,
+            processes=processes,
+            logs=logs,
+            hang_timeout_s=hang_timeout_s,
+            deadline_s=deadline_s,
+            program=self._program,
+        )
+        return conclude([report], logs)
+
+
+def run_node(
+    command: Sequence[str],
+    *,
+    processes: int,
+    logs: Path,
+    hang_timeout_s: float,
+    deadline_s: float | None,
+    rendezvous: Rendezvous | None = None,
+    program: Program | None = None,
+    patience_s: float = 0.0,
+) -> NodeReport:
+    """Run `command` as `processes` ranks until they end; what they write goes to the new directory `logs`.
+
+    Ranks that hang are ended. `deadline_s`: when they are to stop by themselves, in seconds since the epoch.
+    `rendezvous`: None where no other nodes take part. `program`: does `command` in forks of this process, which has
+    imported what it needs; None: every rank is a new process. `patience_s`: so long a rank may be silent in any case.
+    """
+    name, node, num_nodes = "", 0, 1
+    if rendezvous is not None:
+        node, num_nodes = rendezvous.node, rendezvous.num_nodes
+        # Each node has its own: mapped memory is not shared between machines, whatever the file system, nor are clocks.
+        name = f"-{node}"
+    variables = {**_rank_variables(processes), LOGS_VARIABLE: str(logs.absolute())}
+    if deadline_s is not None:
+        variables[DEADLINE_VARIABLE] = str(deadline_s)
+    ranks = range(node * processes, (node + 1) * processes)
+    with (
+        # For all ranks of the run, not of this node: a rank writes at the offset of its number in the run.
+        shared_heartbeats(logs / f"heartbeats{name}", processes * num_nodes) as heartbeats,
+        _changed_environment({**variables, HEARTBEATS_VARIABLE: str(heartbeats)}),
+        contextlib.nullcontext() if program is None else forked_ranks(program),
+        _agent_log(logs / f"launcher{name}.log"),
+        Watchdog(heartbeats, logs=logs, ranks=ranks, hang_timeout_s=hang_timeout_s, patience_s=patience_s) as watchdog,
+    ):
+        failures = _launch(command, processes, logs, rendezvous)
+        beats = read_heartbeats(heartbeats)
+    for failure in failures:
+        # Ranks do not print their traceback, as only the first may be shown; this is where the others can be read.
+        if failure.traceback is not None:
+            with contextlib.suppress(OSError), (logs / f"rank-{failure.rank}.err").open("a", encoding="utf-8") as file:
+                file.write(failure.traceback)
+    if sys.stderr.isatty():
+        # A rank that was killed while it drew its line has not given the cursor back.
+        print("\x1b[?25h", end="\n" if failures else "", file=sys.stderr)
+    return NodeReport(failures=failures, hang=watchdog.hang, beats=beats)
+
+
+def conclude(reports: Sequence[NodeReport], logs: Path) -> Launch:
+    """The reports of all nodes as one."""
+    failures = [failure for report in reports for failure in report.failures]
+    beats = {rank: beat for report in reports for rank, beat in report.beats.items()}
+    # Where ranks wait for one that hangs on another node, they are found too, but were silent only after it.
+    hangs = [report.hang for report in reports if report.hang is not None]
+    if hangs:
+        # Those without a record were killed for it, and others lost them; a rank that failed before is the cause.
+        found_s = min(hang.time_s for hang in hangs)
+        failures = [failure for failure in failures if failure.is_recorded and failure.time_s < found_s]
+    first = first_failure(failures)
+    if first is not None:
+        first = located(first, beats)
+    elif hangs:
+        # A rank that is stopped by a signal does not wait for another; of the rest, the first to be silent counts.
+        hang = min(hangs, key=lambda hang: (not hang.are_stopped, hang.since_s))
+        summary = f"{hang.reason}; the stacks of all ranks are in {logs}/rank-*.stacks"
+        first = RankFailure(rank=hang.ranks[0], summary=summary, time_s=hang.time_s)
+    return Launch(logs=logs, failure=first, beats=beats)
+
+
+def _launch(command: Sequence[str], processes: int, logs: Path, rendezvous: Rendezvous | None) -> list[RankFailure]:
+    meeting: dict[str, Any]
+    first = 0 if rendezvous is None else rendezvous.node * processes
+    agents_meet = rendezvous is not None and rendezvous.of_agents
+    if rendezvous is None or not agents_meet:
+        # The name of this machine may not resolve, or resolve to an address behind a VPN.
+        meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
+        num_nodes, run_id = 1, uuid.uuid4().hex
+    else:
+        meeting = {
+            "rdzv_backend": "static",
+            "rdzv_endpoint": f"{rendezvous.address}:{rendezvous.port}",
+            "rdzv_configs": {"rank": rendezvous.node, "timeout": _RENDEZVOUS_TIMEOUT_S},
+        }
+        # The same on all nodes, and another one for each start: agents of an earlier start cannot join.
+        num_nodes, run_id = rendezvous.num_nodes, str(logs)
+    config = LaunchConfig(
+        min_nodes=num_nodes,
+        max_nodes=num_nodes,
+        nproc_per_node=processes,
+        run_id=run_id,
+        # The prefix of the lines shown; an empty role makes an empty one.
+        role="",
+        log_line_prefix_template="${role_name}",
+        # Restarts are for the launcher, which first looks for progress and at the nodes that are left.
+        max_restarts=0,
+        # How soon the end of a rank is noticed. Its peers in a NCCL collective may not notice it before the time-out of
+        # that collective, ten minutes by default (restart.collective_timeout_s).
+        monitor_interval=_POLL_S,
+        logs_specs=_RankLogs(logs, None if agents_meet else rendezvous),
+        # Not the stop signals: those are the relay's.
+        signals_to_handle="SIGQUIT",
+        **meeting,
+    )
+    try:
+        elastic_launch(config, command[0])(*command[1:])
+    except ChildFailedError as error:
+        # Of all ranks of this node that failed, also those that torch ended; `first_failure` finds the cause.
+        return [
+            read_failure(rank if agents_meet else first + rank, failure) for rank, failure in error.failures.items()
+        ]
+    except SignalException as error:
+        # SIGQUIT: torch has ended the ranks by then, and none of them can say more.
+        killed = RankFailure(rank=first, summary=str(error), time_s=time.time(), killer=error.sigval)
+        return [killed]
+    return []
+
+
+def _rank_variables(processes: int) -> dict[str, str]:
+    """What the ranks find in their environment beside torchrun's variables; the user's own settings stay."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    defaults = {
+        # Equal shares of the cores: if every rank used all of them, the ranks' threads would displace one another.
+        "OMP_NUM_THREADS": str(max(1, cores // processes)),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_TIMEOUT_S),
+        # Here too: ranks that are forks have imported torch before they begin.
+        **device_settings(os.environ),
+    }
+    variables = {
+        LAUNCHER_VARIABLE: str(os.getpid()),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        # Otherwise folders of the current directory could be imported in place of packages.
+        "PYTHONSAFEPATH": "1",
+        # What a rank printed last must be in its file when it is killed.
+        "PYTHONUNBUFFERED": "1",
+    }
+    # The ranks' stderr is a file: rank 0 draws its progress line on the launcher's terminal, if there is one.
+    variables[TERMINAL_VARIABLE] = ""
+    if sys.stderr.isatty():
+        with contextlib.suppress(OSError):
+            variables[TERMINAL_VARIABLE] = os.ttyname(sys.stderr.fileno())
+    return {**{name: os.environ.get(name, value) for name, value in defaults.items()}, **variables}
+
+
+@contextlib.contextmanager
+def _changed_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set `variables` for the ranks, which inherit this process's environment; the agent takes no other."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        # The whole environment, whatever else was set meanwhile: the next start must not inherit anything from this
+        # one.
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _agent_log(path: Path) -> Iterator[None]:
+    """Keep what the agent says about its work out of the user's way, in `path`."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    handler = _LogFile(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    propagate = logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.propagate = propagate
+        logger.removeHandler(handler)
+        with contextlib.suppress(OSError):
+            handler.close()
+
+
+class _LogFile(logging.FileHandler):
+    """On a disk that may be full or gone: no message about the agent's work is worth a stack on the user's terminal."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+
+class _RankLogs(LogsSpecs):
+    """Files rank-N.out and rank-N.err in one directory; rank 0's are shown as they grow.
+
+    `meeting`: where the ranks meet those of other nodes, of which the agent, which numbers its ranks from 0, knows
+    nothing. This is the last that is asked before they start, and what it leaves in their environment counts.
+    """
+
+    def __init__(self, directory: Path, meeting: Rendezvous | None) -> None:
+        super().__init__(log_dir=str(directory))
+        self._directory, self._meeting = directory, meeting
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._directory)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        destination = LogsDest()
+        for local_rank, variables in envs.items():
+            if self._meeting is not None:
+                variables.update(_among_all(local_rank, len(envs), self._meeting))
+            stem = str(self._directory / f"rank-{variables['RANK']}")
+            destination.stdouts[local_rank] = f"{stem}.out"
+            destination.stderrs[local_rank] = f"{stem}.err"
+            # Both: the agent looks where `error_files` says, the rank writes where its variable says (`rank.py`).
+            destination.error_files[local_rank] = variables[ERROR_FILE_VARIABLE] = f"{stem}.error.json"
+            if variables["RANK"] == "0":
+                destination.tee_stdouts[local_rank] = f"{stem}.out"
+                destination.tee_stderrs[local_rank] = f"{stem}.err"
+        return destination
+
+
+def _among_all(local_rank: int, processes: int, meeting: Rendezvous) -> dict[str, str]:
+    """torchrun's variables of a rank of one node of several."""
+    return {
+        "RANK": str(meeting.node * processes + local_rank),
+        "GROUP_RANK": str(meeting.node),
+        "WORLD_SIZE": str(meeting.num_nodes * processes),
+        "MASTER_ADDR": meeting.address,
+        "MASTER_PORT": str(meeting.port),
+    }

@@ -1,0 +1,185 @@
+"""Finds ranks that hang, reports where, and kills them all; the launcher decides about a restart.
+
+Nothing here needs a rank to cooperate: its heartbeats are read from a file in mapped memory, and stacks are written by
+Python's fault handler from within a signal handler, which works while a thread holds the interpreter. Only a process
+that was stopped cannot write its own; it is named instead.
+
+A rank may be silent for as long as its own last heartbeat allows (`Beat.allowed_s`): a save or a first step takes
+longer than a step. Until the first heartbeat, a start has an allowance of its own.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from lightscale.launch.launcher.rank import STACKS_SIGNAL, stacks_file
+from lightscale.training.health.heartbeat import Beat, read_heartbeats, start_allowance_s
+
+# Short against the least time that a rank may be silent (restart.hang_timeout_s, 60 s by default). Each look reads 128
+# bytes a rank.
+_POLL_S = 0.2
+# A longer pause is the watchdog's own, as when the whole job was suspended: ranks may be silent meanwhile.
+_LONGEST_POLL_S = 1.0
+# Writing the stacks takes milliseconds. A rank that has not begun by then is in a system call that no signal
+# interrupts, as on a dead file system, and never will.
+_STACKS_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang:
+    """Ranks that were silent for too long."""
+
+    ranks: tuple[int, ...]
+    """Those that the others probably wait for."""
+    reason: str
+    since_s: float
+    """Time of their last heartbeat, in seconds since the epoch."""
+    time_s: float
+    """When it was found, likewise."""
+    are_stopped: bool = False
+    """By a signal: they do not wait for anybody themselves."""
+
+
+class Watchdog:
+    """Watches `ranks`, children of this process, whose heartbeats are in the file `heartbeats`, their output in `logs`.
+
+    A context manager. After a rank has been silent for longer than it may, `hang` names it, every rank has left the
+    stacks of its threads in `logs`, and all of them have been killed. A rank may be silent for `patience_s` in any
+    case, as where it may be waiting for another host.
+    """
+
+    def __init__(
+        self, heartbeats: Path, *, logs: Path, ranks: range, hang_timeout_s: float, patience_s: float = 0.0
+    ) -> None:
+        self.hang: Hang | None = None
+        self._path, self._logs = heartbeats, logs
+        self._ranks, self._patience_s = ranks, patience_s
+        self._start_allowance_s = start_allowance_s(hang_timeout_s)
+        self._silent_s = dict.fromkeys(ranks, 0.0)
+        self._last: dict[int, Beat] = {}
+        self._done = threading.Event()
+        # torch's agent has the main thread until all ranks have ended.
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+        # Each rank opens its file when it starts, because a signal handler can only write.
+        for rank in self._ranks:
+            path = stacks_file(self._logs, rank)
+            # Where the disk forbids it, an empty file remains.
+            with contextlib.suppress(OSError):
+                if not path.stat().st_size:
+                    path.unlink()
+
+    def _watch(self) -> None:
+        before_s = time.monotonic()
+        while not self._done.wait(_POLL_S):
+            now_s = time.monotonic()
+            late = self._late_ranks(min(now_s - before_s, _LONGEST_POLL_S))
+            before_s = now_s
+            processes = _rank_processes()
+            # Without processes torch's agent has noticed something already, and it is about to end.
+            if late and processes:
+                # Before the stacks, which take seconds: the reason is about this moment.
+                self.hang = self._describe(late, processes)
+                self._dump_stacks(processes)
+                for process in processes:
+                    # With what a rank started itself. SIGKILL is the only signal that ends a stopped process.
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                # Once is enough: no rank is left, torch's agent sees that, and the launcher decides about the next
+                # start.
+                return
+
+    def _late_ranks(self, passed_s: float) -> list[int]:
+        """The ranks that have been silent for too long, `passed_s` after the last look."""
+        beats, late = read_heartbeats(self._path), []
+        for rank in self._ranks:
+            beat = beats.get(rank)
+            # Counted by this process's looks, not by the beat's time: silence while all were suspended does not count.
+            changed = beat != self._last.get(rank)
+            self._silent_s[rank] = 0.0 if changed else self._silent_s[rank] + passed_s
+            allowed_s = self._start_allowance_s if beat is None else beat.allowed_s
+            # A rank that has ended is silent too, and is torchrun's to notice.
+            if self._silent_s[rank] > max(allowed_s, self._patience_s) and (beat is None or _is_alive(beat.process_id)):
+                late.append(rank)
+        self._last = beats
+        return late
+
+    def _describe(self, late: Sequence[int], processes: Sequence[psutil.Process]) -> Hang:
+        beats = {rank: beat for rank, beat in self._last.items() if _is_alive(beat.process_id)}
+        stopped = {process.pid for process in processes if _status(process) == psutil.STATUS_STOPPED}
+        silent_s = max(self._silent_s[rank] for rank in late)
+        ranks = [rank for rank, beat in beats.items() if beat.process_id in stopped]
+        are_stopped = bool(ranks)
+        if are_stopped:
+            doing = f", stopped by a signal at {beats[ranks[0]].where}"
+        elif mute := [rank for rank in late if rank not in beats]:
+            ranks, doing = mute, ", starting Python"
+        else:
+            oldest = min(beats.values(), key=lambda beat: beat.time_s)
+            # Ranks that do the same wait for one another; the times do not show which of them is the cause.
+            ranks = [rank for rank, beat in beats.items() if beat.where == oldest.where]
+            doing = f" at {oldest.where}"
+        others = f", like {_names(ranks[1:])}" if len(ranks) > 1 else ""
+        reason = f"no heartbeat for {silent_s:.1f} s{doing}{others}"
+        # Not by this watchdog's own readings, which are too far apart to show who was silent first on another node.
+        clock_s = time.monotonic()
+        oldest_s = max(clock_s - beats[rank].time_s if rank in beats else self._silent_s[rank] for rank in ranks)
+        now_s = time.time()
+        return Hang(ranks=tuple(ranks), reason=reason, since_s=now_s - oldest_s, time_s=now_s, are_stopped=are_stopped)
+
+    def _dump_stacks(self, processes: Sequence[psutil.Process]) -> None:
+        """Have each rank write its stacks, and wait for those that can."""
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, STACKS_SIGNAL)
+        running = sum(_status(process) != psutil.STATUS_STOPPED for process in processes)
+        deadline = time.monotonic() + _STACKS_S
+        while time.monotonic() < deadline:
+            sizes = [stacks_file(self._logs, rank) for rank in self._ranks]
+            if sum(path.exists() and path.stat().st_size > 0 for path in sizes) >= running:
+                break
+            time.sleep(0.05)
+        # What has begun to be written gets a moment to be whole.
+        time.sleep(0.2)
+
+
+def _rank_processes() -> list[psutil.Process]:
+    return [process for process in psutil.Process().children() if _is_alive(process.pid)]
+
+
+def _is_alive(process_id: int) -> bool:
+    try:
+        # Until torch's agent has reaped it, a dead rank keeps its process id.
+        return psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _status(process: psutil.Process) -> str:
+    try:
+        return str(process.status())
+    except psutil.NoSuchProcess:
+        return psutil.STATUS_DEAD
+
+
+def _names(ranks: Sequence[int]) -> str:
+    """rank 1; ranks 0, 2"""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
