@@ -38,6 +38,8 @@ from lightscale.training.checkpoints.tensor_file import write_blocks
 
 STEP = 0
 """Of the imported checkpoint: RUN@0."""
+_PADDING_STD = 0.02
+"""Standard deviation of the padding rows' weights, as Megatron and transformers draw embeddings."""
 _ROWS_MULTIPLE = 8
 """TensorRows of the embedding are filled up to a multiple of it, so that tensor ranks can share them out."""
 
@@ -136,11 +138,15 @@ def _write_checkpoint(path: Path, export: Export, model: ModelConfig) -> None:
 
 def _blocks(export: Export, boxes: Sequence[Box], parts: Sequence[list[Part]]) -> Iterator[memoryview]:
     yield memoryview(write_header([(box, "F32") for box in boxes]))
+    generator = torch.Generator().manual_seed(0)
     for box, held in zip(boxes, parts, strict=True):
         for part in held:
             if part.name is None:
-                # Padding rows take no probability; zeros are as good as what they were.
-                yield torch.zeros(len(part.rows), *box.shape[1:]).view(-1).view(torch.uint8).numpy().data
+                # Padding rows take no probability. But one may become a mask, and the first norm would scale a row of
+                # zeros up without end.
+                rows_shape = (len(part.rows), *box.shape[1:])
+                drawn = torch.empty(rows_shape).normal_(std=_PADDING_STD, generator=generator)
+                yield drawn.view(-1).view(torch.uint8).numpy().data
                 continue
             rows = TensorRows(key=export.rows(part.name).key, ranges=((part.first, part.first + len(part.rows)),))
             for block in export.tensors.blocks(rows):

@@ -144,8 +144,15 @@ def conversion(source: ModelConfig, target: ModelConfig) -> Conversion | None:
                 f"its model.{key} is {there} and that of this run {here}; a model with other mixers, or another output "
                 f"layer, keeps weights only where it is the same: use model.{key}={there}"
             )
+    if source.head is None and target.head is None and target.tie_word_embeddings > source.tie_word_embeddings:
+        raise UserError(
+            "it has an output layer of its own, which model.tie_word_embeddings = true replaces by the embedding: use "
+            "model.tie_word_embeddings=false"
+        )
     given, taken = _weights(source, target), _weights(target, source)
     beginnings = tuple(_beginning(weight, given.get(key)) for key, weight in taken.items())
+    if source.layers == target.layers and source.num_heads == target.num_heads:
+        _require_shapes(given, taken)
     used = {one.source for one in beginnings}
     return Conversion(
         source=source,
@@ -153,6 +160,14 @@ def conversion(source: ModelConfig, target: ModelConfig) -> Conversion | None:
         beginnings=beginnings,
         unused=tuple(weight for weight in given.values() if weight not in used),
     )
+
+
+def _require_shapes(given: dict[str, RoleWeight], taken: dict[str, RoleWeight]) -> None:
+    """UserError where a weight of the same mixer has another shape: its options differ, and it would be drawn anew."""
+    for key, weight in taken.items():
+        # The output layer is another one where labels are predicted.
+        if key in given and key not in _OF_VOCABULARY and given[key].rows_shape != weight.rows_shape:
+            raise UserError(f"{weight.parameter} is {given[key].rows_shape} there and {weight.rows_shape} here")
 
 
 def other_settings(source: ModelConfig, target: ModelConfig) -> list[str]:

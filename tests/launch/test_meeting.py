@@ -18,8 +18,9 @@ import pytest
 import lightscale
 from lightscale.config.files import load
 from lightscale.errors import UserError
+from lightscale.launch import rank_facts
 from lightscale.launch.environment import RankEnvironment
-from lightscale.launch.launcher.rendezvous import CannotStart, rank_facts
+from lightscale.launch.launcher.rendezvous import CannotStart
 from lightscale.launch.meeting import agree, meet
 from lightscale.launch.rank_facts import RankFacts, disagreement
 from lightscale.runs.run_directory import RunDirectory
@@ -286,6 +287,18 @@ def test_ranks_started_by_hand_with_another_learning_rate(folder: Path) -> None:
         r"error: the ranks cannot .*:\n +optimizer.lr: 0.002 on \S+ \(rank 1\), 0.001 on \S+ \(rank 0\)\n", said[0]
     )
     assert not (folder / "runs/by-hand").exists()
+
+
+def test_ranks_started_by_hand_look_at_the_store_too(folder: Path) -> None:
+    """What the launcher would refuse: here an embedding without a row for the mask."""
+    (port,) = free_ports(1)
+    task = ["task.name=masked", "model.mixer=llama", "model.mixer_options.llama.causal=false", "model.vocab_size=300"]
+    command = [sys.executable, "-m", "lightscale", "train", "run.toml", *task, "--run", "runs/masked"]
+    codes, said = start_by_hand(folder, lambda rank: command, lambda rank: place(rank, port).variables())
+    assert codes == [78, 78], said
+    assert said[0] == said[1]
+    assert "model.vocab_size = 300 leaves no id for the mask" in said[0]
+    assert not (folder / "runs/masked").exists()
 
 
 @pytest.mark.long

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lightscale.launch import meeting, meeting_place
 from lightscale.launch.environment import RankEnvironment
 from lightscale.launch.launcher.rendezvous import CannotStart
 from lightscale.launch.meeting_place import MeetingPlace
 from lightscale.launch.rank_facts import RankFacts
-from lightscale.launch.rendezvous import meeting, meeting_place
 
 SHORT_S = 1.0
 # What a busy machine may add.

@@ -135,3 +135,11 @@ def test_more_ids_keep_those_that_were_there() -> None:
     (move,) = found.moves["embedding.word_embeddings.weight"]
     assert (move.first, move.last, move.to, move.shape) == (0, 128, 0, (130, 32))
     assert found.unused == ()
+
+
+def test_what_more_ids_alone_would_lose_is_refused() -> None:
+    untied = shape("llama", tie_word_embeddings=False)
+    with pytest.raises(UserError, match=r"an output layer of its own, .* use model\.tie_word_embeddings=false"):
+        conversion(untied, shape("llama", vocab_size=192))
+    with pytest.raises(UserError, match=r"self_attention\.kv_proj\.weight is \(\d+, 32\) there and \(\d+, 32\) here"):
+        conversion(GROUPED, shape("llama", vocab_size=192))

@@ -110,10 +110,10 @@ def check_inputs(config: RunConfig) -> None:
     check_mixers(config.model, config.parallel)
     check_installed(config.metrics.sinks)
     _check_store(config)
-    check_tasks(config)
+    _check_tasks(config)
 
 
-def check_tasks(config: RunConfig) -> None:
+def _check_tasks(config: RunConfig) -> None:
     """Refuse tasks of ``[evaluation]`` that are not there, or whose data is not, as `lightscale evaluate` would."""
     if not config.evaluation.every_steps:
         return

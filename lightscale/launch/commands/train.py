@@ -25,7 +25,6 @@ from lightscale.launch.commands.checks import (
     allowed_changes,
     check_divides,
     check_inputs,
-    check_tasks,
     default_directory,
     is_finished,
     num_gpus,
@@ -270,8 +269,8 @@ def _train(
         # By each rank, as a part of what all of them hear of: it is wrong on one host only, perhaps.
         check_interfaces(os.environ, uses_nccl=num_gpus(config) > 0)
         if alone:
-            # Our launcher has done it.
-            check_tasks(config)
+            # One launcher of ours would have done it.
+            check_inputs(config)
         return config
 
     # By name, because the launcher, in the same module, needs no torch: seconds of each start.
