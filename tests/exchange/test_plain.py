@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.exchange.plain import operators
 from lightscale.exchange.plain.model import CausalModel
 from lightscale.exchange.weights import exported_tensors, shape_of, tensor_shapes
