@@ -25,7 +25,8 @@ from lightscale.config.fields import (
     type_text,
 )
 from lightscale.config.mixers import known_mixers, mixer_options_type
-from lightscale.config.schema import RunConfig, Section
+from lightscale.config.schema import RunConfig
+from lightscale.config.section import Section
 from lightscale.config.shipped import find_base, find_config
 from lightscale.config.tasks import TASKS, task_class
 from lightscale.config.text import path_fault, text_fault

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from lightscale.config.arithmetic import near_divisor, near_multiple
 from lightscale.config.mixers import check_shape, mixer_entry
-from lightscale.config.schema import ModelConfig, ParallelConfig, RunConfig
+from lightscale.config.model import ModelConfig
+from lightscale.config.schema import ParallelConfig, RunConfig
 from lightscale.errors import UserError
 
 

@@ -41,7 +41,7 @@ class MixerEntry:
     spec: str
     """A subclass of ``lightscale.models.specs.interface.MixerSpec``, in a module without torch."""
     options: str | None = None
-    """A subclass of ``lightscale.config.schema.Section``, the keys of [model.mixer_options.NAME]; None: no options."""
+    """A subclass of ``lightscale.config.section.Section``, the keys of [model.mixer_options.NAME]; None: no options."""
     axes: frozenset[str] = AXES
     """The axes that its layers can be split along."""
     directions: frozenset[Direction] = CAUSAL
@@ -102,7 +102,9 @@ def mixer_options_type(name: str) -> type[BaseModel] | None:
         return None
     found = _imported(name, options, "the type of its options")
     if not isinstance(found, type) or not issubclass(found, BaseModel):
-        raise UserError(f"mixer {name}: the type of its options, {options}, must be a lightscale.config.schema.Section")
+        raise UserError(
+            f"mixer {name}: the type of its options, {options}, must be a lightscale.config.section.Section"
+        )
     return found
 
 

@@ -1,241 +1,53 @@
 """The configuration of a run: one frozen type per section, with all checks that need nothing but the values.
 
-`lightscale.config.files` reads it from TOML files and overrides. Everything may import this module, so it imports
-neither torch nor any part of lightscale outside `config` but the errors.
+[model] has a file of its own, `lightscale.config.model`. `lightscale.config.files` reads a run from TOML files and
+overrides. Everything may import this module, so it imports neither torch nor any part of lightscale outside `config`
+but the errors.
 """
 
-import difflib
-import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    SerializeAsAny,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError
 
-from lightscale.config.arithmetic import near_divisor, near_multiple
-from lightscale.config.mixers import MIXERS, Direction, known_mixers, mixer_entry, mixer_options_type
+from lightscale.config.arithmetic import near_divisor
+from lightscale.config.mixers import MIXERS, Direction, mixer_entry
+from lightscale.config.model import ModelConfig
+from lightscale.config.section import (
+    MOST_ENTRIES,
+    MOST_LAYERS,
+    Count,
+    CountOrZero,
+    Fraction,
+    PathText,
+    Positive,
+    PositiveOrZero,
+    Ranks,
+    Seconds,
+    Section,
+    Seed,
+    SequenceLength,
+    Small,
+    Steps,
+    StepsOrZero,
+    TokenCount,
+    error_inside,
+)
 from lightscale.config.sinks import RECORD, sink_entry
 from lightscale.config.tasks import DEFAULT as DEFAULT_TASK
 from lightscale.config.tasks import task_class
-from lightscale.config.text import path_fault, text_fault
 from lightscale.errors import UserError, shortened
 
-# Bounds lie far beyond what has been trained, and keep arithmetic, messages and allocations small whatever is written.
-MOST_LAYERS = 10_000
-MOST_RANKS = 1_000_000
-MOST_IDS = 2**24
-"""Of a vocabulary."""
-MOST_ENTRIES = 10_000
-"""Of a list or of a table whose keys the user chooses."""
-MOST_SEQUENCE_TOKENS = 2**30
-_MOST_STEPS, _MOST_TOKENS = 10**9, 10**15
-
-# Of little things: failures, skips, checkpoints.
-Count = Annotated[int, Field(ge=1, le=1_000_000)]
-CountOrZero = Annotated[int, Field(ge=0, le=1_000_000)]
-Width = Annotated[int, Field(ge=1, le=2**20)]
-Steps = Annotated[int, Field(ge=1, le=_MOST_STEPS)]
-StepsOrZero = Annotated[int, Field(ge=0, le=_MOST_STEPS)]
-Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
-Ids = Annotated[int, Field(ge=1, le=MOST_IDS)]
-# Positions are written as floats of 32 bits at places.
-SequenceLength = Annotated[int, Field(ge=1, le=MOST_SEQUENCE_TOKENS)]
-# What generators of random numbers take.
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Seconds = Annotated[float, Field(gt=0, le=604_800, allow_inf_nan=False)]
-Small = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False)]
-PositiveOrZero = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Share = Annotated[float, Field(gt=0, le=1)]
-ZeroToOne = Annotated[float, Field(ge=0, le=1)]
-
-
-def _path(value: object) -> object:
-    """`value` as it is. ValueError where it is a text that can be no path."""
-    if isinstance(value, str) and (fault := path_fault(value)):
-        raise ValueError(fault)
-    return value
-
-
-# TOML has neither paths nor tuples: they are read from text and from lists, everything else as it is.
-PathText = Annotated[Path, Field(strict=False), BeforeValidator(_path)]
 Exchange = Literal["gather", "two_level", "ring"]
 Recompute = Literal["none", "selective", "full"]
 
-_MIXER_ENTRY = re.compile(r"(?P<name>[a-z][a-z0-9_]*)(\*(?P<count>[1-9][0-9]*))?")
 _SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _RUN_AT_STEP = re.compile(r".+@[0-9]{1,10}")
-
-
-def _whole(value: object) -> object:
-    """300e9 -> 300_000_000_000, as people write token counts; anything else as it is."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-TokenCount = Annotated[int, Field(ge=1, le=_MOST_TOKENS), BeforeValidator(_whole)]
-
-
-def _check_texts(value: Any) -> None:
-    """ValueError where a text in `value`, also in its lists and tables, can be no value."""
-    if isinstance(value, str):
-        if fault := text_fault(value):
-            raise ValueError(fault)
-    elif isinstance(value, (dict, list, tuple)):
-        # What is read from a file has no more than some levels.
-        for one in itertools.chain(value, value.values() if isinstance(value, dict) else ()):
-            _check_texts(one)
-
-
-def _holds_section(annotation: Any) -> bool:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return True
-    return any(map(_holds_section, get_args(annotation)))
-
-
-class Section(BaseModel):
-    """What all sections share: frozen, no unknown keys, no silent conversions, documented fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _unset(cls, value: Any, info: ValidationInfo) -> Any:
-        assert info.field_name is not None
-        annotation = cls.model_fields[info.field_name].annotation
-        # Sections check their own, and name the whole key.
-        if not _holds_section(annotation):
-            _check_texts(value)
-        # TOML has no null: "none" unsets an optional field that an earlier file, or its default, set.
-        return None if value == "none" and type(None) in get_args(annotation) else value
-
-
-class HeadConfig(Section):
-    """[model.head]: an output layer that gives one label for each document, in place of the vocabulary's."""
-
-    num_labels: Annotated[int, Field(ge=2, le=1_000_000)]
-    """Classes; labels are 0 to one less."""
-    pooling: Literal["mean", "first", "last"] = "mean"
-    """What of a document the layer sees: the mean of its tokens' states, or that of the first or last token."""
-
-
-class ModelConfig(Section):
-    """[model]: the shape of the network."""
-
-    mixer: str | Annotated[list[str], Field(max_length=MOST_LAYERS)] = "tnl"
-    """Token mixer of the layers: a name, or a pattern like ["tnl*7", "llama"], repeated up to num_layers."""
-    num_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
-    """Number of blocks."""
-    hidden_size: Width
-    """Width of the residual stream (d_model), in channels."""
-    num_heads: Width
-    """Number of heads; divides hidden_size, unless all mixers have an option head_dim."""
-    intermediate_size: Width
-    """Inner width of the gated linear unit, in channels."""
-    vocab_size: Ids
-    """Rows of the embedding, in tokens; padding included. The largest published have 262,144."""
-    tie_word_embeddings: bool = True
-    """Whether the output layer's weight is the embedding; false: it has a weight of its own."""
-    head: HeadConfig | None = None
-    """Output layer for labels of documents, a table, for task.name = "classify"; none: it gives tokens."""
-    glu_activation: Literal["none", "silu"] = "none"
-    """Activation of the gate in the gated linear unit."""
-    norm: Literal["srmsnorm", "rmsnorm"] = "srmsnorm"
-    """Norm before each mixer and each gated linear unit, and at the end; srmsnorm has no weight."""
-    norm_eps: Small = 1e-6
-    """Added to the mean square in the norms."""
-    init_std: Small = 0.02
-    """Standard deviation of the initial weights; output projections take it divided by sqrt(2 num_layers)."""
-    mixer_options: Annotated[dict[str, SerializeAsAny[Section]], Field(validate_default=True)] = {}
-    """Options of the mixers in use: a table [model.mixer_options.NAME] for each that has options."""
-
-    @cached_property
-    def head_dim(self) -> int:
-        """Channels per head."""
-        return self.hidden_size // self.num_heads
-
-    @cached_property
-    def layers(self) -> tuple[str, ...]:
-        """The mixer's name for each layer, first to last; length num_layers."""
-        period = _mixer_period(self.mixer)
-        return tuple(period * (self.num_layers // len(period)))
-
-    def layer_options(self, layer: int) -> Section:
-        """The options of the mixer of layer ``layer`` (from 0), in the type that the mixer names."""
-        return self.mixer_options.get(self.layers[layer], Section())
-
-    def direction(self, layer: int) -> Direction:
-        """What layer ``layer`` (from 0) reads of a token's document."""
-        directions = mixer_entry(self.layers[layer]).directions
-        if len(directions) == 1:
-            (only,) = directions
-            return only
-        causal: bool = getattr(self.layer_options(layer), "causal")  # noqa: B009 - of the mixer's own type
-        return "causal" if causal else "bidirectional"
-
-    @field_validator("mixer")
-    @classmethod
-    def _known(cls, mixer: str | list[str]) -> str | list[str]:
-        for name in dict.fromkeys(_mixer_period(mixer)):
-            mixer_entry(name)
-        return mixer
-
-    @field_validator("mixer_options", mode="plain")
-    @classmethod
-    def _typed_options(cls, tables: Any, info: ValidationInfo) -> dict[str, Section]:
-        """Of every mixer in use its options, complete with defaults, in its own type."""
-        # Fields are checked in their order: `mixer` is there, unless it is wrong, and then that is the error to show.
-        if "mixer" not in info.data:
-            return {}
-        if not isinstance(tables, dict):
-            raise PydanticKnownError("dict_type")
-        used = dict.fromkeys(_mixer_period(info.data["mixer"]))
-        errors = [_unused_options(name, tables[name], list(used)) for name in tables if name not in used]
-        typed = {}
-        for name in used:
-            try:
-                options = (mixer_options_type(name) or Section).model_validate(tables.get(name, {}))
-            except ValidationError as error:
-                # Under the mixer's name, so that messages name the whole key.
-                errors += [_inside(name, dict(item)) for item in error.errors(include_url=False)]
-                continue
-            assert isinstance(options, Section), f"{type(options)} of mixer {name} is no Section"
-            if type(options).model_fields:
-                typed[name] = options
-        if errors:
-            raise ValidationError.from_exception_data("mixer_options", errors)
-        return typed
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        has_width = (getattr(self.mixer_options.get(name), "head_dim", None) for name in {*self.layers})
-        if self.hidden_size % self.num_heads and not all(has_width):
-            raise ValueError(
-                f"model.hidden_size = {self.hidden_size} is not divisible by model.num_heads = {self.num_heads}; "
-                f"use {near_divisor(self.hidden_size, self.num_heads)} heads"
-            )
-        period = len(_mixer_period(self.mixer))
-        if self.num_layers % period:
-            raise ValueError(
-                f"model.num_layers = {self.num_layers} is not divisible by the {period} layers of the "
-                f"pattern model.mixer = {self.mixer}; use {near_multiple(self.num_layers, period)}"
-            )
-        return self
 
 
 class TaskConfig(Section):
@@ -270,17 +82,17 @@ class DataConfig(Section):
 
     store: PathText
     """Path of the token store, relative to the current directory."""
-    sources: Annotated[dict[str, Positive], Field(max_length=MOST_ENTRIES)] = {}
+    sources: dict[str, Positive] = Field(default={}, max_length=MOST_ENTRIES)
     """Weight of each source (only ratios count); empty: as the corpus gave them, else by tokens, but for validation."""
     sequence_length: SequenceLength
     """Length of a training sequence, in tokens; with a curriculum, that of its last stage."""
     packing: Literal["concat", "whole"] = "concat"
     """concat: windows over the stream of documents; whole: only documents longer than a sequence are cut."""
-    curriculum: Annotated[list[CurriculumStage], Field(max_length=MOST_ENTRIES)] = []
+    curriculum: list[CurriculumStage] = Field(default=[], max_length=MOST_ENTRIES)
     """Curriculum stages of shorter sequences, {sequence_length, until_tokens} each; steps keep their tokens."""
     seed: Seed = 0
     """Decides the order of the samples."""
-    validation: Annotated[dict[str, ValidationSet], Field(max_length=MOST_ENTRIES)] = {}
+    validation: dict[str, ValidationSet] = Field(default={}, max_length=MOST_ENTRIES)
     """Validation sets by name."""
 
     @model_validator(mode="after")
@@ -463,7 +275,7 @@ class EvaluationConfig(Section):
 
     every_steps: StepsOrZero = 0
     """Steps between evaluations, and once after the last step; 0: never."""
-    tasks: Annotated[list[str], Field(max_length=1000)] = []
+    tasks: list[str] = Field(default=[], max_length=1000)
     """As after `lightscale evaluate --tasks`: names of tasks, and files that describe one."""
     limit: Count | None = None
     """Only so many of the first documents or questions of each task; none: as the task says."""
@@ -500,7 +312,7 @@ class MetricsConfig(Section):
 
     log_every: Steps = 1
     """Steps between lines of metrics."""
-    sinks: Annotated[list[str], Field(max_length=100)] = ["tensorboard", "jsonl"]
+    sinks: list[str] = Field(default=["tensorboard", "jsonl"], max_length=100)
     """Where metrics go: tensorboard, wandb, and always jsonl, the record that other commands read."""
     position_buckets: Annotated[int, Field(ge=1, le=1024)] = 8
     """Equal parts of the sequence for which the validation loss is reported separately."""
@@ -569,7 +381,7 @@ class RunConfig(Section):
             raise ValidationError.from_exception_data("task", details) from None
         except ValidationError as error:
             # Under the task's name, so that messages find the type.
-            inside = [_inside(name, dict(item)) for item in error.errors(include_url=False)]
+            inside = [error_inside(name, dict(item)) for item in error.errors(include_url=False)]
             raise ValidationError.from_exception_data("task", inside) from None
         assert isinstance(found, TaskConfig), f"{type(found)} of task {name} is no TaskConfig"
         return found
@@ -663,40 +475,3 @@ def _wrong_direction(task: str, layer: str, mixer: str, direction: Direction) ->
     fits = [name for name, entry in MIXERS.items() if "causal" in entry.directions]
     cure = f"remove {option} = false" if can_do_both else f"use a causal mixer: {', '.join(fits)}"
     return f'task.name = "{task}" predicts the next token, but {layer} reads it; {cure}, or use task.name = "masked"'
-
-
-def _unused_options(name: str, table: object, used: list[str]) -> InitErrorDetails:
-    """The error of options for a mixer that no layer has."""
-    if not isinstance(table, dict):
-        text = f"options stand in a table [model.mixer_options.NAME], NAME a mixer of the model: {', '.join(used)}"
-    else:
-        what = "no layer uses this mixer" if name in known_mixers() else "no mixer has this name"
-        near = difflib.get_close_matches(name, used, n=1)
-        text = f"{what}; did you mean {near[0]}?" if near else f"{what}; the model has {', '.join(used)}"
-    error = PydanticCustomError("value_error", "{error}", {"error": text})
-    return InitErrorDetails(type=error, loc=(name,), input=table)
-
-
-def _inside(name: str, error: dict[str, Any]) -> InitErrorDetails:
-    """One of pydantic's errors in a table, as an error in the table of tables."""
-    return InitErrorDetails(
-        type=error["type"], loc=(name, *error["loc"]), input=error["input"], ctx=error.get("ctx", {})
-    )
-
-
-def _mixer_period(mixer: str | Iterable[str]) -> list[str]:
-    """["tnl*2", "llama"] -> ["tnl", "tnl", "llama"]."""
-    entries = [mixer] if isinstance(mixer, str) else list(mixer)
-    period: list[str] = []
-    for entry in entries:
-        match = _MIXER_ENTRY.fullmatch(entry)
-        if match is None:
-            raise ValueError(f'"{shortened(entry)}" must be NAME or NAME*COUNT, like "tnl" or "tnl*7"')
-        # By its digits first: it may have thousands.
-        digits = match["count"] or "1"
-        if len(digits) > len(str(MOST_LAYERS)) or len(period) + int(digits) > MOST_LAYERS:
-            raise ValueError(f'"{shortened(entry)}" makes a pattern of more than {MOST_LAYERS:_} layers')
-        period += [match["name"]] * int(digits)
-    if not period:
-        raise ValueError('names no mixer; use a name or a list of names, like "tnl"')
-    return period

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lightscale.config.schema import Section
+from lightscale.config.section import Section
 from lightscale.data_pipeline.tokenizers import Tokenizer
 from lightscale.evaluation.inference.requests import Answer, Encoder, Request
 

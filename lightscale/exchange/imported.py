@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from lightscale.config.files import load, to_toml
-from lightscale.config.schema import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+from lightscale.config.model import ModelConfig
+from lightscale.config.schema import DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from lightscale.data_pipeline.whole_files import whole_directory
 from lightscale.errors import UserError
 from lightscale.exchange.export import RUN_CONFIG

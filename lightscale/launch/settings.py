@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 
 from lightscale.config.fields import field_type_text, shown_key, shown_value
 from lightscale.config.files import launch_tables, mistakes
-from lightscale.config.schema import MOST_ENTRIES, MOST_RANKS, Section
+from lightscale.config.section import MOST_ENTRIES, MOST_RANKS, Section
 from lightscale.config.toml import MOST_LEVELS, TomlError, parse_toml
 from lightscale.errors import UserError, shortened
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Collection
 from math import prod
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.models.registry import mixer_spec, shared_specs
 from lightscale.models.specs.interface import PartParameter, Shapes
 from lightscale.models.stages import layer_stages

@@ -3,7 +3,7 @@
 from importlib import import_module
 
 from lightscale.config.mixers import imported_class
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.models.layers.shared_parts import EmbeddingPart, SharedPart, StagePart
 from lightscale.models.mixers.interface import Mixer
 from lightscale.models.registry import shared_specs

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lightscale.config.fields import toml_value
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.errors import UserError
 from lightscale.models.accounting import parameter_shapes
 from lightscale.models.registry import mixer_spec

@@ -3,7 +3,7 @@
 The quadratic formula of softmax attention never stands in for a linear mixer.
 """
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.models.registry import mixer_spec, shared_specs
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.kernels.common.angles import Angles
 from lightscale.kernels.common.backends import choose_backend
 from lightscale.kernels.cross_entropy import linear_cross_entropy

@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightscale.config.schema import ModelConfig, Recompute
+from lightscale.config.model import ModelConfig
+from lightscale.config.schema import Recompute
 from lightscale.kernels.attention import DocumentStarts
 from lightscale.models.classes import mixer_class, shared_parts
 from lightscale.models.layers.context import MixerState, SequenceContext

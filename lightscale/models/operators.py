@@ -2,7 +2,7 @@
 
 import torch
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.kernels.common.backends import choose_backend
 from lightscale.models.registry import mixer_spec, shared_specs
 

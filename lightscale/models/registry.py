@@ -5,7 +5,8 @@ Which mixers there are stands in ``lightscale.config.mixers``; the classes that 
 
 from lightscale.config.layout import check_mixers
 from lightscale.config.mixers import imported_spec
-from lightscale.config.schema import ModelConfig, ParallelConfig
+from lightscale.config.model import ModelConfig
+from lightscale.config.schema import ParallelConfig
 from lightscale.errors import UserError
 from lightscale.models.specs.interface import EmbeddingPartSpec, MixerSpec, PartSpec, StagePartSpec
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lightscale.config.layout import Layout, LayoutError, check_layout
-from lightscale.config.schema import ModelConfig, RunConfig
+from lightscale.config.model import ModelConfig
+from lightscale.config.schema import RunConfig
 from lightscale.models.accounting import EMBEDDING, parameter_terms
 from lightscale.models.flops import training_flops_per_token
 from lightscale.models.registry import check_model

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightscale.config.files import load
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.errors import UserError
 from lightscale.models.accounting import LRPE_ANGLES, NORM_WEIGHTS
 from lightscale.models.specs.gated import gate_rank

@@ -5,7 +5,8 @@ from functools import cached_property
 from math import prod
 from typing import get_args
 
-from lightscale.config.schema import ModelConfig, Recompute
+from lightscale.config.model import ModelConfig
+from lightscale.config.schema import Recompute
 from lightscale.errors import UserError
 from lightscale.kernels.operators import CostClass, Operator, get_operator
 from lightscale.models.accounting import rank_parameters

@@ -24,7 +24,7 @@ from pydantic import Field, ValidationError
 
 from lightscale.config.fields import shown_value
 from lightscale.config.files import mistakes
-from lightscale.config.schema import Fraction, Section
+from lightscale.config.section import Fraction, Section
 from lightscale.config.shipped import STUDIES, study_names
 from lightscale.config.text import path_fault
 from lightscale.config.toml import read_toml

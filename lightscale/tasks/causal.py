@@ -4,7 +4,8 @@ from collections.abc import Collection
 from typing import Literal
 
 from lightscale.config.mixers import CAUSAL
-from lightscale.config.schema import ModelConfig, TaskConfig
+from lightscale.config.model import ModelConfig
+from lightscale.config.schema import TaskConfig
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.tasks.interface import TrainingTask
 

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightscale.config.mixers import BIDIRECTIONAL, CAUSAL
-from lightscale.config.schema import ModelConfig, TaskConfig
+from lightscale.config.model import ModelConfig
+from lightscale.config.schema import TaskConfig
 from lightscale.data_pipeline.loading.targets import PADDING, Predicted, RowDocuments
 from lightscale.data_pipeline.store.token_store import TokenSource, TokenStore
 from lightscale.errors import UserError

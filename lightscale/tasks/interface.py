@@ -5,7 +5,8 @@ from collections.abc import Collection
 from typing import ClassVar
 
 from lightscale.config.mixers import Direction
-from lightscale.config.schema import ModelConfig, RunConfig, TaskConfig
+from lightscale.config.model import ModelConfig
+from lightscale.config.schema import RunConfig, TaskConfig
 from lightscale.config.tasks import task_class
 from lightscale.data_pipeline.loading.targets import Targets
 from lightscale.data_pipeline.store.token_store import TokenStore

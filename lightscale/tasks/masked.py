@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 from pydantic import model_validator
 
 from lightscale.config.mixers import BIDIRECTIONAL
-from lightscale.config.schema import ModelConfig, Seed, Share, TaskConfig, ZeroToOne
+from lightscale.config.model import ModelConfig
+from lightscale.config.schema import TaskConfig
+from lightscale.config.section import Seed, Share, ZeroToOne
 from lightscale.data_pipeline.loading.targets import Predicted, RowDocuments
 from lightscale.data_pipeline.splitmix import mixed
 from lightscale.data_pipeline.store.token_store import TokenStore

@@ -9,7 +9,8 @@ from pydantic import ValidationError
 from lightscale.config.fields import describe_fields
 from lightscale.config.files import load, to_toml
 from lightscale.config.layout import check_layout
-from lightscale.config.schema import ModelConfig, RunConfig
+from lightscale.config.model import ModelConfig
+from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

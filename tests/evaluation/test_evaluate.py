@@ -22,6 +22,7 @@ from lightscale.data_pipeline.tokenizers import copy_tokenizer, train_sentencepi
 from lightscale.evaluation.inference.scoring import Scorer
 from lightscale.evaluation.model import load_model
 from lightscale.evaluation.results import read_result
+from lightscale.evaluation.tasks.perplexity import ratio
 from lightscale.runs.run_directory import RunDirectory
 
 tnl = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("test_generate.py"))))
@@ -97,6 +98,14 @@ def evaluate_all(rank: int, world_size: int, init_method: str, folder: Path) -> 
                 end = min(end, len(ids)) if num_ends else len(ids)
                 begin = max(0, end - 17)
                 found["windows"].append(float(nats(ids[begin : index + 1])[-1]))
+        found["lengths"] = {
+            length: np.stack([
+                nats(ids[first : first + length + 1])
+                for ids in encoded
+                for first in range(0, len(ids) - length, length)
+            ])
+            for length in (8, 16)
+        }  # fmt: skip
         pairs = [(f"{tnl_passage.rpartition(' ')[0]}", tnl_passage) for tnl_passage in PASSAGES]
         found["words"] = []
         for context, passage in pairs:
@@ -188,11 +197,17 @@ def test_perplexity_is_that_of_each_document_by_itself(found: dict[str, Any], re
 
 
 def test_the_standard_error_is_that_of_documents(found: dict[str, Any], results: dict[str, Any]) -> None:
-    """By leaving out one document at a time, which agrees for ratios of many documents, and roughly for three."""
+    """Of the three by the formula for a ratio of clusters; of many as leaving out one at a time gives it."""
     sums, counts = np.array([one.sum() for one in found["nats"]]), np.array([len(one) for one in found["nats"]])
     residuals = sums - sums.sum() / counts.sum() * counts
     expected = math.sqrt(3 / 2 * (residuals**2).sum()) / counts.sum()
     assert results["whole"]["scores"]["nats_per_token"]["standard_error"] == pytest.approx(expected, rel=1e-4)
+    generator = np.random.default_rng(0)
+    counts = generator.integers(1, 1000, 400)
+    sums = counts * generator.normal(3, 0.5, 400)
+    without = (sums.sum() - sums) / (counts.sum() - counts)
+    of_many = math.sqrt(399 / 400 * ((without - without.mean()) ** 2).sum())
+    assert ratio(sums, counts).standard_error == pytest.approx(of_many, rel=0.01)
 
 
 def test_the_loss_by_position(found: dict[str, Any], results: dict[str, Any]) -> None:
@@ -210,10 +225,16 @@ def test_windows_with_a_stride(found: dict[str, Any], results: dict[str, Any]) -
     assert results["windows"]["details"]["nats"] != pytest.approx(results["whole"]["details"]["nats"], rel=1e-4)
 
 
-def test_lengths(results: dict[str, Any]) -> None:
+def test_windows_of_each_length_are_read_by_themselves(found: dict[str, Any], results: dict[str, Any]) -> None:
     of_lengths = results["whole"]["details"]["by_length"]
     assert [one["length"] for one in of_lengths] == [8, 16]
-    assert of_lengths[0]["windows"] >= 2 * of_lengths[1]["windows"]
+    for one in of_lengths:
+        expected = found["lengths"][one["length"]]
+        assert one["windows"] == len(expected) >= 3
+        assert one["nats_per_token"] == pytest.approx(expected.mean(), rel=1e-5)
+        assert one["token_perplexity"] == pytest.approx(math.exp(expected.mean()), rel=1e-4)
+        last_half = expected[:, one["length"] // 2 :].mean()
+        assert one["nats_per_token_last_half"] == pytest.approx(last_half, rel=1e-5)
 
 
 def test_a_source_of_a_store(results: dict[str, Any]) -> None:
@@ -286,16 +307,16 @@ BAD = {
     "limit": ("tnl --tasks whole.toml --limit 0", "--limit 0: must be at least 1"),
 }
 BAD_FILES = {
-    'kind = "perplexity"\npaths = ["documents.jsonl"]\nwidnow = 3\n': "widnow: no such key; did you mean window?",
+    'kind = "perplexity"\npaths = ["documents.jsonl"]\nwidnow = 3\n': "bad.toml: widnow: no such key; did you mean window?",
     'kind = "perplexity"\npaths = ["nowhere.txt"]\n': "nowhere.txt: there is no such file",
-    'kind = "perplexity"\n': "either paths or store",
-    'kind = "perplexity"\npaths = ["documents.jsonl"]\nwindow = 0\n': "window = 0: must be",
-    'kind = "perplexity"\npaths = ["documents.jsonl"]\nstride = 4\n': "needs a window",
-    'kind = "perplexity"\nstore = "store"\nsource = "txet"\n': "no source 'txet'",
-    'kind = "perplexity"\nstore = "other-store"\nsource = "text"\n': "not with that of the run",
-    'kind = "perplexiti"\n': "did you mean perplexity?",
-    'name = "x"\n': "kind = ",
-    'kind = "lambada"\nname = "../up"\npaths = ["a"]\n': "name = ",
+    'kind = "perplexity"\n': "bad.toml: either paths or store",
+    'kind = "perplexity"\npaths = ["documents.jsonl"]\nwindow = 0\n': "bad.toml: window = 0: must be",
+    'kind = "perplexity"\npaths = ["documents.jsonl"]\nstride = 4\n': "bad.toml: stride = 4: needs a window",
+    'kind = "perplexity"\nstore = "store"\nsource = "txet"\n': "store: no source 'txet'",
+    'kind = "perplexity"\nstore = "other-store"\nsource = "text"\n': "other-store: written with the tokenizer",
+    'kind = "perplexiti"\n': "bad.toml: kind = 'perplexiti': no task is called that; did you mean perplexity?",
+    'name = "x"\n': 'bad.toml: kind = "none": must be one of perplexity, ',
+    'kind = "lambada"\nname = "../up"\npaths = ["a"]\n': 'bad.toml: name = "../up": must be letters',
 }
 
 
@@ -313,6 +334,5 @@ def test_bad_task_files(found: Any, folder: Path, monkeypatch: pytest.MonkeyPatc
     Path("bad.toml").write_text(text, encoding="utf-8")
     assert main(["evaluate", "tnl", "--tasks", "bad.toml"]) == 2
     error = capsys.readouterr().err
-    assert BAD_FILES[text] in error
-    assert "bad" in error or "store" in error or "nowhere" in error
+    assert f"error: {BAD_FILES[text]}" in error
     assert not (tnl_results(folder) / "bad.json").exists()

@@ -96,7 +96,9 @@ def test_half_precision_keeps_bounds_wide(saved_runs: Path) -> None:
     kinds = {name: weight.dtype for name, weight in model.module.named_parameters()}
     wide = {name for name, dtype in kinds.items() if dtype == torch.float32}
     assert {name.rpartition(".")[2] for name in wide} == {"theta", "decay_logit", "table"}
-    assert torch.isfinite(model.logits("the other")).all()
+    exact = lightscale.load(saved_runs / "hybrid", dtype=torch.float64).logits("the other")
+    # Weights that are random and large magnify the rounding.
+    assert (model.logits("the other").double() - exact).norm() < 0.05 * exact.norm()
 
 
 def test_a_layer_by_itself() -> None:

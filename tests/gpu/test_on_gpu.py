@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightscale.config.mixers import MIXERS
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.models.language_model import LanguageModel, transformer_config
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.initialization import draw_weights, named_parameters

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightscale.config.files import load
 from lightscale.config.mixers import MIXERS
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.models.language_model import language_model_chunks, transformer_config
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.initialization import draw_weights, shard

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 
 plain = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("plain_models.py"))))
 

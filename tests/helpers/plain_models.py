@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.models.language_model import LanguageModel, transformer_config
 from lightscale.parallel.initialization import draw_weights, named_parameters
 from lightscale.parallel.mesh import start_mesh

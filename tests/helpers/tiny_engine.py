@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightscale.config.schema import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+from lightscale.config.model import ModelConfig
+from lightscale.config.schema import DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.initialization import named_parameters
 from lightscale.parallel.mesh import Mesh, start_mesh

@@ -9,7 +9,7 @@ import torch
 
 from lightscale.config.files import load
 from lightscale.config.mixers import MIXERS, MixerEntry
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.models.accounting import parameter_shapes, parameter_terms, rank_parameters
 from lightscale.models.flops import forward_flops_per_token
 from lightscale.models.language_model import LanguageModel, transformer_config

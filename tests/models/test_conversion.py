@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lightscale.config.mixers import MIXERS
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.errors import UserError
 from lightscale.models.conversion import Conversion, conversion, other_settings
 from lightscale.models.registry import mixer_spec

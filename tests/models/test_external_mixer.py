@@ -178,7 +178,7 @@ def test_options_that_are_no_section_are_refused(
     on_path(tmp_path / "site")
     with pytest.raises(UserError) as refused:
         load(tiny_run, ["model.mixer=toy"])
-    message = "mixer toy: the type of its options, json:dumps, must be a lightscale.config.schema.Section"
+    message = "mixer toy: the type of its options, json:dumps, must be a lightscale.config.section.Section"
     assert str(refused.value) == f"{tiny_run}: model.mixer_options: {message}"
 
 
@@ -205,7 +205,8 @@ def measure(rank: int, world_size: int, init_method: str, site: str) -> dict[str
 
 
 def measure_layout(name: str, rank: int, init_method: str) -> dict[str, Any]:
-    from lightscale.config.schema import ModelConfig, ParallelConfig
+    from lightscale.config.model import ModelConfig
+    from lightscale.config.schema import ParallelConfig
     from lightscale.kernels.common.backends import set_default_backend
     from lightscale.models.accounting import parameter_shapes, parameter_terms, rank_parameters
     from lightscale.models.flops import forward_flops_per_token

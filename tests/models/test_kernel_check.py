@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.kernels.common import backends
 from lightscale.kernels.common.backends import choose_backend, fall_back, implementation, launches_triton
 from lightscale.models.kernel_check import Mismatch, check_kernels

@@ -6,7 +6,7 @@ from math import prod
 import pytest
 import torch
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.errors import UserError
 from lightscale.kernels.common.backends import set_default_backend
 from lightscale.kernels.operators import CostClass

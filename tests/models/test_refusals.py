@@ -11,7 +11,8 @@ import pytest
 
 from lightscale.config.layout import check_layout
 from lightscale.config.mixers import MIXERS
-from lightscale.config.schema import ModelConfig, ParallelConfig, RunConfig
+from lightscale.config.model import ModelConfig
+from lightscale.config.schema import ParallelConfig, RunConfig
 from lightscale.errors import UserError
 from lightscale.models.registry import check_model
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.models.language_model import LanguageModel, transformer_config
 from lightscale.parallel.engine import Engine, LossSums
 from lightscale.parallel.initialization import draw_weights

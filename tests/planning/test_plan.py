@@ -15,7 +15,8 @@ from lightscale import cli
 from lightscale.config.files import load
 from lightscale.config.layout import check_layout
 from lightscale.config.mixers import MIXERS
-from lightscale.config.schema import ModelConfig, RunConfig
+from lightscale.config.model import ModelConfig
+from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
 from lightscale.models.language_model import LanguageModel, transformer_config
 from lightscale.parallel.engine import Engine

@@ -139,7 +139,11 @@ def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert cells["tnl-small"]["waits_for_sweep"]
     assert cells["tnl-small"]["tokens"] == 40 * 4 * 32
     assert found["total"]["flops"] == pytest.approx(sum(one["flops"] for one in cells.values()))
-    assert found["total"]["hours"] > 0 or cells["tnl-small"]["hours"] is None
+    assert found["total"]["hours"] == pytest.approx(sum(one["hours"] for one in cells.values()))
+    # A step takes as long in the sweep: 3 steps of it, and 40 of the run.
+    hours = {part: cells[name]["hours"] for part, name in (("sweep", "sweep-tnl-lr0.001"), ("run", "tnl-medium"))}
+    assert hours["run"] / hours["sweep"] == pytest.approx(40 / 3)
+    assert 0 < hours["run"] < 1
 
 
 def test_status_counts_states(capsys: pytest.CaptureFixture[str]) -> None:

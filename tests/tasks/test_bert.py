@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightscale.config.schema import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+from lightscale.config.model import ModelConfig
+from lightscale.config.schema import DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader
 from lightscale.data_pipeline.store.token_store import StoreWriter, TokenStore
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer

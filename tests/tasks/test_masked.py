@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightscale.config.files import load
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader, validation_batches
 from lightscale.data_pipeline.loading.targets import Predicted
 from lightscale.data_pipeline.loading.windows import Batch

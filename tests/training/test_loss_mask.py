@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import zarr
 from torch import Tensor
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader
 from lightscale.data_pipeline.store.token_store import StoreWriter, TokenStore
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer

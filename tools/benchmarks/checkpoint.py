@@ -20,7 +20,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.table import Table
 
-from lightscale.config.schema import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from lightscale.config.model import ModelConfig
+from lightscale.config.schema import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.training.build import build_engine

@@ -21,7 +21,8 @@ import torch
 from rich.table import Table
 
 from lightscale.config.files import load
-from lightscale.config.schema import ModelConfig, RunConfig
+from lightscale.config.model import ModelConfig
+from lightscale.config.schema import RunConfig
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer, Tokenizer
 from lightscale.data_pipeline.whole_files import sync
 from lightscale.models.accounting import parameter_shapes

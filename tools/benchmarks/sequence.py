@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from lightscale.config.mixers import MIXERS
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.models.classes import mixer_class, shared_parts
 from lightscale.models.language_model import transformer_config
 from lightscale.models.layers.context import SequenceContext

@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -142,108 +142,139 @@ def _alone(case: NullCase) -> Iterator[None]:
         yield
 
 
-def run(case: NullCase, folder: Path) -> dict[str, Any]:
-    """Train, and return what was asked of the device in each step."""
-    store = folder / "store"
-    plain = load(Path(case.config), case.overrides)
-    write_store(
-        store,
-        sequence_length=plain.data.sequence_length,
-        documents=case.documents,
-        vocab_size=plain.model.vocab_size,
-    )
-    config = configuration(case, store)
-    directory = RunDirectory(folder / "run")
-    directory.create(config)
-    recorder, checks = Recorder(), TritonChecks()
-    steps: list[dict[str, Any]] = []
-    began_us: list[int] = []
-    # What is read ahead is, as on a slow disk, not read before the second step: all that it allocates shows there.
-    second_step = threading.Event()
+@dataclass(kw_only=True)
+class _Steps:
+    """The steps of a run, each recorded as it is taken."""
 
-    def read_late(read: Any) -> Any:
+    recorder: Recorder = field(default_factory=Recorder)
+    found: list[dict[str, Any]] = field(default_factory=list)
+    began_us: list[int] = field(default_factory=list)
+    second: threading.Event = field(default_factory=threading.Event)
+    """Whether the second step has begun."""
+
+    def recorded(self, step: Any) -> Any:
+        """`Trainer._train_step`, recorded."""
+
+        @functools.wraps(step)
+        def take(trainer: training.Trainer, *words: Any) -> None:
+            self.began_us.append(time.time_ns() // 1000)
+            if len(self.began_us) > 1:
+                self.second.set()
+            torch.cuda.reset_peak_memory_stats()
+            try:
+                with self.recorder.record() as recording:
+                    step(trainer, *words)
+            except BaseException:
+                self.second.set()  # it will not come, and the prefetcher is waited for
+                raise
+            most, now = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+            self.found.append({**summary(recording), "peak_bytes": most, "held_bytes": now})
+
+        return take
+
+    def read_late(self, read: Any) -> Any:
+        """`Prefetcher._batches_after` on a slow disk: what is read ahead is not read before the second step.
+
+        All that it allocates shows there.
+        """
+
         @functools.wraps(read)
         def take(ahead: Prefetcher, tokens: int) -> Any:
-            assert not tokens or second_step.wait(_LATE_S), "the second step never came"
+            assert not tokens or self.second.wait(_LATE_S), "the second step never came"
             return read(ahead, tokens)
 
         return take
 
-    def recorded(step: Any) -> Any:
-        @functools.wraps(step)
-        def take(trainer: training.Trainer, *words: Any) -> None:
-            began_us.append(time.time_ns() // 1000)
-            if len(began_us) > 1:
-                second_step.set()
-            torch.cuda.reset_peak_memory_stats()
-            try:
-                with recorder.record() as recording:
-                    step(trainer, *words)
-            except BaseException:
-                second_step.set()  # it will not come, and the prefetcher is waited for
-                raise
-            most, now = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-            steps.append({**summary(recording), "peak_bytes": most, "held_bytes": now})
 
-        return take
-
-    def stop_early(step: Any) -> Any:
-        @functools.wraps(step)
-        def take(trainer: training.Trainer, *words: Any) -> None:
-            step(trainer, *words)
-            if trainer.step == case.steps - 1:
-                # As a cluster would: the run saves and ends, and the next start resumes it.
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        return take
-
-    def refused(*words: Any, **options: Any) -> list[Mismatch]:
-        # Of the kernels that are compared at start only what does not run at all: none has computed anything.
-        found = [one for one in check_kernels(*words, **options) if one.result == "-"]
-        checks.faults.update(map(str, found))
-        return found
+def _mark(recorder: Recorder) -> Callable[..., None]:
+    """In place of `Heartbeat.beat`: activities divide the recording."""
 
     def beat(_: Heartbeat, activity: str, **__: Any) -> None:
         recorder.mark(activity)
 
+    return beat
+
+
+def _stop_before(last: int, step: Any) -> Any:
+    """`Trainer._train_step`, which before the step `last` stops the run as a cluster would; a start resumes it."""
+
+    @functools.wraps(step)
+    def take(trainer: training.Trainer, *words: Any) -> None:
+        step(trainer, *words)
+        if trainer.step == last - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return take
+
+
+def _those_that_do_not_run(checks: TritonChecks) -> Callable[..., list[Mismatch]]:
+    """`check_kernels`, whose other findings do not count: no kernel has computed anything."""
+
+    def refused(*words: Any, **options: Any) -> list[Mismatch]:
+        found = [one for one in check_kernels(*words, **options) if one.result == "-"]
+        checks.faults.update(map(str, found))
+        return found
+
+    return refused
+
+
+@contextmanager
+def _watched(case: NullCase, steps: _Steps, checks: TritonChecks) -> Iterator[None]:
+    """The rank on the null device, with its steps and launches watched."""
     with ExitStack() as stack:
         stack.enter_context(_alone(case))
-        step = recorded(training.Trainer._train_step)
-        stack.enter_context(mock.patch.object(training.Trainer, "_train_step", stop_early(step) if case.save else step))
-        stack.enter_context(mock.patch.object(Prefetcher, "_batches_after", read_late(Prefetcher._batches_after)))
-        stack.enter_context(mock.patch.object(Heartbeat, "beat", beat))
-        stack.enter_context(mock.patch.object(training, "check_kernels", refused))
+        step = steps.recorded(training.Trainer._train_step)
+        step = _stop_before(case.steps, step) if case.save else step
+        read = steps.read_late(Prefetcher._batches_after)
+        stack.enter_context(mock.patch.object(training.Trainer, "_train_step", step))
+        stack.enter_context(mock.patch.object(Prefetcher, "_batches_after", read))
+        stack.enter_context(mock.patch.object(Heartbeat, "beat", _mark(steps.recorder)))
+        stack.enter_context(mock.patch.object(training, "check_kernels", _those_that_do_not_run(checks)))
         if not case.compiled:
-            stack.enter_context(checked_launches(checks, recorder))
+            stack.enter_context(checked_launches(checks, steps.recorder))
         # Tokens and documents are what the store has, wherever shapes depend on them; the guard sees a loss of 1.
         stack.enter_context(Computing(whole_numbers_only=True))
-        # As the command does. Not the allocator's: the null device does not map memory piece by piece.
-        settings = device_settings(os.environ, tensor=config.parallel.tensor)
-        os.environ.update({name: value for name, value in settings.items() if name.startswith("CUDA_")})
-        # Those that a user would see, each once.
-        warned = stack.enter_context(warnings.catch_warnings(record=True))
-        peak.begin()
+        yield
+
+
+def _train(config: RunConfig, directory: RunDirectory, *, resumed: bool) -> None:
+    """To the end, with `resumed` in two starts."""
+    # As the command does. Not the allocator's: the null device does not map memory piece by piece.
+    settings = device_settings(os.environ, tensor=config.parallel.tensor)
+    os.environ.update({name: value for name, value in settings.items() if name.startswith("CUDA_")})
+    peak.begin()
+    for expected in ("resumable", "finished") if resumed else ("finished",):
         status = training.train(config, directory)
-        if case.save:
-            assert status == "resumable"
-            status = training.train(config, directory)
-        assert status == "finished"
-    ranks = config.parallel.tensor * config.parallel.sequence
+        assert status == expected, status
+
+
+def run(case: NullCase, folder: Path) -> dict[str, Any]:
+    """Train, and return what was asked of the device in each step."""
+    store = folder / "store"
+    plain = load(Path(case.config), case.overrides)
+    length, vocab_size = plain.data.sequence_length, plain.model.vocab_size
+    write_store(store, sequence_length=length, documents=case.documents, vocab_size=vocab_size)
+    config = configuration(case, store)
+    directory = RunDirectory(folder / "run")
+    directory.create(config)
+    steps, checks = _Steps(), TritonChecks()
+    # Warnings that a user would see, each once.
+    with _watched(case, steps, checks), warnings.catch_warnings(record=True) as warned:
+        _train(config, directory, resumed=case.save)
     layout = check_layout(config, case.world_size)
-    stage = case.rank // (case.world_size // config.parallel.pipeline)
-    planned = rank_memory(config, layout, stage)
+    planned = rank_memory(config, layout, case.rank // (case.world_size // config.parallel.pipeline))
     return {
         "case": asdict(case),
         "layout": asdict(layout),
         "layers": config.model.num_layers,
-        "ranks_of_a_replica": ranks,
+        "ranks_of_a_replica": config.parallel.tensor * config.parallel.sequence,
         "planned": {**asdict(planned), "total_bytes": planned.total_bytes},
         "reserved_bytes": torch.cuda.max_memory_reserved(),
-        "peak_by_line": peak.end(since_us=began_us[0]),
+        "peak_by_line": peak.end(since_us=steps.began_us[0]),
         "faults": dict(checks.faults),
         "large": dict(checks.large),
         "warnings": sorted({f"{one.category.__name__}: {one.message}" for one in warned}),
-        "steps": steps,
+        "steps": steps.found,
     }
 
 

@@ -28,7 +28,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from lightscale.config.fields import field_type_text, shown_key, shown_value, table_type
 from lightscale.config.files import mistakes
-from lightscale.config.schema import MOST_ENTRIES, Fraction, Ids, Positive, Section
+from lightscale.config.section import MOST_ENTRIES, Fraction, Ids, Positive, Section
 from lightscale.config.text import path_fault
 from lightscale.config.toml import read_toml
 from lightscale.data_pipeline.preparation.filters import make_filter

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lightscale.config.schema import MOST_IDS
+from lightscale.config.section import MOST_IDS
 from lightscale.errors import UserError, shortened
 from lightscale.files import read_regular
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from lightscale.config.schema import MOST_IDS, MOST_LAYERS, MOST_SEQUENCE_TOKENS
+from lightscale.config.section import MOST_IDS, MOST_LAYERS, MOST_SEQUENCE_TOKENS
 from lightscale.errors import UserError
 from lightscale.exchange.files import modelling_file
 from lightscale.exchange.plain.mixers import Attention, RopeScaling

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.errors import UserError
 from lightscale.exchange.plain.mixers import Attention, RopeScaling
 from lightscale.exchange.plain.model import MIXER_NAMES, CausalModel, Shape

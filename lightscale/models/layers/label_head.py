@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightscale.config.schema import HeadConfig
+from lightscale.config.model import HeadConfig
 from lightscale.kernels.attention import to_device
 from lightscale.models.layers.context import SequenceContext
 from lightscale.parallel.megatron import TransformerConfig, gather_from_sequence_parallel_region

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.models.layers.context import SequenceContext
 from lightscale.models.specs.interface import PartParameter, PartSpec
 from lightscale.parallel.engine import share_over_stages

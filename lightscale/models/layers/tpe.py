@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.kernels.tpe import recurrent_step, state_dtype, tpe_scan
 from lightscale.models.layers.context import SequenceContext
 from lightscale.models.layers.shared_parts import EmbeddingPart

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.kernels.gla import gla, recurrent_step, state_dtype
 from lightscale.models.layers.context import Finish, SequenceContext
 from lightscale.models.layers.linear import column_parallel, row_parallel

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.models.layers.context import MixerState, SequenceContext
 from lightscale.models.layers.linear import ReplicatedLinear, column_parallel, row_parallel
 from lightscale.models.layers.norms import gated_norm_split

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.kernels.lightnet import Angles, LightNetState, lightnet_attention, recurrent_step, state_dtype
 from lightscale.models.layers.context import Finish, SequenceContext
 from lightscale.models.layers.positions import lrpe_angles

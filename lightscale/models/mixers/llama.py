@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.kernels.attention import DocumentAttention, sdpa
 from lightscale.kernels.common.angles import Angles, phases_of
 from lightscale.models.layers.context import Finish, MixerState, SequenceContext

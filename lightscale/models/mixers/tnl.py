@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.models.layers.context import SequenceContext
 from lightscale.models.layers.positions import LRPE, lrpe_angles
 from lightscale.models.mixers.interface import GatedMixer

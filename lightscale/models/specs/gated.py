@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.models.specs.interface import MixerSpec, ParameterRows, Shapes, projection_flops, rows_by_head
 from lightscale.models.specs.options import GatedMixerOptions
 

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.models.specs.interface import (
     MixerSpec,
     ParameterRows,

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.models.specs.gated import GatedMixerSpec, gated_projection_flops
 from lightscale.models.specs.interface import PartSpec, chunked_flops
 from lightscale.models.specs.tpe import TPESpec

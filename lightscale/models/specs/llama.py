@@ -3,7 +3,7 @@
 from math import prod
 from typing import ClassVar
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.models.specs.interface import MixerSpec, ParameterRows, Shapes, rows_by_head
 from lightscale.models.specs.options import llama_heads, llama_options
 

@@ -9,7 +9,8 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from lightscale.config.arithmetic import near_divisor
-from lightscale.config.schema import ModelConfig, Positive, Section, SequenceLength, Width
+from lightscale.config.model import ModelConfig
+from lightscale.config.section import Positive, Section, SequenceLength, Width
 from lightscale.errors import UserError
 
 

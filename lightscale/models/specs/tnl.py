@@ -1,6 +1,6 @@
 """TransNormerLLM's token mixer; see ``mixers/tnl.py``."""
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.models.specs.gated import GatedMixerSpec, gated_projection_flops
 from lightscale.models.specs.interface import ParameterRows, Shapes, chunked_flops
 

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.kernels.operators import get_operator
 from lightscale.models.specs.interface import EmbeddingPartSpec, PartExchange, PartParameter
 

@@ -18,7 +18,8 @@ from rich.table import Table
 from lightscale.config import shipped
 from lightscale.config.arguments import add_config, add_overrides
 from lightscale.config.files import load
-from lightscale.config.schema import ModelConfig, RunConfig
+from lightscale.config.model import ModelConfig
+from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
 from lightscale.planning.commands import failures, scaling, trace
 from lightscale.planning.memory import assumptions

@@ -20,7 +20,8 @@ from rich.table import Table
 
 from lightscale.config.files import load
 from lightscale.config.schedulers import default_scheduler
-from lightscale.config.schema import MOST_RANKS, MOST_SEQUENCE_TOKENS, RunConfig
+from lightscale.config.schema import RunConfig
+from lightscale.config.section import MOST_RANKS, MOST_SEQUENCE_TOKENS
 from lightscale.errors import UserError, shortened
 from lightscale.planning import memory, step_cost
 from lightscale.planning.advice import changed_batch, layout_overrides

@@ -174,10 +174,11 @@ def test_every_column_has_a_local_file(tmp_path: Path) -> None:
     (tmp_path / "csr" / "piqa.jsonl").touch()
     assert local_file("piqa", tmp_path) == tmp_path / "csr" / "piqa.jsonl"
     assert local_file("mmlu", tmp_path) is None
-    config = LOCAL_TASKS["arc_easy"].config(tmp_path, Path("/tasks"))
+    config = LOCAL_TASKS["arc_easy"].config(tmp_path, tmp_path / "tasks")
     assert config["dataset_kwargs"] == {"data_files": {"test": str(tmp_path / "csr" / "arc_easy.jsonl")}}
     assert (config["test_split"], config["validation_split"], config["training_split"]) == ("test", None, None)
-    assert config["include"] == "/tasks/arc/arc_easy.yaml"
+    # The whole path: lm-eval looks for any other beside the definition, which is written to a folder of its own.
+    assert config["include"] == str(tmp_path / "tasks" / "arc" / "arc_easy.yaml")
 
 
 @pytest.fixture

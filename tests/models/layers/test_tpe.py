@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightscale.config.mixers import MIXERS
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.models.layers.context import SequenceContext
 from lightscale.models.layers.tpe import TPE
 from lightscale.models.registry import mixer_spec

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.models.layers.context import SequenceContext
 
 plain = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "plain_models.py")))

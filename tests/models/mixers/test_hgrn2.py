@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.kernels.lightning import lightning_attention_reference
 from lightscale.models.layers.context import SequenceContext
 from lightscale.models.mixers.hgrn2 import log_forget, lower_bounds

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 
 plain = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "plain_models.py")))
 mixers = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "plain_mixers.py")))

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightscale.config.schema import ModelConfig, ParallelConfig
+from lightscale.config.model import ModelConfig
+from lightscale.config.schema import ParallelConfig
 from lightscale.errors import UserError
 from lightscale.models.registry import check_model
 

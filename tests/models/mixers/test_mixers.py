@@ -19,7 +19,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from lightscale.config.mixers import MIXERS, mixer_entry
-from lightscale.config.schema import ModelConfig, ParallelConfig
+from lightscale.config.model import ModelConfig
+from lightscale.config.schema import ParallelConfig
 from lightscale.errors import UserError
 from lightscale.kernels.operators import get_operator, state_grows
 from lightscale.models.accounting import parameter_shapes

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.models.language_model import LanguageModel, transformer_config
 from lightscale.models.mixers.tnl import alibi_slopes, log_decays
 from lightscale.parallel.initialization import draw_weights, named_parameters

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightscale.config.schema import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+from lightscale.config.model import ModelConfig
+from lightscale.config.schema import DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from lightscale.runs.goodput import measure_goodput
 from lightscale.runs.metrics.logger import MetricsLogger, ValidationLoss
 from lightscale.runs.metrics.peak_flops import device_peak_flops

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.models.conversion import conversion
 from lightscale.training.build import start_again
 from lightscale.training.checkpoints.restore import Checkpoints

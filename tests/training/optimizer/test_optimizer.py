@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from lightscale.config.layout import check_layout
-from lightscale.config.schema import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+from lightscale.config.model import ModelConfig
+from lightscale.config.schema import DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.optimizer_interface import Optimizer, OwnedState
 from lightscale.parallel.optimizer_spec import MegatronSpec, OptimizerSpec

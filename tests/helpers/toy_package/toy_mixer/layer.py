@@ -3,7 +3,7 @@ from typing import Any
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.kernels.common.backends import choose_backend, implementation
 from lightscale.models.layers.context import SequenceContext
 from lightscale.models.layers.linear import column_parallel, row_parallel

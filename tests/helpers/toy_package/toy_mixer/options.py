@@ -2,7 +2,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from lightscale.config.schema import Count, Section
+from lightscale.config.section import Count, Section
 
 
 class ToyOptions(Section):

@@ -1,6 +1,6 @@
 from typing import ClassVar
 
-from lightscale.config.schema import ModelConfig
+from lightscale.config.model import ModelConfig
 from lightscale.kernels.operators import (
     Backend,
     CostClass,

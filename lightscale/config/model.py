@@ -1,0 +1,160 @@
+"""[model], the shape of the network: its fields, the pattern of its mixers, and their options in their own types."""
+
+import difflib
+import re
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, SerializeAsAny, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError
+
+from lightscale.config.arithmetic import near_divisor, near_multiple
+from lightscale.config.mixers import Direction, known_mixers, mixer_entry, mixer_options_type
+from lightscale.config.section import MOST_LAYERS, Ids, Section, Small, Width, error_inside
+from lightscale.errors import shortened
+
+_MIXER_ENTRY = re.compile(r"(?P<name>[a-z][a-z0-9_]*)(\*(?P<count>[1-9][0-9]*))?")
+
+
+class HeadConfig(Section):
+    """[model.head]: an output layer that gives one label for each document, in place of the vocabulary's."""
+
+    num_labels: Annotated[int, Field(ge=2, le=1_000_000)]
+    """Classes; labels are 0 to one less."""
+    pooling: Literal["mean", "first", "last"] = "mean"
+    """What of a document the layer sees: the mean of its tokens' states, or that of the first or last token."""
+
+
+class ModelConfig(Section):
+    """[model]: the shape of the network."""
+
+    mixer: str | Annotated[list[str], Field(max_length=MOST_LAYERS)] = "tnl"
+    """Token mixer of the layers: a name, or a pattern like ["tnl*7", "llama"], repeated up to num_layers."""
+    num_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
+    """Number of blocks."""
+    hidden_size: Width
+    """Width of the residual stream (d_model), in channels."""
+    num_heads: Width
+    """Number of heads; divides hidden_size, unless all mixers have an option head_dim."""
+    intermediate_size: Width
+    """Inner width of the gated linear unit, in channels."""
+    vocab_size: Ids
+    """Rows of the embedding, in tokens; padding included. The largest published have 262,144."""
+    tie_word_embeddings: bool = True
+    """Whether the output layer's weight is the embedding; false: it has a weight of its own."""
+    head: HeadConfig | None = None
+    """Output layer for labels of documents, a table, for task.name = "classify"; none: it gives tokens."""
+    glu_activation: Literal["none", "silu"] = "none"
+    """Activation of the gate in the gated linear unit."""
+    norm: Literal["srmsnorm", "rmsnorm"] = "srmsnorm"
+    """Norm before each mixer and each gated linear unit, and at the end; srmsnorm has no weight."""
+    norm_eps: Small = 1e-6
+    """Added to the mean square in the norms."""
+    init_std: Small = 0.02
+    """Standard deviation of the initial weights; output projections take it divided by sqrt(2 num_layers)."""
+    mixer_options: dict[str, SerializeAsAny[Section]] = Field(default={}, validate_default=True)
+    """Options of the mixers in use: a table [model.mixer_options.NAME] for each that has options."""
+
+    @cached_property
+    def head_dim(self) -> int:
+        """Channels per head."""
+        return self.hidden_size // self.num_heads
+
+    @cached_property
+    def layers(self) -> tuple[str, ...]:
+        """The mixer's name for each layer, first to last; length num_layers."""
+        period = _mixer_period(self.mixer)
+        return tuple(period * (self.num_layers // len(period)))
+
+    def layer_options(self, layer: int) -> Section:
+        """The options of the mixer of layer ``layer`` (from 0), in the type that the mixer names."""
+        return self.mixer_options.get(self.layers[layer], Section())
+
+    def direction(self, layer: int) -> Direction:
+        """What layer ``layer`` (from 0) reads of a token's document."""
+        directions = mixer_entry(self.layers[layer]).directions
+        if len(directions) == 1:
+            (only,) = directions
+            return only
+        causal: bool = getattr(self.layer_options(layer), "causal")  # noqa: B009 - of the mixer's own type
+        return "causal" if causal else "bidirectional"
+
+    @field_validator("mixer")
+    @classmethod
+    def _known(cls, mixer: str | list[str]) -> str | list[str]:
+        for name in dict.fromkeys(_mixer_period(mixer)):
+            mixer_entry(name)
+        return mixer
+
+    @field_validator("mixer_options", mode="plain")
+    @classmethod
+    def _typed_options(cls, tables: Any, info: ValidationInfo) -> dict[str, Section]:
+        """Of every mixer in use its options, complete with defaults, in its own type."""
+        # Fields are checked in their order: `mixer` is there, unless it is wrong, and then that is the error to show.
+        if "mixer" not in info.data:
+            return {}
+        if not isinstance(tables, dict):
+            raise PydanticKnownError("dict_type")
+        used = dict.fromkeys(_mixer_period(info.data["mixer"]))
+        errors = [_unused_options(name, tables[name], list(used)) for name in tables if name not in used]
+        typed = {}
+        for name in used:
+            try:
+                options = (mixer_options_type(name) or Section).model_validate(tables.get(name, {}))
+            except ValidationError as error:
+                # Under the mixer's name, so that messages name the whole key.
+                errors += [error_inside(name, dict(item)) for item in error.errors(include_url=False)]
+                continue
+            assert isinstance(options, Section), f"{type(options)} of mixer {name} is no Section"
+            if type(options).model_fields:
+                typed[name] = options
+        if errors:
+            raise ValidationError.from_exception_data("mixer_options", errors)
+        return typed
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        has_width = (getattr(self.mixer_options.get(name), "head_dim", None) for name in {*self.layers})
+        if self.hidden_size % self.num_heads and not all(has_width):
+            raise ValueError(
+                f"model.hidden_size = {self.hidden_size} is not divisible by model.num_heads = {self.num_heads}; "
+                f"use {near_divisor(self.hidden_size, self.num_heads)} heads"
+            )
+        period = len(_mixer_period(self.mixer))
+        if self.num_layers % period:
+            raise ValueError(
+                f"model.num_layers = {self.num_layers} is not divisible by the {period} layers of the "
+                f"pattern model.mixer = {self.mixer}; use {near_multiple(self.num_layers, period)}"
+            )
+        return self
+
+
+def _unused_options(name: str, table: object, used: list[str]) -> InitErrorDetails:
+    """The error of options for a mixer that no layer has."""
+    if not isinstance(table, dict):
+        text = f"options stand in a table [model.mixer_options.NAME], NAME a mixer of the model: {', '.join(used)}"
+    else:
+        what = "no layer uses this mixer" if name in known_mixers() else "no mixer has this name"
+        near = difflib.get_close_matches(name, used, n=1)
+        text = f"{what}; did you mean {near[0]}?" if near else f"{what}; the model has {', '.join(used)}"
+    error = PydanticCustomError("value_error", "{error}", {"error": text})
+    return InitErrorDetails(type=error, loc=(name,), input=table)
+
+
+def _mixer_period(mixer: str | Iterable[str]) -> list[str]:
+    """["tnl*2", "llama"] -> ["tnl", "tnl", "llama"]."""
+    entries = [mixer] if isinstance(mixer, str) else list(mixer)
+    period: list[str] = []
+    for entry in entries:
+        match = _MIXER_ENTRY.fullmatch(entry)
+        if match is None:
+            raise ValueError(f'"{shortened(entry)}" must be NAME or NAME*COUNT, like "tnl" or "tnl*7"')
+        # By its digits first: it may have thousands.
+        digits = match["count"] or "1"
+        if len(digits) > len(str(MOST_LAYERS)) or len(period) + int(digits) > MOST_LAYERS:
+            raise ValueError(f'"{shortened(entry)}" makes a pattern of more than {MOST_LAYERS:_} layers')
+        period += [match["name"]] * int(digits)
+    if not period:
+        raise ValueError('names no mixer; use a name or a list of names, like "tnl"')
+    return period
