@@ -58,18 +58,8 @@ def _out_fwd(
 
 
 @_out_fwd.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    prefix: Tensor | None,
-    suffix: Tensor | None,
-    cu_seqlens: Tensor | None,
-    gate: str,
-    normalize: bool,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *_, normalize, _ = others
     normalizer = q.new_empty(q.shape[:3] if normalize else (0,), dtype=torch.float32)
     return v.new_empty(v.shape), normalizer, _fake_state(k, v, normalize), _fake_state(k, v, normalize)
 
@@ -104,21 +94,9 @@ def _gradients(
 
 @_gradients.register_fake
 def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    do: Tensor,
-    o: Tensor,
-    normalizer: Tensor | None,
-    prefix: Tensor | None,
-    suffix: Tensor | None,
-    dprefix: Tensor | None,
-    dsuffix: Tensor | None,
-    cu_seqlens: Tensor | None,
-    gate: str,
-    with_decay: bool,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, do: Tensor, o: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    normalizer, *_, with_decay = others
     shape = log_decay.shape if with_decay and log_decay is not None else (0,)
     states = [_fake_state(k, v, normalizer is not None) for _ in range(2)]
     dlog_decay = q.new_empty(shape, dtype=torch.float32)
@@ -138,21 +116,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, do: Tensor, _: Tensor, dprefix: Tensor, dsuffix: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, log_decay, prefix, suffix, cu_seqlens, o, normalizer = ctx.saved_tensors
     with_decay = ctx.needs_input_grad[3]
+    outputs = (o, normalizer if ctx.normalize else None)
+    states = (prefix, suffix, dprefix, dsuffix)
     dq, dk, dv, dlog_decay, *of_states = _gradients(
-        q,
-        k,
-        v,
-        log_decay,
-        do,
-        o,
-        normalizer if ctx.normalize else None,
-        prefix,
-        suffix,
-        dprefix,
-        dsuffix,
-        cu_seqlens,
-        ctx.gate,
-        with_decay,
+        q, k, v, log_decay, do, *outputs, *states, cu_seqlens, ctx.gate, with_decay
     )
     of_decay = dlog_decay.to(log_decay.dtype) if with_decay else None
     needed = ctx.needs_input_grad[4:6]
