@@ -5,7 +5,6 @@ Eq. 3; Qin et al., HGRN2, arXiv 2404.07904, where k = 1 - f). ``gla`` is the ope
 generation are built from the passes beside it. README.md in this folder has the mathematics.
 """
 
-import torch
 from torch import Tensor
 
 from lightscale.errors import UserError
@@ -17,8 +16,7 @@ from lightscale.kernels.common.backends import (
     implementation,
     preload_backends,
 )
-from lightscale.kernels.common.checks import check_device, check_inputs, check_state
-from lightscale.kernels.common.documents import check_cu_seqlens
+from lightscale.kernels.common.checks import check_chunk_size, check_decay, check_documents, check_inputs, check_state
 from lightscale.kernels.common.states import state_dtype
 from lightscale.kernels.gla import chunked
 from lightscale.kernels.gla.chunked import DEFAULT_CHUNK_SIZE, ChunkedGLA
@@ -104,11 +102,8 @@ def gla(
     check_inputs(q, k, v)
     _check_decay(log_decay, q)
     check_state(initial_state, q, v)
-    if cu_seqlens is not None:
-        check_device("cu_seqlens", cu_seqlens, q)
-        check_cu_seqlens(cu_seqlens, num_rows=q.shape[0], num_tokens=q.shape[1])
-    if chunk_size < 1:
-        raise UserError(f"chunk_size must be at least 1 token, got {chunk_size}")
+    check_documents(cu_seqlens, q)
+    check_chunk_size(chunk_size)
     name = choose_backend("gla", q, backend)
     if name == "reference":
         o, state = _reference(q, k, v, log_decay, initial_state, cu_seqlens)
@@ -124,15 +119,7 @@ def _check_decay(log_decay: Tensor, q: Tensor) -> None:
         raise UserError(
             f"log_decay must be (B, T, H, K) = {tuple(q.shape)}, like q, got shape {tuple(log_decay.shape)}"
         )
-    if log_decay.dtype not in (torch.float32, torch.float64):
-        raise UserError(f"log_decay must be fp32 or fp64, whatever q's dtype, got {log_decay.dtype}")
-    check_device("log_decay", log_decay, q)
-    if torch.compiler.is_compiling() or log_decay.device.type != "cpu":
-        return
-    if bool((log_decay > 0).any()):
-        raise UserError(
-            f"log_decay must be at most 0 (a decay of at most 1), got a largest value of {log_decay.max():g}"
-        )
+    check_decay(log_decay, q)
 
 
 preload_backends("gla")

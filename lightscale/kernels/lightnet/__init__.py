@@ -18,8 +18,7 @@ from lightscale.kernels.common.backends import (
     implementation,
     preload_backends,
 )
-from lightscale.kernels.common.checks import check_device, check_inputs
-from lightscale.kernels.common.documents import check_cu_seqlens
+from lightscale.kernels.common.checks import check_chunk_size, check_documents, check_inputs, check_one_state
 from lightscale.kernels.common.states import state_dtype
 from lightscale.kernels.lightnet import chunked
 from lightscale.kernels.lightnet.chunked import DEFAULT_CHUNK_SIZE, ChunkedLightNetAttention
@@ -141,9 +140,8 @@ def lightnet_attention(
     check_inputs(q, k, v)
     _check_angles(angles, q)
     _check_state(initial_state, q, v, halves=1 if angles is None else 2)
-    _check_documents(cu_seqlens, q)
-    if chunk_size < 1:
-        raise UserError(f"chunk_size must be at least 1 token, got {chunk_size}")
+    check_documents(cu_seqlens, q)
+    check_chunk_size(chunk_size)
     name = choose_backend("lightnet", q, backend)
     if name == "reference":
         o, state = _reference(q, k, v, angles, initial_state, cu_seqlens)
@@ -165,7 +163,7 @@ def lightnet_noncausal(
     """
     check_inputs(q, k, v)
     _check_angles(angles, q)
-    _check_documents(cu_seqlens, q)
+    check_documents(cu_seqlens, q)
     return noncausal(q, k, v, angles, cu_seqlens)
 
 
@@ -180,28 +178,9 @@ def _check_state(state: LightNetState | None, q: Tensor, v: Tensor, *, halves: i
         return
     num_rows, _, num_heads, key_width = q.shape
     z, S = state
-    if z.shape != (num_rows, num_heads, key_width):
-        expected = (num_rows, num_heads, key_width)
-        raise UserError(f"initial_state's z must be (B, H, K) = {expected}, got shape {tuple(z.shape)}")
-    shape = (num_rows, num_heads, halves * key_width, v.shape[3])
-    if S.shape != shape:
-        rows = "K" if halves == 1 else "2K"
-        raise UserError(f"initial_state's S must be (B, H, {rows}, V) = {shape}, got shape {tuple(S.shape)}")
-    _check_wide("initial_state's z", z, q)
-    _check_wide("initial_state's S", S, q)
-
-
-def _check_wide(name: str, x: Tensor, q: Tensor) -> None:
-    if x.dtype != state_dtype(q.dtype):
-        raise UserError(f"{name} must be {state_dtype(q.dtype)} for inputs of {q.dtype}, got {x.dtype}")
-    check_device(name, x, q)
-
-
-def _check_documents(cu_seqlens: Tensor | None, q: Tensor) -> None:
-    if cu_seqlens is None:
-        return
-    check_device("cu_seqlens", cu_seqlens, q)
-    check_cu_seqlens(cu_seqlens, num_rows=q.shape[0], num_tokens=q.shape[1])
+    check_one_state("initial_state's z", z, q, "(B, H, K)", (num_rows, num_heads, key_width))
+    form = f"(B, H, {'K' if halves == 1 else '2K'}, V)"
+    check_one_state("initial_state's S", S, q, form, (num_rows, num_heads, halves * key_width, v.shape[3]))
 
 
 preload_backends("lightnet")
