@@ -17,7 +17,7 @@ from lightscale.kernels.common.backends import (
     preload_backends,
 )
 from lightscale.kernels.common.checks import check_chunk_size, check_decay, check_documents, check_inputs, check_state
-from lightscale.kernels.common.states import state_dtype
+from lightscale.kernels.common.states import in_state_dtype, state_dtype
 from lightscale.kernels.gla import chunked
 from lightscale.kernels.gla.chunked import DEFAULT_CHUNK_SIZE, ChunkedGLA
 from lightscale.kernels.gla.reference import gla_reference
@@ -39,27 +39,6 @@ out_fwd = dispatch_pass("gla", chunked.out_fwd)
 state_bwd = dispatch_pass("gla", chunked.state_bwd)
 grad_bwd = dispatch_pass("gla", chunked.grad_bwd)
 recurrent_step = dispatch_step("gla", chunked.recurrent_step)
-
-
-def _reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The recurrence in the dtype of the states, which is wider than that of half-precision inputs."""
-    dtype = state_dtype(q.dtype)
-    o, state = gla_reference(
-        q.to(dtype),
-        k.to(dtype),
-        v.to(dtype),
-        log_decay.to(dtype),
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-    )
-    return o.to(v.dtype), state
 
 
 def gla(
@@ -106,7 +85,8 @@ def gla(
     check_chunk_size(chunk_size)
     name = choose_backend("gla", q, backend)
     if name == "reference":
-        o, state = _reference(q, k, v, log_decay, initial_state, cu_seqlens)
+        options = {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
+        o, state = in_state_dtype(gla_reference, q, k, v, log_decay, **options)
     elif name == "triton":
         o, state = implementation("gla", name).triton_gla(q, k, v, log_decay, initial_state, cu_seqlens)
     else:

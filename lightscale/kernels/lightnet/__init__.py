@@ -9,7 +9,7 @@ this folder has the mathematics.
 from torch import Tensor
 
 from lightscale.errors import UserError
-from lightscale.kernels.common.angles import Angles, check_angles, parts_of
+from lightscale.kernels.common.angles import Angles, check_angles, parts_of, wide_angles
 from lightscale.kernels.common.backends import (
     AUTO,
     choose_backend,
@@ -19,7 +19,7 @@ from lightscale.kernels.common.backends import (
     preload_backends,
 )
 from lightscale.kernels.common.checks import check_chunk_size, check_documents, check_inputs, check_one_state
-from lightscale.kernels.common.states import state_dtype
+from lightscale.kernels.common.states import in_state_dtype, state_dtype
 from lightscale.kernels.lightnet import chunked
 from lightscale.kernels.lightnet.chunked import DEFAULT_CHUNK_SIZE, ChunkedLightNetAttention
 from lightscale.kernels.lightnet.noncausal import noncausal
@@ -76,29 +76,6 @@ def _chunked(
     return o, LightNetState(z, S)
 
 
-def _reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    angles: Angles | None,
-    initial_state: LightNetState | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, LightNetState]:
-    """The recurrence in the dtype of the states, which is wider than that of half-precision inputs."""
-    dtype = state_dtype(q.dtype)
-    if angles is not None:
-        angles = Angles(angles.theta.to(dtype), angles.positions)
-    o, state = lightnet_attention_reference(
-        q.to(dtype),
-        k.to(dtype),
-        v.to(dtype),
-        angles=angles,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-    )
-    return o.to(v.dtype), state
-
-
 def lightnet_attention(
     q: Tensor,
     k: Tensor,
@@ -144,7 +121,8 @@ def lightnet_attention(
     check_chunk_size(chunk_size)
     name = choose_backend("lightnet", q, backend)
     if name == "reference":
-        o, state = _reference(q, k, v, angles, initial_state, cu_seqlens)
+        options = {"angles": wide_angles(angles, q), "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+        o, state = in_state_dtype(lightnet_attention_reference, q, k, v, **options)
     elif name == "triton":
         triton = implementation("lightnet", name)
         o, state = triton.triton_lightnet_attention(q, k, v, angles, initial_state, cu_seqlens)

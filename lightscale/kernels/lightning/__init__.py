@@ -13,7 +13,15 @@ from typing import Any, ParamSpec, TypeVar
 from torch import Tensor
 
 from lightscale.errors import UserError
-from lightscale.kernels.common.angles import Angles, check_angles, feature_width, features, parts_of, phases_of
+from lightscale.kernels.common.angles import (
+    Angles,
+    check_angles,
+    feature_width,
+    features,
+    parts_of,
+    phases_of,
+    wide_angles,
+)
 from lightscale.kernels.common.backends import (
     AUTO,
     choose_backend,
@@ -29,7 +37,7 @@ from lightscale.kernels.common.checks import (
     check_inputs,
     check_state,
 )
-from lightscale.kernels.common.states import state_dtype
+from lightscale.kernels.common.states import in_state_dtype, state_dtype
 from lightscale.kernels.gla.chunked import DEFAULT_CHUNK_SIZE as GLA_CHUNK_SIZE
 from lightscale.kernels.gla.chunked import ChunkedGLA
 from lightscale.kernels.lightning import chunked, token_decays
@@ -106,31 +114,6 @@ def _chunked(
     return o, state
 
 
-def _reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    angles: Angles | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The recurrence in the dtype of the states, which is wider than that of half-precision inputs."""
-    dtype = state_dtype(q.dtype)
-    if angles is not None:
-        angles = Angles(angles.theta.to(dtype), angles.positions)
-    o, state = lightning_attention_reference(
-        q.to(dtype),
-        k.to(dtype),
-        v.to(dtype),
-        None if log_decay is None else log_decay.to(dtype),
-        angles=angles,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-    )
-    return o.to(v.dtype), state
-
-
 def lightning_attention(
     q: Tensor,
     k: Tensor,
@@ -181,7 +164,8 @@ def lightning_attention(
     check_chunk_size(chunk_size)
     name = choose_backend("lightning", q, backend)
     if name == "reference":
-        o, state = _reference(q, k, v, log_decay, angles, initial_state, cu_seqlens)
+        options = {"angles": wide_angles(angles, q), "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+        o, state = in_state_dtype(lightning_attention_reference, q, k, v, log_decay, **options)
     elif name == "triton":
         triton = implementation("lightning", name)
         o, state = triton.triton_lightning_attention(q, k, v, log_decay, angles, initial_state, cu_seqlens)

@@ -17,7 +17,7 @@ from lightscale.kernels.common.checks import (
     check_inputs,
     check_one_state,
 )
-from lightscale.kernels.common.states import state_dtype
+from lightscale.kernels.common.states import in_state_dtype, state_dtype
 from lightscale.kernels.lion import chunked
 from lightscale.kernels.lion.chunked import DEFAULT_CHUNK_SIZE, ChunkedLion
 from lightscale.kernels.lion.reference import lion_reference
@@ -101,7 +101,9 @@ def lion(
     name = choose_backend("lion", q, backend)
     sides = (None, None) if initial_state is None else tuple(initial_state)
     if name == "reference":
-        o, state = _reference(q, k, v, log_decay, gate, normalize, eps, initial_state, cu_seqlens)
+        form = {"gate": gate, "normalize": normalize, "eps": eps}
+        options = {**form, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+        o, state = in_state_dtype(lion_reference, q, k, v, log_decay, **options)
     elif name == "triton":
         triton = implementation("lion", name)
         o, state = triton.triton_lion(q, k, v, log_decay, initial_state, cu_seqlens, gate, normalize, eps)
@@ -109,33 +111,6 @@ def lion(
         o, *leaving = ChunkedLion.apply(q, k, v, log_decay, *sides, cu_seqlens, gate, normalize, eps, chunk_size)
         state = LionState(*leaving)
     return o, state if output_final_state else None
-
-
-def _reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    gate: Gate,
-    normalize: bool,
-    eps: float,
-    initial_state: LionState | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, LionState]:
-    """The recurrences in the dtype of the states, which is wider than that of half-precision inputs."""
-    dtype = state_dtype(q.dtype)
-    o, state = lion_reference(
-        q.to(dtype),
-        k.to(dtype),
-        v.to(dtype),
-        None if log_decay is None else log_decay.to(dtype),
-        gate=gate,
-        normalize=normalize,
-        eps=eps,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-    )
-    return o.to(v.dtype), state
 
 
 def _check_state(state: LionState | None, q: Tensor, v: Tensor, *, normalize: bool) -> None:

@@ -24,7 +24,7 @@ from lightscale.kernels.common.checks import (
     check_documents,
     check_one_state,
 )
-from lightscale.kernels.common.states import state_dtype
+from lightscale.kernels.common.states import in_state_dtype, state_dtype
 from lightscale.kernels.tpe import chunked
 from lightscale.kernels.tpe.chunked import DEFAULT_CHUNK_SIZE, ChunkedTPEScan
 from lightscale.kernels.tpe.reference import tpe_scan_reference
@@ -46,21 +46,6 @@ out_fwd = dispatch_pass("tpe", chunked.out_fwd)
 state_bwd = dispatch_pass("tpe", chunked.state_bwd)
 grad_bwd = dispatch_pass("tpe", chunked.grad_bwd)
 recurrent_step = dispatch_step("tpe", chunked.recurrent_step)
-
-
-def _reference(
-    x: Tensor,
-    log_decay: Tensor,
-    gamma: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The recurrence in the dtype of the states, which is wider than that of half-precision inputs."""
-    dtype = state_dtype(x.dtype)
-    y, state = tpe_scan_reference(
-        x.to(dtype), log_decay.to(dtype), gamma.to(dtype), initial_state=initial_state, cu_seqlens=cu_seqlens
-    )
-    return y.to(x.dtype), state
 
 
 def tpe_scan(
@@ -104,7 +89,8 @@ def tpe_scan(
     check_chunk_size(chunk_size)
     name = choose_backend("tpe", x, backend)
     if name == "reference":
-        y, state = _reference(x, log_decay, gamma, initial_state, cu_seqlens)
+        options = {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
+        y, state = in_state_dtype(tpe_scan_reference, x, log_decay, gamma, **options)
     elif name == "triton":
         y, state = implementation("tpe", name).triton_tpe_scan(x, log_decay, gamma, initial_state, cu_seqlens)
     else:
