@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightscale.errors import UserError
 from lightscale.kernels.common.checks import check_device
+from lightscale.kernels.common.states import state_dtype
 
 
 class Angles(NamedTuple):
@@ -35,6 +36,11 @@ def angles_of(theta: Tensor | None, positions: Tensor | None) -> Angles | None:
 def parts_of(angles: Angles | None) -> tuple[Tensor | None, Tensor | None]:
     """The inverse of ``angles_of``."""
     return (None, None) if angles is None else (angles.theta, angles.positions)
+
+
+def wide_angles(angles: Angles | None, q: Tensor) -> Angles | None:
+    """``angles`` with theta in the dtype of the states of q (B, T, H, K)."""
+    return None if angles is None else Angles(angles.theta.to(state_dtype(q.dtype)), angles.positions)
 
 
 Phases = tuple[Tensor, Tensor]

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from lightscale.errors import UserError
+from lightscale.kernels.common.documents import check_cu_seqlens
 from lightscale.kernels.common.states import state_dtype
 
 
@@ -31,20 +32,66 @@ def check_state(initial_state: Tensor | None, q: Tensor, v: Tensor, key_width: i
     """
     if initial_state is None:
         return
-    expected = (q.shape[0], q.shape[2], q.shape[3] if key_width is None else key_width, v.shape[3])
-    if initial_state.shape != expected:
-        raise UserError(f"initial_state must be (B, H, K, V) = {expected}, got shape {tuple(initial_state.shape)}")
-    if initial_state.dtype != state_dtype(q.dtype):
+    shape = (q.shape[0], q.shape[2], q.shape[3] if key_width is None else key_width, v.shape[3])
+    check_one_state("initial_state", initial_state, q, "(B, H, K, V)", shape)
+
+
+def check_one_state(name: str, state: Tensor, x: Tensor, form: str, shape: tuple[int, ...], *, like: str = "q") -> None:
+    """Refuse a state of another shape (``form`` in words), dtype or device than inputs ``x``, called ``like``, need."""
+    if state.shape != shape:
+        raise UserError(f"{name} must be {form} = {shape}, got shape {tuple(state.shape)}")
+    if state.dtype != state_dtype(x.dtype):
+        raise UserError(f"{name} must be {state_dtype(x.dtype)} for inputs of {x.dtype}, got {state.dtype}")
+    check_device(name, state, x, like=like)
+
+
+def check_head_decay(log_decay: Tensor | None, q: Tensor) -> None:
+    """Refuse log decays that are neither of heads (H,) nor of heads and tokens (B, T, H), or not ``check_decay``'s."""
+    if log_decay is None:
+        return
+    if log_decay.shape not in (q.shape[2:3], q.shape[:3]):
         raise UserError(
-            f"initial_state must be {state_dtype(q.dtype)} for inputs of {q.dtype}, got {initial_state.dtype}"
+            f"log_decay must be (H,) = ({q.shape[2]},) or (B, T, H) = {tuple(q.shape[:3])}, "
+            f"got shape {tuple(log_decay.shape)}"
         )
-    check_device("initial_state", initial_state, q)
+    check_decay(log_decay, q)
 
 
-def check_device(name: str, x: Tensor, q: Tensor) -> None:
-    """Refuse ``x`` on another device than q."""
-    if x.device != q.device:
-        raise UserError(f"{name} is on {x.device}, but q is on {q.device}")
+def check_decay(log_decay: Tensor, q: Tensor) -> None:
+    """Refuse log decays whose dtype, device or values do not fit; their shape is the caller's to check."""
+    if log_decay.dtype not in (torch.float32, torch.float64):
+        raise UserError(f"log_decay must be fp32 or fp64, whatever q's dtype, got {log_decay.dtype}")
+    check_device("log_decay", log_decay, q)
+    if not torch.compiler.is_compiling():
+        check_at_most_one(log_decay)
+
+
+def check_at_most_one(log_decay: Tensor) -> None:
+    """Refuse log decays above 0. They are read on a CPU only, where it costs nothing."""
+    if log_decay.device.type == "cpu" and bool((log_decay > 0).any()):
+        raise UserError(
+            f"log_decay must be at most 0 (a decay of at most 1), got a largest value of {log_decay.max():g}"
+        )
+
+
+def check_documents(cu_seqlens: Tensor | None, x: Tensor, *, like: str = "q") -> None:
+    """Refuse document boundaries that do not fit the rows of x (B, T, …), which messages call ``like``."""
+    if cu_seqlens is None:
+        return
+    check_device("cu_seqlens", cu_seqlens, x, like=like)
+    check_cu_seqlens(cu_seqlens, num_rows=x.shape[0], num_tokens=x.shape[1])
+
+
+def check_chunk_size(chunk_size: int) -> None:
+    """Refuse chunks without tokens."""
+    if chunk_size < 1:
+        raise UserError(f"chunk_size must be at least 1 token, got {chunk_size}")
+
+
+def check_device(name: str, x: Tensor, other: Tensor, *, like: str = "q") -> None:
+    """Refuse ``x`` on another device than ``other``, which messages call ``like``."""
+    if x.device != other.device:
+        raise UserError(f"{name} is on {x.device}, but {like} is on {other.device}")
 
 
 def _shape_of(sizes: torch.Size, rest: str) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,23 @@ def arrived(x: Arriving[_T]) -> _T:
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of states and of all arithmetic for inputs of ``dtype``: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def in_state_dtype(
+    reference: Callable[..., tuple[Tensor, _T]], first: Tensor, *others: Tensor | None, **options: Any
+) -> tuple[Tensor, _T]:
+    """An operator's recurrence in the dtype of the states, which is wider than that of half-precision inputs.
+
+    Args:
+        reference: gives outputs and the final state.
+        first: queries, or what the operator takes first; the outputs come back in its dtype.
+        others: the other inputs that are computed with.
+        options: passed on as they are.
+    """
+    dtype = state_dtype(first.dtype)
+    inputs = [None if x is None else x.to(dtype) for x in (first, *others)]
+    outputs, state = reference(*inputs, **options)
+    return outputs.to(first.dtype), state
 
 
 def without_autocast(function: Callable[Concatenate[Tensor, _P], _R]) -> Callable[Concatenate[Tensor, _P], _R]:

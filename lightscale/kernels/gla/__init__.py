@@ -5,7 +5,6 @@ Eq. 3; Qin et al., HGRN2, arXiv 2404.07904, where k = 1 - f). ``gla`` is the ope
 generation are built from the passes beside it. README.md in this folder has the mathematics.
 """
 
-import torch
 from torch import Tensor
 
 from lightscale.errors import UserError
@@ -17,9 +16,8 @@ from lightscale.kernels.common.backends import (
     implementation,
     preload_backends,
 )
-from lightscale.kernels.common.checks import check_device, check_inputs, check_state
-from lightscale.kernels.common.documents import check_cu_seqlens
-from lightscale.kernels.common.states import state_dtype
+from lightscale.kernels.common.checks import check_chunk_size, check_decay, check_documents, check_inputs, check_state
+from lightscale.kernels.common.states import in_state_dtype, state_dtype
 from lightscale.kernels.gla import chunked
 from lightscale.kernels.gla.chunked import DEFAULT_CHUNK_SIZE, ChunkedGLA
 from lightscale.kernels.gla.reference import gla_reference
@@ -41,27 +39,6 @@ out_fwd = dispatch_pass("gla", chunked.out_fwd)
 state_bwd = dispatch_pass("gla", chunked.state_bwd)
 grad_bwd = dispatch_pass("gla", chunked.grad_bwd)
 recurrent_step = dispatch_step("gla", chunked.recurrent_step)
-
-
-def _reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The recurrence in the dtype of the states, which is wider than that of half-precision inputs."""
-    dtype = state_dtype(q.dtype)
-    o, state = gla_reference(
-        q.to(dtype),
-        k.to(dtype),
-        v.to(dtype),
-        log_decay.to(dtype),
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-    )
-    return o.to(v.dtype), state
 
 
 def gla(
@@ -104,14 +81,12 @@ def gla(
     check_inputs(q, k, v)
     _check_decay(log_decay, q)
     check_state(initial_state, q, v)
-    if cu_seqlens is not None:
-        check_device("cu_seqlens", cu_seqlens, q)
-        check_cu_seqlens(cu_seqlens, num_rows=q.shape[0], num_tokens=q.shape[1])
-    if chunk_size < 1:
-        raise UserError(f"chunk_size must be at least 1 token, got {chunk_size}")
+    check_documents(cu_seqlens, q)
+    check_chunk_size(chunk_size)
     name = choose_backend("gla", q, backend)
     if name == "reference":
-        o, state = _reference(q, k, v, log_decay, initial_state, cu_seqlens)
+        options = {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
+        o, state = in_state_dtype(gla_reference, q, k, v, log_decay, **options)
     elif name == "triton":
         o, state = implementation("gla", name).triton_gla(q, k, v, log_decay, initial_state, cu_seqlens)
     else:
@@ -124,15 +99,7 @@ def _check_decay(log_decay: Tensor, q: Tensor) -> None:
         raise UserError(
             f"log_decay must be (B, T, H, K) = {tuple(q.shape)}, like q, got shape {tuple(log_decay.shape)}"
         )
-    if log_decay.dtype not in (torch.float32, torch.float64):
-        raise UserError(f"log_decay must be fp32 or fp64, whatever q's dtype, got {log_decay.dtype}")
-    check_device("log_decay", log_decay, q)
-    if torch.compiler.is_compiling() or log_decay.device.type != "cpu":
-        return
-    if bool((log_decay > 0).any()):
-        raise UserError(
-            f"log_decay must be at most 0 (a decay of at most 1), got a largest value of {log_decay.max():g}"
-        )
+    check_decay(log_decay, q)
 
 
 preload_backends("gla")

@@ -9,7 +9,7 @@ this folder has the mathematics.
 from torch import Tensor
 
 from lightscale.errors import UserError
-from lightscale.kernels.common.angles import Angles, check_angles, parts_of
+from lightscale.kernels.common.angles import Angles, check_angles, parts_of, wide_angles
 from lightscale.kernels.common.backends import (
     AUTO,
     choose_backend,
@@ -18,9 +18,8 @@ from lightscale.kernels.common.backends import (
     implementation,
     preload_backends,
 )
-from lightscale.kernels.common.checks import check_device, check_inputs
-from lightscale.kernels.common.documents import check_cu_seqlens
-from lightscale.kernels.common.states import state_dtype
+from lightscale.kernels.common.checks import check_chunk_size, check_documents, check_inputs, check_one_state
+from lightscale.kernels.common.states import in_state_dtype, state_dtype
 from lightscale.kernels.lightnet import chunked
 from lightscale.kernels.lightnet.chunked import DEFAULT_CHUNK_SIZE, ChunkedLightNetAttention
 from lightscale.kernels.lightnet.noncausal import noncausal
@@ -77,29 +76,6 @@ def _chunked(
     return o, LightNetState(z, S)
 
 
-def _reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    angles: Angles | None,
-    initial_state: LightNetState | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, LightNetState]:
-    """The recurrence in the dtype of the states, which is wider than that of half-precision inputs."""
-    dtype = state_dtype(q.dtype)
-    if angles is not None:
-        angles = Angles(angles.theta.to(dtype), angles.positions)
-    o, state = lightnet_attention_reference(
-        q.to(dtype),
-        k.to(dtype),
-        v.to(dtype),
-        angles=angles,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-    )
-    return o.to(v.dtype), state
-
-
 def lightnet_attention(
     q: Tensor,
     k: Tensor,
@@ -141,12 +117,12 @@ def lightnet_attention(
     check_inputs(q, k, v)
     _check_angles(angles, q)
     _check_state(initial_state, q, v, halves=1 if angles is None else 2)
-    _check_documents(cu_seqlens, q)
-    if chunk_size < 1:
-        raise UserError(f"chunk_size must be at least 1 token, got {chunk_size}")
+    check_documents(cu_seqlens, q)
+    check_chunk_size(chunk_size)
     name = choose_backend("lightnet", q, backend)
     if name == "reference":
-        o, state = _reference(q, k, v, angles, initial_state, cu_seqlens)
+        options = {"angles": wide_angles(angles, q), "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+        o, state = in_state_dtype(lightnet_attention_reference, q, k, v, **options)
     elif name == "triton":
         triton = implementation("lightnet", name)
         o, state = triton.triton_lightnet_attention(q, k, v, angles, initial_state, cu_seqlens)
@@ -165,7 +141,7 @@ def lightnet_noncausal(
     """
     check_inputs(q, k, v)
     _check_angles(angles, q)
-    _check_documents(cu_seqlens, q)
+    check_documents(cu_seqlens, q)
     return noncausal(q, k, v, angles, cu_seqlens)
 
 
@@ -180,28 +156,9 @@ def _check_state(state: LightNetState | None, q: Tensor, v: Tensor, *, halves: i
         return
     num_rows, _, num_heads, key_width = q.shape
     z, S = state
-    if z.shape != (num_rows, num_heads, key_width):
-        expected = (num_rows, num_heads, key_width)
-        raise UserError(f"initial_state's z must be (B, H, K) = {expected}, got shape {tuple(z.shape)}")
-    shape = (num_rows, num_heads, halves * key_width, v.shape[3])
-    if S.shape != shape:
-        rows = "K" if halves == 1 else "2K"
-        raise UserError(f"initial_state's S must be (B, H, {rows}, V) = {shape}, got shape {tuple(S.shape)}")
-    _check_wide("initial_state's z", z, q)
-    _check_wide("initial_state's S", S, q)
-
-
-def _check_wide(name: str, x: Tensor, q: Tensor) -> None:
-    if x.dtype != state_dtype(q.dtype):
-        raise UserError(f"{name} must be {state_dtype(q.dtype)} for inputs of {q.dtype}, got {x.dtype}")
-    check_device(name, x, q)
-
-
-def _check_documents(cu_seqlens: Tensor | None, q: Tensor) -> None:
-    if cu_seqlens is None:
-        return
-    check_device("cu_seqlens", cu_seqlens, q)
-    check_cu_seqlens(cu_seqlens, num_rows=q.shape[0], num_tokens=q.shape[1])
+    check_one_state("initial_state's z", z, q, "(B, H, K)", (num_rows, num_heads, key_width))
+    form = f"(B, H, {'K' if halves == 1 else '2K'}, V)"
+    check_one_state("initial_state's S", S, q, form, (num_rows, num_heads, halves * key_width, v.shape[3]))
 
 
 preload_backends("lightnet")

@@ -10,11 +10,18 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-import torch
 from torch import Tensor
 
 from lightscale.errors import UserError
-from lightscale.kernels.common.angles import Angles, check_angles, feature_width, features, parts_of, phases_of
+from lightscale.kernels.common.angles import (
+    Angles,
+    check_angles,
+    feature_width,
+    features,
+    parts_of,
+    phases_of,
+    wide_angles,
+)
 from lightscale.kernels.common.backends import (
     AUTO,
     choose_backend,
@@ -23,9 +30,14 @@ from lightscale.kernels.common.backends import (
     implementation,
     preload_backends,
 )
-from lightscale.kernels.common.checks import check_device, check_inputs, check_state
-from lightscale.kernels.common.documents import check_cu_seqlens
-from lightscale.kernels.common.states import state_dtype
+from lightscale.kernels.common.checks import (
+    check_chunk_size,
+    check_documents,
+    check_head_decay,
+    check_inputs,
+    check_state,
+)
+from lightscale.kernels.common.states import in_state_dtype, state_dtype
 from lightscale.kernels.gla.chunked import DEFAULT_CHUNK_SIZE as GLA_CHUNK_SIZE
 from lightscale.kernels.gla.chunked import ChunkedGLA
 from lightscale.kernels.lightning import chunked, token_decays
@@ -102,31 +114,6 @@ def _chunked(
     return o, state
 
 
-def _reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    angles: Angles | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The recurrence in the dtype of the states, which is wider than that of half-precision inputs."""
-    dtype = state_dtype(q.dtype)
-    if angles is not None:
-        angles = Angles(angles.theta.to(dtype), angles.positions)
-    o, state = lightning_attention_reference(
-        q.to(dtype),
-        k.to(dtype),
-        v.to(dtype),
-        None if log_decay is None else log_decay.to(dtype),
-        angles=angles,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-    )
-    return o.to(v.dtype), state
-
-
 def lightning_attention(
     q: Tensor,
     k: Tensor,
@@ -168,44 +155,23 @@ def lightning_attention(
             values of log_decay and cu_seqlens are checked on a CPU only, where reading them costs nothing.
     """
     check_inputs(q, k, v)
-    _check_decay(log_decay, q)
+    check_head_decay(log_decay, q)
     if angles is not None and log_decay is not None and log_decay.dim() == 3:
         raise UserError("angles go with log_decay per head (H,) or None, not with one per head and token (B, T, H)")
     check_angles(angles, q)
     check_state(initial_state, q, v, feature_width(q, angles))
-    if cu_seqlens is not None:
-        check_device("cu_seqlens", cu_seqlens, q)
-        check_cu_seqlens(cu_seqlens, num_rows=q.shape[0], num_tokens=q.shape[1])
-    if chunk_size < 1:
-        raise UserError(f"chunk_size must be at least 1 token, got {chunk_size}")
+    check_documents(cu_seqlens, q)
+    check_chunk_size(chunk_size)
     name = choose_backend("lightning", q, backend)
     if name == "reference":
-        o, state = _reference(q, k, v, log_decay, angles, initial_state, cu_seqlens)
+        options = {"angles": wide_angles(angles, q), "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+        o, state = in_state_dtype(lightning_attention_reference, q, k, v, log_decay, **options)
     elif name == "triton":
         triton = implementation("lightning", name)
         o, state = triton.triton_lightning_attention(q, k, v, log_decay, angles, initial_state, cu_seqlens)
     else:
         o, state = _chunked(q, k, v, log_decay, angles, initial_state, cu_seqlens, chunk_size)
     return o, state if output_final_state else None
-
-
-def _check_decay(log_decay: Tensor | None, q: Tensor) -> None:
-    if log_decay is None:
-        return
-    if log_decay.shape not in (q.shape[2:3], q.shape[:3]):
-        raise UserError(
-            f"log_decay must be (H,) = ({q.shape[2]},) or (B, T, H) = {tuple(q.shape[:3])}, "
-            f"got shape {tuple(log_decay.shape)}"
-        )
-    if log_decay.dtype not in (torch.float32, torch.float64):
-        raise UserError(f"log_decay must be fp32 or fp64, whatever q's dtype, got {log_decay.dtype}")
-    check_device("log_decay", log_decay, q)
-    if torch.compiler.is_compiling() or log_decay.device.type != "cpu":
-        return
-    if bool((log_decay > 0).any()):
-        raise UserError(
-            f"log_decay must be at most 0 (a decay of at most 1), got a largest value of {log_decay.max():g}"
-        )
 
 
 preload_backends("lightning")

@@ -6,14 +6,18 @@ LION-S one per head and token. ``lion`` is the operator; sequence parallelism is
 README.md in this folder has the mathematics.
 """
 
-import torch
 from torch import Tensor
 
 from lightscale.errors import UserError
 from lightscale.kernels.common.backends import AUTO, choose_backend, dispatch_pass, implementation, preload_backends
-from lightscale.kernels.common.checks import check_device, check_inputs
-from lightscale.kernels.common.documents import check_cu_seqlens
-from lightscale.kernels.common.states import state_dtype
+from lightscale.kernels.common.checks import (
+    check_chunk_size,
+    check_documents,
+    check_head_decay,
+    check_inputs,
+    check_one_state,
+)
+from lightscale.kernels.common.states import in_state_dtype, state_dtype
 from lightscale.kernels.lion import chunked
 from lightscale.kernels.lion.chunked import DEFAULT_CHUNK_SIZE, ChunkedLion
 from lightscale.kernels.lion.reference import lion_reference
@@ -86,21 +90,20 @@ def lion(
             of log_decay and cu_seqlens are checked on a CPU only, where reading them costs nothing.
     """
     check_inputs(q, k, v)
-    _check_decay(log_decay, q)
+    check_head_decay(log_decay, q)
     _check_state(initial_state, q, v, normalize=normalize)
     if gate not in GATES:
         raise UserError(f"gate must be one of {', '.join(GATES)}, got {gate!r}")
     if not eps >= 0:
         raise UserError(f"eps must be at least 0, got {eps}")
-    if cu_seqlens is not None:
-        check_device("cu_seqlens", cu_seqlens, q)
-        check_cu_seqlens(cu_seqlens, num_rows=q.shape[0], num_tokens=q.shape[1])
-    if chunk_size < 1:
-        raise UserError(f"chunk_size must be at least 1 token, got {chunk_size}")
+    check_documents(cu_seqlens, q)
+    check_chunk_size(chunk_size)
     name = choose_backend("lion", q, backend)
     sides = (None, None) if initial_state is None else tuple(initial_state)
     if name == "reference":
-        o, state = _reference(q, k, v, log_decay, gate, normalize, eps, initial_state, cu_seqlens)
+        form = {"gate": gate, "normalize": normalize, "eps": eps}
+        options = {**form, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+        o, state = in_state_dtype(lion_reference, q, k, v, log_decay, **options)
     elif name == "triton":
         triton = implementation("lion", name)
         o, state = triton.triton_lion(q, k, v, log_decay, initial_state, cu_seqlens, gate, normalize, eps)
@@ -110,65 +113,13 @@ def lion(
     return o, state if output_final_state else None
 
 
-def _reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    gate: Gate,
-    normalize: bool,
-    eps: float,
-    initial_state: LionState | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, LionState]:
-    """The recurrences in the dtype of the states, which is wider than that of half-precision inputs."""
-    dtype = state_dtype(q.dtype)
-    o, state = lion_reference(
-        q.to(dtype),
-        k.to(dtype),
-        v.to(dtype),
-        None if log_decay is None else log_decay.to(dtype),
-        gate=gate,
-        normalize=normalize,
-        eps=eps,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-    )
-    return o.to(v.dtype), state
-
-
-def _check_decay(log_decay: Tensor | None, q: Tensor) -> None:
-    if log_decay is None:
-        return
-    if log_decay.shape not in (q.shape[2:3], q.shape[:3]):
-        raise UserError(
-            f"log_decay must be (H,) = ({q.shape[2]},) or (B, T, H) = {tuple(q.shape[:3])}, "
-            f"got shape {tuple(log_decay.shape)}"
-        )
-    if log_decay.dtype not in (torch.float32, torch.float64):
-        raise UserError(f"log_decay must be fp32 or fp64, whatever q's dtype, got {log_decay.dtype}")
-    check_device("log_decay", log_decay, q)
-    if torch.compiler.is_compiling() or log_decay.device.type != "cpu":
-        return
-    if bool((log_decay > 0).any()):
-        raise UserError(
-            f"log_decay must be at most 0 (a decay of at most 1), got a largest value of {log_decay.max():g}"
-        )
-
-
 def _check_state(state: LionState | None, q: Tensor, v: Tensor, *, normalize: bool) -> None:
     if state is None:
         return
-    expected = (q.shape[0], q.shape[2], q.shape[3], v.shape[3] + normalize)
-    width = "V + 1" if normalize else "V"
+    shape = (q.shape[0], q.shape[2], q.shape[3], v.shape[3] + normalize)
+    form = f"(B, H, K, {'V + 1' if normalize else 'V'})"
     for name, x in zip(LionState._fields, state, strict=True):
-        if x.shape != expected:
-            raise UserError(f"initial_state.{name} must be (B, H, K, {width}) = {expected}, got shape {tuple(x.shape)}")
-        if x.dtype != state_dtype(q.dtype):
-            raise UserError(
-                f"initial_state.{name} must be {state_dtype(q.dtype)} for inputs of {q.dtype}, got {x.dtype}"
-            )
-        check_device(f"initial_state.{name}", x, q)
+        check_one_state(f"initial_state.{name}", x, q, form, shape)
 
 
 preload_backends("lion")

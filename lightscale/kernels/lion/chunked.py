@@ -243,17 +243,19 @@ def _writes(batch: LionBatch, k: Tensor, v: Tensor, dtype: torch.dtype, *, norma
 
 
 class LionGradients(NamedTuple):
-    """LionGradients of a row's inputs, each of its input's shape."""
+    """Of a row's inputs, each of its input's shape."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     log_decay: Tensor | None
     """None unless asked for; those of heads (H,) ranks add up."""
+    state: LionState
+    """Of the states that entered: what ``state_bwd`` gives + D ⊙ the cotangents of those that left."""
 
 
 @without_autocast
-def row_gradients(
+def grad_bwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -267,8 +269,24 @@ def row_gradients(
     gate: Gate = "leave",
     with_decay: bool = False,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
-) -> tuple[LionGradients, LionState]:
-    """Every gradient of a row, and those of its incoming states; the arguments are those of ``grad_bwd``."""
+) -> LionGradients:
+    """The gradients of a row's q, k, v, of its incoming states and, as asked for, of log_decay.
+
+    Args:
+        q: queries (B, T, H, K); T may be 0.
+        k: keys (B, T, H, K).
+        v: values (B, T, H, V).
+        log_decay: (H,), (B, T, H) or None.
+        do: cotangents of the outputs (B, T, H, V).
+        outputs: of ``out_fwd``; whether they were normalised is known by them.
+        state: the states (B, H, K, W) that entered the row; zero when None.
+        dstate: the cotangents (B, H, K, W) of the states that left it, or a function that waits for them; zero when
+            None.
+        cu_seqlens: (N+1,) or None.
+        gate: as in ``lion``.
+        with_decay: compute dlog_decay.
+        chunk_size: tokens of a chunk.
+    """
     dtype, normalize = state_dtype(q.dtype), outputs.normalizer is not None
     decays = decays_or_none(log_decay, q)
     batches = list(chunk_batches(v, q.shape[3], decays, gate, cu_seqlens, chunk_size))
@@ -308,7 +326,7 @@ def row_gradients(
         batch.store(dk, written.sum(-3).add_(dscores.mT @ q_g))
         dv_g = batch.through_states(k_g, dstates_g, batch.decays.writes, writes=True).add_(scores.mT @ dY_g)
         batch.store(dv, dv_g[..., : v.shape[3]])
-    return LionGradients(dq, dk, dv, dlog_decay), LionState(of_prefix, of_suffix)
+    return LionGradients(dq, dk, dv, dlog_decay, LionState(of_prefix, of_suffix))
 
 
 def decay_gradient(pairs: Tensor, reads: Tensor, writes: Tensor, gate: Gate) -> Tensor:
@@ -346,56 +364,8 @@ def _crossing(pairs: Tensor, before: Tensor, *, exclusive: bool) -> Tensor:
     return (_upto(pairs, exclusive) + before[..., None]).masked_fill_(~behind, 0.0).sum(-2)
 
 
-def grad_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    do: Tensor,
-    outputs: LionOutputs,
-    state: LionState | None,
-    dstate: Arriving[LionState | None],
-    cu_seqlens: Tensor | None = None,
-    *,
-    gate: Gate = "leave",
-    with_decay: bool = False,
-    chunk_size: int = DEFAULT_CHUNK_SIZE,
-) -> LionGradients:
-    """The gradients of a row's q, k, v and, as asked for, of log_decay.
-
-    Args:
-        q: queries (B, T, H, K); T may be 0.
-        k: keys (B, T, H, K).
-        v: values (B, T, H, V).
-        log_decay: (H,), (B, T, H) or None.
-        do: cotangents of the outputs (B, T, H, V).
-        outputs: of ``out_fwd``; whether they were normalised is known by them.
-        state: the states (B, H, K, W) that entered the row; zero when None.
-        dstate: the cotangents (B, H, K, W) of the states that left it, or a function that waits for them; zero when
-            None.
-        cu_seqlens: (N+1,) or None.
-        gate: as in ``lion``.
-        with_decay: compute dlog_decay.
-        chunk_size: tokens of a chunk.
-    """
-    return row_gradients(
-        q,
-        k,
-        v,
-        log_decay,
-        do,
-        outputs,
-        state,
-        dstate,
-        cu_seqlens,
-        gate=gate,
-        with_decay=with_decay,
-        chunk_size=chunk_size,
-    )[0]
-
-
 class ChunkedLion(torch.autograd.Function):
-    """``out_fwd`` and ``row_gradients`` as one differentiable call; inputs, outputs and normalisers are saved."""
+    """``out_fwd`` and ``grad_bwd`` as one differentiable call; inputs, outputs and normalisers are saved."""
 
     @staticmethod
     def forward(
@@ -433,7 +403,7 @@ class ChunkedLion(torch.autograd.Function):
         outputs = LionOutputs(o, normalizer)
         zeros = _or_zeros(None, q, v, normalize=normalizer is not None)
         dstate = LionState(*(zero if x is None else x for x, zero in zip((dprefix, dsuffix), zeros, strict=True)))
-        gradients, dentered = row_gradients(
+        gradients = grad_bwd(
             q,
             k,
             v,
@@ -448,5 +418,7 @@ class ChunkedLion(torch.autograd.Function):
             chunk_size=ctx.chunk_size,
         )
         dlog_decay = None if gradients.log_decay is None else gradients.log_decay.to(log_decay.dtype)
-        of_states = [x if needed else None for x, needed in zip(dentered, ctx.needs_input_grad[4:6], strict=True)]
+        of_states = [
+            x if needed else None for x, needed in zip(gradients.state, ctx.needs_input_grad[4:6], strict=True)
+        ]
         return gradients.q, gradients.k, gradients.v, dlog_decay, *of_states, *[None] * 5

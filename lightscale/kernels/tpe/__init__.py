@@ -17,8 +17,14 @@ from lightscale.kernels.common.backends import (
     implementation,
     preload_backends,
 )
-from lightscale.kernels.common.documents import check_cu_seqlens
-from lightscale.kernels.common.states import state_dtype
+from lightscale.kernels.common.checks import (
+    check_at_most_one,
+    check_chunk_size,
+    check_device,
+    check_documents,
+    check_one_state,
+)
+from lightscale.kernels.common.states import in_state_dtype, state_dtype
 from lightscale.kernels.tpe import chunked
 from lightscale.kernels.tpe.chunked import DEFAULT_CHUNK_SIZE, ChunkedTPEScan
 from lightscale.kernels.tpe.reference import tpe_scan_reference
@@ -40,21 +46,6 @@ out_fwd = dispatch_pass("tpe", chunked.out_fwd)
 state_bwd = dispatch_pass("tpe", chunked.state_bwd)
 grad_bwd = dispatch_pass("tpe", chunked.grad_bwd)
 recurrent_step = dispatch_step("tpe", chunked.recurrent_step)
-
-
-def _reference(
-    x: Tensor,
-    log_decay: Tensor,
-    gamma: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The recurrence in the dtype of the states, which is wider than that of half-precision inputs."""
-    dtype = state_dtype(x.dtype)
-    y, state = tpe_scan_reference(
-        x.to(dtype), log_decay.to(dtype), gamma.to(dtype), initial_state=initial_state, cu_seqlens=cu_seqlens
-    )
-    return y.to(x.dtype), state
 
 
 def tpe_scan(
@@ -94,14 +85,12 @@ def tpe_scan(
     """
     _check_inputs(x, log_decay, gamma)
     _check_state(initial_state, x, gamma)
-    if cu_seqlens is not None:
-        _check_device("cu_seqlens", cu_seqlens, x)
-        check_cu_seqlens(cu_seqlens, num_rows=x.shape[0], num_tokens=x.shape[1])
-    if chunk_size < 1:
-        raise UserError(f"chunk_size must be at least 1 token, got {chunk_size}")
+    check_documents(cu_seqlens, x, like="x")
+    check_chunk_size(chunk_size)
     name = choose_backend("tpe", x, backend)
     if name == "reference":
-        y, state = _reference(x, log_decay, gamma, initial_state, cu_seqlens)
+        options = {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
+        y, state = in_state_dtype(tpe_scan_reference, x, log_decay, gamma, **options)
     elif name == "triton":
         y, state = implementation("tpe", name).triton_tpe_scan(x, log_decay, gamma, initial_state, cu_seqlens)
     else:
@@ -124,30 +113,15 @@ def _check_inputs(x: Tensor, log_decay: Tensor, gamma: Tensor) -> None:
         raise UserError(f"gamma must be (D, E) = {expected}, got shape {tuple(gamma.shape)}")
     if gamma.dtype not in (x.dtype, torch.float32, torch.float64):
         raise UserError(f"gamma must be of x's dtype {x.dtype}, fp32 or fp64, got {gamma.dtype}")
-    _check_device("log_decay", log_decay, x)
-    _check_device("gamma", gamma, x)
-    if log_decay.device.type == "cpu" and bool((log_decay > 0).any()):
-        raise UserError(
-            f"log_decay must be at most 0 (a decay of at most 1), got a largest value of {log_decay.max():g}"
-        )
+    check_device("log_decay", log_decay, x, like="x")
+    check_device("gamma", gamma, x, like="x")
+    check_at_most_one(log_decay)
 
 
 def _check_state(initial_state: Tensor | None, x: Tensor, gamma: Tensor) -> None:
     if initial_state is None:
         return
-    expected = (x.shape[0], *gamma.shape)
-    if initial_state.shape != expected:
-        raise UserError(f"initial_state must be (B, D, E) = {expected}, got shape {tuple(initial_state.shape)}")
-    if initial_state.dtype != state_dtype(x.dtype):
-        raise UserError(
-            f"initial_state must be {state_dtype(x.dtype)} for inputs of {x.dtype}, got {initial_state.dtype}"
-        )
-    _check_device("initial_state", initial_state, x)
-
-
-def _check_device(name: str, tensor: Tensor, x: Tensor) -> None:
-    if tensor.device != x.device:
-        raise UserError(f"{name} is on {tensor.device}, but x is on {x.device}")
+    check_one_state("initial_state", initial_state, x, "(B, D, E)", (x.shape[0], *gamma.shape), like="x")
 
 
 preload_backends("tpe")

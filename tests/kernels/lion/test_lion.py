@@ -276,7 +276,7 @@ def run_over_ranks(case: Case, cuts: list[int]) -> Results:
             with_decay=shard.log_decay is not None,
         )
         for name, x in gradients._asdict().items():
-            if x is not None:
+            if isinstance(x, Tensor):
                 parts.setdefault(f"d{name}", []).append(x)
     sums = {"dlog_decay"} if case.log_decay is not None and case.log_decay.dim() == 1 else set()
     return {name: torch.stack(x).sum(0) if name in sums else torch.cat(x, 1) for name, x in parts.items()}

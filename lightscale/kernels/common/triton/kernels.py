@@ -48,6 +48,19 @@ def scan_program(H, num_splits, K_TILES: tl.constexpr, V_TILES: tl.constexpr):
 
 
 @triton.jit
+def tile_program(H, num_tiles, COLUMN_TILES: tl.constexpr):
+    """Row, head, number in its row, and tile of columns of a program that has a tile of tokens, or a chunk.
+
+    The tile of columns changes first, so that neighbouring programs read the same tokens from the cache.
+    """
+    # 64 bits: a million tokens of 16 heads of 256 are more than 2^31 elements.
+    program = tl.program_id(0).to(tl.int64)
+    row = program // (COLUMN_TILES * H * num_tiles)
+    head = program // COLUMN_TILES % H
+    return row, head, program // (COLUMN_TILES * H) % num_tiles, program % COLUMN_TILES
+
+
+@triton.jit
 def wave(positions, turns, half):
     """cos (half 0) or sin (half 1) of positions · θ, with ``turns`` = θ in 2^-64 of a turn, int64 (``turns_of``).
 

@@ -1,5 +1,6 @@
 """What the launches of Triton kernels share: options, starts of documents, layouts, precision, and splits of rows."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -76,6 +77,45 @@ class Splits:
         """As many as keep the GPU busy, when each takes ``num_programs`` programs and a row has ``num_chunks``."""
         length = split_chunks(num_chunks, num_programs, device)
         return cls(num_programs=num_programs, num_splits=max(-(-num_chunks // length), 1), split_chunks=length)
+
+    def scan(
+        self,
+        launch: Callable[[Tensor | None, Tensor | None, Tensor | None, bool], None],
+        fold: Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor], None],
+        entering: Tensor | None,
+        final: Tensor,
+        *,
+        decays: tuple[int, ...] | None,
+        keep: bool,
+    ) -> None:
+        """Scan rows from the states that enter them, or zero, and fill ``final`` (B, H, …) with those that leave.
+
+        Args:
+            launch: scans every split by itself. Called with what enters each or None, with what it fills or None (what
+                leaves each, the decay through each), and with whether it keeps what is asked for of chunks.
+            fold: called with what leaves each split when nothing enters it, the decay through each, what enters the
+                rows, and what it fills: what enters each split or None, and ``final``.
+            entering: (B, H, …), or None for zero.
+            final: fp32.
+            decays: shape of a head's decay through a split; None without decays that splits must tell.
+            keep: as of ``launch``.
+        """
+        if not final.numel():
+            return
+        entering = None if entering is None else entering.contiguous()
+        if self.num_splits == 1:
+            launch(entering, final, None, keep)
+            return
+        # Three launches: each split from zero, side by side; what enters each, by a fold over the few of them; and
+        # each again from that. Inputs are read twice, which costs less than multiprocessors without work.
+        of_splits = (*final.shape[:2], self.num_splits)
+        local = final.new_empty(*of_splits, *final.shape[2:])
+        through = None if decays is None else final.new_empty(*of_splits, *decays)
+        launch(None, local, through, False)
+        between = torch.empty_like(local) if keep else None
+        fold(local, through, entering, between, final)
+        if keep:
+            launch(between, None, None, True)
 
 
 def split_chunks(num_chunks: int, num_programs: int, device: torch.device) -> int:

@@ -6,7 +6,7 @@ Names of shapes and arguments are those of ``kernels.py``.
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton.kernels import exists, last_start, own_starts
+from lightscale.kernels.common.triton.kernels import exists, last_start, own_starts, tile_program
 from lightscale.kernels.gla.triton.decays import add_to_logs, decay_rows, in_second_half, load_logs, product
 
 
@@ -115,11 +115,8 @@ def gradients(
     """dq, dk and dlog_decay of a chunk and some key channels."""
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     DOCUMENTS: tl.constexpr = starts is not None
-    program = tl.program_id(0).to(tl.int64)
-    cols = program % K_TILES * BLOCK_K + tl.arange(0, BLOCK_K)
-    head = program // K_TILES % H
-    chunk = program // (K_TILES * H) % num_chunks
-    row = program // (K_TILES * H * num_chunks)
+    row, head, chunk, tile_k = tile_program(H, num_chunks, K_TILES)
+    cols = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     begin = chunk * CHUNK
     length = tl.minimum(CHUNK, T - begin).to(tl.int32)
     i = tl.arange(0, CHUNK)

@@ -14,7 +14,7 @@ document starts before the chunk.
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton.kernels import exists, last_start, own_starts, scan_program
+from lightscale.kernels.common.triton.kernels import exists, last_start, own_starts, scan_program, tile_program
 
 
 @triton.jit(do_not_specialize=["T", "num_chunks", "num_splits", "split_chunks"])
@@ -150,11 +150,8 @@ def attend(
 ):
     """out = scores z + x S for a chunk and some columns: o, and in reverse dv."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    program = tl.program_id(0).to(tl.int64)
-    cols_v = program % V_TILES * BLOCK_V + tl.arange(0, BLOCK_V)
-    head = program // V_TILES % H
-    chunk = program // (V_TILES * H) % num_chunks
-    row = program // (V_TILES * H * num_chunks)
+    row, head, chunk, tile_v = tile_program(H, num_chunks, V_TILES)
+    cols_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
     begin = chunk * CHUNK
     length = tl.minimum(CHUNK, T - begin).to(tl.int32)
     i = tl.arange(0, CHUNK)

@@ -4,7 +4,7 @@
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -167,9 +167,10 @@ def scan(
     num_programs = rows.num_rows * rows.num_heads * tiles
     splits = Splits.of(num_programs, rows.num_chunks, rows.device)
 
-    def launch(
-        entering: Tensor | None, leaving: Tensor | None, split_through: Tensor | None, chunks: Tensor | None
-    ) -> None:
+    # In the dtype in which dots read them: fp32 would cost twice the bytes and be rounded there all the same.
+    chunks = rows.empty(rows.num_chunks, *widths, dtype=rows.tiling.stored) if with_chunks else None
+
+    def launch(entering: Tensor | None, leaving: Tensor | None, split_through: Tensor | None, keep: bool) -> None:
         scan_states[(splits.num_programs * splits.num_splits,)](
             x,
             y,
@@ -177,7 +178,7 @@ def scan(
             entering,
             leaving,
             split_through,
-            chunks,
+            chunks if keep else None,
             rows.num_tokens,
             rows.num_heads,
             rows.num_chunks,
@@ -190,29 +191,20 @@ def scan(
             num_stages=rows.tiling.scan_stages,
         )
 
-    entering = None if entering is None else entering.contiguous()
     final = rows.empty(*widths)
-    # In the dtype in which dots read them: fp32 would cost twice the bytes and be rounded there all the same.
-    chunks = rows.empty(rows.num_chunks, *widths, dtype=rows.tiling.stored) if with_chunks else None
     with on_device_of(y):
-        if not final.numel():
-            pass
-        elif splits.num_splits == 1:
-            launch(entering, final, None, chunks)
-        else:
-            # Three launches: each split from zero, side by side; what enters each, by a fold over the few of them; and
-            # each again from that. x and y are read twice, which costs less than multiprocessors without work.
-            local, split_through = rows.empty(splits.num_splits, *widths), rows.empty(splits.num_splits, widths[0])
-            launch(None, local, split_through, None)
-            between = torch.empty_like(local) if with_chunks else None
-            _fold(local, split_through, entering, between, final, reverse=reverse)
-            if with_chunks:
-                launch(between, None, None, chunks)
+        splits.scan(launch, partial(_fold, reverse=reverse), entering, final, decays=widths[:1], keep=with_chunks)
     return GLAScanned(chunks, final)
 
 
 def _fold(
-    local: Tensor, through: Tensor, initial: Tensor | None, between: Tensor | None, final: Tensor, *, reverse: bool
+    local: Tensor,
+    through: Tensor | None,
+    initial: Tensor | None,
+    between: Tensor | None,
+    final: Tensor,
+    *,
+    reverse: bool,
 ) -> None:
     """Fill ``between`` with what enters each split and ``final`` with what leaves the last one."""
     num_rows, num_heads, num_splits, K, V = local.shape

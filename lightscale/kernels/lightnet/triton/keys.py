@@ -9,7 +9,7 @@ References and rounds are those of ``queries.py``, one for each tile of queries 
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton.kernels import exists, wave
+from lightscale.kernels.common.triton.kernels import exists, tile_program, wave
 from lightscale.kernels.lightnet.triton.kernels import EMPTY, RISE, origin_of, reads, share_of
 
 
@@ -58,11 +58,7 @@ def key_gradients(
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     R: tl.constexpr = K if turns is None else 2 * K
-    program = tl.program_id(0).to(tl.int64)
-    tile_k = program % K_TILES
-    head = program // K_TILES % H
-    tile_t = program // (K_TILES * H) % num_token_tiles
-    row = program // (K_TILES * H * num_token_tiles)
+    row, head, tile_t, tile_k = tile_program(H, num_token_tiles, K_TILES)
     chunk = tile_t * BLOCK_T // CHUNK
     begin = chunk * CHUNK
     length = tl.minimum(CHUNK, T - begin).to(tl.int32)
@@ -193,11 +189,7 @@ def value_gradients(
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     R: tl.constexpr = K if turns is None else 2 * K
-    program = tl.program_id(0).to(tl.int64)
-    tile_v = program % V_TILES
-    head = program // V_TILES % H
-    tile_t = program // (V_TILES * H) % num_token_tiles
-    row = program // (V_TILES * H * num_token_tiles)
+    row, head, tile_t, tile_v = tile_program(H, num_token_tiles, V_TILES)
     chunk = tile_t * BLOCK_T // CHUNK
     begin = chunk * CHUNK
     length = tl.minimum(CHUNK, T - begin).to(tl.int32)

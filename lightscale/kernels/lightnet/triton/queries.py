@@ -12,7 +12,7 @@ shapes, ``starts``, ``edges`` and ``depths`` are those of ``kernels.py``.
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton.kernels import exists, wave
+from lightscale.kernels.common.triton.kernels import exists, tile_program, wave
 from lightscale.kernels.lightnet.triton.kernels import EMPTY, RISE, origin_of, reads, share_of
 
 
@@ -55,11 +55,7 @@ def outputs(
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     R: tl.constexpr = K if turns is None else 2 * K
-    program = tl.program_id(0).to(tl.int64)
-    tile_v = program % V_TILES
-    head = program // V_TILES % H
-    tile_t = program // (V_TILES * H) % num_token_tiles
-    row = program // (V_TILES * H * num_token_tiles)
+    row, head, tile_t, tile_v = tile_program(H, num_token_tiles, V_TILES)
     chunk = tile_t * BLOCK_T // CHUNK
     begin = chunk * CHUNK
     length = tl.minimum(CHUNK, T - begin).to(tl.int32)
@@ -185,11 +181,7 @@ def query_gradients(
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     R: tl.constexpr = K if turns is None else 2 * K
-    program = tl.program_id(0).to(tl.int64)
-    tile_k = program % K_TILES
-    head = program // K_TILES % H
-    tile_t = program // (K_TILES * H) % num_token_tiles
-    row = program // (K_TILES * H * num_token_tiles)
+    row, head, tile_t, tile_k = tile_program(H, num_token_tiles, K_TILES)
     chunk = tile_t * BLOCK_T // CHUNK
     begin = chunk * CHUNK
     length = tl.minimum(CHUNK, T - begin).to(tl.int32)

@@ -9,7 +9,7 @@ Names of shapes and arguments are those of ``kernels.py``.
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton.kernels import exists, wave
+from lightscale.kernels.common.triton.kernels import exists, tile_program, wave
 from lightscale.kernels.lightnet.triton.kernels import EMPTY, LEAST, RISE, finite, origin_of, share_of
 
 
@@ -273,11 +273,7 @@ def weigh(
     part of them, until none is left.
     """
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    program = tl.program_id(0).to(tl.int64)
-    tile_k = program % K_TILES
-    head = program // K_TILES % H
-    tile_t = program // (K_TILES * H) % num_token_tiles
-    row = program // (K_TILES * H * num_token_tiles)
+    row, head, tile_t, tile_k = tile_program(H, num_token_tiles, K_TILES)
     chunk = tile_t * BLOCK_T // CHUNK
     begin = chunk * CHUNK
     length = tl.minimum(CHUNK, T - begin).to(tl.int32)

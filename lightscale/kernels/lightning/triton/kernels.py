@@ -19,7 +19,7 @@ are none.
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton.kernels import exists, last_start, own_starts, wave
+from lightscale.kernels.common.triton.kernels import exists, last_start, own_starts, tile_program, wave
 from lightscale.kernels.lightning.triton.decays import crossing, decay_between, load_sum, load_sums, power
 
 
@@ -193,13 +193,8 @@ def attend(
     Z_HALVES: tl.constexpr = 1 if turns is None or not TRANSPOSED else 2
     CHANNELS: tl.constexpr = BLOCK_Z // Z_HALVES
     Z_TILES: tl.constexpr = (Z + CHANNELS - 1) // CHANNELS
-    # 64 bits: a million tokens of 16 heads of 256 are more than 2^31 elements. The tile of columns changes first, so
-    # that neighbouring programs read the same tokens from the cache.
     program = tl.program_id(0).to(tl.int64)
-    tile_z = program % Z_TILES
-    head = program // Z_TILES % H
-    tile_t = program // (Z_TILES * H) % num_token_tiles
-    row = program // (Z_TILES * H * num_token_tiles)
+    row, head, tile_t, tile_z = tile_program(H, num_token_tiles, Z_TILES)
 
     chunk = tile_t * BLOCK_T // CHUNK
     begin = chunk * CHUNK

@@ -4,6 +4,7 @@ Each is forward for outputs and in reverse for gradients; ``__init__.py`` puts t
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,21 +27,36 @@ from lightscale.kernels.lightning.triton.tiling import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class LightningRows:
-    """What all launches of one call share."""
+class ChunkedRows:
+    """What all launches of one call share, here and in ``../../lion``."""
 
     num_rows: int
     num_tokens: int
     num_heads: int
-    rate: Tensor | None
-    """(H,) fp32: log decays of heads."""
     sums: Tensor | None
-    """(B, H, 2, T) fp32: those of heads and tokens, summed up from the start of each chunk."""
-    turns: Tensor | None
-    positions: Tensor | None
+    """(B, H, 2, T) fp32: log decays of heads and tokens, summed up from the start of each chunk."""
     starts: Tensor | None
     device: torch.device
     tiling: LightningTiling
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of a row, the last one possibly shorter."""
+        return -(-self.num_tokens // self.tiling.chunk)
+
+    def empty(self, *inner: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """(B, H, *inner), not initialised."""
+        return torch.empty(self.num_rows, self.num_heads, *inner, dtype=dtype, device=self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LightningRows(ChunkedRows):
+    """Those of lightning attention."""
+
+    rate: Tensor | None
+    """(H,) fp32: log decays of heads, which are not in ``sums``."""
+    turns: Tensor | None
+    positions: Tensor | None
 
     @classmethod
     def of(
@@ -72,18 +88,9 @@ class LightningRows:
         return 1 if self.turns is None else 2
 
     @property
-    def num_chunks(self) -> int:
-        """Chunks of a row, the last one possibly shorter."""
-        return -(-self.num_tokens // self.tiling.chunk)
-
-    @property
     def num_token_tiles(self) -> int:
         """Tiles of tokens of a row, as ``attend`` computes them."""
         return -(-self.num_tokens // self.tiling.tile_tokens)
-
-    def empty(self, *inner: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """(B, H, *inner), not initialised."""
-        return torch.empty(self.num_rows, self.num_heads, *inner, dtype=dtype, device=self.device)
 
 
 def summed(log_decay: Tensor, chunk: int) -> Tensor:
@@ -141,13 +148,11 @@ def scan(
     of_tokens = rows.sums is not None
     parts = None if other is None else rows.empty(rows.num_chunks if of_tokens else splits.num_splits, *tiles)
 
-    def launch(
-        entering: Tensor | None,
-        leaving: Tensor | None,
-        split_through: Tensor | None,
-        chunks: Tensor | None,
-        *decay: Tensor | None,
-    ) -> None:
+    # In the dtype in which dots read them: fp32 would cost twice the bytes and be rounded there all the same.
+    chunks = rows.empty(rows.num_chunks, *widths, dtype=rows.tiling.stored) if with_chunks else None
+    kept = (chunks, other, parts)
+
+    def launch(entering: Tensor | None, leaving: Tensor | None, split_through: Tensor | None, keep: bool) -> None:
         scan_states[(splits.num_programs * splits.num_splits,)](
             x,
             y,
@@ -159,8 +164,7 @@ def scan(
             entering,
             leaving,
             split_through,
-            chunks,
-            *decay,
+            *(kept if keep else (None, None, None)),
             rows.num_tokens,
             rows.num_heads,
             rows.num_chunks,
@@ -174,30 +178,16 @@ def scan(
             num_stages=rows.tiling.scan_stages,
         )
 
-    entering = None if entering is None else entering.contiguous()
     final = rows.empty(*widths)
-    # In the dtype in which dots read them: fp32 would cost twice the bytes and be rounded there all the same.
-    chunks = rows.empty(rows.num_chunks, *widths, dtype=rows.tiling.stored) if with_chunks else None
+    fold = partial(fold_between, rows, rows.rate, split_chunks=splits.split_chunks, reverse=reverse)
     with on_device_of(x):
-        if not final.numel():
-            pass
-        elif splits.num_splits == 1:
-            launch(entering, final, None, chunks, other, parts)
-        else:
-            # Three launches: each split from zero, side by side; what enters each, by a fold over the few of them; and
-            # each again from that. Inputs are read twice, which costs less than multiprocessors without work.
-            local = rows.empty(splits.num_splits, *widths)
-            through = rows.empty(splits.num_splits) if of_tokens else None
-            launch(None, local, through, None, None, None)
-            between = torch.empty_like(local) if with_chunks else None
-            _fold(rows, local, through, entering, between, final, split_chunks=splits.split_chunks, reverse=reverse)
-            if with_chunks:
-                launch(between, None, None, chunks, other, parts)
+        splits.scan(launch, fold, entering, final, decays=() if of_tokens else None, keep=with_chunks)
     return LightningScanned(chunks, final, parts)
 
 
-def _fold(
-    rows: LightningRows,
+def fold_between(
+    rows: ChunkedRows,
+    rate: Tensor | None,
     local: Tensor,
     split_through: Tensor | None,
     initial: Tensor | None,
@@ -207,12 +197,15 @@ def _fold(
     split_chunks: int,
     reverse: bool,
 ) -> None:
-    """Fill ``between`` with what enters each split and ``final`` with what leaves the last one."""
+    """Fill ``between`` with what enters each split and ``final`` with what leaves the last one; see ``Splits.scan``.
+
+    rate: log decays of heads (H,), where these are not in the decay through each split.
+    """
     num_elements = final.size(2) * final.size(3)
     fold_splits[(rows.num_rows * rows.num_heads * triton.cdiv(num_elements, FOLD_ELEMENTS),)](
         local,
         initial,
-        rows.rate,
+        rate,
         split_through,
         rows.starts,
         between,

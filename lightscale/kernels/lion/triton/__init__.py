@@ -58,18 +58,8 @@ def _out_fwd(
 
 
 @_out_fwd.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    prefix: Tensor | None,
-    suffix: Tensor | None,
-    cu_seqlens: Tensor | None,
-    gate: str,
-    normalize: bool,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *_, normalize, _ = others
     normalizer = q.new_empty(q.shape[:3] if normalize else (0,), dtype=torch.float32)
     return v.new_empty(v.shape), normalizer, _fake_state(k, v, normalize), _fake_state(k, v, normalize)
 
@@ -91,75 +81,22 @@ def _gradients(
     gate: str,
     with_decay: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``_row_gradients``, registered."""
+    """``grad_bwd``, registered; dlog_decay is empty unless asked for."""
     entered = None if prefix is None or suffix is None else LionState(prefix, suffix)
     leaving = None if dprefix is None or dsuffix is None else LionState(dprefix, dsuffix)
     outputs = LionOutputs(o, normalizer)
-    return _row_gradients((q, k, v, do), log_decay, outputs, entered, leaving, cu_seqlens, _gate(gate), with_decay)
-
-
-def _row_gradients(
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
-    log_decay: Tensor | None,
-    outputs: LionOutputs,
-    entered: LionState | None,
-    leaving: Arriving[LionState | None],
-    cu_seqlens: Tensor | None,
-    gate: Gate,
-    with_decay: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of q, k, v, do: dq, dk, dv, dlog_decay, fp32 (empty unless asked for), and the cotangents of what entered."""
-    q, k, v, do = inputs
-    normalize = outputs.normalizer is not None
-    scale, last = cotangents_of(do, outputs)
-    # Divided by sums over many tokens, cotangents leave fp16's range: they are computed in fp32, which such inputs are
-    # rarely enough.
-    wide = torch.float32 if q.dtype == torch.float16 and normalize else q.dtype
-    q, k, v = (x.to(wide) for x in (q, k, v))
-    dY = do.to(wide) if scale is None else (do.float() * scale[..., None]).to(wide)
-    rows = LionRows.of(q, log_decay, cu_seqlens, gate, normalize=normalize)
-    back = rows.transposed()
-    left, right = (
-        scan(rows, k, v, None, None if entered is None else entered[side], reverse=bool(side)).chunks
-        for side in range(2)
+    found = grad_bwd(
+        q, k, v, log_decay, do, outputs, entered, leaving, cu_seqlens, gate=_gate(gate), with_decay=with_decay
     )
-    dq = products(rows, dY, v, k, left, right, transposed=True, x_last=last, own=q if with_decay else None)
-    # The queries' gradients do not need it: they are computed while it travels.
-    of_leaving = arrived(leaving)
-    dprefix, dsuffix = of_leaving if of_leaving is not None else (None, None)
-    # The cotangent of the prefix comes from the right, and that of the suffix from the left.
-    dright = scan(back, q, dY, last, dprefix, reverse=True, other=left if with_decay else None)
-    dleft = scan(back, q, dY, last, dsuffix, reverse=False, other=right if with_decay else None)
-    dk = products(
-        back, v, dY, q, dleft.chunks, dright.chunks, transposed=True, y_last=last, own=k if with_decay else None
-    )
-    dv = products(back, k, q, dY, dleft.chunks, dright.chunks, transposed=False).out
-    dlog_decay = dright.final.new_empty(0)
-    if dleft.decay_parts is not None and dright.decay_parts is not None and log_decay is not None:
-        dlog_decay = decay_gradient(rows, dq, dk, dleft.decay_parts + dright.decay_parts)
-        if log_decay.dim() == 1:
-            dlog_decay = dlog_decay.sum((0, 1), dtype=torch.float64).float()
-    dtype = do.dtype
-    return dq.out.to(dtype), dk.out.to(dtype), dv.to(dtype), dlog_decay, dright.final, dleft.final
+    dlog_decay = q.new_empty(0, dtype=torch.float32) if found.log_decay is None else found.log_decay
+    return found.q, found.k, found.v, dlog_decay, *found.state
 
 
 @_gradients.register_fake
 def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    do: Tensor,
-    o: Tensor,
-    normalizer: Tensor | None,
-    prefix: Tensor | None,
-    suffix: Tensor | None,
-    dprefix: Tensor | None,
-    dsuffix: Tensor | None,
-    cu_seqlens: Tensor | None,
-    gate: str,
-    with_decay: bool,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, do: Tensor, o: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    normalizer, *_, with_decay = others
     shape = log_decay.shape if with_decay and log_decay is not None else (0,)
     states = [_fake_state(k, v, normalizer is not None) for _ in range(2)]
     dlog_decay = q.new_empty(shape, dtype=torch.float32)
@@ -179,21 +116,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, do: Tensor, _: Tensor, dprefix: Tensor, dsuffix: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, log_decay, prefix, suffix, cu_seqlens, o, normalizer = ctx.saved_tensors
     with_decay = ctx.needs_input_grad[3]
+    outputs = (o, normalizer if ctx.normalize else None)
+    states = (prefix, suffix, dprefix, dsuffix)
     dq, dk, dv, dlog_decay, *of_states = _gradients(
-        q,
-        k,
-        v,
-        log_decay,
-        do,
-        o,
-        normalizer if ctx.normalize else None,
-        prefix,
-        suffix,
-        dprefix,
-        dsuffix,
-        cu_seqlens,
-        ctx.gate,
-        with_decay,
+        q, k, v, log_decay, do, *outputs, *states, cu_seqlens, ctx.gate, with_decay
     )
     of_decay = dlog_decay.to(log_decay.dtype) if with_decay else None
     needed = ctx.needs_input_grad[4:6]
@@ -267,12 +193,11 @@ def state_bwd(
     gate: Gate = "leave",
 ) -> LionState:
     """The cotangents of the incoming states, see ``chunked.state_bwd``."""
-    scale, last = cotangents_of(do, outputs)
-    wide = torch.float32 if q.dtype == torch.float16 and scale is not None else q.dtype
-    dY = do.to(wide) if scale is None else (do.float() * scale[..., None]).to(wide)
-    back = LionRows.of(q.to(wide), log_decay, cu_seqlens, gate, normalize=scale is not None).transposed()
+    dY, last = _cotangents(q, do, outputs)
+    q = q.to(dY.dtype)
+    back = LionRows.of(q, log_decay, cu_seqlens, gate, normalize=last is not None).transposed()
     of_prefix, of_suffix = (
-        scan(back, q.to(wide), dY, last, None, reverse=side, with_chunks=False).final for side in (True, False)
+        scan(back, q, dY, last, None, reverse=side, with_chunks=False).final for side in (True, False)
     )
     return LionState(of_prefix, of_suffix)
 
@@ -293,6 +218,40 @@ def grad_bwd(
     with_decay: bool = False,
 ) -> LionGradients:
     """The gradients of a row's inputs, see ``chunked.grad_bwd``."""
-    inputs = (q, k, v, do)
-    dq, dk, dv, dlog_decay, *_ = _row_gradients(inputs, log_decay, outputs, state, dstate, cu_seqlens, gate, with_decay)
-    return LionGradients(dq, dk, dv, dlog_decay if with_decay else None)
+    dY, last = _cotangents(q, do, outputs)
+    q, k, v = (x.to(dY.dtype) for x in (q, k, v))
+    rows = LionRows.of(q, log_decay, cu_seqlens, gate, normalize=last is not None)
+    back = rows.transposed()
+    left, right = (
+        scan(rows, k, v, None, None if state is None else state[side], reverse=bool(side)).chunks for side in range(2)
+    )
+    dq = products(rows, dY, v, k, left, right, transposed=True, x_last=last, own=q if with_decay else None)
+    # The queries' gradients do not need it: they are computed while it travels.
+    of_leaving = arrived(dstate)
+    dprefix, dsuffix = of_leaving if of_leaving is not None else (None, None)
+    # The cotangent of the prefix comes from the right, and that of the suffix from the left.
+    dright = scan(back, q, dY, last, dprefix, reverse=True, other=left if with_decay else None)
+    dleft = scan(back, q, dY, last, dsuffix, reverse=False, other=right if with_decay else None)
+    dk = products(
+        back, v, dY, q, dleft.chunks, dright.chunks, transposed=True, y_last=last, own=k if with_decay else None
+    )
+    dv = products(back, k, q, dY, dleft.chunks, dright.chunks, transposed=False).out
+    dlog_decay = None
+    if dleft.decay_parts is not None and dright.decay_parts is not None and log_decay is not None:
+        dlog_decay = decay_gradient(rows, dq, dk, dleft.decay_parts + dright.decay_parts)
+        if log_decay.dim() == 1:
+            dlog_decay = dlog_decay.sum((0, 1), dtype=torch.float64).float()
+    dtype = do.dtype
+    of_entered = LionState(dright.final, dleft.final)
+    return LionGradients(dq.out.to(dtype), dk.out.to(dtype), dv.to(dtype), dlog_decay, of_entered)
+
+
+def _cotangents(q: Tensor, do: Tensor, outputs: LionOutputs) -> tuple[Tensor, Tensor | None]:
+    """dY's first V columns, in the dtype that gradients are computed in, and its last one; see ``cotangents_of``."""
+    scale, last = cotangents_of(do, outputs)
+    if scale is None:
+        return do.to(q.dtype), None
+    # Divided by sums over many tokens, cotangents leave fp16's range: they are computed in fp32, which such inputs are
+    # rarely enough.
+    dtype = torch.float32 if q.dtype == torch.float16 else q.dtype
+    return (do.float() * scale[..., None]).to(dtype), last

@@ -13,7 +13,7 @@ and z what states are made of. All arithmetic is fp32; half-precision operands g
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton.kernels import exists, last_start, own_starts
+from lightscale.kernels.common.triton.kernels import exists, last_start, own_starts, tile_program
 from lightscale.kernels.lightning.triton.decays import decay_between, load_sum
 from lightscale.kernels.lightning.triton.kernels import pair_scores, read_state
 from lightscale.kernels.lion.triton.decays import between, crossing, load_tokens
@@ -88,13 +88,8 @@ def attend(
     transposed v, dY, q: dk; k, q, dY: dv.
     """
     Z_TILES: tl.constexpr = (Z + BLOCK_Z - 1) // BLOCK_Z
-    # 64 bits: a million tokens of 16 heads of 256 are more than 2^31 elements. The tile of columns changes first, so
-    # that neighbouring programs read the same tokens from the cache.
     program = tl.program_id(0).to(tl.int64)
-    tile_z = program % Z_TILES
-    head = program // Z_TILES % H
-    tile_t = program // (Z_TILES * H) % num_token_tiles
-    row = program // (Z_TILES * H * num_token_tiles)
+    row, head, tile_t, tile_z = tile_program(H, num_token_tiles, Z_TILES)
 
     chunk = tile_t * BLOCK_T // CHUNK
     begin = chunk * CHUNK

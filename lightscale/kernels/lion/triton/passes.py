@@ -5,6 +5,7 @@ swapped; ``__init__.py`` puts them together.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,9 +13,7 @@ import triton
 from torch import Tensor
 
 from lightscale.kernels.common.triton.launch import LAUNCH, Splits, dense_last, document_starts, on_device_of
-from lightscale.kernels.lightning.triton.passes import summed
-from lightscale.kernels.lightning.triton.states import fold_splits
-from lightscale.kernels.lightning.triton.tiling import FOLD_ELEMENTS, LightningTiling
+from lightscale.kernels.lightning.triton.passes import ChunkedRows, fold_between, summed
 from lightscale.kernels.lion.state import Gate
 from lightscale.kernels.lion.triton.kernels import attend
 from lightscale.kernels.lion.triton.states import scan_states
@@ -22,20 +21,12 @@ from lightscale.kernels.lion.triton.tiling import attend_constants, scan_constan
 
 
 @dataclass(frozen=True, kw_only=True)
-class LionRows:
-    """What all launches of one call share."""
+class LionRows(ChunkedRows):
+    """Those of LION, where B = 1 in the sums of decays of heads."""
 
-    num_rows: int
-    num_tokens: int
-    num_heads: int
-    sums: Tensor | None
-    """(B, H, 2, T) fp32, B = 1 for decays of heads: log decays summed up from the start of each chunk."""
-    starts: Tensor | None
     exclusive: bool
     """Whether what comes from the left is decayed by sums before each token, what comes from the right through it."""
     normalize: bool
-    device: torch.device
-    tiling: LightningTiling
 
     @classmethod
     def of(
@@ -65,11 +56,6 @@ class LionRows:
         return replace(self, exclusive=not self.exclusive)
 
     @property
-    def num_chunks(self) -> int:
-        """Chunks of a row, the last one possibly shorter."""
-        return -(-self.num_tokens // self.tiling.chunk)
-
-    @property
     def chunk_tiles(self) -> int:
         """Tiles of tokens of a chunk."""
         return self.tiling.chunk // self.tiling.tile_tokens
@@ -78,10 +64,6 @@ class LionRows:
     def stride_sums(self) -> int:
         """From row to row of ``sums``."""
         return 0 if self.sums is None or self.sums.size(0) == 1 else self.sums.stride(0)
-
-    def empty(self, *inner: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """(B, H, *inner), not initialised."""
-        return torch.empty(self.num_rows, self.num_heads, *inner, dtype=dtype, device=self.device)
 
 
 class LionChunkStates(NamedTuple):
@@ -129,14 +111,9 @@ def scan(
         states = rows.empty(rows.num_chunks, x.size(3), y.size(3), dtype=rows.tiling.stored)
         chunks = LionChunkStates(states, rows.empty(rows.num_chunks, x.size(3)) if rows.normalize else None)
 
-    def launch(
-        entering: Tensor | None,
-        leaving: Tensor | None,
-        split_through: Tensor | None,
-        chunks: LionChunkStates | None,
-        other: LionChunkStates | None,
-        parts: Tensor | None,
-    ) -> None:
+    kept = (*(chunks or (None, None)), *(other or (None, None)), parts)
+
+    def launch(entering: Tensor | None, leaving: Tensor | None, split_through: Tensor | None, keep: bool) -> None:
         scan_states[(splits.num_programs * splits.num_splits,)](
             x,
             y,
@@ -146,9 +123,7 @@ def scan(
             entering,
             leaving,
             split_through,
-            *(chunks or (None, None)),
-            *(other or (None, None)),
-            parts,
+            *(kept if keep else [None] * len(kept)),
             rows.num_tokens,
             rows.num_heads,
             rows.num_chunks,
@@ -166,56 +141,11 @@ def scan(
             num_stages=rows.tiling.scan_stages,
         )
 
-    entering = None if entering is None else entering.contiguous()
     final = rows.empty(*widths)
+    fold = partial(fold_between, rows, None, split_chunks=splits.split_chunks, reverse=reverse)
     with on_device_of(x):
-        if not final.numel():
-            pass
-        elif splits.num_splits == 1:
-            launch(entering, final, None, chunks, other, parts)
-        else:
-            # Three launches: each split from zero, side by side; what enters each, by a fold over the few of them; and
-            # each again from that. Inputs are read twice, which costs less than multiprocessors without work.
-            local = rows.empty(splits.num_splits, *widths)
-            through = None if rows.sums is None else rows.empty(splits.num_splits)
-            launch(None, local, through, None, None, None)
-            between = torch.empty_like(local) if with_chunks else None
-            _fold(rows, local, through, entering, between, final, split_chunks=splits.split_chunks, reverse=reverse)
-            if with_chunks:
-                launch(between, None, None, chunks, other, parts)
+        splits.scan(launch, fold, entering, final, decays=None if rows.sums is None else (), keep=with_chunks)
     return LionScanned(chunks, final, None if parts is None else parts.sum((3, 4)))
-
-
-def _fold(
-    rows: LionRows,
-    local: Tensor,
-    split_through: Tensor | None,
-    initial: Tensor | None,
-    between: Tensor | None,
-    final: Tensor,
-    *,
-    split_chunks: int,
-    reverse: bool,
-) -> None:
-    """Fill ``between`` with what enters each split and ``final`` with what leaves the last one."""
-    num_elements = final.size(2) * final.size(3)
-    fold_splits[(rows.num_rows * rows.num_heads * triton.cdiv(num_elements, FOLD_ELEMENTS),)](
-        local,
-        initial,
-        None,
-        split_through,
-        rows.starts,
-        between,
-        final,
-        rows.num_tokens,
-        rows.num_heads,
-        local.size(2),
-        split_chunks * rows.tiling.chunk,
-        num_elements,
-        ELEMENTS=FOLD_ELEMENTS,
-        REVERSE=reverse,
-        **LAUNCH,
-    )
 
 
 class LionProducts(NamedTuple):
