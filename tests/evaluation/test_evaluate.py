@@ -307,7 +307,9 @@ BAD = {
     "limit": ("tnl --tasks whole.toml --limit 0", "--limit 0: must be at least 1"),
 }
 BAD_FILES = {
-    'kind = "perplexity"\npaths = ["documents.jsonl"]\nwidnow = 3\n': "bad.toml: widnow: no such key; did you mean window?",
+    'kind = "perplexity"\npaths = ["documents.jsonl"]\nwidnow = 3\n': (
+        "bad.toml: widnow: no such key; did you mean window?"
+    ),
     'kind = "perplexity"\npaths = ["nowhere.txt"]\n': "nowhere.txt: there is no such file",
     'kind = "perplexity"\n': "bad.toml: either paths or store",
     'kind = "perplexity"\npaths = ["documents.jsonl"]\nwindow = 0\n': "bad.toml: window = 0: must be",
