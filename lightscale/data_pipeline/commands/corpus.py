@@ -19,7 +19,7 @@ from lightscale.errors import UserError
 _CORPUS_SUFFIX = ".toml"
 _DEFAULT_VALIDATION = 0.02
 # With a corpus file these are keys of the file.
-_PATH_OPTIONS = ("name", "tokenizer", "vocab_size", "validation", "suffixes", "text_field", "language")
+_PATH_OPTIONS = ("name", "tokenizer", "vocab_size", "validation", "suffixes", "text_field", "label_field", "language")
 
 
 def add_corpus(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +39,7 @@ def add_corpus(parser: argparse.ArgumentParser) -> None:
     suffixes = f"ends of the names of the files to read in directories (default: {','.join(DEFAULT_SUFFIXES)})"
     add("--suffixes", help=suffixes)
     add("--text-field", help="field of the text in jsonl and parquet files (default: text)")
+    add("--label-field", help="field of the documents' classes in jsonl and parquet files (default: they have none)")
     add("--language", help="drop documents that break the rules of this language (default: keep all)")
 
 
@@ -67,10 +68,9 @@ def _corpus_of_paths(args: argparse.Namespace) -> Corpus:
     source: dict[str, Any] = {"paths": paths}
     if args.suffixes is not None:
         source["suffixes"] = [suffix.strip() for suffix in args.suffixes.split(",") if suffix.strip()]
-    if args.text_field is not None:
-        source["text_field"] = args.text_field
-    if args.language is not None:
-        source["language"] = args.language
+    for key in ("text_field", "label_field", "language"):
+        if (value := getattr(args, key)) is not None:
+            source[key] = value
     tokenizer = args.tokenizer or TRAINED_TOKENIZER
     table: dict[str, Any] = {
         "tokenizer": tokenizer,

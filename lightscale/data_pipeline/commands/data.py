@@ -74,7 +74,8 @@ def _inspect(args: argparse.Namespace) -> int:
     for name, source in store.sources.items():
         console.print(f"{name}: {_describe_extras(source)}")
     for sample in samples:
-        console.rule(f"{sample['source']}, document {sample['document']:,}{_place(sample['origin'])}")
+        label = "" if sample["label"] is None else f", label {sample['label']}"
+        console.rule(f"{sample['source']}, document {sample['document']:,}{label}{_place(sample['origin'])}")
         console.print(Text(sample["text"]))
     return 0
 
@@ -94,6 +95,7 @@ def _samples(store: TokenStore, num_documents: int) -> Iterator[dict[str, Any]]:
             "source": source.name,
             "document": index,
             "origin": asdict(origin) if origin else None,
+            "label": store.label(source.name, index),
             "text": tokenizer.decode(ids),
         }
 

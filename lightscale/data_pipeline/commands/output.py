@@ -7,6 +7,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
+from rich.text import Text
+
+_MOST_CLASSES = 50
+"""That a table shows."""
 
 
 def plain_console() -> Console:
@@ -44,6 +48,8 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         f"sha256 {tokenizer['sha256'][:16]}…"
     )
     console.print(_sources(report))
+    if any("classes" in source for source in report["sources"].values()):
+        console.print(_classes(report))
     for name, source in report.get("corpus", {}).items():
         _print_dropped(console, name, source["stages"])
     entropy = report["unigram_entropy_nats"]
@@ -71,6 +77,22 @@ def _sources(report: dict[str, Any]) -> Table:
             f"{source['tokens']:,}",
             f"{source['bytes_per_token']:.3f}",
         )
+    return table
+
+
+def _classes(report: dict[str, Any]) -> Table:
+    """Documents of each class in each source; of many classes the first."""
+    labelled = {name: source["classes"] for name, source in report["sources"].items() if "classes" in source}
+    every = list(next(iter(labelled.values())))
+    table = Table("label", "class")
+    for column in table.columns:
+        column.no_wrap = True
+    for name in labelled:
+        table.add_column(f"in {name}", justify="right")
+    for number, one in enumerate(every[:_MOST_CLASSES]):
+        table.add_row(f"{number}", Text(one), *(f"{counts[one]:,}" for counts in labelled.values()))
+    if len(every) > _MOST_CLASSES:
+        table.add_row("…", f"and {len(every) - _MOST_CLASSES:,} more")
     return table
 
 

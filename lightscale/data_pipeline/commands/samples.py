@@ -37,22 +37,30 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _table(content: StepContent) -> Table:
-    table = Table("sample", "source", "epoch", "window", "document", "tokens of the document", "file", "place in it")
+    has_labels = any(one.label is not None for sample in content.samples for one in sample.documents)
+    labels = ["label"] if has_labels else []
+    headings = ("sample", "source", "epoch", "window", "document", "tokens of the document")
+    table = Table(*headings, *labels, "file", "place in it")
     for column in table.columns[:-2]:
         column.no_wrap = True
     for column in table.columns[-2:]:
         column.overflow = "fold"
     for sample in content.samples:
         names = (f"{sample.sample}", sample.source, f"{sample.epoch}", f"{sample.window}")
-        for line in _lines(sample):
+        for line in _lines(sample, has_labels=has_labels):
             table.add_row(*names, *(Text(cell) for cell in line))
             names = ("", "", "", "")
     return table
 
 
-def _lines(sample: SampleContent) -> list[tuple[str, str, str, str]]:
-    lines = [(f"{one.document}", f"{one.start} to {one.stop}", *_place(one.origin)) for one in sample.documents]
-    return [*lines, ("padding", f"{sample.padding_tokens}", "", "")] if sample.padding_tokens else lines
+def _lines(sample: SampleContent, *, has_labels: bool) -> list[list[str]]:
+    lines = []
+    for one in sample.documents:
+        label = [one.label or ""] if has_labels else []
+        lines.append([f"{one.document}", f"{one.start} to {one.stop}", *label, *_place(one.origin)])
+    if sample.padding_tokens:
+        lines.append(["padding", f"{sample.padding_tokens}"])
+    return lines
 
 
 def _place(origin: Origin | None) -> tuple[str, str]:

@@ -40,6 +40,8 @@ class DocumentRange:
     """The tokens start … stop - 1 of the document were inputs; token 0 is the end-of-text token before it."""
     origin: Origin | None
     """The file that the document came from; None where the store does not say."""
+    label: str | None
+    """Its class; None where the store has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +143,13 @@ def _contents(loader: TokenLoader, step: StepSamples) -> Iterator[SampleContent]
             # Tokens are numbered in the source; a document's own count starts at its end-of-text token.
             begin = start - source.document(document)[0]
             documents.append(
-                DocumentRange(document=document, start=begin, stop=begin + end - slot, origin=source.origin(document))
+                DocumentRange(
+                    document=document,
+                    start=begin,
+                    stop=begin + end - slot,
+                    origin=source.origin(document),
+                    label=loader.store.label(location.source, document),
+                )
             )
         yield SampleContent(
             sample=sample,

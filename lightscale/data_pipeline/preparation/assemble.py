@@ -10,6 +10,7 @@ shards/SOURCE.ARRAY/NNNNNN.json   hashes of a finished shard; of tokens also NNN
 import functools
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -21,18 +22,22 @@ from numpy.typing import NDArray
 from lightscale.data_pipeline.executors import Advance
 from lightscale.data_pipeline.preparation.counts import MAX_EXAMPLES, Dropped, StepCounts, excerpt, length_histogram
 from lightscale.data_pipeline.preparation.deduplication import UnitDuplicates
+from lightscale.data_pipeline.preparation.labels import check_number, in_order
 from lightscale.data_pipeline.preparation.plan import UNIT_SHIFT, UnitSummary
 from lightscale.data_pipeline.preparation.units import Context, UnitFiles
 from lightscale.data_pipeline.store.format import (
+    DOCUMENTS_PREFIX,
     HASHES_DIR,
     ID_ENDS,
     IDS,
+    LABEL,
     ORIGINS,
     SPLITS,
     VALIDATION_SUFFIX,
     SourceCounts,
     Split,
     array_layouts,
+    document_layout,
     write_array_metadata,
     write_source_attributes,
 )
@@ -55,7 +60,7 @@ def count_kept(context: Context, unit: UnitSummary, advance: Advance) -> None:
         for reason, numbers in duplicates.numbers.items():
             if len(numbers):
                 stage.dropped[reason] = _dropped(context, files, numbers, duplicates.kept_ids[reason])
-        splits = {split: _counts(records[kept & _of_split(records, split)]) for split in SPLITS}
+        splits = {split: _counts(files, kept & _of_split(records, split)) for split in SPLITS}
         write_json(target, {"deduplicate": stage.as_json(), "splits": splits})
     advance(unit.num_bytes)
 
@@ -70,13 +75,16 @@ def _of_split(records: NDArray[np.void], split: Split) -> NDArray[np.bool_]:
     return mask
 
 
-def _counts(records: NDArray[np.void]) -> dict[str, Any]:
+def _counts(files: UnitFiles, chosen: NDArray[np.bool_]) -> dict[str, Any]:
+    records, labels, names = files.records[chosen], files.labels(), files.classes()
+    of_class = np.bincount(labels[chosen] if len(labels) else labels, minlength=len(names))
     return {
         "documents": len(records),
         "tokens": int(records["tokens"].sum(dtype=np.int64)) + len(records),
         "bytes": int(records["bytes"].sum(dtype=np.int64)),
         "id_bytes": int(records["id_bytes"].sum(dtype=np.int64)),
         "lengths": length_histogram(records["tokens"] + 1).tolist(),
+        "classes": {name: int(count) for name, count in zip(names, of_class, strict=True) if count},
     }
 
 
@@ -113,6 +121,8 @@ class OutputSource:
     unit_id_bytes: list[int]
     """and the bytes of their own ids."""
     num_bytes: int
+    classes: dict[str, int]
+    """Documents of each class that has some, by name; none: they have none."""
 
     def length(self, array: str) -> int:
         """Values of one of its arrays; 0: it has none such."""
@@ -121,6 +131,8 @@ class OutputSource:
                 return self.counts.tokens
             case "ids":
                 return sum(self.unit_id_bytes)
+            case _ if array == DOCUMENTS_PREFIX + LABEL and not self.classes:
+                return 0
             case "id_ends" if not any(self.unit_id_bytes):
                 return 0
             case _:
@@ -164,10 +176,21 @@ def output_sources(context: Context) -> list[OutputSource]:
             unit_tokens=[count["tokens"] for count in counts],
             unit_id_bytes=[count["id_bytes"] for count in counts],
             num_bytes=sum(count["bytes"] for count in counts),
+            classes=dict(sum((Counter(count["classes"]) for count in counts), Counter())),
         )
         if source.counts.documents:
             sources.append(source)
     return sources
+
+
+@functools.lru_cache(maxsize=1)
+def classes(context: Context) -> list[str]:
+    """The names of all classes, in the order of their numbers; empty: no source has any."""
+    found = {name for source in output_sources(context) for name in source.classes}
+    if not found:
+        return []
+    check_number(found, "sources")
+    return context.corpus.classes or in_order(found)
 
 
 def shard_jobs(context: Context) -> tuple[list[ShardJob], list[int]]:
@@ -184,7 +207,9 @@ def shard_jobs(context: Context) -> tuple[list[ShardJob], list[int]]:
 
 def _layouts(context: Context, source: OutputSource) -> dict[str, ShardLayout]:
     """Of the arrays of ``source``."""
-    layouts = array_layouts(context.corpus.shard_tokens, context.corpus.chunk_tokens)
+    of_tokens = context.corpus.shard_tokens, context.corpus.chunk_tokens
+    layouts = array_layouts(*of_tokens)
+    layouts[DOCUMENTS_PREFIX + LABEL] = document_layout(LABEL, np.dtype("int32"), *of_tokens)
     return {array: layouts[array] for array in _READERS if source.length(array)}
 
 
@@ -320,12 +345,23 @@ def _ids(context: Context, source: OutputSource, first: int, stop: int) -> Itera
         yield ids[max(first - begin, 0) : stop - begin]
 
 
+def _labels(context: Context, source: OutputSource, first: int, stop: int) -> Iterator[NDArray[np.int32]]:
+    """The numbers of the classes of documents ``first`` … ``stop`` - 1 of a source, a unit at a time."""
+    numbers = {name: number for number, name in enumerate(classes(context))}
+    for index, begin in _overlapping(source.unit_documents, first, stop):
+        files = unit_files(context, source.units[index])
+        of_unit = np.array([numbers.get(name, -1) for name in files.classes()], dtype=np.int32)
+        chosen = of_unit[files.labels()[_chosen(context, source, index, files)]]
+        yield chosen[max(first - begin, 0) : stop - begin]
+
+
 _READERS: dict[str, Callable[[Context, OutputSource, int, int], Iterator[NDArray[Any]]]] = {
     "tokens": _tokens,
     "doc_ends": _ends,
     ORIGINS: _origins,
     IDS: _ids,
     ID_ENDS: _id_ends,
+    DOCUMENTS_PREFIX + LABEL: _labels,
 }
 """What gives the values of every array of a source."""
 

@@ -21,10 +21,12 @@ duplicates the first document is kept.
 
 import difflib
 import math
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from lightscale.config.fields import field_type_text, shown_key, shown_value, table_type
 from lightscale.config.files import mistakes
@@ -32,6 +34,7 @@ from lightscale.config.section import MOST_ENTRIES, Fraction, Ids, Positive, Sec
 from lightscale.config.text import path_fault
 from lightscale.config.toml import read_toml
 from lightscale.data_pipeline.preparation.filters import make_filter
+from lightscale.data_pipeline.preparation.labels import MOST_CHARACTERS, MOST_CLASSES, is_name
 from lightscale.data_pipeline.preparation.sources import DEFAULT_SUFFIXES, MAX_DOCUMENT_BYTES, ReadOptions
 from lightscale.data_pipeline.store.format import CHUNK_TOKENS, SHARD_TOKENS, VALIDATION_SUFFIX, check_source_name
 from lightscale.errors import UserError, shortened
@@ -49,6 +52,8 @@ _MOST_DOCUMENT_BYTES = 2**29
 # The index of a shard has an entry for each of its chunks.
 _MOST_CHUNKS = 2**20
 
+ClassName = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
+"""The name of a class, which a file may have as a whole number."""
 Language = Literal["en", "zh", "code", "other"]
 
 
@@ -65,6 +70,8 @@ class SourceConfig(Section):
     """Field of jsonl objects and column of parquet files that holds the text."""
     id_field: str | None = None
     """Field of jsonl objects and column of parquet files with an id or URL to keep; none: none is kept."""
+    label_field: str | None = None
+    """Field of jsonl objects and column of parquet files with the class of each document; none: they have none."""
     suffixes: _Texts = Field(default_factory=lambda: list(DEFAULT_SUFFIXES))
     """Ends of the names of the files that are read in directories."""
     validation: Fraction | None = None
@@ -93,6 +100,8 @@ class SourceConfig(Section):
             raise ValueError(f"filters = {shown_value(self.filters)} without a language, whose rules they would change")
         if self.language is not None:
             make_filter(self.language, self.filters)
+        if self.label_field == self.text_field:
+            raise ValueError(f"label_field = {shown_value(self.label_field)} is text_field; name the field of classes")
         return self
 
 
@@ -116,6 +125,8 @@ class Corpus(Section):
     """Share of the documents to hold out as the sources NAME-validation."""
     max_document_bytes: Annotated[int, Field(ge=1, le=_MOST_DOCUMENT_BYTES)] = MAX_DOCUMENT_BYTES
     """Longer texts are counted and skipped. Memory grows with it: about 20 bytes for each, in each process."""
+    classes: Annotated[list[ClassName], Field(min_length=1, max_length=MOST_CLASSES)] | None = None
+    """Names of the classes in the sources' label_field, in the order of their numbers; none: those found, sorted."""
     duplicates: DuplicatesConfig = DuplicatesConfig()
     """Which documents count as the same."""
     shard_tokens: Annotated[int, Field(ge=1, le=_MOST_SHARD_TOKENS)] = SHARD_TOKENS
@@ -137,6 +148,7 @@ class Corpus(Section):
         return ReadOptions(
             text_field=config.text_field,
             id_field=config.id_field,
+            label_field=config.label_field,
             suffixes=tuple(suffix.lower() for suffix in config.suffixes),
             max_document_bytes=self.max_document_bytes,
         )
@@ -165,6 +177,7 @@ class Corpus(Section):
                 f'vocab_size = {self.vocab_size}: tokenizer "{self.tokenizer}" has its own; remove one of the two keys'
             )
         _check_names(list(self.sources))
+        _check_classes(self.classes, [name for name, source in self.sources.items() if source.label_field is not None])
         _check_weights({name: source.weight for name, source in self.sources.items()})
         return self
 
@@ -216,6 +229,20 @@ def _check_names(names: list[str]) -> None:
                 f"sources.{name}: this name is reserved for the held-out documents of "
                 f"{name.removesuffix(VALIDATION_SUFFIX)}; use another"
             )
+
+
+def _check_classes(classes: Sequence[str] | None, labelled: Sequence[str]) -> None:
+    if classes is None:
+        return
+    if not labelled:
+        raise ValueError("classes, but no source has a label_field; name the field that holds the class in one")
+    if wrong := [name for name in classes if not is_name(name)]:
+        raise ValueError(
+            f"classes: {shown_value(wrong[0])} must be a whole number, or a string of 1 to {MOST_CHARACTERS} printable "
+            "characters"
+        )
+    if twice := [name for name, count in Counter(classes).items() if count > 1]:
+        raise ValueError(f"classes: {shown_value(twice[0])} is there twice; name each class once")
 
 
 def _check_weights(weights: dict[str, float | None]) -> None:

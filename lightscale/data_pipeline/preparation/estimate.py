@@ -17,6 +17,7 @@ import xxhash
 from lightscale.data_pipeline.preparation.corpus import DEFAULT_VOCAB_SIZE, Corpus
 from lightscale.data_pipeline.preparation.dedup import NUM_BANDS, band_keys, document_key, signatures
 from lightscale.data_pipeline.preparation.filters import make_filter
+from lightscale.data_pipeline.preparation.labels import class_of
 from lightscale.data_pipeline.preparation.normalise import normalise
 from lightscale.data_pipeline.preparation.prepare import given_tokenizer
 from lightscale.data_pipeline.preparation.readers import RawDocument, cut_into_ranges, num_parquet_rows, read
@@ -41,6 +42,8 @@ _SEEN_BYTES = 2**20
 _TOKEN_BYTES = 4
 # In a store: where it ends, and where it came from.
 _STORED_DOCUMENT_BYTES = 24
+# Of a document with a class, here and there.
+_LABEL_BYTES = 4
 # In the work directory: its record with its name, and its keys if duplicates of the kind are looked for.
 _RECORD_BYTES, _EXACT_KEY_BYTES, _NEAR_KEYS_BYTES = 60, 24, 16 * NUM_BANDS
 _WHOLE_FILE = 2**62
@@ -227,14 +230,15 @@ def estimate(corpus: Corpus, *, sample: int = SAMPLE_DOCUMENTS) -> CorpusEstimat
     for name, own in texts.items():
         _tokenize(corpus, encoder, own, sources[name])
     documents = sum(source.documents for source in sources.values())
+    labelled = sum(own.documents for name, own in sources.items() if corpus.sources[name].label_field is not None)
     token_bytes = _TOKEN_BYTES * sum(source.tokens for source in sources.values())
     keys = corpus.duplicates.exact * _EXACT_KEY_BYTES + corpus.duplicates.near * _NEAR_KEYS_BYTES
     return CorpusEstimate(
         sources=sources,
         tokenizer=encoder.name,
         is_trained=tokenizer is None,
-        store_bytes=token_bytes + documents * _STORED_DOCUMENT_BYTES,
-        work_bytes=token_bytes + documents * (_RECORD_BYTES + keys),
+        store_bytes=token_bytes + documents * _STORED_DOCUMENT_BYTES + labelled * _LABEL_BYTES,
+        work_bytes=token_bytes + documents * (_RECORD_BYTES + keys) + labelled * _LABEL_BYTES,
     )
 
 
@@ -274,6 +278,8 @@ def _kept_texts(
             rule = EMPTY if not text or text.isspace() else None if rules is None else rules(text)
             found.seconds += time.process_time() - started
             if rule is None:
+                if options.label_field is not None:
+                    class_of(raw.label, raw.id, field=options.label_field, classes=corpus.classes)
                 own.kept += 1
                 own.kept_bytes += len(text.encode())
                 yield text

@@ -37,6 +37,7 @@ def make_html_report(report: dict[str, Any]) -> str:
         f"sha256 {tokenizer['sha256'][:16]}…</p>",
         "<h2>Sources</h2>",
         _sources(report),
+        *_classes(report),
         "<h2>Step by step</h2>",
         *(_stages(name, source) for name, source in report["corpus"].items()),
         "<h2>Lengths</h2>",
@@ -94,6 +95,21 @@ def _sources(report: dict[str, Any]) -> str:
     if "validation" in entropy:
         note += f", {entropy['validation']:.4f} (validation, own frequencies)"
     return _table(headings, rows) + f'<p class="note">{note}</p>'
+
+
+def _classes(report: dict[str, Any]) -> list[str]:
+    labelled = {name: source["classes"] for name, source in report["sources"].items() if "classes" in source}
+    if not labelled:
+        return []
+    parts = ["<h2>Classes</h2>"]
+    for name, counts in labelled.items():
+        total = sum(counts.values())
+        rows = [
+            [_text(one), f"{number}", f"{count:,}", _bar(count / total)]
+            for number, (one, count) in enumerate(counts.items())
+        ]
+        parts += [f"<h3>{_text(name)}</h3>", _table(("class", "number", "documents", "share"), rows)]
+    return parts
 
 
 def _stages(name: str, source: dict[str, Any]) -> str:

@@ -36,6 +36,7 @@ from lightscale.data_pipeline.preparation.units import Context, prepare_unit, sa
 from lightscale.data_pipeline.preparation.work_directory import WorkDirectory, differences, explain_full_disk
 from lightscale.data_pipeline.store.format import (
     HTML_REPORT_FILE,
+    LABEL,
     SPLITS,
     TOKENIZER_DIR,
     Split,
@@ -50,7 +51,7 @@ from lightscale.data_pipeline.whole_files import whole_directory
 from lightscale.errors import UserError
 
 # Part of what a work directory is compared by: raised when units, keys, shards or the files in it differ from before.
-PIPELINE_VERSION = 4
+PIPELINE_VERSION = 5
 # So many units are read to train a tokenizer, spread evenly over the corpus.
 _SAMPLED_UNITS = 64
 
@@ -264,7 +265,15 @@ def _finish(context: Context, out: Path) -> dict[str, Any]:
         work.store, context.plan.file_names(), shard_tokens=corpus.shard_tokens, chunk_tokens=corpus.chunk_tokens
     )
     weights = {name: weight for name, weight in (corpus.weights or {}).items() if name in names}
-    write_root(work.store, context.tokenizer, names, report, weights=weights)
+    classes = assemble.classes(context)
+    write_root(
+        work.store,
+        context.tokenizer,
+        names,
+        report,
+        weights=weights,
+        classes={LABEL: classes} if classes else None,
+    )
     state = work.read_state()
     assert state is not None
     # Between the rename and the removal of the work directory both are there: this says that the work is done, not

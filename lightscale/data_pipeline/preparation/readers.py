@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lightscale.data_pipeline.executors import Advance
+from lightscale.data_pipeline.preparation.labels import MISSING
 from lightscale.data_pipeline.preparation.normalise import INVALID_UTF8
 from lightscale.data_pipeline.preparation.sources import (
     CHANGED,
@@ -87,6 +88,8 @@ class RawDocument:
     """Of its line, or of its file; 0 for a row."""
     own_id: str | None = None
     """Its own id or URL, from the field that the source says."""
+    label: Any = MISSING
+    """What is in the field of its class that the source says, whatever that is."""
 
 
 def cut_into_ranges(
@@ -182,7 +185,10 @@ def _read_jsonl(
                 text = None if record is None else _text_of(record, document_id, problems, options)
                 if record is not None and text is not None:
                     own_id = _own_id(record.get(options.id_field)) if options.id_field else None
-                    yield RawDocument(id=document_id, data=text, begin=offset, num_bytes=len(line), own_id=own_id)
+                    label = record.get(options.label_field, MISSING) if options.label_field else MISSING
+                    yield RawDocument(
+                        id=document_id, data=text, begin=offset, num_bytes=len(line), own_id=own_id, label=label
+                    )
 
 
 def _plain(file: Any, advance: Advance) -> Iterator[bytes]:
@@ -366,20 +372,23 @@ def _read_group(
     parquet: Any, group: int, row: int, file: SourceFile, problems: Problems, options: ReadOptions
 ) -> Iterator[RawDocument]:
     """The documents of a row group, which begins at ``row``. Damage is counted, and costs nothing of other groups."""
-    columns, id_field = [options.text_field], options.id_field
-    if id_field is not None and id_field != options.text_field and id_field in parquet.schema_arrow.names:
-        columns.append(id_field)
+    text_field, names = options.text_field, parquet.schema_arrow.names
+    fields = (options.id_field, options.label_field)
+    others = sorted({field for field in fields if field is not None and field in names and field != text_field})
     try:
-        for batch in parquet.iter_batches(_ROWS, row_groups=[group], columns=columns):
+        for batch in parquet.iter_batches(_ROWS, row_groups=[group], columns=[text_field, *others]):
             # As bytes: pyarrow does not check that its strings are UTF-8.
-            texts = batch.column(options.text_field).cast(pyarrow.large_binary()).to_pylist()
-            ids = batch.column(columns[-1]).to_pylist() if len(columns) > 1 else itertools.repeat(None)
-            for data, own_id in zip(texts, ids, strict=False):
+            texts = batch.column(text_field).cast(pyarrow.large_binary()).to_pylist()
+            ids, labels = (
+                batch.column(field).to_pylist() if field in others else itertools.repeat(absent)
+                for field, absent in ((options.id_field, None), (options.label_field, MISSING))
+            )
+            for data, own_id, label in zip(texts, ids, labels, strict=False):
                 document_id = f"{file.id}@{row}"
                 if data is None:
                     problems.add(NO_TEXT, f"{document_id}: null in {options.text_field!r}")
                 elif _fits(data, document_id, problems, options):
-                    yield RawDocument(id=document_id, data=data, begin=row, own_id=_own_id(own_id))
+                    yield RawDocument(id=document_id, data=data, begin=row, own_id=_own_id(own_id), label=label)
                 row += 1
     except (OSError, pyarrow.ArrowException) as error:
         problems.add(UNREADABLE, f"{file.id}: after row {row}: {_one_line(error)}")

@@ -4,13 +4,14 @@ Nothing in it depends on time, machine, workers or interruptions.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightscale.data_pipeline.preparation.assemble import SPLITS, OutputSource, read_kept, unit_files
+from lightscale.data_pipeline.preparation.assemble import SPLITS, OutputSource, classes, read_kept, unit_files
 from lightscale.data_pipeline.preparation.corpus import Corpus
 from lightscale.data_pipeline.preparation.counts import NUM_LENGTHS, StepCounts
 from lightscale.data_pipeline.preparation.plan import PreparationPlan
@@ -28,9 +29,10 @@ def make_report(
     """
     problems = Problems()
     corpus = {name: _source_report(context, name, problems) for name in context.corpus.sources}
+    names = classes(context)
     return {
         "tokenizer": asdict(TokenizerIdentity.of(context.tokenizer)),
-        "sources": {output.name: _output_report(output) for output in outputs},
+        "sources": {output.name: _output_report(output, names) for output in outputs},
         "unigram_entropy_nats": _entropies(token_counts),
         "corpus": corpus,
         "weights": context.corpus.weights,
@@ -87,13 +89,14 @@ class DropSummary:
         )
 
 
-def _output_report(output: OutputSource) -> dict[str, Any]:
+def _output_report(output: OutputSource, classes: Sequence[str]) -> dict[str, Any]:
     counts = output.counts
     return {
         "documents": counts.documents,
         "bytes": counts.bytes,
         "tokens": counts.tokens,
         "bytes_per_token": counts.bytes / counts.tokens,
+        **({"classes": {name: output.classes.get(name, 0) for name in classes}} if output.classes else {}),
     }
 
 

@@ -117,6 +117,8 @@ class ReadOptions:
     """Of jsonl objects, column of parquet files."""
     id_field: str | None = None
     """Of the documents' own ids; where a document has none there it gets none."""
+    label_field: str | None = None
+    """Of the documents' classes, which all documents have; none: they have none."""
     suffixes: tuple[str, ...] = ()
     """Of files that are read as text though they are of another kind, like ".csv"."""
     max_document_bytes: int = MAX_DOCUMENT_BYTES

@@ -4,6 +4,7 @@ units/NNNNNN/tokens        uint32: the tokens of its documents, one after the ot
 units/NNNNNN/documents     a record a document: tokens, bytes, split, where it came from
 units/NNNNNN/names         the documents' ids, a line each
 units/NNNNNN/ids           the ids that they brought themselves, one after the other
+units/NNNNNN/labels        uint32: the class of each, where they have one, as its place in classes.json
 units/NNNNNN/exact-NNNN    keys of texts, near-NNNN keys of bands, for ``deduplication.py``
 units/NNNNNN/counts.json    counts, and what was dropped
 """
@@ -31,6 +32,7 @@ from lightscale.data_pipeline.preparation.dedup import (
     write_exact_records,
 )
 from lightscale.data_pipeline.preparation.filters import Filter, make_filter
+from lightscale.data_pipeline.preparation.labels import check_number, class_of
 from lightscale.data_pipeline.preparation.normalise import INVALID_UTF8, LONE_SURROGATE, normalise
 from lightscale.data_pipeline.preparation.plan import UNIT_SHIFT, PreparationPlan, UnitSummary, read_plan
 from lightscale.data_pipeline.preparation.readers import read
@@ -90,6 +92,12 @@ class Context:
         """The same with its fast path, where it has one."""
         return with_fast_path(self.tokenizer)
 
+    @cached_property
+    def classes(self) -> dict[str, int] | None:
+        """The numbers of those that the corpus lists, by name; None: any name is one."""
+        listed = self.corpus.classes
+        return None if listed is None else {name: number for number, name in enumerate(listed)}
+
     def filter_of(self, source: str) -> Filter | None:
         """The rules for a source's language; None where it has none."""
         if source not in self._filters:
@@ -147,6 +155,8 @@ class CleanDocument:
     length: int
     """where it was in that; see ``RawDocument``."""
     own_id: bytes
+    label: str | None = None
+    """Name of its class."""
 
 
 def split_of(document_id: str, validation: float) -> Split:
@@ -194,6 +204,7 @@ def clean_documents(
     rules = context.filter_of(unit.source)
     options = context.corpus.read_options(unit.source)
     was_read, normalised, filtered = (counts.steps[name] for name in STEPS_OF_A_UNIT)
+    label_field, classes = options.label_field, context.classes
     for file_range in context.plan.file_ranges(unit):
         documents = read(file_range, counts.problems, options=options, advance=advance)
         for raw in documents:
@@ -215,6 +226,7 @@ def clean_documents(
                 filtered.drop(rule, num_bytes, raw.id, text)
                 continue
             filtered.keep(num_bytes)
+            label = None if label_field is None else class_of(raw.label, raw.id, field=label_field, classes=classes)
             yield CleanDocument(
                 id=raw.id,
                 text=text,
@@ -223,6 +235,7 @@ def clean_documents(
                 begin=raw.begin,
                 length=raw.num_bytes,
                 own_id=(raw.own_id or "").encode(errors="replace"),
+                label=label,
             )
 
 
@@ -240,10 +253,11 @@ class UnitWriter:
         self._keys: list[bytes] = []
         self._bands: list[NDArray[np.uint64]] = []
         self._num_keyed = self._num_documents = self._num_key_files = 0
+        self._source, self._classes = unit.source, dict[str, int]()
 
     def __enter__(self) -> "UnitWriter":
         self._files: dict[str, BinaryIO] = {
-            name: (self._directory / name).open("wb") for name in ("tokens", "documents", "names", "ids")
+            name: (self._directory / name).open("wb") for name in ("tokens", "documents", "names", "ids", "labels")
         }
         return self
 
@@ -262,6 +276,7 @@ class UnitWriter:
         """Write what is still in memory."""
         self._write_batch()
         self._write_keys()
+        (self._directory / "classes.json").write_text(json.dumps(list(self._classes)), encoding="utf-8")
         for file in self._files.values():
             file.flush()
 
@@ -283,6 +298,13 @@ class UnitWriter:
         self._files["documents"].write(records.tobytes())
         self._files["names"].write("".join(f"{_one_line(document.id)}\n" for document in batch).encode())
         self._files["ids"].write(b"".join(document.own_id for document in batch))
+        labels = [
+            self._classes.setdefault(document.label, len(self._classes))
+            for document in batch
+            if document.label is not None
+        ]
+        check_number(self._classes, f"sources.{self._source}")
+        self._files["labels"].write(np.array(labels, dtype="<u4").tobytes())
         if self._duplicates.exact:
             self._keys += [document_key(document.text) for document in batch]
         if self._duplicates.near:
@@ -330,6 +352,15 @@ class UnitFiles:
     def ids(self) -> NDArray[np.uint8]:
         """The documents' own ids, one after the other."""
         return np.fromfile(self.directory / "ids", dtype=np.uint8)
+
+    def labels(self) -> NDArray[np.uint32]:
+        """The classes of the documents, by their places in ``classes``; none where they have none."""
+        return np.fromfile(self.directory / "labels", dtype="<u4")
+
+    def classes(self) -> list[str]:
+        """The names of the classes of its documents."""
+        names: list[str] = json.loads((self.directory / "classes.json").read_bytes())
+        return names
 
     def names(self, numbers: list[int]) -> list[str]:
         """The ids of some documents, ascending ``numbers``."""

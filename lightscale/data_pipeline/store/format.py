@@ -1,6 +1,6 @@
 """What a token store is on disk: a zarr v3 group with one group per source, written once, whole or not at all.
 
-    STORE/zarr.json                      format, tokenizer, names and weights of the sources; written last
+    STORE/zarr.json                      format, tokenizer, sources and their weights, names of classes; written last
     STORE/SOURCE/zarr.json               split, counts, hashes
     STORE/SOURCE/tokens/                 uint32, (tokens,): every document as [end-of-text, t1, …, tn]
     STORE/SOURCE/doc_ends/               uint64, (documents,): where each document ends in tokens, ascending
@@ -56,6 +56,8 @@ HASHES_DIR = "hashes"
 LOSS_MASK, ORIGINS, IDS, ID_ENDS = "loss_mask", "origins", "ids", "id_ends"
 DOCUMENTS_PREFIX = "documents."
 """Begins the names of the arrays that a task has of documents."""
+LABEL = "label"
+"""The one of them with the class of each, a number from 0 on, that preparations write."""
 _DOCUMENT_ARRAY_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 # Documents are far fewer than tokens; shorter zarr chunks waste less room at the end of an array.
 _TOKENS_PER_DOCUMENT = 16
@@ -101,6 +103,8 @@ class StoreRoot:
     sources: list[str]
     weights: dict[str, float] | None
     """Default share of every training source in the samples; none: by their tokens."""
+    classes: dict[str, list[str]]
+    """Names of the classes that arrays of documents hold the numbers of, by array."""
 
     @property
     def is_checked(self) -> bool:
@@ -211,12 +215,14 @@ def write_root(
     report: Mapping[str, Any],
     *,
     weights: Mapping[str, float] | None = None,
+    classes: Mapping[str, Sequence[str]] | None = None,
     format_version: int = FORMAT_VERSION,
 ) -> None:
     """Tokenizer, report and last the ``zarr.json`` of a store whose ``sources`` are there.
 
-    ``weights``: default share of every source in the training samples; none: by their tokens. ``format_version`` 1: of
-    a store without hashes of blocks, for measurements.
+    ``weights``: default share of every source in the training samples; none: by their tokens. ``classes``: names of
+    what arrays of documents hold the numbers of, by array. ``format_version`` 1: of a store without hashes of blocks,
+    for measurements.
     """
     (directory / TOKENIZER_DIR).mkdir(exist_ok=True)
     tokenizer.save(directory / TOKENIZER_DIR)
@@ -230,6 +236,7 @@ def write_root(
         "tokenizer": asdict(TokenizerIdentity.of(tokenizer)),
         "sources": list(sources),
         **({"weights": dict(weights)} if weights else {}),
+        **({"classes": {array: list(names) for array, names in classes.items()}} if classes else {}),
     }
     zarr.create_group(directory, attributes=attributes, zarr_format=3)
 
@@ -269,6 +276,7 @@ def read_root(path: Path) -> StoreRoot:
         sources=sources,
         # Format 1 kept the weights of sources without documents.
         weights=_weights(metadata_path, attributes.get("weights"), sources if version >= CHECKED_SINCE else None),
+        classes=_classes(metadata_path, attributes.get("classes", {})),
     )
 
 
@@ -313,6 +321,15 @@ def _weights(path: Path, weights: Any, sources: Sequence[str] | None) -> dict[st
         if not is_number or not 0 < weight < math.inf:
             raise UserError(f"{path}: weights: {name} = {weight!r}: must be a number above 0; the store is damaged")
     return {name: float(weight) for name, weight in weights.items()}
+
+
+def _classes(path: Path, classes: Any) -> dict[str, list[str]]:
+    if not isinstance(classes, dict):
+        raise UserError(f"{path}: classes = {classes!r}: must be a table of array and names; the store is damaged")
+    for array, names in classes.items():
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise UserError(f"{path}: classes: {array}: must be a list of names; the store is damaged")
+    return classes
 
 
 def require_absent(path: Path) -> None:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +22,7 @@ from lightscale.data_pipeline.store.format import (
     DOCUMENTS_PREFIX,
     HASHES_DIR,
     INPUT_FILES_DIR,
+    LABEL,
     LOSS_MASK,
     ORIGINS,
     REPORT_FILE,
@@ -179,8 +180,10 @@ class StoreWriter:
         *,
         shard_tokens: int = SHARD_TOKENS,
         chunk_tokens: int = CHUNK_TOKENS,
+        classes: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        self.path = path
+        """``classes``: names of what arrays of documents hold the numbers of, by array."""
+        self.path, self._classes = path, classes
         self._tokenizer = tokenizer
         self._layout = (shard_tokens, chunk_tokens)
         self._temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
@@ -241,7 +244,7 @@ class StoreWriter:
             raise UserError(f"{self.path}: no document to write; the corpus is empty")
         for source in written.values():
             source.finish()
-        write_root(self._temporary, self._tokenizer, sorted(written), report)
+        write_root(self._temporary, self._tokenizer, sorted(written), report, classes=self._classes)
         publish(self._temporary, self.path)
 
 
@@ -370,12 +373,15 @@ class TokenStore:
     """What it was written with."""
     weights: dict[str, float] | None
     """Default share of every training source in the samples; none: by their tokens."""
+    classes: dict[str, list[str]]
+    """Names of the classes that arrays of documents hold the numbers of, by array."""
 
     def __init__(self, path: Path) -> None:
         """``UserError`` names the file where something is missing, damaged or of another version."""
         self.path = path
         root = read_root(path)
         self.format_version, self.tokenizer, self.weights = root.format_version, root.tokenizer, root.weights
+        self.classes = root.classes
         self.is_checked = root.is_checked
         """Whether every block is compared with its hash when it is read."""
         files = InputFiles(path) if root.is_checked and (path / INPUT_FILES_DIR).is_dir() else None
@@ -388,6 +394,19 @@ class TokenStore:
         if name not in self.sources:
             raise UserError(f"{self.path}: no source {name!r}; it has {', '.join(self.sources)}")
         return self.sources[name]
+
+    def class_name(self, array: str, number: int) -> str:
+        """What the store calls class ``number`` of an array of documents; its number where it has no name."""
+        names = self.classes.get(array, [])
+        return names[number] if 0 <= number < len(names) else str(number)
+
+    def label(self, source: str, document: int) -> str | None:
+        """The class of a document, by name; None where the source has none, or several numbers for each."""
+        opened = self.source(source)
+        dtype = opened.document_arrays.get(LABEL)
+        if dtype is None or dtype.subdtype is not None or dtype.kind not in "iu":
+            return None
+        return self.class_name(LABEL, int(opened.document_values(LABEL, document, document + 1)[0]))
 
     def fingerprint(self) -> str:
         """sha256 over the tokenizer, and every source's split, counts and content hash: the same in every format."""
