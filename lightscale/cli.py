@@ -63,6 +63,9 @@ COMMANDS: dict[str, Command] = {
     "compare": Command(
         module="lightscale.study.commands.compare", help="show losses, configurations and evaluations of runs on a page"
     ),
+    "predict": Command(
+        module="lightscale.launch.commands.predict", help="fill masks, classify or embed documents with a model"
+    ),
     "generate": Command(module="lightscale.launch.commands.generate", help="generate text with a model"),
     "export": Command(
         module="lightscale.exchange.export_command", help="write a checkpoint as transformers loads it (Hugging Face)"

@@ -17,12 +17,15 @@ from lightscale.errors import shortened
 _MIXER_ENTRY = re.compile(r"(?P<name>[a-z][a-z0-9_]*)(\*(?P<count>[1-9][0-9]*))?")
 
 
+Pooling = Literal["mean", "first", "last"]
+
+
 class HeadConfig(Section):
     """[model.head]: an output layer that gives one label for each document, in place of the vocabulary's."""
 
     num_labels: Annotated[int, Field(ge=2, le=1_000_000)]
     """Classes; labels are 0 to one less."""
-    pooling: Literal["mean", "first", "last"] = "mean"
+    pooling: Pooling = "mean"
     """What of a document the layer sees: the mean of its tokens' states, or that of the first or last token."""
 
 

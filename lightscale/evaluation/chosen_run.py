@@ -48,6 +48,7 @@ def choose_run(
     store: Path | None = None,
     overrides: Sequence[str] = (),
     may_wait: bool = False,
+    any_task: bool = False,
 ) -> ChosenRun:
     """What ``restore`` will load.
 
@@ -59,19 +60,21 @@ def choose_run(
         overrides: `section.key=value` over the run's configuration, with which each rank holds the whole model unless
             they say otherwise.
         may_wait: whether the run need not have a checkpoint yet.
+        any_task: whether its model need not predict the next token.
 
     Raises:
-        UserError: no such run, store or checkpoint, a model of another task than ``causal``, a damaged tokenizer, or a
-            layout that the model cannot have.
+        UserError: no such run, store or checkpoint, a model of another task than ``causal`` (unless ``any_task``), a
+            damaged tokenizer, or a layout that the model cannot have.
     """
     directory = RunDirectory(run)
     require_run(directory.path)
     config = load(directory.config, [*_ONE_PROCESS, *overrides])
     check_model(config.model, config.parallel)
-    if not task_class(config.task.name).writes_text:
+    if not any_task and not task_class(config.task.name).writes_text:
         raise UserError(
             f'{directory.path}: its task.name = "{config.task.name}": only a model that predicts the next token, '
-            'task.name = "causal", scores text, generates it, and can be loaded or exported'
+            'task.name = "causal", scores text, generates it, and can be loaded or exported; use `lightscale predict` '
+            "for what this one predicts"
         )
     if not may_wait:
         _check_step(directory, step)

@@ -14,12 +14,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightscale.config.model import ModelConfig
+from lightscale.config.model import ModelConfig, Pooling
 from lightscale.config.schema import Recompute
 from lightscale.kernels.attention import DocumentStarts
 from lightscale.models.classes import mixer_class, shared_parts
 from lightscale.models.layers.context import MixerState, SequenceContext
-from lightscale.models.layers.label_head import LabelHead, label_losses
+from lightscale.models.layers.label_head import LabelHead, label_losses, pooled_documents
 from lightscale.models.layers.linear import GatedLinearUnit, OutputLayer, leave_unset
 from lightscale.models.layers.norms import RMSNorm, SRMSNorm
 from lightscale.models.layers.shared_parts import EmbeddingPart, SharedPart, StagePart, for_all_layers
@@ -39,6 +39,7 @@ from lightscale.parallel.megatron import (
     TransformerLayerSubmodules,
     VocabParallelEmbedding,
     all_to_all_hp2sp,
+    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
@@ -46,6 +47,10 @@ from lightscale.parallel.mesh import Mesh
 from lightscale.parallel.sequence import Replay
 
 _NORMS = {"srmsnorm": SRMSNorm, "rmsnorm": RMSNorm}
+
+
+# Tokens whose logits are held at once where the most probable ids are wanted.
+_ROWS_AT_ONCE = 256
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -395,6 +400,49 @@ class LanguageModel(LanguageModule):
         rows = self.embedding.word_embeddings.weight if own is None else own
         group = self.pg_collection.tp
         return vocab_parallel_log_probability(hidden, rows, chosen, labels, vocab_size=self.vocab_size, group=group)
+
+    def most_probable(self, hidden: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The ``count`` most probable ids of ``chosen`` tokens, most probable first, equal on all tensor ranks.
+
+        On the last stage, in evaluation; arguments as of ``log_probability``.
+
+        Returns:
+            (m, count) log-probabilities, fp32 (fp64 of fp64 models), and (m, count) ids.
+        """
+        own: Tensor | None = self.output_layer.weight
+        weight = self.embedding.word_embeddings.weight if own is None else own
+        group = self.pg_collection.tp
+        if group.size() > 1:
+            hidden = gather_from_sequence_parallel_region(hidden, group=group)
+        n, b = hidden.shape[:2]
+        # Tokens come first in activations, rows in indices.
+        rows = hidden.reshape(n * b, -1)[chosen % n * b + chosen // n]
+        parts = [self._best(some, weight, count) for some in rows.split(_ROWS_AT_ONCE)]
+        values, ids = (torch.cat(one) for one in zip(*parts, strict=True))
+        return values, ids
+
+    def _best(self, rows: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """rows: (m, d) -> (m, count) log-probabilities and ids."""
+        logits = F.linear(rows, weight)
+        if self.pg_collection.tp.size() > 1:
+            logits = gather_from_tensor_model_parallel_region(logits, group=self.pg_collection.tp)
+        logits = logits[:, : self.vocab_size].to(torch.promote_types(logits.dtype, torch.float32))
+        found = torch.log_softmax(logits, dim=-1).topk(count)
+        return found.values, found.indices
+
+    def label_log_probability(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """log softmax of the label head's logits, (m, labels), and which token each of the m documents ends at.
+
+        hidden: as of ``log_probability``; positions: (b, n). See ``LabelHead``.
+        """
+        assert isinstance(self.output_layer, LabelHead), "model.head"
+        logits, last = self.output_layer(hidden, SequenceContext.of(positions, exchange=self.exchange))
+        return torch.log_softmax(logits, dim=-1), last
+
+    def pooled(self, hidden: Tensor, positions: Tensor, pooling: Pooling) -> tuple[Tensor, Tensor]:
+        """A vector of each document, (m, d), and which token it ends at; see ``pooled_documents``."""
+        context = SequenceContext.of(positions, exchange=self.exchange)
+        return pooled_documents(hidden, context, pooling, self.pg_collection.tp)
 
     @contextmanager
     def whole_tokens(self) -> Iterator[None]:

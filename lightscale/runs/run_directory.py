@@ -120,6 +120,7 @@ class RunDirectory:
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self.tokenizer = self.path / "tokenizer"
+        self.classes = self.path / "classes.json"
         self.profile = self.path / "profile"
         self.evaluation = self.path / "evaluation"
         self.exports = self.path / "exports"

@@ -52,6 +52,10 @@ class Classify(TrainingTask):
         """The same in validation."""
         return DocumentLabels(array=self.config.label)
 
+    def class_names(self, store: TokenStore) -> list[str]:
+        """Those of the array of labels."""
+        return store.classes.get(self.config.label, [])
+
     def _check_labels(self, store: TokenStore, source: TokenSource, num_labels: int) -> None:
         name, where = self.config.label, f"{store.path}, source {source.name}"
         dtype = source.document_arrays.get(name)
@@ -65,9 +69,13 @@ class Classify(TrainingTask):
             labels = source.document_values(name, first, last)
             wrong = np.flatnonzero((labels < 0) | (labels >= num_labels))
             if len(wrong):
+                label = int(labels[wrong[0]])
+                classes = self.class_names(store)
+                called = f" ({classes[label]})" if 0 <= label < len(classes) else ""
+                advice = f"; the store has {len(classes)} classes" if classes else ""
                 raise UserError(
-                    f"{where}: document {first + wrong[0]} has the label {labels[wrong[0]]}, but "
-                    f"model.head.num_labels = {num_labels} allows 0 to {num_labels - 1}"
+                    f"{where}: document {first + wrong[0]} has the label {label}{called}, but "
+                    f"model.head.num_labels = {num_labels} allows 0 to {num_labels - 1}{advice}"
                 )
 
 

@@ -34,6 +34,10 @@ class TrainingTask(ABC):
     def targets(self, store: TokenStore, *, validation: bool) -> Targets | None:
         """What makes inputs and labels of the rows of ``store``; None: every token's label is the next one."""
 
+    def class_names(self, store: TokenStore) -> list[str]:
+        """What the store calls the classes of its documents that are predicted, by number; none: nothing."""
+        return []
+
 
 def task_of(config: RunConfig) -> TrainingTask:
     """The task of a run."""

@@ -1,13 +1,15 @@
-"""The tokenizer of a run, kept in its directory: whoever has the directory can use the model, without the token store.
+"""What a run keeps of its token store: whoever has the run's directory can use the model without the store.
 
-`keep_tokenizer` is called at every start, so that runs from before, which keep none, get theirs when they are resumed.
+That is its tokenizer, and the names of the classes that it learns to tell apart. `keep_tokenizer` is called
+at every start, so that runs from before, which keep none, get theirs when they are resumed.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from lightscale.data_pipeline.store.format import TOKENIZER_DIR
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.data_pipeline.tokenizers import copy_tokenizer, files_sha256
+from lightscale.data_pipeline.whole_files import write_json
 from lightscale.errors import UserError
 from lightscale.parallel.agreement import Agreement
 from lightscale.runs.journal import Journal
@@ -36,6 +38,16 @@ def keep_tokenizer(
         copy_tokenizer(store.path / TOKENIZER_DIR, run.tokenizer, sha256=now.sha256)
         if kept is not None:
             journal.event("tokenizer_changed", before=kept, now=now.sha256)
+
+    ranks.on_first(keep)
+
+
+def keep_classes(run: RunDirectory, names: Sequence[str], ranks: Agreement) -> None:
+    """Write the `names` of classes, by number, to `run`, where there are any; collective over `ranks`."""
+
+    def keep() -> None:
+        if names:
+            write_json(run.classes, list(names))
 
     ranks.on_first(keep)
 

@@ -61,7 +61,7 @@ from lightscale.training.parameter_norms import ParameterNorms
 from lightscale.training.preflight import check_before_training
 from lightscale.training.profile import StepProfiler
 from lightscale.training.recovery import Recovery, Stateful
-from lightscale.training.run_tokenizer import keep_tokenizer
+from lightscale.training.run_tokenizer import keep_classes, keep_tokenizer
 from lightscale.training.schedule import learning_rate
 from lightscale.training.signals import StopSignal
 
@@ -174,6 +174,7 @@ class Trainer:
         self.store = TokenStore(config.data.store)
         keep_tokenizer(run, self.store, self.journal, Agreement(mesh.control), allow)
         self.task = task_of(config)
+        keep_classes(run, self.task.class_names(self.store), Agreement(mesh.control))
         # Sets from other stores have the same tokenizer.
         self.validation_targets = self.task.targets(self.store, validation=True)
         self.loader = TokenLoader.of(

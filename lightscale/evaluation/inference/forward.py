@@ -3,7 +3,7 @@
 Tensor, pipeline and sequence ranks of one model take part together; data ranks have other rows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -70,11 +70,26 @@ class Forward:
 
         Nothing on all but the last stage.
         """
+        for columns, output in self.run(batches, self._score):
+            log_probability, is_greedy = output.cpu().numpy()
+            yield Found(columns.numbers, columns.offsets, log_probability, is_greedy > 0)
+
+    @torch.no_grad()
+    def run(
+        self, batches: Sequence[Rows], read: Callable[[Columns, Tensor], Tensor]
+    ) -> Iterator[tuple[Columns, Tensor]]:
+        """Run ``batches``, all of one shape (b, n); nothing comes on all but the last stage.
+
+        Args:
+            batches: rows.
+            read: makes of this rank's segment of a batch, and of what would enter the output layer there
+                (n / tensor, b, d), what comes with the segment.
+        """
         b, n = batches[0].columns.tokens.shape
         assert n % self.align == 0, f"rows of {n} tokens on ranks that share {self.align}"
         own = [self._own(rows.columns) for rows in batches]
         outputs: list[Tensor] = get_forward_backward_func()(
-            forward_step_func=self._step,
+            forward_step_func=partial(self._step, read),
             data_iterator=iter(zip(batches, own, strict=True)),
             model=[self.model],
             num_microbatches=len(batches),
@@ -83,9 +98,7 @@ class Forward:
             micro_batch_size=b,
             forward_only=True,
         )
-        for columns, output in zip(own, outputs, strict=False):
-            log_probability, is_greedy = output.cpu().numpy()
-            yield Found(columns.numbers, columns.offsets, log_probability, is_greedy > 0)
+        yield from zip(own, outputs, strict=False)
 
     def largest(self, value: int) -> int:
         """The largest ``value`` of the ranks of this model."""
@@ -110,19 +123,29 @@ class Forward:
             *(values[here] for values in (columns.labels, columns.numbers, columns.offsets)),
         )
 
-    def _step(self, batches: Iterator[tuple[Rows, Columns]], model: LanguageModel) -> tuple[Tensor, partial]:
+    def _step(
+        self,
+        read: Callable[[Columns, Tensor], Tensor],
+        batches: Iterator[tuple[Rows, Columns]],
+        model: LanguageModel,
+    ) -> tuple[Tensor, partial]:
         rows, own = next(batches)
-        tokens, positions = (self._to_device(array) for array in (own.tokens, own.positions))
+        tokens, positions = (self.to_device(array) for array in (own.tokens, own.positions))
         hidden = model(tokens, positions, states=rows.states, hidden_only=True)
-        return hidden, partial(self._score, own)
+        return hidden, partial(_reported, read, own)
 
-    def _score(self, own: Columns, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Megatron's (loss, number of tokens, what to report); only the last counts here."""
-        nothing = hidden.new_zeros(()), torch.zeros((), dtype=torch.int)
+    def _score(self, own: Columns, hidden: Tensor) -> Tensor:
+        """(2, m): log-probabilities, and 1 where they are the most probable."""
         if not len(own.chosen):
-            return *nothing, torch.empty(2, 0, dtype=torch.float64)
-        found = self.model.log_probability(hidden, self._to_device(own.chosen), self._to_device(own.labels))
-        return *nothing, torch.stack([values.double() for values in found])
+            return torch.empty(2, 0, dtype=torch.float64)
+        found = self.model.log_probability(hidden, self.to_device(own.chosen), self.to_device(own.labels))
+        return torch.stack([values.double() for values in found])
 
-    def _to_device(self, array: NDArray[np.int64]) -> Tensor:
+    def to_device(self, array: NDArray[np.int64]) -> Tensor:
+        """``array`` where the model is."""
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.mesh.device)
+
+
+def _reported(read: Callable[[Columns, Tensor], Tensor], own: Columns, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Megatron's (loss, number of tokens, what to report); only the last counts here."""
+    return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), read(own, hidden)

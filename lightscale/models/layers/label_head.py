@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightscale.config.model import HeadConfig
+from lightscale.config.model import HeadConfig, Pooling
 from lightscale.kernels.attention import to_device
 from lightscale.models.layers.context import SequenceContext
 from lightscale.parallel.megatron import TransformerConfig, gather_from_sequence_parallel_region
@@ -44,55 +44,68 @@ class LabelHead(nn.Module):
         The numbers say which of the b·n tokens is the last one here of each document, row after row. The documents are
         those of the context, also parts that go on behind this rank; their logits mean nothing.
         """
-        if self.group.size() > 1:
-            # All ranks go on alike: each takes the gradient of its own tokens.
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        states = hidden.transpose(0, 1).flatten(0, 1).to(wide)
-        pooled, last = self._pooled(states, context)
-        return F.linear(pooled, self.weight.to(wide)), last
+        pooled, last = pooled_documents(hidden, context, self.pooling, self.group)
+        return F.linear(pooled, self.weight.to(pooled.dtype)), last
 
-    def _pooled(self, states: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
-        """states: (b·n, d) -> (m, d), and the last token of each."""
-        positions = context.positions
-        (b, n), device = positions.shape, states.device
-        slots = context.document_starts.slots
-        first = to_device(slots, device)
-        last = to_device(torch.cat([slots[1:], slots.new_tensor([b * n])])[: len(slots)] - 1, device)
-        if self.pooling == "last":
-            return states[last], last
-        flat = positions.flatten()
-        if self.pooling == "first":
-            states = states * (flat == 0)[:, None]
-        number = torch.zeros_like(flat).index_fill(0, first, 1).cumsum(0) - 1
-        sums = states.new_zeros(len(slots), states.size(1)).index_add(0, number, states)
-        if context.exchange is not None:
-            begins = slots % max(n, 1) == 0
-            ends = torch.cat([begins[1:], begins.new_ones(1)])[: len(slots)]
-            incoming = self._incoming(sums[to_device(ends.nonzero().squeeze(1), device)], context)
-            if not n:
-                # Nothing is predicted here, but the others wait for this rank in the backward pass of the gathering.
-                return incoming[:0], last
-            sums = sums.index_add(0, to_device(begins.nonzero().squeeze(1), device), incoming)
-        return (sums / (flat[last] + 1)[:, None] if self.pooling == "mean" else sums), last
 
-    def _incoming(self, leaving: Tensor, context: SequenceContext) -> Tensor:
-        """leaving: (b, d), sums of each row's last document here -> (b, d), of the first one, on the ranks before."""
-        exchange, positions = context.exchange, context.positions
-        assert exchange is not None
-        b, n = positions.shape
+def pooled_documents(
+    hidden: Tensor, context: SequenceContext, pooling: Pooling, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """One vector for each document that has tokens on this rank, the same on all ranks of the tensor ``group``.
+
+    Args:
+        hidden: (n / tensor, b, d).
+        context: of the pass.
+        pooling: what of a document's tokens, on this rank and on those before.
+
+    Returns:
+        (m, d), fp32 or wider, and (m,) int64: which of the b·n tokens is the last one here of each, row after row.
+        Vectors of documents that go on behind this rank mean nothing.
+    """
+    if group.size() > 1:
+        # All ranks go on alike: each takes the gradient of its own tokens.
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=group)
+    states = hidden.transpose(0, 1).flatten(0, 1).to(torch.promote_types(hidden.dtype, torch.float32))
+    positions = context.positions
+    (b, n), device = positions.shape, states.device
+    slots = context.document_starts.slots
+    first = to_device(slots, device)
+    last = to_device(torch.cat([slots[1:], slots.new_tensor([b * n])])[: len(slots)] - 1, device)
+    if pooling == "last":
+        return states[last], last
+    flat = positions.flatten()
+    if pooling == "first":
+        states = states * (flat == 0)[:, None]
+    number = torch.zeros_like(flat).index_fill(0, first, 1).cumsum(0) - 1
+    sums = states.new_zeros(len(slots), states.size(1)).index_add(0, number, states)
+    if context.exchange is not None:
+        begins = slots % max(n, 1) == 0
+        ends = torch.cat([begins[1:], begins.new_ones(1)])[: len(slots)]
+        incoming = _incoming(sums[to_device(ends.nonzero().squeeze(1), device)], context)
         if not n:
-            leaving = leaving.new_zeros(b, self.weight.size(1)) + leaving.sum()
-        # Whether a document goes through the whole row, and what an earlier rank has of it comes here too.
-        is_through = (positions > 0).all(dim=1)
-        sent = torch.cat([leaving, is_through[:, None].to(leaving.dtype)], dim=1)
-        gathered = begin_gather(sent[:, None], exchange)()
-        arrives = context.continues.to(leaving.dtype)
-        shares = [torch.zeros_like(arrives)] * exchange.size
-        for rank in reversed(range(exchange.rank)):
-            shares[rank] = arrives
-            arrives = arrives * gathered[:, rank, -1].detach()
-        return torch.einsum("br, brd -> bd", torch.stack(shares, dim=1), gathered[..., :-1])
+            # Nothing is predicted here, but the others wait for this rank in the backward pass of the gathering.
+            return incoming[:0], last
+        sums = sums.index_add(0, to_device(begins.nonzero().squeeze(1), device), incoming)
+    return (sums / (flat[last] + 1)[:, None] if pooling == "mean" else sums), last
+
+
+def _incoming(leaving: Tensor, context: SequenceContext) -> Tensor:
+    """leaving: (b, d), sums of each row's last document here -> (b, d), of the first one, on the ranks before."""
+    exchange, positions = context.exchange, context.positions
+    assert exchange is not None
+    b, n = positions.shape
+    if not n:
+        leaving = leaving.new_zeros(b, leaving.size(1)) + leaving.sum()
+    # Whether a document goes through the whole row, and what an earlier rank has of it comes here too.
+    is_through = (positions > 0).all(dim=1)
+    sent = torch.cat([leaving, is_through[:, None].to(leaving.dtype)], dim=1)
+    gathered = begin_gather(sent[:, None], exchange)()
+    arrives = context.continues.to(leaving.dtype)
+    shares = [torch.zeros_like(arrives)] * exchange.size
+    for rank in reversed(range(exchange.rank)):
+        shares[rank] = arrives
+        arrives = arrives * gathered[:, rank, -1].detach()
+    return torch.einsum("br, brd -> bd", torch.stack(shares, dim=1), gathered[..., :-1])
 
 
 def label_losses(

@@ -1,0 +1,162 @@
+"""``lightscale predict`` behind its checks: the model on its ranks, and what it predicts, line by line."""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightscale.data_pipeline.tokenizers import Tokenizer
+from lightscale.data_pipeline.whole_files import whole_file
+from lightscale.evaluation.inference.predictions import Predictor
+from lightscale.evaluation.inference.requests import Ids
+from lightscale.evaluation.model import LoadedModel, mesh_of, restore
+from lightscale.evaluation.prediction_file import TextDocument
+from lightscale.evaluation.to_predict import ToPredict
+from lightscale.parallel.mesh import Mesh
+from lightscale.training.health.heartbeat import Heartbeat
+
+BLOCK_TOKENS, _BLOCK_DOCUMENTS = 2**18, 2**12
+"""Of a data rank, at most, whose predictions are held at once."""
+_SHOWN_CHARACTERS = 100
+Record = dict[str, Any]
+_Values = Iterator[Record]
+
+
+def predict(asked: ToPredict) -> None:
+    """Predict and show what is ``asked`` for: records on stdout of rank 0 or in a file, what they took on its stderr.
+
+    Called by every rank with torchrun's variables in the environment, or without them by one process.
+    """
+    with mesh_of(asked.chosen.config) as mesh:
+        Prediction(asked, restore(asked.chosen, mesh), mesh).write()
+
+
+class Prediction:
+    """A model and what it is asked for; collective over the ranks of ``mesh``."""
+
+    def __init__(self, asked: ToPredict, loaded: LoadedModel, mesh: Mesh) -> None:
+        self.asked, self.loaded, self.mesh = asked, loaded, mesh
+        self._heartbeat, self._steps = Heartbeat(asked.chosen.config.restart.hang_timeout_s), 0
+        self._predictor = Predictor(loaded.model, mesh, row_tokens=asked.row_tokens, advance=self._advance)
+        self._is_main = mesh.rank == 0
+        self._advance()
+        for reason in loaded.refused:
+            self._say(f"skipped a damaged checkpoint: {reason}")
+
+    def write(self) -> None:
+        """See the function."""
+        started_s, tokens = time.perf_counter(), 0
+        make = {"fillings": self._fillings, "classes": self._classes, "embeddings": self._embeddings}[self.asked.kind]
+        with ExitStack() as stack:
+            out = self._output(stack)
+            for block in blocks(self.asked.documents, BLOCK_TOKENS * self.mesh.data):
+                tokens += sum(len(document.ids) for document in block)
+                # On all ranks: they predict together.
+                for document, found in zip(block, make([document.ids for document in block]), strict=True):
+                    if out is not None:
+                        out.write(self._shown({**self._named(document), **found}))
+        took_s, count = time.perf_counter() - started_s, len(self.asked.documents)
+        documents = f"{count:,} document{'' if count == 1 else 's'}"
+        self._say(f"{documents}, {tokens:,} tokens in {took_s:.2f} s, from {self.loaded.checkpoint}"
+                  + (f"; wrote {self.asked.out}" if self.asked.out else ""))  # fmt: skip
+
+    def _output(self, stack: ExitStack) -> TextIO | None:
+        """Where records go; None on all ranks but the first."""
+        if not self._is_main:
+            return None
+        if self.asked.out is None:
+            return sys.stdout
+        temporary = stack.enter_context(whole_file(self.asked.out))
+        return stack.enter_context(temporary.open("w", encoding="utf-8"))
+
+    def _fillings(self, documents: Sequence[Ids]) -> _Values:
+        asked, tokenizer = self.asked, self.loaded.tokenizer
+        assert asked.masks is not None, "checked before"
+        of_token = token_texts(tokenizer)
+        for log_probability, ids in self._predictor.fill(documents, asked.masks.id, asked.top):
+            yield {
+                "masks": [
+                    [
+                        {"token": of_token(number), "id": number, "probability": _rounded(math.exp(value))}
+                        for value, number in zip(values.tolist(), numbers.tolist(), strict=True)
+                    ]
+                    for values, numbers in zip(log_probability, ids, strict=True)
+                ]
+            }
+
+    def _classes(self, documents: Sequence[Ids]) -> _Values:
+        for values in self._predictor.classify(documents):
+            order = np.argsort(-values, kind="stable")[: self.asked.top].tolist()
+            names = [self.asked.class_name(number) for number in order]
+            shares = [_rounded(math.exp(values[number])) for number in order]
+            yield {"class": names[0], "label": order[0], "classes": dict(zip(names, shares, strict=True))}
+
+    def _embeddings(self, documents: Sequence[Ids]) -> _Values:
+        assert self.asked.pooling is not None, "checked before"
+        for values in self._predictor.embed(documents, self.asked.pooling):
+            yield {"embedding": _as_list(values)}
+
+    def _named(self, document: TextDocument) -> Record:
+        return {**({} if document.id is None else {"id": document.id}), "line": document.line, "text": document.text}
+
+    def _shown(self, record: Record) -> str:
+        if self.asked.as_json or self.asked.kind == "embeddings":
+            # A text is as long as it likes, and whoever wants vectors has it.
+            left_out = {"text"} if self.asked.kind == "embeddings" else set()
+            kept = {name: value for name, value in record.items() if name not in left_out}
+            return json.dumps(kept, ensure_ascii=False) + "\n"
+        text = " ".join(record["text"].split())
+        text = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"
+        lines = [f"{record['line']}: {text}"]
+        if self.asked.kind == "classes":
+            lines.append("    " + ", ".join(f"{name} {share:.1%}" for name, share in record["classes"].items()))
+        else:
+            lines += ["    " + ", ".join(f"{one['token']!r} {one['probability']:.1%}" for one in mask)
+                      for mask in record["masks"]]  # fmt: skip
+        return "\n".join(lines) + "\n"
+
+    def _say(self, text: str) -> None:
+        if self._is_main:
+            print(text, file=sys.stderr, flush=True)
+
+    def _advance(self) -> None:
+        self._steps += 1
+        # An activity that may take long: nobody knows how long documents are.
+        self._heartbeat.beat("validation", step=self._steps)
+
+
+def blocks(documents: Sequence[TextDocument], most_tokens: int) -> Iterator[list[TextDocument]]:
+    """``documents`` in order, in parts of about ``most_tokens`` that are held at once."""
+    block: list[TextDocument] = []
+    tokens = 0
+    for document in documents:
+        block.append(document)
+        tokens += len(document.ids)
+        if tokens >= most_tokens or len(block) == _BLOCK_DOCUMENTS:
+            yield block
+            block, tokens = [], 0
+    if block:
+        yield block
+
+
+def token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:
+    """The text of a token by itself, with the space that it begins with."""
+    # Behind another token: some tokenizers drop the space at the beginning of a text.
+    anchor = tokenizer.encode("a").tolist()
+    skip = len(tokenizer.decode(anchor))
+    return lambda number: tokenizer.decode([*anchor, number])[skip:]
+
+
+def _rounded(value: float) -> float:
+    """With seven digits, which is what fp32 has."""
+    return float(f"{value:.7g}")
+
+
+def _as_list(values: NDArray[np.float64]) -> list[float]:
+    return [_rounded(value) for value in values.tolist()]

@@ -1,0 +1,115 @@
+"""Documents to predict from, out of a file of JSON lines; without torch.
+
+    {"text": "The [MASK] sat on the mat.", "id": "a"}
+
+Only the text is needed; what else a line has, as the files of a corpus do, is left alone.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightscale.data_pipeline.tokenizers import Tokenizer
+from lightscale.errors import UserError
+from lightscale.evaluation.inference.requests import Encoder, Ids
+from lightscale.evaluation.texts import json_lines
+from lightscale.files import read_regular
+
+MOST_BYTES = 2**32
+"""Of a file, which is read whole."""
+MASK_TEXT = "[MASK]"
+_EXAMPLE = '{"text": "some text"}'
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TextDocument:
+    """A line of the file."""
+
+    line: int
+    """Its number, from 1."""
+    id: Any
+    """What the file calls it; None: nothing."""
+    text: str
+    ids: Ids
+    """(n + 1,) the end-of-text token, then the text with its masks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskWriting:
+    """How masks stand in texts, and in tokens."""
+
+    text: str
+    id: int
+    """The token; no text encodes to it."""
+
+
+def read_documents(
+    path: Path, tokenizer: Tokenizer, *, text_field: str, masks: MaskWriting | None, most_tokens: int | None
+) -> list[TextDocument]:
+    """The documents of a file, one in each line.
+
+    Args:
+        path: JSON lines.
+        tokenizer: of the run.
+        text_field: under which the text is.
+        masks: of which each text has at least one; None: their text is no mask.
+        most_tokens: of a document; None: any number.
+
+    Raises:
+        UserError: names file and line.
+    """
+    try:
+        data = read_regular(path, what="a file of documents", most_bytes=MOST_BYTES, follow_links=True)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    found = list(_documents(path, data, tokenizer, text_field, masks))
+    if not found:
+        raise UserError(f"{path}: the file is empty; each line is an object like {_EXAMPLE}")
+    for document in found:
+        if most_tokens is not None and len(document.ids) > most_tokens:
+            raise UserError(
+                f"{path}:{document.line}: {len(document.ids):,} tokens, more than the {most_tokens:,} of the longest "
+                f"sequence of training; use a shorter text, or --context {len(document.ids)} to feed it all the same"
+            )
+    return found
+
+
+def _documents(
+    path: Path, data: bytes, tokenizer: Tokenizer, text_field: str, masks: MaskWriting | None
+) -> Iterator[TextDocument]:
+    for number, record in json_lines(path, data):
+        where, text = f"{path}:{number}", record.get(text_field)
+        if not isinstance(text, str):
+            names = ", ".join(map(repr, list(record)[:8])) or "nothing"
+            raise UserError(f'{where}: no text in the field "{text_field}"; it has {names}; --text-field names another')
+        if not text.strip():
+            raise UserError(f"{where}: the text is empty; leave the line out")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"{where}: not valid UTF-8 at character {error.start}") from error
+        if masks is not None and masks.text not in text:
+            raise UserError(
+                f"{where}: no mask in the text; write {masks.text} for each token that is to be predicted (--mask TEXT "
+                "names another spelling, --embed asks for a vector of the document instead)"
+            )
+        ids = Encoder(tokenizer).document(text) if masks is None else with_masks(tokenizer, text, masks)
+        yield TextDocument(line=number, id=record.get("id"), text=text, ids=ids)
+
+
+def with_masks(tokenizer: Tokenizer, text: str, masks: MaskWriting) -> Ids:
+    """(n + 1,) the end-of-text token, and ``text``, in which a mask stands for one token.
+
+    Where words begin with a space in the tokenizer's vocabulary, the space before a mask is part of the mask: the text
+    of what was hidden there had it too.
+    """
+    joins = len(tokenizer.encode(" a")) == 1
+    *before, last = text.split(masks.text)
+    ids = [tokenizer.eot_id]
+    for part in before:
+        own = part.removesuffix(" ") if joins else part
+        ids += [*(tokenizer.encode(own).tolist() if own else ()), masks.id]
+    return np.array([*ids, *(tokenizer.encode(last).tolist() if last else ())], dtype=np.int32)

@@ -1,0 +1,171 @@
+"""``lightscale predict``: what a trained model predicts of documents: fillings of masks, classes, vectors."""
+
+import argparse
+import importlib
+import os
+import sys
+from types import ModuleType
+
+from lightscale.config.arguments import OVERRIDE, path_argument, run_path
+from lightscale.config.model import Pooling
+from lightscale.config.tasks import task_class
+from lightscale.errors import UserError
+from lightscale.evaluation.chosen_run import ChosenRun, choose_run, longest_context
+from lightscale.evaluation.prediction_file import MASK_TEXT, MaskWriting, read_documents
+from lightscale.evaluation.to_predict import Kind, ToPredict, class_names
+from lightscale.launch.commands.checks import num_processes
+from lightscale.launch.commands.model_ranks import as_usage, check_ranks, overrides_among, start_ranks
+from lightscale.launch.environment import RankEnvironment
+from lightscale.launch.launcher.rank import run_rank
+from lightscale.launch.network import choose_interface
+from lightscale.launch.scheduler import adopt_job
+from lightscale.runs.run_directory import split_step
+
+NAME = "predict"
+_TOP = 5
+_POOLINGS: dict[str, Pooling] = {"mean": "mean", "last": "last"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``lightscale predict``."""
+    parser.description = (
+        "What a model predicts of the documents of a file of JSON lines, one line for each, in their order: of a run "
+        'with task.name = "masked" the most probable fillings of masks, with "classify" the classes; and with --embed, '
+        "of any run, a vector of each document."
+    )
+    add = parser.add_argument
+    add("run", metavar="RUN[@STEP]", help="the run's directory, or NAME for runs/NAME; a step (default: the newest)")
+    layout = "parallel.tensor=2, pipeline, sequence: ranks that hold the model together (default: whole on each rank)"
+    add("overrides", nargs="*", default=[], metavar=OVERRIDE, help=layout)
+    lines = 'JSON lines like {"text": "The [MASK] sat.", "id": 1}; other keys are left alone'
+    add("--file", type=path_argument, required=True, metavar="FILE", help=lines)
+    add("--text-field", default="text", metavar="NAME", help="key of the text in each line (default: %(default)s)")
+    add("--mask", metavar="TEXT", help=f"what stands for a token that is to be predicted (default: {MASK_TEXT})")
+    top = f"name the K most probable fillings of each mask, or classes (default: {_TOP} fillings, all classes)"
+    add("--top", type=int, metavar="K", help=top)
+    embed = "a vector of each document: the mean of its tokens' last states, or that of the last token"
+    add("--embed", choices=list(_POOLINGS), help=embed)
+    add("--out", type=path_argument, metavar="FILE", help="write JSON lines to a new file")
+    add("--json", action="store_true", help="print a line of JSON for each document")
+    add("--processes", type=int, metavar="N", help="ranks on this machine (default: one per GPU, or one)")
+    context = "longest document in tokens (default: any for linear mixers, and the longest sequence of training for "
+    add("--context", type=int, metavar="N", help=f"{context}models with softmax attention)")
+    row = "tokens that pass through the model at once (default: %(default)s)"
+    add("--row-tokens", type=int, default=8192, metavar="N", help=row)
+    add("--store", type=path_argument, metavar="PATH", help="token store with the tokenizer (default: the run's own)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Predict. Inside a rank (started by torchrun, srun or mpirun) joins the others, else starts the ranks."""
+    adopt_job(os.environ)
+    environment = RankEnvironment.read(os.environ)
+    if environment is not None:
+        rank = environment
+        return run_rank(lambda: as_usage(lambda: _rank(args, rank)))
+    return as_usage(lambda: _start(args))
+
+
+def _asked(args: argparse.Namespace) -> ToPredict:
+    """What is to be done, found and checked without torch."""
+    for name, value, least in (("top", args.top, 1), ("context", args.context, 1), ("row-tokens", args.row_tokens, 64)):
+        if value is not None and value < least:
+            raise UserError(f"--{name} {value}: must be at least {least}")
+    if args.mask == "":
+        raise UserError(f'--mask "": must have a character, like {MASK_TEXT}')
+    overrides = overrides_among(args.overrides)
+    for word in args.overrides:
+        if word not in overrides:
+            raise UserError(
+                f"{word}: neither a part of the layout, like parallel.tensor=2, nor an option; one run only"
+            )
+    if args.out is not None and (args.out.exists() or args.out.is_symlink()):
+        raise UserError(f"--out {args.out}: it exists and is never overwritten; remove it or use another path")
+    directory, step = split_step(args.run)
+    # On whatever device there is, as a run of GPUs is looked at on any machine.
+    chosen = choose_run(
+        run_path(directory), step=step, store=args.store, overrides=["train.device=auto", *overrides], any_task=True
+    )
+    kind = _kind(args, chosen)
+    ids = chosen.tokenizer.vocab_size
+    # The mask is the id behind the tokenizer's last.
+    masks = MaskWriting(text=args.mask or MASK_TEXT, id=ids) if kind == "fillings" else None
+    documents = read_documents(
+        args.file,
+        chosen.tokenizer,
+        text_field=args.text_field,
+        masks=masks,
+        most_tokens=args.context or longest_context(chosen.config),
+    )
+    head = chosen.config.model.head
+    return ToPredict(
+        chosen=chosen,
+        kind=kind,
+        documents=documents,
+        masks=masks,
+        pooling=None if args.embed is None else _POOLINGS[args.embed],
+        top=min(args.top or _TOP, ids) if head is None else min(args.top or head.num_labels, head.num_labels),
+        class_names=class_names(chosen) if kind == "classes" else [],
+        row_tokens=args.row_tokens,
+        out=args.out,
+        as_json=args.json or args.out is not None,
+    )
+
+
+def _kind(args: argparse.Namespace, chosen: ChosenRun) -> Kind:
+    """What is predicted, by the run's task; UserError for options that say something of another kind."""
+    name = chosen.config.task.name
+    task, where = task_class(name), f'{chosen.directory.path}: its task.name = "{name}"'
+    if args.embed is not None:
+        kind: Kind = "embeddings"
+    elif task.writes_text:
+        raise UserError(
+            f"{where}: it predicts the text that follows, which `lightscale generate` writes; use that, or --embed "
+            "mean for a vector of each document"
+        )
+    else:
+        kind = "classes" if task.predicts_labels else "fillings"
+    if args.mask is not None and kind != "fillings":
+        raise UserError(f"--mask {args.mask}: {where}{' and --embed' if args.embed else ''}: no mask is filled")
+    if args.top is not None and kind == "embeddings":
+        raise UserError(f"--top {args.top}: --embed {args.embed} gives one vector of each document")
+    return kind
+
+
+def _start(args: argparse.Namespace) -> int:
+    asked = _asked(args)
+    config = asked.chosen.config
+    processes = num_processes(config, args.processes)
+    check_ranks(config, processes)
+    print("loading PyTorch and Megatron …", file=sys.stderr, flush=True)
+    if processes > 1:
+        return start_ranks(sys.modules[__name__], _words(args), config=config, processes=processes)
+    preload().predict(asked)
+    return 0
+
+
+def _words(args: argparse.Namespace) -> list[str]:
+    """The arguments of a rank."""
+    words = [args.run, *args.overrides]
+    for name, value in vars(args).items():
+        if name in ("run", "overrides", "processes") or value is None or value is False:
+            continue
+        option = f"--{name.replace('_', '-')}"
+        # In one word: a text may begin with a hyphen.
+        words.append(option if value is True else f"{option}={value}")
+    return words
+
+
+def _rank(args: argparse.Namespace, environment: RankEnvironment) -> int:
+    """The work of one rank."""
+    # torch.distributed and Megatron know only torchrun's variables.
+    os.environ.update(environment.variables())
+    choose_interface(environment)
+    asked = _asked(args)
+    check_ranks(asked.chosen.config, environment.world_size)
+    preload().predict(asked)
+    return 0
+
+
+def preload() -> ModuleType:
+    """By name: importing models and engine takes seconds, which mistakes must not wait for."""
+    return importlib.import_module("lightscale.evaluation.predicting")
