@@ -115,6 +115,7 @@ LINES = {
     "lightscale train hgrn2-7b --proc": ["train", "hgrn2-7b", "--processes"],
     "lightscale train --processes 2 hybr": ["train", "--processes", "2", "hybrid-tiny"],
     "lightscale generate mi": ["generate", "mine"],
+    "lightscale predict mine --emb": ["predict", "mine", "--embed"],
     "lightscale logs runs/o": ["logs", "runs/other"],
     "lightscale train tnl-1b --run=mi": ["train", "tnl-1b", "--run=mine"],
     "lightscale checkpoint verify mine@2": ["checkpoint", "verify", "mine@20"],
@@ -149,6 +150,7 @@ def test_what_can_stand_where(engine: str, folder: Path) -> None:
     assert candidates("generate", "mine", "more") == []
     assert candidates("generate", "mine", "parallel.te") == ["parallel.tensor="]
     assert candidates("generate", "mine", "--file", "") == [":files"]
+    assert candidates("predict", "mine", "--embed", "") == ["mean", "last"]
     assert candidates("train", "--run", "--json") == [":files"], "whatever it begins with, it is the option's value"
     assert candidates("plan", "x", "--hardware", "") == ["h100", "a100"]
     assert candidates("data", "inspect", "") == [":files"]

@@ -74,6 +74,8 @@ REFUSED = [
     ["generate", "folder", "--prompt-file", "/dev/zero"],
     ["generate", f"folder@{ENDLESS}"],
     ["generate", LONG],
+    ["predict", LONG, "--file", LONG],
+    ["predict", "folder", "--file", "/dev/zero"],
     ["monitor", LONG],
     ["monitor", "folder", "--port", "99999999"],
     ["runs", LONG],
