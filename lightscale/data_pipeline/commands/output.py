@@ -2,10 +2,18 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -19,13 +27,13 @@ def plain_console() -> Console:
 
 
 @contextmanager
-def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar for every step, on stderr, with rate and time left."""
+def progress_bars(*, counts: Literal["bytes", "documents"] = "bytes") -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for every step, on stderr, with how much is done and the time left."""
+    amounts = (DownloadColumn(), TransferSpeedColumn()) if counts == "bytes" else (MofNCompleteColumn(),)
     bars = Progress(
         TextColumn("{task.description:>24}"),
         BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
+        *amounts,
         TimeRemainingColumn(),
         console=Console(stderr=True),
     )

@@ -33,7 +33,7 @@ def make_report(
     return {
         "tokenizer": asdict(TokenizerIdentity.of(context.tokenizer)),
         "sources": {output.name: _output_report(output, names) for output in outputs},
-        "unigram_entropy_nats": _entropies(token_counts),
+        "unigram_entropy_nats": entropies(token_counts),
         "corpus": corpus,
         "weights": context.corpus.weights,
         "units": len(context.plan.units),
@@ -100,7 +100,8 @@ def _output_report(output: OutputSource, classes: Sequence[str]) -> dict[str, An
     }
 
 
-def _entropies(token_counts: dict[Split, NDArray[np.int64]]) -> dict[str, float]:
+def entropies(token_counts: dict[Split, NDArray[np.int64]]) -> dict[str, float]:
+    """The unigram entropies of the splits, of how often each token is in them; see ``unigram_entropy``."""
     train, validation = token_counts["train"], token_counts["validation"]
     entropies = {"train": unigram_entropy(train)}
     if validation.any():

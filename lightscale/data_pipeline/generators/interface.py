@@ -1,0 +1,97 @@
+"""What every generator is: documents by a rule, each a function of the seed and its number, and their tokens."""
+
+import argparse
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightscale.data_pipeline.tokenizers import TiktokenTokenizer
+from lightscale.data_pipeline.tokenizers.interface import END_OF_TEXT
+
+GENERATORS = {
+    "listops": "lightscale.data_pipeline.generators.listops:ListOps",
+}
+"""Name, which is that of its command ``lightscale data NAME`` and of the source, to "module:class"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeDocument:
+    """A document that was made up."""
+
+    text: str
+    label: int | None = None
+    """Its class, where the generator has ``classes``."""
+    counts: NDArray[np.uint8] | None = None
+    """(n,) 1 where a token counts as a label, where the generator ``has_loss_mask``."""
+
+
+class Generator(ABC):
+    """Makes documents; imports no torch."""
+
+    help: ClassVar[str]
+    """A line about it, for the list of commands."""
+    classes: ClassVar[Sequence[str]] = ()
+    """Names of the classes that labels are the numbers of; none: documents have no labels."""
+    has_loss_mask: ClassVar[bool] = False
+    """Whether documents say which of their tokens count."""
+
+    @staticmethod
+    @abstractmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Declare what its documents can be like."""
+
+    @classmethod
+    @abstractmethod
+    def of(cls, args: argparse.Namespace) -> Self:
+        """The generator of these arguments; ``UserError`` for what cannot be."""
+
+    @abstractmethod
+    def tokenizer(self) -> TiktokenTokenizer:
+        """Whose tokens are the symbols that documents are made of."""
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """All that its documents depend on but seed and number, for the report."""
+
+    @abstractmethod
+    def make(self, random: Random) -> MadeDocument:
+        """A document, by the numbers of ``random`` alone."""
+
+    def document(self, seed: int, split: str, number: int) -> MadeDocument:
+        """Document ``number`` of a split: the same whatever is made beside it."""
+        # Of a text, Python's generator begins alike on every machine and in every version; so do its `random()`s.
+        return self.make(Random(f"{seed} {split} {number}"))
+
+
+def generator_class(name: str) -> type[Generator]:
+    """The class of ``GENERATORS[name]``."""
+    module, _, attribute = GENERATORS[name].partition(":")
+    found = getattr(importlib.import_module(module), attribute)
+    assert issubclass(found, Generator), f"{GENERATORS[name]} is no Generator"
+    return found
+
+
+def symbol_tokenizer(name: str, symbols: Sequence[str], pattern: str) -> TiktokenTokenizer:
+    """A tokenizer whose tokens are ``symbols``, which ``pattern`` finds in a text, and bytes for all other text.
+
+    Ids are 0 to 255 for bytes, then the symbols in order, then the end-of-text token.
+    """
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    ranks |= {symbol.encode(): 256 + number for number, symbol in enumerate(symbols)}
+    return TiktokenTokenizer(
+        name=name,
+        pat_str=rf"{pattern}|(?s:.)",
+        mergeable_ranks=ranks,
+        special_tokens={END_OF_TEXT: len(ranks)},
+    )
+
+
+def integer(random: Random, least: int, most: int) -> int:
+    """One of ``least`` to ``most``, all as likely."""
+    return least + int(random.random() * (most - least + 1))
