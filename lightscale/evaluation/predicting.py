@@ -34,10 +34,10 @@ def predict(asked: ToPredict) -> None:
     Called by every rank with torchrun's variables in the environment, or without them by one process.
     """
     with mesh_of(asked.chosen.config) as mesh:
-        Prediction(asked, restore(asked.chosen, mesh), mesh).write()
+        PredictionWriter(asked, restore(asked.chosen, mesh), mesh).write()
 
 
-class Prediction:
+class PredictionWriter:
     """A model and what it is asked for; collective over the ranks of ``mesh``."""
 
     def __init__(self, asked: ToPredict, loaded: LoadedModel, mesh: Mesh) -> None:

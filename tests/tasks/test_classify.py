@@ -17,7 +17,7 @@ from torch import Tensor
 from lightscale.config.model import ModelConfig
 from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader
 from lightscale.data_pipeline.store.token_store import StoreWriter, TokenStore
-from lightscale.data_pipeline.tokenizers import TiktokenTokenizer
+from lightscale.data_pipeline.tokenizers import TiktokenTokenizer, load_tokenizer
 from lightscale.errors import UserError
 from lightscale.models.accounting import parameter_shapes, rank_parameters
 from lightscale.models.language_model import language_model_chunks, transformer_config
@@ -217,6 +217,14 @@ def test_labels_that_a_model_has_not_are_refused(tmp_path: Path) -> None:
     small = ModelConfig.model_validate({**model.model_dump(), "head": {"num_labels": LABELS - 1}})
     with pytest.raises(UserError, match=r"document \d+ has the label 4, but model.head.num_labels = 4 allows 0 to 3"):
         task.check_store(small, store, ["text"])
+    with StoreWriter(tmp_path / "named", load_tokenizer(store.path), classes={"label": ["a", "b", "c"]}) as writer:
+        writer.source("text", documents={"label": "int32"}).append(
+            np.ones(3, dtype=np.uint32), num_bytes=3, documents={"label": 2}
+        )
+        writer.finish({})
+    two = ModelConfig.model_validate({**model.model_dump(), "head": {"num_labels": 2}})
+    with pytest.raises(UserError, match=r"the label 2 \(c\), but .* allows 0 to 1; the store has 3 classes"):
+        task.check_store(two, TokenStore(tmp_path / "named"), ["text"])
     with pytest.raises(UserError, match=r'task.label = "topic": .* has no such array of its documents; it has label'):
         Classify(ClassifyConfig(label="topic")).check_store(model, store, ["text"])
     other = write_store(tmp_path / "other", score="float32")
