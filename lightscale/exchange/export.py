@@ -81,15 +81,13 @@ def export(
     tensors = wanted.tensors(run, _DTYPES[dtype])
     num_parameters, num_bytes = sum(math.prod(one.shape) for one in tensors), sum(one.num_bytes for one in tensors)
     check_space(target, num_bytes)
-    with whole_directory(target) as draft:
+    with whole_directory(target, others_are_equal=False) as draft:
         # What may be refused comes before what takes long.
         _write_tokenizer(draft, run)
         texts = _texts(run, wanted, num_parameters=num_parameters, dtype=dtype)
         for name, text in texts.items():
             (draft / name).write_text(text, encoding="utf-8")
         files = [*texts, *write_shards(draft, tensors, shard_bytes=shard_bytes)]
-        # Another export to the same place must not be lost silently in the moment of the rename.
-        check_target(target)
     return Exported(
         directory=target,
         checkpoint=run.origin,

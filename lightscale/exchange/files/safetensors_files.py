@@ -33,8 +33,8 @@ _MOST_HEADER_BYTES, _MOST_INDEX_BYTES = 1 << 26, 1 << 26
 _MOST_THREADS = 2
 """That write a file: more would wait for each other."""
 _WRITE_BYTES = 1 << 18
-"""256 KiB, of one call. From 1 MiB on, Linux 6.18 on ext4 often takes two to five times as long for the same bytes, as it
-looks for that much memory in one piece (measured on a 2-core x86-64 machine, 24 November 2026)."""
+"""256 KiB, of one call. From 1 MiB on, Linux 6.18 on ext4 often takes two to five times as long for the same bytes
+(measured on a 2-core x86-64 machine, 24 November 2026)."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
