@@ -23,6 +23,19 @@ _KINDS = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFREG: "a regular file",
 }
+_SIZES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+
+
+def size_text(num_bytes: float) -> str:
+    """1.62e12 -> "1.62 TB"."""
+    unit, size = next((one for one in _SIZES if num_bytes >= one[1]), _SIZES[-1])
+    return f"{num_bytes / size:.3g} {unit}"
+
+
+def existing_part(path: Path) -> Path:
+    """`path`, or the closest directory above it that exists."""
+    absolute = path.absolute()
+    return next(part for part in (absolute, *absolute.parents) if part.is_dir())
 
 
 class NotRegular(UserError):

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightscale.errors import UserError
+
 TEMPORARY_SUFFIX = ".tmp"
 """Ends the names of what is half-written."""
 DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -28,8 +30,16 @@ def _temporary_name(path: Path) -> Path:
 
 
 @contextmanager
-def whole_directory(path: Path) -> Iterator[Path]:
-    """A new directory to fill; it gets the name ``path`` if the block ends well. Another's of that name stays."""
+def whole_directory(path: Path, *, others_are_equal: bool = True) -> Iterator[Path]:
+    """A new directory to fill; it gets the name ``path`` if the block ends well. Another's of that name stays.
+
+    Args:
+        path: of the directory; its parents are made.
+        others_are_equal: whether one that another process finishes first has the same content.
+
+    Raises:
+        UserError: one was finished first, whose content is another.
+    """
     temporary = _temporary_name(path)
     temporary.mkdir(parents=True)
     try:
@@ -39,7 +49,9 @@ def whole_directory(path: Path) -> Iterator[Path]:
             temporary.rename(path)
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                raise  # anything but a directory that another process finished first: its content is the same
+                raise
+            if not others_are_equal:
+                raise UserError(f"{path}: another process has written it meanwhile; choose another directory") from None
         sync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -13,7 +13,7 @@ from lightscale.errors import UserError
 from lightscale.kernels.operators import state_grows
 from lightscale.models.registry import check_model, mixer_spec
 from lightscale.runs.run_directory import RunDirectory
-from lightscale.training.checkpoints.directories import list_checkpoints, steps_of
+from lightscale.training.checkpoints.directories import checkpoints_of_step, list_checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +98,8 @@ def _check_step(directory: RunDirectory, step: int | None) -> None:
     names = list_checkpoints(directory.checkpoints)
     if not names:
         raise UserError(f"{directory.path} has no checkpoint yet; the run must have saved one")
-    if step is not None and step not in {name.step for name in names}:
-        raise UserError(f"{directory.checkpoints} has no checkpoint of step {step}; it has: {steps_of(names)}")
+    if step is not None:
+        checkpoints_of_step(directory.checkpoints, step)
 
 
 def _tokenizer_origin(directory: RunDirectory, config: RunConfig, store: Path | None) -> Path:

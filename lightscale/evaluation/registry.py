@@ -1,8 +1,8 @@
 """From names and files to tasks. Entries are import strings: only the tasks that are asked for are imported.
 
-Other packages add kinds and names without a change here, by entry points of the group ``lightscale.tasks``::
+Other packages add kinds and names without a change here, by entry points of the group ``lightscale.evaluation_tasks``::
 
-    [project.entry-points."lightscale.tasks"]
+    [project.entry-points."lightscale.evaluation_tasks"]
     mytask = "mypackage:TASK"  # a TaskEntry
 """
 
@@ -24,7 +24,7 @@ from lightscale.errors import UserError, shortened
 from lightscale.evaluation.harness_names import INSTALL, task_names, tasks_folder
 from lightscale.evaluation.task import Task
 
-ENTRY_POINT_GROUP = "lightscale.tasks"
+ENTRY_POINT_GROUP = "lightscale.evaluation_tasks"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,99}", re.ASCII)
 
 

@@ -11,6 +11,7 @@ DIR/model-….safetensors, model.safetensors.index.json   the weights, straight 
 import json
 import math
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from lightscale.exchange.files.tokenizer_files import write_tokenizer
 from lightscale.exchange.files.weights import shape_of
 from lightscale.exchange.formats import FORMATS, ExportFormat, format_named
 from lightscale.exchange.trained import TrainedRun, open_run
+from lightscale.files import existing_part
 
 RUN_CONFIG = "run.toml"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,9 +53,7 @@ def check_target(target: Path) -> None:
     """UserError where something is at ``target`` already, or where no directory can be made there."""
     if os.path.lexists(target):
         raise UserError(f"--to {target}: there is something already; an export is written to a new directory")
-    parent = target.resolve().parent
-    while not parent.exists():
-        parent = parent.parent
+    parent = next(part for part in target.resolve().parents if part.exists())
     if not parent.is_dir():
         raise UserError(f"--to {target}: {parent} is no directory")
 
@@ -81,15 +81,13 @@ def export(
     tensors = wanted.tensors(run, _DTYPES[dtype])
     num_parameters, num_bytes = sum(math.prod(one.shape) for one in tensors), sum(one.num_bytes for one in tensors)
     check_space(target, num_bytes)
-    with whole_directory(target) as draft:
+    with whole_directory(target, others_are_equal=False) as draft:
         # What may be refused comes before what takes long.
         _write_tokenizer(draft, run)
         texts = _texts(run, wanted, num_parameters=num_parameters, dtype=dtype)
         for name, text in texts.items():
             (draft / name).write_text(text, encoding="utf-8")
         files = [*texts, *write_shards(draft, tensors, shard_bytes=shard_bytes)]
-        # Another export to the same place must not be lost silently in the moment of the rename.
-        check_target(target)
     return Exported(
         directory=target,
         checkpoint=run.origin,
@@ -102,11 +100,7 @@ def export(
 
 def check_space(target: Path, num_bytes: int) -> None:
     """UserError where the disk of ``target`` has less space than the tensors take."""
-    parent = target.resolve().parent
-    while not parent.exists():
-        parent = parent.parent
-    status = os.statvfs(parent)
-    free = status.f_bavail * status.f_frsize
+    free = shutil.disk_usage(existing_part(target.resolve())).free
     if free < num_bytes:
         raise UserError(f"--to {target}: the export takes {num_bytes:,} bytes, and {free:,} are free on its disk")
 

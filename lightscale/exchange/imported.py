@@ -54,7 +54,7 @@ def import_model(directory: Path, target: Path) -> Path:
         raise UserError(f"--run {target}: there is something already; an import is a new run")
     export = open_export(directory)
     config = _config(export)
-    with whole_directory(target) as draft:
+    with whole_directory(target, others_are_equal=False) as draft:
         run = RunDirectory(draft)
         run.config.write_text(to_toml(config), encoding="utf-8")
         run.tokenizer.mkdir()
@@ -62,8 +62,6 @@ def import_model(directory: Path, target: Path) -> Path:
         run.checkpoints.mkdir()
         _write_checkpoint(run.checkpoints / directory_name(STEP, "weights"), export, config.model)
         run.write_status("finished", reason=f"imported from {directory.name}", step=STEP, tokens=0)
-        if os.path.lexists(target):
-            raise UserError(f"--run {target}: there is something already; an import is a new run")
     return RunDirectory(target).checkpoints / directory_name(STEP, "weights")
 
 

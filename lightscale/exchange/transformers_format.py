@@ -36,12 +36,12 @@ class TransformersFormat(ExportFormat):
 
     def code(self, shape: Shape) -> dict[str, str]:
         """None for transformers' own classes."""
-        return {} if export_config.is_llama(shape) else {modelling_file.NAME: modelling_file.modelling_file()}
+        return {} if export_config.has_own_class(shape) else {modelling_file.NAME: modelling_file.modelling_file()}
 
     def usage(self, shape: Shape) -> str:
         """See ``ExportFormat``."""
         # transformers asks for it for the tokenizer too, as it reads the model's configuration for it.
-        remote = "" if export_config.is_llama(shape) else ", trust_remote_code=True"
+        remote = "" if export_config.has_own_class(shape) else ", trust_remote_code=True"
         return f"""```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -130,6 +130,13 @@ def conversion(source: ModelConfig, target: ModelConfig) -> Conversion | None:
     Ids that the source does not have are drawn, as a mask that is new (transformers' ``resize_token_embeddings``).
     UserError where widths or layers differ, so that they share no shapes, and where the target has fewer ids.
     """
+    for key in _FIXED:
+        there, here = getattr(source, key), getattr(target, key)
+        if there != here:
+            raise UserError(
+                f"its model.{key} is {there} and that of this run {here}; weights are kept only where it is the same: "
+                f"use model.{key}={there}"
+            )
     if all(getattr(source, key) == getattr(target, key) for key in ("layers", "num_heads", "head", "vocab_size")):
         return None
     if target.vocab_size < source.vocab_size:
@@ -137,13 +144,6 @@ def conversion(source: ModelConfig, target: ModelConfig) -> Conversion | None:
             f"its model.vocab_size is {source.vocab_size} and that of this run {target.vocab_size}, which has no place "
             f"for all of its ids: use model.vocab_size={source.vocab_size} or more"
         )
-    for key in _FIXED:
-        there, here = getattr(source, key), getattr(target, key)
-        if there != here:
-            raise UserError(
-                f"its model.{key} is {there} and that of this run {here}; a model with other mixers, or another output "
-                f"layer, keeps weights only where it is the same: use model.{key}={there}"
-            )
     if source.head is None and target.head is None and target.tie_word_embeddings > source.tie_word_embeddings:
         raise UserError(
             "it has an output layer of its own, which model.tie_word_embeddings = true replaces by the embedding: use "

@@ -61,9 +61,9 @@ class Here(CellLauncher):
         super().__init__(study)
         self._processes = processes
         self._children: dict[str, subprocess.Popen[bytes] | None] = {}
-        threads = max(1, (os.cpu_count() or 1) // (jobs * (processes or 1)))
-        # More threads than cores only wait for each other.
         self._has_stopped = False
+        # More threads than cores only wait for each other.
+        threads = max(1, (os.cpu_count() or 1) // (jobs * (processes or 1)))
         self._environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
 
     def start(self, cell: Cell) -> None:

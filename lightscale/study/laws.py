@@ -73,8 +73,17 @@ class ArchitectureLaws:
 
 
 def study_laws(study: Study, curves: dict[str, RunCurve], *, draws: int, seed: int) -> list[ArchitectureLaws]:
-    """Of all architectures of the study's cells in `curves`, the sweep's not among them."""
+    """Of all architectures of the study's cells in `curves`, the sweep's not among them.
+
+    UserError where the cells learn several tasks: no law joins losses of different questions.
+    """
     cells = [cell for cell in study.cells() if cell.part == "main" and cell.name in curves]
+    tasks = dict.fromkeys(cell.config.task.name for cell in cells)
+    if len(tasks) > 1:
+        raise UserError(
+            f"{study.definition.path}: task.name is {' and '.join(tasks)} in its cells, whose losses answer different "
+            "questions; make a study of each task"
+        )
     found = []
     for architecture in dict.fromkeys(cell.architecture for cell in cells):
         same = [cell for cell in cells if cell.architecture == architecture]

@@ -22,13 +22,14 @@ from pathlib import Path
 
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
+from lightscale.files import existing_part, size_text
 from lightscale.models.accounting import parameter_shapes
 from lightscale.parallel.agreement import Agreement
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.training.checkpoints.directories import directory_name, list_steps
 from lightscale.training.checkpoints.manifest import read_manifest
 from lightscale.training.checkpoints.reading import DamagedCheckpoint
-from lightscale.training.health.check_result import CheckResult, Outcome, describe, merged, size_text
+from lightscale.training.health.check_result import CheckResult, Outcome, describe, merged
 from lightscale.training.health.machine import Machine, host_name, judge_machine
 
 # fp32 weights and two moments, and what small files and other writers need meanwhile.
@@ -262,12 +263,6 @@ def checkpoint_bytes(config: RunConfig | None, run: RunDirectory) -> tuple[int |
 
 def _num_parameters(config: RunConfig) -> int:
     return sum(prod(shape) for shape in parameter_shapes(config.model).values())
-
-
-def existing_part(path: Path) -> Path:
-    """`path`, or the closest directory above it that exists."""
-    absolute = path.absolute()
-    return next(part for part in (absolute, *absolute.parents) if part.is_dir())
 
 
 def _offer(draft: Path, path: Path, text: str) -> str:

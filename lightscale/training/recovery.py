@@ -12,18 +12,18 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
-from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
 from lightscale.data_pipeline.loading.curriculum import SkippedRanges
 from lightscale.data_pipeline.loading.loader import TokenLoader
 from lightscale.data_pipeline.loading.samples import ROLLBACK_EVENT, SKIP_EVENT, recorded_skips
 from lightscale.errors import UserError
-from lightscale.models.conversion import Conversion, conversion, other_settings
+from lightscale.models.conversion import Conversion
 from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.engine import Engine
 from lightscale.records import Record
 from lightscale.runs.journal import Journal
 from lightscale.runs.run_directory import RunDirectory, read_lines
+from lightscale.training.beginning import kept_weights
 from lightscale.training.build import start_again
 from lightscale.training.checkpoints.directories import CheckpointName, list_checkpoints, list_steps
 from lightscale.training.checkpoints.manifest import NAME as MANIFEST
@@ -244,7 +244,7 @@ class Recovery:
         name, _, step = self._config.train.init_from.rpartition("@")
         source = Checkpoints(RunDirectory(name).checkpoints, self._engine.mesh, parts=["data"])
         try:
-            kept, lines = self._ranks.on_first(lambda: self._conversion(RunDirectory(name)))
+            kept, lines = self._ranks.on_first(lambda: kept_weights(self._config))
             restored = source.restore(self._engine, step=int(step), weights_only=True, conversion=kept)
         except UserError as error:
             raise UserError(f'train.init_from = "{self._config.train.init_from}": {error}') from None
@@ -254,18 +254,6 @@ class Recovery:
         self._journal.say(f"starting from the weights of {restored.path}")
         for line in lines:
             self._journal.say(line)
-
-    def _conversion(self, source: RunDirectory) -> tuple[Conversion | None, list[str]]:
-        """What this run keeps of a ``source`` with other mixers, and what is to be said of it.
-
-        None: its mixers are the same, and all is kept.
-        """
-        # Checkpoints that were copied without their run are those of the same model, or are refused by their shapes.
-        if not source.config.exists():
-            return None, []
-        there, here = load(source.config).model, self._config.model
-        kept = conversion(there, here)
-        return (kept, kept.lines()) if kept is not None else (None, other_settings(there, here))
 
     def _check_tokenizer(self, restored: Restored) -> None:
         """Refuse another tokenizer: a row of the embedding stands for a token of the one it was trained with."""

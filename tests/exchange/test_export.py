@@ -13,6 +13,7 @@ from torch import Tensor
 
 import lightscale
 from lightscale.cli import main
+from lightscale.data_pipeline.whole_files import whole_directory
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import choose_run
 from lightscale.exchange.export import export
@@ -264,6 +265,21 @@ def test_the_command(saved_runs: Path, tmp_path: Path, capsys: pytest.CaptureFix
     ]
     assert main(["export", str(saved_runs / "tnl"), "--to", str(tmp_path / "to")]) == 78
     assert "something already" in capsys.readouterr().err
+
+
+def test_of_two_exports_to_one_place_one_says_that_it_was_too_late(tmp_path: Path) -> None:
+    late = r"to: another process has written it meanwhile; choose another directory"
+    target = tmp_path / "to"
+
+    def write() -> None:
+        with whole_directory(target, others_are_equal=False) as draft:
+            (draft / "mine").touch()
+            target.mkdir()
+            (target / "theirs").touch()
+
+    with pytest.raises(UserError, match=late):
+        write()
+    assert [path.name for path in tmp_path.rglob("*")] == ["to", "theirs"]
 
 
 def files(to: Path) -> list[Path]:

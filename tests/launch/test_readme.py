@@ -12,6 +12,7 @@ import pytest
 from lightscale.cli import main
 from lightscale.config.files import load
 from lightscale.launch.commands.checks import check_run
+from lightscale.runs.run_directory import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -47,7 +48,7 @@ def test_the_file_of_a_run(workplace: Path, monkeypatch: pytest.MonkeyPatch, wri
     text = np.arange(1, 20_000)
     write_store(Path("data/mine"), 100_277, **{"wiki": text, "wiki-validation": text})
     config = load("mine.toml", ["parallel.sequence=2"])
-    check_run(config, 2)
+    check_run(config, 2, RunDirectory("runs/mine"))
     assert config.data.validation["wiki"].source == "wiki-validation"
 
 

@@ -166,3 +166,17 @@ def test_too_few_cells_are_refused_with_what_is_missing(
     # The page shows what there is all the same.
     assert main(["study", "report", "tiny.toml"]) == 0
     assert "needs runs of 3 sizes" in Path("studies/tiny/report.html").read_text()
+
+
+def test_losses_of_several_tasks_have_no_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    of_task = """
+[axes.task]
+causal = {}
+masked = { task = { name = "masked" }, model = { mixer = "llama", mixer_options.llama.causal = false } }
+"""
+    study = Study(write_study(tmp_path, TINY + of_task), tmp_path / "study")
+    study.begin()
+    for cell in study.cells():
+        pretend(study, cell, [5.0, 4.0], [1, 2])
+    assert main(["study", "fit", str(study.definition.path), "--dir", str(study.path)]) == 78
+    assert "task.name is causal and masked in its cells, whose losses answer" in capsys.readouterr().err

@@ -84,7 +84,9 @@ def trouble(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     (package / "trouble-1.dist-info").mkdir(parents=True, exist_ok=True)
     (package / "trouble.py").write_text(TROUBLE)
     (package / "trouble-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: trouble\nVersion: 1\n")
-    (package / "trouble-1.dist-info" / "entry_points.txt").write_text("[lightscale.tasks]\ntrouble = trouble:TASK\n")
+    (package / "trouble-1.dist-info" / "entry_points.txt").write_text(
+        "[lightscale.evaluation_tasks]\ntrouble = trouble:TASK\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(package))
 
     def words(what: str) -> list[str]:

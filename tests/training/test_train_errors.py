@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from lightscale.cli import main
+from lightscale.config.files import load
 from lightscale.runs.run_directory import RunDirectory, read_lines, read_metrics
-from lightscale.training.checkpoints.directories import list_steps
+from lightscale.training.beginning import check_beginning
+from lightscale.training.checkpoints.directories import directory_name, list_steps
 from lightscale.training.checkpoints.manifest import read_manifest, verify_files
 
 # Several starts of several processes, on a machine that may be busy.
@@ -77,6 +79,21 @@ def test_mistakes_in_the_configuration(
     found = refusal("run.toml", *words)
     assert message in found
     assert not (folder / "runs").exists()
+
+
+def test_first_weights_of_another_model(folder: Path, refusal: Callable[..., str]) -> None:
+    wider = load("run.toml", ["model.hidden_size=128"])
+    RunDirectory("wider").create(wider)
+    found = refusal("run.toml", "train.init_from=wider@4")
+    assert 'train.init_from = "wider@4": wider/checkpoints has no checkpoint of step 4; it has: none' in found
+    (RunDirectory("wider").checkpoints / directory_name(4)).mkdir(parents=True)
+    found = refusal("run.toml", "train.init_from=wider@4")
+    assert 'train.init_from = "wider@4": its model.hidden_size is 128 and that of this run 64' in found
+    assert not (folder / "runs").exists()
+    # A run that has a checkpoint goes on from it.
+    config = load("run.toml", ["train.init_from=wider@4"])
+    (RunDirectory("begun").checkpoints / directory_name(2)).mkdir(parents=True)
+    check_beginning(config, RunDirectory("begun"))
 
 
 def test_damaged_stores(folder: Path, refusal: Callable[..., str]) -> None:

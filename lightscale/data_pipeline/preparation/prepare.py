@@ -181,8 +181,10 @@ def _begin(corpus: Corpus, work: WorkDirectory, options: PrepareOptions) -> None
         before.pop("finishing", None)
         if changes := differences(before, state):
             work.new_plan.unlink()
+            # The corpus may be as it was, and the program another.
+            earlier = "versions" if all(change.startswith("versions.") for change in changes) else "corpus"
             raise UserError(
-                f"{work.path}: it holds part of another store ({'; '.join(changes)}); use the earlier corpus to "
+                f"{work.path}: it holds part of another store ({'; '.join(changes)}); use the earlier {earlier} to "
                 "finish that one, or --restart to discard its work"
             )
     work.new_plan.replace(work.plan)

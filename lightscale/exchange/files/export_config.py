@@ -182,14 +182,14 @@ def own_class(shape: Shape) -> str | None:
     return "Llama"
 
 
-def is_llama(shape: Shape) -> bool:
+def has_own_class(shape: Shape) -> bool:
     """Whether the model is one that transformers computes without our code."""
     return own_class(shape) is not None
 
 
 def tensor_name(shape: Shape, name: str) -> str:
     """What the files of an export call the tensor ``name`` of the plain model."""
-    return name.replace(".mixer.", ".self_attn.") if is_llama(shape) else name
+    return name.replace(".mixer.", ".self_attn.") if has_own_class(shape) else name
 
 
 def config_of(shape: Shape, *, eot_id: int, dtype: str, max_tokens: int, init_std: float) -> dict[str, Any]:

@@ -44,16 +44,6 @@ class StoredTensors:
                     key = entry.box.key.removeprefix(WEIGHTS_PREFIX)
                     self._boxes.setdefault(key, []).append((directory / name, entry))
 
-    @property
-    def shapes(self) -> dict[str, Shape]:
-        """Of the whole tensors."""
-        return {key: boxes[0][1].box.shape for key, boxes in self._boxes.items()}
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all tensors, as they are stored."""
-        return sum(entry.num_bytes for boxes in self._boxes.values() for _, entry in boxes)
-
     def shape(self, rows: TensorRows) -> Shape:
         """Of what ``rows`` are together."""
         whole = self._boxes[rows.key][0][1].box.shape

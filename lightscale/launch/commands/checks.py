@@ -17,6 +17,7 @@ from lightscale.errors import UserError
 from lightscale.evaluation.registry import find_tasks
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.tasks.interface import task_of
+from lightscale.training.beginning import check_beginning
 
 
 class WrongUse(UserError):
@@ -89,11 +90,11 @@ def _num_gpus() -> int:
     return int(importlib.import_module("torch").cuda.device_count())
 
 
-def check_run(config: RunConfig, num_ranks: int) -> None:
-    """Refuse a configuration that cannot run on so many ranks, or whose data is not there."""
+def check_run(config: RunConfig, num_ranks: int, directory: RunDirectory) -> None:
+    """Refuse a configuration that cannot run on so many ranks in `directory`, or whose data is not there."""
     # The quickest first: reading the store may take seconds on a network file system.
     check_divides(config, num_ranks)
-    check_inputs(config)
+    check_inputs(config, directory)
 
 
 def check_divides(config: RunConfig, num_ranks: int) -> Layout:
@@ -105,12 +106,13 @@ def check_divides(config: RunConfig, num_ranks: int) -> Layout:
         raise importlib.import_module("lightscale.planning.advice").with_advice(error, config, num_ranks) from None
 
 
-def check_inputs(config: RunConfig) -> None:
-    """Refuse what no number of ranks can run: shapes that a mixer cannot have, or data that is not there."""
+def check_inputs(config: RunConfig, directory: RunDirectory) -> None:
+    """Refuse what no number of ranks can run: shapes that no mixer can have, data or first weights of another kind."""
     check_mixers(config.model, config.parallel)
     check_installed(config.metrics.sinks)
     _check_store(config)
     _check_tasks(config)
+    check_beginning(config, directory)
 
 
 def _check_tasks(config: RunConfig) -> None:

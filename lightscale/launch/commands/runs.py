@@ -27,7 +27,7 @@ from lightscale.config.arguments import RUN, RUNS, run_argument
 from lightscale.config.files import load
 from lightscale.errors import UserError
 from lightscale.evaluation.results import as_table, newest_results
-from lightscale.files import NotRegular, open_regular
+from lightscale.files import NotRegular, open_regular, size_text
 from lightscale.launch.scheduler import JobState, job_states
 from lightscale.records import Records, read_records
 from lightscale.runs.goodput import Goodput, duration, measure_goodput, record_time_s
@@ -63,7 +63,6 @@ _JOBS_EVERY_S = 30.0
 # On a GPU, and on a CPU.
 _OF_A_RESULT = ("run", "task", "step", "requests", "scores")
 _MEMORY_KEYS = ("memory_peak_bytes", "memory_rss_bytes")
-_SIZES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,7 +405,7 @@ def _cells(one: RunSummary) -> list[str]:
         _validation_text(one.validation),
         _evaluation_text(one.evaluation),
         "—" if one.tokens_per_s is None else f"{one.tokens_per_s:,.0f}",
-        "—" if one.memory_bytes is None else _size_text(one.memory_bytes),
+        "—" if one.memory_bytes is None else size_text(one.memory_bytes),
         "—" if ratio is None else f"{ratio:.1%}",
         "—" if goodput is None else f"{goodput.lost_steps:,}",
         "—" if goodput is None else f"{goodput.restarts:,}",
@@ -429,11 +428,6 @@ def _evaluation_text(tasks: dict[str, dict[str, Any]]) -> str:
     first = {task: next(iter(one["scores"].values()), {"value": None}) for task, one in tasks.items()}
     values = {task: "—" if score["value"] is None else f"{score['value']:.4g}" for task, score in first.items()}
     return " ".join(f"{task} {value}" for task, value in values.items()) or "—"
-
-
-def _size_text(num_bytes: int) -> str:
-    unit, size = next((one for one in _SIZES if num_bytes >= one[1]), _SIZES[-1])
-    return f"{num_bytes / size:.3g} {unit}"
 
 
 def _goodput_table(goodput: Goodput) -> Table:

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     # Before anything asks the scheduler, so that it works on a machine without one.
     path = request.run.path
     if args.dry_run:
-        check_run(config, settings.nodes * settings.ranks_per_node)
+        check_run(config, settings.nodes * settings.ranks_per_node, request.run)
         script = scheduler.script(request)
         print(_record(args, request, script=script) if args.json else script, end="\n" if args.json else "")
         return 0
@@ -127,7 +127,7 @@ def submit_run(config: RunConfig, request: JobRequest, *, scheduler: str | None 
     implementation, run = get_scheduler(scheduler), request.run
     settings, allow = request.settings, frozenset(request.allow)
     implementation.check_settings(settings)
-    check_run(config, settings.nodes * settings.ranks_per_node)
+    check_run(config, settings.nodes * settings.ranks_per_node, run)
     script = implementation.script(request)
     implementation.require("submit")
     _refuse_live_jobs(run, scheduler or default_scheduler())

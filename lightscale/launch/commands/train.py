@@ -146,7 +146,7 @@ def _launch_all(args: argparse.Namespace, directory: RunDirectory, deadline_s: f
     """Check everything that can be checked without ranks, then start them."""
     config, allow = load(args.config, args.overrides), allowed_changes(args.allow_change)
     # Before the run's directory exists: a mistake leaves nothing behind. And before torch is imported, for seconds.
-    check_inputs(config)
+    check_inputs(config, directory)
     processes = num_processes(config, args.processes)
     allocation = _allocation(args, config, processes)
     check_divides(config, processes * (1 if allocation is None else allocation.num_nodes))
@@ -270,7 +270,7 @@ def _train(
         check_interfaces(os.environ, uses_nccl=num_gpus(config) > 0)
         if alone:
             # One launcher of ours would have done it.
-            check_inputs(config)
+            check_inputs(config, directory)
         return config
 
     # By name, because the launcher, in the same module, needs no torch: seconds of each start.

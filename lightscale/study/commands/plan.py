@@ -11,6 +11,7 @@ from rich.table import Table
 
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
+from lightscale.files import size_text
 from lightscale.planning.hardware import H100
 from lightscale.planning.search import MOST_NODES, Fixed, best_layouts
 from lightscale.study.cells import Cell
@@ -18,7 +19,8 @@ from lightscale.study.commands.arguments import add_study, the_study
 from lightscale.study.counts import CellCounts
 from lightscale.study.study import Study
 
-_SIZES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+_CHANGE_NO_HOURS = {"optimizer": {"lr"}, "train": {"seed"}}
+"""What cells differ in without that their predictions do; a search of layouts takes a second."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,13 +59,10 @@ def _all_hours(cells: list[Cell], nodes: int) -> dict[str, float | None]:
     known: dict[str, float | None] = {}
     hours = {}
     for cell in cells:
-        # Seeds and learning rates change no prediction, and a search takes a second.
-        config = cell.config
-        shape = f"{config.model!r} {config.parallel!r} {config.train.global_batch_size} {config.data.sequence_length}"
-        shape += f" {config.total_steps}"
-        if shape not in known:
-            known[shape] = _hours(config, nodes)
-        hours[cell.name] = known[shape]
+        relevant = cell.config.model_dump_json(exclude=_CHANGE_NO_HOURS)
+        if relevant not in known:
+            known[relevant] = _hours(cell.config, nodes)
+        hours[cell.name] = known[relevant]
     return hours
 
 
@@ -138,9 +137,3 @@ def _cells(counts: CellCounts) -> list[str]:
 
 def _hours_text(hours: float | None) -> str:
     return "does not fit" if hours is None else f"{hours:,.1f}"
-
-
-def size_text(num_bytes: float) -> str:
-    """1.62e12 -> "1.62 TB"."""
-    unit, size = next((one for one in _SIZES if num_bytes >= one[1]), _SIZES[-1])
-    return f"{num_bytes / size:.3g} {unit}"

@@ -102,7 +102,7 @@ def _check(study: Study, cells: list[Cell], settings: LaunchSettings) -> None:
         if study.finished_record(cell) is not None:
             continue
         try:
-            check_run(cell.config, settings.nodes * settings.ranks_per_node)
+            check_run(cell.config, settings.nodes * settings.ranks_per_node, study.run(cell))
         except UserError as error:
             faults.setdefault(str(error), []).append(cell.name)
     if faults:

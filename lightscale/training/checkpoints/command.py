@@ -15,6 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from lightscale.config.arguments import add_run, require_run, run_path
+from lightscale.config.files import load
 from lightscale.errors import UserError
 from lightscale.parallel.shards import Box
 from lightscale.runs.followers import needed
@@ -29,6 +30,7 @@ from lightscale.training.checkpoints.directories import (
     remove,
     steps_of,
 )
+from lightscale.training.checkpoints.exports import unexported
 from lightscale.training.checkpoints.manifest import Manifest
 from lightscale.training.checkpoints.reader import Headers, manifest_of, read_headers, verify
 from lightscale.training.checkpoints.reading import DamagedCheckpoint
@@ -268,6 +270,10 @@ def _prune(args: argparse.Namespace) -> int:
     return 0
 
 
+def _export_every(directory: RunDirectory) -> int | None:
+    return load(directory.config).checkpoint.export_every if directory.config.exists() else None
+
+
 def _prune_held(directory: RunDirectory, retention: Retention, *, dry_run: bool) -> tuple[list[int], list[int]]:
     """(steps known to be whole, steps removed), of full checkpoints."""
     every = [one for one in _all_of(directory.path) if one.name.contents == "full"]
@@ -277,8 +283,8 @@ def _prune_held(directory: RunDirectory, retention: Retention, *, dry_run: bool)
         if len(good) < retention.keep and one.damage() is None:
             good.append(one.step)
     old = retention.superseded([one.step for one in every], good)
-    # What `lightscale evaluate --follow` has still to read.
-    spared = needed(directory, old)
+    # What `lightscale evaluate --follow` has still to read, and what the run, resumed, has still to export.
+    spared = needed(directory, old) | unexported(directory, _export_every(directory), old)
     old = [step for step in old if step not in spared]
     if not dry_run:
         remove(directory.checkpoints, old)

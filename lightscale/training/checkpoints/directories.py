@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from lightscale import __version__
+from lightscale.errors import UserError
 from lightscale.training.checkpoints.manifest import sync
 from lightscale.training.health.fault_injection import fault_point
 
@@ -71,6 +72,14 @@ def steps_of(names: Iterable[CheckpointName]) -> str:
         contents.setdefault(name.step, []).append(name.contents)
     marked = (f"{step}{'' if 'full' in held else ' (weights)'}" for step, held in sorted(contents.items()))
     return ", ".join(marked) or "none"
+
+
+def checkpoints_of_step(directory: Path, step: int) -> list[CheckpointName]:
+    """Those in ``directory``; UserError with the steps that there are where none is."""
+    names = list_checkpoints(directory)
+    if found := [name for name in names if name.step == step]:
+        return found
+    raise UserError(f"{directory} has no checkpoint of step {step}; it has: {steps_of(names)}")
 
 
 def rank_stem(rank: int) -> str:

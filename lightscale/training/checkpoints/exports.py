@@ -52,6 +52,13 @@ class _Export:
     began_s: float
 
 
+def unexported(run: RunDirectory, every: int | None, steps: Collection[int]) -> set[int]:
+    """Those of ``steps`` that `checkpoint.export_every` = ``every`` asks exports of, and that have none yet."""
+    if every is None:
+        return set()
+    return {step for step in steps if step % every == 0 and not (run.exports / directory_name(step)).exists()}
+
+
 class Exports:
     """Those of one run, written by the rank that has them; a context manager, which ends what is being written.
 
@@ -65,6 +72,8 @@ class Exports:
         self._run, self._journal, self._every = directory, journal, every
         self._current: _Export | None = None
         self._failed: set[int] = set()
+        self._last_reason = ""
+        self._gave_up = False
 
     def __enter__(self) -> Self:
         if self._every is not None:
@@ -87,7 +96,7 @@ class Exports:
 
     def needed(self, steps: Collection[int]) -> set[int]:
         """Those of ``steps`` whose checkpoints are still to be exported. For any thread."""
-        return {step for step in steps if self._is_due(step) and not self._path(step).exists()}
+        return set() if self._gave_up else unexported(self._run, self._every, steps) - self._failed
 
     def saved(self, step: int) -> None:
         """A checkpoint of ``step`` was written just now."""
@@ -169,7 +178,13 @@ class Exports:
         # Not again in this attempt: it would fail again, and its checkpoint is not kept for it.
         self._failed.add(step)
         self._journal.note("export_failed", step=step, reason=reason)
-        self._journal.say(f"WARNING: the export of step {step} failed: {reason}; training continues")
+        consequence = "training continues"
+        if reason == self._last_reason:
+            # Of the model or the tokenizer, and not of a moment: a process for each step would find it again.
+            self._gave_up = True
+            consequence += ", without exports until it is started again"
+        self._last_reason = reason
+        self._journal.say(f"WARNING: the export of step {step} failed: {reason}; {consequence}")
 
     def _put_aside(self, step: int) -> None:
         path = self._path(step)

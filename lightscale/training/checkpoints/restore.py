@@ -35,11 +35,11 @@ from lightscale.training.checkpoints.directories import (
     STATE,
     WEIGHTS_PREFIX,
     CheckpointName,
+    checkpoints_of_step,
     environment,
     list_checkpoints,
     put_aside,
     rank_stem,
-    steps_of,
 )
 from lightscale.training.checkpoints.manifest import NAME, Manifest
 from lightscale.training.checkpoints.random_states import check_random_states, set_random_states
@@ -127,9 +127,9 @@ class Checkpoints:
         """
         # As rank 0 sees the directory: with caches of a network file system, ranks could otherwise try different
         # checkpoints.
-        names: list[CheckpointName] = self._ranks.on_first(lambda: list_checkpoints(self.directory))
-        if step is not None:
-            names = self._of_step(names, step)
+        names: list[CheckpointName] = self._ranks.on_first(
+            lambda: list_checkpoints(self.directory) if step is None else checkpoints_of_step(self.directory, step)
+        )
         if not weights_only:
             if step is not None and all(name.contents == "weights" for name in names):
                 raise UserError(
@@ -169,12 +169,6 @@ class Checkpoints:
         if refused:
             raise NoGoodCheckpoint("no checkpoint is whole:\n" + "\n".join(f"  {line}" for line in refused.values()))
         return None
-
-    def _of_step(self, names: Sequence[CheckpointName], step: int) -> list[CheckpointName]:
-        found = [name for name in names if name.step == step]
-        if not found:
-            raise UserError(f"{self.directory} has no checkpoint of step {step}; it has: {steps_of(names)}")
-        return found
 
     def put_aside(self, damaged: Sequence[Path]) -> None:
         """Rename damaged directories, so that they count neither as checkpoints nor as kept ones."""

@@ -56,8 +56,3 @@ def _ranges(numbers: Sequence[int]) -> str:
     runs = [list(group) for _, group in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])]
     ends = [(run[0][1], run[-1][1]) for run in runs]
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)
-
-
-def size_text(num_bytes: float) -> str:
-    """1.5 GB, 200 MB"""
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"

@@ -15,9 +15,10 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from lightscale import __version__
+from lightscale.files import size_text
 from lightscale.parallel.fused import APEX_REMEDY, wrong_apex
 from lightscale.runs.job_environment import node_name
-from lightscale.training.health.check_result import CheckResult, Outcome, size_text
+from lightscale.training.health.check_result import CheckResult, Outcome
 
 # Share of a GPU's memory; with less free, another process uses it.
 _LEAST_FREE = 0.9

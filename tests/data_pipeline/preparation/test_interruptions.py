@@ -256,6 +256,14 @@ def test_another_corpus_is_refused_by_key_until_restart(corpus: Path, interrupte
     assert not interrupted.with_name("store.work").exists()
 
 
+def test_another_version_of_the_pipeline_is_refused(
+    corpus: Path, interrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightscale.data_pipeline.preparation.prepare.PIPELINE_VERSION", 9_999)
+    with pytest.raises(UserError, match=r"\(versions\.pipeline: \d+ → 9999\); use the earlier versions to finish"):
+        resume(corpus, interrupted)
+
+
 def test_another_tokenizer_or_other_files_are_refused(corpus: Path, interrupted: Path, tmp_path: Path) -> None:
     ranks = {bytes([byte]): byte for byte in range(256)}
     other = TiktokenTokenizer(name="other", pat_str=".", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 300})

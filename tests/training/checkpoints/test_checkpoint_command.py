@@ -10,6 +10,7 @@ import pytest
 import safetensors
 
 from lightscale.cli import main
+from lightscale.config.files import load, to_toml
 from lightscale.runs.lock import RunLock
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.training.checkpoints.directories import directory_name, list_steps
@@ -116,6 +117,12 @@ def test_prune(run: RunDirectory, command: Command) -> None:
     code, text, _ = command("prune", str(run.path), "--dry-run", "--keep-every", "10")
     assert (code, text) == (0, "would be removed: 5; the newest whole ones: 20, 40\n")
     assert list_steps(run.checkpoints) == [5, 10, 20, 40]
+    stored = load(run.config)
+    exporting = stored.checkpoint.model_copy(update={"export_every": 5})
+    run.config.write_text(to_toml(stored.model_copy(update={"checkpoint": exporting})))
+    (run.exports / directory_name(5)).mkdir(parents=True)
+    assert command("prune", str(run.path), "--dry-run")[1].startswith("would be removed: 5;"), "10 is to be exported"
+    run.config.write_text(to_toml(stored))
     code, text, _ = command("prune", str(run.path), "--json")
     assert json.loads(text) == {"good": [20, 40], "removed": [5, 10], "dry_run": False}
     assert list_steps(run.checkpoints) == [20, 40]

@@ -97,9 +97,14 @@ def test_a_failing_export_is_reported_and_not_waited_for(run: RunDirectory, caps
     with exports_of(run) as one:
         wait(one, lambda: not one.is_busy)
         assert one.needed([4, 8, 12]) == set(), "its checkpoint may go"
-    assert events(run, "export_failed") == [4, 8, 12]
+        (run.checkpoints / directory_name(16)).mkdir()
+        one.saved(16)
+        assert (one.is_busy, one.needed([16])) == (False, set()), "the reason was the same twice"
+    assert events(run, "export_failed") == [4, 8]
     assert read_lines(run.events)[0]["reason"] == "no such luck"
-    assert "WARNING: the export of step 4 failed: no such luck; training continues" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "WARNING: the export of step 4 failed: no such luck; training continues\n" in said
+    assert "step 8 failed: no such luck; training continues, without exports until it is started again\n" in said
     assert list_steps(run.exports) == []
 
 

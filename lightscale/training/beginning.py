@@ -1,0 +1,39 @@
+"""What a new run keeps of the weights it begins with, ``train.init_from``: known from two configurations alone."""
+
+from lightscale.config.files import load
+from lightscale.config.schema import RunConfig
+from lightscale.errors import UserError
+from lightscale.models.conversion import Conversion, conversion, other_settings
+from lightscale.runs.run_directory import RunDirectory
+from lightscale.training.checkpoints.directories import checkpoints_of_step, list_steps
+
+
+def kept_weights(config: RunConfig) -> tuple[Conversion | None, list[str]]:
+    """What ``config`` keeps of the run it begins from, and what is to be said of it.
+
+    None: its mixers are the same, and all is kept. UserError where the model cannot begin with such weights.
+    """
+    assert config.train.init_from is not None
+    source = RunDirectory(config.train.init_from.rpartition("@")[0])
+    # Checkpoints that were copied without their run are those of the same model, or are refused by their shapes.
+    if not source.config.exists():
+        return None, []
+    there, here = load(source.config).model, config.model
+    kept = conversion(there, here)
+    return (kept, kept.lines()) if kept is not None else (None, other_settings(there, here))
+
+
+def check_beginning(config: RunConfig, directory: RunDirectory) -> None:
+    """UserError for weights that the new run in ``directory`` cannot begin with, or that are not there.
+
+    Nothing is read but configurations.
+    """
+    # A run that has come to a checkpoint goes on from there, whatever has become of its first weights.
+    if config.train.init_from is None or list_steps(directory.checkpoints):
+        return
+    source, _, step = config.train.init_from.rpartition("@")
+    try:
+        checkpoints_of_step(RunDirectory(source).checkpoints, int(step))
+        kept_weights(config)
+    except UserError as error:
+        raise UserError(f'train.init_from = "{config.train.init_from}": {error}') from None
