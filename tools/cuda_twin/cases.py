@@ -59,7 +59,7 @@ def all_cases() -> dict[str, dict[str, Any]]:
         "metrics.parameter_norms_every=1",
         validate=True,
         save=True,
-        steps=3,
+        steps=4,
     )
     return found
 
