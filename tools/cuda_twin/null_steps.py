@@ -3,8 +3,8 @@
 The training loop is lightscale's own: store, loader, prefetching, engine, guard, optimizer, metrics, validation,
 saves. Four things are not: weights are not drawn, as nothing is computed with them; a Triton kernel is checked in
 place of its launch (``triton_checks.py``), unless the case asks for compiled ones; what kernels compute is not compared
-at start; and other ranks are not there (``lone_rank.py``). A case that saves nothing is not asked for a disk on which its
-checkpoints fit.
+at start; and other ranks are not there (``lone_rank.py``). A case that saves nothing is not asked for a disk on which
+its checkpoints fit.
 """
 
 import functools
