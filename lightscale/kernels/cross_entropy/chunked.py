@@ -195,9 +195,11 @@ def scale_(gradient: Tensor, factor: Tensor) -> Tensor:
     """gradient (n, d) *= factor (), in the wider of their dtypes and rounded once; little memory beside it."""
     if gradient.dtype == factor.dtype:
         return gradient.mul_(factor)
-    for rows in gradient.split(max(1, _SCALED_ELEMENTS // max(1, gradient.shape[1]))):
-        # One-dimensional: PyTorch would round a number without dimensions to the gradient's dtype first.
-        rows.copy_(rows * factor[None])
+    # One-dimensional: PyTorch would round a number without dimensions to the gradient's dtype first. On a GPU one kernel
+    # reads and writes the one dtype and computes in the other; on a CPU PyTorch would copy all of it.
+    num_rows = len(gradient) if gradient.is_cuda else _SCALED_ELEMENTS // max(1, gradient.shape[1])
+    for rows in gradient.split(max(1, num_rows)):
+        rows.mul_(factor[None])
     return gradient
 
 
