@@ -210,7 +210,7 @@ def test_shared_heads_of_keys_and_values_are_gathered_once() -> None:
     assert step.work.operators_s == pytest.approx(3 * 4 * (length / 4) * 4 * (4 * 24) * (length * 3.5 / 4) / 2e11)
     # Four layers, and one while its parts are put together.
     assert rank_memory(run, spread, 0).exchange_bytes == 5 * length * 2 * 24 * 2
-    # Norms' inputs and outputs; rotated queries; outputs; the linear unit; phases in fp32. Keys and values are gathered.
+    # Norms' inputs and outputs; rotated queries; outputs; the linear unit; phases in fp32. Keys, values: see above.
     activations, phases = 4 * 64 + 96 + 96 + 3 * 128, 16
     assert rank_memory(run, spread, 0).activations_bytes == length // 4 * 4 * (2 * activations + 4 * phases)
     alone = rank_memory(run, layout(1, 1, 1, 1, length=length), 0)
