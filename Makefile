@@ -78,6 +78,7 @@ twin: install
 twin-budgets: install
 	$(BIN)/python tools/twin.py fetch
 	$(BIN)/python tools/twin.py budgets --write
+	$(BIN)/python tools/twin.py memory --write
 
 # Corpus, training, resume and a sample of text, from nothing.
 quickstart: install

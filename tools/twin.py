@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -72,20 +73,38 @@ def null(args: argparse.Namespace) -> int:
 
 def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
     """Of ``budgets``."""
-    parser.add_argument("--write", action="store_true", help="write what was counted as the new budgets")
+    parser.add_argument("--write", action="store_true", help="write what was counted: new budgets, and README's table")
 
 
 def budgets(args: argparse.Namespace) -> int:
     """Count what a step of every kept case asks for, beside its budget."""
-    wanted = cases.all_cases()
-    found = dict(zip(wanted, null_cases.record(installation.installed(), list(wanted.values())), strict=True))
+    found = _recorded(cases.all_cases())
     before = cases.read_budgets() if cases.BUDGETS.exists() else {}
     if args.write:
         cases.write_budgets(found)
-    Console(width=120, highlight=False).print(null_cases.budget_table(found, before))
+        cases.write_table(f"| {null_cases.BUDGET_HEAD} |", null_cases.budget_rows(found, {}))
+    Console(width=120, highlight=False).print(null_cases.budget_table(null_cases.budget_rows(found, before)))
     lines = [line for name, one in found.items() if name in before for line in cases.exceeded(name, one, before)]
     print("\n".join(lines))
     return int(bool(lines) and not args.write)
+
+
+def _recorded(wanted: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return dict(zip(wanted, null_cases.record(installation.installed(), list(wanted.values())), strict=True))
+
+
+def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of ``memory``."""
+    parser.add_argument("--write", action="store_true", help="write README's table")
+
+
+def memory(args: argparse.Namespace) -> int:
+    """The allocator's peak in models of full depth, beside what ``lightscale plan`` says."""
+    rows = null_cases.memory_rows(_recorded(cases.planned_cases()))
+    if args.write:
+        cases.write_table(f"| {null_cases.MEMORY_HEAD} |", rows)
+    Console(width=120, highlight=False).print(null_cases.memory_table(rows))
+    return 0
 
 
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,6 +139,11 @@ COMMANDS = {
         summary="what a step of every kept case asks for, beside its budget",
         add_arguments=add_budget_arguments,
         run=budgets,
+    ),
+    "memory": Command(
+        summary="the allocator's peak beside what planning says",
+        add_arguments=add_memory_arguments,
+        run=memory,
     ),
     "gpu-check": Command(
         summary="the check of `make gpu-check` at small sizes, where no figure is a GPU's",

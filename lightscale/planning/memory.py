@@ -26,15 +26,19 @@ class RankMemory:
     gradients_bytes: int
     optimizer_bytes: int
     activations_bytes: int
+    """Kept from the forward pass for the backward pass."""
     exchange_bytes: int
     """Buffers of the exchange along `sequence`, and what is kept of it for the backward pass."""
     logits_bytes: int
+    """While the loss is computed."""
+    block_bytes: int
+    """While the backward pass is in a block: its activations where they are computed again, and its gradients."""
 
     @property
     def total_bytes(self) -> int:
-        """All of these."""
+        """All of these, of the last two the larger: the loss is over when the first block begins."""
         states = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
-        return states + self.activations_bytes + self.exchange_bytes + self.logits_bytes
+        return states + self.activations_bytes + self.exchange_bytes + max(self.logits_bytes, self.block_bytes)
 
 
 def weight_bytes(config: RunConfig) -> int:
@@ -56,7 +60,10 @@ def assumptions(config: RunConfig, *, searched: bool = False) -> list[str]:
         "exchange along sequence: the gathered states of one layer, and each layer's incoming state; of softmax "
         "attention the keys and values of all ranks",
         f"logits: at most {LOGITS_WORKSPACE_BYTES >> 20} MiB at a time; beside them the output layer's gradients, that "
-        "of its weight in fp32",
+        "of its weight in fp32, and the last norm's input and output",
+        "backward pass of a block: its activations where they are computed again; of gradients those of the GLU's two "
+        "halves and of the residual stream, or those of all gathered keys and values; and the output layer's. It comes "
+        "after the loss: the larger of the two counts",
         "not counted: fp32 intermediates within a layer, other buffers of communication, the allocator's gaps",
     ]
 
@@ -65,9 +72,9 @@ _KEPT: dict[Recompute, str] = {
     "none": "activations without recomputation, under 1F1B: inputs and outputs of a block's norms; a mixer's "
     "projections, gates, activated queries and keys, its output, and that behind norm and gate; decays per channel, "
     "in fp32; a GLU's two halves and their product",
-    "selective": "activations with selective recomputation: the same without those of the GLU, except for one block",
-    "full": "activations with full recomputation: each block's input, and one block without recomputation; of blocks "
-    "beyond train.recompute_layers what is kept without recomputation",
+    "selective": "activations with selective recomputation: the same without those of the GLU",
+    "full": "activations with full recomputation: each block's input; of blocks beyond train.recompute_layers what is "
+    "kept without recomputation",
 }
 
 
@@ -119,37 +126,59 @@ def stage_memory(
         weights_bytes=size * parameters,
         gradients_bytes=_FP32_BYTES * parameters,
         optimizer_bytes=-(-(main + state) * parameters // (layout.data * layout.sequence)),
-        activations_bytes=tokens * _activation_bytes(held, again, recompute, in_flight, size) // layout.tensor,
+        activations_bytes=in_flight * tokens * _kept_bytes(work, held, again, layout, recompute, size) // layout.tensor,
         exchange_bytes=_exchange_bytes(
             layout, work, held, again if recompute == "full" else (), in_flight, size, exchange, hardware
         ),
         logits_bytes=_logits_bytes(work, tokens, layout.tensor, size) if held.last else 0,
+        block_bytes=tokens * _block_bytes(held, again, layout, recompute, size) // layout.tensor
+        + (_output_rows(work, layout.tensor) * work.model.hidden_size * size if held.last else 0),
     )
 
 
+def _output_rows(work: Workload, tensor: int) -> int:
+    """Of the output layer's weight, on a rank; a label head is too small to count."""
+    return work.model.vocab_size // tensor if work.model.head is None else 0
+
+
 def _logits_bytes(work: Workload, tokens: int, tensor: int, size: int) -> int:
-    """While the loss is computed: a chunk's logits, and the gradients of the hidden states and the output layer."""
+    """While the loss is computed: a chunk's logits, and the gradients of the hidden states and the output layer.
+
+    The hidden states are there twice, before and behind the last norm; those behind it whole on every tensor rank.
+    """
     width = work.model.hidden_size
     if work.model.head is not None:
         # The states of all tokens that are pooled, in fp32, and their gradient.
         return 2 * tokens * width * _FP32_BYTES
-    rows = work.model.vocab_size // tensor
+    rows = _output_rows(work, tensor)
     logits = loss_chunk_tokens(tokens, rows * size) * rows * size
     # The weight's gradient is summed in fp32, and rounded when the logits of the last chunk are gone.
     rounded = rows * width * size if size < _FP32_BYTES else 0
-    return max(logits, rounded) + tokens * width * size + rows * width * _FP32_BYTES
+    hidden = tokens * width * size
+    states = 2 * hidden // tensor + (hidden if tensor > 1 else 0)
+    return max(logits, rounded) + states + hidden + rows * width * _FP32_BYTES
 
 
-def _activation_bytes(
-    held: StageWork, again: tuple[LayerWork, ...], recompute: Recompute, in_flight: int, size: int
+def _kept_bytes(
+    work: Workload, held: StageWork, again: tuple[LayerWork, ...], layout: Layout, recompute: Recompute, size: int
 ) -> int:
-    """Bytes per token that a stage keeps, all its micro-batches in flight together; `again`: the first layers."""
-    whole = {layer: layer.kept_bytes("none", size) for layer in set(held.layers)}
-    kept = {layer: layer.kept_bytes(recompute, size) for layer in set(again)}
-    # The block that is just computed again has all of its activations.
-    most = max((whole[layer] - layer_bytes for layer, layer_bytes in kept.items()), default=0)
-    others = held.layers[len(again) :]
-    return in_flight * (sum(kept[layer] for layer in again) + sum(whole[layer] for layer in others)) + most
+    """Bytes per token that a stage keeps of a micro-batch; `again`: the first layers, which `recompute` concerns."""
+    gathers = layout.sequence > 1
+    layers = sum(layer.kept_bytes(recompute, size, gathers=gathers) for layer in again)
+    layers += sum(layer.kept_bytes("none", size, gathers=gathers) for layer in held.layers[len(again) :])
+    # Parts behind the word embedding keep what they read.
+    return layers + (len(work.embedding_parts) * work.model.hidden_size * size if held.first else 0)
+
+
+def _block_bytes(held: StageWork, again: tuple[LayerWork, ...], layout: Layout, recompute: Recompute, size: int) -> int:
+    """Bytes per token that the backward pass of a block holds beside what is kept, the block that holds most."""
+    gathers = layout.sequence > 1
+    most = {layer: layer.backward_bytes(size, gathered_by=layout.sequence) for layer in set(held.layers)}
+    for layer in set(again):
+        # All of its activations, and its output, which nothing reads again.
+        replayed = layer.kept_bytes("none", size, gathers=gathers) - layer.kept_bytes(recompute, size, gathers=gathers)
+        most[layer] += replayed + layer.kept_bytes("full", size, gathers=gathers)
+    return max(most.values(), default=0)
 
 
 def _exchange_bytes(

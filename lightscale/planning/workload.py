@@ -47,19 +47,21 @@ def activation_values(model: ModelConfig, layer: int, recompute: Recompute = "no
     mixer = mixer_spec(model.layers[layer])
     weights = mixer.parameter_shapes(model, layer)
     projected = sum(shape[0] for name, shape in weights.items() if name.endswith(".weight") and "out_proj" not in name)
-    activated, outputs = 2 * d, 2 * d
+    activated, outputs = mixer.activated * d, 2 * d
     if mixer_operator(model.layers[layer]).cost is CostClass.SOFTMAX:
-        # No norm, no gate. Queries are as wide as outputs.
+        # No norm, no gate. Queries are as wide as outputs; rotated ones take the place of those that were projected.
         outputs = weights["out_proj.weight"][1] if "out_proj.weight" in weights else d
-        activated = outputs + mixer.gathered_values(model, layer) // 2
+        activated = mixer.gathered_values(model, layer) // 2
     # Gate and up, and their product.
     return 4 * d + projected + activated + outputs + (0 if recompute == "selective" else 3 * g)
 
 
 def _fp32_values(model: ModelConfig, layer: int, recompute: Recompute) -> int:
-    """Decays per channel, in logarithms; one of a head is no activation, and the others are not kept."""
-    has_decays = mixer_operator(model.layers[layer]).cost is CostClass.GATED_SCAN
-    return model.hidden_size if has_decays and recompute != "full" else 0
+    """Decays per channel, in logarithms; one of a head is no activation. Softmax attention: rotary phases."""
+    if recompute == "full":
+        return 0
+    kept = {CostClass.GATED_SCAN: model.hidden_size, CostClass.SOFTMAX: model.head_dim}
+    return kept.get(mixer_operator(model.layers[layer]).cost, 0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,10 +96,23 @@ class LayerWork:
     is_causal: bool
     """Whether tokens see no later ones."""
 
-    def kept_bytes(self, recompute: Recompute, size: int) -> int:
-        """Bytes of the activations kept, with weights of `size` bytes."""
+    def kept_bytes(self, recompute: Recompute, size: int, *, gathers: bool = False) -> int:
+        """Bytes of the activations kept, with weights of `size` bytes; `gathers`: from other sequence ranks."""
         kept = RECOMPUTE.index(recompute)
-        return size * self.values[kept] + _FP32_BYTES * self.fp32_values[kept]
+        # Keys and values as projected and rotated keys make way for those of all ranks, which count as exchanged.
+        own = 3 * self.gathered // 2 if gathers and recompute != "full" else 0
+        return size * (self.values[kept] - own) + _FP32_BYTES * self.fp32_values[kept]
+
+    def backward_bytes(self, size: int, *, gathered_by: int = 1) -> int:
+        """Bytes that the backward pass holds beside the activations when it holds most.
+
+        In the GLU: the gradients of its two halves, and that of the residual stream; the product's takes the product's
+        place. Or in attention, when the GLU's activations are gone: the gradients of keys and values of all
+        `gathered_by` ranks.
+        """
+        whole, without_glu, stream = self.values
+        glu = whole - without_glu
+        return size * max(2 * glu // 3 + stream, self.gathered * gathered_by - glu if gathered_by > 1 else 0)
 
     @property
     def product_flops(self) -> float:

@@ -1,4 +1,4 @@
-"""The optimizers of GPUs, on the CPU, where they can be compared: PyTorch's fused one, and apex's by a stand-in."""
+"""The optimizers of GPUs, on the CPU, where they can be compared: PyTorch's, and NVIDIA's by stand-ins."""
 
 import os
 import runpy
@@ -60,17 +60,27 @@ with tiny.engine_on((1, 1, 1, 1), 0, f"file://{sys.argv[2]}-meeting", mixer="tnl
 """
 
 
-def test_apex_steps_are_the_same_to_rounding(tmp_path: Path) -> None:
+def test_steps_of_nvidias_packages_are_the_same_to_rounding(tmp_path: Path) -> None:
+    """apex's, and Transformer Engine's, which Megatron prefers where both are installed."""
     helper = Path(__file__).parents[1] / "helpers" / "tiny_engine.py"
-    found = {}
-    for name, path in (("plain", ""), ("apex", str(STAND_INS))):
+    paths = {"plain": "", "apex": str(STAND_INS), "both": f"{STAND_INS / 'te'}{os.pathsep}{STAND_INS}"}
+    runs = {}
+    for name, path in paths.items():
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", STEPS, str(helper), str(tmp_path / name)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        found[name] = torch.load(tmp_path / name, weights_only=True)
-    (plain, counters, kinds, _), (apex, other, other_kinds, says) = found["plain"], found["apex"]
-    assert ({*kinds}, {*other_kinds}, says) == ({"torch.optim.adamw"}, {"apex.optimizers"}, "fused kernels: apex")
-    assert counters == other == {"adam_steps": 4}
-    assert any(not torch.equal(plain[name], apex[name]) for name in plain), "not another way of computing it"
-    assert all(tiny.error(apex[name], plain[name]) < 1e-6 for name in plain)
+        runs[name] = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    errors = {name: run.communicate()[1] for name, run in runs.items()}
+    failed = {name: errors[name] for name, run in runs.items() if run.returncode}
+    assert not failed, failed
+    found = {name: torch.load(tmp_path / name, weights_only=True) for name in paths}
+    plain, counters, kinds, _ = found.pop("plain")
+    assert ({*kinds}, counters) == ({"torch.optim.adamw"}, {"adam_steps": 4})
+    origins = {name: ({*other_kinds}, says) for name, (_, _, other_kinds, says) in found.items()}
+    assert origins == {
+        "apex": ({"apex.optimizers"}, "fused kernels: apex"),
+        "both": ({"transformer_engine.pytorch.optimizers"}, "fused kernels: apex and Transformer Engine"),
+    }
+    for name, (weights, other, _, _) in found.items():
+        assert other == counters, name
+        assert any(not torch.equal(plain[weight], weights[weight]) for weight in plain), "not another way"
+        assert all(tiny.error(weights[weight], plain[weight]) < 1e-6 for weight in plain), name

@@ -96,10 +96,10 @@ def test_the_least_nodes_are_the_first_that_fit() -> None:
     least = least_nodes(run, more_than=1, **where)  # type: ignore[arg-type]
     fits = {nodes: best_layouts(run, nodes=nodes, **where)[0].fits for nodes in (1, 2, 4)}  # type: ignore[arg-type]
     assert (least, fits) == (4, {1: False, 2: False, 4: True})
-    # Five nodes divide only the layers, and the stages do not fit.
-    assert not best_layouts(run, nodes=5, **where)[0].fits  # type: ignore[arg-type]
-    assert least_nodes(run, more_than=4, **where) == 6  # type: ignore[arg-type]
-    assert best_layouts(run, nodes=6, **where)[0].fits  # type: ignore[arg-type]
+    # Five nodes divide only the layers, six hardly more, and the stages do not fit.
+    for nodes in (5, 6):
+        assert not best_layouts(run, nodes=nodes, **where)[0].fits  # type: ignore[arg-type]
+    assert least_nodes(run, more_than=4, **where) == 8  # type: ignore[arg-type]
     too_small = {**where, "hardware": with_settings(H100, ["memory_gib=7"])}
     assert least_nodes(config("tnl-7b"), more_than=1000, **too_small) is None  # type: ignore[arg-type]
 

@@ -210,9 +210,17 @@ def test_shared_heads_of_keys_and_values_are_gathered_once() -> None:
     assert step.work.operators_s == pytest.approx(3 * 4 * (length / 4) * 4 * (4 * 24) * (length * 3.5 / 4) / 2e11)
     # Four layers, and one while its parts are put together.
     assert rank_memory(run, spread, 0).exchange_bytes == 5 * length * 2 * 24 * 2
-    # Norms' inputs and outputs; projections; queries and keys behind the rotation; outputs; the linear unit.
-    activations = 4 * 64 + (96 + 48) + (96 + 24) + 96 + 3 * 128
-    assert rank_memory(run, spread, 0).activations_bytes == length // 4 * 4 * activations * 2
+    # Norms' inputs and outputs; rotated queries; outputs; the linear unit; phases in fp32. Keys, values: see above.
+    activations, phases = 4 * 64 + 96 + 96 + 3 * 128, 16
+    assert rank_memory(run, spread, 0).activations_bytes == length // 4 * 4 * (2 * activations + 4 * phases)
+    alone = rank_memory(run, layout(1, 1, 1, 1, length=length), 0)
+    # As projected, and keys rotated.
+    assert alone.activations_bytes == length * 4 * (2 * (activations + 48 + 24) + 4 * phases)
+    # When the linear unit's gradients are gone, those of all keys and values are there.
+    wide = config("llama-tiny", *TINY)
+    assert rank_memory(wide, layout(1, 1, 8, 1, length=length), 0).block_bytes == (
+        length // 8 * (8 * 2 * 64 - 3 * 128) * 2 + wide.model.vocab_size * 64 * 2
+    )
 
 
 def test_a_ring_pays_again_behind_every_gather_of_keys() -> None:
@@ -302,17 +310,24 @@ def test_memory_of_an_exchange_by_hand() -> None:
 
 def test_recomputation_saves_memory_by_hand() -> None:
     n, d, g, t = 64, 64, 128, 16
-    kept = {}
+    kept, again = {}, {}
     for recompute in ("none", "selective", "full"):
         run = config("tnl-tiny", *TINY, f"train.recompute={recompute}")
-        kept[recompute] = fullest_rank(run, layout(1, 1, 1, 1, length=n)).activations_bytes
-    block = 12 * d + t + 3 * g
+        memory = fullest_rank(run, layout(1, 1, 1, 1, length=n))
+        # Without the gradient of the output layer.
+        kept[recompute], again[recompute] = memory.activations_bytes, memory.block_bytes - 2 * d * run.model.vocab_size
+    block, gradients = 12 * d + t + 3 * g, 2 * g + d
     assert kept["none"] == 2 * n * 4 * block
-    assert kept["selective"] == 2 * n * (4 * (block - 3 * g) + 3 * g)
-    assert kept["full"] == 2 * n * (4 * d + block - d)
+    assert kept["selective"] == 2 * n * 4 * (block - 3 * g)
+    assert kept["full"] == 2 * n * 4 * d
+    assert again["none"] == 2 * n * gradients
+    # What is computed again has an output, too.
+    assert again["selective"] == 2 * n * (3 * g + d + gradients)
+    assert again["full"] == 2 * n * (block - d + d + gradients)
     run = config("tnl-tiny", *TINY, "train.recompute=full", "train.recompute_layers=3")
-    some = fullest_rank(run, layout(1, 1, 1, 1, length=n)).activations_bytes
-    assert some == 2 * n * (3 * d + block + block - d)
+    some = fullest_rank(run, layout(1, 1, 1, 1, length=n))
+    assert some.activations_bytes == 2 * n * (3 * d + block)
+    assert some.block_bytes - 2 * d * run.model.vocab_size == again["full"]
 
 
 # What others have measured.

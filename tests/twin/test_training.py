@@ -12,6 +12,7 @@ import pytest
 from lightscale.runs.run_directory import RunDirectory, read_lines, read_metrics
 
 pytestmark = [pytest.mark.twin, pytest.mark.timeout(1800)]
+STAND_INS = Path(__file__).parents[2] / "tools" / "cuda_twin" / "stand_ins"
 WORDS = (
     "model.num_layers=2",
     "model.vocab_size=128",
@@ -25,13 +26,12 @@ WORDS = (
 
 
 def trained(
-    twin: Any, folder: Path, *, on_gpu: bool, saves: int, kernels: str, with_apex: bool = False
+    twin: Any, folder: Path, *, on_gpu: bool, saves: int, kernels: str, stand_ins: tuple[str, ...] = ()
 ) -> RunDirectory:
     folder.mkdir()
     environment = {**twin.environment(devices=int(on_gpu), computes=on_gpu), "OMP_NUM_THREADS": "1"}
-    if with_apex:
-        stand_ins = Path(__file__).parents[2] / "tools" / "cuda_twin" / "stand_ins"
-        environment["PYTHONPATH"] = f"{stand_ins}{os.pathsep}{environment['PYTHONPATH']}"
+    folders = [str(STAND_INS / one) for one in stand_ins]
+    environment["PYTHONPATH"] = os.pathsep.join([*folders, environment["PYTHONPATH"]])
     command = [sys.executable, "-m", "cuda_twin.training_run", folder, saves, "tnl-tiny", *WORDS]
     done = subprocess.run(
         [*map(str, command), f'train.kernels="{kernels}"'],
@@ -72,13 +72,15 @@ def test_a_run_with_kernels_that_compute_nothing_falls_back_and_is_the_run_on_cp
     assert any(run.profile.iterdir())
 
 
-def test_a_run_with_apex_is_the_run_on_cpus(cuda_twin: ModuleType, tmp_path: Path) -> None:
-    """By a stand-in for it; its optimizer saves, and resumes."""
+def test_a_run_with_nvidias_packages_is_the_run_on_cpus(cuda_twin: ModuleType, tmp_path: Path) -> None:
+    """By stand-ins for them, whose optimizers save, and resume."""
     twin = cuda_twin.installation.installed()
     expected = trained(twin, tmp_path / "cpu", on_gpu=False, saves=0, kernels="chunked")
-    run = trained(twin, tmp_path / "gpu", on_gpu=True, saves=3, kernels="chunked", with_apex=True)
-    assert_equal(run, expected)
-    assert "fused kernels: apex" in (run.path.parent / "output").read_text("utf-8")
+    for packages, stand_ins in (("apex", (".",)), ("apex and Transformer Engine", ("te", "."))):
+        folder = tmp_path / packages
+        run = trained(twin, folder, on_gpu=True, saves=3, kernels="chunked", stand_ins=stand_ins)
+        assert_equal(run, expected)
+        assert f"fused kernels: {packages}\n" in (folder / "output").read_text("utf-8")
 
 
 DOCTOR = """

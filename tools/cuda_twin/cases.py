@@ -1,4 +1,4 @@
-"""The null runs that are kept: what a step of each may ask of its device, in ``budgets.toml``."""
+"""The null runs that are kept: what a step of each may ask of its device, in ``budgets.toml``; tables of README.md."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any
 
 ARCHITECTURES = ("tnl", "hgrn2", "lightnet", "cosformer2", "llama")
+LINEAR = ARCHITECTURES[:4]
+LENGTHS = (1 << 16, 1 << 20)
+"""On 8 ranks: from the first on, a segment is long enough for all that is done otherwise on long ones."""
 BUDGETS = Path(__file__).resolve().parent / "budgets.toml"
+README = Path(__file__).resolve().parent / "README.md"
 BUDGETED = ("launches", "host_waits", "collectives", "copies")
 """What has a budget: numbers that one step of one rank asks for."""
 
@@ -50,6 +54,7 @@ def all_cases() -> dict[str, dict[str, Any]]:
         found[f"{one} 7B, 4 layers, all axes, rank 519 of 1,024"] = _case(
             f"{one}-7b", "model.num_layers=4", *axes, world_size=1024, rank=519
         )
+    found |= {_long_name(one, length): _long(one, length) for one in ARCHITECTURES for length in LENGTHS}
     hybrid = ("model.num_layers=2", 'model.mixer=["hgrn2", "llama"]')
     found["hybrid 1B, 2 layers, sequence 8"] = _case("hgrn2-1b", *hybrid, "parallel.sequence=8", world_size=64, rank=19)
     found["hybrid, all axes, rank 5 of 16"] = _case("hybrid-tiny", *axes, world_size=16, rank=5)
@@ -59,7 +64,7 @@ def all_cases() -> dict[str, dict[str, Any]]:
         "metrics.parameter_norms_every=1",
         validate=True,
         save=True,
-        steps=3,
+        steps=4,
     )
     return found
 
@@ -69,17 +74,50 @@ def _sequence(architecture: str, *overrides: str, ranks: int = 8) -> dict[str, A
     return _case(f"{architecture}-1b", *given, world_size=64, rank=19)
 
 
+def _long_name(architecture: str, length: int) -> str:
+    return f"{architecture} 1B, 2 layers, {length:,} tokens on 8 ranks"
+
+
+def _long(architecture: str, length: int, *overrides: str) -> dict[str, Any]:
+    given = (f"data.sequence_length={length}", "parallel.sequence=8", 'train.recompute="full"')
+    layers = overrides or ("model.num_layers=2",)
+    return _case(f"{architecture}-1b", *given, *layers, world_size=8, rank=3)
+
+
+def beside_the_loss(found: Mapping[str, Any]) -> int:
+    """Kernels of a step of a null run but those of the loss, which come for every piece of its logits.
+
+    A piece has two kernels and three products. Fills are left out, with which PyTorch's sums begin where they are long.
+    """
+    step = found["steps"][-1]
+    launches: dict[str, int] = step["launches"]
+    return launches["launch"] + launches["triton"] + launches["product"] - 5 * num_pieces(found)
+
+
+def num_pieces(found: Mapping[str, Any]) -> int:
+    """Of the loss's logits in a step, all micro-batches together."""
+    count: int = found["steps"][-1]["triton"]["_statistics"]
+    return count
+
+
 def planned_cases() -> dict[str, dict[str, Any]]:
-    """Whole models, whose memory is held to ``lightscale plan``."""
+    """Models, most of them whole, whose memory is held to ``lightscale plan``."""
     found = {f"{one} 1B": _case(f"{one}-1b", world_size=8, rank=3) for one in ARCHITECTURES}
-    found["tnl 1B, 1M tokens on 8 ranks"] = _case(
-        "tnl-1b", "data.sequence_length=1048576", "parallel.sequence=8", 'train.recompute="full"', world_size=8, rank=3
-    )
+    for one in ARCHITECTURES:
+        found[f"{one} 1B, 1M tokens on 8 ranks, full recomputation"] = _long(one, 1 << 20, 'train.recompute="full"')
+        found[f"{one} 1B, 4 layers, 1M tokens on 8 ranks"] = _long(
+            one, 1 << 20, "model.num_layers=4", 'train.recompute="none"'
+        )
     found["tnl 7B, tensor 8"] = _case("tnl-7b", "parallel.tensor=8", world_size=8, rank=3)
     found["tnl 7B, pipeline 4"] = _case(
         "tnl-7b", "parallel.pipeline=4", 'train.recompute="selective"', world_size=32, rank=0, micro_batches=8
     )
     return found
+
+
+def length_pairs(found: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[int, ...]]:
+    """For each linear architecture, ``beside_the_loss`` of its case of each of ``LENGTHS``."""
+    return {one: tuple(beside_the_loss(found[_long_name(one, length)]) for length in LENGTHS) for one in LINEAR}
 
 
 def asked(found: Mapping[str, Any]) -> dict[str, int]:
@@ -109,6 +147,15 @@ def write_budgets(found: Mapping[str, Mapping[str, Any]]) -> None:
         for name, one in found.items()
     ]
     BUDGETS.write_text(head + "\n" + "\n\n".join(tables) + "\n", encoding="utf-8")
+
+
+def write_table(head: str, rows: Sequence[Sequence[str]]) -> None:
+    """Put ``rows`` in place of those of README.md's table whose first line begins with ``head``."""
+    lines = README.read_text(encoding="utf-8").splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith(head)) + 2
+    last = next(number for number in range(first, len(lines)) if not lines[number].startswith("|"))
+    lines[first:last] = [f"| {' | '.join(row)} |" for row in rows]
+    README.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def exceeded(name: str, found: Mapping[str, Any], budgets: Mapping[str, Mapping[str, int]]) -> Sequence[str]:

@@ -15,6 +15,9 @@ from lightscale.errors import UserError
 
 _MIB, _GIB = 2**20, 2**30
 
+BUDGET_HEAD, MEMORY_HEAD = "a step of a rank", "memory of a rank"
+"""With which the tables begin, in README.md too."""
+
 
 def record(twin: Twin, cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What ``null_run`` writes of each of ``cases``, the fields of a ``NullCase``; one process runs them in turn.
@@ -80,7 +83,9 @@ def tables(found: dict[str, Any]) -> Iterator[Table]:
         yield _table(("elements beyond 2^31", ""), [(name, f"{count:,}") for name, count in found["large"].items()])
 
 
-def budget_table(found: Mapping[str, Mapping[str, Any]], before: Mapping[str, Mapping[str, int]]) -> Table:
+def budget_rows(
+    found: Mapping[str, Mapping[str, Any]], before: Mapping[str, Mapping[str, int]]
+) -> list[tuple[str, ...]]:
     """What each case asks for in a step; where its budget is another number, that one behind it."""
     rows: list[tuple[str, ...]] = []
     for name, one in found.items():
@@ -90,7 +95,35 @@ def budget_table(found: Mapping[str, Mapping[str, Any]], before: Mapping[str, Ma
             for key, count in asked(one).items()
         ]
         rows.append((name, *counts, f"{one['steps'][-1]['peak_bytes'] / _GIB:.2f}"))
-    return _table(("a step of a rank", *(key.replace("_", " ") for key in BUDGETED), "peak, GiB"), rows)
+    return rows
+
+
+def budget_table(rows: Sequence[tuple[str, ...]]) -> Table:
+    """Of ``budget_rows``."""
+    return _table((BUDGET_HEAD, *(key.replace("_", " ") for key in BUDGETED), "peak, GiB"), rows)
+
+
+def off_plan(found: Mapping[str, Any]) -> float:
+    """By how much the largest peak of a run's steps is above what planning says, as a share of that."""
+    return float(max(step["peak_bytes"] for step in found["steps"]) / found["planned"]["total_bytes"] - 1)
+
+
+def memory_rows(found: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """The peak of each case beside what planning says."""
+    return [
+        (
+            name,
+            f"{max(step['peak_bytes'] for step in one['steps']) / _GIB:.2f}",
+            f"{one['planned']['total_bytes'] / _GIB:.2f}",
+            f"{100 * off_plan(one):+.1f} %",
+        )
+        for name, one in found.items()
+    ]
+
+
+def memory_table(rows: Sequence[tuple[str, ...]]) -> Table:
+    """Of ``memory_rows``."""
+    return _table((MEMORY_HEAD, "peak, GiB", "planned, GiB", "off"), rows)
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:

@@ -195,9 +195,11 @@ def scale_(gradient: Tensor, factor: Tensor) -> Tensor:
     """gradient (n, d) *= factor (), in the wider of their dtypes and rounded once; little memory beside it."""
     if gradient.dtype == factor.dtype:
         return gradient.mul_(factor)
-    for rows in gradient.split(max(1, _SCALED_ELEMENTS // max(1, gradient.shape[1]))):
+    # On a GPU one kernel reads and writes the one dtype and computes in the other; on a CPU PyTorch would copy it all.
+    num_rows = len(gradient) if gradient.is_cuda else _SCALED_ELEMENTS // max(1, gradient.shape[1])
+    for rows in gradient.split(max(1, num_rows)):
         # One-dimensional: PyTorch would round a number without dimensions to the gradient's dtype first.
-        rows.copy_(rows * factor[None])
+        rows.mul_(factor[None])
     return gradient
 
 

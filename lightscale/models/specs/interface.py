@@ -111,6 +111,9 @@ class MixerSpec(ABC):
     shared: ClassVar[tuple[type[PartSpec], ...]] = ()
     """What the model holds once for all layers of this kind."""
 
+    activated: ClassVar[int] = 2
+    """Of queries and keys, those that are kept for the backward pass once more, behind an activation."""
+
     whole_on_tensor_ranks: ClassVar[frozenset[str]] = frozenset()
     """Names of the parameters that tensor ranks do not split: each of them holds them whole."""
 

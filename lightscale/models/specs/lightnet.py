@@ -12,6 +12,8 @@ class LightNetSpec(GatedMixerSpec):
     """Every layer rotates queries and keys by fixed angles, which doubles their width."""
 
     operator = "lightnet"
+    activated = 1
+    """Queries: the operator takes keys as they are projected."""
 
     shared: ClassVar[tuple[type[PartSpec], ...]] = (TPESpec,)
 

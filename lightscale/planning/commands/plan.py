@@ -152,7 +152,8 @@ def _memory_lines(planned: RunPlan) -> Iterable[tuple[str, str, str]]:
     yield "activations", _gib(memory.activations_bytes), f"{tokens:,} tokens at once"
     if memory.exchange_bytes:
         yield "exchange of states", _gib(memory.exchange_bytes), ""
-    yield "logits", _gib(memory.logits_bytes), ""
+    yield "logits", _gib(memory.logits_bytes), "while the loss is computed"
+    yield "backward pass of a block", _gib(memory.block_bytes), "after the loss: the larger of the two counts"
     yield "total", _gib(memory.total_bytes), ""
 
 

@@ -375,6 +375,7 @@ def _time_lines(one: Prediction) -> Iterable[tuple[str, str, str, str]]:
 def _memory_lines(one: Prediction, usable: str) -> Iterable[tuple[str, str, str, str]]:
     for name in ("weights", "gradients", "optimizer", "activations", "exchange", "logits"):
         yield name, _gib(getattr(one.memory, f"{name}_bytes")), "", ""
+    yield "backward pass of a block", _gib(one.memory.block_bytes), "", "or the logits: the larger counts"
     yield "total", _gib(one.memory.total_bytes), "", usable if one.fits else f"{usable}: does not fit"
 
 

@@ -168,6 +168,23 @@ def test_gradients_of_forget_gates_are_finite_at_both_ends() -> None:
         torch.testing.assert_close(found[0][:5, 0], torch.full((5,), 1e3, dtype=dtype))
 
 
+def test_gradients_of_forget_gates_are_those_of_their_values() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(5, 2, 3, dtype=torch.float64, generator=generator).mul_(3).requires_grad_()
+    bounds = torch.rand(2, 3, dtype=torch.float64, generator=generator).mul_(0.9).add_(0.05).requires_grad_()
+    assert torch.autograd.gradcheck(log_forget, (logits, bounds))
+    # A bound of 0 is a constant.
+    assert torch.autograd.gradcheck(lambda x: log_forget(x, torch.zeros(2, 3, dtype=torch.float64)), (logits,))
+
+
+def test_keys_are_rounded_once() -> None:
+    logits = torch.randn(7, 2, 3, generator=torch.Generator().manual_seed(4)).bfloat16()
+    bounds = torch.tensor(BOUNDS[:6]).view(2, 3)
+    (log_f, key), (expected_log, expected_key) = log_forget(logits, bounds, torch.bfloat16), log_forget(logits, bounds)
+    assert torch.equal(log_f, expected_log)
+    assert torch.equal(key, expected_key.bfloat16())
+
+
 def test_extreme_forget_gates_in_a_mixer(built: dict[str, Any]) -> None:
     for layer, expected in built["torch.float64"].items():
         for name, found in built["torch.float32"][layer].items():

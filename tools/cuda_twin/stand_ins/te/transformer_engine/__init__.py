@@ -1,0 +1,3 @@
+"""Stands in for NVIDIA's Transformer Engine; see ../../README.md."""
+
+__version__ = "2.9.0"

@@ -1,0 +1,1 @@
+"""Stands in for NVIDIA's Transformer Engine; see ../../../README.md."""
