@@ -71,8 +71,16 @@ MIXERS: dict[str, MixerEntry] = {
         directions=CAUSAL | BIDIRECTIONAL,
         check=f"{_OPTIONS}:check_llama",
     ),
+    "lion-lit": _built_in("lion", "LionLIT", options=f"{_OPTIONS}:LionLITOptions", directions=BIDIRECTIONAL),
+    "lion-retnet": _built_in("lion", "LionRetNet", options=f"{_OPTIONS}:LionOptions", directions=BIDIRECTIONAL),
+    "lion-s": _built_in("lion", "LionS", options=f"{_OPTIONS}:LionSOptions", directions=BIDIRECTIONAL),
 }
 """The built-in ones. An entry point of the same name is not looked at."""
+
+
+def reading(direction: Direction) -> list[str]:
+    """The names of the built-in mixers that can read so."""
+    return [name for name, entry in MIXERS.items() if direction in entry.directions]
 
 
 def known_mixers() -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightscale.config.files import load
-from lightscale.config.mixers import MIXERS
+from lightscale.config.mixers import reading
 from lightscale.config.model import ModelConfig
 from lightscale.models.language_model import language_model_chunks, transformer_config
 from lightscale.parallel.engine import Engine
@@ -29,6 +29,13 @@ MicroBatch, named, whole, error = tiny.MicroBatch, tiny.named, tiny.whole, tiny.
 forms = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("llama_forms.py"))))
 collectives = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("collectives.py"))))
 
+STACKS: dict[str, str | list[str]] = {
+    **{name: name for name in reading("causal")},
+    "hybrid": ["hgrn2", "llama"],
+    "lion-s": "lion-s",
+    "lion-fixed": ["lion-lit", "lion-retnet"],
+}
+RMSNORM = ("llama", "lion-s", "lion-fixed")
 MODELS = {
     name: ModelConfig(
         mixer=mixer,
@@ -38,9 +45,9 @@ MODELS = {
         num_heads=8,
         intermediate_size=96,
         vocab_size=128,
-        norm="rmsnorm" if name == "llama" else "srmsnorm",
+        norm="rmsnorm" if name in RMSNORM else "srmsnorm",
     )
-    for name, mixer in {**{name: name for name in MIXERS}, "hybrid": ["hgrn2", "llama"]}.items()
+    for name, mixer in STACKS.items()
 }
 MODELS["grouped"] = ModelConfig.model_validate(
     {
