@@ -63,7 +63,9 @@ MIXERS: dict[str, MixerEntry] = {
     "tnl": _built_in("tnl", "TNL", options=_GATED),
     "hgrn2": _built_in("hgrn2", "HGRN2"),
     "cosformer2": _built_in("cosformer2", "CosFormer2", options=_GATED),
-    "lightnet": _built_in("lightnet", "LightNet", options=_GATED),
+    "lightnet": _built_in(
+        "lightnet", "LightNet", options=f"{_OPTIONS}:LightNetOptions", directions=CAUSAL | BIDIRECTIONAL
+    ),
     "llama": _built_in(
         "llama",
         "LLaMA",

@@ -352,7 +352,10 @@ MASKED = ("model.mixer=llama", "model.mixer_options.llama.causal=false", "task.n
         ([*MASKED, "task.zebra=1"], "unknown key task.zebra; [task] has name, share"),
         ([*MASKED, "task.share=0.0"], "task.share = 0.0: must be a number > 0 and <= 1"),
         ([*MASKED, "task.replace_by_mask=0.95"], "together more than 1; use at most 0.05 for replace_by_random"),
-        (["task.name=masked"], "but layer 0 (tnl) only those before; use a mixer that can read both: llama"),
+        (
+            ["task.name=masked"],
+            "but layer 0 (tnl) only those before; use a mixer that can read both: lightnet, llama, lion-lit",
+        ),
         (
             ["task.name=masked", "model.mixer=llama"],
             "but layer 0 (llama) only those before; set model.mixer_options.llama.causal = false",

@@ -60,6 +60,10 @@ MODELS["grouped"] = ModelConfig.model_validate(
 MODELS["bidirectional"] = ModelConfig.model_validate(
     {**MODELS["llama"].model_dump(exclude={"mixer_options"}), "mixer_options": {"llama": {"causal": False}}}
 )
+# LightNet whose tokens read all of their document, in one state.
+MODELS["noncausal"] = ModelConfig.model_validate(
+    {**MODELS["lightnet"].model_dump(exclude={"mixer_options"}), "mixer_options": {"lightnet": {"causal": False}}}
+)
 VOCAB_SIZE = 120  # the last 8 rows are padding
 TOKENS = 96
 ROWS = 2  # of a micro-batch

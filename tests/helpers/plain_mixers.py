@@ -143,10 +143,11 @@ MIX: dict[str, Callable[..., Tensor]] = {
     "cosformer2": cosformer2,
     "lightnet": lightnet,
     "llama": llama,
+    "noncausal": lightnet_whole,
     "lion-s": lion,
     "lion-fixed": lion,
 }
-ENCODE: dict[str, Any] = {"cosformer2": plain.toeplitz, "lightnet": plain.toeplitz}
+ENCODE: dict[str, Any] = {"cosformer2": plain.toeplitz, "lightnet": plain.toeplitz, "noncausal": plain.toeplitz}
 """What the model does before its first layer, for those where it does something."""
 
 

@@ -84,6 +84,14 @@ class SequenceContext:
                 goes_on &= gathered[:, rank] == lengths[rank]
         return DocumentAttention(starts, b, n, before, device, after=after)
 
+    @cached_property
+    def document_bounds(self) -> Tensor | None:
+        """``cu_seqlens`` on the host, where it is known, so that a GPU need not be asked."""
+        if self.cu_seqlens is None:
+            return None
+        starts, b, n, *_ = self._documents
+        return torch.cat([starts.slots, starts.slots.new_tensor([b * n])])
+
     @property
     def document_starts(self) -> DocumentStarts:
         """Where documents start, read from ``positions`` if nobody knew; then on a GPU the host waits for them."""

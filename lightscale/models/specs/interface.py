@@ -111,6 +111,11 @@ class MixerSpec(ABC):
     shared: ClassVar[tuple[type[PartSpec], ...]] = ()
     """What the model holds once for all layers of this kind."""
 
+    @classmethod
+    def layer_operator(cls, model: ModelConfig, layer: int) -> str:
+        """What computes layer ``layer`` (from 0), for mixers that have a choice."""
+        return cls.operator
+
     whole_on_tensor_ranks: ClassVar[frozenset[str]] = frozenset()
     """Names of the parameters that tensor ranks do not split: each of them holds them whole."""
 

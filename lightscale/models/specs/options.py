@@ -21,6 +21,13 @@ class GatedMixerOptions(Section):
     """Inner width of the low-rank output gate, in channels; none: head_dim."""
 
 
+class LightNetOptions(GatedMixerOptions):
+    """The options of LightNet."""
+
+    causal: bool = True
+    """Whether tokens see those up to themselves; false: all of their document, for tasks that read both ways."""
+
+
 class LionOptions(Section):
     """The options of LION's mixers."""
 

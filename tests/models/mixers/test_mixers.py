@@ -44,13 +44,16 @@ GROUPED = "grouped heads"
 CAUSAL: dict[str, list[str]] = {name: [f"{name}*2"] for name in reading("causal")}
 CAUSAL |= {HYBRID: reading("causal"), GROUPED: ["tnl", "llama"]}
 """Stacks that generate."""
+WHOLE = "lightnet of whole documents"
 BOTH_WAYS = {name: [f"{name}*2"] for name, entry in MIXERS.items() if entry.directions == BIDIRECTIONAL}
+BOTH_WAYS[WHOLE] = ["lightnet*2"]
 PATTERNS = CAUSAL | BOTH_WAYS
 MORE: dict[str, dict[str, Any]] = {
+    WHOLE: {"mixer_options": {"lightnet": {"causal": False}}},
     GROUPED: {
         "tie_word_embeddings": False,
         "mixer_options": {"llama": {"num_key_value_heads": 1, "head_dim": 6, "attention_bias": "all"}},
-    }
+    },
 }
 """What differs from the defaults."""
 GROWING = {name for name in MIXERS if state_grows(mixer_spec(name).operator)}
