@@ -94,10 +94,11 @@ def test_a_masked_run_goes_on_with_other_ranks(
         assert again[-1]["validation"][name]["accuracy"] == found["accuracy"]
 
 
-LION = [
+LINEAR = [
     "run.toml",
-    'model.mixer=["lion-lit", "lion-s", "lion-retnet"]',
-    "model.num_layers=3",
+    'model.mixer=["lion-lit", "lightnet", "lion-s", "lion-retnet"]',
+    "model.mixer_options.lightnet.causal=false",
+    "model.num_layers=4",
     "task.name=masked",
     "task.share=0.3",
     f"train.steps={STEPS}",
@@ -106,14 +107,14 @@ LION = [
 ]
 
 
-def lion_on_two(rank: int, world_size: int, init_method: str, folder: str, run: str) -> list[tuple[int, str]]:
-    words = ["train", *LION, "parallel.sequence=2", "train.recompute=full", "--run", run]
+def linear_on_two(rank: int, world_size: int, init_method: str, folder: str, run: str) -> list[tuple[int, str]]:
+    words = ["train", *LINEAR, "parallel.sequence=2", "train.recompute=full", "--run", run]
     return commands(rank, world_size, init_method, folder, [words])
 
 
-def test_lion_learns_from_both_sides(workplace: Path, run_ranks: RunRanks) -> None:
-    run = RunDirectory(workplace / "runs/masked-lion")
-    for ((code, stderr),) in run_ranks(lion_on_two, 2, str(workplace), str(run.path)):
+def test_linear_mixers_learn_from_both_sides(workplace: Path, run_ranks: RunRanks) -> None:
+    run = RunDirectory(workplace / "runs/masked-linear")
+    for ((code, stderr),) in run_ranks(linear_on_two, 2, str(workplace), str(run.path)):
         assert code == 0, stderr
     lines = read_metrics(run.metrics)
     assert lines[-1]["loss"] < lines[0]["loss"]

@@ -279,7 +279,8 @@ class WholeLogSumExp(Algebra):
         return self._sums.adjoint(transition, reads, cotangent)
 
     def fold(self, segments: Tensors, state: Tensors | None, end: int) -> tuple[Tensors, Tensor]:
-        return self._fold(segments, state, (end, segments[-1].size(0) - 1 - end)), self._transitions(segments)
+        ends = end, segments[-1].size(0) - 1 - end
+        return self._fold(segments, state, ends), segments[-1].clone()[..., None, None]
 
     def combined(self, segments: Tensors) -> Tensors:
         number = segments[-1].size(0)
@@ -289,9 +290,6 @@ class WholeLogSumExp(Algebra):
         self, transitions: Tensor, reads: Tensors, cotangent: Tensors | None = None, rank: int | None = None
     ) -> Tensors:
         return self._sums.fold_back(transitions, reads, cotangent, rank)
-
-    def _transitions(self, segments: Tensors) -> Tensor:
-        return segments[-1].clone()[..., None, None]
 
     def _fold(self, segments: Tensors, state: Tensors | None, ends: tuple[int, int]) -> Tensors:
         """Each direction through its first segments, so many to the right, and to the left."""

@@ -256,7 +256,7 @@ class LightNetWholeScan(Scan):
     """Additive decay over whole documents. Inputs are those of ``LightNetScan``.
 
     States are what comes from before to each row's first document, and from behind to its last one: z and S of each.
-    Where no document begins in a segment these are one, of which half comes from either side.
+    Where no document begins in a segment, these are the same document.
 
     bounds: document boundaries as ``cu_seqlens``, on the host.
     """
