@@ -14,7 +14,7 @@ from lightscale.config.layout import check_mixers
 from lightscale.config.mixers import reading
 from lightscale.config.schema import ParallelConfig, RunConfig
 from lightscale.errors import UserError
-from lightscale.models.specs.options import GatedMixerOptions, LLaMAOptions
+from lightscale.models.specs.options import GatedMixerOptions, LightNetOptions, LLaMAOptions
 
 TinyConfig = Callable[..., RunConfig]
 
@@ -166,10 +166,10 @@ def test_options_are_those_of_the_mixers_in_use(tiny_run: Path, tmp_path: Path) 
     config = load(tiny_run, stack)
     assert config.model.mixer_options == {
         "tnl": GatedMixerOptions(gate_rank=3),
-        "lightnet": GatedMixerOptions(gate_rank=5),
+        "lightnet": LightNetOptions(gate_rank=5),
         "llama": LLaMAOptions(),
     }
-    assert config.model.layer_options(1) == GatedMixerOptions(gate_rank=5)
+    assert config.model.layer_options(1) == LightNetOptions(gate_rank=5)
     assert config.model.layer_options(2).model_dump() == {}
     assert load(tiny_run, ["model.mixer_options.tnl.gate_rank=none"]).model.layer_options(0) == GatedMixerOptions()
     path = tmp_path / "resolved.toml"
@@ -325,7 +325,11 @@ def test_resolved_form_holds_every_field(tiny_config: TinyConfig) -> None:
     resolved = tomllib.loads(to_toml(tiny_config(*mixers)))
     # Of all tasks: it holds those of the one in use.
     both_ways = reading("bidirectional")
-    every_bidirectional = (f"model.mixer={both_ways}", f"model.num_layers={len(both_ways)}")
+    every_bidirectional = (
+        f"model.mixer={both_ways}",
+        f"model.num_layers={len(both_ways)}",
+        "model.mixer_options.lightnet.causal=false",
+    )
     for task in ((*MASKED, *every_bidirectional), ("task.name=classify", "model.head.num_labels=3")):
         of_task = tomllib.loads(to_toml(tiny_config(*task)))
         resolved["task"] |= of_task["task"]

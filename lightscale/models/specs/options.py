@@ -59,8 +59,7 @@ class LionSOptions(LionOptions):
     """Those of LION-S, whose decays come from the input."""
 
     gate: Literal["leave", "enter"] = "leave"
-    """The decays between two tokens, in either direction: leave, with that of the token where the way begins, as in the
-    authors' code; enter, with that of the token where it ends."""
+    """Of two tokens whose decay counts between them, either way: the one that is left, as in the code, or entered."""
     input_gate: bool = False
     """Keys are multiplied by 1 - a of their token, as in Gated RFA (equation 135)."""
     initial_decay: Fraction = 0.5
