@@ -36,6 +36,8 @@ STACKS: dict[str, str | list[str]] = {
     "lion-fixed": ["lion-lit", "lion-retnet"],
 }
 RMSNORM = ("llama", "lion-s", "lion-fixed")
+# One of LION's with a norm over the heads of all tensor ranks, instead of sums of its own scores.
+OPTIONS: dict[str, Any] = {"lion-fixed": {"lion-lit": {"scale": False}}}
 MODELS = {
     name: ModelConfig(
         mixer=mixer,
@@ -46,6 +48,7 @@ MODELS = {
         intermediate_size=96,
         vocab_size=128,
         norm="rmsnorm" if name in RMSNORM else "srmsnorm",
+        mixer_options=OPTIONS.get(name, {}),
     )
     for name, mixer in STACKS.items()
 }
