@@ -63,7 +63,9 @@ MIXERS: dict[str, MixerEntry] = {
     "tnl": _built_in("tnl", "TNL", options=_GATED),
     "hgrn2": _built_in("hgrn2", "HGRN2"),
     "cosformer2": _built_in("cosformer2", "CosFormer2", options=_GATED),
-    "lightnet": _built_in("lightnet", "LightNet", options=_GATED),
+    "lightnet": _built_in(
+        "lightnet", "LightNet", options=f"{_OPTIONS}:LightNetOptions", directions=CAUSAL | BIDIRECTIONAL
+    ),
     "llama": _built_in(
         "llama",
         "LLaMA",
@@ -71,8 +73,16 @@ MIXERS: dict[str, MixerEntry] = {
         directions=CAUSAL | BIDIRECTIONAL,
         check=f"{_OPTIONS}:check_llama",
     ),
+    "lion-lit": _built_in("lion", "LionLIT", options=f"{_OPTIONS}:LionLITOptions", directions=BIDIRECTIONAL),
+    "lion-retnet": _built_in("lion", "LionRetNet", options=f"{_OPTIONS}:LionOptions", directions=BIDIRECTIONAL),
+    "lion-s": _built_in("lion", "LionS", options=f"{_OPTIONS}:LionSOptions", directions=BIDIRECTIONAL),
 }
 """The built-in ones. An entry point of the same name is not looked at."""
+
+
+def reading(direction: Direction) -> list[str]:
+    """The names of the built-in mixers that can read so."""
+    return [name for name, entry in MIXERS.items() if direction in entry.directions]
 
 
 def known_mixers() -> list[str]:

@@ -14,7 +14,7 @@ from lightscale.config.mixers import Direction, known_mixers, mixer_entry, mixer
 from lightscale.config.section import MOST_LAYERS, Ids, Section, Small, Width, error_inside
 from lightscale.errors import shortened
 
-_MIXER_ENTRY = re.compile(r"(?P<name>[a-z][a-z0-9_]*)(\*(?P<count>[1-9][0-9]*))?")
+_MIXER_ENTRY = re.compile(r"(?P<name>[a-z][a-z0-9_-]*)(\*(?P<count>[1-9][0-9]*))?")
 
 
 Pooling = Literal["mean", "first", "last"]

@@ -16,7 +16,7 @@ from pydantic import Field, SerializeAsAny, ValidationError, field_validator, mo
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError
 
 from lightscale.config.arithmetic import near_divisor
-from lightscale.config.mixers import MIXERS, Direction, mixer_entry
+from lightscale.config.mixers import Direction, mixer_entry, reading
 from lightscale.config.model import ModelConfig
 from lightscale.config.section import (
     MOST_ENTRIES,
@@ -469,9 +469,8 @@ def _wrong_direction(task: str, layer: str, mixer: str, direction: Direction) ->
     can_do_both = len(mixer_entry(mixer).directions) == 2
     option = f"model.mixer_options.{mixer}.causal"
     if direction == "causal":
-        fits = [name for name, entry in MIXERS.items() if "bidirectional" in entry.directions]
-        cure = f"set {option} = false" if can_do_both else f"use a mixer that can read both: {', '.join(fits)}"
+        fits = ", ".join(reading("bidirectional"))
+        cure = f"set {option} = false" if can_do_both else f"use a mixer that can read both: {fits}"
         return f'task.name = "{task}" reads tokens before and behind, but {layer} only those before; {cure}'
-    fits = [name for name, entry in MIXERS.items() if "causal" in entry.directions]
-    cure = f"remove {option} = false" if can_do_both else f"use a causal mixer: {', '.join(fits)}"
+    cure = f"remove {option} = false" if can_do_both else f"use a causal mixer: {', '.join(reading('causal'))}"
     return f'task.name = "{task}" predicts the next token, but {layer} reads it; {cure}, or use task.name = "masked"'

@@ -62,6 +62,8 @@ class StateScope(Enum):
     """Those before: one state."""
     BOTH = "both"
     """Those before and those behind: two states, with the same decays."""
+    ALL = "all"
+    """All of their document: one state, whose parts from both sides of a segment are added to its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,6 +250,14 @@ register(
         cost=CostClass.SCAN,
         backends=_backends("lightnet", triton_chunk=128, triton_fp32_chunk=64, chunk=64),
         state=_state(StateAlgebra.LOG_SUM_EXP, z="BHK", S="BHRV"),
+    )
+)
+# Two products that PyTorch computes everywhere, in the folder of lightnet.
+register(
+    Operator(
+        name="lightnet_noncausal",
+        cost=CostClass.SCAN,
+        state=replace(_state(StateAlgebra.LOG_SUM_EXP, z="BHK", S="BHRV"), scope=StateScope.ALL),
     )
 )
 register(

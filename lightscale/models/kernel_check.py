@@ -21,6 +21,7 @@ from lightscale.kernels.gla import gla
 from lightscale.kernels.glu import glu
 from lightscale.kernels.lightnet import lightnet_attention
 from lightscale.kernels.lightning import lightning_attention
+from lightscale.kernels.lion import lion
 from lightscale.kernels.norm import norm
 from lightscale.kernels.tpe import tpe_scan
 from lightscale.models.operators import operators_of
@@ -139,6 +140,14 @@ def _lightnet(draw: _Draw) -> _Case:
     )
 
 
+def _lion(draw: _Draw) -> _Case:
+    inputs, cut = draw.qkv(), draw.documents()
+    # As behind a feature map: of either sign, the sums that outputs are divided by could be anything.
+    inputs |= {name: inputs[name].abs() for name in "qk"}
+    inputs["log_decay"] = F.logsigmoid(draw.wide(*inputs["q"].shape[:3]) + 1)
+    return _Case(inputs=inputs, compute=lambda backend, **x: lion(**x, cu_seqlens=cut, backend=backend)[0])
+
+
 def _tpe(draw: _Draw) -> _Case:
     width, cut = draw.model.hidden_size // draw.tensor, draw.documents()
     log_decay = -torch.logspace(0, -12, _TPE_MODES, base=2, device=draw.device)
@@ -175,6 +184,7 @@ _CASES: dict[str, Callable[[_Draw], _Case]] = {
     "lightning": _lightning,
     "gla": _gla,
     "lightnet": _lightnet,
+    "lion": _lion,
     "tpe": _tpe,
     "norm": _norm,
     "glu": _glu,

@@ -11,7 +11,7 @@ _IN_EVERY_MODEL = ("norm", "glu", "cross_entropy")
 
 def operators_of(model: ModelConfig) -> tuple[str, ...]:
     """The names of the operators that ``model`` is made of, each once."""
-    names = [mixer_spec(name).operator for name in model.layers]
+    names = [mixer_spec(name).layer_operator(model, layer) for layer, name in enumerate(model.layers)]
     names += [part.operator for part in shared_specs(model) if part.operator is not None]
     return tuple(dict.fromkeys((*names, *_IN_EVERY_MODEL)))
 

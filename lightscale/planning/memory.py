@@ -70,8 +70,8 @@ def assumptions(config: RunConfig, *, searched: bool = False) -> list[str]:
 
 _KEPT: dict[Recompute, str] = {
     "none": "activations without recomputation, under 1F1B: inputs and outputs of a block's norms; a mixer's "
-    "projections, gates, activated queries and keys, its output, and that behind norm and gate; decays per channel, "
-    "in fp32; a GLU's two halves and their product",
+    "projections, gates, activated queries and keys, its output, and that behind norm and gate, where it has them; "
+    "decays, in fp32; a GLU's two halves and their product",
     "selective": "activations with selective recomputation: the same without those of the GLU",
     "full": "activations with full recomputation: each block's input; of blocks beyond train.recompute_layers what is "
     "kept without recomputation",

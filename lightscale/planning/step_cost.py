@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from functools import cached_property
 from itertools import groupby
+from typing import NamedTuple
 
 from lightscale.config.layout import Layout
 from lightscale.config.schema import Exchange, Recompute, RunConfig
@@ -39,7 +40,7 @@ def assumptions() -> list[str]:
         "that split their output, where they run beside matrix products",
         "sequence: states by gather or two_level are waited for in every layer, less what is computed meanwhile: "
         "queries and gates, and a share of the operator; by ring they delay each rank behind the one before once per "
-        "pass, because nothing else makes the ranks wait for each other",
+        "pass, because nothing else makes the ranks wait for each other, but in every layer that reads both ways",
         "softmax attention gathers all keys and values, and if it is causal is as slow as the last rank, which sees "
         "almost twice the mean number of tokens; masks by position, never a matrix of them",
         "pipeline: 1F1B without virtual stages; messages between stages are not overlapped",
@@ -142,6 +143,15 @@ class CostModel:
             flops=tokens * self._flops_per_token,
             peak_flops=self.hardware.peak_flops,
         )
+
+
+class _Exchange(NamedTuple):
+    """Of states, along the sequence."""
+
+    time_s: float
+    beside_s: float
+    """Work that is computed meanwhile."""
+    both_ways: bool
 
 
 class _MicroBatchCost:
@@ -268,9 +278,9 @@ class _MicroBatchCost:
         return (layer.num_column_parallel + 2) * self._activations_s() + self._small_collectives_s(layer)
 
     def _small_collectives_s(self, layer: LayerWork) -> float:
-        """The norm over all heads of a mixer, a number per token, and its low-rank gate; softmax has neither."""
+        """The norm over all heads of a mixer, a number per token, and its low-rank gate, where it has them."""
         link, ranks = self.tensor.collective(bulk=True), self.layout.tensor
-        norm_s = all_reduce_s(ranks, _FP32_BYTES * self.tokens, link) if layer.has_state else 0.0
+        norm_s = all_reduce_s(ranks, _FP32_BYTES * self.tokens, link) if layer.norms_output else 0.0
         gate = self.tokens * layer.gate_rank * self.size / ranks
         return norm_s + (all_gather_s(ranks, gate, link) if layer.gate_rank else 0.0)
 
@@ -292,39 +302,44 @@ class _MicroBatchCost:
 
     def _states(self, stage: StageWork, *, backward: bool) -> Times:
         """All exchanges of states in one pass of `stage`."""
-        # (seconds of the exchange, seconds of work beside it) of each layer, those of the embedding's parts first.
-        exchanges: list[tuple[float, float] | None] = []
+        # Of each layer, those of the embedding's parts first.
+        exchanges: list[_Exchange | None] = []
         of_parts = self.work.embedding_part_summaries(self.layout.tensor).values() if stage.first else ()
         for summary in of_parts:
             beside_s = self._beside_s(self._embedding_parts_s() / len(of_parts), backward=backward)
-            exchanges.append((self._exchange_s(summary, backward=backward), beside_s))
+            exchanges.append(_Exchange(self._exchange_s(summary, backward=backward), beside_s, both_ways=False))
         by_layer = {layer: self._layer_exchange(layer, backward=backward) for layer in set(stage.layers)}
         exchanges += [by_layer[layer] for layer in stage.layers]
         waited_s = total_s = 0.0
-        for has_state, run in groupby(exchanges, key=lambda exchange: exchange is not None):
-            if not has_state:
-                continue
-            pairs = [pair for pair in run if pair is not None]
-            if self.exchange == "ring":
-                # A rank that is late stays late, and waits no more: until a gather of keys makes all wait for the last.
-                pairs = [(max(time_s for time_s, _ in pairs), min(beside_s for _, beside_s in pairs))]
-            waited_s += sum(max(0.0, time_s - beside_s) for time_s, beside_s in pairs)
-            total_s += sum(time_s for time_s, _ in pairs)
+        for both_ways, run in groupby(exchanges, key=lambda exchange: exchange and exchange.both_ways):
+            found = [exchange for exchange in run if exchange is not None]
+            if self.exchange == "ring" and found and not both_ways:
+                # A rank that is late stays late, and waits no more: until a gather of keys makes all wait for the last,
+                # or a state comes from behind.
+                time_s, beside_s = max(one.time_s for one in found), min(one.beside_s for one in found)
+                found = [_Exchange(time_s, beside_s, both_ways=False)]
+            waited_s += sum(max(0.0, one.time_s - one.beside_s) for one in found)
+            total_s += sum(one.time_s for one in found)
         return Times(sequence_s=waited_s, sequence_total_s=total_s)
 
-    def _layer_exchange(self, layer: LayerWork, *, backward: bool) -> tuple[float, float] | None:
+    def _layer_exchange(self, layer: LayerWork, *, backward: bool) -> _Exchange | None:
         if not layer.has_state:
             return None
         beside_s = self._beside_s(self._compute(layer).operators_s, backward=backward)
         if not backward:
             beside_s += self._queries_s(layer)
-        return self._exchange_s(self.work.summary(layer, self.layout.tensor), backward=backward), beside_s
+        time_s = self._exchange_s(self.work.summary(layer, self.layout.tensor), backward=backward)
+        return _Exchange(time_s, beside_s, both_ways=not layer.is_causal)
 
     def _exchange_s(self, summary: Summary, *, backward: bool) -> float:
-        # A ring hands on states, without the decays that combine them.
-        numbers = summary.state if backward or self.exchange == "ring" else summary.numbers
-        payload_bytes = _FP32_BYTES * self.layout.micro_batch_size * numbers
-        return exchange_s(self.exchange, self.sequence, payload_bytes, summary.heads)
+        row_bytes = _FP32_BYTES * self.layout.micro_batch_size
+        if self.exchange == "ring":
+            # It hands on states, without the decays that combine them; the second direction when the first is through.
+            handed_on = (summary.state + (0 if backward else summary.carried)) / summary.directions
+            one_way_s = exchange_s(self.exchange, self.sequence, row_bytes * handed_on, summary.heads)
+            return summary.directions * one_way_s
+        numbers = summary.state if backward else summary.numbers
+        return exchange_s(self.exchange, self.sequence, row_bytes * numbers, summary.heads)
 
     def _beside_s(self, operator_s: float, *, backward: bool) -> float:
         return self.hw.exchange_overlap * operator_s * (2 if backward else 1)

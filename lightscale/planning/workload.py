@@ -47,9 +47,9 @@ def activation_values(model: ModelConfig, layer: int, recompute: Recompute = "no
     mixer = mixer_spec(model.layers[layer])
     weights = mixer.parameter_shapes(model, layer)
     projected = sum(shape[0] for name, shape in weights.items() if name.endswith(".weight") and "out_proj" not in name)
-    activated, outputs = mixer.activated * d, 2 * d
+    activated, outputs = mixer.activated * d, 2 * d if mixer.norms_output(model, layer) else d
     if mixer_operator(model.layers[layer]).cost is CostClass.SOFTMAX:
-        # No norm, no gate. Queries are as wide as outputs; rotated ones take the place of those that were projected.
+        # Queries are as wide as outputs; rotated ones take the place of those that were projected.
         outputs = weights["out_proj.weight"][1] if "out_proj.weight" in weights else d
         activated = mixer.gathered_values(model, layer) // 2
     # Gate and up, and their product.
@@ -57,11 +57,12 @@ def activation_values(model: ModelConfig, layer: int, recompute: Recompute = "no
 
 
 def _fp32_values(model: ModelConfig, layer: int, recompute: Recompute) -> int:
-    """Decays per channel, in logarithms; one of a head is no activation. Softmax attention: rotary phases."""
+    """Decays per channel, in logarithms, and attention's rotary phases; other decays are the mixer's to count."""
     if recompute == "full":
         return 0
+    name = model.layers[layer]
     kept = {CostClass.GATED_SCAN: model.hidden_size, CostClass.SOFTMAX: model.head_dim}
-    return kept.get(mixer_operator(model.layers[layer]).cost, 0)
+    return kept.get(mixer_operator(name).cost, 0) + mixer_spec(name).fp32_values(model, layer)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,8 +90,12 @@ class LayerWork:
     """Linear layers that split their output over the tensor ranks, the gate apart; two split their input."""
     gate_rank: int
     """Inner width of a low-rank gate, 0 without."""
+    norms_output: bool
+    """See `MixerSpec.norms_output`."""
     exchange: tuple[int, int] | None
     """See `MixerSpec.exchange_values`; None for a mixer whose state is all tokens."""
+    carried: int
+    """See `MixerSpec.carried_values`."""
     gathered: int
     """See `MixerSpec.gathered_values`; 0 for a mixer with a state of constant size."""
     is_causal: bool
@@ -175,7 +180,13 @@ class Workload:
     def summary(self, layer: LayerWork, tensor: int) -> Summary:
         """What each of `tensor` ranks exchanges for `layer`, which has a state."""
         assert layer.exchange is not None
-        return Summary.of_mixer(self.model.num_heads, *layer.exchange, tensor=tensor)
+        return Summary.of_mixer(
+            self.model.num_heads,
+            *layer.exchange,
+            tensor=tensor,
+            carried=layer.carried,
+            directions=1 if layer.is_causal else 2,
+        )
 
     def embedding_part_summaries(self, tensor: int) -> dict[str, Summary]:
         """What each of `tensor` ranks exchanges for the parts behind the embedding that have a state."""
@@ -220,7 +231,9 @@ class Workload:
             fp32_values=tuple(_fp32_values(model, layer, recompute) for recompute in RECOMPUTE),
             num_column_parallel=len(columns) + 1,
             gate_rank=shapes["gate_down.weight"][0] if "gate_down.weight" in shapes else 0,
+            norms_output=mixer.norms_output(model, layer),
             exchange=mixer.exchange_values(model, layer) if has_state else None,
+            carried=mixer.carried_values(model, layer) if has_state else 0,
             gathered=0 if has_state else mixer.gathered_values(model, layer),
             is_causal=model.direction(layer) == "causal",
         )

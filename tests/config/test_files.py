@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from lightscale.config.fields import describe_fields, toml_value
 from lightscale.config.files import difference, load, to_toml
 from lightscale.config.layout import check_mixers
-from lightscale.config.mixers import MIXERS
+from lightscale.config.mixers import reading
 from lightscale.config.schema import ParallelConfig, RunConfig
 from lightscale.errors import UserError
-from lightscale.models.specs.options import GatedMixerOptions, LLaMAOptions
+from lightscale.models.specs.options import GatedMixerOptions, LightNetOptions, LLaMAOptions
 
 TinyConfig = Callable[..., RunConfig]
 
@@ -66,8 +66,8 @@ def refusal(path: Path, *overrides: str) -> str:
         ("train.tokens=1.5", "train.tokens = 1.5: must be a whole number >= 1"),
         (
             "model.mixer=tnt",
-            'model.mixer = "tnt": no mixer is called tnt; did you mean tnl or lightnet? '
-            "known: cosformer2, hgrn2, lightnet, llama, tnl",
+            'model.mixer = "tnt": no mixer is called tnt; did you mean tnl or lightnet or lion-retnet? '
+            "known: cosformer2, hgrn2, lightnet, lion-lit, lion-retnet, lion-s, llama, tnl",
         ),
         (
             "model.mixer_options.tnl.gate_rank=0",
@@ -166,10 +166,10 @@ def test_options_are_those_of_the_mixers_in_use(tiny_run: Path, tmp_path: Path) 
     config = load(tiny_run, stack)
     assert config.model.mixer_options == {
         "tnl": GatedMixerOptions(gate_rank=3),
-        "lightnet": GatedMixerOptions(gate_rank=5),
+        "lightnet": LightNetOptions(gate_rank=5),
         "llama": LLaMAOptions(),
     }
-    assert config.model.layer_options(1) == GatedMixerOptions(gate_rank=5)
+    assert config.model.layer_options(1) == LightNetOptions(gate_rank=5)
     assert config.model.layer_options(2).model_dump() == {}
     assert load(tiny_run, ["model.mixer_options.tnl.gate_rank=none"]).model.layer_options(0) == GatedMixerOptions()
     path = tmp_path / "resolved.toml"
@@ -318,15 +318,22 @@ def test_resolved_form_holds_every_field(tiny_config: TinyConfig) -> None:
     scaling = "{factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64}"
     mixers = [
         "data.validation.v.source=x",
-        f"model.mixer={[*MIXERS]}",
-        f"model.num_layers={len(MIXERS)}",
+        f"model.mixer={reading('causal')}",
+        f"model.num_layers={len(reading('causal'))}",
         f"model.mixer_options.llama.rope_scaling={scaling}",
     ]
     resolved = tomllib.loads(to_toml(tiny_config(*mixers)))
     # Of all tasks: it holds those of the one in use.
-    for task in (MASKED, ("task.name=classify", "model.head.num_labels=3")):
+    both_ways = reading("bidirectional")
+    every_bidirectional = (
+        f"model.mixer={both_ways}",
+        f"model.num_layers={len(both_ways)}",
+        "model.mixer_options.lightnet.causal=false",
+    )
+    for task in ((*MASKED, *every_bidirectional), ("task.name=classify", "model.head.num_labels=3")):
         of_task = tomllib.loads(to_toml(tiny_config(*task)))
         resolved["task"] |= of_task["task"]
+        resolved["model"]["mixer_options"] = of_task["model"]["mixer_options"] | resolved["model"]["mixer_options"]
         if "classify" in task[0]:
             resolved["model"]["head"] = of_task["model"]["head"]
     for field in describe_fields():
@@ -349,7 +356,10 @@ MASKED = ("model.mixer=llama", "model.mixer_options.llama.causal=false", "task.n
         ([*MASKED, "task.zebra=1"], "unknown key task.zebra; [task] has name, share"),
         ([*MASKED, "task.share=0.0"], "task.share = 0.0: must be a number > 0 and <= 1"),
         ([*MASKED, "task.replace_by_mask=0.95"], "together more than 1; use at most 0.05 for replace_by_random"),
-        (["task.name=masked"], "but layer 0 (tnl) only those before; use a mixer that can read both: llama"),
+        (
+            ["task.name=masked"],
+            "but layer 0 (tnl) only those before; use a mixer that can read both: lightnet, llama, lion-lit",
+        ),
         (
             ["task.name=masked", "model.mixer=llama"],
             "but layer 0 (llama) only those before; set model.mixer_options.llama.causal = false",

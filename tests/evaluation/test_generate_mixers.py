@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightscale.config.files import load
-from lightscale.config.mixers import MIXERS
+from lightscale.config.mixers import reading
 from lightscale.evaluation.model import LoadedModel, load_model
 from lightscale.kernels.operators import state_grows
 from lightscale.models.registry import mixer_spec
@@ -17,8 +17,8 @@ from lightscale.runs.run_directory import RunDirectory
 
 tnl = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("test_generate.py"))))
 
-STACKS: dict[str, str | list[str]] = {**{name: name for name in MIXERS}, "hybrid": ["tnl*3", "llama"]}
-GROWING = {"hybrid", *(name for name in MIXERS if state_grows(mixer_spec(name).operator))}
+STACKS: dict[str, str | list[str]] = {**{name: name for name in reading("causal")}, "hybrid": ["tnl*3", "llama"]}
+GROWING = {"hybrid", *(name for name in reading("causal") if state_grows(mixer_spec(name).operator))}
 POSITIONS = (100, 3000)
 RunRanks = Callable[..., list[Any]]
 

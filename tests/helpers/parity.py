@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightscale.config.files import load
-from lightscale.config.mixers import MIXERS
+from lightscale.config.mixers import reading
 from lightscale.config.model import ModelConfig
 from lightscale.models.language_model import language_model_chunks, transformer_config
 from lightscale.parallel.engine import Engine
@@ -29,6 +29,15 @@ MicroBatch, named, whole, error = tiny.MicroBatch, tiny.named, tiny.whole, tiny.
 forms = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("llama_forms.py"))))
 collectives = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("collectives.py"))))
 
+STACKS: dict[str, str | list[str]] = {
+    **{name: name for name in reading("causal")},
+    "hybrid": ["hgrn2", "llama"],
+    "lion-s": "lion-s",
+    "lion-fixed": ["lion-lit", "lion-retnet"],
+}
+RMSNORM = ("llama", "lion-s", "lion-fixed")
+# One of LION's with a norm over the heads of all tensor ranks, instead of sums of its own scores.
+OPTIONS: dict[str, Any] = {"lion-fixed": {"lion-lit": {"scale": False}}}
 MODELS = {
     name: ModelConfig(
         mixer=mixer,
@@ -38,9 +47,10 @@ MODELS = {
         num_heads=8,
         intermediate_size=96,
         vocab_size=128,
-        norm="rmsnorm" if name == "llama" else "srmsnorm",
+        norm="rmsnorm" if name in RMSNORM else "srmsnorm",
+        mixer_options=OPTIONS.get(name, {}),
     )
-    for name, mixer in {**{name: name for name in MIXERS}, "hybrid": ["hgrn2", "llama"]}.items()
+    for name, mixer in STACKS.items()
 }
 MODELS["grouped"] = ModelConfig.model_validate(
     {
@@ -52,6 +62,10 @@ MODELS["grouped"] = ModelConfig.model_validate(
 # LLaMA that reads both ways, as BERT does.
 MODELS["bidirectional"] = ModelConfig.model_validate(
     {**MODELS["llama"].model_dump(exclude={"mixer_options"}), "mixer_options": {"llama": {"causal": False}}}
+)
+# LightNet whose tokens read all of their document, in one state.
+MODELS["noncausal"] = ModelConfig.model_validate(
+    {**MODELS["lightnet"].model_dump(exclude={"mixer_options"}), "mixer_options": {"lightnet": {"causal": False}}}
 )
 VOCAB_SIZE = 120  # the last 8 rows are padding
 TOKENS = 96

@@ -85,6 +85,57 @@ def llama(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor
     return plain.concatenated(o) @ weights["out_proj.weight"].T
 
 
+def lion(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor:
+    """The masked full matrix, whose rows are divided by their sums, or whose outputs are normed."""
+    options = model.layer_options(layer)
+    q, k, v = plain.heads(model, x, weights)
+    q, k = _lion_features(q, options.feature_map), _lion_features(k, options.feature_map)
+    decay = torch.ones(model.num_heads, len(x), dtype=x.dtype)
+    if model.layers[layer] == "lion-retnet":
+        decay = (1 - 2.0 ** (-5 - torch.arange(model.num_heads, dtype=x.dtype)))[:, None].expand_as(decay)
+    elif model.layers[layer] == "lion-s":
+        decay = torch.sigmoid(x @ weights["forget_proj.weight"].T + weights["forget_proj.bias"]).T
+        k = k * (1 - decay)[..., None] if options.input_gate else k
+    scores = (q @ k.mT) * _between(decay, getattr(options, "gate", "leave"))
+    if not options.scale:
+        return plain.norm(model, plain.concatenated(scores @ v)) @ weights["out_proj.weight"].T
+    o = scores / (scores.sum(dim=-1, keepdim=True) + options.eps) @ v
+    return plain.concatenated(o) @ weights["out_proj.weight"].T
+
+
+def _lion_features(x: Tensor, kind: str) -> Tensor:
+    if kind == "elu":
+        return torch.nn.functional.elu(x) + 1
+    shifted = plain.silu(x) + 0.5
+    return shifted / shifted.square().sum(dim=-1, keepdim=True).sqrt() if kind == "silu" else x
+
+
+def _between(decay: Tensor, gate: str) -> Tensor:
+    """(h, n) -> (h, n, n): products of the decays between any two tokens, multiplied up one by one."""
+    leave, enter = _products(decay[:, :-1]), _products(decay[:, 1:])
+    lower, upper = (leave, enter) if gate == "leave" else (enter, leave)
+    return lower.tril() + upper.mT.triu(1)
+
+
+def _products(steps: Tensor) -> Tensor:
+    """(h, n - 1) -> (h, n, n): at [i, j <= i] the product of steps j … i - 1, 1 on the diagonal."""
+    n = steps.size(1) + 1
+    rows = [torch.ones(len(steps), 1, dtype=steps.dtype)]
+    for i in range(1, n):
+        rows.append(torch.cat([rows[-1] * steps[:, i - 1, None], rows[0]], dim=1))
+    return torch.stack([torch.nn.functional.pad(row, (0, n - row.size(1))) for row in rows], dim=1)
+
+
+def lightnet_whole(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor:
+    """The weight of token s in channel c is the softmax of k over the document."""
+    q, k, v = plain.heads(model, x, weights)
+    j = torch.arange(model.hidden_size, dtype=torch.float64).view(model.num_heads, model.head_dim)
+    cosines = _cosines(_distance(x), 10000.0 ** (-2 * j / model.hidden_size))
+    weight = k.exp() / k.exp().sum(dim=1, keepdim=True)
+    scores = torch.einsum("htc, hsc, htsc -> hts", plain.silu(q), weight, cosines)
+    return gated(model, scores @ v, x, weights)
+
+
 gated: Callable[..., Tensor] = plain.gated_output
 MIX: dict[str, Callable[..., Tensor]] = {
     "tnl": tnl,
@@ -92,8 +143,11 @@ MIX: dict[str, Callable[..., Tensor]] = {
     "cosformer2": cosformer2,
     "lightnet": lightnet,
     "llama": llama,
+    "noncausal": lightnet_whole,
+    "lion-s": lion,
+    "lion-fixed": lion,
 }
-ENCODE: dict[str, Any] = {"cosformer2": plain.toeplitz, "lightnet": plain.toeplitz}
+ENCODE: dict[str, Any] = {"cosformer2": plain.toeplitz, "lightnet": plain.toeplitz, "noncausal": plain.toeplitz}
 """What the model does before its first layer, for those where it does something."""
 
 

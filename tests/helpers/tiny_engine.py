@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightscale.config.model import ModelConfig
-from lightscale.config.schema import DataConfig, OptimizerConfig, RunConfig, TrainConfig
+from lightscale.config.schema import DataConfig, OptimizerConfig, RunConfig, TaskConfig, TrainConfig
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.initialization import named_parameters
 from lightscale.parallel.mesh import Mesh, start_mesh
@@ -56,7 +56,9 @@ def step_batches(step: int, mesh: Mesh) -> list[MicroBatch]:
 
 
 @contextmanager
-def engine_on(axes: Axes, rank: int, init_method: str, *, seed: int = 0, **model: Any) -> Iterator[Engine]:
+def engine_on(
+    axes: Axes, rank: int, init_method: str, *, seed: int = 0, task: str = "causal", **model: Any
+) -> Iterator[Engine]:
     # Megatron collects garbage before every save and load, which takes longer than all else here.
     gc.freeze()
     world_size, tensor, pipeline, sequence, *virtual_stages = axes
@@ -65,6 +67,7 @@ def engine_on(axes: Axes, rank: int, init_method: str, *, seed: int = 0, **model
         data=DataConfig(store=Path("store"), sequence_length=TOKENS),
         optimizer=OptimizerConfig(lr=LR),
         train=TrainConfig(steps=6, global_batch_size=4, micro_batch_size=2, seed=seed),
+        task=TaskConfig(name=task),
     )
     with start_mesh(
         tensor=tensor,

@@ -39,8 +39,16 @@ from lightscale.kernels.operators import Backend, CostClass, Operator, get_opera
 from lightscale.kernels.tpe import chunked as tpe_chunked
 from lightscale.kernels.tpe import tpe_scan
 from lightscale.kernels.tpe.triton import COMPILE_CASES as TPE_CASES
-from lightscale.parallel.sequence import GatedScan, LightNetScan, LightningScan, LionScan, Scan, TPEScan
-from lightscale.parallel.sequence.algebra import BOTH, DIAGONAL, LOG_SUM_EXP
+from lightscale.parallel.sequence import (
+    GatedScan,
+    LightNetScan,
+    LightNetWholeScan,
+    LightningScan,
+    LionScan,
+    Scan,
+    TPEScan,
+)
+from lightscale.parallel.sequence.algebra import BOTH, DIAGONAL, LOG_SUM_EXP, WHOLE_LOG_SUM_EXP
 from lightscale.parallel.sequence.scans import algebra_of
 
 FOLDERS = Path(operators.__file__).parent
@@ -94,7 +102,7 @@ def test_every_folder_is_described() -> None:
     described = [get_operator(name) for name in operators.operator_names()]
     assert {operator.name for operator in described if operator.backends} == folders
     assert {operator.name for operator in described if "triton" in operator.backend_names} == with_triton
-    assert [operator.name for operator in described if not operator.backends] == ["SDPA"]
+    assert [operator.name for operator in described if not operator.backends] == ["lightnet_noncausal", "SDPA"]
 
 
 def test_every_module_is_there() -> None:
@@ -172,6 +180,7 @@ def test_only_softmax_attention_keeps_all_tokens() -> None:
         ("gla", GatedScan, DIAGONAL),
         ("tpe", TPEScan, DIAGONAL),
         ("lightnet", LightNetScan, LOG_SUM_EXP),
+        ("lightnet_noncausal", LightNetWholeScan, WHOLE_LOG_SUM_EXP),
         ("lion", LionScan, BOTH),
     ],
 )

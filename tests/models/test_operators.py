@@ -61,10 +61,14 @@ def test_the_setting_is_for_all_of_them() -> None:
 def test_an_operator_that_nobody_described_is_refused(mixer: str | list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """In the log and in what planning computes from."""
     monkeypatch.setattr(TNLSpec, "operator", "delta")
-    with pytest.raises(UserError, match=r"no operator 'delta'; known: .*gla, glu, lightnet, lightning"):
+    with pytest.raises(
+        UserError, match=r"no operator 'delta'; known: .*gla, glu, lightnet, lightnet_noncausal, lightning"
+    ):
         describe(mixer)
     work = Workload(shape(mixer), 128)
-    with pytest.raises(UserError, match=r"no operator 'delta'; known: .*gla, glu, lightnet, lightning"):
+    with pytest.raises(
+        UserError, match=r"no operator 'delta'; known: .*gla, glu, lightnet, lightnet_noncausal, lightning"
+    ):
         _ = work.layers
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from lightscale.config.layout import check_layout
-from lightscale.config.mixers import MIXERS
+from lightscale.config.mixers import MIXERS, reading
 from lightscale.config.model import ModelConfig
 from lightscale.config.schema import ParallelConfig, RunConfig
 from lightscale.errors import UserError
@@ -26,7 +26,8 @@ def test_every_degree_runs_or_is_refused_with_what_to_use(
     name: str, axis: str, tiny_config: Callable[..., RunConfig]
 ) -> None:
     for degree in (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128):
-        config = tiny_config(f"model.mixer={name}", f"parallel.{axis}={degree}")
+        task = "causal" if name in reading("causal") else "masked"
+        config = tiny_config(f"model.mixer={name}", f"task.name={task}", f"parallel.{axis}={degree}")
         if degree in ABLE[axis]:
             check_model(config.model, config.parallel)
             assert getattr(check_layout(config, degree), axis) == degree

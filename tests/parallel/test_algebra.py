@@ -10,7 +10,15 @@ from torch import Tensor
 from lightscale.kernels.common.backends import set_default_backend
 from lightscale.kernels.lightnet import LightNetState, exchanged_cotangent, plain_cotangent
 from lightscale.kernels.lightnet.state import StateCotangent
-from lightscale.parallel.sequence.algebra import BOTH, DIAGONAL, LOG_SUM_EXP, SUFFIX, Algebra, Tensors
+from lightscale.parallel.sequence.algebra import (
+    BOTH,
+    DIAGONAL,
+    LOG_SUM_EXP,
+    SUFFIX,
+    WHOLE_LOG_SUM_EXP,
+    Algebra,
+    Tensors,
+)
 
 B, H, K, V = 3, 2, 4, 5
 
@@ -255,6 +263,39 @@ def test_a_suffix_is_the_prefix_of_the_segments_turned_around(number: int, compu
     assert_close(BOTH.combined(gathered(both, computed)), expected, tolerance)
     assert_close(expected[1:], functools.reduce(DIAGONAL.combine, turned))
     assert_close(BOTH.combine(BOTH.identity(expected), expected), expected)
+
+
+@pytest.mark.parametrize("number", [1, 3, 8])
+def test_both_sides_of_whole_documents_are_averages_and_their_cotangents_are_sums(
+    number: int, computed: torch.dtype
+) -> None:
+    """What comes from either side is folded as LightNet's state is; backward as a state that nothing decays."""
+    tolerance = 1e-12 if computed == torch.float64 else 1e-5
+    generator = torch.Generator().manual_seed(8)
+    to_right = list(segments("log-sum-exp", number))
+    both = [(z, S, z.flip(1), 2 * S.flip(1), through) for z, S, through in to_right]
+    turned = [(z, S, through) for *_, z, S, through in both][::-1]
+    begin = [(random(B, H, K, generator=generator), random(B, H, 2 * K, V, generator=generator)) for _ in range(2)]
+    ends = [cast(state, computed) for state in begin]
+    for rank in range(number):
+        prefix, _ = LOG_SUM_EXP.fold(gathered(to_right, computed), ends[0], rank)
+        suffix, _ = LOG_SUM_EXP.fold(gathered(turned, computed), ends[1], number - 1 - rank)
+        found, transitions = WHOLE_LOG_SUM_EXP.fold(gathered(both, computed), (*ends[0], *ends[1]), rank)
+        assert_close(found, (*prefix, *suffix), tolerance)
+        D = torch.stack([through for *_, through in to_right])[..., None, None].to(computed)
+        assert torch.equal(transitions, D)
+        reads = tuple(torch.stack([x[side] for x in both]).to(computed) for side in (1, 3))
+        of_ends = (ends[0][1], ends[1][1])
+        expected = BOTH.fold_back(D, reads, of_ends, rank)
+        assert_close(WHOLE_LOG_SUM_EXP.fold_back(transitions, reads, of_ends, rank), expected, tolerance)
+    combined = functools.reduce(WHOLE_LOG_SUM_EXP.combine, both)
+    assert_close(WHOLE_LOG_SUM_EXP.combined(gathered(both, computed)), combined, tolerance)
+    assert_close(combined[2:], functools.reduce(LOG_SUM_EXP.combine, turned))
+    assert_close(WHOLE_LOG_SUM_EXP.combine(WHOLE_LOG_SUM_EXP.identity(combined), combined), combined)
+    state = (*begin[0], *begin[1])
+    after = WHOLE_LOG_SUM_EXP.apply(combined, state)
+    assert_close(after[:2], LOG_SUM_EXP.apply((*combined[:2], combined[4]), begin[0]))
+    assert_close(after[2:], LOG_SUM_EXP.apply(combined[2:], begin[1]))
 
 
 def test_kinds_are_told_apart() -> None:

@@ -21,7 +21,7 @@ from torch.profiler import record_function
 from lightscale.errors import UserError
 from lightscale.kernels.common.angles import angles_of
 from lightscale.kernels.gla.reference import gla_reference
-from lightscale.kernels.lightnet.reference import lightnet_attention_reference
+from lightscale.kernels.lightnet.reference import lightnet_attention_reference, lightnet_noncausal_reference
 from lightscale.kernels.lightning.reference import lightning_attention_reference
 from lightscale.kernels.lion.reference import lion_reference
 from lightscale.kernels.tpe.reference import tpe_scan_reference
@@ -29,6 +29,7 @@ from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.parallel.sequence import (
     GatedScan,
     LightNetScan,
+    LightNetWholeScan,
     LightningScan,
     LionScan,
     Scan,
@@ -43,10 +44,10 @@ B, T, H, K, V = 2, 24, 3, 4, 5
 DOUBLE = torch.float64
 KINDS = (
     "undecayed", "decay", "learned decay", "token decay", "angles", "gated", "tpe", "lightnet", "lightnet with angles",
-    "lion", "lion unscaled",
+    "lion", "lion unscaled", "lightnet whole", "lightnet whole with angles",
 )  # fmt: skip
 # One of each summary: exchanges see no more of an operator. (Heads, channels, modes, a log-sum-exp, and both sides.)
-SUMMARIES = ("decay", "gated", "tpe", "lightnet", "lion")
+SUMMARIES = ("decay", "gated", "tpe", "lightnet", "lion", "lightnet whole")
 Tensors = dict[str, Tensor | None]
 
 
@@ -82,8 +83,14 @@ def inputs_of(kind: str, seed: int = 0, tokens: int = T) -> Tensors:
             return {"x": normal(B, tokens, H * K), "log_decay": decay, "gamma": normal(H * K, 3)}
         case _:
             angles = {"theta": normal(H, K), "positions": torch.arange(tokens).repeat(B, 1)}
-            # Weights of e^40 beside e^-40.
-            return {"k": 20 * k, "v": v, **(angles if "angles" in kind else dict.fromkeys(angles)), "q": q}
+            # Weights of e^40 beside e^-40; over whole documents they would leave those of most tokens no gradient, but
+            # the rounding of p (dp - c).
+            return {
+                "k": (4 if "whole" in kind else 20) * k,
+                "v": v,
+                **(angles if "angles" in kind else dict.fromkeys(angles)),
+                "q": q,
+            }
 
 
 SCANS: dict[str, Callable[..., Scan]] = {
@@ -91,6 +98,8 @@ SCANS: dict[str, Callable[..., Scan]] = {
     "gated": GatedScan,
     "lightnet": LightNetScan,
     "lightnet with angles": LightNetScan,
+    "lightnet whole": LightNetWholeScan,
+    "lightnet whole with angles": LightNetWholeScan,
     "lion": LionScan,
     "lion unscaled": functools.partial(LionScan, gate="enter", normalize=False),
 }
@@ -120,6 +129,8 @@ def reference(kind: str, x: Tensors, cu_seqlens: Tensor | None) -> Tensor:
         return gla_reference(x["q"], x["k"], x["v"], x["log_decay"], cu_seqlens=cu_seqlens)[0]
     if kind.startswith("lightnet"):
         angles = angles_of(x["theta"], x["positions"])
+        if "whole" in kind:
+            return lightnet_noncausal_reference(x["q"], x["k"], x["v"], angles=angles, cu_seqlens=cu_seqlens)
         return lightnet_attention_reference(x["q"], x["k"], x["v"], angles=angles, cu_seqlens=cu_seqlens)[0]
     if kind.startswith("lion"):
         options = {"gate": "enter", "normalize": False} if "unscaled" in kind else {}
@@ -170,8 +181,10 @@ def own_part(x: Tensor | None, segment: slice) -> Tensor | None:
 def scan_of(kind: str, mesh: Mesh, edges: list[int], starts: list[set[int]]) -> Scan:
     first, last = edges[mesh.sequence_rank], edges[mesh.sequence_rank + 1]
     continues = torch.tensor([first > 0 and first not in starts[row] for row in range(B)])
-    scan = SCANS.get(kind, LightningScan)
-    return scan(continues=continues, cu_seqlens=boundaries(starts, first, last))
+    scan, cut = SCANS.get(kind, LightningScan), boundaries(starts, first, last)
+    if "whole" in kind:
+        scan = functools.partial(scan, bounds=None if cut is None else tuple(cut.tolist()))
+    return scan(continues=continues, cu_seqlens=cut)
 
 
 def pass_states(kind: str, mesh: Mesh, x: Tensors, scan: Scan) -> Tensor:
@@ -304,6 +317,9 @@ def sizes(kind: str) -> tuple[list[list[int]], list[list[int]], list[list[int]]]
         return [[B, H * K, 3], [B, 1, 3]], [[B, H * K, 3]], [[B, H * K, 3]]
     if kind == "gated":
         return [[B, H, K, V], [B, H, K]], [[B, H, K, V]], [[B, H, K, V]]
+    if "whole" in kind:
+        average = [[B, H, K], [B, H, 2 * K if "angles" in kind else K, V]]
+        return [*average, *average, [B, 1]], 2 * average, 2 * average[1:]
     if kind.startswith("lightnet"):
         state = [[B, H, K], [B, H, 2 * K if "angles" in kind else K, V]]
         return [*state, [B, 1]], state, state
@@ -329,9 +345,10 @@ def expected_payload(name: str, kind: str, rank: int, world_size: int) -> tuple[
         return (1, 1), (num_bytes(summary), num_bytes(cotangent))
     if name == "ring":
         sends, answers = rank < world_size - 1, rank > 0
-        if kind.startswith("lion"):
+        if kind.startswith("lion") or "whole" in kind:
             # One side to each neighbour, there and back.
-            return (sends + answers,) * 2, ((sends + answers) * num_bytes(state[:1]),) * 2
+            one_side = [num_bytes(x[: len(x) // 2]) for x in (state, cotangent)]
+            return (sends + answers,) * 2, ((sends + answers) * one_side[0], (sends + answers) * one_side[1])
         return (int(sends), int(answers)), (sends * num_bytes(state), answers * num_bytes(cotangent))
     node = {"1": 1, "2": 2, "all": world_size}[name.rpartition(" ")[2]]
     forward = num_bytes(summary) + num_bytes(summary, node) + num_bytes(state, node)

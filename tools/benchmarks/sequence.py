@@ -143,6 +143,13 @@ def _expected(
     summary = work.embedding_part_summaries(1)["tpe"] if kind == "tpe" else work.summary(layer, 1)
     sent = contribution(cast(Exchange, exchange), summary, min(settings.ranks_per_node, ranks))
     forward, backward = [sent.num_calls, row_bytes * sent.forward], [sent.num_calls, row_bytes * sent.backward]
+    if exchange == "ring" and summary.directions == 2:
+        # Half of it to each neighbour, and the first and the last rank have one; backward likewise.
+        neighbours = (rank > 0) + (rank < ranks - 1)
+        return {
+            name: [calls * neighbours // 2, size * neighbours // 2]
+            for name, (calls, size) in (("forward", forward), ("backward", backward))
+        }
     if exchange == "ring":
         # The last rank has nobody to send to, the first nobody backward.
         return {"forward": forward if rank < ranks - 1 else nothing, "backward": backward if rank > 0 else nothing}

@@ -19,10 +19,11 @@ from lightscale.kernels.common.backends import (
     preload_backends,
 )
 from lightscale.kernels.common.checks import check_chunk_size, check_documents, check_inputs, check_one_state
+from lightscale.kernels.common.documents import check_cu_seqlens
 from lightscale.kernels.common.states import in_state_dtype, state_dtype
-from lightscale.kernels.lightnet import chunked
+from lightscale.kernels.lightnet import chunked, noncausal
 from lightscale.kernels.lightnet.chunked import DEFAULT_CHUNK_SIZE, ChunkedLightNetAttention
-from lightscale.kernels.lightnet.noncausal import noncausal
+from lightscale.kernels.lightnet.noncausal import NoncausalLightNet
 from lightscale.kernels.lightnet.reference import lightnet_attention_reference
 from lightscale.kernels.lightnet.state import (
     LightNetState,
@@ -45,6 +46,7 @@ __all__ = [
     "lightnet_attention_reference",
     "lightnet_noncausal",
     "merge",
+    "noncausal",
     "out_fwd",
     "passed_share",
     "plain_cotangent",
@@ -137,12 +139,17 @@ def lightnet_noncausal(
     """Additive decay over whole documents: every token reads S = Σ_i φ(softmax_i(k)_i) v_iᵀ, made in one scan.
 
     (LightNet, equation 8.) Arguments, result and errors are those of ``lightnet_attention``; without cu_seqlens a row
-    is one document. Autograd differentiates it.
+    is one document. Where it is on the host, a GPU is not waited for.
     """
     check_inputs(q, k, v)
     _check_angles(angles, q)
-    check_documents(cu_seqlens, q)
-    return noncausal(q, k, v, angles, cu_seqlens)
+    if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
+        check_cu_seqlens(cu_seqlens, num_rows=q.shape[0], num_tokens=q.shape[1])
+    else:
+        check_documents(cu_seqlens, q)
+    bounds = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
+    o: Tensor = NoncausalLightNet.apply(q, k, v, *parts_of(angles), bounds)
+    return o
 
 
 def _check_angles(angles: Angles | None, q: Tensor) -> None:

@@ -1,4 +1,6 @@
-"""LightNet's operator, one token at a time: the oracle that every other form is tested against."""
+"""The oracles of tests: LightNet's operator one token at a time, and over whole documents as full matrices."""
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -70,3 +72,27 @@ def lightnet_attention_reference(
         S = keep.unsqueeze(-1) * S + write.unsqueeze(-1) * v_t.unsqueeze(-2)
         outputs.append((q_t.unsqueeze(-2) @ S).squeeze(-2))
     return torch.stack(outputs, dim=1) if outputs else v.clone(), LightNetState(z, S)
+
+
+def lightnet_noncausal_reference(
+    q: Tensor, k: Tensor, v: Tensor, *, angles: Angles | None = None, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """o_t = Σ_s Σ_c q_tc p_sc cos((t - s) θ_c) v_s with p the softmax of k over the document (LightNet, equation 8).
+
+    In the dtype of the inputs, differentiated by autograd; memory grows with the square of the length.
+    """
+    outputs = []
+    num_tokens = q.shape[1]
+    edges = range(0, q.shape[0] * num_tokens + 1, num_tokens) if cu_seqlens is None else cu_seqlens.tolist()
+    for start, end in pairwise(edges):
+        q_d, k_d, v_d = (x.flatten(0, 1)[start:end] for x in (q, k, v))
+        # A channel in which nothing is written weighs nothing.
+        weights = torch.nan_to_num(torch.softmax(k_d, dim=0))
+        if angles is None:
+            scores = torch.einsum("thc,shc->hts", q_d, weights)
+        else:
+            positions = angles.positions.flatten()[start:end]
+            cosines = torch.cos((positions[:, None] - positions)[..., None, None] * angles.theta)
+            scores = torch.einsum("thc,shc,tshc->hts", q_d, weights, cosines)
+        outputs.append(torch.einsum("hts,shv->thv", scores, v_d))
+    return torch.cat(outputs).view(v.shape)

@@ -45,10 +45,11 @@ class SequenceContext:
     states: dict[str, MixerState] | None = None
     shared: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def begin(self, scan: type[Scan], *written: Tensor | None, layer: str | None) -> Callable[..., Tensor]:
+    def begin(self, scan: Callable[..., Scan], *written: Tensor | None, layer: str | None) -> Callable[..., Tensor]:
         """Start passing states along the sequence ranks; see ``parallel.sequence.begin``.
 
-        ``layer`` is the name of a layer whose activations may be recomputed, None for what is not in the layers.
+        ``scan`` is the type of one, or a partial of it with the operator's options. ``layer`` is the name of a layer
+        whose activations may be recomputed, None for what is not in the layers.
         """
         assert self.exchange is not None, "rows are whole here"
         own = scan(continues=self.continues, cu_seqlens=self.cu_seqlens)
@@ -82,6 +83,14 @@ class SequenceContext:
                 after += torch.where(goes_on, gathered[:, rank], 0)
                 goes_on &= gathered[:, rank] == lengths[rank]
         return DocumentAttention(starts, b, n, before, device, after=after)
+
+    @cached_property
+    def document_bounds(self) -> Tensor | None:
+        """``cu_seqlens`` on the host, where it is known, so that a GPU need not be asked."""
+        if self.cu_seqlens is None:
+            return None
+        starts, b, n, *_ = self._documents
+        return torch.cat([starts.slots, starts.slots.new_tensor([b * n])])
 
     @property
     def document_starts(self) -> DocumentStarts:

@@ -1,12 +1,14 @@
-"""LightNet's token mixer: additive decay, a running softmax average over the past, in one scan.
+"""LightNet's token mixer: additive decay, a running softmax average over the past, or one over the document.
 
     q = silu(x W_q);  k = x W_k;  v = x W_v;  z_t = logaddexp(z_{t-1}, k_t);  k̄_t = exp(k_t - z_t)
     S_t = diag(1 - k̄_t) S_{t-1} + LRPE(k̄_t) v_tᵀ;  out = W_o (norm(S_tᵀ LRPE(q_t)) * sigmoid(x W_down W_up))
 
-(LightNet, arXiv 2405.21022, equation 7.) The angles of LRPE are fixed. The model adds a Toeplitz positional encoding
-after the embedding.
+(LightNet, arXiv 2405.21022, equation 7.) With ``causal`` = false all tokens of a document read its last state, which
+takes one scan (equation 8). The angles of LRPE are fixed. The model adds a Toeplitz positional encoding after the
+embedding, in one direction whatever the mixer reads, as the paper has it.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -15,13 +17,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightscale.config.model import ModelConfig
-from lightscale.kernels.lightnet import Angles, LightNetState, lightnet_attention, recurrent_step, state_dtype
+from lightscale.kernels.lightnet import (
+    Angles,
+    LightNetState,
+    lightnet_attention,
+    lightnet_noncausal,
+    recurrent_step,
+    state_dtype,
+)
 from lightscale.models.layers.context import Finish, SequenceContext
 from lightscale.models.layers.positions import lrpe_angles
 from lightscale.models.layers.states import incoming_state
 from lightscale.models.mixers.interface import GatedMixer
 from lightscale.parallel.megatron import TransformerConfig
-from lightscale.parallel.sequence import LightNetScan
+from lightscale.parallel.sequence import LightNetScan, LightNetWholeScan
 
 
 class LightNet(GatedMixer):
@@ -36,6 +45,7 @@ class LightNet(GatedMixer):
         super().__init__(config, layer_number, model, *args, **kwargs)
         # Kept in fp32 in half-precision models: it is multiplied by positions.
         wide = torch.promote_types(config.params_dtype, torch.float32)
+        self.is_causal = model.direction(self.layer) == "causal"
         theta = lrpe_angles(model.num_heads, model.head_dim)[self.heads]
         self.register_buffer("theta", theta.to(self.kv_proj.weight.device, wide), persistent=False)
 
@@ -49,9 +59,19 @@ class LightNet(GatedMixer):
         return self._gated_output(finish(F.silu(q)), gate)
 
     def _begin(self, k: Tensor, v: Tensor, angles: Angles, context: SequenceContext) -> Finish:
+        if not self.is_causal:
+            return self._begin_whole(k, v, angles, context)
         if context.exchange is not None:
             return context.begin(LightNetScan, k, v, *angles, layer=self.state_name)
         return lambda q: self._attend(q, k, v, angles, context)
+
+    def _begin_whole(self, k: Tensor, v: Tensor, angles: Angles, context: SequenceContext) -> Finish:
+        assert context.states is None, "only models that predict the next token generate"
+        bounds = context.document_bounds
+        if context.exchange is not None:
+            scan = functools.partial(LightNetWholeScan, bounds=None if bounds is None else tuple(bounds.tolist()))
+            return context.begin(scan, k, v, *angles, layer=self.state_name)
+        return lambda q: lightnet_noncausal(q, k, v, angles=angles, cu_seqlens=bounds)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, context: SequenceContext) -> Tensor:
         if context.states is None:

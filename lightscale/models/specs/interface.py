@@ -114,6 +114,11 @@ class MixerSpec(ABC):
     activated: ClassVar[int] = 2
     """Of queries and keys, those that are kept for the backward pass once more, behind an activation."""
 
+    @classmethod
+    def layer_operator(cls, model: ModelConfig, layer: int) -> str:
+        """What computes layer ``layer`` (from 0), for mixers that have a choice."""
+        return cls.operator
+
     whole_on_tensor_ranks: ClassVar[frozenset[str]] = frozenset()
     """Names of the parameters that tensor ranks do not split: each of them holds them whole."""
 
@@ -138,9 +143,27 @@ class MixerSpec(ABC):
         """Operations of the matrix products in one forward pass of layer ``layer`` (from 0), per token."""
 
     @staticmethod
+    def norms_output(model: ModelConfig, layer: int) -> bool:
+        """Whether a norm over all heads stands between operator and output projection."""
+        return True
+
+    @staticmethod
+    def fp32_values(model: ModelConfig, layer: int) -> int:
+        """Numbers per token that a layer keeps for its backward pass in fp32, whatever the weights' precision.
+
+        Decays per channel are counted by the operator's cost, not here.
+        """
+        return 0
+
+    @staticmethod
     def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
         """fp32 numbers per row that each sequence rank contributes to an exchange, forward and backward."""
         return 0, 0
+
+    @staticmethod
+    def carried_values(model: ModelConfig, layer: int) -> int:
+        """Those of the forward numbers that belong to the state but have no cotangent, in a ring handed on with it."""
+        return 0
 
     @staticmethod
     def gathered_values(model: ModelConfig, layer: int) -> int:

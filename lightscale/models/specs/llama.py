@@ -46,6 +46,11 @@ class LLaMASpec(MixerSpec):
         return {role: rows for role, rows in found.items() if rows.parameter in shapes}
 
     @staticmethod
+    def norms_output(model: ModelConfig, layer: int) -> bool:
+        """Outputs are means of values."""
+        return False
+
+    @staticmethod
     def gathered_values(model: ModelConfig, layer: int) -> int:
         """Keys and values of all heads."""
         heads, head_dim = llama_heads(model, layer)

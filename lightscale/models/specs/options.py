@@ -10,7 +10,7 @@ from pydantic import model_validator
 
 from lightscale.config.arithmetic import near_divisor
 from lightscale.config.model import ModelConfig
-from lightscale.config.section import Positive, Section, SequenceLength, Width
+from lightscale.config.section import Fraction, Positive, PositiveOrZero, Section, SequenceLength, Width
 from lightscale.errors import UserError
 
 
@@ -19,6 +19,57 @@ class GatedMixerOptions(Section):
 
     gate_rank: Width | None = None
     """Inner width of the low-rank output gate, in channels; none: head_dim."""
+
+
+class LightNetOptions(GatedMixerOptions):
+    """The options of LightNet."""
+
+    causal: bool = True
+    """Whether tokens see those up to themselves; false: all of their document, for tasks that read both ways."""
+
+
+class LionOptions(Section):
+    """The options of LION's mixers."""
+
+    feature_map: Literal["elu", "silu", "none"] = "silu"
+    """What queries and keys become: elu, elu(x) + 1; silu, (silu(x) + 1/2) over its 2-norm; none, themselves."""
+    scale: bool = True
+    """Outputs are divided by the sum of their scores; false: an RMS norm over all heads instead, as in RetNet."""
+    eps: PositiveOrZero = 1e-6
+    """Added to that sum, once."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.feature_map == "none" and self.scale:
+            raise ValueError(
+                'feature_map = "none" with scale = true divides by sums that may be 0 or negative; use scale = false, '
+                'or feature_map = "silu" or "elu"'
+            )
+        return self
+
+
+class LionLITOptions(LionOptions):
+    """Those of LION-LIT, which has the feature map of linear transformers."""
+
+    feature_map: Literal["elu", "silu", "none"] = "elu"
+    """What queries and keys become: elu, elu(x) + 1; silu, (silu(x) + 1/2) over its 2-norm; none, themselves."""
+
+
+class LionSOptions(LionOptions):
+    """Those of LION-S, whose decays come from the input."""
+
+    gate: Literal["leave", "enter"] = "leave"
+    """Of two tokens whose decay counts between them, either way: the one that is left, as in the code, or entered."""
+    input_gate: bool = False
+    """Keys are multiplied by 1 - a of their token, as in Gated RFA (equation 135)."""
+    initial_decay: Fraction = 0.5
+    """What decays are at first, between 0 and 1; 0.5 as in the authors' code."""
+
+    @model_validator(mode="after")
+    def _check_decay(self) -> Self:
+        if self.initial_decay == 0:
+            raise ValueError("initial_decay = 0.0: a decay is a sigmoid, which is never 0; use 0.5, or more than 0")
+        return self
 
 
 class RopeScalingOptions(Section):

@@ -9,12 +9,21 @@ arXiv 2502.07563; both without document boundaries.)
 from lightscale.parallel.sequence.exchange import Gather, Ring, StateExchange, TwoLevel
 from lightscale.parallel.sequence.keys_values import begin_gather
 from lightscale.parallel.sequence.passing import Replay, begin
-from lightscale.parallel.sequence.scans import GatedScan, LightNetScan, LightningScan, LionScan, Scan, TPEScan
+from lightscale.parallel.sequence.scans import (
+    GatedScan,
+    LightNetScan,
+    LightNetWholeScan,
+    LightningScan,
+    LionScan,
+    Scan,
+    TPEScan,
+)
 
 __all__ = [
     "GatedScan",
     "Gather",
     "LightNetScan",
+    "LightNetWholeScan",
     "LightningScan",
     "LionScan",
     "Replay",

@@ -230,7 +230,87 @@ class LogSumExp(Algebra):
         return own_U, fold(R, transitions, end_R, reverse=True)
 
 
+class WholeLogSumExp(Algebra):
+    """Averages as those of ``LogSumExp``, of documents whose tokens read all of them: what comes from either side is
+    merged with the segment's own, and what travels back are sums, because each token's weight is of the whole document.
+
+    Summary (z, S of each direction, through), states (z, S of each), cotangents (U of each), those of S. In one
+    direction for what a ring hands on.
+
+    Args:
+        reverse: of each direction, whether what enters a segment comes from behind it.
+    """
+
+    def __init__(self, reverse: tuple[bool, ...] = (False, True)) -> None:
+        self.reverse, self._sums = reverse, Diagonal(reverse)
+
+    def directions(self, tensors: Tensors) -> list[tuple[Algebra, Tensors, bool]]:
+        number = len(self.reverse)
+        # Cotangents are one tensor for each direction; of a summary the last one is shared.
+        width = len(tensors) // number
+        shared = tensors[width * number :]
+        found = [(*tensors[width * i : width * (i + 1)], *shared) for i in range(number)]
+        return [(WholeLogSumExp((r,)), part, r) for part, r in zip(found, self.reverse, strict=True)]
+
+    def identity(self, summary: Tensors) -> Tensors:
+        return *self.empty(summary), torch.ones_like(summary[-1])
+
+    def combine(self, earlier: Tensors, later: Tensors) -> Tensors:
+        found: list[Tensor] = []
+        for (z, S), (other_z, other_S), reverse in zip(_pairs(earlier), _pairs(later), self.reverse, strict=True):
+            before, to, through = (z, S), (other_z, other_S), later[-1]
+            if reverse:
+                before, to, through = to, before, earlier[-1]
+            found += LOG_SUM_EXP.apply((*to, through), before)
+        return *found, earlier[-1] * later[-1]
+
+    def empty(self, summary: Tensors) -> Tensors:
+        return tuple(x for pair in _pairs(summary) for x in LOG_SUM_EXP.empty((*pair, summary[-1])))
+
+    def apply(self, summary: Tensors, state: Tensors) -> Tensors:
+        pairs = zip(_pairs(summary), _pairs(state), strict=True)
+        return tuple(x for own, entering in pairs for x in LOG_SUM_EXP.apply((*own, summary[-1]), entering))
+
+    def transition(self, summary: Tensors, state: Tensors) -> Tensor:
+        # Of a document that goes on all is left: states and cotangents are of its whole sums.
+        return summary[-1][..., None, None]
+
+    def adjoint(self, transition: Tensor, reads: Tensors, cotangent: Tensors) -> Tensors:
+        return self._sums.adjoint(transition, reads, cotangent)
+
+    def fold(self, segments: Tensors, state: Tensors | None, end: int) -> tuple[Tensors, Tensor]:
+        ends = end, segments[-1].size(0) - 1 - end
+        return self._fold(segments, state, ends), segments[-1].clone()[..., None, None]
+
+    def combined(self, segments: Tensors) -> Tensors:
+        number = segments[-1].size(0)
+        return *self._fold(segments, None, (number, number)), segments[-1].amin(0)
+
+    def fold_back(
+        self, transitions: Tensor, reads: Tensors, cotangent: Tensors | None = None, rank: int | None = None
+    ) -> Tensors:
+        return self._sums.fold_back(transitions, reads, cotangent, rank)
+
+    def _fold(self, segments: Tensors, state: Tensors | None, ends: tuple[int, int]) -> Tensors:
+        """Each direction through its first segments, so many to the right, and to the left."""
+        entering = None if state is None else _pairs(state)
+        through = segments[-1][..., 0]
+        found: list[Tensor] = []
+        for number, ((z, S), reverse) in enumerate(zip(_pairs(segments), self.reverse, strict=True)):
+            # From the last segment on it is the same fold.
+            ordered = [x.flip(0) if reverse else x for x in (z, S, through)]
+            first = None if entering is None else LightNetState(*entering[number])
+            found += fold_averages(LightNetState(*ordered[:2]), ordered[2], first, end=ends[reverse])[0]
+        return tuple(found)
+
+
+def _pairs(tensors: Tensors) -> list[tuple[Tensor, Tensor]]:
+    """(z, S) of each direction, of a summary or a state."""
+    return list(zip(tensors[::2], tensors[1::2], strict=False))
+
+
 DIAGONAL = Diagonal()
 SUFFIX = Diagonal((True,))
 BOTH = Diagonal((False, True))
 LOG_SUM_EXP = LogSumExp()
+WHOLE_LOG_SUM_EXP = WholeLogSumExp()

@@ -95,7 +95,7 @@ class _PassStates(torch.autograd.Function):
         # them twice in bf16 models. What the exchange takes is hidden by the queries' and the gate's projections.
         with torch.profiler.record_function("outputs"):
             found = scan.outputs(inputs, incoming.state)
-        o, taken = (found, ()) if isinstance(found, Tensor) else (found[0], found)
+        o, *taken = (found,) if isinstance(found, Tensor) else found
         state = (*incoming.state, *taken)
         ctx.sizes = len(inputs), len(state)
         ctx.save_for_backward(*inputs, *state, *incoming.kept)

@@ -19,7 +19,7 @@ from lightscale.kernels.common.angles import angles_of
 from lightscale.kernels.lightnet import LightNetState, StateCotangent
 from lightscale.kernels.lion import Gate, LionOutputs, LionState
 from lightscale.kernels.operators import StateAlgebra, StateScope, get_operator
-from lightscale.parallel.sequence.algebra import BOTH, DIAGONAL, LOG_SUM_EXP, Algebra, Tensors
+from lightscale.parallel.sequence.algebra import BOTH, DIAGONAL, LOG_SUM_EXP, WHOLE_LOG_SUM_EXP, Algebra, Tensors
 
 Inputs = tuple[Any, ...]
 """Tensors, some of them optional; each scan says which."""
@@ -28,6 +28,7 @@ _ALGEBRAS = {
     (StateAlgebra.DIAGONAL, StateScope.PREFIX): DIAGONAL,
     (StateAlgebra.DIAGONAL, StateScope.BOTH): BOTH,
     (StateAlgebra.LOG_SUM_EXP, StateScope.PREFIX): LOG_SUM_EXP,
+    (StateAlgebra.LOG_SUM_EXP, StateScope.ALL): WHOLE_LOG_SUM_EXP,
 }
 
 
@@ -66,8 +67,8 @@ class Scan(ABC):
     def outputs(self, inputs: Inputs, state: Tensors) -> Tensor | Tensors:
         """The outputs of this rank's tokens, from the state that enters.
 
-        With others that ``reads`` and ``gradients`` take: then a tuple, outputs first, which they find in ``state``
-        behind what entered.
+        With others that ``reads`` and ``gradients`` take: then a tuple, outputs first, and those others they find in
+        ``state`` behind what entered.
         """
 
     @abstractmethod
@@ -251,6 +252,57 @@ class LightNetScan(Scan):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LightNetWholeScan(Scan):
+    """Additive decay over whole documents. Inputs are those of ``LightNetScan``.
+
+    States are what comes from before to each row's first document, and from behind to its last one: z and S of each.
+    Where no document begins in a segment, these are the same document.
+
+    bounds: document boundaries as ``cu_seqlens``, on the host.
+    """
+
+    bounds: tuple[int, ...] | None = None
+
+    algebra: ClassVar[Algebra] = algebra_of("lightnet_noncausal")
+
+    def summarize(self, written: Inputs) -> Tensors:
+        k, v, *angles = written
+        (first, last), through = lightnet.noncausal.state_fwd(k, v, angles_of(*angles), self.bounds)
+        of_first = self.where_continues(first.z, -torch.inf), self.where_continues(first.S)
+        return *last, *of_first, self.where_continues(through)[:, None]
+
+    def entering(self, state: Tensors) -> Tensors:
+        z, S, *behind = state
+        return self.where_continues(z, -torch.inf), self.where_continues(S), *behind
+
+    def outputs(self, inputs: Inputs, state: Tensors) -> Tensors:
+        k, v, *angles, q = inputs
+        own = lightnet.noncausal.document_states(k, v, angles_of(*angles), self.bounds)
+        sides = lightnet.noncausal.Sides(LightNetState(*state[:2]), LightNetState(*state[2:]))
+        states = lightnet.noncausal.total_states(own, sides, self.bounds, q)
+        return lightnet.noncausal.out_fwd(q, v, angles_of(*angles), states, self.bounds), *states
+
+    def reads(self, inputs: Inputs, do: Tensor, state: Tensors) -> Tensors:
+        _, _, *angles, q = inputs
+        first, last = lightnet.noncausal.state_bwd(q, do, angles_of(*angles), self.bounds)
+        return self.where_continues(first), last
+
+    def gradients(
+        self, inputs: Inputs, do: Tensor, state: Tensors, leaving: Callable[[], Tensors]
+    ) -> Sequence[Tensor | None]:
+        k, v, *angles, q = inputs
+
+        def from_sides() -> tuple[Tensor, Tensor]:
+            # What goes on to the right is read by the tokens behind, and the other way round.
+            of_last, of_first = leaving()
+            return self.where_continues(of_first), of_last
+
+        states = LightNetState(*state[4:])
+        dq, dk, dv = lightnet.noncausal.grad_bwd(q, k, v, angles_of(*angles), do, states, from_sides, self.bounds)
+        return dk, dv, None, None, dq
+
+
+@dataclass(frozen=True, kw_only=True)
 class LionScan(Scan):
     """LION, in both directions. Written: k (B, T, H, K), v (B, T, H, V), log_decay (H,), (B, T, H) or None. Reads: q.
 
@@ -287,7 +339,7 @@ class LionScan(Scan):
             normalize=self.normalize,
             eps=self.eps,
         )
-        return found.o if found.normalizer is None else (found.o, found.normalizer)
+        return found.o if found.normalizer is None else (found.o, found.o, found.normalizer)
 
     def reads(self, inputs: Inputs, do: Tensor, state: Tensors) -> Tensors:
         _, _, log_decay, q = inputs

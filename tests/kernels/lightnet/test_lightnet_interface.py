@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightscale.kernels.common.angles import features, phases_of
 from lightscale.kernels.lightnet import (
@@ -338,3 +339,18 @@ def test_noncausal_of_padding_is_zero() -> None:
     assert o.dtype == torch.bfloat16 and o[:, :12].all() and not o[:, 12:].any()
     (dk,) = torch.autograd.grad(o.sum(), k)
     assert dk.isfinite().all() and dk[:, :12].any() and not dk[:, 12:].any()
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole rows", "documents"])
+def test_noncausal_operations_are_the_formula_at_every_length(cut: bool) -> None:
+    """4RV forward and 8RV backward for each token and head, R the width of LRPE's features."""
+    for tokens in (40, 80, 160):
+        leaves, angles = inputs(2, tokens, 6, 8)
+        x = [leaves[n].detach().requires_grad_() for n in "qkv"]
+        edges = torch.tensor([0, 7, 8, tokens, 2 * tokens - 5, 2 * tokens]) if cut else None
+        one = 2 * tokens * x[0].shape[2] * 12 * 8
+        with FlopCounterMode(display=False) as forward:
+            o = lightnet_noncausal(*x, angles=angles, cu_seqlens=edges)
+        with FlopCounterMode(display=False) as backward:
+            o.sum().backward()
+        assert (forward.get_total_flops(), backward.get_total_flops()) == (4 * one, 8 * one)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from lightscale.config.mixers import MIXERS, mixer_entry
+from lightscale.config.mixers import BIDIRECTIONAL, MIXERS, mixer_entry, reading
 from lightscale.config.model import ModelConfig
 from lightscale.config.schema import ParallelConfig
 from lightscale.errors import UserError
@@ -41,13 +41,19 @@ pytestmark = pytest.mark.timeout(600)
 
 HYBRID = "all in one stack"
 GROUPED = "grouped heads"
-PATTERNS: dict[str, list[str]] = {name: [f"{name}*2"] for name in MIXERS}
-PATTERNS |= {HYBRID: list(MIXERS), GROUPED: ["tnl", "llama"]}
+CAUSAL: dict[str, list[str]] = {name: [f"{name}*2"] for name in reading("causal")}
+CAUSAL |= {HYBRID: reading("causal"), GROUPED: ["tnl", "llama"]}
+"""Stacks that generate."""
+WHOLE = "lightnet of whole documents"
+BOTH_WAYS = {name: [f"{name}*2"] for name, entry in MIXERS.items() if entry.directions == BIDIRECTIONAL}
+BOTH_WAYS[WHOLE] = ["lightnet*2"]
+PATTERNS = CAUSAL | BOTH_WAYS
 MORE: dict[str, dict[str, Any]] = {
+    WHOLE: {"mixer_options": {"lightnet": {"causal": False}}},
     GROUPED: {
         "tie_word_embeddings": False,
         "mixer_options": {"llama": {"num_key_value_heads": 1, "head_dim": 6, "attention_bias": "all"}},
-    }
+    },
 }
 """What differs from the defaults."""
 GROWING = {name for name in MIXERS if state_grows(mixer_spec(name).operator)}
@@ -84,12 +90,9 @@ def measure_one(name: str, init_method: str, folder: Path) -> dict[str, Any]:
     with plain.built_model(model, init_method) as module, torch.no_grad():
         plain.disturb(module)
         found = {
-            "any parts": in_any_parts(module),
-            "steps": one_by_one(module),
+            **(with_own_states(module) if name in CAUSAL else {}),
             "changed": [changed_by(module, row, token) for row, token in PERTURBED],
             "alone": documents_alone(module),
-            "state bytes": state_bytes(module),
-            "wrong states": wrong_states(module),
             "shapes": {path: tuple(weight.shape) for path, weight in named_parameters(module)},
             "mixers": [type(layer.self_attention) for layer in module.decoder.layers],
         }
@@ -97,6 +100,15 @@ def measure_one(name: str, init_method: str, folder: Path) -> dict[str, Any]:
     found["bf16"] = in_half_precision(model, f"{init_method}-half", weights)
     found["restored"] = restored(name, f"{init_method}-engine", folder)
     return found
+
+
+def with_own_states(module: Any) -> dict[str, Any]:
+    return {
+        "any parts": in_any_parts(module),
+        "steps": one_by_one(module),
+        "state bytes": state_bytes(module),
+        "wrong states": wrong_states(module),
+    }
 
 
 def with_states(module: Any, tokens: Tensor, positions: Tensor, parts: list[int], states: States) -> Tensor:
@@ -207,10 +219,12 @@ def in_half_precision(model: ModelConfig, init_method: str, weights: dict[str, T
             with torch.no_grad():
                 for name, weight in named_parameters(module):
                     weight.copy_(weights[name])
-                steps = with_states(module, tokens, positions, [64, 1, 5], {})
             figures = plain.figures(module, batch)
             gradients = torch.cat([gradient.double().flatten() for gradient in figures["gradients"].values()])
-            results.append({"logits": figures["logits"], "steps": steps, "gradients": gradients})
+            results.append({"logits": figures["logits"], "gradients": gradients})
+            if BIDIRECTIONAL.isdisjoint(map(model.direction, range(model.num_layers))):
+                with torch.no_grad():
+                    results[-1]["steps"] = with_states(module, tokens, positions, [64, 1, 5], {})
     exact, half = results
     return {name: plain.error(half[name], exact[name]) for name in exact}
 
@@ -218,11 +232,12 @@ def in_half_precision(model: ModelConfig, init_method: str, weights: dict[str, T
 def restored(name: str, init_method: str, folder: Path) -> dict[str, Any]:
     """A step, a checkpoint, another model that restores it, and a step of both: what differs."""
     model = {"mixer": PATTERNS[name], "num_layers": MODELS[name].num_layers, **SHAPE, **MORE.get(name, {})}
+    task = "causal" if name in CAUSAL else "masked"
     rows = tiny.step_batches(5, SimpleNamespace(sequence=1, sequence_rank=0, data=1, data_rank=0))[0]
     tokens = rows.tokens % 40
     outputs, states, losses = [], [], []
     for number, seed in enumerate((0, 1)):
-        with tiny.engine_on(ONE, 0, f"{init_method}-{number}", seed=seed, **model) as engine:
+        with tiny.engine_on(ONE, 0, f"{init_method}-{number}", seed=seed, task=task, **model) as engine:
             checkpoints = Checkpoints(folder / name, engine.mesh)
             batch = SimpleNamespace(**{**vars(rows), "tokens": tokens, "labels": rows.labels % 40})
             if seed == 0:
@@ -250,6 +265,7 @@ def restored(name: str, init_method: str, folder: Path) -> dict[str, Any]:
 # ----- tests ----------------------------------------------------------------------------------------------------------
 
 EACH = pytest.mark.parametrize("name", PATTERNS)
+EACH_CAUSAL = pytest.mark.parametrize("name", CAUSAL)
 
 
 @pytest.fixture(scope="module")
@@ -258,12 +274,12 @@ def measured(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> d
     return dict(found)
 
 
-@EACH
+@EACH_CAUSAL
 def test_states_carry_over_any_cuts(measured: dict[str, dict[str, Any]], name: str) -> None:
     assert measured[name]["any parts"] < 1e-10
 
 
-@EACH
+@EACH_CAUSAL
 def test_one_token_at_a_time_is_the_parallel_form(measured: dict[str, dict[str, Any]], name: str) -> None:
     assert measured[name]["steps"] < 1e-10
 
@@ -272,13 +288,16 @@ def test_one_token_at_a_time_is_the_parallel_form(measured: dict[str, dict[str, 
 def test_a_token_is_seen_from_its_place_to_the_end_of_its_document(
     measured: dict[str, dict[str, Any]], name: str
 ) -> None:
+    """Or from the document's start on, where tokens see those behind them."""
     for (row, token), change in zip(PERTURBED, measured[name]["changed"], strict=True):
-        starts = torch.tensor(DOCUMENTS[row]).cumsum(dim=0)
-        end = int(starts[starts > token].min())
+        starts = torch.tensor([0, *DOCUMENTS[row]]).cumsum(dim=0)
+        first, end = int(starts[starts <= token].max()), int(starts[starts > token].min())
+        begin = token if name in CAUSAL else first
         seen = torch.zeros_like(change, dtype=torch.bool)
-        seen[row, token:end] = True
+        seen[row, begin:end] = True
         assert change[~seen].max() < 1e-12, (row, token)
-        assert change[row, token : min(token + 8, end)].min() > 1e-6, (row, token)
+        near = slice(max(begin, token - 8), min(token + 8, end))
+        assert change[row, near].min() > 1e-6, (row, token)
 
 
 @EACH
@@ -286,7 +305,7 @@ def test_documents_do_not_see_their_row(measured: dict[str, dict[str, Any]], nam
     assert measured[name]["alone"] < 1e-10
 
 
-@EACH
+@EACH_CAUSAL
 def test_the_size_of_a_state(measured: dict[str, dict[str, Any]], name: str) -> None:
     by_position = measured[name]["state bytes"]
     first = by_position[4]
@@ -298,7 +317,7 @@ def test_the_size_of_a_state(measured: dict[str, dict[str, Any]], name: str) -> 
             assert size == first[state] * grown > 0, (state, position)
 
 
-@EACH
+@EACH_CAUSAL
 def test_a_state_of_another_kind_is_refused(measured: dict[str, dict[str, Any]], name: str) -> None:
     messages = measured[name]["wrong states"]
     assert len(messages) >= 10 * MODELS[name].num_layers

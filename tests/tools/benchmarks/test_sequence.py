@@ -22,8 +22,14 @@ NUMBERS = {
     "hgrn2": (3 * 64 + 24, 216 + (2 * 64 + 16) + 2 * 64, 192, 192 + 2 * 128),
     "cosformer2": (3 * 128 + 3, 387 + (2 * 128 + 2) + 2 * 128, 384, 384 + 2 * 256),
     "lightnet": (3 * 136 + 1, 409 + (2 * 136 + 1) + 2 * 136, 408, 408 + 2 * 272),
+    **dict.fromkeys(
+        ("lion-lit", "lion-retnet", "lion-s"),
+        # Two states of 8 x 9 and one decay for each head; by a ring half of them to the one neighbour.
+        (3 * 144 + 3, 435 + (2 * 144 + 2) + 2 * 144, 432, 432 + 2 * 288),
+    ),
     "tpe": (24 * 8 + 8, 200 + (12 * 8 + 8) + 12 * 8, 192, 192 + 2 * 96),
 }
+BOTH_WAYS = ("lion-lit", "lion-retnet", "lion-s")
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +57,10 @@ def test_ranks_send_what_was_worked_out_by_hand_at_every_length(found: dict[str,
     gathered, two_level, state, back = (4 * ROWS * numbers for numbers in NUMBERS[kind])
     assert sent(found, kind, "gather") == [([[1, gathered]] * 2, [[1, state]] * 2)] * 2
     assert sent(found, kind, "two_level") == [([[3, two_level]] * 2, [[3, back]] * 2)] * 2
+    if kind in BOTH_WAYS:
+        half = [[1, state // 2]] * 2
+        assert sent(found, kind, "ring") == [(half, half)] * 2
+        return
     # Of two ranks in a ring the first sends forward, the second backward.
     assert sent(found, kind, "ring") == [([[1, state], [0, 0]], [[0, 0], [1, state]])] * 2
 

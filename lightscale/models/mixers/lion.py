@@ -1,0 +1,141 @@
+"""LION's token mixers: linear attention of every token to its whole document, before and behind, in linear time.
+
+    q, k = φ(x W_q), φ(x W_k);  v = x W_v;  A = q kᵀ ⊙ M;  out = W_o concat (A v)_i / (Σ_j A_ij + ε)
+    M_ij = the product of the decays between the tokens i and j, 1 on the diagonal
+
+(arXiv 2502.16249, equations 20 to 25.) LION-LIT has no decay, LION-RetNet a fixed one per head, and LION-S one per head
+and token, a = σ(x W_a + b). The scaling comes after the mask, and ε is added once, when both directions and all
+sequence ranks have been added up. Neither positions nor an output gate: decays say where a token is.
+"""
+
+import functools
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightscale.config.model import ModelConfig
+from lightscale.kernels.lion import lion
+from lightscale.models.layers.context import Finish, SequenceContext
+from lightscale.models.layers.linear import column_parallel, row_parallel
+from lightscale.models.mixers.interface import Mixer
+from lightscale.models.specs.lion import lion_options, lion_s_options
+from lightscale.parallel.initialization import set_initializer
+from lightscale.parallel.megatron import TransformerConfig
+from lightscale.parallel.sequence import LionScan
+
+
+def features(x: Tensor, kind: str) -> Tensor:
+    """φ(x) over the last dim: "elu" elu(x) + 1, "silu" (silu(x) + 1/2) / ‖·‖₂, "none" x; fp32 inside, rounded once.
+
+    "elu" is that of linear transformers (arXiv 2006.16236), "silu" that of the authors' code. Both are positive, and so
+    are all products of theirs.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if kind == "elu":
+        # Not elu(x) + 1, which rounds small values away.
+        return torch.where(wide > 0, wide + 1, wide.clamp(max=0).exp()).to(x.dtype)
+    if kind == "silu":
+        return F.normalize(F.silu(wide) + 0.5, dim=-1, eps=0.0).to(x.dtype)
+    return x
+
+
+class _Features(torch.autograd.Function):
+    """``features`` that keeps only its input for the backward pass, where it is computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.kind = kind
+        return features(x, kind)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = features(x, ctx.kind)
+        return torch.autograd.grad(out, x, gradient)[0], None
+
+
+def retnet_log_decays(num_heads: int) -> Tensor:
+    """log λ of each head, (h,) fp64: λ_h = 1 - 2^(-5 - h), h from 0 (RetNet, arXiv 2307.08621, equation 8)."""
+    return torch.log1p(-torch.pow(2.0, -5 - torch.arange(num_heads, dtype=torch.float64)))
+
+
+class LionLIT(Mixer):
+    """(n / tensor, b, d) -> (n / tensor, b, d), without decays; what LION's mixers share is here."""
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, model: ModelConfig, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(config, layer_number, model, *args, **kwargs)
+        own, d, std = lion_options(model, self.layer), model.hidden_size, model.init_std
+        self.feature_map, self.scale = own.feature_map, own.scale
+        self.form: dict[str, Any] = {"normalize": own.scale, "eps": own.eps}
+        # Rows are ordered head by head, k and v of a head together, so that a contiguous shard holds whole heads. The
+        # queries are projected apart, while the states travel.
+        self.kv_proj = column_parallel(config, d, 2 * d, std=std, group=self.group)
+        self.q_proj = column_parallel(config, d, d, std=std, group=self.group)
+        self.out_proj = row_parallel(config, d, d, std=self.output_std, group=self.group)
+
+    def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
+        """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
+        k, v = self._heads(self.kv_proj, x, 2)
+        k, log_decay = self._gated(_Features.apply(k, self.feature_map), x)
+        finish = self._begin(k, v, log_decay, context)
+        (q,) = self._heads(self.q_proj, x)
+        o = finish(_Features.apply(q, self.feature_map))
+        # Not divided by their sums, outputs grow with the length of the document: the norm takes that out.
+        out: Tensor = self.out_proj(o.transpose(0, 1).flatten(2) if self.scale else self._norm(o))[0]
+        return out
+
+    def _gated(self, k: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The keys (b, n, h, k) as they are written, and the log decays (h,) or (b, n, h), fp32 at least; or none."""
+        return k, None
+
+    def _begin(self, k: Tensor, v: Tensor, log_decay: Tensor | None, context: SequenceContext) -> Finish:
+        assert context.states is None, "only models that predict the next token generate"
+        if context.exchange is not None:
+            scan = functools.partial(LionScan, **self.form)
+            return context.begin(scan, k, v, log_decay, layer=self.state_name)
+        return lambda q: lion(q, k, v, log_decay, cu_seqlens=context.cu_seqlens, **self.form)[0]
+
+
+class LionRetNet(LionLIT):
+    """The same with one fixed decay for each head."""
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, model: ModelConfig, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(config, layer_number, model, *args, **kwargs)
+        # Kept in fp32 in half-precision models: it is multiplied by distances. Not in checkpoints, as TNL's.
+        wide = torch.promote_types(config.params_dtype, torch.float32)
+        decays = retnet_log_decays(model.num_heads)[self.heads]
+        self.register_buffer("log_decay", decays.to(self.kv_proj.weight.device, wide), persistent=False)
+
+    def _gated(self, k: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return k, self.log_decay
+
+
+class LionS(LionLIT):
+    """The same with a decay for each head and token."""
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, model: ModelConfig, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(config, layer_number, model, *args, **kwargs)
+        own, width = lion_s_options(model, self.layer), (model.hidden_size, model.num_heads)
+        self.form["gate"], self.input_gate = own.gate, own.input_gate
+        self.forget_proj = column_parallel(config, *width, std=model.init_std, group=self.group, bias=True)
+        logit = math.log(own.initial_decay / (1 - own.initial_decay))
+        set_initializer(self.forget_proj.bias, lambda weight, generator: weight.fill_(logit))
+
+    def _gated(self, k: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.forget_proj(x)[0].transpose(0, 1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.input_gate:
+            # 1 - σ(a) is σ(-a), which is small but not 0 where σ(a) has rounded to 1.
+            k = k * torch.sigmoid(-logits)[..., None].to(k.dtype)
+        return k, F.logsigmoid(logits)

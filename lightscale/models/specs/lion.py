@@ -1,0 +1,105 @@
+"""LION's token mixers; see ``mixers/lion.py``."""
+
+from lightscale.config.model import ModelConfig
+from lightscale.kernels.operators import get_operator
+from lightscale.models.specs.interface import MixerSpec, ParameterRows, Shapes, projection_flops, rows_by_head
+from lightscale.models.specs.options import LionOptions, LionSOptions
+
+
+class LionLITSpec(MixerSpec):
+    """Four projections, no gate, no positions."""
+
+    operator = "lion"
+
+    @staticmethod
+    def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
+        """Projections."""
+        d = model.hidden_size
+        return {"kv_proj.weight": (2 * d, d), "q_proj.weight": (d, d), "out_proj.weight": (d, d)}
+
+    @staticmethod
+    def roles(model: ModelConfig, layer: int) -> dict[str, ParameterRows]:
+        """Keys and values stand in one matrix."""
+        return {
+            "q": ParameterRows(parameter="q_proj.weight"),
+            "k": rows_by_head("kv_proj.weight", 0, model.num_heads, model.head_dim),
+            "v": rows_by_head("kv_proj.weight", 1, model.num_heads, model.head_dim),
+            "o": ParameterRows(parameter="out_proj.weight"),
+        }
+
+    @staticmethod
+    def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
+        """Projections; one full product in the chunk for both directions, and two states: 2 C (k + w) + 8 k w.
+
+        w is the values' width with the normaliser's column.
+        """
+        k, w = model.head_dim, value_width(model, layer)
+        chunk = min(get_operator(LionLITSpec.operator).chunk_size, sequence_length)
+        return projection_flops(model) + model.num_heads * (2 * chunk * (k + w) + 8 * k * w)
+
+    @staticmethod
+    def norms_output(model: ModelConfig, layer: int) -> bool:
+        """Scaled outputs are means of values."""
+        return not lion_options(model, layer).scale
+
+    @staticmethod
+    def fp32_values(model: ModelConfig, layer: int) -> int:
+        """The sums of scores."""
+        return model.num_heads * lion_options(model, layer).scale
+
+    @staticmethod
+    def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
+        """A prefix, a suffix and a decay per head forward, both states' cotangents backward."""
+        states = 2 * model.hidden_size * value_width(model, layer)
+        return states + model.num_heads, states
+
+
+class LionRetNetSpec(LionLITSpec):
+    """Its decays are no parameters."""
+
+
+class LionSSpec(LionLITSpec):
+    """A decay per head and token, which is projected from the input."""
+
+    @staticmethod
+    def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
+        """Projections, one of them to the decays, with a bias."""
+        h, d = model.num_heads, model.hidden_size
+        return {**LionLITSpec.parameter_shapes(model, layer), "forget_proj.weight": (h, d), "forget_proj.bias": (h,)}
+
+    @staticmethod
+    def roles(model: ModelConfig, layer: int) -> dict[str, ParameterRows]:
+        """With those of the decays."""
+        forget = {"forget": "forget_proj.weight", "forget_bias": "forget_proj.bias"}
+        roles = LionLITSpec.roles(model, layer)
+        return roles | {role: ParameterRows(parameter=name) for role, name in forget.items()}
+
+    @staticmethod
+    def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
+        """With the projection to the decays."""
+        decays = 2 * model.num_heads * model.hidden_size
+        return LionLITSpec.forward_flops_per_token(model, layer, sequence_length) + decays
+
+    @staticmethod
+    def fp32_values(model: ModelConfig, layer: int) -> int:
+        """With the log decays, and what they were made of."""
+        return LionLITSpec.fp32_values(model, layer) + 3 * model.num_heads
+
+
+def lion_options(model: ModelConfig, layer: int) -> LionOptions:
+    """Those of layer ``layer`` (from 0), whose mixer is one of LION's."""
+    options = model.layer_options(layer)
+    assert isinstance(options, LionOptions), type(options)
+    return options
+
+
+def lion_s_options(model: ModelConfig, layer: int) -> LionSOptions:
+    """Those of layer ``layer`` (from 0), whose mixer is LION-S."""
+    options = model.layer_options(layer)
+    assert isinstance(options, LionSOptions), type(options)
+    return options
+
+
+def value_width(model: ModelConfig, layer: int) -> int:
+    """Columns of a head's state: those of the values, and one for the sum of the scores where outputs are scaled."""
+    return model.head_dim + lion_options(model, layer).scale
