@@ -46,7 +46,7 @@ HARMLESS_KEYS: dict[str, str] = {
     "checkpoint": "only when the state is written and how long it is kept, not the state",
     "evaluation": "only what is measured: it changes no weight, no random state and no sample",
     "restart": "only how failures are noticed, and how often the run is restarted",
-    "task.validation_share": "only what is measured",
+    "task.validation_mlm_probability": "only what is measured",
     "guard.compare_replicas_every": "only what is checked",
     "guard.max_rollbacks": "only after how many rollbacks the run stops",
     "parallel": "any layout resumes any other: batches, weights and sample order do not depend on it",

@@ -1,12 +1,13 @@
 """Predict tokens that are hidden from those before and behind them: masked-language modelling, as BERT's.
 
-    of the chosen tokens of a row   replace_by_mask become the mask, replace_by_random another token, the rest stay;
+    of the chosen tokens of a row   mask_replace_prob become the mask, random_replace_prob another token, the rest stay;
                                     all of them are predicted, and no other
 
 (Devlin et al. 2019, arXiv 1810.04805, section 3.1.) Each word, or each token, is chosen by itself with probability
-``share``: a row has about that share of its tokens chosen, or with few tokens none. Nothing is drawn in turn: what
-happens to a token is a hash of (seed, place of the row in the run's data, slot), so that every layout and a run that
-resumes has the same masks, and a text that comes again in a later epoch others.
+``mlm_probability``: a row has about that share of its tokens chosen, or with few tokens none. Nothing is drawn in
+turn: what happens to a token is a hash of (seed, place of the row in the run's data, slot), so that every layout and a
+run that resumes has the same masks, and a text that comes again in a later epoch others. The settings have the names of
+transformers' DataCollatorForLanguageModeling.
 
 The mask is the id behind the tokenizer's last one. No text has it, and it is no label: the model has a row of the
 embedding for it, which takes no probability.
@@ -43,25 +44,26 @@ class MaskedConfig(TaskConfig):
     """[task] with name = "masked"."""
 
     name: Literal["masked"] = "masked"
-    share: Share = 0.15
+    mlm_probability: Share = 0.15
     """Share of the tokens that are predicted."""
-    validation_share: Share | None = None
-    """The same in validation, whose masks never change; none: as share."""
-    whole_words: bool = False
+    validation_mlm_probability: Share | None = None
+    """The same in validation, whose masks never change; none: as mlm_probability."""
+    whole_word_mask: bool = False
     """Whether all tokens of a word are predicted or none, by the characters of the tokens; otherwise each by itself."""
-    replace_by_mask: ZeroToOne = 0.8
+    mask_replace_prob: ZeroToOne = 0.8
     """Of those predicted, the share that the model sees as the mask."""
-    replace_by_random: ZeroToOne = 0.1
+    random_replace_prob: ZeroToOne = 0.1
     """Of those predicted, the share that the model sees as some other token; it sees the rest as they are."""
     seed: Seed = 0
     """Decides which tokens are predicted and what is put in their place."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.replace_by_mask + self.replace_by_random > 1:
+        if self.mask_replace_prob + self.random_replace_prob > 1:
             raise ValueError(
-                f"task.replace_by_mask = {self.replace_by_mask} and task.replace_by_random = {self.replace_by_random} "
-                f"are together more than 1; use at most {1 - self.replace_by_mask:g} for replace_by_random"
+                f"task.mask_replace_prob = {self.mask_replace_prob} and task.random_replace_prob = "
+                f"{self.random_replace_prob} are together more than 1; use at most {1 - self.mask_replace_prob:g} for "
+                "random_replace_prob"
             )
         return self
 
@@ -96,18 +98,18 @@ class Masked(TrainingTask):
     def targets(self, store: TokenStore, *, validation: bool) -> "Masks":
         """Validation draws from other random numbers than training, of which the seed decides nothing."""
         config = self.config
-        share = config.share
-        if validation and config.validation_share is not None:
-            share = config.validation_share
+        share = config.mlm_probability
+        if validation and config.validation_mlm_probability is not None:
+            share = config.validation_mlm_probability
         return Masks(
             share=share,
-            replace_by_mask=config.replace_by_mask,
-            replace_by_random=config.replace_by_random,
+            mask_replace_prob=config.mask_replace_prob,
+            random_replace_prob=config.random_replace_prob,
             # One set of validation masks for all runs: their losses can be compared.
             stream=0 if validation else config.seed + 1,
             num_ids=store.tokenizer.vocab_size,
             eot_id=store.tokenizer.eot_id,
-            edges=_edges(store.path) if config.whole_words else None,
+            edges=_edges(store.path) if config.whole_word_mask else None,
         )
 
 
@@ -122,8 +124,8 @@ class Masks:
     """What is chosen in rows, and what the model sees there: see ``Targets``."""
 
     share: float
-    replace_by_mask: float
-    replace_by_random: float
+    mask_replace_prob: float
+    random_replace_prob: float
     stream: int
     """Of the random numbers."""
     num_ids: int
@@ -146,8 +148,8 @@ class Masks:
         is_text = (counted > 0) & (tokens != self.eot_id)
         chosen = is_text & (self._uniform(places, units, _IS_CHOSEN) < self.share)
         how = self._uniform(places, slots, _HOW)
-        inputs = np.where(chosen & (how < self.replace_by_mask), self.num_ids, tokens)
-        random = chosen & (how >= self.replace_by_mask) & (how < self.replace_by_mask + self.replace_by_random)
+        inputs = np.where(chosen & (how < self.mask_replace_prob), self.num_ids, tokens)
+        random = chosen & (how >= self.mask_replace_prob) & (how < self.mask_replace_prob + self.random_replace_prob)
         others = (self._uniform(places, slots, _WHICH) * (self.num_ids - 1)).astype(np.int32)
         # All ids but the end-of-text token.
         others += others >= self.eot_id
@@ -157,7 +159,7 @@ class Masks:
     def description(self) -> str:
         """See ``Targets``."""
         words = "words" if self.edges is not None else "tokens"
-        parts = (self.share, self.replace_by_mask, self.replace_by_random)
+        parts = (self.share, self.mask_replace_prob, self.random_replace_prob)
         return f"masked {words} {' '.join(map(repr, parts))} stream {self.stream}"
 
     def _uniform(self, places: NDArray[np.int64], slots: NDArray[np.int64], question: int) -> NDArray[np.float64]:

@@ -351,11 +351,11 @@ MASKED = ("model.mixer=llama", "model.mixer_options.llama.causal=false", "task.n
     [
         (["task.name=maskd"], 'task.name = "maskd": no task is called maskd; did you mean masked?'),
         (["task.name=3"], "task.name = 3: no task is called 3; known: causal, masked, classify"),
-        (["task.share=0.3"], 'unknown key task.share; it goes with task.name = "masked"'),
-        ([*MASKED, "task.shar=0.3"], "unknown key task.shar; did you mean task.share?"),
-        ([*MASKED, "task.zebra=1"], "unknown key task.zebra; [task] has name, share"),
-        ([*MASKED, "task.share=0.0"], "task.share = 0.0: must be a number > 0 and <= 1"),
-        ([*MASKED, "task.replace_by_mask=0.95"], "together more than 1; use at most 0.05 for replace_by_random"),
+        (["task.mlm_probability=0.3"], 'unknown key task.mlm_probability; it goes with task.name = "masked"'),
+        ([*MASKED, "task.mlm_probabilit=0.3"], "unknown key task.mlm_probabilit; did you mean task.mlm_probability?"),
+        ([*MASKED, "task.zebra=1"], "unknown key task.zebra; [task] has name, mlm_probability"),
+        ([*MASKED, "task.mlm_probability=0.0"], "task.mlm_probability = 0.0: must be a number > 0 and <= 1"),
+        ([*MASKED, "task.mask_replace_prob=0.95"], "together more than 1; use at most 0.05 for random_replace_prob"),
         (
             ["task.name=masked"],
             "but layer 0 (tnl) only those before; use a mixer that can read both: lightnet, llama, lion-lit",
@@ -380,7 +380,10 @@ MASKED = ("model.mixer=llama", "model.mixer_options.llama.causal=false", "task.n
         (["task.name=classify"], "needs the table model.head, with num_labels, the number of classes"),
         (["model.head.num_labels=3"], 'but task.name = "causal" predicts tokens; remove the table'),
         (["task.name=classify", "model.head.num_labels=1"], "model.head.num_labels = 1: must be a whole number >= 2"),
-        (["task.name=classify", "task.share=0.1"], 'unknown key task.share; it goes with task.name = "masked"'),
+        (
+            ["task.name=classify", "task.mlm_probability=0.1"],
+            'unknown key task.mlm_probability; it goes with task.name = "masked"',
+        ),
     ],
     ids=lambda value: value[-1].replace("/", "_") if isinstance(value, list) else "",
 )
@@ -389,14 +392,14 @@ def test_a_task_that_does_not_fit_is_refused(tiny_run: Path, overrides: list[str
 
 
 def test_a_task_has_keys_of_its_own(tiny_run: Path) -> None:
-    config = load(tiny_run, [*MASKED, "task.share=0.3"])
+    config = load(tiny_run, [*MASKED, "task.mlm_probability=0.3"])
     assert config.task.model_dump() == {
         "name": "masked",
-        "share": 0.3,
-        "validation_share": None,
-        "whole_words": False,
-        "replace_by_mask": 0.8,
-        "replace_by_random": 0.1,
+        "mlm_probability": 0.3,
+        "validation_mlm_probability": None,
+        "whole_word_mask": False,
+        "mask_replace_prob": 0.8,
+        "random_replace_prob": 0.1,
         "seed": 0,
     }
     path = tiny_run.with_name("resolved.toml")

@@ -109,7 +109,7 @@ def write_store(path: Path) -> None:
 
 def loader(store: Path, **layout: int) -> TokenLoader:
     opened = TokenStore(store)
-    targets = Masked(MaskedConfig(share=0.3, whole_words=True)).targets(opened, validation=False)
+    targets = Masked(MaskedConfig(mlm_probability=0.3, whole_word_mask=True)).targets(opened, validation=False)
     return TokenLoader(
         opened,
         sequence_length=LENGTH,

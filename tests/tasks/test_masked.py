@@ -49,8 +49,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
 def masks(share: float = 0.15, *, stream: int = 1, edges: Any = None, by_mask: float = 0.8) -> Masks:
     return Masks(
         share=share,
-        replace_by_mask=by_mask,
-        replace_by_random=(1 - by_mask) / 2,
+        mask_replace_prob=by_mask,
+        random_replace_prob=(1 - by_mask) / 2,
         stream=stream,
         num_ids=EOT + 1,
         eot_id=EOT,
@@ -163,7 +163,7 @@ def joined(parts: list[list[Batch]], name: str, sequence: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("packing", ["concat", "whole"])
 def test_every_layout_and_a_loader_that_resumes_has_the_same_masks(store: TokenStore, packing: str) -> None:
-    targets = Masked(MaskedConfig(whole_words=True, share=0.3)).targets(store, validation=False)
+    targets = Masked(MaskedConfig(whole_word_mask=True, mlm_probability=0.3)).targets(store, validation=False)
     alone = loader(store, targets, packing=packing)
     steps = [alone.next_step() for _ in range(5)]
     state = {**alone.state_dict(), "tokens": 3 * alone.tokens_per_step}
@@ -204,7 +204,7 @@ def test_every_layout_and_a_loader_that_resumes_has_the_same_masks(store: TokenS
 
 def test_masks_of_validation_are_always_the_same(store: TokenStore) -> None:
     def batches(share: float | None, seed: int, **layout: int) -> list[Batch]:
-        task = Masked(MaskedConfig(share=0.5, validation_share=share, seed=seed))
+        task = Masked(MaskedConfig(mlm_probability=0.5, validation_mlm_probability=share, seed=seed))
         return list(
             validation_batches(
                 store.source("text-validation"),
@@ -240,7 +240,7 @@ def test_a_resumed_run_has_the_masks_of_before(store: TokenStore) -> None:
 
 def test_what_a_store_must_have(tmp_path: Path, store: TokenStore, tiny_run: Path) -> None:
     model = load(tiny_run).model
-    Masked(MaskedConfig(whole_words=True)).check_store(model, store, ["text"])
+    Masked(MaskedConfig(whole_word_mask=True)).check_store(model, store, ["text"])
     small = ModelConfig.model_validate({**model.model_dump(), "vocab_size": EOT + 1})
     with pytest.raises(UserError, match=r"model.vocab_size = 257 leaves no id for the mask .* use at least 258"):
         Masked(MaskedConfig()).check_store(small, store, ["text"])

@@ -22,8 +22,8 @@ WORDS = [
     "model.mixer=llama",
     "model.mixer_options.llama.causal=false",
     "task.name=masked",
-    "task.share=0.3",
-    "task.whole_words=true",
+    "task.mlm_probability=0.3",
+    "task.whole_word_mask=true",
     "model.num_layers=2",
     f"train.steps={STEPS}",
     f"train.validate_every={STEPS // 2}",
@@ -100,7 +100,7 @@ LINEAR = [
     "model.mixer_options.lightnet.causal=false",
     "model.num_layers=4",
     "task.name=masked",
-    "task.share=0.3",
+    "task.mlm_probability=0.3",
     f"train.steps={STEPS}",
     f"train.validate_every={STEPS}",
     "optimizer.warmup_steps=1",
@@ -123,7 +123,14 @@ def test_linear_mixers_learn_from_both_sides(workplace: Path, run_ranks: RunRank
 
 
 def without_masks(rank: int, world_size: int, init_method: str, folder: str, run: str) -> list[tuple[int, str]]:
-    words = ["train", *WORDS, "task.share=1e-9", "train.steps=2", "train.validate_every=2", "checkpoint.every=1"]
+    words = [
+        "train",
+        *WORDS,
+        "task.mlm_probability=1e-9",
+        "train.steps=2",
+        "train.validate_every=2",
+        "checkpoint.every=1",
+    ]
     return commands(rank, world_size, init_method, folder, [[*words, "--run", run]])
 
 

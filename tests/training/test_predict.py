@@ -46,7 +46,7 @@ validate_every = 0
 max_loss_rise = "none"
 max_grad_norm_ratio = "none"
 """
-MASKED = ["run.toml", "task.name=masked", "task.share=0.3", "train.steps=150", "--run", "runs/masked"]
+MASKED = ["run.toml", "task.name=masked", "task.mlm_probability=0.3", "train.steps=150", "--run", "runs/masked"]
 CLASSIFY = [
     "run.toml",
     "task.name=classify",
