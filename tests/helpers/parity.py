@@ -67,6 +67,8 @@ MODELS["bidirectional"] = ModelConfig.model_validate(
 MODELS["noncausal"] = ModelConfig.model_validate(
     {**MODELS["lightnet"].model_dump(exclude={"mixer_options"}), "mixer_options": {"lightnet": {"causal": False}}}
 )
+WRITING = [*reading("causal"), "hybrid", "grouped"]
+"""Those that read what stands before alone, and so can score and write text."""
 VOCAB_SIZE = 120  # the last 8 rows are padding
 TOKENS = 96
 ROWS = 2  # of a micro-batch

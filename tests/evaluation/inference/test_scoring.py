@@ -27,7 +27,7 @@ parity = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpe
 # A machine that others use too is slow at times.
 pytestmark = pytest.mark.timeout(600)
 RunRanks = Callable[..., list[Any]]
-MODELS = [name for name in parity.MODELS if name != "bidirectional"]
+MODELS = parity.WRITING
 # Short rows, so that there are many, and documents that are longer than one.
 SETTINGS = {
     "shared": ScoringSettings(row_tokens=64, least_shared=5),

@@ -24,7 +24,7 @@ parity = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpe
 # A machine that others use too is slow at times.
 pytestmark = pytest.mark.timeout(600)
 RunRanks = Callable[..., list[Any]]
-MODELS = [name for name in parity.MODELS if name != "bidirectional"]
+MODELS = parity.WRITING
 FP32 = ["hgrn2", "llama"]
 BATCHES = (1, 3, 32)
 
