@@ -65,7 +65,7 @@ def launch(path: str, behaviour: str, policy: str = "{}") -> int:
 def host(path: str, behaviour: str, place: str) -> int:
     """The launcher of one host; `place` is JSON: port, node and num_nodes."""
     names = ("by_hand", "rendezvous", "restart")
-    by_hand, rendezvous, restart = (importlib.import_module(f"lightscale.launch.{name}") for name in names)
+    by_hand, rendezvous, restart = (importlib.import_module(f"lightscale.launch.launcher.{name}") for name in names)
     config = RestartConfig()
     try:
         code: int = by_hand.run_host(
