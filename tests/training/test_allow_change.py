@@ -56,7 +56,7 @@ def test_changes_that_ranks_notice(whole: tuple[RunDirectory, Any], workplace: P
     age(aged)
     before = fingerprint(refused.checkpoints)
     layout = ["parallel.sequence=1", "train.steps=40", "train.validate_every=0"]
-    of_data = ["train", "run.toml", *layout, "data.store=other", "--run"]
+    of_data = ["train", "run.toml", *layout, "data.store=other", "data.validation.held.store=store", "--run"]
     of_versions = ["train", "run.toml", *layout, "--run", str(aged.path)]
     lines = [
         [*of_data, str(refused.path)],
