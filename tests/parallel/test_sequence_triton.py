@@ -63,7 +63,7 @@ def run_ranks_in_turn(kind: str, edges: list[int], starts: list[set[int]]) -> di
         transitions = folded[0][1]
         found = [scan.outputs(x, state) for scan, x, state in zip(scans, inputs, states, strict=True)]
         # Outputs alone, or with others that the backward passes find behind the state.
-        taken = [x if isinstance(x, tuple) else () for x in found]
+        taken = [x[1:] if isinstance(x, tuple) else () for x in found]
         outputs = [x[0] if isinstance(x, tuple) else x for x in found]
         states = [(*state, *others) for state, others in zip(states, taken, strict=True)]
         do = [upstream[:, segment].float() for segment in segments]
