@@ -6,6 +6,8 @@ gradient reductions are used as they are, but states travel through a communicat
 collectives in flight on one communicator must be issued in the same order by every rank.
 """
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from lightscale.parallel.sequence import Gather, Ring, StateExchange, TwoLevel
 
 # Writing a checkpoint waits for the slowest rank's disk, without a limit that would fit every file system.
 _SAVING_TIMEOUT = timedelta(hours=6)
+_alive: weakref.WeakValueDictionary[int, ProcessGroupCollection] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +117,9 @@ def start_mesh(
             f"x parallel.sequence = {sequence}: their number must be a multiple of {inner}"
         )
     chosen = _choose_device(device, local_rank)
+    if _alive:
+        # Of a mesh before, whose engine is in cycles. Each group of gloo has a thread that wakes 100 times a second.
+        gc.collect()
     if chosen.type == "cpu":
         # Imported only here: on a GPU the redirection must not even be loaded.
         from lightscale.parallel.cpu import redirect_megatron_to_cpu  # noqa: PLC0415
@@ -143,6 +149,8 @@ def start_mesh(
         )
         # Megatron's layers fork named random streams; weights are drawn elsewhere (parallel/initialization.py).
         tensor_parallel.model_parallel_cuda_manual_seed(0)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        _alive[id(groups)] = groups
         yield Mesh(
             device=chosen,
             rank=rank,
@@ -155,7 +163,7 @@ def start_mesh(
             sequence_rank=parallel_state.get_context_parallel_rank(),
             # Without the sequence ranks, which read parts of the same rows.
             data_rank=parallel_state.get_data_parallel_rank(with_context_parallel=False),
-            groups=ProcessGroupCollection.use_mpu_process_groups(),
+            groups=groups,
             exchange=_state_exchange(exchange, ranks_per_node or world_size, timeout) if sequence > 1 else None,
             control=dist.new_group(backend="gloo", timeout=timeout),
             # gloo notices a rank that is gone at once, whatever the limit; it is for one that is slow.

@@ -25,7 +25,7 @@ from lightscale.evaluation.results import read_result
 from lightscale.evaluation.tasks.perplexity import ratio
 from lightscale.runs.run_directory import RunDirectory
 
-tnl = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("test_generate.py"))))
+tnl = SimpleNamespace(**runpy.run_path(str(Path(__file__).parent / "generation" / "test_generate.py")))
 ranks = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "rank_commands.py")))
 pytestmark = pytest.mark.timeout(600)
 RunRanks = Callable[..., list[Any]]

@@ -11,10 +11,10 @@ from typing import Literal
 
 from lightscale.config.arguments import OVERRIDE, path_argument, run_path
 from lightscale.errors import UserError
-from lightscale.evaluation.asked import Asked
 from lightscale.evaluation.chosen_run import choose_run, longest_context
+from lightscale.evaluation.generation.prompt_file import PromptText, read_prompts
+from lightscale.evaluation.generation.request import GenerationRequest
 from lightscale.evaluation.inference.prompts import Sampling, check_generates
-from lightscale.evaluation.prompt_file import PromptText, read_prompts
 from lightscale.files import read_regular
 from lightscale.launch.commands.checks import num_processes
 from lightscale.launch.commands.model_ranks import as_usage, check_ranks, overrides_among, start_ranks
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     return as_usage(lambda: _start(args))
 
 
-def _asked(args: argparse.Namespace) -> Asked:
+def _asked(args: argparse.Namespace) -> GenerationRequest:
     """What is to be done, found and checked without torch."""
     for name, value in (("tokens", args.tokens), ("batch", args.batch), ("context", args.context)):
         if value is not None and value < 1:
@@ -100,7 +100,7 @@ def _asked(args: argparse.Namespace) -> Asked:
     # On whatever device there is, as a run of GPUs is looked at on any machine.
     chosen = choose_run(directory, step=step, store=args.store, overrides=["train.device=auto", *overrides])
     check_generates(chosen.config.parallel.pipeline, chosen.config.parallel.sequence)
-    asked = Asked(
+    asked = GenerationRequest(
         chosen=chosen,
         prompts=prompts,
         kind=kind,
@@ -127,7 +127,7 @@ def _start(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_ranks(asked: Asked, world_size: int) -> None:
+def _check_ranks(asked: GenerationRequest, world_size: int) -> None:
     check_ranks(asked.chosen.config, world_size)
     if asked.kind == "lines" and world_size > 1:
         raise UserError(f"--interactive: on one process only, not on {world_size}; use --file")
@@ -161,7 +161,7 @@ def _rank(args: argparse.Namespace, environment: RankEnvironment) -> int:
 
 def preload() -> ModuleType:
     """By name: importing models and engine takes seconds, which mistakes must not wait for."""
-    return importlib.import_module("lightscale.evaluation.writing")
+    return importlib.import_module("lightscale.evaluation.generation.generate")
 
 
 def _run_and_step(args: argparse.Namespace) -> tuple[Path, int | None]:

@@ -11,8 +11,8 @@ from lightscale.config.model import Pooling
 from lightscale.config.tasks import task_class
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import ChosenRun, choose_run, longest_context
-from lightscale.evaluation.prediction_file import MASK_TEXT, MaskWriting, read_documents
-from lightscale.evaluation.to_predict import Kind, ToPredict, class_names
+from lightscale.evaluation.prediction.documents import MASK_TEXT, MaskWriting, read_documents
+from lightscale.evaluation.prediction.request import Kind, PredictionRequest, class_names
 from lightscale.launch.commands.checks import num_processes
 from lightscale.launch.commands.model_ranks import as_usage, check_ranks, overrides_among, start_ranks
 from lightscale.launch.environment import RankEnvironment
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     return as_usage(lambda: _start(args))
 
 
-def _asked(args: argparse.Namespace) -> ToPredict:
+def _asked(args: argparse.Namespace) -> PredictionRequest:
     """What is to be done, found and checked without torch."""
     for name, value, least in (("top", args.top, 1), ("context", args.context, 1), ("row-tokens", args.row_tokens, 64)):
         if value is not None and value < least:
@@ -97,7 +97,7 @@ def _asked(args: argparse.Namespace) -> ToPredict:
         most_tokens=args.context or longest_context(chosen.config),
     )
     head = chosen.config.model.head
-    return ToPredict(
+    return PredictionRequest(
         chosen=chosen,
         kind=kind,
         documents=documents,
@@ -168,4 +168,4 @@ def _rank(args: argparse.Namespace, environment: RankEnvironment) -> int:
 
 def preload() -> ModuleType:
     """By name: importing models and engine takes seconds, which mistakes must not wait for."""
-    return importlib.import_module("lightscale.evaluation.predicting")
+    return importlib.import_module("lightscale.evaluation.prediction.predict")

@@ -30,7 +30,7 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed; `make test-eval
 pytestmark = pytest.mark.timeout(900)
 
 TESTS = Path(__file__).parents[2]
-tnl = SimpleNamespace(**runpy.run_path(str(TESTS / "evaluation" / "test_generate.py")))
+tnl = SimpleNamespace(**runpy.run_path(str(TESTS / "evaluation" / "generation" / "test_generate.py")))
 ranks = SimpleNamespace(**runpy.run_path(str(TESTS / "helpers" / "rank_commands.py")))
 RunRanks = Callable[..., list[Any]]
 

@@ -31,7 +31,7 @@ from lightscale.evaluation.registry import find_tasks
 from lightscale.evaluation.tasks.needles import Needles
 from lightscale.runs.run_directory import RunDirectory
 
-tnl = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "test_generate.py")))
+tnl = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "generation" / "test_generate.py")))
 RunRanks = Callable[..., list[Any]]
 SENTENCES = [f"The {word} of day {number} was long, and so it went on." for number in range(40) for word in "abc"]
 TEXT = " ".join(SENTENCES)

@@ -23,7 +23,7 @@ from lightscale.data_pipeline.tokenizers import train_sentencepiece
 from lightscale.runs.run_directory import RunDirectory
 
 TESTS = Path(__file__).parents[2]
-tnl = SimpleNamespace(**runpy.run_path(str(TESTS / "evaluation" / "test_generate.py")))
+tnl = SimpleNamespace(**runpy.run_path(str(TESTS / "evaluation" / "generation" / "test_generate.py")))
 ranks = SimpleNamespace(**runpy.run_path(str(TESTS / "helpers" / "rank_commands.py")))
 pytestmark = pytest.mark.timeout(600)
 RunRanks = Callable[..., list[Any]]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lightscale.errors import UserError
+from lightscale.evaluation.generation.prompt_file import PromptText, read_prompts
 from lightscale.evaluation.inference.prompts import Sampling, seed_of
-from lightscale.evaluation.prompt_file import PromptText, read_prompts
 
 DEFAULT = PromptText(text="", max_tokens=9, stop=("end",), sampling=Sampling(temperature=0.5, top_k=3, seed=11))
 TEXTS = ["def ", "", "two\nlines", "字 😀 \u2028 \x85 \x0c \r\n", '"quoted" \\ \t']

@@ -16,8 +16,8 @@ from lightscale.data_pipeline.whole_files import whole_file
 from lightscale.evaluation.inference.predictions import Predictor
 from lightscale.evaluation.inference.requests import Ids
 from lightscale.evaluation.model import LoadedModel, mesh_of, restore
-from lightscale.evaluation.prediction_file import TextDocument
-from lightscale.evaluation.to_predict import ToPredict
+from lightscale.evaluation.prediction.documents import TextDocument
+from lightscale.evaluation.prediction.request import PredictionRequest
 from lightscale.parallel.mesh import Mesh
 from lightscale.training.health.heartbeat import Heartbeat
 
@@ -28,7 +28,7 @@ Record = dict[str, Any]
 _Values = Iterator[Record]
 
 
-def predict(asked: ToPredict) -> None:
+def predict(asked: PredictionRequest) -> None:
     """Predict and show what is ``asked`` for: records on stdout of rank 0 or in a file, what they took on its stderr.
 
     Called by every rank with torchrun's variables in the environment, or without them by one process.
@@ -40,7 +40,7 @@ def predict(asked: ToPredict) -> None:
 class PredictionWriter:
     """A model and what it is asked for; collective over the ranks of ``mesh``."""
 
-    def __init__(self, asked: ToPredict, loaded: LoadedModel, mesh: Mesh) -> None:
+    def __init__(self, asked: PredictionRequest, loaded: LoadedModel, mesh: Mesh) -> None:
         self.asked, self.loaded, self.mesh = asked, loaded, mesh
         self._heartbeat, self._steps = Heartbeat(asked.chosen.config.restart.hang_timeout_s), 0
         self._predictor = Predictor(loaded.model, mesh, row_tokens=asked.row_tokens, advance=self._advance)

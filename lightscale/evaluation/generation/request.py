@@ -6,11 +6,11 @@ from typing import Literal
 
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import ChosenRun
-from lightscale.evaluation.prompt_file import PromptText
+from lightscale.evaluation.generation.prompt_file import PromptText
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class GenerationRequest:
     """Texts of one run."""
 
     chosen: ChosenRun

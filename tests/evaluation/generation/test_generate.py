@@ -45,7 +45,7 @@ from lightscale.training.checkpoints.saving import Saver
 
 RunRanks = Callable[..., list[Any]]
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 STEP = 2
 LAYOUTS: dict[str, dict[str, Any]] = {"sequence": {"sequence": 2}, "tensor": {"tensor": 2}, "pipeline": {"pipeline": 2}}
 TEXT = "the end of the text, the start of the next: 字 and 😀, e\u0301 and \u00e9. " + string.printable

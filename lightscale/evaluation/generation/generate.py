@@ -12,18 +12,18 @@ from typing import Any
 import torch.distributed as dist
 
 from lightscale.errors import UserError
-from lightscale.evaluation.asked import Asked
+from lightscale.evaluation.generation.prompt_file import PromptText
+from lightscale.evaluation.generation.request import GenerationRequest
 from lightscale.evaluation.inference.generate import Continuation, TextGenerator, in_order
 from lightscale.evaluation.inference.prompts import seed_of
 from lightscale.evaluation.model import LoadedModel, mesh_of, restore
-from lightscale.evaluation.prompt_file import PromptText
 from lightscale.parallel.mesh import Mesh
 from lightscale.training.health.heartbeat import Heartbeat
 
 Record = dict[str, Any]
 
 
-def write(asked: Asked) -> None:
+def write(asked: GenerationRequest) -> None:
     """Write and show what is ``asked`` for: texts on stdout of rank 0, what they took on its stderr.
 
     Called by every rank with torchrun's variables in the environment, or without them by one process.
@@ -35,7 +35,7 @@ def write(asked: Asked) -> None:
 class Writer:
     """A model and what it is asked for; collective over the ranks of ``mesh``."""
 
-    def __init__(self, asked: Asked, loaded: LoadedModel, mesh: Mesh) -> None:
+    def __init__(self, asked: GenerationRequest, loaded: LoadedModel, mesh: Mesh) -> None:
         self.asked, self.loaded, self.mesh = asked, loaded, mesh
         self._heartbeat, self._steps = Heartbeat(asked.chosen.config.restart.hang_timeout_s), 0
         self._generator = TextGenerator(loaded.model, loaded.tokenizer, batch=asked.batch, advance=self._advance)

@@ -9,7 +9,7 @@ from typing import Literal
 from lightscale.config.model import Pooling
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import ChosenRun
-from lightscale.evaluation.prediction_file import MaskWriting, TextDocument
+from lightscale.evaluation.prediction.documents import MaskWriting, TextDocument
 from lightscale.files import NotRegular, read_regular
 
 Kind = Literal["fillings", "classes", "embeddings"]
@@ -17,7 +17,7 @@ _MOST_CLASSES_BYTES = 2**28
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToPredict:
+class PredictionRequest:
     """Documents, and what a run is to say of each."""
 
     chosen: ChosenRun

@@ -1,0 +1,1 @@
+"""`lightscale generate`: what is asked for, prompts, and the text."""

@@ -1,0 +1,1 @@
+"""`lightscale predict`: what is asked for, documents, and the answers."""
