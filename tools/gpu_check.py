@@ -75,9 +75,7 @@ PARTS = {
     "models": _tests("tests/gpu/test_on_gpu.py", small=("--small",)),
     "ranks": _tests("tests/gpu/test_ranks_on_gpu.py", small=("--small", "-k", "tnl or resumed")),
     "kernels": _benchmark("kernels", small=("--small", "--repeats", "1")),
-    "scans": _benchmark(
-        "scans", small=("--tokens", "128", "256", "--heads", "2", "--width", "32", "--repeats", "1")
-    ),
+    "scans": _benchmark("scans", small=("--tokens", "128", "256", "--heads", "2", "--width", "32", "--repeats", "1")),
     "learn": _benchmark(
         "learn",
         small=(

@@ -1,7 +1,7 @@
 """One scan of a whole document beside two, as in Figure 2 of LightNet (arXiv 2405.21022): ``bench.py scans``.
 
-    one scan    S = Σ_i softmax_i(k)_i v_iᵀ,  o_t = Sᵀ q_t                      (equation 8: additive decay, read as a whole)
-    two scans   o_t = causal(q, k, v)_t + the same from the other end, decayed   (section 3.1; the token itself counts twice)
+    one scan    S = Σ_i softmax_i(k)_i v_iᵀ, o_t = Sᵀ q_t                       (equation 8)
+    two scans   o_t = causal(q, k, v)_t + the same from the other end, decayed  (section 3.1; itself it reads twice)
 
 All ways take turns at every length, in one run. Two scans are two calls of lightning attention, as in the paper, with
 what it takes to turn the row around; LION's operator does both directions in one pass over its chunks. Plain forms are
@@ -36,7 +36,7 @@ PASSES = ("forward", "backward")
 LEAST_RATIO = 2.0
 """How many times longer than one scan two are to take at the longest row: the paper says several times."""
 _LENGTHS = [2**exponent for exponent in range(10, 17)]
-_CPU_SETTING: dict[str, Any] = {"dtype": torch.float32, "num_heads": 8, "width": 64}
+_CPU_SETTING: dict[str, Any] = {"dtype": torch.float32, "num_heads": 2, "width": 64}
 _CHUNK = 64
 _NO_GPU = "no GPU here: these lines time the forms that CPUs use"
 _COLORS = {ONE: "tab:blue", TWO: "tab:red", FUSED: "tab:orange"}
@@ -111,8 +111,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Lengths and shape; the device decides what is not said."""
     add = parser.add_argument
     add("--tokens", type=positive, nargs="+", default=_LENGTHS, help="lengths of the row (default 1K, 2K … 64K)")
-    for name, of, key in (("heads", "heads", "num_heads"), ("width", "width of keys and values", "width")):
-        add(f"--{name}", type=positive, help=f"{of} (default {GPU_SETTING[key]} on a GPU, {_CPU_SETTING[key]} on a CPU)")
+    for name, what, key in (("heads", "heads", "num_heads"), ("width", "width of keys and values", "width")):
+        add(f"--{name}", type=positive, help=f"{what} (default {_CPU_SETTING[key]}, on a GPU {GPU_SETTING[key]})")
     add("--clock", choices=CLOCKS, default="cpu", help="on a CPU, as of mixers (default cpu)")
 
 
