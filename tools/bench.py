@@ -31,6 +31,7 @@ from benchmarks import (
     loader,
     operators,
     prepare,
+    scans,
     sequence,
     start,
     train,
@@ -202,6 +203,13 @@ BENCHMARKS = {
         run=run_kernels,
         repeats=10,
         draw=plot_kernels.draw,
+    ),
+    "scans": Benchmark(
+        summary="whole documents read by one scan and by two, forward and backward, beside plain PyTorch",
+        add_arguments=scans.add_arguments,
+        run=scans.run,
+        threads=1,
+        draw=scans.draw,
     ),
     "train": Benchmark(
         summary="tokens/s, MFU and memory of whole training steps over growing lengths, on one device",

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
 """What only a GPU can show: ``make gpu-check``.
 
-Correctness on the device against fp64 comes first, then the speed of the kernels, a short training run, and whole steps
-over growing lengths. A part that fails does not keep the later ones from running. What was measured is saved as it is
-found, so that a check that is cut off keeps what it has; the exit code is 0 only if every part ran, every test passed
-and no target was missed. ``--small`` runs all of it at sizes that take seconds, which shows that the check itself works
-on a machine before it is given hours there.
+Correctness on the device against fp64 comes first, then the speed of the kernels, one scan of whole documents beside
+two, a short training run, and whole steps over growing lengths. A part that fails does not keep the later ones from
+running. What was measured is saved as it is found, so that a check that is cut off keeps what it has; the exit code is
+0 only if every part ran, every test passed and no target was missed. ``--small`` runs all of it at sizes that take
+seconds, which shows that the check itself works on a machine before it is given hours there.
 """
 
 import argparse
@@ -75,6 +75,7 @@ PARTS = {
     "models": _tests("tests/gpu/test_on_gpu.py", small=("--small",)),
     "ranks": _tests("tests/gpu/test_ranks_on_gpu.py", small=("--small", "-k", "tnl or resumed")),
     "kernels": _benchmark("kernels", small=("--small", "--repeats", "1")),
+    "scans": _benchmark("scans", small=("--tokens", "128", "256", "--heads", "2", "--width", "32", "--repeats", "1")),
     "learn": _benchmark(
         "learn",
         small=(

@@ -404,6 +404,97 @@ def test_eight_ranks(run_ranks: RunRanks) -> None:
 # ----- what runs meanwhile -------------------------------------------------------------------------------------------
 
 
+# Of 24 tokens, 8 on each of three ranks: in the middle, over edges, and all that the first or the second rank has.
+PADDING = {
+    "inside": {2, 3, 11},
+    "over edges": {6, 7, 8, 15, 16, 23},
+    "first rank": set(range(8)),
+    "second": {*range(8, 16)},
+}
+# Not where heads have one decay for all tokens: it counts padding, too.
+PADDED = ("lion", "lightnet whole", "lightnet whole with angles")
+
+
+def without_padding(kind: str, padding: set[int], start: int | None) -> tuple[list[int], Tensors, Tensor, Tensor]:
+    """The tokens that are no padding; their inputs with gradients, outputs, and upstream gradients, without ranks."""
+    kept = [token for token in range(T) if token not in padding]
+    x = {
+        name: value[:, kept].clone() if value is not None and split_by_token(value) else value
+        for name, value in inputs_of(kind).items()
+    }
+    for name, value in x.items():
+        if value is not None:
+            value.requires_grad_(differentiable(kind, name) and value.is_floating_point())
+    # Where a document begins with padding, it begins with the first token behind it.
+    starts = set() if start is None else {sum(token < start for token in kept)} - {0, len(kept)}
+    cuts = sorted({row * len(kept) + edge for row in range(B) for edge in (0, *starts)} | {B * len(kept)})
+    o = reference(kind, x, torch.tensor(cuts))
+    upstream = torch.randn(o.shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(2))
+    o.backward(upstream)
+    return kept, x, o.detach(), upstream
+
+
+def padded_case(kind: str, mesh: Mesh, padding: set[int], start: int | None) -> dict[str, float]:
+    """Errors of this rank's tokens, those of padding left out: outputs, and gradients of what is split by token."""
+    kept, exact, expected, short_upstream = without_padding(kind, padding, start)
+    absent = [*padding]
+    whole = inputs_of(kind)
+    for name in ("k", "v", "log_decay"):
+        value = whole.get(name)
+        if value is not None and split_by_token(value):
+            # Log-keys are exponents: theirs of nothing is -inf.
+            value[:, absent] = -torch.inf if name == "k" and "lightnet" in kind else 0.0
+    upstream = torch.zeros(B, T, H, V, dtype=DOUBLE)
+    upstream[:, kept] = short_upstream
+    edges = [T * rank // mesh.sequence for rank in range(mesh.sequence + 1)]
+    segment = slice(edges[mesh.sequence_rank], edges[mesh.sequence_rank + 1])
+    own = {
+        name: None if x is None else own_part(x, segment).detach().requires_grad_(differentiable(kind, name))
+        for name, x in whole.items()
+    }
+    starts: list[set[int]] = [set() if start is None else {start}] * B
+    o = pass_states(kind, mesh, own, scan_of(kind, mesh, edges, starts))
+    o.backward(upstream[:, segment])
+    here = [token - segment.start for token in kept if segment.start <= token < segment.stop]
+    there = [number for number, token in enumerate(kept) if segment.start <= token < segment.stop]
+    errors = {"o": error(o.detach()[:, here], expected[:, there])}
+    for name, x in own.items():
+        if x is not None and x.requires_grad and split_by_token(x):
+            assert x.grad is not None and exact[name] is not None
+            errors[name] = error(x.grad[:, here], exact[name].grad[:, there])  # type: ignore[union-attr,index]
+            if "lightnet" in kind and name != "q":
+                # What weighs nothing has no gradient, not even NaN.
+                gone = [token - segment.start for token in absent if segment.start <= token < segment.stop]
+                errors[f"{name} of padding"] = float(x.grad[:, gone].abs().sum())
+    return errors
+
+
+def with_padding(rank: int, world_size: int, init_method: str) -> Found:
+    found: Found = {}
+    for number, exchange in enumerate(("gather", "ring", "two_level")):
+        with start_mesh(
+            sequence=world_size,
+            rank=rank,
+            world_size=world_size,
+            init_method=f"{init_method}-{number}",
+            exchange=exchange,
+            ranks_per_node=1 if exchange == "two_level" else None,
+            timeout_s=60,
+        ) as mesh:
+            for kind, (name, padding), start in itertools.product(PADDED, PADDING.items(), (None, 12)):
+                found[exchange, kind, name, f"document at {start}"] = padded_case(kind, mesh, padding, start)
+    return found
+
+
+def test_padding_over_ranks_is_read_by_nobody(run_ranks: RunRanks) -> None:
+    """Whole documents: keys that weigh nothing, values of 0 and open gates leave what the other tokens get alone."""
+    for rank, found in enumerate(run_ranks(with_padding, 3)):
+        assert len(found) == 3 * len(PADDED) * len(PADDING) * 2
+        for case, errors in found.items():
+            for tensor, value in errors.items():
+                assert value < 1e-10, f"rank {rank}, {case}: {tensor} is off by {value:.1e}"
+
+
 def late_neighbour(rank: int, world_size: int, init_method: str, folder: str) -> None:
     """Rank 1 comes a second late; rank 0 leaves the trace that a run would, of what it did until then."""
     with start_mesh(sequence=2, rank=rank, world_size=2, init_method=init_method) as mesh:
