@@ -32,7 +32,8 @@ class RankMemory:
     logits_bytes: int
     """While the loss is computed."""
     block_bytes: int
-    """While the backward pass is in a block: its activations where they are computed again, and its gradients."""
+    """While the backward pass is in a block: its activations where they are computed again, and its gradients; without
+    what blocks behind it have given back. Of the block where that is most."""
 
     @property
     def total_bytes(self) -> int:
@@ -61,9 +62,9 @@ def assumptions(config: RunConfig, *, searched: bool = False) -> list[str]:
         "attention the keys and values of all ranks",
         f"logits: at most {LOGITS_WORKSPACE_BYTES >> 20} MiB at a time; beside them the output layer's gradients, that "
         "of its weight in fp32, and the last norm's input and output",
-        "backward pass of a block: its activations where they are computed again; of gradients those of the GLU's two "
-        "halves and of the residual stream, or those of all gathered keys and values; and the output layer's. It comes "
-        "after the loss: the larger of the two counts",
+        "backward pass of a block: its activations where they are computed again, less what blocks behind it kept, "
+        "which is gone by then; of gradients those of the GLU's two halves and of the residual stream, or those of all "
+        "gathered keys and values; and the output layer's. It comes after the loss: the larger of the two counts",
         "not counted: fp32 intermediates within a layer, other buffers of communication, the allocator's gaps",
     ]
 
@@ -171,14 +172,23 @@ def _kept_bytes(
 
 
 def _block_bytes(held: StageWork, again: tuple[LayerWork, ...], layout: Layout, recompute: Recompute, size: int) -> int:
-    """Bytes per token that the backward pass of a block holds beside what is kept, the block that holds most."""
-    gathers = layout.sequence > 1
-    most = {layer: layer.backward_bytes(size, gathered_by=layout.sequence) for layer in set(held.layers)}
-    for layer in set(again):
-        # All of its activations, and its output, which nothing reads again.
-        replayed = layer.kept_bytes("none", size, gathers=gathers) - layer.kept_bytes(recompute, size, gathers=gathers)
-        most[layer] += replayed + layer.kept_bytes("full", size, gathers=gathers)
-    return max(most.values(), default=0)
+    """Bytes per token by which a backward pass ever holds more than was kept for it: in the block where that is most.
+
+    Blocks behind it have given back what they kept: where these are not computed again, what is computed again takes
+    the place of that.
+    """
+    gathers, most, given_back = layout.sequence > 1, 0, 0
+    for number, layer in reversed(list(enumerate(held.layers))):
+        gathered = size * layer.gathered * layout.sequence if gathers else 0
+        kept = whole = layer.kept_bytes("none", size, gathers=gathers) + gathered
+        holds = layer.backward_bytes(size, gathered_by=layout.sequence)
+        if number < len(again):
+            kept = layer.kept_bytes(recompute, size, gathers=gathers) + (0 if recompute == "full" else gathered)
+            # All of its activations, and its output, which nothing reads again.
+            holds += whole - kept + layer.kept_bytes("full", size, gathers=gathers)
+        most = max(most, holds - given_back)
+        given_back += kept
+    return most
 
 
 def _exchange_bytes(
@@ -198,11 +208,11 @@ def _exchange_bytes(
     summaries = [work.summary(layer, layout.tensor) for layer in held.layers if layer.has_state]
     summaries += work.embedding_part_summaries(layout.tensor).values() if held.first else []
     buffers = [exchange_buffer_bytes(exchange, group, row_bytes * one.numbers, one.heads) for one in summaries]
-    # Keys and values of all ranks stay for the backward pass; computed again with their block, those of one block do.
-    # While they are put together, the parts as they arrived stand beside them.
+    # Keys and values of all ranks stay for the backward pass, unless they are computed again with their block. While
+    # they are put together, the parts as they arrived stand beside them.
     tokens = layout.micro_batch_size * layout.rank_sequence_tokens * layout.sequence
     gathered = [tokens * layer.gathered * size // layout.tensor for layer in held.layers]
-    kept = max(gathered[: len(again)], default=0) + in_flight * sum(gathered[len(again) :])
+    kept = in_flight * sum(gathered[len(again) :])
     buffers += gathered
     states = row_bytes * sum(one.state for one in summaries)
     return in_flight * states + kept + int(max(buffers))

@@ -16,12 +16,13 @@ import pytest
 
 from lightscale.config.files import load
 from lightscale.config.layout import Layout
-from lightscale.config.schema import RunConfig
+from lightscale.config.schema import Recompute, RunConfig
 from lightscale.planning.communication import RankGroup, all_gather_s, gather_s, ring_s
 from lightscale.planning.hardware import A100, H100, Hardware
-from lightscale.planning.memory import fullest_rank, rank_memory
+from lightscale.planning.memory import fullest_rank, rank_memory, stage_memory
 from lightscale.planning.prediction import Prediction, Times
 from lightscale.planning.step_cost import CostModel
+from lightscale.planning.workload import Workload
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 K = 1024
@@ -305,7 +306,17 @@ def test_memory_of_an_exchange_by_hand() -> None:
     keys = length * 2 * 1536 * 2
     assert rank_memory(config("llama-1b", "parallel.sequence=4"), spread, 0).exchange_bytes == 33 * keys
     replayed = config("llama-1b", "parallel.sequence=4", "train.recompute=full")
-    assert rank_memory(replayed, spread, 0).exchange_bytes == 2 * keys
+    again = rank_memory(replayed, spread, 0)
+    # Put together in each block, and there once more while the backward pass is in it.
+    assert again.exchange_bytes == keys
+    d, g, phases = 1536, 4096, 4 * 128
+    block, gradients = 2 * (4 * d + d + d + 3 * g) + phases, 2 * (2 * g + d)
+    assert again.block_bytes == length // 4 * (block + gradients) + keys + 2 * d * replayed.model.vocab_size
+    # Those of the last block are gone when the one before it is computed again.
+    all_but_one = config("llama-1b", "parallel.sequence=4", "train.recompute=full", "train.recompute_layers=31")
+    some = rank_memory(all_but_one, spread, 0)
+    assert some.exchange_bytes == 2 * keys
+    assert some.block_bytes == again.block_bytes - keys - length // 4 * block
 
 
 def test_recomputation_saves_memory_by_hand() -> None:
@@ -327,7 +338,44 @@ def test_recomputation_saves_memory_by_hand() -> None:
     run = config("tnl-tiny", *TINY, "train.recompute=full", "train.recompute_layers=3")
     some = fullest_rank(run, layout(1, 1, 1, 1, length=n))
     assert some.activations_bytes == 2 * n * (3 * d + block)
-    assert some.block_bytes - 2 * d * run.model.vocab_size == again["full"]
+    # What the last block kept is gone when the third is computed again: to compute the last again would save nothing.
+    assert some.block_bytes - 2 * d * run.model.vocab_size == again["none"]
+    assert some.activations_bytes + some.block_bytes == kept["full"] + again["full"] - 2 * n * d + 2 * d * 512
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("sequence", [1, 4])
+@pytest.mark.parametrize("again", [1, 2, 3, 4])
+def test_the_peak_of_a_backward_pass_is_that_of_a_stack_of_blocks(
+    recompute: Recompute, sequence: int, again: int
+) -> None:
+    """Block by block, of mixers that keep different amounts: what is there when the backward pass is in each."""
+    length, size = 256, 2
+    pattern = "model.mixer=['hgrn2', 'llama', 'tnl', 'llama']"
+    run = config("tnl-tiny", *TINY, pattern, f"parallel.sequence={sequence}")
+    spread = layout(1, 1, sequence, 1, length=length)
+    work = Workload(run.model, length)
+    memory = stage_memory(
+        run, spread, work, 0, recompute=recompute, recompute_layers=again, exchange="gather", hardware=ROUND
+    )
+    gathers = sequence > 1
+
+    def kept(number: int, how: Recompute) -> int:
+        layer = work.layers[number]
+        from_all = size * layer.gathered * sequence if gathers and how != "full" else 0
+        return layer.kept_bytes(how, size, gathers=gathers) + from_all
+
+    hows: list[Recompute] = [recompute if number < again else "none" for number in range(4)]
+    peaks = []
+    for number, how in enumerate(hows):
+        before = sum(kept(other, hows[other]) for other in range(number))
+        # Computed again: the input stays, all else is made anew, and the output beside it.
+        own = kept(number, "none") + (kept(number, "full") if how != "none" else 0)
+        peaks.append(before + own + work.layers[number].backward_bytes(size, gathered_by=sequence))
+    # Computed again, blocks keep no keys and values: what is left of the exchange are its states and buffers.
+    states = stage_memory(run, spread, work, 0, recompute="full", exchange="gather", hardware=ROUND).exchange_bytes
+    held = memory.activations_bytes + memory.exchange_bytes - states + memory.block_bytes
+    assert held == length // sequence * max(peaks) + 2 * 64 * 512
 
 
 # What others have measured.

@@ -26,15 +26,11 @@ FP32 = {"loss": 1e-6, "norm": 1e-5, "gradients": 1e-5, "later_gradients": 1e-4, 
 # One unit of bf16 is 2^-8 of a number; partial sums round apart.
 BF16 = {"loss": 2e-3, "norm": 1e-2, "gradients": 2e-2, "later_gradients": 0.25, "weights": 5e-2}
 
-ONE_RANK = {
-    **{f"{one}, fp32": (one, FP32, CHUNKED) for one in ARCHITECTURES},
-    **{f"{one}, bf16": (one, BF16, CHUNKED) for one in ARCHITECTURES},
-}
+PRECISIONS = {"fp32": FP32, "bf16": BF16}
+
+ONE_RANK = {f"{one}, {name}": (one, limits, CHUNKED) for one in ARCHITECTURES for name, limits in PRECISIONS.items()}
 # The interpreter computes bf16 wrongly: kernels are given fp32 there, rounded to bf16 behind each of them.
-INTERPRETED = {
-    **{f"{one}, fp32": (one, FP32, TRITON) for one in ARCHITECTURES},
-    **{f"{one}, bf16": (one, BF16, TRITON) for one in ARCHITECTURES},
-}
+INTERPRETED = {f"{one}, {name}": (one, limits, TRITON) for one in ARCHITECTURES for name, limits in PRECISIONS.items()}
 TWO_RANKS = {
     "tnl, sequence": ("tnl", FP32, CHUNKED, "parallel.sequence=2"),
     "hgrn2, sequence, ring": ("hgrn2", FP32, CHUNKED, "parallel.sequence=2", 'parallel.exchange="ring"'),
@@ -58,14 +54,14 @@ def fields(architecture: str, limits: dict[str, float], *overrides: str) -> dict
     return {"config": f"{architecture}-tiny", "overrides": [*SMALL, f'train.precision="{precision}"', *overrides]}
 
 
-def check(cuda_twin: ModuleType, ranks: int, cases: dict[str, tuple[Any, ...]]) -> None:
+def check(cuda_twin: ModuleType, ranks: int, cases: dict[str, tuple[Any, ...]], *, interpreted: bool = False) -> None:
     twin, computing = cuda_twin.installation.installed(), cuda_twin.computing_cases
     given = [fields(*case) for case in cases.values()]
-    if cases is INTERPRETED:
+    if interpreted:
         # The interpreter takes seconds for a kernel.
         given = [{**one, "overrides": [*one["overrides"], *LEAST], "last": 1} for one in given]
-    on_gpus = computing.run(twin, given, ranks=ranks, on_gpus=True, interpreted=cases is INTERPRETED)
-    on_cpus = computing.run(twin, given, ranks=ranks, on_gpus=False, interpreted=cases is INTERPRETED)
+    on_gpus = computing.run(twin, given, ranks=ranks, on_gpus=True, interpreted=interpreted)
+    on_cpus = computing.run(twin, given, ranks=ranks, on_gpus=False, interpreted=interpreted)
     wrong = {}
     for name, found, expected in zip(cases, on_gpus, on_cpus, strict=True):
         assert all(rank["device"] == "cuda" and rank["computed"] > 1000 for rank in found)
@@ -81,8 +77,10 @@ def test_one_rank(cuda_twin: ModuleType) -> None:
     check(cuda_twin, 1, ONE_RANK)
 
 
-def test_interpreted_triton_kernels(cuda_twin: ModuleType) -> None:
-    check(cuda_twin, 1, INTERPRETED)
+@pytest.mark.parametrize("case", INTERPRETED)
+def test_interpreted_triton_kernels(cuda_twin: ModuleType, case: str) -> None:
+    """One case each: they take minutes, and can be run side by side (``-n``)."""
+    check(cuda_twin, 1, {case: INTERPRETED[case]}, interpreted=True)
 
 
 def test_two_ranks_that_exchange(cuda_twin: ModuleType) -> None:

@@ -108,6 +108,12 @@ def planned_cases() -> dict[str, dict[str, Any]]:
         found[f"{one} 1B, 4 layers, 1M tokens on 8 ranks"] = _long(
             one, 1 << 20, "model.num_layers=4", 'train.recompute="none"'
         )
+    for one in ("tnl", "llama"):
+        # Blocks that are computed again, and behind them some that are not.
+        for layers in (4, 5):
+            found[f"{one} 1B, 6 layers, of which {layers} recomputed, 1M tokens on 8 ranks"] = _long(
+                one, 1 << 20, "model.num_layers=6", f"train.recompute_layers={layers}"
+            )
     found["tnl 7B, tensor 8"] = _case("tnl-7b", "parallel.tensor=8", world_size=8, rank=3)
     found["tnl 7B, pipeline 4"] = _case(
         "tnl-7b", "parallel.pipeline=4", 'train.recompute="selective"', world_size=32, rank=0, micro_batches=8
