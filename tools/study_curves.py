@@ -57,8 +57,8 @@ class MasksOfParts:
         """See ``Targets``."""
         rows, n = tokens.shape
         of_parts = (places[:, None] + np.arange(0, n, self.length)).ravel()
-        parts = (x.reshape(-1, self.length) for x in (tokens, counted))
-        return Predicted(*(x.reshape(rows, n) for x in self.targets(*parts, of_parts, documents)))
+        of_each = self.targets(tokens.reshape(-1, self.length), counted.reshape(-1, self.length), of_parts, documents)
+        return Predicted(*(x.reshape(rows, n) for x in of_each))
 
     def description(self) -> str:
         """See ``Targets``."""
@@ -124,7 +124,7 @@ def draw(found: Found, path: Path) -> None:
     # Optional, and slow to import. Figure instead of pyplot: there may be no display.
     from matplotlib.figure import Figure  # noqa: PLC0415
 
-    columns = {"tokens": "training tokens"}
+    columns = {"tokens": "million training tokens"}
     if any("by_length" in one for one in found.values()):
         columns["length"] = "tokens of a row in validation"
     figure = Figure(figsize=(4.8 * len(columns), 6.5), layout="constrained")
@@ -138,8 +138,9 @@ def draw(found: Found, path: Path) -> None:
                 xs = sorted(set.intersection(*(set(curve) for curve in curves)))
                 values = [[curve[x] for curve in curves] for x in xs]
                 label, color = f"{architecture.replace('_', '-')}, {len(curves)} seeds", f"C{number}"
-                axes.plot(xs, [statistics.mean(x) for x in values], marker=".", color=color, label=label)
-                axes.fill_between(xs, [min(x) for x in values], [max(x) for x in values], color=color, alpha=0.2)
+                shown = [x / 1e6 for x in xs] if column == "tokens" else xs
+                axes.plot(shown, [statistics.mean(x) for x in values], marker=".", color=color, label=label)
+                axes.fill_between(shown, [min(x) for x in values], [max(x) for x in values], color=color, alpha=0.2)
             axes.grid(alpha=0.3)
             if column == "length":
                 axes.set_xscale("log", base=2)

@@ -8,6 +8,8 @@ import pytest
 from lightscale import cli
 from lightscale.config.shipped import FOLDER, part_names, run_names, study_names
 
+STUDIES = ["aspect-ratio", "context-length", "listops-two-cores", "masked-two-cores", "scaling-law", "two-cores"]
+
 
 def test_all_that_is_shipped_with_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -16,7 +18,7 @@ def test_all_that_is_shipped_with_its_size(
     assert cli.main(["configs", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert (listed["folder"], listed["extends"]) == (str(FOLDER), part_names())
-    assert listed["studies"] == study_names() == ["aspect-ratio", "context-length", "scaling-law", "two-cores"]
+    assert listed["studies"] == study_names() == STUDIES
     runs = {one["name"]: one for one in listed["configs"]}
     assert sorted(runs) == run_names()
     assert runs["hybrid-tiny"]["architecture"] == "tnl*7 llama"
@@ -38,4 +40,4 @@ def test_people_see_names_sizes_and_parts(capsys: pytest.CaptureFixture[str]) ->
     assert lines["tnl-7b"] == ["tnl", "6,920,310,784", "300,000,215,040", "8,192"]
     assert set(run_names()) <= set(lines)
     assert lines["arch:"] == part_names()["arch"]
-    assert "studies, for `lightscale study`: aspect-ratio context-length scaling-law two-cores" in shown
+    assert f"studies, for `lightscale study`: {' '.join(STUDIES)}" in shown
