@@ -58,7 +58,8 @@ class MasksOfParts:
         rows, n = tokens.shape
         of_parts = (places[:, None] + np.arange(0, n, self.length)).ravel()
         of_each = self.targets(tokens.reshape(-1, self.length), counted.reshape(-1, self.length), of_parts, documents)
-        return Predicted(*(x.reshape(rows, n) for x in of_each))
+        inputs, labels = of_each.inputs.reshape(rows, n), of_each.labels.reshape(rows, n)
+        return Predicted(inputs, labels, of_each.counted.reshape(rows, n))
 
     def description(self) -> str:
         """See ``Targets``."""

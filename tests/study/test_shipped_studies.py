@@ -17,7 +17,18 @@ def cells(name: str) -> dict[str, Cell]:
 
 
 def test_the_shipped_studies_are_those() -> None:
-    assert study_names() == ["aspect-ratio", "context-length", "scaling-law", "two-cores"]
+    names = ["aspect-ratio", "context-length", "listops-two-cores", "masked-two-cores", "scaling-law", "two-cores"]
+    assert study_names() == names
+
+
+def test_studies_of_both_directions_give_all_the_same_recipe() -> None:
+    masked, listops = cells("masked-two-cores"), cells("listops-two-cores")
+    assert {cell.config.task.name for cell in masked.values()} == {"masked"}
+    assert {cell.config.task.name for cell in listops.values()} == {"classify"}
+    for found, models in ((masked, 5), (listops, 2)):
+        assert len(found) == models * 3
+        assert len({(cell.config.total_steps, cell.config.tokens_per_step) for cell in found.values()}) == 1
+        assert len({cell.config.optimizer for cell in found.values()}) == 1
 
 
 def test_the_scaling_law_study_has_the_shipped_runs() -> None:
