@@ -307,7 +307,7 @@ def test_the_store_is_away_for_a_while(
 def test_the_disk_is_full_for_a_while(
     start: StartJob, undisturbed: dict[int, tuple[Any, ...]], small_disk: Path, is_killed: bool
 ) -> None:
-    job = start("checkpoint.keep=1", path=small_disk / "full")
+    job = start("checkpoint.keep=2", path=small_disk / f"full-{is_killed}")
     job.reach()
     ballast = small_disk / "ballast"
     with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
