@@ -5,7 +5,7 @@ STUDY is the directory of a study whose cells are named by a seed and an archite
 have recorded of validation is put side by side; of masked models the last weights are also measured on rows that are
 longer than those of training. There every row holds the same text, and the same tokens of it are hidden: masks are
 those of rows of the training length, beside one another. STUDY/validation.json and STUDY/validation.png are written.
-Runs that have not finished are left out; what was measured of a run is not measured again.
+Runs that have not finished are skipped; what was measured of a run is not measured again.
 """
 
 import argparse
@@ -69,7 +69,8 @@ class MasksOfParts:
 def at_lengths(chosen: ChosenRun) -> dict[str, dict[str, float]]:
     """Loss and accuracy by the length of the rows, of the last weights of a masked model."""
     config = chosen.config
-    assert not getattr(config.task, "whole_word_mask", False), "words may go over the edges of parts"
+    if getattr(config.task, "whole_word_mask", False):
+        raise UserError(f"{chosen.directory.path}: task.whole_word_mask = true: words may go over the edges of parts")
     length = config.data.sequence_length
     ((_, validation),) = config.data.validation.items()
     store = TokenStore(validation.store or config.data.store)
@@ -105,7 +106,10 @@ def collect(study: Path, found: Found) -> Found:
         chosen = choose_run(run.path, any_task=True)
         measured = [line for line in read_metrics(run.metrics) if "validation" in line]
         ((_, last),) = measured[-1]["validation"].items()
-        assert last.keys() >= set(_SCORES), "of a task that measures accuracy"
+        if not last.keys() >= set(_SCORES):
+            raise UserError(
+                f"{run.path}: task {chosen.config.task.name!r} measures no accuracy; use `lightscale compare`"
+            )
         curve = [{"step": x["step"], "tokens": x["tokens"]} | only(x["validation"]) for x in measured]
         found[name] = {"seed": seed, "architecture": architecture, "task": chosen.config.task.name, "curve": curve}
         if task_class(chosen.config.task.name) is Masked:
@@ -129,9 +133,9 @@ def draw(found: Found, path: Path) -> None:
     if any("by_length" in one for one in found.values()):
         columns["length"] = "tokens of a row in validation"
     figure = Figure(figsize=(4.8 * len(columns), 6.5), layout="constrained")
-    grid = figure.subplots(len(_SCORES), len(columns), squeeze=False, sharey="row")
+    panels = figure.subplots(len(_SCORES), len(columns), squeeze=False, sharey="row")
     architectures = dict.fromkeys(one["architecture"] for one in found.values())
-    for row, score in zip(grid, _SCORES, strict=True):
+    for row, score in zip(panels, _SCORES, strict=True):
         for axes, column in zip(row, columns, strict=True):
             for number, architecture in enumerate(architectures):
                 curves = [points(one, column, score) for one in found.values() if one["architecture"] == architecture]
@@ -147,9 +151,9 @@ def draw(found: Found, path: Path) -> None:
                 axes.set_xscale("log", base=2)
                 axes.set_xticks(xs, [str(x) for x in xs])
         row[0].set_ylabel(f"validation {score}{', nats per prediction' if score == 'loss' else ''}")
-    for axes, label in zip(grid[-1], columns.values(), strict=True):
+    for axes, label in zip(panels[-1], columns.values(), strict=True):
         axes.set_xlabel(label)
-    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     figure.savefig(path, dpi=110)
 
 

@@ -23,6 +23,7 @@ from lightscale.parallel.sequence import Gather, Ring, StateExchange, TwoLevel
 
 # Writing a checkpoint waits for the slowest rank's disk, without a limit that would fit every file system.
 _SAVING_TIMEOUT = timedelta(hours=6)
+# By their ids: groups of meshes whose end something outlives.
 _alive: weakref.WeakValueDictionary[int, ProcessGroupCollection] = weakref.WeakValueDictionary()
 
 
@@ -118,7 +119,8 @@ def start_mesh(
         )
     chosen = _choose_device(device, local_rank)
     if _alive:
-        # Of a mesh before, whose engine is in cycles. Each group of gloo has a thread that wakes 100 times a second.
+        # An engine refers to itself, and its mesh's groups live with it: each of gloo's has threads, of which one wakes
+        # 100 times a second.
         gc.collect()
     if chosen.type == "cpu":
         # Imported only here: on a GPU the redirection must not even be loaded.

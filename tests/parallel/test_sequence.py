@@ -401,7 +401,7 @@ def test_eight_ranks(run_ranks: RunRanks) -> None:
     check(run_ranks, 8, ["gather", "two_level of 2"], timeout_s=800)
 
 
-# ----- what runs meanwhile -------------------------------------------------------------------------------------------
+# ----- padding -------------------------------------------------------------------------------------------------------
 
 
 # Of 24 tokens, 8 on each of three ranks: in the middle, over edges, and all that the first or the second rank has.
@@ -435,7 +435,7 @@ def without_padding(kind: str, padding: set[int], start: int | None) -> tuple[li
 
 
 def padded_case(kind: str, mesh: Mesh, padding: set[int], start: int | None) -> dict[str, float]:
-    """Errors of this rank's tokens, those of padding left out: outputs, and gradients of what is split by token."""
+    """Errors of this rank's tokens, without those of padding: outputs, and gradients of what is split by token."""
     kept, exact, expected, short_upstream = without_padding(kind, padding, start)
     absent = [*padding]
     whole = inputs_of(kind)
@@ -493,6 +493,9 @@ def test_padding_over_ranks_is_read_by_nobody(run_ranks: RunRanks) -> None:
         for case, errors in found.items():
             for tensor, value in errors.items():
                 assert value < 1e-10, f"rank {rank}, {case}: {tensor} is off by {value:.1e}"
+
+
+# ----- what runs meanwhile -------------------------------------------------------------------------------------------
 
 
 def late_neighbour(rank: int, world_size: int, init_method: str, folder: str) -> None:

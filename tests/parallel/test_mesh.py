@@ -1,0 +1,39 @@
+"""Meshes that follow one another in a process."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightscale.parallel.mesh import start_mesh
+
+
+class Engine:
+    """What refers to itself, and to the groups of its mesh."""
+
+    def __init__(self, groups: object) -> None:
+        self.itself, self.groups = self, groups
+
+
+def num_threads() -> int:
+    """Those of gloo, of which every group has some."""
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return sum("gloo" in name for name in names)
+
+
+def threads_in_each(rank: int, world_size: int, init_method: str) -> list[int]:
+    """While the first, second, … mesh of a process stands."""
+    found = []
+    for number in range(4):
+        with start_mesh(device="cpu", init_method=f"{init_method}-{number}", timeout_s=60) as mesh:
+            Engine(mesh)
+            found.append(num_threads())
+    return found
+
+
+def test_groups_of_a_mesh_that_has_ended_are_gone_when_the_next_begins(
+    run_ranks: Callable[..., list[Any]],
+) -> None:
+    found = run_ranks(threads_in_each, 1)[0]
+    assert found[0] > 10
+    # One mesh's, where some of the last one may still be ending; without this two's and three's.
+    assert max(found) < 1.5 * found[0], found
