@@ -107,7 +107,7 @@ def _print_architecture(laws: ArchitectureLaws, console: Console) -> None:
     console.print(f"\n{laws.architecture}, {len(laws.curves)} runs; {COUNTINGS[laws.counting]}")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in WINDOW_HEADINGS:
-        table.add_column(heading, no_wrap=True, justify="left" if heading == "window" else "right")
+        table.add_column(heading, overflow="fold", justify="left" if heading == "window" else "right")
     every: dict[str, FrontierEstimate | str] = dict(laws.windows)
     every["isoFLOP"] = laws.isoflop if isinstance(laws.isoflop, str) else laws.isoflop.laws
     refused: dict[str, list[str]] = {}
@@ -115,7 +115,8 @@ def _print_architecture(laws: ArchitectureLaws, console: Console) -> None:
         if isinstance(found, str):
             refused.setdefault(found, []).append(name)
         else:
-            table.add_row(*window_row(name, found))
+            # Intervals in lines of their own, so that no number is cut off.
+            table.add_row(*(cell.replace(" (", "\n(") for cell in window_row(name, found)))
     if table.row_count:
         console.print(table)
     for reason, names in refused.items():
@@ -144,4 +145,4 @@ def _print_surface(estimate: SurfaceEstimate, console: Console) -> None:
 
 
 def _console() -> Console:
-    return Console(highlight=False, markup=False, width=max(Console().width, 150))
+    return Console(highlight=False, markup=False, width=max(Console().width, 136))
