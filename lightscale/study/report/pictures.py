@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatterSciNotation, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
 from lightscale.study.fits.curves import Curve, sizes_of
@@ -54,6 +56,7 @@ def laws_picture(frontiers: Mapping[str, FrontierEstimate]) -> str:
     names = (("loss", "L, nats per token"), ("parameters", "N_opt"), ("tokens", "D_opt"))
     for axes, (name, label) in zip(figure.subplots(1, 3), names, strict=True):
         _prepare(axes, "C, PFLOP-days", label, "")
+        _space_out(axes.xaxis)
         for colour, (architecture, frontier) in zip(_COLOURS * 9, frontiers.items(), strict=False):
             at = _thin(len(frontier.frontier.compute))
             compute, values = frontier.frontier.compute, getattr(frontier.frontier, name)
@@ -127,6 +130,14 @@ def _prepare(axes: Axes, x: str, y: str, title: str) -> None:
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:.3g}")
         axes.tick_params(axis="y", which="minor", labelsize=7)
+
+
+def _space_out(axis: Axis) -> None:
+    """Labels of a short logarithmic axis at 1 and 3 of each decade: at all its minor ticks they would overlap."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+    axis.set_major_formatter(LogFormatterSciNotation(labelOnlyBase=False, minor_thresholds=(np.inf, np.inf)))
+    axis.set_minor_formatter(NullFormatter())
+    axis.set_tick_params(labelsize=7)
 
 
 def _thin(count: int) -> NDArray[np.int64]:
