@@ -98,9 +98,11 @@ def test_laws_of_a_study_are_those_of_its_surface(finished: Study, capsys: pytes
 def test_a_report_shows_all_and_loads_nothing(finished: Study, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(finished.definition.path), "--dir", str(finished.path), "--draws", "2"]
     assert main(["study", "report", *arguments]) == 0
-    path = Path(capsys.readouterr().out.strip())
+    path, picture = map(Path, capsys.readouterr().out.split())
     text = path.read_text()
     page = Text(text)
+    assert picture.read_text() in text
+    assert all(f"{name}: C^" in picture.read_text() for name in ("tnl", "llama"))
     assert all(address.startswith("#") for address in page.addresses)
     assert "url(http" not in text and "@import" not in text
     words = " ".join(page.words)

@@ -1,4 +1,4 @@
-"""``lightscale study report``: one HTML file of a study."""
+"""``lightscale study report``: one HTML file of a study, and its picture of all laws."""
 
 import argparse
 import datetime
@@ -29,10 +29,16 @@ def run(args: argparse.Namespace) -> int:
     study = the_study(args)
     study.require()
     now = datetime.datetime.now(datetime.UTC)
-    text = needing("lightscale.study.report.study_report").make_report(study, draws=args.draws, seed=args.seed, now=now)
+    report = needing("lightscale.study.report.study_report").make_report(
+        study, draws=args.draws, seed=args.seed, now=now
+    )
     out = args.out or study.path / "report.html"
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no folder {out.parent}")
-    write_atomically(out, text)
+    write_atomically(out, report.page)
     print(out)
+    if report.laws_picture is not None:
+        # For a README or a talk.
+        write_atomically(study.path / "laws.svg", report.laws_picture)
+        print(study.path / "laws.svg")
     return 0

@@ -19,6 +19,8 @@ from lightscale.study.fits.isoflop import IsoflopEstimate
 
 _WIDE, _HIGH = 9.0, 4.6
 _MOST_POINTS = 300
+# Each is an element of its own.
+_MOST_MARKS = 100
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#e377c2")
 _numbered = iter(range(10**9))
 
@@ -58,7 +60,7 @@ def laws_picture(frontiers: Mapping[str, FrontierEstimate]) -> str:
         _prepare(axes, "C, PFLOP-days", label, "")
         _space_out(axes.xaxis)
         for colour, (architecture, frontier) in zip(_COLOURS * 9, frontiers.items(), strict=False):
-            at = _thin(len(frontier.frontier.compute))
+            at = _thin(len(frontier.frontier.compute), _MOST_MARKS)
             compute, values = frontier.frontier.compute, getattr(frontier.frontier, name)
             axes.plot(compute[at], values[at], ".", color=colour, markersize=2)
             law = frontier.laws[name]
@@ -103,7 +105,7 @@ def lines_picture(lines: Sequence[Line], *, x: str, y: str, title: str = "", mar
 
 
 def _draw_law(axes: Axes, found: FrontierEstimate, colour: str, label: str) -> None:
-    at = _thin(len(found.frontier.compute))
+    at = _thin(len(found.frontier.compute), _MOST_MARKS)
     axes.plot(found.frontier.compute[at], found.frontier.loss[at], ".", color=colour, markersize=3, label=label)
     law = found.laws["loss"]
     ends = np.array(found.window)
@@ -140,8 +142,8 @@ def _space_out(axis: Axis) -> None:
     axis.set_tick_params(labelsize=7)
 
 
-def _thin(count: int) -> NDArray[np.int64]:
-    return np.unique(np.linspace(0, count - 1, num=min(count, _MOST_POINTS)).astype(np.int64))
+def _thin(count: int, most: int = _MOST_POINTS) -> NDArray[np.int64]:
+    return np.unique(np.linspace(0, count - 1, num=min(count, most)).astype(np.int64))
 
 
 def _svg(figure: Figure) -> str:
@@ -152,4 +154,6 @@ def _svg(figure: Figure) -> str:
     text = stream.getvalue()
     text = text[text.index("<svg") :]
     # Metadata names a vocabulary by its address; nothing is loaded from there, and nothing is lost without it.
-    return re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL).strip()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL).strip()
+    # Places to a hundredth of a point, 0.004 mm: most of the file is digits behind that.
+    return re.sub(r'(?<= )(d|x|y)="[^"]*"', lambda found: re.sub(r"(\.\d\d)\d+", r"\1", found[0]), text)

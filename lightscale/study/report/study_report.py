@@ -2,6 +2,7 @@
 
 import datetime
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,8 +22,16 @@ from lightscale.study.study import Study
 _LAW_NAMES = ("loss", "parameters", "tokens")
 
 
-def make_report(study: Study, *, draws: int | None, seed: int, now: datetime.datetime) -> str:
-    """The page, as HTML. `UserError` where no cell has a curve yet."""
+@dataclass(frozen=True)
+class StudyReport:
+    """The page, and its first picture by itself: the laws of all architectures, None where none could be fitted."""
+
+    page: str
+    laws_picture: str | None
+
+
+def make_report(study: Study, *, draws: int | None, seed: int, now: datetime.datetime) -> StudyReport:
+    """The report, as HTML and SVG. `UserError` where no cell has a curve yet."""
     curves = finish_all(study)
     if not curves:
         raise UserError(f"{study.path} has no curves yet; `lightscale study run {study.definition.path}` makes them")
@@ -36,15 +45,16 @@ def make_report(study: Study, *, draws: int | None, seed: int, now: datetime.dat
     html = Html(f"Study {study.definition.name}")
     cells = study.cells()
     _add_beginning(html, study, cells, curves, now)
+    picture = None
     if refusal is not None:
         html.heading("Laws")
         html.lines(refusal)
     else:
-        _add_laws(html, laws)
+        picture = _add_laws(html, laws)
     _add_sweep(html, study, cells)
     add_scores(html, study, cells, curves)
     _add_cells(html, study, cells, curves)
-    return html.text()
+    return StudyReport(html.text(), picture)
 
 
 def _add_beginning(
@@ -66,11 +76,12 @@ def _add_beginning(
     )
 
 
-def _add_laws(html: Html, laws: Sequence[ArchitectureLaws]) -> None:
+def _add_laws(html: Html, laws: Sequence[ArchitectureLaws]) -> str | None:
     html.heading("All architectures")
     frontiers = {one.architecture: one.frontier for one in laws if one.counting == "ours" and one.frontier}
-    if frontiers:
-        html.picture(laws_picture(frontiers), f"Points: the envelope of each. Lines: power laws. {COUNTINGS['ours']}.")
+    picture = laws_picture(frontiers) if frontiers else None
+    if picture is not None:
+        html.picture(picture, f"Points: the envelope of each. Lines: power laws. {COUNTINGS['ours']}.")
     html.heading("Table 3: as found, and as published", 3)
     rows, published = _table_3(laws)
     html.table(("architecture", "counted", "L(C)", "N_opt(C)", "D_opt(C)", "a + b + c - 1"), rows, published=published)
@@ -82,6 +93,7 @@ def _add_laws(html: Html, laws: Sequence[ArchitectureLaws]) -> None:
     )
     for one in laws:
         _add_architecture(html, one)
+    return picture
 
 
 def _table_3(laws: Sequence[ArchitectureLaws]) -> tuple[list[list[str]], list[int]]:
