@@ -9,9 +9,13 @@ Each maps (b, n, d) to (b, n, d), takes a state and gives one, and is trained li
     y, state = mixer(next_x, state)            # reads on; the state does not grow
     y, state = mixer(x, mask=mask)             # (b, n) bool, the real tokens: padding changes nothing
 
+LION's mixers, ``LightNetMixer(…, causal=False)`` and ``SoftmaxMixer(…, attention=Attention(causal=False))`` read whole
+rows, before and behind: they take a mask, and no state.
+
 No process groups, no Megatron, no Triton: on many GPUs, and at full speed, ``lightscale train`` trains.
 """
 
+from lightscale.exchange.plain.lion import Lion, LionLITMixer, LionRetNetMixer, LionSMixer
 from lightscale.exchange.plain.mixers import (
     Attention,
     CosFormer2Mixer,
@@ -24,17 +28,23 @@ from lightscale.exchange.plain.mixers import (
     ToeplitzEncoding,
     lower_bounds,
 )
-from lightscale.exchange.plain.model import Block, CausalModel, Decoder, GatedUnit, Norm, Shape
+from lightscale.exchange.plain.model import Block, CausalModel, Classifier, Decoder, GatedUnit, MaskedModel, Norm, Shape
 
 __all__ = [
     "Attention",
     "Block",
     "CausalModel",
+    "Classifier",
     "CosFormer2Mixer",
     "Decoder",
     "GatedUnit",
     "HGRN2Mixer",
     "LightNetMixer",
+    "Lion",
+    "LionLITMixer",
+    "LionRetNetMixer",
+    "LionSMixer",
+    "MaskedModel",
     "Norm",
     "RopeScaling",
     "Shape",

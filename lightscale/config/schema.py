@@ -453,16 +453,11 @@ class RunConfig(Section):
             direction = self.model.direction(layer)
             if direction not in task.directions:
                 raise ValueError(_wrong_direction(name, f"layer {layer} ({mixer})", mixer, direction))
-        uses = (
-            ("evaluation.every_steps", self.evaluation.every_steps, 0),
-            ("checkpoint.export_every", self.checkpoint.export_every, "none"),
-        )
-        for key, value, off in uses:
-            if value and not task.writes_text:
-                raise ValueError(
-                    f'{key} = {value} needs a model that predicts the next token, but task.name = "{name}"; '
-                    f"set {key} to {off}"
-                )
+        if (every := self.evaluation.every_steps) and not task.writes_text:
+            raise ValueError(
+                f"evaluation.every_steps = {every} needs a model that predicts the next token, but "
+                f'task.name = "{name}"; set evaluation.every_steps to 0'
+            )
 
 
 def _wrong_direction(task: str, layer: str, mixer: str, direction: Direction) -> str:

@@ -73,7 +73,7 @@ def choose_run(
     if not any_task and not task_class(config.task.name).writes_text:
         raise UserError(
             f'{directory.path}: its task.name = "{config.task.name}": only a model that predicts the next token, '
-            'task.name = "causal", scores text, generates it, and can be loaded or exported; use `lightscale predict` '
+            'task.name = "causal", scores text and generates it; use `lightscale predict` '
             "for what this one predicts"
         )
     if not may_wait:

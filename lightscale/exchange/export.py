@@ -1,7 +1,8 @@
 """A checkpoint as a directory that transformers loads: there whole or not at all.
 
 DIR/model-….safetensors, model.safetensors.index.json   the weights, straight from the checkpoint's files
-    config.json, generation_config.json                 the shape, and the tokens that begin and end documents
+    config.json, generation_config.json                 the shape, and the tokens that begin and end documents;
+                                                        the second of models that generate
     modeling_lightscale.py                              the model in plain PyTorch; none for LLaMA or fla
     tokenizer.json, tokenizer_config.json               the tokenizer as transformers reads it
     tokenizer/, run.toml                                 tokenizer and configuration as the run has them
@@ -14,6 +15,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,7 +28,7 @@ from lightscale.exchange.export_reader import TOKENIZER
 from lightscale.exchange.files import export_config
 from lightscale.exchange.files.safetensors_files import write_shards
 from lightscale.exchange.files.tokenizer_files import write_tokenizer
-from lightscale.exchange.files.weights import shape_of
+from lightscale.exchange.files.weights import run_shape
 from lightscale.exchange.formats import FORMATS, ExportFormat, format_named
 from lightscale.exchange.trained import TrainedRun, open_run
 from lightscale.files import existing_part
@@ -76,7 +78,7 @@ def export(
     """
     check_target(target)
     wanted = format_named(format_name)
-    wanted.check(shape_of(chosen.config.model, vocab_size=chosen.tokenizer.vocab_size))
+    wanted.check(run_shape(chosen.config, num_ids=chosen.tokenizer.vocab_size))
     run = open_run(chosen)
     tensors = wanted.tensors(run, _DTYPES[dtype])
     num_parameters, num_bytes = sum(math.prod(one.shape) for one in tensors), sum(one.num_bytes for one in tensors)
@@ -106,7 +108,8 @@ def check_space(target: Path, num_bytes: int) -> None:
 
 
 def _write_tokenizer(draft: Path, run: TrainedRun) -> None:
-    write_tokenizer(run.tokenizer, draft, max_tokens=run.chosen.config.data.sequence_length)
+    has_mask = run.shape.task == "masked"
+    write_tokenizer(run.tokenizer, draft, max_tokens=run.chosen.config.data.sequence_length, has_mask=has_mask)
     (draft / TOKENIZER).mkdir()
     run.tokenizer.save(draft / TOKENIZER)
 
@@ -121,16 +124,20 @@ def _texts(run: TrainedRun, wanted: ExportFormat, *, num_parameters: int, dtype:
         dtype=numbers,
         max_tokens=config.data.sequence_length,
         init_std=config.model.init_std,
+        classes=run.classes,
     )
-    generation = {key: settings[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     usage = wanted.usage(shape)
     return {
         export_config.NAME: _json(settings),
-        "generation_config.json": _json(generation),
+        **({"generation_config.json": _json(_generation(settings))} if shape.task == "causal" else {}),
         RUN_CONFIG: to_toml(config),
         model_card.NAME: model_card.model_card(run, num_parameters=num_parameters, dtype=numbers, usage=usage),
         **wanted.code(shape),
     }
+
+
+def _generation(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: settings[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
 def _json(content: object) -> str:

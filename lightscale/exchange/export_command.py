@@ -46,7 +46,7 @@ def size(given: str) -> int:
 def run(args: argparse.Namespace) -> int:
     """Write the export, and say on stderr what it took."""
     name, step = split_step(args.run)
-    chosen = choose_run(run_path(name), step=step)
+    chosen = choose_run(run_path(name), step=step, any_task=True)
     # Behind the arguments, as it imports torch.
     from lightscale.exchange.export import export  # noqa: PLC0415
 

@@ -33,6 +33,7 @@ class Export:
     """The length of sequences that the model was trained on."""
     tokenizer: Tokenizer
     tensors: StoredTensors
+    classes: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
 
     def rows(self, name: str) -> TensorRows:
@@ -73,18 +74,31 @@ def open_export(directory: Path) -> Export:
     tensors = StoredTensors(directory, headers, open_shard)
     expected = {export_config.tensor_name(shape, name): size for name, size in tensor_shapes(shape).items()}
     tensors.check({name: TensorRows(key=name) for name in expected}, expected)
-    tokenizer = _tokenizer(directory)
+    is_masked = shape.task == "masked"
+    tokenizer = _tokenizer(directory, shape)
     # Published models have rows beyond their vocabulary, which nothing stands for.
-    if not shape.vocab_size - _MOST_PADDING <= tokenizer.vocab_size <= shape.vocab_size:
+    most = shape.vocab_size - is_masked
+    if not (most if is_masked else most - _MOST_PADDING) <= tokenizer.vocab_size <= most:
         raise UserError(
             f"{directory}: the tokenizer has {tokenizer.vocab_size} ids, and the model an embedding of "
-            f"{shape.vocab_size}; they are not of one model"
+            f"{shape.vocab_size}{', of which one row is the mask' * is_masked}; they are not of one model"
         )
-    shape = replace(shape, vocab_size=tokenizer.vocab_size)
-    return Export(origin=directory, shape=shape, max_tokens=max_tokens, tokenizer=tokenizer, tensors=tensors)
+    shape = replace(shape, vocab_size=tokenizer.vocab_size + is_masked)
+    return Export(
+        origin=directory,
+        shape=shape,
+        max_tokens=max_tokens,
+        tokenizer=tokenizer,
+        tensors=tensors,
+        classes=_classes(directory, shape),
+    )
 
 
-def _tokenizer(directory: Path) -> Tokenizer:
+def _classes(directory: Path, shape: Shape) -> tuple[str, ...]:
+    return tuple(export_config.class_names(directory / export_config.NAME)) if shape.task == "classify" else ()
+
+
+def _tokenizer(directory: Path, shape: Shape) -> Tokenizer:
     if (directory / TOKENIZER).is_dir():
         return load_tokenizer(directory)
     path = directory / tokenizer_files.CONFIG
@@ -94,4 +108,8 @@ def _tokenizer(directory: Path) -> Tokenizer:
     if not isinstance(name, str):
         raise UserError(f"{path}: has no eos_token, which ends documents")
     file = directory / tokenizer_files.FILE
-    return HuggingFaceTokenizer(read_file(file), origin=str(file), end_of_text=name)
+    content = read_file(file)
+    if shape.task == "masked":
+        # The mask is no token of texts.
+        content = tokenizer_files.without_mask(content, shape.vocab_size - 1, file)
+    return HuggingFaceTokenizer(content, origin=str(file), end_of_text=name)

@@ -10,7 +10,7 @@ Norms without weights are norms with weights of 1.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,8 @@ class FlaFormat(ExportFormat):
         attention = shape.attention
         softmax = "llama" in shape.mixers
         reasons = [f"{mixer}: {_DIFFERENT[mixer]}" for mixer in dict.fromkeys(shape.mixers) if mixer in _DIFFERENT]
+        if shape.task != "causal" or shape.reads_both_ways():
+            reasons.append("fla's language models predict the next token, from those before it")
         if shape.glu_activation != "silu":
             reasons.append(
                 "gated linear units: fla's are silu(x W_1) ⊙ x W_2, and model.glu_activation = 'none' has no silu"
@@ -73,7 +75,16 @@ class FlaFormat(ExportFormat):
                 + "\n".join(f"  {reason}" for reason in reasons)
             )
 
-    def config(self, shape: Shape, *, eot_id: int, dtype: str, max_tokens: int, init_std: float) -> dict[str, Any]:
+    def config(
+        self,
+        shape: Shape,
+        *,
+        eot_id: int,
+        dtype: str,
+        max_tokens: int,
+        init_std: float,
+        classes: Sequence[str] = (),
+    ) -> dict[str, Any]:
         """Of fla's HGRN2 model, some of whose layers may attend by softmax, or of its transformer."""
         softmax = [layer for layer, mixer in enumerate(shape.mixers) if mixer == "llama"]
         attention: dict[str, Any] = {

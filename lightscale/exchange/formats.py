@@ -5,6 +5,7 @@ Import strings, because the command's arguments are checked without torch.
 
 import importlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightscale.errors import UserError
@@ -31,7 +32,16 @@ class ExportFormat(ABC):
         """UserError for a model that the library's classes do not compute, with the formula that differs."""
 
     @abstractmethod
-    def config(self, shape: "Shape", *, eot_id: int, dtype: str, max_tokens: int, init_std: float) -> dict[str, Any]:
+    def config(
+        self,
+        shape: "Shape",
+        *,
+        eot_id: int,
+        dtype: str,
+        max_tokens: int,
+        init_std: float,
+        classes: Sequence[str] = (),
+    ) -> dict[str, Any]:
         """The content of config.json.
 
         Args:
@@ -40,6 +50,7 @@ class ExportFormat(ABC):
             dtype: of most weights, as torch names it, such as "bfloat16".
             max_tokens: the length of sequences that the model was trained on.
             init_std: of the initial weights.
+            classes: the names of a classifier's classes, as far as they are known.
         """
 
     @abstractmethod

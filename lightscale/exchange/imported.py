@@ -15,13 +15,16 @@ from typing import Any
 import torch
 
 from lightscale.config.files import load, to_toml
+from lightscale.config.mixers import mixer_options_type
 from lightscale.config.model import ModelConfig
 from lightscale.config.schema import DataConfig, OptimizerConfig, RunConfig, TrainConfig
-from lightscale.data_pipeline.whole_files import whole_directory
+from lightscale.config.section import Section
+from lightscale.config.tasks import task_class
+from lightscale.data_pipeline.whole_files import whole_directory, write_json
 from lightscale.errors import UserError
 from lightscale.exchange.export import RUN_CONFIG
 from lightscale.exchange.export_reader import Export, open_export
-from lightscale.exchange.files.weights import Part, TensorRows, shape_of, stored_parts, tensor_shapes
+from lightscale.exchange.files.weights import Part, TensorRows, run_shape, stored_parts, tensor_shapes
 from lightscale.exchange.plain.model import Shape
 from lightscale.parallel.shards import Box
 from lightscale.runs.run_directory import RunDirectory
@@ -59,6 +62,8 @@ def import_model(directory: Path, target: Path) -> Path:
         run.config.write_text(to_toml(config), encoding="utf-8")
         run.tokenizer.mkdir()
         export.tokenizer.save(run.tokenizer)
+        if export.classes:
+            write_json(run.classes, list(export.classes))
         run.checkpoints.mkdir()
         _write_checkpoint(run.checkpoints / directory_name(STEP, "weights"), export, config.model)
         run.write_status("finished", reason=f"imported from {directory.name}", step=STEP, tokens=0)
@@ -70,7 +75,8 @@ def _config(export: Export) -> RunConfig:
     path, shape = export.origin / RUN_CONFIG, export.shape
     if path.is_file():
         config = load(path)
-        if config.model.vocab_size < shape.vocab_size or shape_of(config.model, vocab_size=shape.vocab_size) != shape:
+        found = run_shape(config, num_ids=export.tokenizer.vocab_size)
+        if config.model.vocab_size < shape.vocab_size or found != shape:
             raise UserError(f"{path}: its model is not the one that config.json beside it describes; remove the file")
         return config
     return RunConfig(
@@ -79,15 +85,23 @@ def _config(export: Export) -> RunConfig:
         data=DataConfig(store=Path("imported"), sequence_length=export.max_tokens),
         optimizer=OptimizerConfig(lr=3e-4),
         train=TrainConfig(steps=1, global_batch_size=1),
+        task=task_class(shape.task).options(),
     )
 
 
 def _model(shape: Shape) -> ModelConfig:
     mixers = list(shape.mixers)
     options: dict[str, dict[str, Any]] = {name: {"gate_rank": rank} for name, rank in shape.gate_ranks.items()}
+    if "lightnet" in mixers:
+        options["lightnet"]["causal"] = shape.lightnet_causal
+    for name, lion in shape.lion.items():
+        # Only LION-S has gates.
+        known = (mixer_options_type(name) or Section).model_fields
+        options[name] = {field: value for field, value in asdict(lion).items() if field in known}
     if "llama" in mixers:
         attention = shape.attention
         options["llama"] = {
+            "causal": attention.causal,
             "num_key_value_heads": attention.num_key_value_heads,
             "head_dim": attention.head_dim,
             "rope_theta": attention.rope_theta,
@@ -106,6 +120,7 @@ def _model(shape: Shape) -> ModelConfig:
             "glu_activation": shape.glu_activation,
             "norm": shape.norm,
             "norm_eps": shape.rms_norm_eps,
+            "head": {"num_labels": shape.num_labels, "pooling": shape.pooling} if shape.num_labels else None,
             "mixer_options": options,
         }
     )

@@ -3,20 +3,21 @@
     model = lightscale.load("runs/quickstart")
     model.generate("def ", tokens=50); model.logits("some text"); model.loss("some text")
 
+    lightscale.load("runs/masked").fill("The [MASK] sat.");  lightscale.load("runs/classes").classify("some text")
+
 Several can be loaded at once. The module is plain PyTorch (``plain/``), in evaluation mode and trainable.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightscale.config.arguments import run_path
-from lightscale.data_pipeline.tokenizers import Tokenizer
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import choose_run
 from lightscale.evaluation.inference.prompts import Sampling
@@ -24,8 +25,9 @@ from lightscale.evaluation.inference.sampling import Chooser, choose
 from lightscale.evaluation.inference.written_text import decode_stream, encode_prompt
 from lightscale.exchange.export_reader import is_export, open_export
 from lightscale.exchange.files.weights import empty_model, kept_dtype
+from lightscale.exchange.loaded import FillMaskModel, LoadedModel, TextClassifier
 from lightscale.exchange.plain.mixers import State
-from lightscale.exchange.plain.model import CausalModel
+from lightscale.exchange.plain.model import CausalModel, MaskedModel
 from lightscale.exchange.trained import OpenedModel, open_run
 from lightscale.runs.run_directory import split_step
 
@@ -33,38 +35,8 @@ PREFILL_TOKENS = 1024
 """Tokens of a text that pass through the model at once; bounds the memory of activations."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextModel:
-    """A language model with its tokenizer.
-
-    Texts are documents: where one is given, the end-of-text token is put before it, as in training. Where ids are
-    given, they are taken as they are.
-    """
-
-    module: CausalModel
-    """Token ids (b, n) and states to logits (b, n, V) and states; an ``nn.Module`` of plain PyTorch."""
-    tokenizer: Tokenizer
-    origin: str
-    """The checkpoint or directory that the weights are from."""
-    refused: tuple[str, ...] = ()
-    """Why newer checkpoints were skipped, one line each."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.module.model.embed_tokens.weight.device
-
-    def ids(self, text: str | Sequence[int] | Tensor) -> Tensor:
-        """(n,) of a text, its end-of-text token first, or of ids; or (b, n) of a tensor of them."""
-        if isinstance(text, str):
-            text = encode_prompt(self.tokenizer, text)
-        found = torch.as_tensor(text, dtype=torch.int64, device=self.device)
-        vocab_size = self.tokenizer.vocab_size
-        if found.dim() not in (1, 2) or not found.numel():
-            raise UserError(f"ids must be (n,) or (b, n), one at least; got the shape {tuple(found.shape)}")
-        if int(found.min()) < 0 or int(found.max()) >= vocab_size:
-            raise UserError(f"ids must be from 0 to {vocab_size - 1}; got {int(found.min())} to {int(found.max())}")
-        return found
+class TextModel(LoadedModel[CausalModel]):
+    """A language model with its tokenizer; ``module`` maps ids (b, n) and states to logits (b, n, V) and states."""
 
     def logits(self, text: str | Sequence[int] | Tensor) -> Tensor:
         """Of the token behind each: (n, V), or (b, n, V) for rows of ids. Gradients flow."""
@@ -166,8 +138,10 @@ class TextModel:
         return logits[0, -1], states
 
 
-def load(source: str | PathLike[str], *, device: str = "auto", dtype: torch.dtype | None = None) -> TextModel:
-    """The model of a run, ``"runs/x"`` or ``"runs/x@step"``, or of an exported directory.
+def load(
+    source: str | PathLike[str], *, device: str = "auto", dtype: torch.dtype | None = None
+) -> TextModel | FillMaskModel | TextClassifier:
+    """The model of a run, ``"runs/x"`` or ``"runs/x@step"``, or of an exported directory, by its task.
 
     Args:
         source: a run's directory, or NAME for runs/NAME, with @STEP for another checkpoint than the newest whole one;
@@ -186,9 +160,17 @@ def load(source: str | PathLike[str], *, device: str = "auto", dtype: torch.dtyp
         if dtype is not None:
             weight = weight.to(kept_dtype(name, dtype))
         module.load_state_dict({name: weight.to(where)}, strict=False, assign=True)
-    return TextModel(
-        module=module.eval(), tokenizer=opened.tokenizer, origin=str(opened.origin), refused=opened.refused
-    )
+    module.eval()
+    of_run: dict[str, Any] = {
+        "tokenizer": opened.tokenizer,
+        "origin": str(opened.origin),
+        "refused": opened.refused,
+    }
+    if isinstance(module, CausalModel):
+        return TextModel(module=module, **of_run)
+    if isinstance(module, MaskedModel):
+        return FillMaskModel(module=module, **of_run)
+    return TextClassifier(module=module, classes=tuple(opened.classes), **of_run)
 
 
 def _opened(source: str | PathLike[str]) -> OpenedModel:
@@ -198,7 +180,7 @@ def _opened(source: str | PathLike[str]) -> OpenedModel:
     if path.is_dir() and not (path / "config.toml").exists():
         raise UserError(f"{path} is neither a run (config.toml) nor an export (config.json)")
     run, step = split_step(str(source))
-    return open_run(choose_run(run_path(run), step=step))
+    return open_run(choose_run(run_path(run), step=step, any_task=True))
 
 
 def _device(name: str) -> torch.device:

@@ -11,6 +11,16 @@ from lightscale.records import read_records
 from lightscale.runs.run_directory import RunDirectory
 
 NAME = "README.md"
+_PIPELINES = {"causal": "text-generation", "masked": "fill-mask", "classify": "text-classification"}
+_SPELLED = (
+    "A text that spells a special token is ordinary text.",
+    "`[MASK]` in a text is the mask, and what spells another special token is that token.",
+)
+_KINDS = {
+    "causal": "A language model",
+    "masked": "A model that fills masks, and reads what stands before and behind them,",
+    "classify": "A model that names the class of a text,",
+}
 _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam"}
 
 
@@ -22,6 +32,7 @@ def model_card(run: TrainedRun, *, num_parameters: int, dtype: str, usage: str) 
     tokens = run.manifest.facts.get("tokens", 0)
     sources = ", ".join(config.data.sources) or "all sources of the store"
     rows = {
+        "task": _task(run),
         "token mixer": f"{mixer} ({len(shape.mixers)} layers)",
         "parameters": f"{num_parameters:,}",
         "width, heads, inner width": f"{model.hidden_size}, {model.num_heads}, {model.intermediate_size}",
@@ -36,13 +47,13 @@ def model_card(run: TrainedRun, *, num_parameters: int, dtype: str, usage: str) 
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return f"""---
 library_name: transformers
-pipeline_tag: text-generation
+pipeline_tag: {_PIPELINES[shape.task]}
 tags: [lightscale, linear-attention]
 ---
 
 # {run.chosen.directory.path.resolve().name}, step {run.step}
 
-A language model trained with lightscale {run.manifest.facts["versions"].get("lightscale", "")}. {_about(config)}
+{_KINDS[shape.task]} trained with lightscale {run.manifest.facts["versions"].get("lightscale", "")}. {_about(config)}
 
 | | |
 |---|---|
@@ -51,14 +62,26 @@ A language model trained with lightscale {run.manifest.facts["versions"].get("li
 {usage}
 
 A document begins with the end-of-text token, which the tokenizer puts before every text
-(`add_special_tokens=False`: not). A text that spells a special token is ordinary text. Each row is one document;
+(`add_special_tokens=False`: not). {_SPELLED[shape.task == "masked"]} Each row is one document;
 padding may stand on either side.
 
 Checkpoint: manifest {_manifest_hash(run)}.
 """
 
 
+def _task(run: TrainedRun) -> str:
+    shape = run.shape
+    if shape.task == "masked":
+        return "masked: tokens that are hidden by the mask, the id behind the tokenizer's last"
+    if shape.task == "classify":
+        names = f": {', '.join(run.classes[:8])}{', …' * (len(run.classes) > 8)}" if run.classes else ""
+        return f"classify: {shape.num_labels} classes{names}"
+    return "causal: the next token"
+
+
 def _about(config: RunConfig) -> str:
+    if config.task.name != "causal":
+        return ""
     if "llama" in config.model.layers:
         kind = "Its layers" if {*config.model.layers} == {"llama"} else "Some of its layers"
         return f"{kind} attend by softmax, so that the memory of generation grows with the text."

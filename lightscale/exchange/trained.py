@@ -1,5 +1,6 @@
 """The checkpoint of a run, opened for what is made of it: its tensors stay in the files until they are read."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -9,8 +10,9 @@ from torch import Tensor
 from lightscale.data_pipeline.tokenizers import Tokenizer
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import ChosenRun
+from lightscale.evaluation.prediction.request import class_names
 from lightscale.exchange.files.stored_tensors import StoredTensors
-from lightscale.exchange.files.weights import TensorRows, exported_tensors, shape_of, tensor_shapes
+from lightscale.exchange.files.weights import TensorRows, exported_tensors, run_shape, tensor_shapes
 from lightscale.exchange.plain.model import Shape
 from lightscale.training.checkpoints.directories import CheckpointName, list_checkpoints
 from lightscale.training.checkpoints.manifest import Manifest
@@ -37,6 +39,10 @@ class OpenedModel(Protocol):
     def refused(self) -> tuple[str, ...]:
         """Why newer checkpoints were skipped, one line each."""
 
+    @property
+    def classes(self) -> Sequence[str]:
+        """The names of a classifier's classes, by number, as far as they are known."""
+
     def read(self, name: str) -> Tensor:
         """A weight of the plain model, by its name there (``weights.exported_tensors``)."""
 
@@ -59,6 +65,11 @@ class TrainedRun:
         """The run's."""
         return self.chosen.tokenizer
 
+    @property
+    def classes(self) -> list[str]:
+        """Those that the run keeps."""
+        return class_names(self.chosen) if self.shape.task == "classify" else []
+
     def read(self, name: str) -> Tensor:
         """See ``OpenedModel``."""
         return self.tensors.read(self.rows[name])
@@ -69,7 +80,7 @@ def open_run(chosen: ChosenRun) -> TrainedRun:
 
     UserError where none is whole, and where tokenizer or model are not those of the checkpoint.
     """
-    shape = shape_of(chosen.config.model, vocab_size=chosen.tokenizer.vocab_size)
+    shape = run_shape(chosen.config, num_ids=chosen.tokenizer.vocab_size)
     refused: list[str] = []
     # Of one step the weights alone come first: they are the same, and a third of the bytes to verify.
     for name in reversed(list_checkpoints(chosen.directory.checkpoints)):

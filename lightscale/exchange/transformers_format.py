@@ -1,5 +1,6 @@
 """What transformers loads: LLaMA as its own classes, all others with the one modelling file that an export brings."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,17 @@ from lightscale.exchange.formats import ExportFormat
 from lightscale.exchange.plain.model import Shape
 from lightscale.exchange.trained import TrainedRun
 
+_USES = {
+    "causal": """inputs = tokenizer("Once upon a time", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0], skip_special_tokens=True))""",
+    "masked": """inputs = tokenizer(f"The {tokenizer.mask_token} sat on the mat.", return_tensors="pt")
+best = model(**inputs).logits.argmax(-1)
+print(tokenizer.decode(best[inputs["input_ids"] == tokenizer.mask_token_id]))""",
+    "classify": """inputs = tokenizer("Some text", return_tensors="pt")
+print(model.config.id2label[model(**inputs).logits.argmax(-1).item()])""",
+}
+"""How a model of each task is used, in Python."""
+
 
 class TransformersFormat(ExportFormat):
     """Every model has this form; what is written in fp32 is bitwise the checkpoint's."""
@@ -18,9 +30,20 @@ class TransformersFormat(ExportFormat):
     def check(self, shape: Shape) -> None:
         """All can be written."""
 
-    def config(self, shape: Shape, *, eot_id: int, dtype: str, max_tokens: int, init_std: float) -> dict[str, Any]:
+    def config(
+        self,
+        shape: Shape,
+        *,
+        eot_id: int,
+        dtype: str,
+        max_tokens: int,
+        init_std: float,
+        classes: Sequence[str] = (),
+    ) -> dict[str, Any]:
         """See ``ExportFormat``."""
-        return export_config.config_of(shape, eot_id=eot_id, dtype=dtype, max_tokens=max_tokens, init_std=init_std)
+        return export_config.config_of(
+            shape, eot_id=eot_id, dtype=dtype, max_tokens=max_tokens, init_std=init_std, classes=classes
+        )
 
     def tensors(self, run: TrainedRun, dtype: torch.dtype) -> list[Written]:
         """See ``ExportFormat``."""
@@ -42,13 +65,13 @@ class TransformersFormat(ExportFormat):
         """See ``ExportFormat``."""
         # transformers asks for it for the tokenizer too, as it reads the model's configuration for it.
         remote = "" if export_config.has_own_class(shape) else ", trust_remote_code=True"
+        auto = export_config.auto_class(shape)
         return f"""```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {auto}, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained(PATH{remote})
-model = AutoModelForCausalLM.from_pretrained(PATH{remote})
-inputs = tokenizer("Once upon a time", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0], skip_special_tokens=True))
+model = {auto}.from_pretrained(PATH{remote})
+{_USES[shape.task]}
 ```
 
 `lightscale.load(PATH)` loads it without transformers."""

@@ -20,7 +20,7 @@ class TrainingTask(ABC):
     directions: ClassVar[frozenset[Direction]]
     """What its layers may read; all mixers of a model must fit."""
     writes_text: ClassVar[bool] = False
-    """Whether a model predicts the next token: such are scored on text, generate it and are exported."""
+    """Whether a model predicts the next token: such are scored on text and generate it."""
     predicts_labels: ClassVar[bool] = False
     """Whether labels of documents are predicted, by ``model.head``; otherwise tokens."""
     measures_accuracy: ClassVar[bool] = False

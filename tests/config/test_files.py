@@ -376,7 +376,6 @@ MASKED = ("model.mixer=llama", "model.mixer_options.llama.causal=false", "task.n
             [*MASKED, "evaluation.every_steps=5", 'evaluation.tasks=["lambada"]'],
             'evaluation.every_steps = 5 needs a model that predicts the next token, but task.name = "masked"',
         ),
-        ([*MASKED, "checkpoint.export_every=5"], "set checkpoint.export_every to none"),
         (["task.name=classify"], "needs the table model.head, with num_labels, the number of classes"),
         (["model.head.num_labels=3"], 'but task.name = "causal" predicts tokens; remove the table'),
         (["task.name=classify", "model.head.num_labels=1"], "model.head.num_labels = 1: must be a whole number >= 2"),

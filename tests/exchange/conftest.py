@@ -1,6 +1,7 @@
 """Runs of every architecture, made and not trained: weights that all differ, saved as a run saves them."""
 
 import importlib.util
+import json
 import runpy
 import shutil
 from collections.abc import Callable, Iterator
@@ -43,7 +44,35 @@ num_key_value_heads = 2
 attention_bias = "qkv"
 rope_theta = 500.0""",
     "hybrid": 'mixer = ["tnl", "hgrn2", "lightnet", "llama", "cosformer2"]\nnorm = "rmsnorm"',
+    "masked": """mixer = ["lion-s", "lightnet", "lion-retnet", "llama", "lion-lit"]
+norm = "rmsnorm"
+[model.mixer_options.lightnet]
+causal = false
+[model.mixer_options.llama]
+causal = false
+[model.mixer_options.lion-s]
+input_gate = true
+[task]
+name = "masked\"""",
+    "masked_llama": """mixer = "llama"
+glu_activation = "silu"
+norm = "rmsnorm"
+tie_word_embeddings = false
+mixer_options.llama.causal = false
+[task]
+name = "masked\"""",
+    "classify": """mixer = ["lion-s", "lion-retnet"]
+head.num_labels = 3
+head.pooling = "last"
+[task]
+name = "classify\"""",
+    "classify_causal": """mixer = "tnl"
+head.num_labels = 2
+[task]
+name = "classify\"""",
 }
+CLASSES = ["good", "bad", "other"]
+"""Of the run "classify"."""
 RUN = """
 [model]
 num_layers = {layers}
@@ -96,11 +125,13 @@ def make_run(folder: Path, name: str, tokenizer: Tokenizer) -> RunDirectory:
     """The directory of a run without checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name}.toml"
-    file.write_text(RUN.format(shape=SHAPES[name], layers=5 if name == "hybrid" else 2), encoding="utf-8")
+    file.write_text(RUN.format(shape=SHAPES[name], layers=5 if name in ("hybrid", "masked") else 2), encoding="utf-8")
     run = RunDirectory(folder / name)
     run.create(load(file))
     run.tokenizer.mkdir()
     tokenizer.save(run.tokenizer)
+    if name == "classify":
+        run.classes.write_text(json.dumps(CLASSES))
     return run
 
 

@@ -100,13 +100,18 @@ def _documents(
         yield TextDocument(line=number, id=record.get("id"), text=text, ids=ids)
 
 
+def space_joins(tokenizer: Tokenizer) -> bool:
+    """Whether words begin with a space in the tokenizer's vocabulary."""
+    return len(tokenizer.encode(" a")) == 1
+
+
 def with_masks(tokenizer: Tokenizer, text: str, masks: MaskWriting) -> Ids:
     """(n + 1,) the end-of-text token, and ``text``, in which a mask stands for one token.
 
     Where words begin with a space in the tokenizer's vocabulary, the space before a mask is part of the mask: the text
     of what was hidden there had it too.
     """
-    joins = len(tokenizer.encode(" a")) == 1
+    joins = space_joins(tokenizer)
     *before, last = text.split(masks.text)
     ids = [tokenizer.eot_id]
     for part in before:

@@ -4,20 +4,20 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightscale.data_pipeline.tokenizers import Tokenizer
 from lightscale.data_pipeline.whole_files import whole_file
 from lightscale.evaluation.inference.predictions import Predictor
 from lightscale.evaluation.inference.requests import Ids
 from lightscale.evaluation.model import LoadedModel, mesh_of, restore
 from lightscale.evaluation.prediction.documents import TextDocument
 from lightscale.evaluation.prediction.request import PredictionRequest
+from lightscale.evaluation.prediction.token_texts import token_texts
 from lightscale.parallel.mesh import Mesh
 from lightscale.training.health.heartbeat import Heartbeat
 
@@ -143,14 +143,6 @@ def blocks(documents: Sequence[TextDocument], most_tokens: int) -> Iterator[list
             block, tokens = [], 0
     if block:
         yield block
-
-
-def token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:
-    """The text of a token by itself, with the space that it begins with."""
-    # Behind another token: some tokenizers drop the space at the beginning of a text.
-    anchor = tokenizer.encode("a").tolist()
-    skip = len(tokenizer.decode(anchor))
-    return lambda number: tokenizer.decode([*anchor, number])[skip:]
 
 
 def _rounded(value: float) -> float:

@@ -1,5 +1,6 @@
 """config.json of an export: what transformers reads of a model's shape, written and read back strictly."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from lightscale.config.section import MOST_IDS, MOST_LAYERS, MOST_SEQUENCE_TOKENS
 from lightscale.errors import UserError
 from lightscale.exchange.files import modelling_file
+from lightscale.exchange.plain.lion import LION_MIXERS, Lion
 from lightscale.exchange.plain.mixers import Attention, RopeScaling
 from lightscale.exchange.plain.model import Shape
 from lightscale.files import open_regular
@@ -62,19 +64,36 @@ class _SoftmaxAttention(_Exact):
     rope_scaling: _Scaling | None
     bias: bool
     output_bias: bool
+    causal: bool = True
 
     def attention(self) -> Attention:
         scaling = None if self.rope_scaling is None else RopeScaling(**self.rope_scaling.model_dump())
         return Attention(**self.model_dump(exclude={"rope_scaling"}), rope_scaling=scaling)
 
 
+class _Lion(_Exact):
+    """``Lion``, as our own exports write it."""
+
+    feature_map: Literal["elu", "silu", "none"]
+    scale: bool
+    eps: Annotated[float, Field(ge=0, le=100)]
+    gate: Literal["leave", "enter"]
+    input_gate: bool
+
+
 class _Lightscale(_Known):
+    architectures: Annotated[list[str], Field(min_length=1, max_length=1)]
     mixers: Annotated[list[str], Field(min_length=1, max_length=MOST_LAYERS)]
     gate_ranks: dict[str, _Width]
     glu_activation: Literal["none", "silu"]
     norm: Literal["srmsnorm", "rmsnorm"]
     tie_word_embeddings: bool
     softmax_attention: _SoftmaxAttention | None = None
+    lightnet_causal: bool = True
+    lion: dict[str, _Lion] = {}
+    pooling: Literal["mean", "first", "last"] = "mean"
+    id2label: Annotated[dict[str, str], Field(max_length=1_000_000)] = {}
+    """Absent where transformers saved two classes without names."""
 
 
 class _Rope(_Exact):
@@ -171,15 +190,28 @@ def _scaling(rope: _Rope, path: Path) -> RopeScaling | None:
 
 def own_class(shape: Shape) -> str | None:
     """Which of transformers' own models computes the model: Llama, Mistral or Qwen2; None: none of them."""
-    if {*shape.mixers} != {"llama"} or shape.norm != "rmsnorm":
-        return None
     attention = shape.attention
+    if {*shape.mixers} != {"llama"} or shape.norm != "rmsnorm" or shape.task != "causal" or not attention.causal:
+        return None
     if attention.bias and not attention.output_bias:
         return "Qwen2"
     # transformers' Llama refuses such widths, whatever head_dim says; without biases Mistral is the same model.
     if shape.hidden_size % shape.num_attention_heads:
         return None if attention.bias else "Mistral"
     return "Llama"
+
+
+_CLASSES = {
+    "causal": ("LightscaleForCausalLM", "AutoModelForCausalLM"),
+    "masked": ("LightscaleForMaskedLM", "AutoModelForMaskedLM"),
+    "classify": ("LightscaleForSequenceClassification", "AutoModelForSequenceClassification"),
+}
+"""By task: our class in an export, and transformers' class that finds it."""
+
+
+def auto_class(shape: Shape) -> str:
+    """Which of transformers' classes loads the export of a model."""
+    return _CLASSES[shape.task][1]
 
 
 def has_own_class(shape: Shape) -> bool:
@@ -192,7 +224,9 @@ def tensor_name(shape: Shape, name: str) -> str:
     return name.replace(".mixer.", ".self_attn.") if has_own_class(shape) else name
 
 
-def config_of(shape: Shape, *, eot_id: int, dtype: str, max_tokens: int, init_std: float) -> dict[str, Any]:
+def config_of(
+    shape: Shape, *, eot_id: int, dtype: str, max_tokens: int, init_std: float, classes: Sequence[str] = ()
+) -> dict[str, Any]:
     """The content of config.json.
 
     Args:
@@ -201,6 +235,7 @@ def config_of(shape: Shape, *, eot_id: int, dtype: str, max_tokens: int, init_st
         dtype: of most weights, as torch names it, such as "bfloat16".
         max_tokens: the length of sequences that the model was trained on.
         init_std: of the initial weights.
+        classes: the names of a classifier's classes, as far as they are known.
     """
     common = {
         "dtype": dtype,
@@ -237,21 +272,50 @@ def config_of(shape: Shape, *, eot_id: int, dtype: str, max_tokens: int, init_st
                 **scaling,
             },
         }
-    module = modelling_file.NAME.removesuffix(".py")
+    module, (own_name, auto_name) = modelling_file.NAME.removesuffix(".py"), _CLASSES[shape.task]
+    autos = {"AutoConfig": f"{module}.LightscaleConfig", auto_name: f"{module}.{own_name}"}
+    if shape.task == "masked":
+        # What was trained to fill masks is fine-tuned to classify.
+        own_classifier, auto_classifier = _CLASSES["classify"]
+        autos[auto_classifier] = f"{module}.{own_classifier}"
     return {
-        "architectures": ["LightscaleForCausalLM"],
+        "architectures": [own_name],
         "model_type": "lightscale",
-        "auto_map": {
-            "AutoConfig": f"{module}.LightscaleConfig",
-            "AutoModelForCausalLM": f"{module}.LightscaleForCausalLM",
-        },
+        "auto_map": autos,
         **common,
         "mixers": list(shape.mixers),
         "gate_ranks": dict(shape.gate_ranks),
         "glu_activation": shape.glu_activation,
         "norm": shape.norm,
         **({} if shape.attention == Attention() else {"softmax_attention": asdict(shape.attention)}),
+        **({} if shape.lightnet_causal else {"lightnet_causal": False}),
+        **({"lion": {name: asdict(options) for name, options in shape.lion.items()}} if shape.lion else {}),
+        **(_labels(shape, classes) if shape.task == "classify" else {}),
     }
+
+
+def _labels(shape: Shape, classes: Sequence[str]) -> dict[str, Any]:
+    """What transformers says of classes; those without a name have its own, LABEL_3."""
+    names = [classes[number] if number < len(classes) else f"LABEL_{number}" for number in range(shape.num_labels)]
+    return {
+        "pooling": shape.pooling,
+        "problem_type": "single_label_classification",
+        "id2label": {str(number): name for number, name in enumerate(names)},
+        "label2id": {name: number for number, name in enumerate(names)},
+    }
+
+
+def class_names(path: Path) -> list[str]:
+    """The names of the classes that ``path``, the config.json of a classifier's export, has, by number; or none."""
+    labels = checked(_Lightscale, _content(path), path).id2label
+    unnamed = [f"LABEL_{number}" for number in range(len(labels))]
+    names = [labels.get(str(number), unnamed[number]) for number in range(len(labels))]
+    return [] if names == unnamed else names
+
+
+def _content(path: Path) -> dict[str, Any]:
+    with open_regular(path, what="the configuration of a model", most_bytes=_MOST_BYTES, follow_links=True) as file:
+        return parse_object(file.read(), path)
 
 
 def read_config(path: Path) -> tuple[Shape, int]:
@@ -259,8 +323,7 @@ def read_config(path: Path) -> tuple[Shape, int]:
 
     UserError for another architecture, which is named with those that work, and for values that none of them has.
     """
-    with open_regular(path, what="the configuration of a model", most_bytes=_MOST_BYTES, follow_links=True) as file:
-        content = parse_object(file.read(), path)
+    content = _content(path)
     kind = content.get("model_type")
     known: _Known
     if kind == "lightscale":
@@ -273,7 +336,11 @@ def read_config(path: Path) -> tuple[Shape, int]:
             norm=own.norm,
             attention=Attention() if own.softmax_attention is None else own.softmax_attention.attention(),
             tied=own.tie_word_embeddings,
+            lightnet_causal=own.lightnet_causal,
+            lion={name: Lion(**options.model_dump()) for name, options in own.lion.items()},
+            **_predicted(own, path),
         )
+        _check_lion(shape, path)
     elif isinstance(kind, str) and kind in _DEFAULTS:
         known = llama = checked(_Llama, _DEFAULTS[kind] | content, path)
         activation = {name: ours for ours, name in _ACTIVATIONS.items()}[llama.hidden_act]
@@ -290,6 +357,26 @@ def read_config(path: Path) -> tuple[Shape, int]:
         raise UserError(f"{path}: model_type = {shown(repr(kind))}; those that can be read are {kinds}")
     _check_heads(shape, path)
     return shape, known.max_position_embeddings
+
+
+def _predicted(own: _Lightscale, path: Path) -> dict[str, Any]:
+    tasks = {name: task for task, (name, _) in _CLASSES.items()}
+    (name,) = own.architectures
+    if name not in tasks:
+        raise UserError(f"{path}: architectures = {shown(repr([name]))}; those of lightscale are {', '.join(tasks)}")
+    if tasks[name] != "classify":
+        return {"task": tasks[name]}
+    # transformers leaves out what it takes for granted: two classes without names.
+    return {"task": "classify", "num_labels": len(own.id2label) or 2, "pooling": own.pooling}
+
+
+def _check_lion(shape: Shape, path: Path) -> None:
+    """UserError where LION's mixers and their forms do not belong together, or a causal task has what reads ahead."""
+    mixers = {*shape.mixers} & {*LION_MIXERS}
+    if mixers != {*shape.lion}:
+        raise UserError(f"{path}: lion describes {', '.join(shape.lion) or 'nothing'}, mixers has {', '.join(mixers)}")
+    if shape.task == "causal" and shape.reads_both_ways():
+        raise UserError(f"{path}: a model of the next token, {_CLASSES['causal'][0]}, with layers that read it")
 
 
 def _check_heads(shape: Shape, path: Path) -> None:

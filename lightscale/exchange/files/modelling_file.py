@@ -1,6 +1,6 @@
 """The one modelling file of an export, made of the files in ``plain/``: it imports torch and transformers alone.
 
-transformers copies one file from a directory and runs it, so that the four are put behind each other: their imports at
+transformers copies one file from a directory and runs it, so that they are put behind each other: their imports at
 its head, without those of each other.
 """
 
@@ -8,12 +8,13 @@ import ast
 from importlib import resources
 
 NAME = "modeling_lightscale.py"
-_MODULES = ("operators", "mixers", "model", "transformers_model")
+_MODULES = ("operators", "mixers", "lion", "model", "transformers_model")
 _PACKAGE = "lightscale.exchange.plain"
 _HEAD = '''"""A language model of lightscale, whole in one file of plain PyTorch.
 
-Token mixers (TNL, HGRN2, cosFormer2, LightNet, softmax attention) with a state of constant size for each layer, and the
-classes by which transformers loads them. Written by `lightscale export`; licence: Apache-2.0.
+Token mixers with a state for each layer (TNL, HGRN2, cosFormer2, LightNet, softmax attention), those that read both
+ways (LION, LightNet, softmax attention), and the classes by which transformers loads them. Written by
+`lightscale export`; licence: Apache-2.0.
 """
 '''
 

@@ -2,7 +2,8 @@
 
 Every kind encodes as before, id by id: what is written is compared with the original on texts that tokenizers often
 treat unlike each other, and refused where one differs. Only a token that begins documents is added: a text of its own
-begins with the end-of-text token, as in training. A text that spells a special token stays ordinary text.
+begins with the end-of-text token, as in training. A text that spells a special token stays ordinary text, but where
+masks are filled.
 """
 
 import importlib
@@ -22,14 +23,22 @@ from lightscale.data_pipeline.tokenizers import (
     Tokenizer,
 )
 from lightscale.errors import UserError, shortened
+from lightscale.evaluation.prediction.documents import MASK_TEXT, space_joins
+from lightscale.training.checkpoints.reading import parse_object
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 _NUM_TEXTS = 300
 
 
-def write_tokenizer(tokenizer: Tokenizer, directory: Path, *, max_tokens: int) -> None:
-    """Write both files to ``directory``; ``max_tokens``: the length of sequences that the model was trained on.
+def write_tokenizer(tokenizer: Tokenizer, directory: Path, *, max_tokens: int, has_mask: bool = False) -> None:
+    """Write both files to ``directory``.
+
+    Args:
+        tokenizer: of the run.
+        directory: where they go.
+        max_tokens: the length of sequences that the model was trained on.
+        has_mask: whether the mask is a token too, behind the last one: ``MASK_TEXT`` in a text is it.
 
     UserError where the package ``tokenizers`` is not there, or would not give the same ids.
     """
@@ -39,6 +48,9 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path, *, max_tokens: int) -
     content["truncation"] = content["padding"] = None
     text = json.dumps(content, ensure_ascii=False)
     _check(tokenizer, text)
+    if has_mask:
+        content["added_tokens"] = [*content["added_tokens"], _mask_token(tokenizer)]
+        text = json.dumps(content, ensure_ascii=False)
     (directory / FILE).write_text(text, encoding="utf-8")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -46,13 +58,30 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path, *, max_tokens: int) -
         "eos_token": eot,
         "pad_token": eot,
         "clean_up_tokenization_spaces": False,
-        # A text that spells a special token must not forge the end of a document.
-        "split_special_tokens": True,
+        # A text that spells a special token must not forge the end of a document. But a mask is spelled, and
+        # transformers knows only all or none.
+        "split_special_tokens": not has_mask,
         "padding_side": "left",
         "model_max_length": max_tokens,
         "model_input_names": ["input_ids", "attention_mask"],
     }
+    if has_mask:
+        config["mask_token"] = MASK_TEXT
     (directory / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _mask_token(tokenizer: Tokenizer) -> dict[str, Any]:
+    how = {"single_word": False, "rstrip": False, "normalized": False, "special": True}
+    # Where words begin with a space, the one before a mask is part of it: what was hidden there had it too.
+    return {"id": tokenizer.vocab_size, "content": MASK_TEXT, "lstrip": space_joins(tokenizer), **how}
+
+
+def without_mask(content: bytes, mask: int, origin: Path) -> bytes:
+    """``content`` of a tokenizer.json without its added token of the id ``mask``. UserError where it is none."""
+    found = parse_object(content, origin)
+    if isinstance(tokens := found.get("added_tokens"), list):
+        found["added_tokens"] = [one for one in tokens if not (isinstance(one, dict) and one.get("id") == mask)]
+    return json.dumps(found, ensure_ascii=False).encode()
 
 
 def _content(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -14,12 +14,20 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightscale.config.model import ModelConfig
+from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
+from lightscale.exchange.plain.lion import Lion
 from lightscale.exchange.plain.mixers import Attention, RopeScaling
-from lightscale.exchange.plain.model import MIXER_NAMES, CausalModel, Shape
+from lightscale.exchange.plain.model import MIXER_NAMES, PlainModel, Shape, model_of
 from lightscale.models.registry import mixer_spec
 from lightscale.models.specs.gated import gate_rank
-from lightscale.models.specs.options import GatedMixerOptions, LLaMAOptions, llama_heads
+from lightscale.models.specs.options import (
+    GatedMixerOptions,
+    LightNetOptions,
+    LionOptions,
+    LLaMAOptions,
+    llama_heads,
+)
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """The run's names of what has a row for each id, and padding rows, which no export has."""
@@ -29,6 +37,7 @@ _ROLES = {
     "v": "v_proj.weight",
     "o": "o_proj.weight",
     "forget": "f_proj.weight",
+    "forget_bias": "f_proj.bias",
     "gate_down": "gate_down.weight",
     "gate_up": "gate_up.weight",
     "angles": "theta",
@@ -50,8 +59,17 @@ class TensorRows:
     """First and last + 1 of each; None: all rows there are."""
 
 
-def shape_of(model: ModelConfig, *, vocab_size: int) -> Shape:
+def run_shape(config: RunConfig, *, num_ids: int) -> Shape:
+    """The shape of the plain model of a run whose tokenizer has ``num_ids``; see ``shape_of``."""
+    # The mask is the id behind the tokenizer's last.
+    is_masked = config.task.name == "masked"
+    return shape_of(config.model, vocab_size=num_ids + is_masked, task="masked" if is_masked else "causal")
+
+
+def shape_of(model: ModelConfig, *, vocab_size: int, task: str = "causal") -> Shape:
     """The shape of the plain model of ``model``, of whose embedding the first ``vocab_size`` rows are in use.
+
+    ``task`` is that of a model which predicts tokens: causal or masked.
 
     UserError where one of its mixers has no plain form.
     """
@@ -60,11 +78,15 @@ def shape_of(model: ModelConfig, *, vocab_size: int) -> Shape:
             f"model.mixer: {unknown[0]} comes from another package and has no plain form to load or export; those that "
             f"do are {', '.join(MIXER_NAMES)}"
         )
-    ranks, attention = {}, Attention()
+    ranks, attention, lion, lightnet_causal = {}, Attention(), dict[str, Lion](), True
     for layer, name in enumerate(model.layers):
         options = model.layer_options(layer)
         if isinstance(options, GatedMixerOptions):
             ranks[name] = gate_rank(model, layer)
+        if isinstance(options, LightNetOptions):
+            lightnet_causal = options.causal
+        elif isinstance(options, LionOptions):
+            lion[name] = Lion(**options.model_dump(exclude={"initial_decay"}))
         elif isinstance(options, LLaMAOptions):
             attention = _attention(model, layer, options)
     return Shape(
@@ -79,7 +101,15 @@ def shape_of(model: ModelConfig, *, vocab_size: int) -> Shape:
         rms_norm_eps=model.norm_eps,
         attention=attention,
         tied=model.tie_word_embeddings,
+        lightnet_causal=lightnet_causal,
+        lion=lion,
+        **_predicted(model, task),
     )
+
+
+def _predicted(model: ModelConfig, task: str) -> dict[str, Any]:
+    head = model.head
+    return {"task": task} if head is None else {**head.model_dump(), "task": "classify"}
 
 
 def _attention(model: ModelConfig, layer: int, options: LLaMAOptions) -> Attention:
@@ -93,6 +123,7 @@ def _attention(model: ModelConfig, layer: int, options: LLaMAOptions) -> Attenti
         rope_scaling=None if scaling is None else RopeScaling(**scaling.model_dump(exclude={"rope_type"})),
         bias=options.attention_bias != "none",
         output_bias=options.attention_bias == "all",
+        causal=options.causal,
     )
 
 
@@ -129,7 +160,8 @@ def stored_parts(model: ModelConfig, *, vocab_size: int) -> dict[str, list[Part]
             found.setdefault(rows.key, []).append(Part(rows=range(start, stop), name=name, first=first))
             first += stop - start
     if model.vocab_size > vocab_size:
-        for key in found.keys() & {*_VOCABULARY}:
+        # Where labels are predicted, the output layer has a row for each of these.
+        for key in found.keys() & {*(_VOCABULARY if model.head is None else _VOCABULARY[:1])}:
             found[key].append(Part(rows=range(vocab_size, model.vocab_size), name=None))
     return {key: sorted(parts, key=lambda part: part.rows.start) for key, parts in found.items()}
 
@@ -139,10 +171,10 @@ def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     return {name: tuple(weight.shape) for name, weight in empty_model(shape).named_parameters()}
 
 
-def empty_model(shape: Shape) -> CausalModel:
+def empty_model(shape: Shape) -> PlainModel:
     """The plain model, whose matrices have neither memory nor values yet."""
     with _NoMemory():
-        return CausalModel(shape)
+        return model_of(shape)
 
 
 class _NoMemory(TorchFunctionMode):
@@ -191,5 +223,7 @@ def _exported(model: ModelConfig, vocab_size: int) -> Iterator[tuple[str, Tensor
         yield f"{here}mlp.down_proj.weight", TensorRows(key=f"{there}mlp.linear_fc2.weight")
     if has_norm_weights:
         yield "model.norm.weight", TensorRows(key="decoder.final_layernorm.weight")
-    if not model.tie_word_embeddings:
+    if model.head is not None:
+        yield "score.weight", TensorRows(key=output.key)
+    elif not model.tie_word_embeddings:
         yield "lm_head.weight", output

@@ -21,6 +21,7 @@ from lightscale.exchange.plain.operators import (
     rotate_pairs,
     rotated_features,
     softmax_attention,
+    softmax_average,
     softmax_scan,
     toeplitz_scan,
     token_positions,
@@ -28,6 +29,14 @@ from lightscale.exchange.plain.operators import (
 )
 
 State = dict[str, Tensor]
+
+
+def refuse_state(mixer: nn.Module, state: State | None) -> None:
+    """ValueError where a mixer that reads whole rows is to read on from a state, which it cannot have."""
+    if state is not None:
+        raise ValueError(
+            f"{type(mixer).__name__} reads whole rows, before and behind: it takes no state and gives none"
+        )
 
 
 def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
@@ -170,19 +179,40 @@ class CosFormer2Mixer(GatedOutputMixer):
 
 
 class LightNetMixer(GatedOutputMixer):
-    """LightNet: a running softmax average over the past, with fixed angles on q and on the weights."""
+    """LightNet: a running softmax average over the past, with fixed angles on q and on the weights.
+
+    With ``causal`` false every token reads the average over the whole row, and there is no state.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        gate_rank: int | None = None,
+        causal: bool = True,
+        eps: float = 1e-6,
+    ) -> None:
+        super().__init__(hidden_size, num_heads, gate_rank=gate_rank, eps=eps)
+        self.causal = causal
 
     def forward(self, x: Tensor, state: State | None = None, mask: Tensor | None = None) -> tuple[Tensor, State]:
         """x: (b, n, d), normalised -> the same and the state ``z``: (b, h, k), ``S``: (b, h, 2k, k)."""
+        if not self.causal:
+            refuse_state(self, state)
         q, k, v = F.silu(self.heads(self.q_proj(x))), self.heads(self.k_proj(x)), self.heads(self.v_proj(x))
         wide = wide_dtype(x)
+        theta = wavelengths(self.num_heads, self.head_dim, x.device).to(wide)
+        turns = phases(self.positions(x, mask, state), theta)
+        if not self.causal:
+            S = softmax_average(k.to(wide), v, turns, mask)
+            o = torch.einsum("bnhk, bhkv -> bnhv", rotated_features(q.to(wide), turns), S)
+            return self.output(x, o.to(v.dtype)), {}
         z = torch.full_like(k[:, 0], EMPTY, dtype=wide) if state is None else state["z"]
         if mask is not None:
             k = torch.where(mask[..., None, None], k, EMPTY)
             v = torch.where(mask[..., None, None], v, 0)
         shares, log_left, z = softmax_scan(k, z)
-        theta = wavelengths(self.num_heads, self.head_dim, x.device).to(wide)
-        turns = phases(self.positions(x, mask, state), theta)
         q, k = rotated_features(q.to(wide), turns), rotated_features(shares, turns)
         before = self.matrix_state(x, state, k.size(-1))
         # Both halves of the features share a weight, and so a decay.
@@ -267,6 +297,8 @@ class Attention:
     bias: bool = False
     """Of queries, keys and values."""
     output_bias: bool = False
+    causal: bool = True
+    """Whether tokens see those up to themselves; otherwise the whole row, and there is no state."""
 
 
 def rotary_angles(width: int, attention: Attention, device: torch.device) -> Tensor:
@@ -304,10 +336,15 @@ class SoftmaxMixer(HeadMixer):
 
     def forward(self, x: Tensor, state: State | None = None, mask: Tensor | None = None) -> tuple[Tensor, State]:
         """x: (b, n, d), normalised -> the same and the state ``k``, ``v``: (b, N, g, k) and ``seen``: (b, N) bool."""
+        if not self.attention.causal:
+            refuse_state(self, state)
         q, k, v = (self.heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
         theta = rotary_angles(self.head_dim, self.attention, x.device).to(wide_dtype(x))
         turns = phases(self.positions(x, mask, state), theta)
         q, k = rotate_pairs(q, turns), rotate_pairs(k, turns)
+        if not self.attention.causal:
+            read: Tensor = self.o_proj(softmax_attention(q, k, v, mask, causal=False).flatten(2))
+            return read, {}
         real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
         seen = None if mask is None and state is None else real
         if state is not None:

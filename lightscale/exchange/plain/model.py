@@ -1,4 +1,4 @@
-"""The language model: embedding, blocks of mixer and gated linear unit, norm, output layer."""
+"""The model: embedding, blocks of mixer and gated linear unit, norm, output layer of what it was trained to predict."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightscale.exchange.plain.lion import LION_MIXERS, Lion
 from lightscale.exchange.plain.mixers import (
     Attention,
     CosFormer2Mixer,
@@ -18,9 +19,9 @@ from lightscale.exchange.plain.mixers import (
     ToeplitzEncoding,
     lower_bounds,
 )
-from lightscale.exchange.plain.operators import rms_norm
+from lightscale.exchange.plain.operators import rms_norm, wide_dtype
 
-MIXER_NAMES = ("tnl", "hgrn2", "cosformer2", "lightnet", "llama")
+MIXER_NAMES = ("tnl", "hgrn2", "cosformer2", "lightnet", "llama", *LION_MIXERS)
 """What ``Shape.mixers`` can name."""
 _ENCODED = {"cosformer2", "lightnet"}
 
@@ -30,6 +31,7 @@ class Shape:
     """The shape of a model."""
 
     vocab_size: int
+    """Rows of the embedding; where masks are filled, the last one is the mask's, which is never predicted."""
     hidden_size: int
     num_attention_heads: int
     intermediate_size: int
@@ -46,6 +48,25 @@ class Shape:
     """Of the layers that attend by softmax."""
     tied: bool = True
     """Whether the output layer is the embedding."""
+    lightnet_causal: bool = True
+    """Whether LightNet's layers read up to each token; otherwise the whole row."""
+    lion: Mapping[str, Lion] = field(default_factory=dict)
+    """The form of LION's mixers, by their names."""
+    task: str = "causal"
+    """What is predicted: causal, the next token; masked, tokens that were hidden; classify, a label of the row."""
+    num_labels: int = 0
+    """Classes, of a classifier."""
+    pooling: str = "mean"
+    """What a classifier sees of a row: the mean of its tokens' states, or that of the first or last."""
+
+    def reads_both_ways(self) -> bool:
+        """Whether a layer reads what comes behind a token; such a model has no states, and cannot continue a text."""
+        whole = {*LION_MIXERS}
+        if not self.lightnet_causal:
+            whole.add("lightnet")
+        if not self.attention.causal:
+            whole.add("llama")
+        return bool(whole & {*self.mixers})
 
 
 class Norm(nn.Module):
@@ -93,11 +114,13 @@ def make_mixer(shape: Shape, layer: int) -> nn.Module:
         case "cosformer2":
             return CosFormer2Mixer(*sizes, gate_rank=rank, eps=eps)
         case "lightnet":
-            return LightNetMixer(*sizes, gate_rank=rank, eps=eps)
+            return LightNetMixer(*sizes, gate_rank=rank, causal=shape.lightnet_causal, eps=eps)
         case "hgrn2":
             return HGRN2Mixer(*sizes, eps=eps)
         case "llama":
             return SoftmaxMixer(*sizes, attention=shape.attention, eps=eps)
+    if name in LION_MIXERS:
+        return LION_MIXERS[name](*sizes, lion=shape.lion.get(name), eps=eps)
     raise ValueError(f"no mixer is called {name!r}; known: {', '.join(MIXER_NAMES)}")
 
 
@@ -191,3 +214,63 @@ class CausalModel(nn.Module):
         hidden, after = self.model(x, states, mask)
         output = self.model.embed_tokens if self.lm_head is None else self.lm_head
         return F.linear(hidden[:, -1:] if last_only else hidden, output.weight), after
+
+
+class MaskedModel(nn.Module):
+    """Token ids, some of them the mask, to logits of what was there."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = Decoder(shape)
+        self.lm_head = None if shape.tied else nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x: (b, n), or embeddings; mask: (b, n) bool, the real tokens -> (b, n, V - 1), as the mask is no answer."""
+        output = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return F.linear(self.model(x, None, mask)[0], output.weight[:-1])
+
+
+class Classifier(nn.Module):
+    """Token ids to logits of the row's label."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = Decoder(shape)
+        self.score = nn.Linear(shape.hidden_size, shape.num_labels, bias=False)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x: (b, n), or their embeddings; mask: (b, n) bool, the real tokens -> (b, labels), fp32 at least."""
+        states = pooled(self.model(x, None, mask)[0], mask, self.shape.pooling)
+        return F.linear(states, self.score.weight.to(states.dtype))
+
+
+def pooled(hidden: Tensor, mask: Tensor | None, pooling: str) -> Tensor:
+    """hidden: (b, n, d) -> (b, d), fp32 at least: the mean of the real tokens, or the first or last of them."""
+    hidden = hidden.to(wide_dtype(hidden))
+    if mask is None:
+        mask = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
+    if pooling == "mean":
+        return torch.where(mask[..., None], hidden, 0).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
+    places = torch.arange(mask.size(1), device=mask.device)
+    if pooling == "last":
+        at = torch.where(mask, places, 0).amax(1)
+    else:
+        at = torch.where(mask, places, mask.size(1) - 1).amin(1)
+    return hidden[torch.arange(len(at), device=at.device), at]
+
+
+PlainModel = CausalModel | MaskedModel | Classifier
+
+
+def model_of(shape: Shape) -> PlainModel:
+    """The model of the task that ``shape`` names."""
+    match shape.task:
+        case "causal":
+            return CausalModel(shape)
+        case "masked":
+            return MaskedModel(shape)
+        case "classify":
+            return Classifier(shape)
+    raise ValueError(f"no task is called {shape.task!r}; known: causal, masked, classify")

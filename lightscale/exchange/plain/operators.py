@@ -181,6 +181,48 @@ def softmax_scan(log_weights: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor
     return shares.to(z.dtype), left.to(z.dtype), z_all[:, -1].to(z.dtype)
 
 
+def two_way_attention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, gate: str, *, chunk: int = 64) -> Tensor:
+    """Y_i = Σ_j (q_i · k_j) M_ij v_j over a whole row, M_ij the product of the decays between i and j, 1 at i = j.
+
+    Args:
+        q, k: (b, n, h, K), and v (b, n, h, V), as wide as all that is inside.
+        log_decay: (b, n, h), at most 0. A token with k = 0 and a log decay of 0 changes nothing: that is padding.
+        gate: which of two tokens' decay counts between them, "leave" or "enter".
+        chunk: tokens whose pairs are computed at once.
+    """
+    n = q.size(1)
+    q_c, k_c, v_c = (_in_chunks(x, min(chunk, n)) for x in (q, k, v))
+    # In fp64: behind strong decays a difference of fp32 sums is off by 1e-4.
+    log_c = _in_chunks(log_decay.double()[..., None], min(chunk, n))
+    upto = log_c.cumsum(-2)
+    before, whole = upto - log_c, upto[..., -1:, :]
+    falls, rises = (before, upto) if gate == "leave" else (upto, before)
+    size = upto.size(-2)
+    is_later = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
+    between = torch.where(is_later, falls - falls.mT, rises.mT - rises)
+    o = (q_c @ k_c.mT * between.exp().to(q.dtype)) @ v_c
+    left, zero = whole.exp().to(q.dtype), q.new_zeros(q.size(0), q.size(2), q.size(3), v.size(3))
+    prefix = (k_c * (whole - falls).exp().to(q.dtype)).mT @ v_c
+    suffix = (k_c * rises.exp().to(q.dtype)).mT @ v_c
+    from_left, _ = _scan(prefix, left, zero)
+    from_right, _ = _scan(suffix.flip(2), left.flip(2), zero)
+    o = o + (q_c * falls.exp().to(q.dtype)) @ from_left
+    o = o + (q_c * (whole - rises).exp().to(q.dtype)) @ from_right.flip(2)
+    return _in_rows(o, n)
+
+
+def softmax_average(k: Tensor, v: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+    """S = Σ_i LRPE(e^{k_i} / Σ_j e^{k_j}) v_iᵀ over a whole row, (b, h, 2K, V): a softmax over its tokens, per channel.
+
+    k (b, n, h, K), as wide as the state; v (b, n, h, V); ``turns`` the phases of k.
+    """
+    if mask is not None:
+        k = torch.where(mask[..., None, None], k, EMPTY)
+        v = torch.where(mask[..., None, None], v, 0)
+    shares = rotated_features(k.softmax(dim=1), turns)
+    return torch.einsum("bnhk, bnhv -> bhkv", shares, v.to(k.dtype))
+
+
 def toeplitz_scan(
     x: Tensor, log_decay: Tensor, gamma: Tensor, state: Tensor, mask: Tensor | None = None, *, chunk: int = 64
 ) -> tuple[Tensor, Tensor]:
@@ -228,18 +270,20 @@ def toeplitz_scan(
     return y.to(x.dtype), state[:, 0]
 
 
-def softmax_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
-    """Causal softmax attention of the last n of N tokens, q (b, n, h, K), to k, v (b, N, g, K): (b, n, h, K).
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, *, causal: bool = True) -> Tensor:
+    """Softmax attention of the last n of N tokens, q (b, n, h, K), to k, v (b, N, g, K): (b, n, h, K).
+
+    ``causal``: to those up to each; otherwise to all N.
 
     With fewer heads g of keys and values than of queries, h / g neighbours among these share one. ``seen`` (b, N) bool:
     the real tokens; None: all. A padded token attends to itself, so that it is a number.
     """
     n, total = q.size(1), k.size(1)
-    how: dict[str, object] = {"is_causal": True}
+    how: dict[str, object] = {"is_causal": causal}
     if seen is not None or n != total:
         place = torch.arange(total, device=q.device)
         own = place[total - n :, None]
-        allowed = place <= own
+        allowed = place <= (own if causal else total)
         if seen is not None:
             allowed = (allowed & seen[:, None]) | (place == own)
             allowed = allowed[:, None]

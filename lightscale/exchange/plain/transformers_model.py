@@ -1,14 +1,16 @@
-"""The model as transformers has models: its configuration, its cache of states, and the class that is loaded."""
+"""The model as transformers has models: its configuration, its cache of states, and the classes that are loaded."""
 
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput, SequenceClassifierOutput
 
+from lightscale.exchange.plain.lion import Lion
 from lightscale.exchange.plain.mixers import (
     Attention,
     CosFormer2Mixer,
@@ -18,7 +20,7 @@ from lightscale.exchange.plain.mixers import (
     ToeplitzEncoding,
     wavelengths,
 )
-from lightscale.exchange.plain.model import BoundTable, Decoder, Norm, Shape
+from lightscale.exchange.plain.model import BoundTable, Decoder, Norm, Shape, pooled
 
 
 class LightscaleConfig(PreTrainedConfig):
@@ -41,6 +43,9 @@ class LightscaleConfig(PreTrainedConfig):
         initializer_range: float = 0.02,
         tie_word_embeddings: bool = True,
         softmax_attention: dict[str, Any] | None = None,
+        lightnet_causal: bool = True,
+        lion: dict[str, dict[str, Any]] | None = None,
+        pooling: str = "mean",
         **more: Any,
     ) -> None:
         self.vocab_size, self.hidden_size, self.intermediate_size = vocab_size, hidden_size, intermediate_size
@@ -50,6 +55,9 @@ class LightscaleConfig(PreTrainedConfig):
         self.initializer_range = initializer_range
         # The fields of ``Attention``.
         self.softmax_attention = softmax_attention
+        self.lightnet_causal, self.pooling = lightnet_causal, pooling
+        # The fields of ``Lion``, by mixer.
+        self.lion = lion or {}
         more.pop("num_hidden_layers", None)
         super().__init__(tie_word_embeddings=tie_word_embeddings, **more)
 
@@ -70,6 +78,9 @@ class LightscaleConfig(PreTrainedConfig):
             rms_norm_eps=self.rms_norm_eps,
             attention=Attention(**attention),
             tied=self.tie_word_embeddings,
+            lightnet_causal=self.lightnet_causal,
+            lion={name: Lion(**options) for name, options in self.lion.items()},
+            pooling=self.pooling,
         )
 
 
@@ -107,26 +118,19 @@ class StateCache:
         return sum(x.numel() * x.element_size() for state in self.states or () for x in state.values())
 
 
-class LightscaleForCausalLM(PreTrainedModel, GenerationMixin):
-    """Token ids to logits; rows are one document each."""
+class LightscaleModel(PreTrainedModel):
+    """What the classes that are loaded share; rows are one document each."""
 
     config_class = LightscaleConfig
     base_model_prefix = "model"
     main_input_name = "input_ids"
     _no_split_modules: ClassVar[list[str]] = ["Block"]
-    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
     # Multiplied by positions, or applied thousands of times.
     _keep_in_fp32_modules_strict: ClassVar[list[str]] = ["theta", "decay_logit", "table"]
 
     def __init__(self, config: LightscaleConfig) -> None:
         super().__init__(config)
         self.model = Decoder(config.shape())
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -149,6 +153,35 @@ class LightscaleForCausalLM(PreTrainedModel, GenerationMixin):
             module.theta.copy_(wavelengths(*module.theta.shape))
         elif isinstance(module, CosFormer2Mixer):
             module.theta.copy_(wavelengths(1, module.theta.size(1)).expand_as(module.theta))
+
+
+def given_tokens(
+    input_ids: Tensor | None, inputs_embeds: Tensor | None, attention_mask: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Ids (b, n) or embeddings (b, n, d), and the mask (b, n) bool of these tokens; ValueError where there are none."""
+    x = input_ids if inputs_embeds is None else inputs_embeds
+    if x is None:
+        raise ValueError("input_ids or inputs_embeds must be given")
+    if attention_mask is None:
+        return x, None
+    if attention_mask.dim() != 2:
+        raise ValueError(f"attention_mask must be (b, n), got {tuple(attention_mask.shape)}")
+    return x, attention_mask[:, -x.size(1) :].bool()
+
+
+class LightscaleForCausalLM(LightscaleModel, GenerationMixin):
+    """Token ids to logits of the next token."""
+
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: LightscaleConfig) -> None:
+        super().__init__(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
 
     def forward(
         self,
@@ -174,14 +207,7 @@ class LightscaleForCausalLM(PreTrainedModel, GenerationMixin):
             return_dict: False: a tuple.
             more: for the loss. Positions are not taken: they follow from the mask.
         """
-        x = input_ids if inputs_embeds is None else inputs_embeds
-        if x is None:
-            raise ValueError("input_ids or inputs_embeds must be given")
-        mask = None
-        if attention_mask is not None:
-            if attention_mask.dim() != 2:
-                raise ValueError(f"attention_mask must be (b, n), got {tuple(attention_mask.shape)}")
-            mask = attention_mask[:, -x.size(1) :].bool()
+        x, mask = given_tokens(input_ids, inputs_embeds, attention_mask)
         if use_cache is None:
             use_cache = past_key_values is not None or not self.training
         states = None if past_key_values is None else past_key_values.states
@@ -198,3 +224,70 @@ class LightscaleForCausalLM(PreTrainedModel, GenerationMixin):
         if return_dict is False:
             return tuple(part for part in (loss, logits, cache) if part is not None)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+
+
+class LightscaleForMaskedLM(LightscaleModel):
+    """Token ids, some of them the mask, to logits of what was there."""
+
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: LightscaleConfig) -> None:
+        super().__init__(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        return_dict: bool | None = None,
+        **more: Any,
+    ) -> MaskedLMOutput | tuple[Any, ...]:
+        """Logits (b, n, V), of the mask, the last id, as good as minus infinity; with ``labels`` their loss.
+
+        Args:
+            input_ids: (b, n), or ``inputs_embeds`` (b, n, d).
+            attention_mask: (b, n), 1 for real tokens; padding may stand anywhere.
+            labels: (b, n), -100 where nothing was hidden.
+            return_dict: False: a tuple.
+            more: for the loss. Positions are not taken: they follow from the mask.
+        """
+        x, mask = given_tokens(input_ids, inputs_embeds, attention_mask)
+        logits = self.lm_head(self.model(x, None, mask)[0])
+        logits = F.pad(logits[..., :-1], (0, 1), value=torch.finfo(logits.dtype).min)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **more)
+        if return_dict is False:
+            return tuple(part for part in (loss, logits) if part is not None)
+        return MaskedLMOutput(loss=loss, logits=logits)
+
+
+class LightscaleForSequenceClassification(LightscaleModel):
+    """Token ids to logits of the row's label."""
+
+    def __init__(self, config: LightscaleConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        return_dict: bool | None = None,
+        **more: Any,
+    ) -> SequenceClassifierOutput | tuple[Any, ...]:
+        """Logits (b, labels), fp32 at least, and with ``labels`` (b,) their loss; see ``LightscaleForMaskedLM``."""
+        x, mask = given_tokens(input_ids, inputs_embeds, attention_mask)
+        states = pooled(self.model(x, None, mask)[0], mask, self.config.pooling)
+        logits = F.linear(states, self.score.weight.to(states.dtype))
+        loss = None if labels is None else F.cross_entropy(logits, labels.view(-1))
+        if return_dict is False:
+            return tuple(part for part in (loss, logits) if part is not None)
+        return SequenceClassifierOutput(loss=loss, logits=logits)

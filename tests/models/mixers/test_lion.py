@@ -108,9 +108,8 @@ def test_features_are_rounded_once(kind: str) -> None:
         (["model.mixer_options.lion-s.initial_decay=0"], r"a decay is a sigmoid, which is never 0; use 0\.5"),
         (["model.mixer_options.lion-s.initial_decay=1"], r"initial_decay = 1: must be a number >= 0 and < 1"),
         (["model.mixer_options.lion-s.gate=both"], r'gate = "both".*"leave".*"enter"'),
-        (["checkpoint.export_every=50"], r"checkpoint\.export_every = 50 needs a model that predicts the next token"),
     ],
-    ids=["causal", "no features", "never 0", "never 1", "gate", "export"],
+    ids=["causal", "no features", "never 0", "never 1", "gate"],
 )
 def test_what_does_not_fit_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):

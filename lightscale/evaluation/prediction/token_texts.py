@@ -1,0 +1,13 @@
+"""The text of a token by itself."""
+
+from collections.abc import Callable
+
+from lightscale.data_pipeline.tokenizers import Tokenizer
+
+
+def token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:
+    """The text of a token by itself, with the space that it begins with."""
+    # Behind another token: some tokenizers drop the space at the beginning of a text.
+    anchor = tokenizer.encode("a").tolist()
+    skip = len(tokenizer.decode(anchor))
+    return lambda number: tokenizer.decode([*anchor, number])[skip:]
