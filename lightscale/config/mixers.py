@@ -60,8 +60,8 @@ _OPTIONS = "lightscale.models.specs.options"
 _GATED = f"{_OPTIONS}:GatedMixerOptions"
 
 MIXERS: dict[str, MixerEntry] = {
-    "tnl": _built_in("tnl", "TNL", options=_GATED),
-    "hgrn2": _built_in("hgrn2", "HGRN2"),
+    "tnl": _built_in("tnl", "TNL", options=f"{_OPTIONS}:TNLOptions"),
+    "hgrn2": _built_in("hgrn2", "HGRN2", options=f"{_OPTIONS}:HGRN2Options"),
     "cosformer2": _built_in("cosformer2", "CosFormer2", options=_GATED),
     "lightnet": _built_in(
         "lightnet", "LightNet", options=f"{_OPTIONS}:LightNetOptions", directions=CAUSAL | BIDIRECTIONAL

@@ -29,6 +29,15 @@ class HeadConfig(Section):
     """What of a document the layer sees: the mean of its tokens' states, or that of the first or last token."""
 
 
+class TPEConfig(Section):
+    """[model.tpe]: the Toeplitz positional encoding behind the embedding, of models with cosFormer2 or LightNet."""
+
+    form: Literal["residual", "printed"] = "residual"
+    """residual: x + Σ γ λ^τ x, weights γ learned; printed: Σ λ^τ x alone, as LightNet's equation 11 has it."""
+    modes: Width | None = None
+    """Number of decays λ, which all channels share; none: head_dim."""
+
+
 class ModelConfig(Section):
     """[model]: the shape of the network."""
 
@@ -48,10 +57,14 @@ class ModelConfig(Section):
     """Whether the output layer's weight is the embedding; false: it has a weight of its own."""
     head: HeadConfig | None = None
     """Output layer for labels of documents, a table, for task.name = "classify"; none: it gives tokens."""
+    tpe: TPEConfig | None = None
+    """Other than usual positional encoding behind the embedding, a table; none: the usual one, where mixers ask."""
     glu_activation: Literal["none", "silu"] = "none"
     """Activation of the gate in the gated linear unit."""
     norm: Literal["srmsnorm", "rmsnorm"] = "srmsnorm"
     """Norm before each mixer and each gated linear unit, and at the end; srmsnorm has no weight."""
+    final_norm: bool = True
+    """Whether a norm stands before the output layer; false: none, as in arXiv 2406.16690, equations 7, 11, 15, 19."""
     norm_eps: Small = 1e-6
     """Added to the mean square in the norms."""
     init_std: Small = 0.02

@@ -86,8 +86,8 @@ class DataConfig(Section):
     """Weight of each source (only ratios count); empty: as the corpus gave them, else by tokens, but for validation."""
     sequence_length: SequenceLength
     """Length of a training sequence, in tokens; with a curriculum, that of its last stage."""
-    packing: Literal["concat", "whole"] = "concat"
-    """concat: windows over the stream of documents; whole: only documents longer than a sequence are cut."""
+    packing: Literal["concat", "joined", "whole"] = "concat"
+    """concat: windows over the stream of documents; joined: states run on between them; whole: few are cut."""
     curriculum: list[CurriculumStage] = Field(default=[], max_length=MOST_ENTRIES)
     """Curriculum stages of shorter sequences, {sequence_length, until_tokens} each; steps keep their tokens."""
     seed: Seed = 0
@@ -433,6 +433,11 @@ class RunConfig(Section):
     def _check_task(self) -> None:
         """ValueError for layers that read what the task hides, or not all that it shows, and for uses of its models."""
         name, task = self.task.name, task_class(self.task.name)
+        if self.data.packing == "joined" and name != DEFAULT_TASK:
+            raise ValueError(
+                f'data.packing = "joined" makes one document of each sequence, and task.name = "{name}" goes by '
+                'documents; use "concat" or "whole"'
+            )
         if task.predicts_labels and self.model.head is None:
             raise ValueError(
                 f'task.name = "{name}" needs the table model.head, with num_labels, the number of classes; use '

@@ -49,7 +49,7 @@ def parameter_shapes(model: ModelConfig) -> Shapes:
         shapes |= {f"{block}.mlp.linear_fc1.weight": (2 * g, d), f"{block}.mlp.linear_fc2.weight": (d, g)}
         if weighted_norm:
             shapes |= {f"{block}.{norm}.weight": (d,) for norm in ("input_layernorm", "pre_mlp_layernorm")}
-    if weighted_norm:
+    if weighted_norm and model.final_norm:
         shapes["decoder.final_layernorm.weight"] = (d,)
     return shapes
 

@@ -25,7 +25,7 @@ _FIXED = ("hidden_size", "num_layers", "intermediate_size")
 """What two models must share, or hardly any weight of one would fit the other."""
 _OF_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Have a row for each id."""
-_OTHERS = ("num_heads", "glu_activation", "norm", "norm_eps")
+_OTHERS = ("num_heads", "glu_activation", "norm", "final_norm", "norm_eps")
 """What may differ, and changes what kept weights compute; with options of mixers that both have."""
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+(?=\.)")
 

@@ -20,8 +20,8 @@ from lightscale.kernels.attention import DocumentStarts
 from lightscale.models.classes import mixer_class, shared_parts
 from lightscale.models.layers.context import MixerState, SequenceContext
 from lightscale.models.layers.label_head import LabelHead, label_losses, pooled_documents
-from lightscale.models.layers.linear import GatedLinearUnit, OutputLayer, leave_unset
-from lightscale.models.layers.norms import RMSNorm, SRMSNorm
+from lightscale.models.layers.linear import GatedLinearUnit, OutputLayer, leave_unset, tokens_of_channels
+from lightscale.models.layers.norms import RMSNorm, RMSNormAndInput, SRMSNorm, SRMSNormAndInput
 from lightscale.models.layers.shared_parts import EmbeddingPart, SharedPart, StagePart, for_all_layers
 from lightscale.models.stages import layer_stages, megatron_layout
 from lightscale.parallel.cross_entropy import vocab_parallel_log_probability
@@ -38,7 +38,6 @@ from lightscale.parallel.megatron import (
     TransformerLayer,
     TransformerLayerSubmodules,
     VocabParallelEmbedding,
-    all_to_all_hp2sp,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
@@ -47,6 +46,7 @@ from lightscale.parallel.mesh import Mesh
 from lightscale.parallel.sequence import Replay
 
 _NORMS = {"srmsnorm": SRMSNorm, "rmsnorm": RMSNorm}
+_NORMS_AND_INPUT = {"srmsnorm": SRMSNormAndInput, "rmsnorm": RMSNormAndInput}
 
 
 # Tokens whose logits are held at once where the most probable ids are wanted.
@@ -132,11 +132,12 @@ def _residual_sum(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor
 
 
 def _layer_spec(model: ModelConfig, mixer: str) -> ModuleSpec:
-    norm = _NORMS[model.norm]
+    norm, options = _NORMS[model.norm], model.mixer_options.get(mixer)
+    wants_raw = getattr(options, "gate_input", "normalised") == "raw"
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
+            input_layernorm=_NORMS_AND_INPUT[model.norm] if wants_raw else norm,
             self_attention=ModuleSpec(module=mixer_class(mixer), params={"model": model}),
             self_attn_bda=_residual_sum,
             pre_mlp_layernorm=norm,
@@ -183,12 +184,7 @@ class Embedding(MegatronModule):
             channels = self.get_submodule(name)(channels, context)
         if not split:
             return channels
-        if not self.config.sequence_parallel:
-            whole: Tensor = gather_from_tensor_model_parallel_region(channels, group=self.group)
-            return whole
-        n, b, _ = channels.shape
-        tokens_of: Tensor = all_to_all_hp2sp(channels.flatten(0, 1), group=self.group)
-        return tokens_of.view(n // self.group.size(), b, -1)
+        return tokens_of_channels(channels, self.group, share=self.config.sequence_parallel)
 
 
 def _added(
@@ -253,6 +249,7 @@ class LanguageModel(LanguageModule):
             ),
             pre_process=pre_process,
             post_process=post_process,
+            post_layer_norm=model.final_norm,
             pg_collection=groups,
             vp_stage=vp_stage,
         )

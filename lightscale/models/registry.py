@@ -9,6 +9,7 @@ from lightscale.config.model import ModelConfig
 from lightscale.config.schema import ParallelConfig
 from lightscale.errors import UserError
 from lightscale.models.specs.interface import EmbeddingPartSpec, MixerSpec, PartSpec, StagePartSpec
+from lightscale.models.specs.tpe import TPESpec
 
 
 def mixer_spec(name: str) -> type[MixerSpec]:
@@ -25,7 +26,7 @@ def shared_specs(model: ModelConfig) -> tuple[type[PartSpec], ...]:
     """
     parts: dict[str, type[PartSpec]] = {}
     for name in dict.fromkeys(model.layers):
-        for part in mixer_spec(name).shared:
+        for part in mixer_spec(name).shared_parts(model):
             kinds = (EmbeddingPartSpec, StagePartSpec)
             assert issubclass(part, kinds), f"{part} is neither an EmbeddingPartSpec nor a StagePartSpec"
             if parts.setdefault(part.name, part) is not part:
@@ -40,5 +41,10 @@ def shared_specs(model: ModelConfig) -> tuple[type[PartSpec], ...]:
 def check_model(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Refuse what ``config.layout.check_mixers`` refuses, and shapes that a shared part cannot have; builds nothing."""
     check_mixers(model, parallel)
-    for part in shared_specs(model):
+    parts = shared_specs(model)
+    if model.tpe is not None and TPESpec not in parts:
+        raise UserError(
+            f"model.tpe: no layer of model.mixer = {model.mixer!r} asks for the positional encoding; leave it out"
+        )
+    for part in parts:
         part.check(model)

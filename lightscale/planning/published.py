@@ -14,8 +14,8 @@ from lightscale.config.model import ModelConfig
 from lightscale.errors import UserError
 from lightscale.models.accounting import LRPE_ANGLES, NORM_WEIGHTS
 from lightscale.models.specs.gated import gate_rank
-from lightscale.models.specs.options import GatedMixerOptions, LLaMAOptions
-from lightscale.models.specs.tpe import DECAYS_TERM
+from lightscale.models.specs.options import GatedMixerOptions, LightNetOptions, LLaMAOptions
+from lightscale.models.specs.tpe import DECAYS_TERM, tpe_modes
 
 _NOT_STUDIED = ("causal", "num_key_value_heads", "head_dim", "attention_bias")
 _NOT_COUNTED = (NORM_WEIGHTS, LRPE_ANGLES, DECAYS_TERM)
@@ -49,7 +49,7 @@ class Symbols:
             h=model.num_heads,
             g=model.intermediate_size,
             t=gate_rank(model, 0) if isinstance(model.layer_options(0), GatedMixerOptions) else 0,
-            e=model.head_dim,
+            e=tpe_modes(model),
             chunk=model.head_dim,
             n=n,
             batch=batch,
@@ -123,6 +123,8 @@ def _counts(model: ModelConfig) -> Counts | None:
     """The study knows no stacks of several mixers, and LLaMA only causal, with heads of one kind and without biases."""
     first, *others = dict.fromkeys(model.layers)
     options = model.layer_options(0)
+    if isinstance(options, LightNetOptions) and (options.full_rank_gate or not options.tpe):
+        return None
     if isinstance(options, LLaMAOptions):
         others += [key for key in _NOT_STUDIED if getattr(options, key) != LLaMAOptions.model_fields[key].default]
     return None if others else _COUNTS.get(first)

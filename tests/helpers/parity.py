@@ -71,6 +71,31 @@ MODELS["bidirectional"] = ModelConfig.model_validate(
 MODELS["noncausal"] = ModelConfig.model_validate(
     {**MODELS["lightnet"].model_dump(exclude={"mixer_options"}), "mixer_options": {"lightnet": {"causal": False}}}
 )
+# What papers print in other ways than the defaults, where it moves tensors or states: a gate from the raw input, no W_o
+# (an all-to-all over tensor ranks), other layers with angles, bounds up to 1, and no norm at the end.
+PRINTED: dict[str, dict[str, Any]] = {
+    "printed": {
+        "mixer": ["tnl", "hgrn2", "cosformer2", "hgrn2"],
+        "final_norm": False,
+        "tpe": {"form": "printed", "modes": 5},
+        "mixer_options": {
+            "tnl": {"gate_input": "raw", "output_projection": False, "lrpe": "none", "decay": "minimax"},
+            "hgrn2": {"query_activation": "none", "lower_bounds": "to_one", "output_projection": False},
+            "cosformer2": {"gate_input": "raw", "output_projection": False},
+        },
+    },
+    "ablated": {
+        "mixer": ["lightnet", "tnl"],
+        "mixer_options": {
+            "lightnet": {"decay": False, "tpe": False, "full_rank_gate": True, "output_norm": False},
+            "tnl": {"lrpe": "all", "decay": "linear"},
+        },
+    },
+    "angleless": {"mixer": "lightnet", "mixer_options": {"lightnet": {"lrpe": False, "gate_input": "raw"}}},
+}
+for name, fields in PRINTED.items():
+    shape = MODELS["tnl"].model_dump(exclude={"mixer", "mixer_options"})
+    MODELS[name] = ModelConfig.model_validate({**shape, **fields})
 WRITING = [*reading("causal"), "hybrid", "grouped"]
 """Those that read what stands before alone, and so can score and write text."""
 VOCAB_SIZE = 120  # the last 8 rows are padding

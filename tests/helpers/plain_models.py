@@ -21,7 +21,10 @@ from lightscale.parallel.mesh import start_mesh
 Weights = dict[str, Tensor]
 """By their global names; those of a layer's mixer by the names they have in it."""
 Mix = Callable[[Tensor, Weights, int], Tensor]
-"""(normalised input (n, d) of one document, weights of the mixer and of the model, layer from 0) -> output (n, d)."""
+"""(normalised input (n, d) of one document, weights of the mixer and of the model, layer from 0) -> output (n, d).
+
+Among the weights ``RAW_INPUT`` is the input before the norm."""
+RAW_INPUT = "input before the norm"
 Encode = Callable[[Tensor, Weights], Tensor]
 """What the model does to the embedded tokens (n, d) of one document before the first layer."""
 
@@ -121,9 +124,12 @@ def document_logits(
         block = f"decoder.layers.{layer}."
         own = {name.removeprefix(block): weight for name, weight in weights.items() if name.startswith(block)}
         of_mixer = {name.removeprefix("self_attention."): weight for name, weight in own.items()}
-        x = x + mix(norm(model, x, own.get("input_layernorm.weight")), of_model | of_mixer, layer)
+        of_mixer |= of_model | {RAW_INPUT: x}
+        x = x + mix(norm(model, x, own.get("input_layernorm.weight")), of_mixer, layer)
         x = x + gated_linear_unit(model, norm(model, x, own.get("pre_mlp_layernorm.weight")), own)
-    return norm(model, x, weights.get("decoder.final_layernorm.weight")) @ embedding.T
+    if model.final_norm:
+        x = norm(model, x, weights.get("decoder.final_layernorm.weight"))
+    return x @ weights.get("output_layer.weight", embedding).T
 
 
 def norm(model: ModelConfig, x: Tensor, weight: Tensor | None = None) -> Tensor:

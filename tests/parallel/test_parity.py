@@ -38,7 +38,16 @@ pytestmark = pytest.mark.timeout(1800)
 RunRanks = Callable[..., list[Any]]
 OneProcess = Callable[[torch.dtype, int], str]
 Results = dict[str, list[dict[str, Any]]]  # what every rank found, by case
-ALL = list(parity.MODELS)
+ALL = [name for name in parity.MODELS if name not in parity.PRINTED]
+# Options that move tensors or states in other ways than the defaults: each way once.
+PRINTED = [
+    "printed tensor=2",
+    "printed pipeline=2",
+    "printed sequence=2 recompute=full",
+    "ablated tensor=2",
+    "ablated sequence=2",
+    "angleless sequence=2",
+]
 
 # On one process: what changes only how the same numbers come about.
 ONE = ["recompute=full", "recompute=selective", "recompute=full recompute_layers=1"]
@@ -122,7 +131,7 @@ def one_process(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -
     @functools.cache
     def recorded(dtype: torch.dtype, steps: int) -> str:
         path = str(tmp_path_factory.mktemp("one-process") / "runs")
-        run_ranks(record, 1, path, dtype, ALL, steps, timeout_s=300)
+        run_ranks(record, 1, path, dtype, [*ALL, *parity.PRINTED], steps, timeout_s=300)
         return path
 
     return recorded
@@ -193,7 +202,7 @@ RECOMPUTED = [
 @pytest.fixture(scope="module")
 def two_in_fp64(run_ranks: RunRanks, one_process: OneProcess) -> Results:
     """Every axis with every model, some options, and what the tests of traffic look at; in one start of the ranks."""
-    cases = [*every(["tensor=2", "pipeline=2", "sequence=2"]), *some(TWO[4:], 3), *every(RECOMPUTED, STATES)]
+    cases = [*every(["tensor=2", "pipeline=2", "sequence=2"]), *some(TWO[4:], 3), *every(RECOMPUTED, STATES), *PRINTED]
     cases = list(dict.fromkeys(cases))
     ranks = run_ranks(follow, 2, one_process(FP64, 1), FP64, cases, timeout_s=120 + 20 * len(cases))
     return {case: [found[case] for found in ranks] for case in cases}
@@ -243,7 +252,7 @@ def test_eight_ranks_equal_one(run_ranks: RunRanks, one_process: OneProcess) -> 
 
 def test_exchanges_are_as_many_and_as_large_as_the_formulas_say(two_in_fp64: Results) -> None:
     """And not one more when activations are recomputed. (Softmax attention gathers tokens, not states.)"""
-    for case in every(RECOMPUTED, STATES):
+    for case in [*every(RECOMPUTED, STATES), *(case for case in PRINTED if "sequence" in case)]:
         calls, payload_bytes = states_sent(case, FP64)
         for result in two_in_fp64[case]:
             assert result["calls"] == calls * result["num_batches"], case

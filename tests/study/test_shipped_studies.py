@@ -5,6 +5,7 @@ import pytest
 from lightscale.config.files import flat, load
 from lightscale.config.shipped import STUDIES, study_names
 from lightscale.models.accounting import parameter_terms
+from lightscale.models.specs.options import LightNetOptions
 from lightscale.planning.published import TABLE_1, TABLE_7, Symbols
 from lightscale.study.cells import Cell, make_cells
 from lightscale.study.counts import count
@@ -17,8 +18,23 @@ def cells(name: str) -> dict[str, Cell]:
 
 
 def test_the_shipped_studies_are_those() -> None:
-    names = ["aspect-ratio", "context-length", "listops-two-cores", "masked-two-cores", "scaling-law", "two-cores"]
-    assert study_names() == names
+    names = ["ablation-two-cores", "aspect-ratio", "aspect-ratio-two-cores", "context-length", "listops-two-cores"]
+    assert study_names() == [*names, "masked-two-cores", "scaling-law", "two-cores"]
+
+
+def test_the_ablation_switches_one_thing_at_a_time() -> None:
+    found = [cell.config.model.layer_options(0).model_dump() for cell in cells("ablation-two-cores").values()]
+    usual = LightNetOptions().model_dump()
+    switched = [{key: value for key, value in options.items() if value != usual[key]} for options in found]
+    forms: list[dict[str, bool]] = [{}, *({key: False} for key in ("decay", "lrpe", "tpe", "output_norm"))]
+    assert sorted(map(str, switched)) == sorted(map(str, 3 * [*forms, {"full_rank_gate": True}]))
+
+
+def test_small_aspect_ratios_have_equal_parameters() -> None:
+    found = list(cells("aspect-ratio-two-cores").values())
+    assert len(found) == 2 * 4 * 3
+    for cell in found:
+        assert count(cell.config).parameters == pytest.approx(0.222e6, rel=0.08), cell.name
 
 
 def test_studies_of_both_directions_give_all_the_same_recipe() -> None:

@@ -27,6 +27,7 @@ from lightscale.data_pipeline.loading.windows import (
     Batch,
     ConcatWindows,
     DocumentRanges,
+    JoinedWindows,
     RangeStarts,
     Row,
     Windows,
@@ -37,7 +38,7 @@ from lightscale.data_pipeline.loading.windows import (
 from lightscale.data_pipeline.store.token_store import TokenSource, TokenStore
 from lightscale.errors import UserError
 
-Packing = Literal["concat", "whole"]
+Packing = Literal["concat", "joined", "whole"]
 # So many samples are found together: a hundred take about as long as one. A run that resumes waits for it.
 _SAMPLES_AT_ONCE = 256
 _MicroBatch = tuple[list[Row], RangeStarts | None]
@@ -327,7 +328,7 @@ class TokenLoader:
         locations = here.order(samples.ravel()).each(self.mixture.names)
         rows = [(here.windows[location.source], location.window) for location in locations]
         range_starts: Sequence[RangeStarts | None] = [None] * len(starts)
-        if self.packing == "concat":
+        if self.packing != "whole":
             first, last = _sequence_slice(here.stage.sequence_length, self.layout)
             range_starts = find_range_starts(rows, first, last).cut(b * (last - first))
         return {
@@ -376,7 +377,8 @@ class TokenLoader:
         return stages
 
     def _concat_windows(self, sequence_length: int) -> dict[str, ConcatWindows]:
-        return {name: ConcatWindows(source, sequence_length) for name, source in self._sources.items()}
+        kind = JoinedWindows if self.packing == "joined" else ConcatWindows
+        return {name: kind(source, sequence_length) for name, source in self._sources.items()}
 
 
 def validation_batches(

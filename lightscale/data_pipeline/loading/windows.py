@@ -2,8 +2,9 @@
 
 A window has n = ``sequence_length`` slots, one for each input token. It is described by document ranges: consecutive
 tokens of one document each, or padding, which belongs to no document. ``concat`` windows are neighbours in the stream
-of documents; those of ``whole`` (``packing.py``) are put together so that documents stay whole. What follows, reading,
-labels, positions and the segment of a sequence rank, is the same for both.
+of documents, ``joined`` ones the same without resets between documents; those of ``whole`` (``packing.py``) are put
+together so that documents stay whole. What follows, reading, labels and the segment of a sequence rank, is the same for
+all.
 """
 
 import functools
@@ -131,6 +132,8 @@ class ConcatWindows:
     """
 
     is_contiguous: ClassVar[bool] = True
+    is_one_document: ClassVar[bool] = False
+    """Whether a batch counts positions through the window, whatever documents begin in it."""
 
     def __init__(self, source: TokenSource, sequence_length: int) -> None:
         """``UserError`` for a source shorter than one window."""
@@ -160,6 +163,15 @@ class ConcatWindows:
             f"{self.num_windows:,} sequences of {self.sequence_length:,} tokens, "
             f"{num_dropped:,} tokens at its end skipped"
         )
+
+
+class JoinedWindows(ConcatWindows):
+    """The same windows, in which states and positions run on from document to document.
+
+    Papers that say nothing of resetting states may be read so. ``document_ranges`` still tells what a window holds.
+    """
+
+    is_one_document = True
 
 
 Row = tuple[Windows, int]
@@ -284,6 +296,8 @@ def _range_starts_in(windows: Windows, rows: Sequence[Row], first: int, last: in
     n = last - first
     chosen = [(row * n, window) for row, (other, window) in enumerate(rows) if other is windows]
     row_slots, numbers = np.array(chosen).T
+    if isinstance(windows, ConcatWindows) and windows.is_one_document:
+        return RangeStarts(row_slots, np.full_like(row_slots, first))
     window_starts = numbers * windows.sequence_length
     starts = window_starts + first
     document_starts, counts = windows.source.document_starts_each(starts, n)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lightscale.config.fields import toml_value
 from lightscale.config.model import ModelConfig
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
@@ -47,6 +48,11 @@ _ROLES = {
     "o_bias": "o_proj.bias",
 }
 """What the plain mixers call what has a role in those that train (``MixerSpec.roles``)."""
+_ONE_FORM = {
+    *("gate_input", "output_projection", "full_rank_gate", "output_norm"),
+    *("decay", "lrpe", "tpe", "query_activation", "lower_bounds"),
+}
+"""Options of mixers of which the plain form has the default only."""
 _WIDE = ("theta", "decay_logit", "table")
 
 
@@ -71,13 +77,14 @@ def shape_of(model: ModelConfig, *, vocab_size: int, task: str = "causal") -> Sh
 
     ``task`` is that of a model which predicts tokens: causal or masked.
 
-    UserError where one of its mixers has no plain form.
+    UserError where one of its mixers, or another form that its options give it, has no plain form.
     """
     if unknown := [name for name in dict.fromkeys(model.layers) if name not in MIXER_NAMES]:
         raise UserError(
             f"model.mixer: {unknown[0]} comes from another package and has no plain form to load or export; those that "
             f"do are {', '.join(MIXER_NAMES)}"
         )
+    _require_usual_forms(model)
     ranks, attention, lion, lightnet_causal = {}, Attention(), dict[str, Lion](), True
     for layer, name in enumerate(model.layers):
         options = model.layer_options(layer)
@@ -110,6 +117,24 @@ def shape_of(model: ModelConfig, *, vocab_size: int, task: str = "causal") -> Sh
 def _predicted(model: ModelConfig, task: str) -> dict[str, Any]:
     head = model.head
     return {"task": task} if head is None else {**head.model_dump(), "task": "classify"}
+
+
+def _require_usual_forms(model: ModelConfig) -> None:
+    """UserError for options that change what a model computes, and that the plain form does not have."""
+    usual: dict[str, tuple[object, object]] = {
+        "model.final_norm": (model.final_norm, True),
+        "model.tpe": (model.tpe and model.tpe.model_dump(), None),
+    }
+    for name in dict.fromkeys(model.layers):
+        options = model.layer_options(model.layers.index(name))
+        for key in _ONE_FORM & {*type(options).model_fields}:
+            default = type(options).model_fields[key].default
+            usual[f"model.mixer_options.{name}.{key}"] = (getattr(options, key), default)
+    for key, (value, only) in sorted(usual.items()):
+        if value != only:
+            raise UserError(
+                f"{key} = {toml_value(value)} has no plain form to load or export; it has {toml_value(only)} alone"
+            )
 
 
 def _attention(model: ModelConfig, layer: int, options: LLaMAOptions) -> Attention:

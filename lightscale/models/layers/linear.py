@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from lightscale.kernels.glu import glu
 from lightscale.parallel.cross_entropy import vocab_parallel_linear_cross_entropy
 from lightscale.parallel.initialization import normal, set_initializer, zeros
-from lightscale.parallel.megatron import MLP, ColumnParallelLinear, MLPSubmodules, RowParallelLinear, TransformerConfig
+from lightscale.parallel.megatron import (
+    MLP,
+    ColumnParallelLinear,
+    MLPSubmodules,
+    RowParallelLinear,
+    TransformerConfig,
+    all_to_all_hp2sp,
+    gather_from_tensor_model_parallel_region,
+)
 
 
 def leave_unset(weight: Tensor) -> Tensor:
@@ -61,6 +69,21 @@ def row_parallel(
     if bias:
         set_initializer(layer.bias, zeros)
     return layer
+
+
+def tokens_of_channels(x: Tensor, group: dist.ProcessGroup, *, share: bool) -> Tensor:
+    """(n, b, d / tensor), all tokens of some channels -> (n / tensor, b, d), some tokens of all.
+
+    share: whether tensor ranks share the tokens out; otherwise each gets all of them.
+    """
+    if group.size() == 1:
+        return x
+    if not share:
+        whole: Tensor = gather_from_tensor_model_parallel_region(x, group=group)
+        return whole
+    n, b, _ = x.shape
+    some: Tensor = all_to_all_hp2sp(x.flatten(0, 1), group=group)
+    return some.view(n // group.size(), b, -1)
 
 
 class ReplicatedLinear(nn.Module):

@@ -42,6 +42,22 @@ class RMSNorm(nn.Module):
         return norm(x, self.weight, eps=self.eps)
 
 
+class SRMSNormAndInput(SRMSNorm):
+    """For mixers that read both: (..., d) -> the normalised input, and the input itself."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """x: (..., d) -> (normalised, x)."""
+        return super().forward(x), x
+
+
+class RMSNormAndInput(RMSNorm):
+    """The same with a weight."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """x: (..., d) -> (normalised, x)."""
+        return super().forward(x), x
+
+
 def gated_norm_split(x: Tensor, gate: Tensor | None, *, width: int, eps: float, group: dist.ProcessGroup) -> Tensor:
     """SRMSNorm over the full ``width`` of x: (..., width / tensor), split over the tensor ranks, times sigmoid(gate).
 

@@ -33,13 +33,13 @@ class CosFormer2(GatedMixer):
         angles = torch.pow(10000.0, -2 * i / model.head_dim).expand(model.num_heads, -1)
         self.lrpe = LRPE(config, angles, self.group)
 
-    def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
-        """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
+    def mix(self, x: Tensor, context: SequenceContext, raw: Tensor | None = None) -> Tensor:
+        """x: (n / tensor, b, d), normalised -> (n / tensor, b, d). ``raw``: see ``GatedMixer``."""
         k, v = self._heads(self.kv_proj, x, 2)
         angles = self.lrpe(context.positions)
         # Without decay and denominator the outputs grow with the position; the norm behind takes that out (TransNormer,
         # arXiv 2210.10340). The state grows too, which is one reason to keep it in fp32.
         finish = begin_attention(F.silu(k), v, None, angles=angles, context=context, state_name=self.state_name)
         (q,) = self._heads(self.q_proj, x)
-        gate = self._gate(x)
+        gate = self._gate(x if raw is None else raw)
         return self._gated_output(finish(F.silu(q)), gate)

@@ -20,9 +20,9 @@ from lightscale.models.layers.linear import column_parallel, row_parallel
 from lightscale.models.layers.shared_parts import StagePart
 from lightscale.models.layers.states import incoming_state
 from lightscale.models.mixers.interface import Mixer
-from lightscale.models.specs.hgrn2 import LowerBoundsSpec
+from lightscale.models.specs.hgrn2 import LowerBoundsSpec, hgrn2_options
 from lightscale.parallel.initialization import DrawWeights, ones
-from lightscale.parallel.megatron import TransformerConfig
+from lightscale.parallel.megatron import ProcessGroupCollection, TransformerConfig
 from lightscale.parallel.sequence import GatedScan
 
 
@@ -33,6 +33,15 @@ def lower_bounds(table: Tensor) -> Tensor:
     there, to the gradient of all rows. (The paper's formula leaves the subtraction out; the authors' code has it.)
     """
     return F.pad(torch.softmax(table, dim=0)[1:].cumsum(dim=0), (0, 0, 1, 0))
+
+
+def lower_bounds_to_one(table: Tensor) -> Tensor:
+    """β as equation 12 of arXiv 2406.16690 has it: the sums with the first row, (l, d).
+
+    The last layer's are sums over all layers, 1: there f = 1 and k = 0, and nothing is ever written to its state. A
+    constant again, so that rounding does not reach log f.
+    """
+    return F.pad(torch.softmax(table, dim=0).cumsum(dim=0)[:-1], (0, 0, 0, 1), value=1.0)
 
 
 def log_forget(logits: Tensor, bound: Tensor, key_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
@@ -95,6 +104,12 @@ class LowerBounds(StagePart):
 
     table: nn.Parameter
 
+    def __init__(
+        self, config: TransformerConfig, model: ModelConfig, groups: ProcessGroupCollection, *, stage: int
+    ) -> None:
+        super().__init__(config, model, groups, stage=stage)
+        self.from_zero = hgrn2_options(model).lower_bounds == "from_zero"
+
     @staticmethod
     def initial_values(model: ModelConfig) -> dict[str, DrawWeights]:
         """Ones: the bounds rise evenly from layer to layer."""
@@ -102,7 +117,7 @@ class LowerBounds(StagePart):
 
     def forward(self, context: SequenceContext) -> Tensor:
         """β, (l, d / tensor), fp32 at least; the same for all sequences."""
-        return lower_bounds(self.table)
+        return lower_bounds(self.table) if self.from_zero else lower_bounds_to_one(self.table)
 
 
 class HGRN2(Mixer):
@@ -117,7 +132,10 @@ class HGRN2(Mixer):
         # queries are projected apart, while the states travel.
         self.fv_proj = column_parallel(config, d, 2 * d, std=model.init_std, group=self.group)
         self.q_proj = column_parallel(config, d, d, std=model.init_std, group=self.group)
-        self.out_proj = row_parallel(config, d, d, std=self.output_std, group=self.group)
+        options = hgrn2_options(model)
+        self.is_activated = options.query_activation == "silu"
+        if options.output_projection:
+            self.out_proj = row_parallel(config, d, d, std=self.output_std, group=self.group)
 
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
@@ -127,8 +145,7 @@ class HGRN2(Mixer):
         log_decay, k = log_forget(f, bounds[self.layer].view(self.num_heads, -1), v.dtype)
         finish = self._begin(k, v, log_decay, context)
         (q,) = self._heads(self.q_proj, x)
-        out: Tensor = self.out_proj(self._norm(finish(F.silu(q))))[0]
-        return out
+        return self._projected(self._norm(finish(F.silu(q) if self.is_activated else q)))
 
     def _begin(self, k: Tensor, v: Tensor, log_decay: Tensor, context: SequenceContext) -> Finish:
         if context.exchange is not None:

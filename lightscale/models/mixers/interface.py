@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from lightscale.config.model import ModelConfig
 from lightscale.models.layers.context import MixerState, SequenceContext
-from lightscale.models.layers.linear import ReplicatedLinear, column_parallel, row_parallel
+from lightscale.models.layers.linear import ReplicatedLinear, column_parallel, row_parallel, tokens_of_channels
 from lightscale.models.layers.norms import gated_norm_split
-from lightscale.models.specs.gated import gate_rank
+from lightscale.models.specs.gated import gate_rank, gated_options, has_full_rank_gate
 from lightscale.parallel.megatron import MegatronModule, ProcessGroupCollection, TransformerConfig
 
 
@@ -69,13 +69,14 @@ class Mixer(MegatronModule, ABC):
 
     def forward(
         self,
-        hidden_states: Tensor,
+        hidden_states: Tensor | tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         *,
         packed_seq_params: SequenceContext,
         **_: object,
     ) -> tuple[Tensor, None]:
         """Megatron's calling convention: the context comes as ``packed_seq_params``, and there is no bias."""
+        assert not isinstance(hidden_states, tuple), "only gated mixers read their input twice"
         return self.mix(hidden_states, packed_seq_params), None
 
     def _heads(self, projection: nn.Module, x: Tensor, parts: int = 1) -> list[Tensor]:
@@ -90,11 +91,20 @@ class Mixer(MegatronModule, ABC):
         o = o.transpose(0, 1).flatten(2)
         return gated_norm_split(o, gate, width=self.model.hidden_size, eps=self.model.norm_eps, group=self.group)
 
+    def _projected(self, o: Tensor) -> Tensor:
+        """(n, b, h v) -> (n / tensor, b, d): by ``out_proj``, or as it is where an option says that there is none."""
+        if not hasattr(self, "out_proj"):
+            return tokens_of_channels(o, self.group, share=self.config.sequence_parallel)
+        out: Tensor = self.out_proj(o)[0]
+        return out
+
 
 class GatedMixer(Mixer):
     """A mixer of queries, keys and values with a low-rank gate on its normalised output.
 
     out = W_o (norm(concat o) * sigmoid(x W_down W_up))
+
+    (Options change what x of the gate is, its rank, and whether there is a norm and W_o.)
 
     Keys and values come first: what they write to the state travels to other sequence ranks while the queries and the
     gate are computed. Hence two projections (with tensor ranks the input is gathered for each of them).
@@ -110,18 +120,44 @@ class GatedMixer(Mixer):
         # Rows are ordered head by head, k and v of a head together, so that a contiguous shard holds whole heads.
         self.kv_proj = column_parallel(config, d, 2 * d, std=std, group=group)
         self.q_proj = column_parallel(config, d, d, std=std, group=group)
-        rank = gate_rank(model, self.layer)
-        self.gate_down = ReplicatedLinear(config, d, rank, std=std)
-        self.gate_up = column_parallel(config, rank, d, std=std, group=group)
-        self.out_proj = row_parallel(config, d, d, std=self.output_std, group=group)
+        options, rank = gated_options(model, self.layer), gate_rank(model, self.layer)
+        self.is_full_rank = has_full_rank_gate(options)
+        if self.is_full_rank:
+            self.gate_proj = column_parallel(config, d, d, std=std, group=group)
+        else:
+            self.gate_down = ReplicatedLinear(config, d, rank, std=std)
+            self.gate_up = column_parallel(config, rank, d, std=std, group=group)
+        if options.output_projection:
+            self.out_proj = row_parallel(config, d, d, std=self.output_std, group=group)
+
+    @abstractmethod
+    def mix(self, x: Tensor, context: SequenceContext, raw: Tensor | None = None) -> Tensor:
+        """x: (n / tensor, b, d), normalised -> (n / tensor, b, d).
+
+        ``raw``: x before the block's norm, from which the gate is made where ``gate_input`` says so; None: from x.
+        """
+
+    def forward(
+        self,
+        hidden_states: Tensor | tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: SequenceContext,
+        **_: object,
+    ) -> tuple[Tensor, None]:
+        """As ``Mixer.forward``; two tensors come from a norm that hands on its input (``layers/norms.py``)."""
+        x, raw = hidden_states if isinstance(hidden_states, tuple) else (hidden_states, None)
+        return self.mix(x, packed_seq_params, raw), None
 
     def _gate(self, x: Tensor) -> Tensor:
-        """x: (n / tensor, b, d), the mixer's input -> (n, b, h v), before the sigmoid."""
+        """x: (n / tensor, b, d), the gate's input -> (n, b, h v), before the sigmoid."""
+        if self.is_full_rank:
+            whole: Tensor = self.gate_proj(x)[0]
+            return whole
         # Down on each tensor rank's own tokens, so that gate_up gathers them gate_rank wide instead of d.
         gate: Tensor = self.gate_up(self.gate_down(x))[0]
         return gate
 
     def _gated_output(self, o: Tensor, gate: Tensor) -> Tensor:
         """o: (b, n, h, v), gate: (n, b, h v) -> (n / tensor, b, d)."""
-        out: Tensor = self.out_proj(self._norm(o, gate))[0]
-        return out
+        return self._projected(self._norm(o, gate))

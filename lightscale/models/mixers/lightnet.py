@@ -5,7 +5,8 @@
 
 (LightNet, arXiv 2405.21022, equation 7.) With ``causal`` = false all tokens of a document read its last state, which
 takes one scan (equation 8). The angles of LRPE are fixed. The model adds a Toeplitz positional encoding after the
-embedding, in one direction whatever the mixer reads, as the paper has it.
+embedding, in one direction whatever the mixer reads, as the paper has it. Options take away what its ablation (tables
+1, 5, 6, 7 and 8) takes away; without decay it is S_t = S_{t-1} + LRPE(silu(k_t)) v_tᵀ.
 """
 
 import functools
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightscale.config.model import ModelConfig
+from lightscale.kernels.common.angles import feature_width, parts_of
 from lightscale.kernels.lightnet import (
     Angles,
     LightNetState,
@@ -29,6 +31,8 @@ from lightscale.models.layers.context import Finish, SequenceContext
 from lightscale.models.layers.positions import lrpe_angles
 from lightscale.models.layers.states import incoming_state
 from lightscale.models.mixers.interface import GatedMixer
+from lightscale.models.mixers.linear_attention import begin_attention
+from lightscale.models.specs.lightnet import lightnet_options
 from lightscale.parallel.megatron import TransformerConfig
 from lightscale.parallel.sequence import LightNetScan, LightNetWholeScan
 
@@ -36,7 +40,8 @@ from lightscale.parallel.sequence import LightNetScan, LightNetWholeScan
 class LightNet(GatedMixer):
     """(n / tensor, b, d) -> (n / tensor, b, d).
 
-    The state is ``z``: (b, h, k), the log of the weights so far, and ``S``: (b, h, 2 k, k), k head_dim.
+    The state is ``z``: (b, h, k), the log of the weights so far, and ``S``: (b, h, 2 k, k), k head_dim; without decay
+    S alone, and without LRPE S of k rows.
     """
 
     def __init__(
@@ -46,45 +51,54 @@ class LightNet(GatedMixer):
         # Kept in fp32 in half-precision models: it is multiplied by positions.
         wide = torch.promote_types(config.params_dtype, torch.float32)
         self.is_causal = model.direction(self.layer) == "causal"
+        options = lightnet_options(model, self.layer)
+        self.has_decay, self.has_angles, self.has_norm = options.decay, options.lrpe, options.output_norm
         theta = lrpe_angles(model.num_heads, model.head_dim)[self.heads]
         self.register_buffer("theta", theta.to(self.kv_proj.weight.device, wide), persistent=False)
 
-    def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
-        """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
+    def mix(self, x: Tensor, context: SequenceContext, raw: Tensor | None = None) -> Tensor:
+        """x: (n / tensor, b, d), normalised -> (n / tensor, b, d). ``raw``: see ``GatedMixer``."""
         k, v = self._heads(self.kv_proj, x, 2)
+        angles = Angles(self.theta, context.positions) if self.has_angles else None
         # No activation on k: it is the logarithm of a weight and may have either sign.
-        finish = self._begin(k, v, Angles(self.theta, context.positions), context)
+        finish = self._begin(k, v, angles, context) if self.has_decay else self._begin_sums(k, v, angles, context)
         (q,) = self._heads(self.q_proj, x)
-        gate = self._gate(x)
-        return self._gated_output(finish(F.silu(q)), gate)
+        gate = self._gate(x if raw is None else raw)
+        o = finish(F.silu(q))
+        if self.has_norm:
+            return self._gated_output(o, gate)
+        return self._projected(o.transpose(0, 1).flatten(2) * torch.sigmoid(gate))
 
-    def _begin(self, k: Tensor, v: Tensor, angles: Angles, context: SequenceContext) -> Finish:
+    def _begin_sums(self, k: Tensor, v: Tensor, angles: Angles | None, context: SequenceContext) -> Finish:
+        return begin_attention(F.silu(k), v, None, angles=angles, context=context, state_name=self.state_name)
+
+    def _begin(self, k: Tensor, v: Tensor, angles: Angles | None, context: SequenceContext) -> Finish:
         if not self.is_causal:
             return self._begin_whole(k, v, angles, context)
         if context.exchange is not None:
-            return context.begin(LightNetScan, k, v, *angles, layer=self.state_name)
+            return context.begin(LightNetScan, k, v, *parts_of(angles), layer=self.state_name)
         return lambda q: self._attend(q, k, v, angles, context)
 
-    def _begin_whole(self, k: Tensor, v: Tensor, angles: Angles, context: SequenceContext) -> Finish:
+    def _begin_whole(self, k: Tensor, v: Tensor, angles: Angles | None, context: SequenceContext) -> Finish:
         assert context.states is None, "only models that predict the next token generate"
         bounds = context.document_bounds
         if context.exchange is not None:
             scan = functools.partial(LightNetWholeScan, bounds=None if bounds is None else tuple(bounds.tolist()))
-            return context.begin(scan, k, v, *angles, layer=self.state_name)
+            return context.begin(scan, k, v, *parts_of(angles), layer=self.state_name)
         return lambda q: lightnet_noncausal(q, k, v, angles=angles, cu_seqlens=bounds)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, context: SequenceContext) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles | None, context: SequenceContext) -> Tensor:
         if context.states is None:
             o, _ = lightnet_attention(q, k, v, angles=angles, cu_seqlens=context.cu_seqlens)
             return o
         b, _, h, key_width = k.shape
-        shapes = {"z": (b, h, key_width), "S": (b, h, 2 * key_width, v.size(3))}
+        shapes = {"z": (b, h, key_width), "S": (b, h, feature_width(k, angles), v.size(3))}
         # No weight before the document's start: log 0.
         state = incoming_state(context, self.state_name, shapes, state_dtype(q.dtype), empty={"z": -math.inf})
         before = None if state is None else LightNetState(**state)
         # One token: the recurrence, whose cost does not depend on how many tokens came before.
         if before is not None and q.size(1) == 1:
-            here = Angles(angles.theta, angles.positions[:, 0])
+            here = None if angles is None else Angles(angles.theta, angles.positions[:, 0])
             o, after = recurrent_step(q[:, 0], k[:, 0], v[:, 0], before, here)
             context.states[self.state_name] = after._asdict()
             return o[:, None]

@@ -4,10 +4,11 @@
     S_t = λ S_{t-1} + k_t v_tᵀ;  o_t = S_tᵀ q_t;  out = W_o (norm(concat o) * u)
 
 (arXiv 2307.14995, arXiv 2401.04658; λ of equation 5 of the former.) The first layer rotates q and k by learnable
-angles (LRPE), which doubles their width.
+angles (LRPE), which doubles their width. Options choose other decays, other layers for LRPE, and the gate's input.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lightscale.models.layers.context import SequenceContext
 from lightscale.models.layers.positions import LRPE, lrpe_angles
 from lightscale.models.mixers.interface import GatedMixer
 from lightscale.models.mixers.linear_attention import begin_attention
+from lightscale.models.specs.tnl import tnl_options, tnl_rotates
 from lightscale.parallel.megatron import TransformerConfig
 
 
@@ -42,10 +44,32 @@ def log_decays(num_heads: int, layer: int, num_layers: int) -> Tensor:
     return -torch.tensor(alibi_slopes(num_heads), dtype=torch.float64) * factor
 
 
+def linear_log_decays(num_heads: int, layer: int, num_layers: int) -> Tensor:
+    """-8h/H (1 - l/L), (h,) fp64, heads and layers from 0: the first head has no decay in any layer.
+
+    (TransNormerLLM's formula as flash-linear-attention's TNL has it.)
+    """
+    return -torch.arange(num_heads, dtype=torch.float64) * (8 / num_heads) * (1 - layer / num_layers)
+
+
+def minimax_log_decays(num_heads: int, layer: int, num_layers: int) -> Tensor:
+    """-2^(-8(h+1)/H) (1 - l/(L - 1 + 1e-5) + 1e-5), (h,) fp64: one geometric series for any number of heads."""
+    slopes = torch.pow(2.0, -8 * torch.arange(1, num_heads + 1, dtype=torch.float64) / num_heads)
+    return -slopes * (1 - layer / (num_layers - 1 + 1e-5) + 1e-5)
+
+
+LOG_DECAYS: dict[str, Callable[[int, int, int], Tensor]] = {
+    "alibi": log_decays,
+    "linear": linear_log_decays,
+    "minimax": minimax_log_decays,
+}
+"""By the option ``decay``."""
+
+
 class TNL(GatedMixer):
     """(n / tensor, b, d) -> (n / tensor, b, d). Heads are split over the tensor ranks, tokens over the sequence ranks.
 
-    The state is ``S``: (b, h, k, head_dim), k head_dim, doubled on the first layer.
+    The state is ``S``: (b, h, k, head_dim), k head_dim, doubled where a layer rotates.
     """
 
     def __init__(
@@ -53,15 +77,16 @@ class TNL(GatedMixer):
     ) -> None:
         super().__init__(config, layer_number, model, *args, **kwargs)
         angles = lrpe_angles(model.num_heads, model.head_dim)
-        self.lrpe = LRPE(config, angles, self.group) if self.layer == 0 else None
+        self.lrpe = LRPE(config, angles, self.group) if tnl_rotates(model, self.layer) else None
         # Kept in fp32 in half-precision models: it is multiplied by distances.
         wide = torch.promote_types(config.params_dtype, torch.float32)
-        decays = log_decays(model.num_heads, self.layer, model.num_layers)[self.heads]
+        made = LOG_DECAYS[tnl_options(model, self.layer).decay]
+        decays = made(model.num_heads, self.layer, model.num_layers)[self.heads]
         # Not in checkpoints: configuration and layout decide it, and a checkpoint is read under any layout.
         self.register_buffer("log_decay", decays.to(self.kv_proj.weight.device, wide), persistent=False)
 
-    def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
-        """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
+    def mix(self, x: Tensor, context: SequenceContext, raw: Tensor | None = None) -> Tensor:
+        """x: (n / tensor, b, d), normalised -> (n / tensor, b, d). ``raw``: see ``GatedMixer``."""
         k, v = self._heads(self.kv_proj, x, 2)
         angles = None if self.lrpe is None else self.lrpe(context.positions)
         # Between begin and finish the state travels along the sequence ranks: the order of these lines is the overlap.
@@ -69,5 +94,5 @@ class TNL(GatedMixer):
             F.silu(k), v, self.log_decay, angles=angles, context=context, state_name=self.state_name
         )
         (q,) = self._heads(self.q_proj, x)
-        gate = self._gate(x)
+        gate = self._gate(x if raw is None else raw)
         return self._gated_output(finish(F.silu(q)), gate)

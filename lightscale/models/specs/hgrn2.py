@@ -1,5 +1,6 @@
 """HGRN2's token mixer and its lower bounds; see ``mixers/hgrn2.py``."""
 
+from math import prod
 from typing import ClassVar
 
 from lightscale.config.model import ModelConfig
@@ -11,9 +12,9 @@ from lightscale.models.specs.interface import (
     Shapes,
     StagePartSpec,
     chunked_flops,
-    projection_flops,
     rows_by_head,
 )
+from lightscale.models.specs.options import HGRN2Options
 
 
 class LowerBoundsSpec(StagePartSpec):
@@ -41,26 +42,36 @@ class HGRN2Spec(MixerSpec):
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
         """Projections, and attention in chunks."""
         attention = chunked_flops(model, sequence_length, operator=HGRN2Spec.operator, key_width=model.head_dim)
-        return projection_flops(model) + attention
+        return sum(2 * prod(shape) for shape in HGRN2Spec.parameter_shapes(model, layer).values()) + attention
 
     @staticmethod
     def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
         """Projections; the lower bounds belong to the model."""
         d = model.hidden_size
-        return {"fv_proj.weight": (2 * d, d), "q_proj.weight": (d, d), "out_proj.weight": (d, d)}
+        shapes: Shapes = {"fv_proj.weight": (2 * d, d), "q_proj.weight": (d, d)}
+        return {**shapes, "out_proj.weight": (d, d)} if hgrn2_options(model).output_projection else shapes
 
     @staticmethod
     def roles(model: ModelConfig, layer: int) -> dict[str, ParameterRows]:
         """Keys are one minus the decays: no projection is theirs alone."""
-        return {
+        found = {
             "q": ParameterRows(parameter="q_proj.weight"),
             "forget": rows_by_head("fv_proj.weight", 0, model.num_heads, model.head_dim),
             "v": rows_by_head("fv_proj.weight", 1, model.num_heads, model.head_dim),
             "o": ParameterRows(parameter="out_proj.weight"),
         }
+        shapes = HGRN2Spec.parameter_shapes(model, layer)
+        return {role: rows for role, rows in found.items() if rows.parameter in shapes}
 
     @staticmethod
     def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
         """A state and a decay per channel forward, a state's cotangent backward."""
         state = model.hidden_size * model.head_dim
         return state + model.hidden_size, state
+
+
+def hgrn2_options(model: ModelConfig) -> HGRN2Options:
+    """Those of a model that has layers of HGRN2."""
+    options = model.mixer_options["hgrn2"]
+    assert isinstance(options, HGRN2Options), type(options)
+    return options

@@ -111,6 +111,11 @@ class MixerSpec(ABC):
     shared: ClassVar[tuple[type[PartSpec], ...]] = ()
     """What the model holds once for all layers of this kind."""
 
+    @classmethod
+    def shared_parts(cls, model: ModelConfig) -> tuple[type[PartSpec], ...]:
+        """The same, for mixers whose options leave some of it out."""
+        return cls.shared
+
     activated: ClassVar[int] = 2
     """Of queries and keys, those that are kept for the backward pass once more, behind an activation."""
 

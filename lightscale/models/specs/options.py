@@ -19,13 +19,60 @@ class GatedMixerOptions(Section):
 
     gate_rank: Width | None = None
     """Inner width of the low-rank output gate, in channels; none: head_dim."""
+    gate_input: Literal["normalised", "raw"] = "normalised"
+    """What the gate is made of: the block's normalised input, or raw, the input itself (equations 9, 17)."""
+    output_projection: bool = True
+    """Whether a matrix W_o follows norm and gate; false: none, as in equations 9 and 17, which declare it."""
+
+
+class TNLOptions(GatedMixerOptions):
+    """The options of TransNormerLLM."""
+
+    decay: Literal["alibi", "linear", "minimax"] = "alibi"
+    """-log of the decays: ALiBi's slopes times 1 - l/(L-1); 8h/H (1 - l/L), h from 0; or as MiniMax-Text-01 has it."""
+    lrpe: Literal["first", "all", "none"] = "first"
+    """The layers that rotate queries and keys by learned angles; that is what positions there are."""
+
+
+class HGRN2Options(Section):
+    """The options of HGRN2."""
+
+    query_activation: Literal["silu", "none"] = "silu"
+    """Activation of the queries; none: as in equation 13."""
+    lower_bounds: Literal["from_zero", "to_one"] = "from_zero"
+    """Sums without the table's first row, 0 in the first layer; to_one: with it (equation 12), 1 in the last."""
+    output_projection: bool = True
+    """Whether a matrix W_o follows the norm; false: none, as in equation 13, which declares it."""
 
 
 class LightNetOptions(GatedMixerOptions):
-    """The options of LightNet."""
+    """The options of LightNet: the switches of its ablation, and the direction."""
 
     causal: bool = True
     """Whether tokens see those up to themselves; false: all of their document, for tasks that read both ways."""
+    decay: bool = True
+    """Additive decay; false: silu on the keys and plain sums, the paper's "w/o Decay"."""
+    lrpe: bool = True
+    """Whether queries and keys are rotated by fixed angles; false: "w/o LRPE"."""
+    tpe: bool = True
+    """Whether the layers ask for the positional encoding behind the embedding; false: "w/o TPE"."""
+    output_norm: bool = True
+    """Whether a norm stands between operator and gate; false: "w/o Norm"."""
+    full_rank_gate: bool = False
+    """Whether the gate is one matrix d x d instead of two through gate_rank: "w full rank output gate"."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.full_rank_gate and self.gate_rank is not None:
+            raise ValueError(
+                f"full_rank_gate = true leaves no place for gate_rank = {self.gate_rank}; leave one of them out"
+            )
+        if not self.decay and not self.causal:
+            raise ValueError(
+                "decay = false sums over the tokens up to each, and causal = false reads the whole document; use "
+                "decay = true with causal = false"
+            )
+        return self
 
 
 class LionOptions(Section):

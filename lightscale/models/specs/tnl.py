@@ -3,10 +3,11 @@
 from lightscale.config.model import ModelConfig
 from lightscale.models.specs.gated import GatedMixerSpec, gated_projection_flops
 from lightscale.models.specs.interface import ParameterRows, Shapes, chunked_flops
+from lightscale.models.specs.options import TNLOptions
 
 
 class TNLSpec(GatedMixerSpec):
-    """The first layer rotates queries and keys by learned angles, which doubles their width."""
+    """Some layers, usually the first, rotate queries and keys by learned angles, which doubles their width."""
 
     operator = "lightning"
 
@@ -18,15 +19,15 @@ class TNLSpec(GatedMixerSpec):
 
     @staticmethod
     def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
-        """Those of the gated mixer, and the first layer's angles."""
+        """Those of the gated mixer, and the angles of a layer that has them."""
         shapes = GatedMixerSpec.parameter_shapes(model, layer)
-        return {**shapes, "lrpe.theta": (model.num_heads, model.head_dim)} if layer == 0 else shapes
+        return {**shapes, "lrpe.theta": (model.num_heads, model.head_dim)} if tnl_rotates(model, layer) else shapes
 
     @staticmethod
     def roles(model: ModelConfig, layer: int) -> dict[str, ParameterRows]:
-        """Those of the gated mixer, and the first layer's angles."""
+        """Those of the gated mixer, and the angles of a layer that has them."""
         roles = GatedMixerSpec.roles(model, layer)
-        return {**roles, "angles": ParameterRows(parameter="lrpe.theta")} if layer == 0 else roles
+        return {**roles, "angles": ParameterRows(parameter="lrpe.theta")} if tnl_rotates(model, layer) else roles
 
     @staticmethod
     def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
@@ -35,5 +36,18 @@ class TNLSpec(GatedMixerSpec):
         return model.num_heads * (state + 1), model.num_heads * state
 
 
+def tnl_options(model: ModelConfig, layer: int) -> TNLOptions:
+    """Those of layer ``layer`` (from 0), whose mixer is TNL."""
+    options = model.layer_options(layer)
+    assert isinstance(options, TNLOptions), type(options)
+    return options
+
+
+def tnl_rotates(model: ModelConfig, layer: int) -> bool:
+    """Whether layer ``layer`` (from 0) rotates its queries and keys."""
+    where = tnl_options(model, layer).lrpe
+    return where == "all" or (where == "first" and layer == 0)
+
+
 def _key_width(model: ModelConfig, layer: int) -> int:
-    return 2 * model.head_dim if layer == 0 else model.head_dim
+    return 2 * model.head_dim if tnl_rotates(model, layer) else model.head_dim

@@ -11,7 +11,7 @@ DECAYS_TERM = "TPE decays"
 
 
 class TPESpec(EmbeddingPartSpec):
-    """head_dim modes for each channel."""
+    """Modes for each channel, head_dim of them unless ``model.tpe.modes`` says otherwise."""
 
     name = "tpe"
     implementation = "lightscale.models.layers.tpe:TPE"
@@ -19,20 +19,31 @@ class TPESpec(EmbeddingPartSpec):
 
     @staticmethod
     def parameters_of(model: ModelConfig) -> dict[str, PartParameter]:
-        """``decay_logit`` (e,) and ``gamma`` (d, e), with e = head_dim modes."""
-        modes = model.head_dim
-        return {
-            # A decay near 1 is applied thousands of times.
-            "decay_logit": PartParameter(shape=(modes,), term=DECAYS_TERM, keep_wide=True),
-            "gamma": PartParameter(shape=(model.hidden_size, modes), term="TPE", split_dim=0),
-        }
+        """``decay_logit`` (e,) and, unless as printed, ``gamma`` (d, e), with e modes."""
+        modes = tpe_modes(model)
+        # A decay near 1 is applied thousands of times.
+        decays = {"decay_logit": PartParameter(shape=(modes,), term=DECAYS_TERM, keep_wide=True)}
+        if is_printed(model):
+            return decays
+        return decays | {"gamma": PartParameter(shape=(model.hidden_size, modes), term="TPE", split_dim=0)}
 
     @staticmethod
     def forward_flops_per_token(model: ModelConfig) -> float:
         """A short Toeplitz product, and the state read and written, per channel."""
-        return model.hidden_size * (2 * get_operator("tpe").chunk_size + 4 * model.head_dim)
+        return model.hidden_size * (2 * get_operator("tpe").chunk_size + 4 * tpe_modes(model))
 
     @staticmethod
     def exchange_values(model: ModelConfig) -> PartExchange:
         """States, and λ^n, which is the same for all channels."""
-        return PartExchange(channels=model.hidden_size, state=model.hidden_size * model.head_dim, whole=model.head_dim)
+        modes = tpe_modes(model)
+        return PartExchange(channels=model.hidden_size, state=model.hidden_size * modes, whole=modes)
+
+
+def tpe_modes(model: ModelConfig) -> int:
+    """Decays of the encoding."""
+    return (model.tpe and model.tpe.modes) or model.head_dim
+
+
+def is_printed(model: ModelConfig) -> bool:
+    """Whether it is LightNet's equation 11 as it stands there."""
+    return model.tpe is not None and model.tpe.form == "printed"

@@ -501,3 +501,17 @@ def test_of_whole_documents_every_label_counts_as_often_as_the_mask_says(masked_
     expected = Counter((token, label) for token, label, counts in labels if counts)
     assert pairs == expected
     assert 0 < sum(expected.values()) < len(tokens)
+
+
+def test_joined_windows_are_those_of_concat_with_positions_that_run_on(store: TokenStore) -> None:
+    split = LoaderLayout(sequence_rank=1, sequence_size=2)
+    for layout, first in ((LoaderLayout(), 0), (split, LENGTH // 2)):
+        loaders = [make_loader(store, packing=packing, layout=layout) for packing in ("joined", "concat")]
+        pairs = list(zip(*(step_batches(loader, 3) for loader in loaders), strict=True))
+        for joined, usual in pairs:
+            assert rows([joined]) == rows([usual])
+            assert torch.equal(joined.loss_mask, usual.loss_mask)
+            here = torch.arange(first, LENGTH).expand(len(joined.tokens), -1)[:, : joined.tokens.size(1)]
+            assert torch.equal(joined.positions, here)
+        assert not all(torch.equal(joined.positions, usual.positions) for joined, usual in pairs)
+        assert loaders[0].fingerprint() != loaders[1].fingerprint()
