@@ -12,6 +12,7 @@ Each maps (b, n, d) to (b, n, d), takes a state and gives one, and is trained li
 No process groups, no Megatron, no Triton: on many GPUs, and at full speed, ``lightscale train`` trains.
 """
 
+from lightscale.exchange.plain.decay_mixer import DecayMixer, ScalarDecay
 from lightscale.exchange.plain.mixers import (
     Attention,
     CosFormer2Mixer,
@@ -31,12 +32,14 @@ __all__ = [
     "Block",
     "CausalModel",
     "CosFormer2Mixer",
+    "DecayMixer",
     "Decoder",
     "GatedUnit",
     "HGRN2Mixer",
     "LightNetMixer",
     "Norm",
     "RopeScaling",
+    "ScalarDecay",
     "Shape",
     "SoftmaxMixer",
     "State",

@@ -8,12 +8,12 @@ import ast
 from importlib import resources
 
 NAME = "modeling_lightscale.py"
-_MODULES = ("operators", "mixers", "model", "transformers_model")
+_MODULES = ("operators", "mixers", "decay_mixer", "model", "transformers_model")
 _PACKAGE = "lightscale.exchange.plain"
 _HEAD = '''"""A language model of lightscale, whole in one file of plain PyTorch.
 
-Token mixers (TNL, HGRN2, cosFormer2, LightNet, softmax attention) with a state of constant size for each layer, and the
-classes by which transformers loads them. Written by `lightscale export`; licence: Apache-2.0.
+Token mixers (TNL, HGRN2, cosFormer2, LightNet, scalar decays, softmax attention) with a state of constant size for each
+layer, and the classes by which transformers loads them. Written by `lightscale export`; licence: Apache-2.0.
 """
 '''
 

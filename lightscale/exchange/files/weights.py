@@ -15,9 +15,11 @@ from torch.overrides import TorchFunctionMode
 
 from lightscale.config.model import ModelConfig
 from lightscale.errors import UserError
+from lightscale.exchange.plain.decay_mixer import ScalarDecay
 from lightscale.exchange.plain.mixers import Attention, RopeScaling
 from lightscale.exchange.plain.model import MIXER_NAMES, CausalModel, Shape
 from lightscale.models.registry import mixer_spec
+from lightscale.models.specs.decay_attention import DecayAttentionOptions
 from lightscale.models.specs.gated import gate_rank
 from lightscale.models.specs.options import GatedMixerOptions, LLaMAOptions, llama_heads
 
@@ -36,9 +38,11 @@ _ROLES = {
     "k_bias": "k_proj.bias",
     "v_bias": "v_proj.bias",
     "o_bias": "o_proj.bias",
+    "forget_bias": "f_proj.bias",
+    **{name: name for name in ("decay_logit", "log_rate", "q_conv", "k_conv", "v_conv")},
 }
 """What the plain mixers call what has a role in those that train (``MixerSpec.roles``)."""
-_WIDE = ("theta", "decay_logit", "table")
+_WIDE = ("theta", "decay_logit", "log_rate", "table")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +64,13 @@ def shape_of(model: ModelConfig, *, vocab_size: int) -> Shape:
             f"model.mixer: {unknown[0]} comes from another package and has no plain form to load or export; those that "
             f"do are {', '.join(MIXER_NAMES)}"
         )
-    ranks, attention = {}, Attention()
+    ranks, attention, scalar_decay = {}, Attention(), ScalarDecay()
     for layer, name in enumerate(model.layers):
         options = model.layer_options(layer)
-        if isinstance(options, GatedMixerOptions):
+        if isinstance(options, GatedMixerOptions) and getattr(options, "output", "gated") == "gated":
             ranks[name] = gate_rank(model, layer)
+        if isinstance(options, DecayAttentionOptions):
+            scalar_decay = ScalarDecay(**options.model_dump(exclude={"gate_rank", "initial_decay"}))
         elif isinstance(options, LLaMAOptions):
             attention = _attention(model, layer, options)
     return Shape(
@@ -78,6 +84,7 @@ def shape_of(model: ModelConfig, *, vocab_size: int) -> Shape:
         norm=model.norm,
         rms_norm_eps=model.norm_eps,
         attention=attention,
+        scalar_decay=scalar_decay,
         tied=model.tie_word_embeddings,
     )
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from lightscale.exchange.plain.decay_mixer import DecayMixer, ScalarDecay
 from lightscale.exchange.plain.mixers import (
     Attention,
     CosFormer2Mixer,
@@ -41,6 +42,7 @@ class LightscaleConfig(PreTrainedConfig):
         initializer_range: float = 0.02,
         tie_word_embeddings: bool = True,
         softmax_attention: dict[str, Any] | None = None,
+        scalar_decay: dict[str, Any] | None = None,
         **more: Any,
     ) -> None:
         self.vocab_size, self.hidden_size, self.intermediate_size = vocab_size, hidden_size, intermediate_size
@@ -50,6 +52,8 @@ class LightscaleConfig(PreTrainedConfig):
         self.initializer_range = initializer_range
         # The fields of ``Attention``.
         self.softmax_attention = softmax_attention
+        # Those of ``ScalarDecay``.
+        self.scalar_decay = scalar_decay
         more.pop("num_hidden_layers", None)
         super().__init__(tie_word_embeddings=tie_word_embeddings, **more)
 
@@ -69,6 +73,7 @@ class LightscaleConfig(PreTrainedConfig):
             norm=self.norm,
             rms_norm_eps=self.rms_norm_eps,
             attention=Attention(**attention),
+            scalar_decay=ScalarDecay(**(self.scalar_decay or {})),
             tied=self.tie_word_embeddings,
         )
 
@@ -116,7 +121,7 @@ class LightscaleForCausalLM(PreTrainedModel, GenerationMixin):
     _no_split_modules: ClassVar[list[str]] = ["Block"]
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
     # Multiplied by positions, or applied thousands of times.
-    _keep_in_fp32_modules_strict: ClassVar[list[str]] = ["theta", "decay_logit", "table"]
+    _keep_in_fp32_modules_strict: ClassVar[list[str]] = ["theta", "decay_logit", "log_rate", "table"]
 
     def __init__(self, config: LightscaleConfig) -> None:
         super().__init__(config)
@@ -147,6 +152,8 @@ class LightscaleForCausalLM(PreTrainedModel, GenerationMixin):
             nn.init.normal_(module.gamma, std=std / math.sqrt(num_modes))
         elif isinstance(module, TNLMixer) and module.theta is not None:
             module.theta.copy_(wavelengths(*module.theta.shape))
+        elif isinstance(module, DecayMixer):
+            module.begin()
         elif isinstance(module, CosFormer2Mixer):
             module.theta.copy_(wavelengths(1, module.theta.size(1)).expand_as(module.theta))
 
