@@ -15,6 +15,7 @@ rows, before and behind: they take a mask, and no state.
 No process groups, no Megatron, no Triton: on many GPUs, and at full speed, ``lightscale train`` trains.
 """
 
+from lightscale.exchange.plain.decay_mixer import DecayMixer, ScalarDecay
 from lightscale.exchange.plain.lion import Lion, LionLITMixer, LionRetNetMixer, LionSMixer
 from lightscale.exchange.plain.mixers import (
     Attention,
@@ -36,6 +37,7 @@ __all__ = [
     "CausalModel",
     "Classifier",
     "CosFormer2Mixer",
+    "DecayMixer",
     "Decoder",
     "GatedUnit",
     "HGRN2Mixer",
@@ -47,6 +49,7 @@ __all__ = [
     "MaskedModel",
     "Norm",
     "RopeScaling",
+    "ScalarDecay",
     "Shape",
     "SoftmaxMixer",
     "State",

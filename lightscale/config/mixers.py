@@ -58,6 +58,7 @@ def _built_in(module: str, name: str, **more: Any) -> MixerEntry:
 
 _OPTIONS = "lightscale.models.specs.options"
 _GATED = f"{_OPTIONS}:GatedMixerOptions"
+_DECAY_ATTENTION = "lightscale.models.specs.decay_attention"
 
 MIXERS: dict[str, MixerEntry] = {
     "tnl": _built_in("tnl", "TNL", options=f"{_OPTIONS}:TNLOptions"),
@@ -76,6 +77,12 @@ MIXERS: dict[str, MixerEntry] = {
     "lion-lit": _built_in("lion", "LionLIT", options=f"{_OPTIONS}:LionLITOptions", directions=BIDIRECTIONAL),
     "lion-retnet": _built_in("lion", "LionRetNet", options=f"{_OPTIONS}:LionOptions", directions=BIDIRECTIONAL),
     "lion-s": _built_in("lion", "LionS", options=f"{_OPTIONS}:LionSOptions", directions=BIDIRECTIONAL),
+    "decay-attention": _built_in(
+        "decay_attention",
+        "DecayAttention",
+        options=f"{_DECAY_ATTENTION}:DecayAttentionOptions",
+        check=f"{_DECAY_ATTENTION}:check_decay_attention",
+    ),
 }
 """The built-in ones. An entry point of the same name is not looked at."""
 

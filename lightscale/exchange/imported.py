@@ -108,6 +108,8 @@ def _model(shape: Shape) -> ModelConfig:
             "rope_scaling": None if attention.rope_scaling is None else asdict(attention.rope_scaling),
             "attention_bias": "all" if attention.output_bias else "qkv" if attention.bias else "none",
         }
+    if (name := "decay-attention") in mixers:
+        options[name] = asdict(shape.scalar_decay) | options.get(name, {})
     return ModelConfig.model_validate(
         {
             "mixer": mixers[0] if len({*mixers}) == 1 else mixers,

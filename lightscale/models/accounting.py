@@ -25,6 +25,7 @@ _TERMS = {
     ".mlp.": "GLU",
     ".gate_": "gates",
     "_proj.": "projections",
+    "_conv.": "convolutions",
     ".lrpe.theta": LRPE_ANGLES,
 }
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")

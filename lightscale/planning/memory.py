@@ -214,5 +214,9 @@ def _exchange_bytes(
     gathered = [tokens * layer.gathered * size // layout.tensor for layer in held.layers]
     kept = in_flight * sum(gathered[len(again) :])
     buffers += gathered
+    # Of the gathered tails a rank keeps as many tokens as it contributes.
+    tails = [layout.micro_batch_size * layer.tail * size // layout.tensor for layer in held.layers]
+    buffers += [layout.sequence * tail for tail in tails]
+    kept += in_flight * sum(tails)
     states = row_bytes * sum(one.state for one in summaries)
     return in_flight * states + kept + int(max(buffers))

@@ -14,7 +14,7 @@ from lightscale.planning.advice import with_advice
 from lightscale.planning.communication import RankGroup
 from lightscale.planning.exchange_sizes import Summary, contribution
 from lightscale.planning.hardware import H100
-from lightscale.planning.memory import RankMemory, fullest_rank
+from lightscale.planning.memory import RankMemory, fullest_rank, weight_bytes
 from lightscale.planning.published import exact_only, study_parameters, study_training_flops
 from lightscale.planning.workload import Workload
 
@@ -48,7 +48,8 @@ class Parameters:
 class StateExchangeSize:
     """What each rank contributes to an exchange of states along `sequence`, per layer and micro-batch.
 
-    By `parallel.exchange`; the first and the last rank of a ring send only one way.
+    By `parallel.exchange`; the first and the last rank of a ring send only one way. With the last tokens of a segment
+    that a short convolution on the next one looks back to, which are gathered whatever the exchange.
     """
 
     mixer: str
@@ -143,6 +144,8 @@ def _exchanges(config: RunConfig, layout: Layout) -> Iterator[StateExchangeSize]
         numbers = list(group)
         first_and_last = numbers[0], numbers[-1]
         if layer.has_state:
-            yield exchange(name, first_and_last, work.summary(layer, layout.tensor))
+            states = exchange(name, first_and_last, work.summary(layer, layout.tensor))
+            tail = weight_bytes(config) * layout.micro_batch_size * layer.tail // layout.tensor
+            yield replace(states, **{way: getattr(states, way) + tail for way in ("forward_bytes", "backward_bytes")})
         else:
             yield StateExchangeSize(mixer=name, layers=first_and_last, forward_bytes=None, backward_bytes=None)

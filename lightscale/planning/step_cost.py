@@ -329,7 +329,12 @@ class _MicroBatchCost:
         if not backward:
             beside_s += self._queries_s(layer)
         time_s = self._exchange_s(self.work.summary(layer, self.layout.tensor), backward=backward)
-        return _Exchange(time_s, beside_s, both_ways=not layer.is_causal)
+        return _Exchange(time_s + self._tail_s(layer), beside_s, both_ways=not layer.is_causal)
+
+    def _tail_s(self, layer: LayerWork) -> float:
+        """The gather of the tokens that a short convolution looks back, or of their cotangents."""
+        own = self.layout.micro_batch_size * layer.tail * self.size / self.layout.tensor
+        return all_gather_s(self.layout.sequence, own, self.sequence.collective(bulk=False)) if layer.tail else 0.0
 
     def _exchange_s(self, summary: Summary, *, backward: bool) -> float:
         row_bytes = _FP32_BYTES * self.layout.micro_batch_size

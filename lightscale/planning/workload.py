@@ -96,6 +96,8 @@ class LayerWork:
     """See `MixerSpec.exchange_values`; None for a mixer whose state is all tokens."""
     carried: int
     """See `MixerSpec.carried_values`."""
+    tail: int
+    """See `MixerSpec.tail_values`."""
     gathered: int
     """See `MixerSpec.gathered_values`; 0 for a mixer with a state of constant size."""
     is_causal: bool
@@ -234,6 +236,7 @@ class Workload:
             norms_output=mixer.norms_output(model, layer),
             exchange=mixer.exchange_values(model, layer) if has_state else None,
             carried=mixer.carried_values(model, layer) if has_state else 0,
+            tail=mixer.tail_values(model, layer),
             gathered=0 if has_state else mixer.gathered_values(model, layer),
             is_causal=model.direction(layer) == "causal",
         )

@@ -33,6 +33,34 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm": "rmsnorm",
         "mixer_options": {"llama": forms.GROUPED},
     },
+    "lion-s": {"mixer": "decay-attention", "norm": "rmsnorm"},
+    "retnet": {
+        "mixer": "decay-attention",
+        "mixer_options": {
+            "decay-attention": {
+                "decay": "learned",
+                "feature_map": "silu",
+                "scale": False,
+                "positions": "rope",
+                "output": "norm",
+            }
+        },
+    },
+    "mamba-2": {
+        "mixer": "decay-attention",
+        "mixer_options": {
+            "decay-attention": {
+                "decay": "softplus",
+                "input_gate": True,
+                "feature_map": "none",
+                "scale": False,
+                "positions": "lrpe",
+                "short_convolution": 4,
+                "output": "gated",
+                "gate_rank": 3,
+            }
+        },
+    },
     "hybrid": {"mixer": ["cosformer2", "hgrn2", "tnl", "lightnet", "llama"], "norm": "rmsnorm", "num_layers": 5},
 }
 

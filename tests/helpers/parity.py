@@ -34,13 +34,28 @@ STACKS: dict[str, str | list[str]] = {
     "hybrid": ["hgrn2", "llama"],
     "lion-s": "lion-s",
     "lion-fixed": ["lion-lit", "lion-retnet"],
+    "mamba2": "decay-attention",
 }
-RMSNORM = ("llama", "lion-s", "lion-fixed")
+RMSNORM = ("llama", "lion-s", "lion-fixed", "decay-attention", "mamba2")
 # One of LION's with a norm over the heads of all tensor ranks, instead of sums of its own scores.
-OPTIONS: dict[str, Any] = {"lion-fixed": {"lion-lit": {"scale": False}}}
+OPTIONS: dict[str, Any] = {
+    "lion-fixed": {"lion-lit": {"scale": False}},
+    # Tokens of other ranks for its convolution, and learned angles beside decays of tokens.
+    "mamba2": {
+        "decay-attention": {
+            "decay": "softplus",
+            "input_gate": True,
+            "feature_map": "none",
+            "scale": False,
+            "positions": "lrpe",
+            "short_convolution": 4,
+            "output": "gated",
+        }
+    },
+}
 # Divided by their sum, features that are almost equal (of small weights) leave gradients of the queries that are what
 # remains of sums that cancel: with the usual 0.02 one process is 2e-5 from fp64 there, as the plain formula is.
-INIT_STD = {"lion-fixed": 0.1}
+INIT_STD = {"lion-fixed": 0.1, "decay-attention": 0.1}
 MODELS = {
     name: ModelConfig(
         mixer=mixer,
@@ -96,7 +111,7 @@ PRINTED: dict[str, dict[str, Any]] = {
 for name, fields in PRINTED.items():
     shape = MODELS["tnl"].model_dump(exclude={"mixer", "mixer_options"})
     MODELS[name] = ModelConfig.model_validate({**shape, **fields})
-WRITING = [*reading("causal"), "hybrid", "grouped"]
+WRITING = [*reading("causal"), "hybrid", "grouped", "mamba2"]
 """Those that read what stands before alone, and so can score and write text."""
 VOCAB_SIZE = 120  # the last 8 rows are padding
 TOKENS = 96

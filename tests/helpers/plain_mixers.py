@@ -136,6 +136,74 @@ def lightnet_whole(model: ModelConfig, x: Tensor, weights: Weights, layer: int) 
     return gated(model, scores @ v, x, weights)
 
 
+def decay_attention(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor:
+    """LION-S as a masked matrix whose rows are divided by their sums, others as recurrences, token by token."""
+    own, heads = model.layer_options(layer), model.num_heads
+    both = _convolved(x @ weights["kv_proj.weight"].T, weights.get("kv_conv.weight"))
+    k, v = both.view(len(x), heads, 2, -1).permute(2, 1, 0, 3)
+    q = _convolved(x @ weights["q_proj.weight"].T, weights.get("q_conv.weight")).view(len(x), heads, -1).transpose(0, 1)
+    if own.feature_map == "silu":
+        q, k = plain.silu(q), plain.silu(k)
+    else:
+        q, k = (_lion_features(y, own.feature_map.removeprefix("shifted_")) for y in (q, k))
+    decay, step = _scalar_decays(own.decay, x, weights, heads)
+    if own.decay == "sigmoid":
+        # Gates of the tokens that are entered, as a causal recurrence has them.
+        scores = (q @ (k * step[..., None] if own.input_gate else k).mT) * _products(decay[:, 1:])
+        if own.scale:
+            scores = scores / (scores.sum(dim=-1, keepdim=True) + own.eps)
+        o = scores @ v
+    else:
+        S, outputs = torch.zeros(heads, 1, 1, dtype=torch.complex128), []
+        place = torch.arange(model.head_dim // 2, dtype=torch.float64)
+        theta = 10000.0 ** (-2 * place / model.head_dim)
+        if own.positions == "lrpe":
+            theta = weights["lrpe.theta"]
+        for t in range(len(x)):
+            key, query = k[:, t].to(torch.complex128), q[:, t].to(torch.complex128)
+            if own.positions == "rope":
+                key, query = (torch.complex(*y[:, t].chunk(2, dim=-1)) for y in (k, q))
+            if own.positions != "none":
+                turn = torch.polar(torch.ones_like(theta), t * theta)
+                key, query = key * turn, query * turn
+            written = step[:, t, None] * key if own.input_gate else key
+            values = torch.cat([v[:, t], torch.ones(heads, 1, dtype=torch.float64)], dim=-1)
+            S = decay[:, t, None, None] * S + written[..., None] * values[:, None]
+            outputs.append(torch.einsum("hkv, hk -> hv", S, query.conj()).real)
+        o = torch.stack(outputs, dim=1)
+        o = o[..., :-1] / (o[..., -1:] + own.eps) if own.scale else o[..., :-1]
+    if own.output == "gated":
+        return plain.gated_output(model, o, x, weights)
+    o = plain.concatenated(o)
+    return (plain.norm(model, o) if own.output == "norm" else o) @ weights["out_proj.weight"].T
+
+
+def _convolved(x: Tensor, kernel: Tensor | None) -> Tensor:
+    """(n, c): the sums of the last tokens, weighted, and silu."""
+    if kernel is None:
+        return x
+    width, rows = kernel.size(1), []
+    for t in range(len(x)):
+        seen = range(max(0, t - width + 1), t + 1)
+        rows.append(sum((x[s] * kernel[:, width - 1 - (t - s)] for s in seen), torch.zeros_like(x[0])))
+    return plain.silu(torch.stack(rows))
+
+
+def _scalar_decays(kind: str, x: Tensor, weights: Weights, heads: int) -> tuple[Tensor, Tensor]:
+    """(h, n) each: what is left of the state, and what the input gate lets in."""
+    ones = torch.ones(heads, len(x), dtype=x.dtype)
+    if kind in ("sigmoid", "softplus"):
+        logits = (x @ weights["forget_proj.weight"].T + weights["forget_proj.bias"]).T
+        if kind == "sigmoid":
+            return 1 / (1 + torch.exp(-logits)), 1 / (1 + torch.exp(logits))
+        step = torch.log(1 + torch.exp(logits))
+        return torch.exp(step * -torch.exp(weights["decay.log_rate"])[:, None]), step
+    if kind == "learned":
+        return torch.sigmoid(weights["decay.logit"])[:, None] * ones, ones
+    exponents = -5 - torch.arange(heads, dtype=x.dtype)
+    return ((1 - 2.0**exponents) if kind == "fixed" else ones[:, 0])[:, None] * ones, ones
+
+
 gated: Callable[..., Tensor] = plain.gated_output
 MIX: dict[str, Callable[..., Tensor]] = {
     "tnl": tnl,
@@ -146,6 +214,8 @@ MIX: dict[str, Callable[..., Tensor]] = {
     "noncausal": lightnet_whole,
     "lion-s": lion,
     "lion-fixed": lion,
+    "decay-attention": decay_attention,
+    "mamba2": decay_attention,
 }
 ENCODE: dict[str, Any] = {"cosformer2": plain.toeplitz, "lightnet": plain.toeplitz, "noncausal": plain.toeplitz}
 """What the model does before its first layer, for those where it does something."""

@@ -176,8 +176,9 @@ def states_sent(text: str, dtype: torch.dtype) -> tuple[int, int]:
     calls, values = 0, 0
     for layer, name in enumerate(model.layers):
         sent = mixer_spec(name).exchange_values(model, layer)
-        calls += 2 if any(sent) else 0
-        values += parity.ROWS * sum(sent)
+        tail = mixer_spec(name).tail_values(model, layer)
+        calls += 2 * (any(sent) + bool(tail))
+        values += parity.ROWS * (sum(sent) + 2 * tail)
     for part in shared_specs(model):
         of_part = part.exchange_values(model)
         if of_part is not None:

@@ -43,8 +43,8 @@ RunRanks = Callable[..., list[Any]]
 B, T, H, K, V = 2, 24, 3, 4, 5
 DOUBLE = torch.float64
 KINDS = (
-    "undecayed", "decay", "learned decay", "token decay", "angles", "gated", "tpe", "lightnet", "lightnet with angles",
-    "lion", "lion unscaled", "lightnet whole", "lightnet whole with angles",
+    "undecayed", "decay", "learned decay", "token decay", "token decay, angles", "angles", "gated", "tpe", "lightnet",
+    "lightnet with angles", "lion", "lion unscaled", "lightnet whole", "lightnet whole with angles",
 )  # fmt: skip
 # One of each summary: exchanges see no more of an operator. (Heads, channels, modes, a log-sum-exp, and both sides.)
 SUMMARIES = ("decay", "gated", "tpe", "lightnet", "lion", "lightnet whole")
@@ -73,6 +73,9 @@ def inputs_of(kind: str, seed: int = 0, tokens: int = T) -> Tensors:
             # Some tokens forget all, some nothing.
             decay = -torch.exp(3 * normal(B, tokens, H))
             return {"k": k, "v": v, "log_decay": decay, "theta": None, "positions": None, "q": q}
+        case "token decay, angles":
+            angles = {"theta": normal(H, K), "positions": torch.arange(tokens).repeat(B, 1)}
+            return {"k": k, "v": v, "log_decay": -torch.exp(3 * normal(B, tokens, H)), **angles, "q": q}
         case "angles":
             positions = torch.arange(tokens).repeat(B, 1)
             return {"k": k, "v": v, "log_decay": decay, "theta": normal(H, K), "positions": positions, "q": q}
@@ -106,6 +109,7 @@ SCANS: dict[str, Callable[..., Scan]] = {
 LEARNED = {
     "learned decay": {"log_decay"},
     "token decay": {"log_decay"},
+    "token decay, angles": {"log_decay", "theta"},
     "lion": {"log_decay"},
     "lion unscaled": {"log_decay"},
     "angles": {"theta"},
@@ -326,7 +330,7 @@ def sizes(kind: str) -> tuple[list[list[int]], list[list[int]], list[list[int]]]
     if kind.startswith("lion"):
         sides = [[B, H, K, V + (kind == "lion")]] * 2
         return [*sides, [B, H]], sides, sides
-    state = [B, H, 2 * K if kind == "angles" else K, V]
+    state = [B, H, 2 * K if "angles" in kind else K, V]
     return [state, [B, H]], [state], [state]
 
 

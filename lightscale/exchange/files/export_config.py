@@ -3,17 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lightscale.config.section import MOST_IDS, MOST_LAYERS, MOST_SEQUENCE_TOKENS
 from lightscale.errors import UserError
 from lightscale.exchange.files import modelling_file
+from lightscale.exchange.plain.decay_mixer import ScalarDecay
 from lightscale.exchange.plain.lion import LION_MIXERS, Lion
 from lightscale.exchange.plain.mixers import Attention, RopeScaling
 from lightscale.exchange.plain.model import Shape
 from lightscale.files import open_regular
+from lightscale.models.specs.decay_attention import DecayAttentionOptions
 from lightscale.training.checkpoints.reading import parse_object, shown
 from lightscale.training.checkpoints.schema import checked
 
@@ -81,6 +83,25 @@ class _Lion(_Exact):
     input_gate: bool
 
 
+class _ScalarDecay(_Exact):
+    """``ScalarDecay``."""
+
+    decay: Literal["sigmoid", "softplus", "learned", "fixed", "none"]
+    input_gate: bool
+    feature_map: Literal["elu", "shifted_silu", "silu", "none"]
+    scale: bool
+    eps: Annotated[float, Field(ge=0, le=1e15)]
+    positions: Literal["none", "rope", "lrpe"]
+    short_convolution: Annotated[int, Field(ge=0, le=64)]
+    output: Literal["plain", "norm", "gated"]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        # What does not go together is refused as in a run's configuration.
+        DecayAttentionOptions.model_validate(self.model_dump())
+        return self
+
+
 class _Lightscale(_Known):
     architectures: Annotated[list[str], Field(min_length=1, max_length=1)]
     mixers: Annotated[list[str], Field(min_length=1, max_length=MOST_LAYERS)]
@@ -94,6 +115,7 @@ class _Lightscale(_Known):
     pooling: Literal["mean", "first", "last"] = "mean"
     id2label: Annotated[dict[str, str], Field(max_length=1_000_000)] = {}
     """Absent where transformers saved two classes without names."""
+    scalar_decay: _ScalarDecay | None = None
 
 
 class _Rope(_Exact):
@@ -291,6 +313,7 @@ def config_of(
         **({} if shape.lightnet_causal else {"lightnet_causal": False}),
         **({"lion": {name: asdict(options) for name, options in shape.lion.items()}} if shape.lion else {}),
         **(_labels(shape, classes) if shape.task == "classify" else {}),
+        **({"scalar_decay": asdict(shape.scalar_decay)} if "decay-attention" in shape.mixers else {}),
     }
 
 
@@ -335,6 +358,7 @@ def read_config(path: Path) -> tuple[Shape, int]:
             glu_activation=own.glu_activation,
             norm=own.norm,
             attention=Attention() if own.softmax_attention is None else own.softmax_attention.attention(),
+            scalar_decay=ScalarDecay() if own.scalar_decay is None else ScalarDecay(**own.scalar_decay.model_dump()),
             tied=own.tie_word_embeddings,
             lightnet_causal=own.lightnet_causal,
             lion={name: Lion(**options.model_dump()) for name, options in own.lion.items()},
@@ -387,7 +411,8 @@ def _check_heads(shape: Shape, path: Path) -> None:
     if (shared := attention.num_key_value_heads) is not None and heads % shared:
         raise UserError(f"{path}: num_attention_heads = {heads} cannot share num_key_value_heads = {shared}")
     width = attention.head_dim or shape.hidden_size // heads
-    if "llama" in shape.mixers and width % 2:
+    turned = "decay-attention" in shape.mixers and shape.scalar_decay.positions == "rope"
+    if ("llama" in shape.mixers or turned) and width % 2:
         raise UserError(f"{path}: heads of {width} channels, which rotary positions turn in pairs; an even number")
 
 

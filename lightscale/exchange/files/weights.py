@@ -17,16 +17,20 @@ from lightscale.config.fields import toml_value
 from lightscale.config.model import ModelConfig
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
+from lightscale.exchange.plain.decay_mixer import ScalarDecay
 from lightscale.exchange.plain.lion import Lion
 from lightscale.exchange.plain.mixers import Attention, RopeScaling
 from lightscale.exchange.plain.model import MIXER_NAMES, PlainModel, Shape, model_of
 from lightscale.models.registry import mixer_spec
+from lightscale.models.specs.decay_attention import DecayAttentionOptions
 from lightscale.models.specs.gated import gate_rank
 from lightscale.models.specs.options import (
     GatedMixerOptions,
+    HGRN2Options,
     LightNetOptions,
     LionOptions,
     LLaMAOptions,
+    LowRankGateOptions,
     llama_heads,
 )
 
@@ -46,6 +50,8 @@ _ROLES = {
     "k_bias": "k_proj.bias",
     "v_bias": "v_proj.bias",
     "o_bias": "o_proj.bias",
+    "forget_bias": "f_proj.bias",
+    **{name: name for name in ("decay_logit", "log_rate", "q_conv", "k_conv", "v_conv")},
 }
 """What the plain mixers call what has a role in those that train (``MixerSpec.roles``)."""
 _ONE_FORM = {
@@ -53,7 +59,7 @@ _ONE_FORM = {
     *("decay", "lrpe", "tpe", "query_activation", "lower_bounds"),
 }
 """Options of mixers of which the plain form has the default only."""
-_WIDE = ("theta", "decay_logit", "table")
+_WIDE = ("theta", "decay_logit", "log_rate", "table")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,15 +91,18 @@ def shape_of(model: ModelConfig, *, vocab_size: int, task: str = "causal") -> Sh
             f"do are {', '.join(MIXER_NAMES)}"
         )
     _require_usual_forms(model)
-    ranks, attention, lion, lightnet_causal = {}, Attention(), dict[str, Lion](), True
+    ranks, attention, scalar_decay = {}, Attention(), ScalarDecay()
+    lion, lightnet_causal = dict[str, Lion](), True
     for layer, name in enumerate(model.layers):
         options = model.layer_options(layer)
-        if isinstance(options, GatedMixerOptions):
+        if isinstance(options, LowRankGateOptions) and getattr(options, "output", "gated") == "gated":
             ranks[name] = gate_rank(model, layer)
         if isinstance(options, LightNetOptions):
             lightnet_causal = options.causal
         elif isinstance(options, LionOptions):
             lion[name] = Lion(**options.model_dump(exclude={"initial_decay"}))
+        elif isinstance(options, DecayAttentionOptions):
+            scalar_decay = ScalarDecay(**options.model_dump(exclude={"gate_rank", "initial_decay"}))
         elif isinstance(options, LLaMAOptions):
             attention = _attention(model, layer, options)
     return Shape(
@@ -107,6 +116,7 @@ def shape_of(model: ModelConfig, *, vocab_size: int, task: str = "causal") -> Sh
         norm=model.norm,
         rms_norm_eps=model.norm_eps,
         attention=attention,
+        scalar_decay=scalar_decay,
         tied=model.tie_word_embeddings,
         lightnet_causal=lightnet_causal,
         lion=lion,
@@ -127,6 +137,8 @@ def _require_usual_forms(model: ModelConfig) -> None:
     }
     for name in dict.fromkeys(model.layers):
         options = model.layer_options(model.layers.index(name))
+        if not isinstance(options, GatedMixerOptions | HGRN2Options):
+            continue
         for key in _ONE_FORM & {*type(options).model_fields}:
             default = type(options).model_fields[key].default
             usual[f"model.mixer_options.{name}.{key}"] = (getattr(options, key), default)

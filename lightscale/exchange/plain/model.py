@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightscale.exchange.plain.decay_mixer import DecayMixer, ScalarDecay
 from lightscale.exchange.plain.lion import LION_MIXERS, Lion
 from lightscale.exchange.plain.mixers import (
     Attention,
@@ -21,7 +22,7 @@ from lightscale.exchange.plain.mixers import (
 )
 from lightscale.exchange.plain.operators import rms_norm, wide_dtype
 
-MIXER_NAMES = ("tnl", "hgrn2", "cosformer2", "lightnet", "llama", *LION_MIXERS)
+MIXER_NAMES = ("tnl", "hgrn2", "cosformer2", "lightnet", "llama", "decay-attention", *LION_MIXERS)
 """What ``Shape.mixers`` can name."""
 _ENCODED = {"cosformer2", "lightnet"}
 
@@ -46,6 +47,8 @@ class Shape:
     rms_norm_eps: float = 1e-6
     attention: Attention = field(default_factory=Attention)
     """Of the layers that attend by softmax."""
+    scalar_decay: ScalarDecay = field(default_factory=ScalarDecay)
+    """Of the layers that have one."""
     tied: bool = True
     """Whether the output layer is the embedding."""
     lightnet_causal: bool = True
@@ -119,6 +122,8 @@ def make_mixer(shape: Shape, layer: int) -> nn.Module:
             return HGRN2Mixer(*sizes, eps=eps)
         case "llama":
             return SoftmaxMixer(*sizes, attention=shape.attention, eps=eps)
+        case "decay-attention":
+            return DecayMixer(*sizes, form=shape.scalar_decay, gate_rank=rank, eps=eps)
     if name in LION_MIXERS:
         return LION_MIXERS[name](*sizes, lion=shape.lion.get(name), eps=eps)
     raise ValueError(f"no mixer is called {name!r}; known: {', '.join(MIXER_NAMES)}")

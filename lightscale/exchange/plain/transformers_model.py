@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput, SequenceClassifierOutput
 
+from lightscale.exchange.plain.decay_mixer import DecayMixer, ScalarDecay
 from lightscale.exchange.plain.lion import Lion
 from lightscale.exchange.plain.mixers import (
     Attention,
@@ -46,6 +47,7 @@ class LightscaleConfig(PreTrainedConfig):
         lightnet_causal: bool = True,
         lion: dict[str, dict[str, Any]] | None = None,
         pooling: str = "mean",
+        scalar_decay: dict[str, Any] | None = None,
         **more: Any,
     ) -> None:
         self.vocab_size, self.hidden_size, self.intermediate_size = vocab_size, hidden_size, intermediate_size
@@ -58,6 +60,8 @@ class LightscaleConfig(PreTrainedConfig):
         self.lightnet_causal, self.pooling = lightnet_causal, pooling
         # The fields of ``Lion``, by mixer.
         self.lion = lion or {}
+        # Those of ``ScalarDecay``.
+        self.scalar_decay = scalar_decay
         more.pop("num_hidden_layers", None)
         super().__init__(tie_word_embeddings=tie_word_embeddings, **more)
 
@@ -77,6 +81,7 @@ class LightscaleConfig(PreTrainedConfig):
             norm=self.norm,
             rms_norm_eps=self.rms_norm_eps,
             attention=Attention(**attention),
+            scalar_decay=ScalarDecay(**(self.scalar_decay or {})),
             tied=self.tie_word_embeddings,
             lightnet_causal=self.lightnet_causal,
             lion={name: Lion(**options) for name, options in self.lion.items()},
@@ -126,7 +131,7 @@ class LightscaleModel(PreTrainedModel):
     main_input_name = "input_ids"
     _no_split_modules: ClassVar[list[str]] = ["Block"]
     # Multiplied by positions, or applied thousands of times.
-    _keep_in_fp32_modules_strict: ClassVar[list[str]] = ["theta", "decay_logit", "table"]
+    _keep_in_fp32_modules_strict: ClassVar[list[str]] = ["theta", "decay_logit", "log_rate", "table"]
 
     def __init__(self, config: LightscaleConfig) -> None:
         super().__init__(config)
@@ -151,6 +156,8 @@ class LightscaleModel(PreTrainedModel):
             nn.init.normal_(module.gamma, std=std / math.sqrt(num_modes))
         elif isinstance(module, TNLMixer) and module.theta is not None:
             module.theta.copy_(wavelengths(*module.theta.shape))
+        elif isinstance(module, DecayMixer):
+            module.begin()
         elif isinstance(module, CosFormer2Mixer):
             module.theta.copy_(wavelengths(1, module.theta.size(1)).expand_as(module.theta))
 

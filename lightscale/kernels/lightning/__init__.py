@@ -12,7 +12,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from lightscale.errors import UserError
 from lightscale.kernels.common.angles import (
     Angles,
     check_angles,
@@ -105,6 +104,7 @@ def _chunked(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     if log_decay is not None and log_decay.dim() == 3:
+        q, k = token_decays.spread(q, angles), token_decays.spread(k, angles)
         by_channel = token_decays.by_channel(log_decay, k)
         o, state = ChunkedGLA.apply(q, k, v, by_channel, initial_state, cu_seqlens, GLA_CHUNK_SIZE)
         return o, state
@@ -136,7 +136,8 @@ def lightning_attention(
         log_decay: log λ per head (H,), or per head and token (B, T, H), fp32 or fp64, at most 0; None for no decay.
             The chunked form of ``gla`` computes those of tokens on CPUs, as decays that the channels of a head share.
         angles: theta (H, K) and positions (B, T) of LRPE, by which q and k become [q cos, q sin] and [k cos, k sin]
-            as they are read, never in memory; K is 2K in the states then. Not beside decays of tokens. None for none.
+            as they are read, in memory only where the chunked form has decays of tokens; K is 2K in the states then.
+            None for none.
         initial_state: the state (B, H, K, V) that enters each row, fp32 (fp64 for fp64 inputs); zero when
             None. Only the first document of a row reads it.
         output_final_state: also return the state after each row's last token.
@@ -156,8 +157,6 @@ def lightning_attention(
     """
     check_inputs(q, k, v)
     check_head_decay(log_decay, q)
-    if angles is not None and log_decay is not None and log_decay.dim() == 3:
-        raise UserError("angles go with log_decay per head (H,) or None, not with one per head and token (B, T, H)")
     check_angles(angles, q)
     check_state(initial_state, q, v, feature_width(q, angles))
     check_documents(cu_seqlens, q)

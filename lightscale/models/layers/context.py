@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightscale.kernels.attention import DocumentAttention, DocumentStarts, leading_tokens, read_starts, to_device
-from lightscale.parallel.sequence import Replay, Scan, StateExchange, begin, begin_gather
+from lightscale.parallel.sequence import Replay, Scan, StateExchange, begin, begin_gather, begin_tail
 
 MixerState = dict[str, Tensor]
 """The tensors that a mixer keeps from one call to the next, by name; each has the batch as its first dim."""
@@ -53,8 +53,16 @@ class SequenceContext:
         """
         assert self.exchange is not None, "rows are whole here"
         own = scan(continues=self.continues, cu_seqlens=self.cu_seqlens)
-        replay = self.replay if self.replay is not None and layer in self.replay.layers else None
-        return begin(own, self.exchange, *written, name=layer or "", replay=replay)
+        return begin(own, self.exchange, *written, name=layer or "", replay=self._replay_of(layer))
+
+    def begin_tail(self, own: Tensor, size: int, *, layer: str) -> Callable[[], Tensor]:
+        """Start fetching the ``size`` tokens before this rank's; see ``parallel.sequence.begin_tail``."""
+        assert self.exchange is not None, "rows are whole here"
+        lengths = [self.positions.size(1)] * self.exchange.size if self.lengths is None else self.lengths
+        return begin_tail(own, self.exchange, lengths, size, name=layer, replay=self._replay_of(layer))
+
+    def _replay_of(self, layer: str | None) -> Replay | None:
+        return self.replay if self.replay is not None and layer in self.replay.layers else None
 
     @cached_property
     def attention(self) -> DocumentAttention:

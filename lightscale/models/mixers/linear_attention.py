@@ -1,4 +1,4 @@
-"""Linear attention with a decay per head or none, as TNL and cosFormer2 use it: the operator lightning attention.
+"""Linear attention with a decay per head, per head and token, or none: the operator lightning attention.
 
 Three ways to the same numbers: whole rows, segments of rows on several ranks, and rows that continue a state.
 """
@@ -21,7 +21,7 @@ def begin_attention(
     state_name: str,
     angles: Angles | None = None,
 ) -> Finish:
-    """k: (b, n, h, k), v: (b, n, h, v), log_decay: (h,) or None; the result maps q (b, n, h, k) to (b, n, h, v).
+    """k: (b, n, h, k), v: (b, n, h, v), log_decay: (h,), (b, n, h) or None; the result maps q to (b, n, h, v).
 
     ``angles`` are those of LRPE on k and q; the state has 2k rows then. Over sequence ranks, states travel from here
     until the result is called. With states in the context, the state ``S`` (b, h, k, v) under ``state_name`` is read
@@ -50,7 +50,8 @@ def _attend(
     # One token: the recurrence, whose cost does not depend on how many tokens came before.
     if before is not None and q.size(1) == 1:
         here = None if angles is None else Angles(angles.theta, angles.positions[:, 0])
-        o, after = recurrent_step(q[:, 0], k[:, 0], v[:, 0], log_decay, before, angles=here)
+        decay = log_decay[:, 0] if log_decay is not None and log_decay.dim() == 3 else log_decay
+        o, after = recurrent_step(q[:, 0], k[:, 0], v[:, 0], decay, before, angles=here)
         context.states[state_name] = {"S": after}
         return o[:, None]
     # A prompt, or its next part: from ``before`` on, in chunks, at the cost of training's forward pass.

@@ -59,6 +59,12 @@ class _Features(torch.autograd.Function):
         return torch.autograd.grad(out, x, gradient)[0], None
 
 
+def kept_features(x: Tensor, kind: str) -> Tensor:
+    """``features``, differentiable, of which only x is kept for the backward pass."""
+    found: Tensor = _Features.apply(x, kind)
+    return found
+
+
 def retnet_log_decays(num_heads: int) -> Tensor:
     """log λ of each head, (h,) fp64: λ_h = 1 - 2^(-5 - h), h from 0 (RetNet, arXiv 2307.08621, equation 8)."""
     return torch.log1p(-torch.pow(2.0, -5 - torch.arange(num_heads, dtype=torch.float64)))

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from lightscale.config.model import ModelConfig
 from lightscale.models.specs.interface import MixerSpec, ParameterRows, Shapes, rows_by_head
-from lightscale.models.specs.options import GatedMixerOptions, LightNetOptions
+from lightscale.models.specs.options import GatedMixerOptions, LightNetOptions, LowRankGateOptions
 
 
 class GatedMixerSpec(MixerSpec):
@@ -44,7 +44,7 @@ class GatedMixerSpec(MixerSpec):
 def gated_options(model: ModelConfig, layer: int) -> GatedMixerOptions:
     """Those of layer ``layer`` (from 0), whose mixer is a ``GatedMixer``."""
     options = model.layer_options(layer)
-    assert isinstance(options, GatedMixerOptions), f"the options of {model.layers[layer]} have no gate_rank"
+    assert isinstance(options, GatedMixerOptions), f"the options of {model.layers[layer]} are no gated mixer's"
     return options
 
 
@@ -54,8 +54,10 @@ def has_full_rank_gate(options: GatedMixerOptions) -> bool:
 
 
 def gate_rank(model: ModelConfig, layer: int) -> int:
-    """Inner width of the low-rank gate of layer ``layer`` (from 0), whose mixer is a ``GatedMixer``."""
-    return gated_options(model, layer).gate_rank or model.head_dim
+    """Inner width of the low-rank gate of layer ``layer`` (from 0), whose mixer has one."""
+    options = model.layer_options(layer)
+    assert isinstance(options, LowRankGateOptions), f"the options of {model.layers[layer]} have no gate_rank"
+    return options.gate_rank or model.head_dim
 
 
 def gated_projection_flops(model: ModelConfig, layer: int) -> float:

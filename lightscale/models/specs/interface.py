@@ -171,6 +171,14 @@ class MixerSpec(ABC):
         return 0
 
     @staticmethod
+    def tail_values(model: ModelConfig, layer: int) -> int:
+        """Numbers per row, in the weights' precision, that each sequence rank contributes of its last tokens.
+
+        For what looks back a few tokens beside the state, such as a short convolution; as many come back. 0: none.
+        """
+        return 0
+
+    @staticmethod
     def gathered_values(model: ModelConfig, layer: int) -> int:
         """Numbers per token that sequence ranks gather where the state is the tokens themselves: keys and values."""
         return 2 * model.hidden_size

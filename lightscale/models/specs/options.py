@@ -14,11 +14,16 @@ from lightscale.config.section import Fraction, Positive, PositiveOrZero, Sectio
 from lightscale.errors import UserError
 
 
-class GatedMixerOptions(Section):
-    """The options of every ``GatedMixer``."""
+class LowRankGateOptions(Section):
+    """The option of every low-rank output gate."""
 
     gate_rank: Width | None = None
     """Inner width of the low-rank output gate, in channels; none: head_dim."""
+
+
+class GatedMixerOptions(LowRankGateOptions):
+    """The options of every ``GatedMixer``."""
+
     gate_input: Literal["normalised", "raw"] = "normalised"
     """What the gate is made of: the block's normalised input, or raw, the input itself (equations 9, 17)."""
     output_projection: bool = True

@@ -18,6 +18,7 @@ from lightscale.parallel.sequence.scans import (
     Scan,
     TPEScan,
 )
+from lightscale.parallel.sequence.tails import begin_tail
 
 __all__ = [
     "GatedScan",
@@ -34,4 +35,5 @@ __all__ = [
     "TwoLevel",
     "begin",
     "begin_gather",
+    "begin_tail",
 ]

@@ -19,12 +19,14 @@ from lightscale.parallel.sequence.scans import Scan
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Incoming:
+class Incoming:
+    """What came in for a layer, kept for its recomputation and its backward pass."""
+
     state: Tensors
     kept: Tensors
 
 
-class Replay(defaultdict[str, deque[_Incoming]]):
+class Replay(defaultdict[str, deque[Incoming]]):
     """Incoming states of layers whose activations are recomputed, by layer, so that their exchanges are not repeated.
 
     The first pass of such a layer runs without gradients and leaves its state here; the second one, in the backward
@@ -65,9 +67,9 @@ def begin(
         summary = scan.summarize(written)
     wait = exchange.submit(exchange.forward, scan.algebra, summary)
 
-    def arrive() -> _Incoming:
+    def arrive() -> Incoming:
         before, kept = wait()
-        incoming = _Incoming(state=scan.entering(before), kept=kept)
+        incoming = Incoming(state=scan.entering(before), kept=kept)
         # One state per layer that stays until the backward pass, beside the layer's input. Unlike the activations that
         # recomputation saves, it does not grow with the sequence.
         if replay is not None:
@@ -83,7 +85,7 @@ class _PassStates(torch.autograd.Function):
         ctx: Any,
         scan: Scan,
         exchange: StateExchange,
-        arrive: Callable[[], _Incoming],
+        arrive: Callable[[], Incoming],
         *inputs: Tensor | None,
     ) -> Tensor:
         incoming = arrive()

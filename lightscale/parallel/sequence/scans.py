@@ -107,7 +107,7 @@ class DiagonalScan(Scan):
 @dataclass(frozen=True, kw_only=True)
 class LightningScan(DiagonalScan):
     """Lightning attention. Written: k (B, T, H, K), v (B, T, H, V), log_decay (H,), (B, T, H) or None, and the angles
-    of LRPE or two None: theta (H, K), positions (B, T) in the whole document, not beside decays (B, T, H). Reads: q.
+    of LRPE or two None: theta (H, K), positions (B, T) in the whole document. Reads: q.
     """
 
     algebra: ClassVar[Algebra] = algebra_of("lightning")

@@ -27,7 +27,6 @@ def angles(theta: Tensor, positions: Tensor | None = None) -> Angles:
         ({"v": one(2, 10, 3, 8, dtype=torch.float64)}, r"one dtype, got torch.float32"),
         (dict.fromkeys("qkv", one(2, 10, 3, 8, dtype=torch.int64)), r"must be fp16, bf16, fp32 or fp64"),
         ({"log_decay": -one(2)}, r"log_decay must be \(H,\) = \(3,\) or \(B, T, H\) = \(2, 10, 3\), got shape \(2,\)"),
-        ({"log_decay": -one(2, 10, 3), "angles": angles(one(3, 8))}, r"not with one per head and token \(B, T, H\)"),
         ({"log_decay": -one(3, dtype=torch.bfloat16)}, r"log_decay must be fp32 or fp64"),
         ({"log_decay": one(3)}, r"log_decay must be at most 0 .* largest value of 1"),
         ({"initial_state": one(2, 3, 8, 9)}, r"initial_state must be \(B, H, K, V\) = \(2, 3, 8, 8\)"),

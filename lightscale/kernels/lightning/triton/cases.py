@@ -202,6 +202,17 @@ def _cases() -> Iterator[KernelCase]:
         yield _scan(dtype, 128, 128, reverse=True, tokens=True, learned=True, **allowed)
         for role in ("o", "dq", "dk"):
             yield _attend(dtype, 128, 128, role, tokens=True, learned=role != "o", **allowed)
+    # With angles and decays that are learned, as in no large model yet; some spill.
+    for reverse in (False, True):
+        yield _scan(bf16, 128, 128, reverse=reverse, tokens=True, learned=reverse, angles=True, usual=False)
+    for role in ROLES:
+        learned = role in ("dq", "dk")
+        yield _attend(bf16, 128, 128, role, tokens=True, learned=learned, angles=True, usual=False, may_spill=learned)
+    # The column of a normaliser behind the values.
+    for reverse in (False, True):
+        yield _scan(bf16, 128, 129, reverse=reverse, tokens=True, learned=reverse, usual=False)
+    for role in ROLES:
+        yield _attend(bf16, 128, 129, role, tokens=True, learned=role in ("dq", "dk"), usual=False)
     yield from _decays()
     yield _fold()
     yield recurrent_case("lightning", bf16, 256, 128, by_channel=False)

@@ -1,0 +1,225 @@
+"""Causal linear attention with one scalar decay per head, of each token or of all: LION-S, RetNet's and Mamba-2's form.
+
+    q, k = φ(x W_q), φ(x W_k);  v = x W_v;  S_t = a_t S_{t-1} + g_t k_t [v_t, 1]ᵀ;  [y_t, z_t] = S_tᵀ q_t
+    out = W_o concat y_t / (z_t + ε),  or  W_o norm(concat y_t),  or  W_o (norm(concat y_t) * sigmoid(x W_down W_up))
+
+The options name the decays a and what else differs; without ``scale`` there is neither the column of ones nor z.
+
+``decay``   sigmoid: a = σ(w·x + b), g = 1, or 1 - a with ``input_gate`` (LION-S, arXiv 2502.16249, section 3 and
+            equation 8: the gate of the token that is entered; Gated RFA, its equation 135);
+            softplus: Δ = softplus(w·x + b), a = exp(-Δ e^r), g = Δ with ``input_gate`` (Mamba-2, arXiv 2405.21060,
+            equations 1 and 2 with A = -e^r, discretised as in Mamba, arXiv 2312.00752, section 2: ā = exp(ΔA), b̄ = ΔB);
+            learned: a = σ(c_h); fixed: a = 1 - 2^(-5 - h) (RetNet, arXiv 2307.08621, equation 8); none.
+``positions``  rope: RetNet's rotations (its equation 5; without xPos's growth, which γ takes up); lrpe: learned angles.
+``short_convolution``  before queries, keys and values, silu behind it (``layers/short_convolution.py``).
+
+Of RetNet this has neither the norm per head nor the full-rank swish gate, of Mamba-2 neither the heads that share B
+and C nor the skip D x nor the wider values: norm and gate are those of the other mixers here. Queries are not divided
+by √k, which the norm and the division by z both take out.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightscale.config.model import ModelConfig
+from lightscale.kernels.common.angles import Angles, phases_of
+from lightscale.kernels.lightning import state_dtype
+from lightscale.models.layers.context import Finish, SequenceContext
+from lightscale.models.layers.head_parameter import HeadParameter
+from lightscale.models.layers.linear import ReplicatedLinear, column_parallel, row_parallel
+from lightscale.models.layers.positions import LRPE, lrpe_angles, rope, rotary_angles
+from lightscale.models.layers.short_convolution import ShortConvolution
+from lightscale.models.layers.states import incoming_state
+from lightscale.models.mixers.interface import Mixer
+from lightscale.models.mixers.linear_attention import begin_attention
+from lightscale.models.mixers.lion import kept_features, retnet_log_decays
+from lightscale.models.specs.decay_attention import decay_attention_options, key_and_value_width
+from lightscale.models.specs.gated import gate_rank
+from lightscale.parallel.initialization import set_initializer
+from lightscale.parallel.megatron import TransformerConfig
+
+# Mamba-2's initial values, of its code: steps between 1e-3 and 1e-1, rates between 1 and 16.
+_LEAST_STEP, _MOST_STEP, _MOST_RATE = 1e-3, 1e-1, 16.0
+
+
+class DecayAttention(Mixer):
+    """(n / tensor, b, d) -> (n / tensor, b, d).
+
+    The state is ``S``: (b, h, k, v), doubled in k by lrpe, with a column more by ``scale``; and with a short
+    convolution ``tail``: (b, W - 1, 3 h k), the last tokens that it reads, keys and values by head and then queries.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, model: ModelConfig, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(config, layer_number, model, *args, **kwargs)
+        self.own = decay_attention_options(model, self.layer)
+        d, std, group = model.hidden_size, model.init_std, self.group
+        # Rows are ordered head by head, k and v of a head together, so that a contiguous shard holds whole heads.
+        self.kv_proj = column_parallel(config, d, 2 * d, std=std, group=group)
+        self.q_proj = column_parallel(config, d, d, std=std, group=group)
+        self.out_proj = row_parallel(config, d, d, std=self.output_std, group=group)
+        if self.own.output == "gated":
+            rank = gate_rank(model, self.layer)
+            self.gate_down = ReplicatedLinear(config, d, rank, std=std)
+            self.gate_up = column_parallel(config, rank, d, std=std, group=group)
+        if width := self.own.short_convolution:
+            self.kv_conv = ShortConvolution(config, 2 * d, width, group)
+            self.q_conv = ShortConvolution(config, d, width, group)
+        # Kept in fp32 in half-precision models: multiplied by distances and positions.
+        wide = torch.promote_types(config.params_dtype, torch.float32)
+        device = self.kv_proj.weight.device
+        if self.own.positions == "lrpe":
+            self.lrpe = LRPE(config, lrpe_angles(model.num_heads, model.head_dim), group)
+        elif self.own.positions == "rope":
+            self.register_buffer("theta", rotary_angles(model.head_dim)[None].to(device, wide), persistent=False)
+        if self.own.decay == "fixed":
+            decays = retnet_log_decays(model.num_heads)[self.heads]
+            self.register_buffer("log_decay", decays.to(device, wide), persistent=False)
+        self._make_decays(config)
+
+    def _make_decays(self, config: TransformerConfig) -> None:
+        """The parameters of decays that are learned."""
+        model, kind, group = self.model, self.own.decay, self.group
+        if kind in ("sigmoid", "softplus"):
+            shape = model.hidden_size, model.num_heads
+            self.forget_proj = column_parallel(config, *shape, std=model.init_std, group=group, bias=True)
+            draw = _step_bias if kind == "softplus" else self._decay_bias
+            set_initializer(self.forget_proj.bias, draw)
+        if kind == "softplus":
+            self.decay = HeadParameter(config, "log_rate", (model.num_heads,), _log_rates, group, wide=True)
+        elif kind == "learned":
+            self.decay = HeadParameter(config, "logit", (model.num_heads,), _retnet_logits, group, wide=True)
+
+    def _decay_bias(self, weight: Tensor, generator: torch.Generator) -> None:
+        weight.fill_(math.log(self.own.initial_decay / (1 - self.own.initial_decay)))
+
+    def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
+        """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
+        if self.own.short_convolution:
+            return self._mix_convolved(x, context)
+        finish = self._begin(self.kv_proj(x)[0], x, context)
+        # While states travel.
+        gate = self._gate(x)
+        return self._output(finish(self._queries(self.q_proj(x)[0], context)), gate)
+
+    def _mix_convolved(self, x: Tensor, context: SequenceContext) -> Tensor:
+        kv, q = self.kv_proj(x)[0], self.q_proj(x)[0]
+        size = min(self.own.short_convolution - 1, kv.size(0))
+        tail = torch.cat([kv[kv.size(0) - size :], q[q.size(0) - size :]], dim=-1)
+        within, before = context, kv.new_zeros(self.own.short_convolution - 1, *tail.shape[1:])
+        if context.exchange is not None:
+            # The last tokens travel while the gate is computed.
+            wait = context.begin_tail(tail, before.size(0), layer=self.state_name)
+            gate = self._gate(x)
+            before = wait()
+        else:
+            gate = self._gate(x)
+            if context.states is not None:
+                within, before = self._entering(context, before)
+        of_kv, of_q = before.split([kv.size(-1), q.size(-1)], dim=-1)
+        finish = self._begin(self.kv_conv.convolve(of_kv, kv, context.positions), x, within)
+        q = self.q_conv.convolve(of_q, q, context.positions)
+        o = finish(self._queries(q, within))
+        if context.states is not None and within.states is not None:
+            seen = torch.cat([before, tail])[size:].transpose(0, 1)
+            left = within.states[self.state_name]
+            context.states[self.state_name] = {**left, "tail": seen.to(left["S"].dtype, copy=True).contiguous()}
+        return self._output(o, gate)
+
+    def _entering(self, context: SequenceContext, none: Tensor) -> tuple[SequenceContext, Tensor]:
+        """A context whose states are ``S`` alone, and the tail (W - 1, b, 3 h k); ``none`` where there is no state."""
+        size, b, width = none.shape
+        shapes = {"S": (b, self.num_heads, *key_and_value_width(self.model, self.layer)), "tail": (b, size, width)}
+        state = incoming_state(context, self.state_name, shapes, state_dtype(none.dtype))
+        if state is None:
+            return dataclasses.replace(context, states={}), none
+        # Tails are kept in the states' dtype, in which every number of the activations' is itself.
+        tail = state["tail"].to(none.dtype).transpose(0, 1)
+        return dataclasses.replace(context, states={self.state_name: {"S": state["S"]}}), tail
+
+    def _begin(self, kv: Tensor, x: Tensor, context: SequenceContext) -> Finish:
+        """kv: (n, b, 2 h k); starts the attention, over sequence ranks as well."""
+        n, b, _ = kv.shape
+        k, v = kv.view(n, b, self.num_heads, 2, self.head_dim).transpose(0, 1).unbind(dim=3)
+        k = self._turned(self._features(k), context)
+        log_decay, written = self._decays(x)
+        if written is not None:
+            k = k * written[..., None].to(k.dtype)
+        if self.own.scale:
+            # The state's last column is the sum of the keys: what multiplies a query to the sum of its scores.
+            v = torch.cat([v, v.new_ones(*v.shape[:3], 1)], dim=-1)
+        angles = self.lrpe(context.positions) if self.own.positions == "lrpe" else None
+        return begin_attention(k, v, log_decay, angles=angles, context=context, state_name=self.state_name)
+
+    def _queries(self, q: Tensor, context: SequenceContext) -> Tensor:
+        """(n, b, h k) -> (b, n, h, k)."""
+        return self._turned(self._features(q.unflatten(-1, (self.num_heads, -1)).transpose(0, 1)), context)
+
+    def _features(self, x: Tensor) -> Tensor:
+        kind = self.own.feature_map
+        if kind == "silu":
+            return F.silu(x)
+        return x if kind == "none" else kept_features(x, "silu" if kind == "shifted_silu" else kind)
+
+    def _turned(self, x: Tensor, context: SequenceContext) -> Tensor:
+        if self.own.positions != "rope":
+            return x
+        return rope(x, phases_of(Angles(self.theta, context.positions), self.theta.dtype))
+
+    def _decays(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """log a, (h,) or (b, n, h), fp32 at least, and what tokens write, (b, n, h); None for those that are 1."""
+        kind = self.own.decay
+        if kind == "none":
+            return None, None
+        if kind == "fixed":
+            return self.log_decay, None
+        if kind == "learned":
+            return F.logsigmoid(self.decay()), None
+        logits = self.forget_proj(x)[0].transpose(0, 1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if kind == "softplus":
+            step = F.softplus(logits)
+            return -step * self.decay().exp(), step if self.own.input_gate else None
+        # 1 - σ(a) is σ(-a), which is small but not 0 where σ(a) has rounded to 1.
+        return F.logsigmoid(logits), torch.sigmoid(-logits) if self.own.input_gate else None
+
+    def _gate(self, x: Tensor) -> Tensor | None:
+        """(n, b, h k) before the sigmoid; None without a gate."""
+        if self.own.output != "gated":
+            return None
+        # Down on each tensor rank's own tokens, so that gate_up gathers them gate_rank wide instead of d.
+        gate: Tensor = self.gate_up(self.gate_down(x))[0]
+        return gate
+
+    def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        """o: (b, n, h, v), with the column of sums where outputs are scaled -> (n / tensor, b, d)."""
+        if self.own.scale:
+            wide = o.to(torch.promote_types(o.dtype, torch.float32))
+            o = (wide[..., :-1] / (wide[..., -1:] + self.own.eps)).to(o.dtype)
+        mixed = o.transpose(0, 1).flatten(2) if self.own.output == "plain" else self._norm(o, gate)
+        out: Tensor = self.out_proj(mixed)[0]
+        return out
+
+
+def _step_bias(weight: Tensor, generator: torch.Generator) -> None:
+    """b such that softplus(b) is spread evenly in its logarithm."""
+    logs = torch.empty_like(weight).uniform_(math.log(_LEAST_STEP), math.log(_MOST_STEP), generator=generator)
+    step = logs.exp()
+    # The inverse of softplus: log(e^s - 1).
+    weight.copy_(step + torch.log(-torch.expm1(-step)))
+
+
+def _log_rates(weight: Tensor, generator: torch.Generator) -> None:
+    weight.uniform_(1.0, _MOST_RATE, generator=generator).log_()
+
+
+def _retnet_logits(weight: Tensor, generator: torch.Generator) -> None:
+    """c with σ(c) RetNet's decays, 1 - 2^(-5 - h)."""
+    exponent = 5.0 + torch.arange(weight.numel(), dtype=torch.float64)
+    weight.copy_(torch.log(torch.pow(2.0, exponent) - 1))
