@@ -58,6 +58,7 @@ def _built_in(module: str, name: str, **more: Any) -> MixerEntry:
 
 _OPTIONS = "lightscale.models.specs.options"
 _GATED = f"{_OPTIONS}:GatedMixerOptions"
+_CHECK_RELATION = "lightscale.models.specs.relation:check_relation"
 
 MIXERS: dict[str, MixerEntry] = {
     "tnl": _built_in("tnl", "TNL", options=_GATED),
@@ -76,6 +77,14 @@ MIXERS: dict[str, MixerEntry] = {
     "lion-lit": _built_in("lion", "LionLIT", options=f"{_OPTIONS}:LionLITOptions", directions=BIDIRECTIONAL),
     "lion-retnet": _built_in("lion", "LionRetNet", options=f"{_OPTIONS}:LionOptions", directions=BIDIRECTIONAL),
     "lion-s": _built_in("lion", "LionS", options=f"{_OPTIONS}:LionSOptions", directions=BIDIRECTIONAL),
+    "causal-rn": _built_in("relation", "CausalRN", options=f"{_OPTIONS}:CausalRNOptions", check=_CHECK_RELATION),
+    "bi-rn": _built_in(
+        "relation",
+        "BiRN",
+        options=f"{_OPTIONS}:RelationOptions",
+        directions=BIDIRECTIONAL,
+        check=_CHECK_RELATION,
+    ),
 }
 """The built-in ones. An entry point of the same name is not looked at."""
 

@@ -119,6 +119,11 @@ class MixerSpec(ABC):
         """What computes layer ``layer`` (from 0), for mixers that have a choice."""
         return cls.operator
 
+    @classmethod
+    def shared_parts(cls, model: ModelConfig, layer: int) -> tuple[type[PartSpec], ...]:
+        """``shared``, of layer ``layer`` (from 0), for mixers whose options say what they need."""
+        return cls.shared
+
     whole_on_tensor_ranks: ClassVar[frozenset[str]] = frozenset()
     """Names of the parameters that tensor ranks do not split: each of them holds them whole."""
 

@@ -15,6 +15,8 @@ from lightscale.parallel.sequence.scans import (
     LightNetWholeScan,
     LightningScan,
     LionScan,
+    LogSumScan,
+    LogSumWholeScan,
     Scan,
     TPEScan,
 )
@@ -26,6 +28,8 @@ __all__ = [
     "LightNetWholeScan",
     "LightningScan",
     "LionScan",
+    "LogSumScan",
+    "LogSumWholeScan",
     "Replay",
     "Ring",
     "Scan",
