@@ -122,7 +122,8 @@ def document_logits(
         own = {name.removeprefix(block): weight for name, weight in weights.items() if name.startswith(block)}
         of_mixer = {name.removeprefix("self_attention."): weight for name, weight in own.items()}
         x = x + mix(norm(model, x, own.get("input_layernorm.weight")), of_model | of_mixer, layer)
-        x = x + gated_linear_unit(model, norm(model, x, own.get("pre_mlp_layernorm.weight")), own)
+        if model.intermediate_size:
+            x = x + gated_linear_unit(model, norm(model, x, own.get("pre_mlp_layernorm.weight")), own)
     return norm(model, x, weights.get("decoder.final_layernorm.weight")) @ embedding.T
 
 
