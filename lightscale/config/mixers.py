@@ -59,6 +59,7 @@ def _built_in(module: str, name: str, **more: Any) -> MixerEntry:
 _OPTIONS = "lightscale.models.specs.options"
 _GATED = f"{_OPTIONS}:GatedMixerOptions"
 _DECAY_ATTENTION = "lightscale.models.specs.decay_attention"
+_CHECK_RELATION = "lightscale.models.specs.relation:check_relation"
 
 MIXERS: dict[str, MixerEntry] = {
     "tnl": _built_in("tnl", "TNL", options=f"{_OPTIONS}:TNLOptions"),
@@ -82,6 +83,14 @@ MIXERS: dict[str, MixerEntry] = {
         "DecayAttention",
         options=f"{_DECAY_ATTENTION}:DecayAttentionOptions",
         check=f"{_DECAY_ATTENTION}:check_decay_attention",
+    ),
+    "causal-rn": _built_in("relation", "CausalRN", options=f"{_OPTIONS}:CausalRNOptions", check=_CHECK_RELATION),
+    "bi-rn": _built_in(
+        "relation",
+        "BiRN",
+        options=f"{_OPTIONS}:RelationOptions",
+        directions=BIDIRECTIONAL,
+        check=_CHECK_RELATION,
     ),
 }
 """The built-in ones. An entry point of the same name is not looked at."""

@@ -1,6 +1,7 @@
 """[model], the shape of the network: its fields, the pattern of its mixers, and their options in their own types."""
 
 import difflib
+import math
 import re
 from collections.abc import Iterable
 from functools import cached_property
@@ -11,7 +12,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownEr
 
 from lightscale.config.arithmetic import near_divisor, near_multiple
 from lightscale.config.mixers import Direction, known_mixers, mixer_entry, mixer_options_type
-from lightscale.config.section import MOST_LAYERS, Ids, Section, Small, Width, error_inside
+from lightscale.config.section import MOST_LAYERS, Ids, Section, Small, Width, WidthOrZero, error_inside
 from lightscale.errors import shortened
 
 _MIXER_ENTRY = re.compile(r"(?P<name>[a-z][a-z0-9_-]*)(\*(?P<count>[1-9][0-9]*))?")
@@ -49,8 +50,8 @@ class ModelConfig(Section):
     """Width of the residual stream (d_model), in channels."""
     num_heads: Width
     """Number of heads; divides hidden_size, unless all mixers have an option head_dim."""
-    intermediate_size: Width
-    """Inner width of the gated linear unit, in channels."""
+    intermediate_size: WidthOrZero
+    """Inner width of the gated linear unit, in channels; 0: blocks are the mixer alone, as CausalRN's."""
     vocab_size: Ids
     """Rows of the embedding, in tokens; padding included. The largest published have 262,144."""
     tie_word_embeddings: bool = True
@@ -68,7 +69,8 @@ class ModelConfig(Section):
     norm_eps: Small = 1e-6
     """Added to the mean square in the norms."""
     init_std: Small = 0.02
-    """Standard deviation of the initial weights; output projections take it divided by sqrt(2 num_layers)."""
+    """Standard deviation of the initial weights; output projections take it divided by sqrt(2 num_layers), or
+    sqrt(num_layers) in blocks without a gated linear unit."""
     mixer_options: dict[str, SerializeAsAny[Section]] = Field(default={}, validate_default=True)
     """Options of the mixers in use: a table [model.mixer_options.NAME] for each that has options."""
 
@@ -76,6 +78,12 @@ class ModelConfig(Section):
     def head_dim(self) -> int:
         """Channels per head."""
         return self.hidden_size // self.num_heads
+
+    @cached_property
+    def output_std(self) -> float:
+        """Standard deviation of the initial weights of what is added to the residual stream."""
+        # They start smaller, so that its variance does not grow with the number of such sums.
+        return self.init_std / math.sqrt((2 if self.intermediate_size else 1) * self.num_layers)
 
     @cached_property
     def layers(self) -> tuple[str, ...]:

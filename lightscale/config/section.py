@@ -26,6 +26,7 @@ _MOST_STEPS, _MOST_TOKENS = 10**9, 10**15
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 CountOrZero = Annotated[int, Field(ge=0, le=1_000_000)]
 Width = Annotated[int, Field(ge=1, le=2**20)]
+WidthOrZero = Annotated[int, Field(ge=0, le=2**20)]
 Steps = Annotated[int, Field(ge=1, le=_MOST_STEPS)]
 StepsOrZero = Annotated[int, Field(ge=0, le=_MOST_STEPS)]
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]

@@ -11,7 +11,7 @@ from lightscale.config.tasks import task_class
 from lightscale.data_pipeline.tokenizers import Tokenizer, load_tokenizer
 from lightscale.errors import UserError
 from lightscale.kernels.operators import state_grows
-from lightscale.models.registry import check_model, mixer_spec
+from lightscale.models.registry import check_model, layer_operators
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.training.checkpoints.directories import checkpoints_of_step, list_checkpoints
 
@@ -89,7 +89,7 @@ def longest_context(config: RunConfig) -> int | None:
 
     Where a layer attends to all tokens with rotary positions, what is longer than training's sequences is noise.
     """
-    if not any(state_grows(mixer_spec(name).operator) for name in config.model.layers):
+    if not any(map(state_grows, layer_operators(config.model))):
         return None
     return max([config.data.sequence_length, *(stage.sequence_length for stage in config.data.curriculum)])
 

@@ -51,6 +51,8 @@ class StateAlgebra(Enum):
     """S_out = D ⊙ S_in + S_loc."""
     LOG_SUM_EXP = "log_sum_exp"
     """z_out = logaddexp(z_in, z_loc); S_out is the average of S_in and S_loc by exp of z_in and z_loc."""
+    LOG_SUM = "log_sum"
+    """z_out = logaddexp(z_in, z_loc) alone."""
     CONCATENATION = "concatenation"
     """The tokens themselves, after those before."""
 
@@ -274,6 +276,30 @@ register(
         cost=CostClass.SCAN,
         backends=_backends("tpe", triton_chunk=16, chunk=64),
         state=_state(StateAlgebra.DIAGONAL, u="BDE"),
+    )
+)
+register(
+    Operator(
+        name="log_sum",
+        cost=CostClass.SCAN,
+        backends=_backends("log_sum", chunk=64)[1:],
+        state=_state(StateAlgebra.LOG_SUM, z="BD"),
+    )
+)
+# Sums that PyTorch computes everywhere, in the folder of log_sum.
+register(
+    Operator(
+        name="log_sum_whole",
+        cost=CostClass.SCAN,
+        state=replace(_state(StateAlgebra.LOG_SUM, z="BD"), scope=StateScope.ALL),
+    )
+)
+register(
+    Operator(
+        name="relation",
+        cost=CostClass.SOFTMAX,
+        backends=_backends("relation", chunked="tiled")[1:],
+        state=_state(StateAlgebra.CONCATENATION, "inputs", b="BTD"),
     )
 )
 register(

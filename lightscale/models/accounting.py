@@ -47,9 +47,11 @@ def parameter_shapes(model: ModelConfig) -> Shapes:
         own = mixer_spec(mixer).parameter_shapes(model, layer)
         shapes |= {f"{block}.self_attention.{name}": shape for name, shape in own.items()}
         # Gate and up stand in one matrix, as Megatron's gated layers have them.
-        shapes |= {f"{block}.mlp.linear_fc1.weight": (2 * g, d), f"{block}.mlp.linear_fc2.weight": (d, g)}
+        if g:
+            shapes |= {f"{block}.mlp.linear_fc1.weight": (2 * g, d), f"{block}.mlp.linear_fc2.weight": (d, g)}
         if weighted_norm:
-            shapes |= {f"{block}.{norm}.weight": (d,) for norm in ("input_layernorm", "pre_mlp_layernorm")}
+            norms = ("input_layernorm", "pre_mlp_layernorm")[: 2 if g else 1]
+            shapes |= {f"{block}.{norm}.weight": (d,) for norm in norms}
     if weighted_norm and model.final_norm:
         shapes["decoder.final_layernorm.weight"] = (d,)
     return shapes

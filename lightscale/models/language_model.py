@@ -3,7 +3,6 @@
 Blocks, their pipeline split and their activation recomputation are Megatron's; what stands in them is chosen here.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -134,18 +133,16 @@ def _residual_sum(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor
 def _layer_spec(model: ModelConfig, mixer: str) -> ModuleSpec:
     norm, options = _NORMS[model.norm], model.mixer_options.get(mixer)
     wants_raw = getattr(options, "gate_input", "normalised") == "raw"
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=_NORMS_AND_INPUT[model.norm] if wants_raw else norm,
-            self_attention=ModuleSpec(module=mixer_class(mixer), params={"model": model}),
-            self_attn_bda=_residual_sum,
-            pre_mlp_layernorm=norm,
-            # A class, not a spec of one, of which Megatron would warn that it does not know it.
-            mlp=GatedLinearUnit,
-            mlp_bda=_residual_sum,
-        ),
-    )
+    parts: dict[str, Any] = {
+        "input_layernorm": _NORMS_AND_INPUT[model.norm] if wants_raw else norm,
+        "self_attention": ModuleSpec(module=mixer_class(mixer), params={"model": model}),
+        "self_attn_bda": _residual_sum,
+    }
+    # Otherwise Megatron's own, which do nothing.
+    if model.intermediate_size:
+        # A class, not a spec of one, of which Megatron would warn that it does not know it.
+        parts |= {"pre_mlp_layernorm": norm, "mlp": GatedLinearUnit, "mlp_bda": _residual_sum}
+    return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(**parts))
 
 
 class Embedding(MegatronModule):
@@ -289,9 +286,9 @@ class LanguageModel(LanguageModule):
             set_initializer(self.embedding.word_embeddings.weight, normal(std))
         if self.post_process and self.output_layer.weight is not None:
             set_initializer(self.output_layer.weight, normal(std))
-        for layer in self.decoder.layers:
+        for layer in self.decoder.layers if self.model.intermediate_size else ():
             set_initializer(layer.mlp.linear_fc1.weight, normal(std))
-            set_initializer(layer.mlp.linear_fc2.weight, normal(std / math.sqrt(2 * self.model.num_layers)))
+            set_initializer(layer.mlp.linear_fc2.weight, normal(self.model.output_std))
 
     def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
         """Called by Megatron's schedules with the activations of the stage before: one of (n / tensor, b, d)."""

@@ -4,14 +4,14 @@ import torch
 
 from lightscale.config.model import ModelConfig
 from lightscale.kernels.common.backends import choose_backend
-from lightscale.models.registry import mixer_spec, shared_specs
+from lightscale.models.registry import layer_operators, shared_specs
 
 _IN_EVERY_MODEL = ("norm", "glu", "cross_entropy")
 
 
 def operators_of(model: ModelConfig) -> tuple[str, ...]:
     """The names of the operators that ``model`` is made of, each once."""
-    names = [mixer_spec(name).layer_operator(model, layer) for layer, name in enumerate(model.layers)]
+    names = list(layer_operators(model))
     names += [part.operator for part in shared_specs(model) if part.operator is not None]
     return tuple(dict.fromkeys((*names, *_IN_EVERY_MODEL)))
 

@@ -19,6 +19,11 @@ def mixer_spec(name: str) -> type[MixerSpec]:
     return found
 
 
+def layer_operators(model: ModelConfig) -> tuple[str, ...]:
+    """The name of the operator of each layer."""
+    return tuple(mixer_spec(name).layer_operator(model, layer) for layer, name in enumerate(model.layers))
+
+
 def shared_specs(model: ModelConfig) -> tuple[type[PartSpec], ...]:
     """What the model holds once because one of its mixers needs it, by name: see ``MixerSpec.shared``.
 
@@ -26,7 +31,8 @@ def shared_specs(model: ModelConfig) -> tuple[type[PartSpec], ...]:
     """
     parts: dict[str, type[PartSpec]] = {}
     for name in dict.fromkeys(model.layers):
-        for part in mixer_spec(name).shared_parts(model):
+        # All layers of a mixer have the same options.
+        for part in mixer_spec(name).shared_parts(model, model.layers.index(name)):
             kinds = (EmbeddingPartSpec, StagePartSpec)
             assert issubclass(part, kinds), f"{part} is neither an EmbeddingPartSpec nor a StagePartSpec"
             if parts.setdefault(part.name, part) is not part:

@@ -34,6 +34,7 @@ try:
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.tensor_parallel.mappings import (
         all_to_all_hp2sp,
+        all_to_all_sp2hp,
         gather_from_sequence_parallel_region,
         gather_from_tensor_model_parallel_region,
         scatter_to_tensor_model_parallel_region,
@@ -72,6 +73,7 @@ __all__ = [
     "TransformerLayerSubmodules",
     "VocabParallelEmbedding",
     "all_to_all_hp2sp",
+    "all_to_all_sp2hp",
     "apply_factories",
     "ensure_metadata_has_dp_cp_group",
     "finalize_model_grads",

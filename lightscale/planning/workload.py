@@ -23,13 +23,14 @@ _FP32_BYTES = 4
 _COSTS = (CostClass.SCAN, CostClass.GATED_SCAN, CostClass.SOFTMAX)
 
 
-def mixer_operator(name: str) -> Operator:
-    """The operator of the mixer called `name`.
+def mixer_operator(model: ModelConfig, layer: int) -> Operator:
+    """The operator of layer `layer` (from 0).
 
     Raises:
         UserError: an unknown mixer, an operator that is not described, or one of a cost class without a speed.
     """
-    operator = get_operator(mixer_spec(name).operator)
+    name = model.layers[layer]
+    operator = get_operator(mixer_spec(name).layer_operator(model, layer))
     if operator.cost not in _COSTS:
         able = ", ".join(cost.value for cost in _COSTS)
         raise UserError(
@@ -48,7 +49,7 @@ def activation_values(model: ModelConfig, layer: int, recompute: Recompute = "no
     weights = mixer.parameter_shapes(model, layer)
     projected = sum(shape[0] for name, shape in weights.items() if name.endswith(".weight") and "out_proj" not in name)
     activated, outputs = mixer.activated * d, 2 * d if mixer.norms_output(model, layer) else d
-    if mixer_operator(model.layers[layer]).cost is CostClass.SOFTMAX:
+    if mixer_operator(model, layer).cost is CostClass.SOFTMAX:
         # Queries are as wide as outputs; rotated ones take the place of those that were projected.
         outputs = weights["out_proj.weight"][1] if "out_proj.weight" in weights else d
         activated = mixer.gathered_values(model, layer) // 2
@@ -62,7 +63,7 @@ def _fp32_values(model: ModelConfig, layer: int, recompute: Recompute) -> int:
         return 0
     name = model.layers[layer]
     kept = {CostClass.GATED_SCAN: model.hidden_size, CostClass.SOFTMAX: model.head_dim}
-    return kept.get(mixer_operator(name).cost, 0) + mixer_spec(name).fp32_values(model, layer)
+    return kept.get(mixer_operator(model, layer).cost, 0) + mixer_spec(name).fp32_values(model, layer)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -217,7 +218,7 @@ class Workload:
 
     def _layer(self, layer: int) -> LayerWork:
         model = self.model
-        mixer, operator = mixer_spec(model.layers[layer]), mixer_operator(model.layers[layer])
+        mixer, operator = mixer_spec(model.layers[layer]), mixer_operator(model, layer)
         shapes = mixer.parameter_shapes(model, layer)
         flops = {weight: 2 * prod(shape) for weight, shape in shapes.items() if weight.endswith(".weight")}
         mixer_flops = sum(flops.values())

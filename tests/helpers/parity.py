@@ -29,14 +29,16 @@ MicroBatch, named, whole, error = tiny.MicroBatch, tiny.named, tiny.whole, tiny.
 forms = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("llama_forms.py"))))
 collectives = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("collectives.py"))))
 
+TOKENS = 96
 STACKS: dict[str, str | list[str]] = {
     **{name: name for name in reading("causal")},
     "hybrid": ["hgrn2", "llama"],
     "lion-s": "lion-s",
     "lion-fixed": ["lion-lit", "lion-retnet"],
     "mamba2": "decay-attention",
+    "bi-rn": "bi-rn",
 }
-RMSNORM = ("llama", "lion-s", "lion-fixed", "decay-attention", "mamba2")
+RMSNORM = ("llama", "lion-s", "lion-fixed", "decay-attention", "mamba2", "causal-rn", "bi-rn")
 # One of LION's with a norm over the heads of all tensor ranks, instead of sums of its own scores.
 OPTIONS: dict[str, Any] = {
     "lion-fixed": {"lion-lit": {"scale": False}},
@@ -111,10 +113,20 @@ PRINTED: dict[str, dict[str, Any]] = {
 for name, fields in PRINTED.items():
     shape = MODELS["tnl"].model_dump(exclude={"mixer", "mixer_options"})
     MODELS[name] = ModelConfig.model_validate({**shape, **fields})
+# Relations of all pairs, in both directions in one stack, with learned positions.
+MODELS["quadratic"] = ModelConfig.model_validate(
+    {
+        **MODELS["bi-rn"].model_dump(exclude={"mixer_options"}),
+        "mixer": ["causal-rn", "bi-rn"],
+        "mixer_options": {
+            "causal-rn": {"form": "quadratic", "expansion": 2, "positions": TOKENS},
+            "bi-rn": {"form": "quadratic", "activation": "elu", "pre_norm": "approximate"},
+        },
+    }
+)
 WRITING = [*reading("causal"), "hybrid", "grouped", "mamba2"]
 """Those that read what stands before alone, and so can score and write text."""
 VOCAB_SIZE = 120  # the last 8 rows are padding
-TOKENS = 96
 ROWS = 2  # of a micro-batch
 CASE_TIMEOUT_S = 120
 SHIPPED = load(Path(__file__).parents[2] / "configs" / "tnl-tiny.toml")

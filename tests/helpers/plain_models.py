@@ -126,7 +126,8 @@ def document_logits(
         of_mixer = {name.removeprefix("self_attention."): weight for name, weight in own.items()}
         of_mixer |= of_model | {RAW_INPUT: x}
         x = x + mix(norm(model, x, own.get("input_layernorm.weight")), of_mixer, layer)
-        x = x + gated_linear_unit(model, norm(model, x, own.get("pre_mlp_layernorm.weight")), own)
+        if model.intermediate_size:
+            x = x + gated_linear_unit(model, norm(model, x, own.get("pre_mlp_layernorm.weight")), own)
     if model.final_norm:
         x = norm(model, x, weights.get("decoder.final_layernorm.weight"))
     return x @ weights.get("output_layer.weight", embedding).T

@@ -34,6 +34,8 @@ from lightscale.kernels.lightning.triton import tiling as lightning_tiling
 from lightscale.kernels.lion import chunked as lion_chunked
 from lightscale.kernels.lion import lion
 from lightscale.kernels.lion.triton import tiling as lion_tiling
+from lightscale.kernels.log_sum import chunked as log_sum_chunked
+from lightscale.kernels.log_sum import log_sum
 from lightscale.kernels.norm.eager import WIDEST
 from lightscale.kernels.operators import Backend, CostClass, Operator, get_operator, register
 from lightscale.kernels.tpe import chunked as tpe_chunked
@@ -45,10 +47,13 @@ from lightscale.parallel.sequence import (
     LightNetWholeScan,
     LightningScan,
     LionScan,
+    LogSumScan,
+    LogSumWholeScan,
     Scan,
     TPEScan,
 )
 from lightscale.parallel.sequence.algebra import BOTH, DIAGONAL, LOG_SUM_EXP, WHOLE_LOG_SUM_EXP
+from lightscale.parallel.sequence.log_sums import LOG_SUM, WHOLE_LOG_SUM
 from lightscale.parallel.sequence.scans import algebra_of
 
 FOLDERS = Path(operators.__file__).parent
@@ -102,7 +107,11 @@ def test_every_folder_is_described() -> None:
     described = [get_operator(name) for name in operators.operator_names()]
     assert {operator.name for operator in described if operator.backends} == folders
     assert {operator.name for operator in described if "triton" in operator.backend_names} == with_triton
-    assert [operator.name for operator in described if not operator.backends] == ["lightnet_noncausal", "SDPA"]
+    assert [operator.name for operator in described if not operator.backends] == [
+        "lightnet_noncausal",
+        "log_sum_whole",
+        "SDPA",
+    ]
 
 
 def test_every_module_is_there() -> None:
@@ -133,6 +142,7 @@ def test_chunks_of_the_positional_encoding_and_the_width_of_the_norm() -> None:
     steps = {case.constants["STEP"] for case in TPE_CASES if "STEP" in case.constants}
     assert steps == {get_operator("tpe").backend("triton").chunk_size}
     assert get_operator("tpe").backend("chunked").chunk_size == tpe_chunked.DEFAULT_CHUNK_SIZE
+    assert get_operator("log_sum").backend("chunked").chunk_size == log_sum_chunked.DEFAULT_CHUNK_SIZE
     assert get_operator("norm").backend("triton").max_width == WIDEST
 
 
@@ -148,6 +158,8 @@ def final_state(name: str, tokens: int, dtype: torch.dtype, *, angles: bool) -> 
         state = lightnet_attention(q, k, v, angles=turned, output_final_state=True)[1]
     elif name == "lion":
         state = lion(q, k, v, output_final_state=True)[1]
+    elif name == "log_sum":
+        state = log_sum(torch.ones(2, tokens, 6, dtype=dtype))[:, -1]
     else:
         x = torch.ones(2, tokens, 6, dtype=dtype)
         state = tpe_scan(x, -torch.ones(7), torch.ones(6, 7), output_final_state=True)[1]
@@ -155,7 +167,7 @@ def final_state(name: str, tokens: int, dtype: torch.dtype, *, angles: bool) -> 
 
 
 @pytest.mark.parametrize("angles", [False, True], ids=["", "angles"])
-@pytest.mark.parametrize("name", ["lightning", "gla", "lightnet", "lion", "tpe"])
+@pytest.mark.parametrize("name", ["lightning", "gla", "lightnet", "lion", "tpe", "log_sum"])
 def test_states_are_described(name: str, angles: bool) -> None:
     described = get_operator(name).state
     assert described is not None and not described.grows and described.dtype == "fp32"
@@ -167,9 +179,9 @@ def test_states_are_described(name: str, angles: bool) -> None:
             assert tensor.dtype == expected
 
 
-def test_only_softmax_attention_keeps_all_tokens() -> None:
+def test_only_attention_and_relations_keep_all_tokens() -> None:
     growing = [name for name in operators.operator_names() if operators.state_grows(name)]
-    assert growing == ["SDPA"]
+    assert growing == ["relation", "SDPA"]
     assert not operators.state_grows("norm")
 
 
@@ -182,6 +194,8 @@ def test_only_softmax_attention_keeps_all_tokens() -> None:
         ("lightnet", LightNetScan, LOG_SUM_EXP),
         ("lightnet_noncausal", LightNetWholeScan, WHOLE_LOG_SUM_EXP),
         ("lion", LionScan, BOTH),
+        ("log_sum", LogSumScan, LOG_SUM),
+        ("log_sum_whole", LogSumWholeScan, WHOLE_LOG_SUM),
     ],
 )
 def test_states_travel_by_the_described_algebra(name: str, scan: type[Scan], algebra: Any) -> None:

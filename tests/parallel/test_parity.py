@@ -193,7 +193,7 @@ _NORM_SUM = ("allreduce", ((parity.TOKENS, parity.ROWS), "torch.float64"))
 # ----- the default selection -----------------------------------------------------------------------------------------
 
 
-STATES = [name for name in ALL if name not in ("llama", "hybrid", "grouped", "bidirectional")]
+STATES = [name for name in ALL if name not in ("llama", "hybrid", "grouped", "bidirectional", "quadratic")]
 RECOMPUTED = [
     f"sequence=2{option}"
     for option in ("", " recompute=full", " recompute=full recompute_layers=1", " recompute=selective")

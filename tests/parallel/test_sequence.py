@@ -24,6 +24,7 @@ from lightscale.kernels.gla.reference import gla_reference
 from lightscale.kernels.lightnet.reference import lightnet_attention_reference, lightnet_noncausal_reference
 from lightscale.kernels.lightning.reference import lightning_attention_reference
 from lightscale.kernels.lion.reference import lion_reference
+from lightscale.kernels.log_sum.reference import log_sum_reference, log_sum_whole_reference
 from lightscale.kernels.tpe.reference import tpe_scan_reference
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.parallel.sequence import (
@@ -32,6 +33,8 @@ from lightscale.parallel.sequence import (
     LightNetWholeScan,
     LightningScan,
     LionScan,
+    LogSumScan,
+    LogSumWholeScan,
     Scan,
     TPEScan,
     begin,
@@ -44,10 +47,11 @@ B, T, H, K, V = 2, 24, 3, 4, 5
 DOUBLE = torch.float64
 KINDS = (
     "undecayed", "decay", "learned decay", "token decay", "token decay, angles", "angles", "gated", "tpe", "lightnet",
-    "lightnet with angles", "lion", "lion unscaled", "lightnet whole", "lightnet whole with angles",
+    "lightnet with angles", "lion", "lion unscaled", "lightnet whole", "lightnet whole with angles", "log sum",
+    "whole log sum",
 )  # fmt: skip
 # One of each summary: exchanges see no more of an operator. (Heads, channels, modes, a log-sum-exp, and both sides.)
-SUMMARIES = ("decay", "gated", "tpe", "lightnet", "lion", "lightnet whole")
+SUMMARIES = ("decay", "gated", "tpe", "lightnet", "lion", "lightnet whole", "log sum", "whole log sum")
 Tensors = dict[str, Tensor | None]
 
 
@@ -82,6 +86,9 @@ def inputs_of(kind: str, seed: int = 0, tokens: int = T) -> Tensors:
         case "gated":
             # Some gates are as good as shut, some as good as open.
             return {"k": k, "v": v, "log_decay": -torch.exp(3 * normal(B, tokens, H, K)), "q": q}
+        case "log sum" | "whole log sum":
+            # Of a few tokens alone, so that those of other ranks count.
+            return {"b": 3 * normal(B, tokens, H * K)}
         case "tpe":
             return {"x": normal(B, tokens, H * K), "log_decay": decay, "gamma": normal(H * K, 3)}
         case _:
@@ -104,6 +111,8 @@ SCANS: dict[str, Callable[..., Scan]] = {
     "lightnet whole": LightNetWholeScan,
     "lightnet whole with angles": LightNetWholeScan,
     "lion": LionScan,
+    "log sum": LogSumScan,
+    "whole log sum": LogSumWholeScan,
     "lion unscaled": functools.partial(LionScan, gate="enter", normalize=False),
 }
 LEARNED = {
@@ -131,6 +140,10 @@ def reference(kind: str, x: Tensors, cu_seqlens: Tensor | None) -> Tensor:
         return tpe_scan_reference(x["x"], x["log_decay"], x["gamma"], cu_seqlens=cu_seqlens)[0]
     if kind == "gated":
         return gla_reference(x["q"], x["k"], x["v"], x["log_decay"], cu_seqlens=cu_seqlens)[0]
+    if kind == "log sum":
+        return log_sum_reference(x["b"], cu_seqlens=cu_seqlens)[0]
+    if kind == "whole log sum":
+        return log_sum_whole_reference(x["b"], cu_seqlens=cu_seqlens)
     if kind.startswith("lightnet"):
         angles = angles_of(x["theta"], x["positions"])
         if "whole" in kind:
@@ -193,6 +206,9 @@ def scan_of(kind: str, mesh: Mesh, edges: list[int], starts: list[set[int]]) -> 
 
 def pass_states(kind: str, mesh: Mesh, x: Tensors, scan: Scan) -> Tensor:
     assert mesh.exchange is not None
+    if "log sum" in kind:
+        # Nothing reads.
+        return begin(scan, mesh.exchange, *x.values())()
     *written, read = x.values()
     return begin(scan, mesh.exchange, *written)(read)
 
@@ -276,7 +292,7 @@ def undisturbed(kind: str, mesh: Mesh) -> bool:
             # Only tokens of the document that ends on this rank.
             first = next(iter(x.values()))
             assert first is not None
-            first[:, :2] = 1e300 if kind != "lightnet" else 700.0
+            first[:, :2] = 1e300 if kind not in ("lightnet", "log sum") else 700.0
         outputs.append(pass_states(kind, mesh, x, scan_of(kind, mesh, edges, starts)))
     ours = [o[:, 2:] if mesh.sequence_rank == 1 else o for o in outputs]
     same = torch.equal(*ours) or (kind == "lightnet" and mesh.sequence_rank == 1 and error(*ours) < 1e-15)
@@ -310,7 +326,7 @@ def on_ranks(
                     found["errors"][case] = run_case(kind, mesh, edges, starts)
             for kind in KINDS:
                 found["payloads"][name, kind] = [payloads(kind, mesh, tokens) for tokens in (T, 2 * T)]
-                if world_size > 2 and kind in ("decay", "token decay", "gated", "tpe", "lightnet"):
+                if world_size > 2 and kind in ("decay", "token decay", "gated", "tpe", "lightnet", "log sum"):
                     found["undisturbed"][name, kind] = undisturbed(kind, mesh)
     return found
 
@@ -321,6 +337,9 @@ def sizes(kind: str) -> tuple[list[list[int]], list[list[int]], list[list[int]]]
         return [[B, H * K, 3], [B, 1, 3]], [[B, H * K, 3]], [[B, H * K, 3]]
     if kind == "gated":
         return [[B, H, K, V], [B, H, K]], [[B, H, K, V]], [[B, H, K, V]]
+    if "log sum" in kind:
+        sides = [[B, H * K]] * (2 if "whole" in kind else 1)
+        return [*sides, [B, 1]], sides, sides
     if "whole" in kind:
         average = [[B, H, K], [B, H, 2 * K if "angles" in kind else K, V]]
         return [*average, *average, [B, 1]], 2 * average, 2 * average[1:]

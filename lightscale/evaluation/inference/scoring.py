@@ -33,7 +33,7 @@ from lightscale.evaluation.inference.requests import (
 )
 from lightscale.kernels.operators import state_grows
 from lightscale.models.language_model import LanguageModel
-from lightscale.models.registry import mixer_spec
+from lightscale.models.registry import layer_operators
 from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.mesh import Mesh
 
@@ -88,7 +88,7 @@ class Scorer:
         self._advance, self._total, self._done = advance, 0, 0
         self._model, self._mesh, self._tokenizer = model, mesh, tokenizer
         self._forward = Forward(model, mesh)
-        self._grows = any(state_grows(mixer_spec(name).operator) for name in model.model.layers)
+        self._grows = any(map(state_grows, layer_operators(model.model)))
         self._row_bytes: int | None = None
         # As models compute them: texts of many million tokens are held, and nothing is rounded.
         self._dtype = np.float64 if any(weight.dtype == torch.float64 for weight in model.parameters()) else np.float32

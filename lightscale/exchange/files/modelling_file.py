@@ -12,8 +12,8 @@ _MODULES = ("operators", "mixers", "decay_mixer", "lion", "model", "transformers
 _PACKAGE = "lightscale.exchange.plain"
 _HEAD = '''"""A language model of lightscale, whole in one file of plain PyTorch.
 
-Token mixers with a state for each layer (TNL, HGRN2, cosFormer2, LightNet, scalar decays, softmax attention), those that
-read both ways (LION, LightNet, softmax attention), and the classes by which transformers loads them. Written by
+Token mixers with a state for each layer (TNL, HGRN2, cosFormer2, LightNet, scalar decays, softmax attention), those
+that read both ways (LION, LightNet, softmax attention), and the classes by which transformers loads them. Written by
 `lightscale export`; licence: Apache-2.0.
 """
 '''

@@ -50,7 +50,6 @@ _ROLES = {
     "k_bias": "k_proj.bias",
     "v_bias": "v_proj.bias",
     "o_bias": "o_proj.bias",
-    "forget_bias": "f_proj.bias",
     **{name: name for name in ("decay_logit", "log_rate", "q_conv", "k_conv", "v_conv")},
 }
 """What the plain mixers call what has a role in those that train (``MixerSpec.roles``)."""

@@ -163,6 +163,20 @@ class DocumentAttention:
             after[np.flatnonzero(np.diff(rows, append=self.rows))] = self.after.numpy()
         return after
 
+    @cached_property
+    def key_ranges(self) -> tuple[Tensor, Tensor]:
+        """(b, n) int64 on the host, the first key that each token sees and the end of those."""
+        if not self.length:
+            nothing = torch.empty(self.rows, 0, dtype=torch.int64)
+            return nothing, nothing
+        starts = self.starts.slots.numpy()
+        firsts = self.before + starts % self.length - self._before
+        first = torch.from_numpy(np.repeat(firsts, self._lengths)).view(self.rows, self.length)
+        if self.is_causal:
+            return first, (self.before + 1 + torch.arange(self.length)).expand(first.shape)
+        ends = firsts + self._before + self._lengths + self._after
+        return first, torch.from_numpy(np.repeat(ends, self._lengths)).view(first.shape)
+
     def flash(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See the module; arguments as of the call."""
         queries, keys, longest, most_keys = self._boundaries

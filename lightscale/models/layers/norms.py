@@ -1,6 +1,7 @@
-"""Norms: simple RMS norm, RMS norm with a weight, and the gated norm over the heads of all tensor ranks."""
+"""Norms: simple RMS norm, RMS norm with a weight, and norms over the channels of all tensor ranks."""
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,6 +57,34 @@ class RMSNormAndInput(RMSNorm):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """x: (..., d) -> (normalised, x)."""
         return super().forward(x), x
+
+
+class _Centered(torch.autograd.Function):
+    """x (..., width / tensor) without the mean over all tensor ranks' channels: a projection, its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, width: int, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.width, ctx.group = width, group
+        total = x.sum(-1, keepdim=True)
+        if group is not None and group.size() > 1:
+            dist.all_reduce(total, group=group)
+        return x - total / width
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        centered: Tensor = _Centered.apply(grad, ctx.width, ctx.group)
+        return centered, None, None
+
+
+def layer_norm_split(x: Tensor, *, width: int, eps: float, group: dist.ProcessGroup | None = None) -> Tensor:
+    """LayerNorm without weights over the full ``width`` of x: (..., width / tensor), split over ``group`` if any.
+
+    Two all-reduces of a number per token each way; without tensor parallelism none.
+    """
+    centered: Tensor = _Centered.apply(x, width, group)
+    if group is None or group.size() == 1:
+        return norm(centered, eps=eps)
+    return gated_norm_split(centered, None, width=width, eps=eps, group=group)
 
 
 def gated_norm_split(x: Tensor, gate: Tensor | None, *, width: int, eps: float, group: dist.ProcessGroup) -> Tensor:

@@ -1,6 +1,5 @@
 """What every token mixer is: the one interface that a new architecture implements."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -50,8 +49,7 @@ class Mixer(MegatronModule, ABC):
         self.num_heads = model.num_heads // self.group.size()
         self.heads = slice(self.group.rank() * self.num_heads, (self.group.rank() + 1) * self.num_heads)
         self.head_dim = model.head_dim
-        # Outputs that are added to the residual stream start smaller, so that its variance does not grow with depth.
-        self.output_std = model.init_std / math.sqrt(2 * model.num_layers)
+        self.output_std = model.output_std
 
     @abstractmethod
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:

@@ -111,11 +111,6 @@ class MixerSpec(ABC):
     shared: ClassVar[tuple[type[PartSpec], ...]] = ()
     """What the model holds once for all layers of this kind."""
 
-    @classmethod
-    def shared_parts(cls, model: ModelConfig) -> tuple[type[PartSpec], ...]:
-        """The same, for mixers whose options leave some of it out."""
-        return cls.shared
-
     activated: ClassVar[int] = 2
     """Of queries and keys, those that are kept for the backward pass once more, behind an activation."""
 
@@ -123,6 +118,11 @@ class MixerSpec(ABC):
     def layer_operator(cls, model: ModelConfig, layer: int) -> str:
         """What computes layer ``layer`` (from 0), for mixers that have a choice."""
         return cls.operator
+
+    @classmethod
+    def shared_parts(cls, model: ModelConfig, layer: int) -> tuple[type[PartSpec], ...]:
+        """``shared``, of layer ``layer`` (from 0), for mixers whose options say what they need."""
+        return cls.shared
 
     whole_on_tensor_ranks: ClassVar[frozenset[str]] = frozenset()
     """Names of the parameters that tensor ranks do not split: each of them holds them whole."""

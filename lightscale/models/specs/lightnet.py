@@ -26,7 +26,7 @@ class LightNetSpec(GatedMixerSpec):
         return cls.operator if model.direction(layer) == "causal" else "lightnet_noncausal"
 
     @classmethod
-    def shared_parts(cls, model: ModelConfig) -> tuple[type[PartSpec], ...]:
+    def shared_parts(cls, model: ModelConfig, layer: int) -> tuple[type[PartSpec], ...]:
         """The positional encoding, unless switched off."""
         options = model.mixer_options["lightnet"]
         assert isinstance(options, LightNetOptions), type(options)

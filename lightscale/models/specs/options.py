@@ -124,6 +124,50 @@ class LionSOptions(LionOptions):
         return self
 
 
+class RelationOptions(Section):
+    """The options of relation networks, CausalRN and BiRN."""
+
+    form: Literal["linear", "quadratic"] = "linear"
+    """linear: exp of the sum of two normalised sides, in linear time; quadratic: every pair by itself."""
+    activation: Literal["exp", "relu", "elu", "silu"] = "exp"
+    """Of the hidden channels of a pair; others than exp need the quadratic form."""
+    pre_norm: Literal["auto", "exact", "approximate", "off"] = "auto"
+    """Norm before the activation: exact, of each pair; approximate, of its two sides; off; auto: approximate where the
+    form is linear, exact where it is quadratic."""
+    eps: PositiveOrZero = 1e-6
+    """Added to the variance in the norms; 0 as in the paper, where a vector of equal numbers becomes NaN."""
+    expansion: Width = 1
+    """Hidden channels by channel of the stream: the state expansion of figure 4d; base models of the paper have 4."""
+    positions: SequenceLength | None = None
+    """Rows of a table of learned positions, added to the embedding; none: no positions."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.form == "linear" and self.activation != "exp":
+            raise ValueError(
+                f'activation = "{self.activation}" with form = "linear": only exp of a sum is a product; use '
+                'activation = "exp", or form = "quadratic"'
+            )
+        if self.form == "linear" and self.pre_norm == "exact":
+            raise ValueError(
+                'pre_norm = "exact" with form = "linear": a norm of each pair needs form = "quadratic"; use '
+                'pre_norm = "approximate"'
+            )
+        if self.form == "quadratic" and self.activation == "exp" and self.pre_norm in ("approximate", "off"):
+            raise ValueError(
+                f'pre_norm = "{self.pre_norm}" with form = "quadratic" and activation = "exp" is what form = "linear" '
+                'computes, without overflow; use form = "linear", or pre_norm = "exact"'
+            )
+        return self
+
+
+class CausalRNOptions(RelationOptions):
+    """Those of CausalRN."""
+
+    post_norm: bool = True
+    """Norm behind the sum over pairs; false: their mean, as printed in equation 5."""
+
+
 class RopeScalingOptions(Section):
     """Rotary positions slowed down for sequences longer than those that the model was first trained on."""
 

@@ -15,6 +15,8 @@ from lightscale.parallel.sequence.scans import (
     LightNetWholeScan,
     LightningScan,
     LionScan,
+    LogSumScan,
+    LogSumWholeScan,
     Scan,
     TPEScan,
 )
@@ -27,6 +29,8 @@ __all__ = [
     "LightNetWholeScan",
     "LightningScan",
     "LionScan",
+    "LogSumScan",
+    "LogSumWholeScan",
     "Replay",
     "Ring",
     "Scan",

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from lightscale.errors import UserError
-from lightscale.kernels import gla, lightnet, lightning, lion, tpe
+from lightscale.kernels import gla, lightnet, lightning, lion, log_sum, tpe
 from lightscale.kernels.common.angles import angles_of
 from lightscale.kernels.lightnet import LightNetState, StateCotangent
 from lightscale.kernels.lion import Gate, LionOutputs, LionState
 from lightscale.kernels.operators import StateAlgebra, StateScope, get_operator
 from lightscale.parallel.sequence.algebra import BOTH, DIAGONAL, LOG_SUM_EXP, WHOLE_LOG_SUM_EXP, Algebra, Tensors
+from lightscale.parallel.sequence.log_sums import LOG_SUM, WHOLE_LOG_SUM
 
 Inputs = tuple[Any, ...]
 """Tensors, some of them optional; each scan says which."""
@@ -29,6 +30,8 @@ _ALGEBRAS = {
     (StateAlgebra.DIAGONAL, StateScope.BOTH): BOTH,
     (StateAlgebra.LOG_SUM_EXP, StateScope.PREFIX): LOG_SUM_EXP,
     (StateAlgebra.LOG_SUM_EXP, StateScope.ALL): WHOLE_LOG_SUM_EXP,
+    (StateAlgebra.LOG_SUM, StateScope.PREFIX): LOG_SUM,
+    (StateAlgebra.LOG_SUM, StateScope.ALL): WHOLE_LOG_SUM,
 }
 
 
@@ -300,6 +303,72 @@ class LightNetWholeScan(Scan):
         states = LightNetState(*state[4:])
         dq, dk, dv = lightnet.noncausal.grad_bwd(q, k, v, angles_of(*angles), do, states, from_sides, self.bounds)
         return dk, dv, None, None, dq
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSumScan(Scan):
+    """Running log-sums. Written: b (B, T, D). Nothing reads: the outputs are the sums."""
+
+    algebra: ClassVar[Algebra] = algebra_of("log_sum")
+
+    def summarize(self, written: Inputs) -> Tensors:
+        z, through = log_sum.state_fwd(written[0], self.cu_seqlens)
+        return z, self.where_continues(through)[:, None]
+
+    def entering(self, state: Tensors) -> Tensors:
+        return (self.where_continues(state[0], -torch.inf),)
+
+    def outputs(self, inputs: Inputs, state: Tensors) -> Tensors:
+        z = log_sum.out_fwd(inputs[0], state[0], self.cu_seqlens)
+        return z, z
+
+    def reads(self, inputs: Inputs, do: Tensor, state: Tensors) -> Tensors:
+        entered, z = state
+        return (log_sum.state_bwd(z, do, entered, self.cu_seqlens),)
+
+    def gradients(
+        self, inputs: Inputs, do: Tensor, state: Tensors, leaving: Callable[[], Tensors]
+    ) -> Sequence[Tensor | None]:
+        return (log_sum.grad_bwd(inputs[0], state[1], do, lambda: leaving()[0], self.cu_seqlens),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSumWholeScan(Scan):
+    """Log-sums over whole documents. Inputs are those of ``LogSumScan``, ``bounds`` those of ``LightNetWholeScan``.
+
+    States are what comes from before to each row's first document, and from behind to its last one.
+    """
+
+    bounds: tuple[int, ...] | None = None
+
+    algebra: ClassVar[Algebra] = algebra_of("log_sum_whole")
+
+    def summarize(self, written: Inputs) -> Tensors:
+        first, last, through = log_sum.whole.state_fwd(written[0], self.bounds)
+        return last, self.where_continues(first, -torch.inf), self.where_continues(through)[:, None]
+
+    def entering(self, state: Tensors) -> Tensors:
+        before, behind = state
+        return self.where_continues(before, -torch.inf), behind
+
+    def outputs(self, inputs: Inputs, state: Tensors) -> Tensors:
+        before, behind = state
+        z = log_sum.whole.total_sums(inputs[0], (before, behind), self.bounds)
+        return log_sum.whole.out_fwd(inputs[0], z, self.bounds), z
+
+    def reads(self, inputs: Inputs, do: Tensor, state: Tensors) -> Tensors:
+        first, last = log_sum.whole.state_bwd(do, self.bounds)
+        return self.where_continues(first), last
+
+    def gradients(
+        self, inputs: Inputs, do: Tensor, state: Tensors, leaving: Callable[[], Tensors]
+    ) -> Sequence[Tensor | None]:
+        def from_sides() -> tuple[Tensor, Tensor]:
+            # What goes on to the right is read by the tokens behind, and the other way round.
+            of_last, of_first = leaving()
+            return self.where_continues(of_first), of_last
+
+        return (log_sum.whole.grad_bwd(inputs[0], do, state[2], from_sides, self.bounds),)
 
 
 @dataclass(frozen=True, kw_only=True)

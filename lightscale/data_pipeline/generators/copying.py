@@ -1,0 +1,76 @@
+"""The copying task: a string of random symbols, and the same string again.
+
+    [BOS] 3 17 5 [SEP] 3 17 5   and the end-of-text token, which is [EOS]
+
+(Jelassi et al. 2024, arXiv 2402.01032; CausalRN, sections 4.1 and 4.4.) Only the second string counts as labels: the
+first cannot be foreseen. The lengths are all as likely, and so are the symbols.
+"""
+
+import argparse
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Self
+
+import numpy as np
+
+from lightscale.data_pipeline.generators.interface import Generator, MadeDocument, integer, symbol_tokenizer
+from lightscale.data_pipeline.tokenizers import TiktokenTokenizer
+from lightscale.errors import UserError
+
+_MOST_SYMBOLS, _MOST_LENGTH = 10_000, 2**20
+_BEGIN, _SEPARATOR = "[BOS]", " [SEP]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copying(Generator):
+    """Strings of ``min_length`` to ``max_length`` symbols, twice."""
+
+    min_length: int = 16
+    max_length: int = 16
+    symbols: int = 26
+    """From which the strings are drawn."""
+
+    help = "make the copying task: random strings, each of them twice, of which the second one counts"
+    has_loss_mask = True
+
+    def __post_init__(self) -> None:
+        for name, value, most in (
+            ("min-length", self.min_length, _MOST_LENGTH),
+            ("max-length", self.max_length, _MOST_LENGTH),
+            ("symbols", self.symbols, _MOST_SYMBOLS),
+        ):
+            if not 1 <= value <= most:
+                raise UserError(f"--{name} {value}: must be 1 to {most:,}")
+        if self.min_length > self.max_length:
+            raise UserError(f"--min-length {self.min_length}: more than --max-length {self.max_length}")
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """See ``Generator``."""
+        add = parser.add_argument
+        add("--min-length", type=int, metavar="N", help="least symbols of a string (default: --max-length)")
+        add("--max-length", type=int, default=16, metavar="N", help="most symbols of a string (default: 16)")
+        add("--symbols", type=int, default=26, metavar="N", help="different symbols (default: 26)")
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Self:
+        """See ``Generator``."""
+        least = args.max_length if args.min_length is None else args.min_length
+        return cls(min_length=least, max_length=args.max_length, symbols=args.symbols)
+
+    def tokenizer(self) -> TiktokenTokenizer:
+        """The symbols, numbers with a blank before them, and two more for the beginning and the middle."""
+        symbols = (_BEGIN, _SEPARATOR, *(f" {number}" for number in range(self.symbols)))
+        return symbol_tokenizer("copying", symbols, r"\[BOS\]| \[SEP\]| [0-9]+")
+
+    def settings(self) -> dict[str, Any]:
+        """See ``Generator``."""
+        return {"min_length": self.min_length, "max_length": self.max_length, "symbols": self.symbols}
+
+    def make(self, random: Random) -> MadeDocument:
+        """See ``Generator``."""
+        length = integer(random, self.min_length, self.max_length)
+        string = "".join(f" {integer(random, 0, self.symbols - 1)}" for _ in range(length))
+        counts = np.zeros(2 + 2 * length, np.uint8)
+        counts[2 + length :] = 1
+        return MadeDocument(text=f"{_BEGIN}{string}{_SEPARATOR}{string}", counts=counts)

@@ -1,0 +1,24 @@
+"""Learned positions, a part behind the embedding; see ``layers/learned_positions.py``."""
+
+from lightscale.config.model import ModelConfig
+from lightscale.models.specs.interface import EmbeddingPartSpec, PartParameter
+from lightscale.models.specs.options import RelationOptions
+
+
+class LearnedPositionsSpec(EmbeddingPartSpec):
+    """A vector for each position in a document."""
+
+    name = "positions"
+    implementation = "lightscale.models.layers.learned_positions:LearnedPositions"
+
+    @staticmethod
+    def parameters_of(model: ModelConfig) -> dict[str, PartParameter]:
+        """``table`` (positions, d)."""
+        shape = (num_positions(model), model.hidden_size)
+        return {"table": PartParameter(shape=shape, term="learned positions", split_dim=1, weight_decay=False)}
+
+
+def num_positions(model: ModelConfig) -> int:
+    """The most that a mixer of the model asks for."""
+    asked = (options.positions for options in model.mixer_options.values() if isinstance(options, RelationOptions))
+    return max(number or 0 for number in asked)
