@@ -99,8 +99,8 @@ def _place() -> tuple[str, int]:
 class Accesses(TorchDispatchMode):
     """While this is entered, in each thread for itself, what operations read and write is noted.
 
-    By their schemas: what is declared as written is, all other tensors are read. Outputs of which the storage is none of
-    the inputs' are memory that the allocator has just handed out.
+    By their schemas: what is declared as written is, all other tensors are read. Outputs whose storage is none of the
+    inputs' are memory that the allocator has just handed out.
     """
 
     def __init__(self, notes: AccessNotes) -> None:
@@ -123,7 +123,6 @@ class Accesses(TorchDispatchMode):
         given = list(_given(func, args, kwargs))
         storages = {tensor.untyped_storage()._cdata for tensor, _ in given}
         by_shape = name.removeprefix("aten::").startswith(_BY_SHAPE) or name.endswith(("_like", "resize_"))
-        written = [tensor for tensor, is_written in given if is_written]
         on_device = any(tensor.is_cuda for tensor, _ in given)
         before = self._notes.now()
         # Before it runs: where the host waits for it, it has been launched by then.
@@ -133,9 +132,8 @@ class Accesses(TorchDispatchMode):
                 self._notes.note(Kind.WRITE if is_written else Kind.READ, tensor, name)
         made = func(*args, **kwargs)
         for value in tree_flatten(made)[0]:
-            if isinstance(value, Tensor) and not any(value is one for one in written):
-                if value.untyped_storage()._cdata not in storages:
-                    self._notes.note(Kind.FRESH, value, name, whole=True, before=before)
+            if isinstance(value, Tensor) and value.untyped_storage()._cdata not in storages:
+                self._notes.note(Kind.FRESH, value, name, whole=True, before=before)
         return made
 
 
@@ -191,7 +189,7 @@ def _stored(call: ast.Call, known: Mapping[str, Any]) -> Iterable[ast.expr]:
     if isinstance(call.func, ast.Attribute):
         return call.args[:1] if call.func.attr == "store" or call.func.attr.startswith("atomic_") else ()
     called = known.get(call.func.id) if isinstance(call.func, ast.Name) else None
-    if not isinstance(called, triton.runtime.jit.JITFunction):
+    if not isinstance(called, triton.KernelInterface):
         return ()
     given = {**dict(zip(called.arg_names, call.args, strict=False)), **{one.arg: one.value for one in call.keywords}}
     return [given[name] for name in written_by(called) if name in given]

@@ -1,19 +1,19 @@
 """Whether the streams of a run wait for each other wherever they meet in memory: a happens-before check of its records.
 
-Two accesses of the same bytes, one of them a write, must be ordered: by the order of a stream, or by a chain of events that
-streams wait for and of waits of the host. What nothing orders may be right on one GPU and wrong on the next. Vector clocks
-(Fidge, Mattern, 1988) of the streams and of the host are kept along the records, and for each byte who wrote it last and who
-has read it since, as race detectors of threads do (Flanagan and Freund, FastTrack, 2009).
+Two accesses of the same bytes, one of them a write, must be ordered: by the order of a stream, or by a chain of events
+that streams wait for and of waits of the host. What nothing orders may be right on one GPU and wrong on the next.
+Vector clocks (Fidge; Mattern, 1988) of the streams and of the host are kept along the records, and for each byte who
+wrote it last and who has read it since, as race detectors of threads do (Flanagan and Freund, FastTrack, 2009).
 
 The rules are CUDA's and those of PyTorch's allocator:
 
 - A stream's work comes in the order in which it was launched, behind all that the host has waited for till then.
 - A stream that waits for an event comes behind what the event's stream had been given when the event was recorded.
 - Memory belongs to the stream on which it was taken: the allocator hands it out again in the order of that stream, and
-  asks no other one but those that ``record_stream`` has named. Pinned memory that PyTorch copies from or to of itself is
+  asks no other one but those that ``record_stream`` has named. Pinned memory that PyTorch itself copies from or to is
   not handed out again before the copy is done.
 
-All threads of the host are taken for one, which orders more than there is: a race between two of them can be missed, and
+All threads of the host are taken for one, which orders more than there is: a race between two of them can be missed;
 none is reported that is not there.
 """
 

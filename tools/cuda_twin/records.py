@@ -19,7 +19,6 @@ from cuda_twin.installation import library
 from cuda_twin.kinds import OF_MEMORY, Kind
 from cuda_twin.lone_rank import group_of
 
-
 _RECORD = np.dtype(
     [("kind", "u4"), ("device", "u4"), ("stream", "u8"), ("name", "u8"), *((key, "u8") for key in "abcd")]
 )
