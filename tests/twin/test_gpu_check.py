@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 pytestmark = [pytest.mark.twin, pytest.mark.timeout(3600)]
-BENCHMARKS = ("kernels", "learn", "train")
+BENCHMARKS = ("kernels", "scans", "learn", "train")
 
 
 def check(root: Path, folder: Path, *words: str) -> tuple[int, str, dict[str, Any], str]:
@@ -25,7 +25,7 @@ def check(root: Path, folder: Path, *words: str) -> tuple[int, str, dict[str, An
 def test_all_parts_run_and_none_is_taken_for_a_gpus(cuda_twin: ModuleType, tmp_path: Path, root: Path) -> None:
     code, output, found, page = check(root, tmp_path, "--gpus", "2")
     assert code == 0, output
-    assert list(found["parts"]) == ["operators", "models", "ranks", "kernels", "learn", "train"]
+    assert list(found["parts"]) == ["operators", "models", "ranks", *BENCHMARKS]
     for name, part in found["parts"].items():
         assert f"| {name} | ok |" in page
         assert {test["outcome"] for test in part.get("tests", ())} <= {"passed"}, output
@@ -36,9 +36,10 @@ def test_all_parts_run_and_none_is_taken_for_a_gpus(cuda_twin: ModuleType, tmp_p
     benchmarks = [json.loads((tmp_path / found["parts"][name]["saved"]).read_text("utf-8")) for name in BENCHMARKS]
     for figures in (found, *benchmarks):
         assert (figures["machine"]["note"], figures["machine"]["gpus"]) == (note, "2 x null device of the CUDA twin")
-    kernels, learn, train = benchmarks
+    kernels, scans, learn, train = benchmarks
     assert kernels["note"].startswith(note)
     assert not kernels["failures"] and len(kernels["lines"]) > 10
+    assert scans["note"].startswith(note) and scans["targets"] is None
     # Shares of a GPU's speed there are none.
     assert learn["mfu"] is None
     assert all(row["mfu"] is None for row in train["lengths"].values())

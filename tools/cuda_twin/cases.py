@@ -37,8 +37,9 @@ def all_cases() -> dict[str, dict[str, Any]]:
     found["lightnet 1B, 2 layers, sequence 8 of 8"] = _case(
         "lightnet-1b", "model.num_layers=2", "parallel.sequence=8", world_size=8, rank=3
     )
-    for ranks in (2, 64):
-        found[f"tnl 1B, 2 layers, sequence {ranks}"] = _sequence("tnl", ranks=ranks)
+    found["tnl 1B, 2 layers, sequence 2"] = _sequence("tnl", ranks=2)
+    for one in LINEAR:
+        found[f"{one} 1B, 2 layers, sequence 64"] = _sequence(one, ranks=64)
     for kind in ("two_level", "ring"):
         found[f"tnl 1B, 2 layers, sequence 8, {kind}"] = _sequence(
             "tnl", f'parallel.exchange="{kind}"', "parallel.ranks_per_node=4"
@@ -57,6 +58,10 @@ def all_cases() -> dict[str, dict[str, Any]]:
     found |= {_long_name(one, length): _long(one, length) for one in ARCHITECTURES for length in LENGTHS}
     hybrid = ("model.num_layers=2", 'model.mixer=["hgrn2", "llama"]')
     found["hybrid 1B, 2 layers, sequence 8"] = _case("hgrn2-1b", *hybrid, "parallel.sequence=8", world_size=64, rank=19)
+    mixed = ("model.num_layers=4", 'model.mixer=["hgrn2*3", "llama"]')
+    found["hybrid 7B, 4 layers, all axes, rank 519 of 1,024"] = _case(
+        "hgrn2-7b", *mixed, *axes, world_size=1024, rank=519
+    )
     found["hybrid, all axes, rank 5 of 16"] = _case("hybrid-tiny", *axes, world_size=16, rank=5)
     found["tnl tiny, validation, save, resume"] = _case(
         "tnl-tiny",
@@ -124,6 +129,14 @@ def planned_cases() -> dict[str, dict[str, Any]]:
 def length_pairs(found: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[int, ...]]:
     """For each linear architecture, ``beside_the_loss`` of its case of each of ``LENGTHS``."""
     return {one: tuple(beside_the_loss(found[_long_name(one, length)]) for length in LENGTHS) for one in LINEAR}
+
+
+def rank_pairs(found: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[int, ...]]:
+    """For each linear architecture, launches of a step on 8 and on 64 sequence ranks."""
+    return {
+        one: tuple(found[f"{one} 1B, 2 layers, sequence {n}"]["steps"][-1]["launches_in_all"] for n in (8, 64))
+        for one in LINEAR
+    }
 
 
 def asked(found: Mapping[str, Any]) -> dict[str, int]:

@@ -25,10 +25,13 @@ import numpy as np
 import torch
 
 from cuda_twin import peak
+from cuda_twin.accesses import AccessNotes
 from cuda_twin.computing import Computing
+from cuda_twin.kinds import WORK, Kind
 from cuda_twin.lone_rank import lone_rank
-from cuda_twin.records import WORK, Kind, Recorder, Recording, demangled
+from cuda_twin.records import Recorder, Recording, demangled
 from cuda_twin.triton_checks import TritonChecks, checked_launches
+from cuda_twin.waits import forgetting, noted, waits_of
 from lightscale.config.files import load
 from lightscale.config.layout import check_layout
 from lightscale.config.schema import RunConfig
@@ -69,6 +72,10 @@ class NullCase:
     """Triton kernels are compiled and launched on the null device."""
     drawn: bool = False
     """Weights are drawn, which takes main memory and time."""
+    waits_tried: bool = False
+    """Each wait of a stream in the last step is left out of the records once, to see whether it is missed."""
+    forgets: str = ""
+    """What lightscale is made to forget: one of ``waits.FORGETTABLE``."""
 
 
 def configuration(case: NullCase, store: Path) -> RunConfig:
@@ -150,6 +157,8 @@ class _Steps:
     """The steps of a run, each recorded as it is taken."""
 
     recorder: Recorder = field(default_factory=Recorder)
+    notes: AccessNotes = field(default_factory=AccessNotes)
+    last: Recording | None = None
     found: list[dict[str, Any]] = field(default_factory=list)
     began_us: list[int] = field(default_factory=list)
     second: threading.Event = field(default_factory=threading.Event)
@@ -171,6 +180,7 @@ class _Steps:
                 self.second.set()  # it will not come, and the prefetcher is waited for
                 raise
             most, now = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+            self.last = recording
             self.found.append({**summary(recording), "peak_bytes": most, "held_bytes": now})
 
         return take
@@ -235,9 +245,11 @@ def _watched(case: NullCase, steps: _Steps, checks: TritonChecks) -> Iterator[No
         stack.enter_context(mock.patch.object(Heartbeat, "beat", _mark(steps.recorder)))
         stack.enter_context(mock.patch.object(training, "check_kernels", _those_that_do_not_run(checks)))
         if not case.compiled:
-            stack.enter_context(checked_launches(checks, steps.recorder))
+            stack.enter_context(checked_launches(checks, steps.recorder, steps.notes))
         # Tokens and documents are what the store has, wherever shapes depend on them; the guard sees a loss of 1.
         stack.enter_context(Computing(whole_numbers_only=True))
+        stack.enter_context(noted(steps.notes))
+        stack.enter_context(forgetting(case.forgets))
         yield
 
 
@@ -265,6 +277,7 @@ def run(case: NullCase, folder: Path) -> dict[str, Any]:
     # Warnings that a user would see, each once.
     with _watched(case, steps, checks), warnings.catch_warnings(record=True) as warned:
         _train(config, directory, resumed=case.save)
+    assert steps.last is not None
     layout = check_layout(config, case.world_size)
     planned = rank_memory(config, layout, case.rank // (case.world_size // config.parallel.pipeline))
     return {
@@ -278,6 +291,7 @@ def run(case: NullCase, folder: Path) -> dict[str, Any]:
         "faults": dict(checks.faults),
         "large": dict(checks.large),
         "warnings": sorted({f"{one.category.__name__}: {one.message}" for one in warned}),
+        "waits": waits_of(steps.recorder, steps.notes, steps.last, tried=case.waits_tried),
         "steps": steps.found,
     }
 

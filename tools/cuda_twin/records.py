@@ -1,7 +1,6 @@
 """What was asked of the null device: its records, read back and summed up."""
 
 import ctypes
-import enum
 import subprocess
 import sys
 import traceback
@@ -17,27 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuda_twin.installation import library
+from cuda_twin.kinds import OF_MEMORY, Kind
 from cuda_twin.lone_rank import group_of
-
-
-class Kind(enum.IntEnum):
-    """As in ``device.h``, which says what the numbers of each are."""
-
-    LAUNCH = 1
-    TRITON = 2
-    PRODUCT = 3
-    COLLECTIVE = 4
-    COPY = 5
-    FILL = 6
-    HOST_WAIT = 7
-    EVENT = 8
-    WAIT = 9
-    ALLOCATE = 10
-    UNKNOWN = 11
-
-
-WORK = (Kind.LAUNCH, Kind.TRITON, Kind.PRODUCT, Kind.FILL)
-"""What the device is given to do beside copies and collectives; each is launched by the host."""
 
 _RECORD = np.dtype(
     [("kind", "u4"), ("device", "u4"), ("stream", "u8"), ("name", "u8"), *((key, "u8") for key in "abcd")]
@@ -78,6 +58,10 @@ class Recording:
     host_waits: Counter[HostWait] = field(default_factory=Counter)
     marks: list[tuple[int, str]] = field(default_factory=list)
     """(index of the first record, what began there), in order."""
+    first: int = 0
+    """Of this recording among all records, those of memory with them."""
+    stream_waits: list[str] = field(default_factory=list)
+    """Where each wait of a stream for an event was asked for, in their order."""
 
     def of(self, *kinds: Kind) -> NDArray[np.void]:
         """The records of these kinds, in order."""
@@ -140,34 +124,35 @@ def merged(parts: Iterable[Recording]) -> NDArray[np.void]:
 
 
 class Recorder:
-    """Records what this process asks of its null device, with the Python stack of every host wait."""
+    """Records what this process asks of its null device, with the Python stack of every wait."""
 
     def __init__(self) -> None:
         self._library = library()
         self._library.null_count.restype = ctypes.c_size_t
-        self._library.null_records.restype = ctypes.c_void_p
+        self._library.null_copy.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p]
         self._library.null_communicator_identifier.restype = ctypes.c_uint64
         self._library.null_note_triton.argtypes = [ctypes.c_char_p, ctypes.c_void_p, *[ctypes.c_uint64] * 4]
         # Kept here: C calls it for as long as this process lives.
         self._hook = _HOOK(self._see)
         self._current: Recording | None = None
+        self._library.null_recording(1)
 
     @contextmanager
     def record(self) -> Iterator[Recording]:
         """Record until the end; the recording is complete then."""
-        made = Recording(rows=np.empty(0, _RECORD), names={}, communicators={})
+        made = Recording(rows=np.empty(0, _RECORD), names={}, communicators={}, first=self._library.null_count())
         self._current = made
-        self._library.null_forget()
-        self._library.null_observe(self._hook, 1 << Kind.HOST_WAIT | 1 << Kind.COPY)
-        self._library.null_recording(1)
+        self._library.null_observe(self._hook, 1 << Kind.HOST_WAIT | 1 << Kind.COPY | 1 << Kind.WAIT)
         try:
             yield made
         finally:
-            self._library.null_recording(0)
             self._library.null_observe(None, 0)
             self._current = None
-            made.rows = self._rows()
-            made.names = {address: _text(address) for address in set(made.rows["name"].tolist())}
+            rows = self._rows(made.first)
+            (kept,) = np.nonzero(~np.isin(rows["kind"], OF_MEMORY))
+            made.rows = rows[kept]
+            made.marks = [(int(np.searchsorted(kept, at - made.first)), name) for at, name in made.marks]
+            made.names = _names(made.rows)
             numbers = set(made.rows[made.rows["kind"] == Kind.COLLECTIVE]["c"].tolist())
             made.communicators = {number: group_of(self._identifier(number)) for number in numbers}
             # A blocking copy of pageable memory is one wait, of two calls.
@@ -175,6 +160,11 @@ class Recorder:
                 blocking = HostWait(call="cudaStreamSynchronize", where=wait.where)
                 made.host_waits[wait] -= min(made.host_waits[wait], made.host_waits[blocking])
             made.host_waits = +made.host_waits
+
+    def all_rows(self) -> tuple[NDArray[np.void], dict[int, str]]:
+        """All records since this recorder was made, those of memory too, and names by address."""
+        rows = self._rows(0)
+        return rows, _names(rows)
 
     def mark(self, name: str) -> None:
         """From here on something else happens."""
@@ -189,16 +179,17 @@ class Recorder:
         number: int = self._library.null_communicator_identifier(communicator)
         return number.to_bytes(8, "little")
 
-    def _rows(self) -> NDArray[np.void]:
-        count, address = self._library.null_count(), self._library.null_records()
-        if not count:
-            return np.empty(0, _RECORD)
-        buffer = (ctypes.c_char * (count * _RECORD.itemsize)).from_address(address)
-        return np.frombuffer(buffer, _RECORD).copy()
+    def _rows(self, first: int) -> NDArray[np.void]:
+        rows = np.empty(self._library.null_count() - first, _RECORD)
+        self._library.null_copy(first, len(rows), rows.ctypes.data)
+        return rows
 
     def _see(self, record: Callable[..., object]) -> None:
         made: _CRecord = record.contents  # type: ignore[attr-defined]
         call = made.name.decode()
+        if self._current is not None and made.kind == Kind.WAIT:
+            self._current.stream_waits.append(place(sys._getframe(1)))
+            return
         # A copy from or to pageable memory is staged by the driver, while the host waits, whatever it was told.
         if self._current is not None and (made.kind == Kind.HOST_WAIT or call in _PAGEABLE):
             self._current.host_waits[HostWait(call=call, where=place(sys._getframe(1)))] += 1
@@ -225,6 +216,10 @@ def short_name(filename: str) -> str:
             last = len(parts) - 1 - parts[::-1].index(package)
             return "/".join(parts[last:])
     return "/".join(parts[-2:])
+
+
+def _names(rows: NDArray[np.void]) -> dict[int, str]:
+    return {address: _text(address) for address in set(rows["name"].tolist())}
 
 
 def _text(address: int) -> str:

@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 import triton
 
+from cuda_twin.accesses import AccessNotes, note_triton
 from cuda_twin.records import Recorder
 
 _MOST_BLOCKS = (2**31 - 1, 65535, 65535)
@@ -46,7 +47,7 @@ class TritonChecks:
 
 
 @contextmanager
-def checked_launches(checks: TritonChecks, recorder: Recorder) -> Iterator[None]:
+def checked_launches(checks: TritonChecks, recorder: Recorder, notes: AccessNotes) -> Iterator[None]:
     """While this is open, Triton compiles nothing, and a launch is looked at and recorded."""
 
     def launch(kernel: Any, *words: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
@@ -61,6 +62,7 @@ def checked_launches(checks: TritonChecks, recorder: Recorder) -> Iterator[None]
         checks.check(kernel.__name__, names, bound, (x, y, z))
         stream = torch.cuda.current_stream().cuda_stream
         recorder.note_triton(kernel.__name__, stream, (x, y, z), 32 * options.get("num_warps", 4))
+        note_triton(notes, kernel, bound)
 
     with mock.patch.object(triton.runtime.jit.JITFunction, "run", launch):
         yield

@@ -8,7 +8,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-// In the order of `Kind` in tools/cuda_twin/records.py.
+// In the order of `Kind` in tools/cuda_twin/kinds.py.
 enum kind {
   LAUNCH = 1,  // a, b, c: grid; d: threads of a block. Name: of the C++ function
   TRITON,      // the same; name: of the Triton kernel
@@ -21,7 +21,13 @@ enum kind {
   WAIT,        // a: event that the stream waits for
   ALLOCATE,    // a: bytes; real allocations and releases wait for the device. Name: of the call
   UNKNOWN,     // a call that the null device knows by name only, and answers with success
+  READ,        // a, b: address and bytes that the work before it on the stream reads; c: what Python knows it by
+  WRITE,       // the same, written
+  FRESH,       // the same, handed out by the allocator of the stream; d: the record before which it was
+  SHARED,      // the same; its memory is not handed out again before what the stream has got is done
 };
+// The stream of what the host itself reads and writes in pinned memory.
+#define HOST_STREAM (~0ull)
 
 struct record {
   uint32_t kind;
@@ -32,6 +38,9 @@ struct record {
 };
 
 void note(enum kind kind, void *stream, const char *name, uint64_t a, uint64_t b, uint64_t c, uint64_t d);
+// That the work noted last on the stream reads and writes so much; where it does neither, an address is NULL.
+void note_accesses(void *stream, const char *name, const void *read, size_t read_bytes, const void *written,
+                   size_t written_bytes);
 // For the generated stubs of calls that nothing here models.
 int unknown_call(const char *name);
 

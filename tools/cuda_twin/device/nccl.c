@@ -197,8 +197,11 @@ static int exchange(struct communicator *c, const char *own, size_t count, int t
 }
 enum { NO_OP = -1, ALL = -1 };
 
-static bool collective(struct communicator *c, const char *name, size_t bytes, void *stream) {
-  note(COLLECTIVE, stream, name, bytes, c->ranks, c->number, 0);
+// Of a collective that reads and writes so much; `given` counts in the records, whether it exchanges is returned.
+static bool collective(struct communicator *c, const char *name, size_t given, const void *from, size_t read, void *to,
+                       size_t written, void *stream) {
+  note(COLLECTIVE, stream, name, given, c->ranks, c->number, 0);
+  note_accesses(stream, name, from, read, to, written);
   return c->shared != NULL;
 }
 static void keep(void *to, const void *from, size_t bytes) {
@@ -208,13 +211,15 @@ static void keep(void *to, const void *from, size_t bytes) {
 int ncclAllReduce(const void *from, void *to, size_t count, int type, int op, struct communicator *c, void *stream) {
   size_t bytes = count * sizes[type];
   if (op >= NUM_OPS) return INVALID_ARGUMENT;
-  if (collective(c, "AllReduce", bytes, stream)) return exchange(c, from, count, type, op, true, to, 0, ALL);
+  if (collective(c, "AllReduce", bytes, from, bytes, to, bytes, stream))
+    return exchange(c, from, count, type, op, true, to, 0, ALL);
   keep(to, from, bytes);
   return SUCCESS;
 }
 int ncclAllGather(const void *from, void *to, size_t count, int type, struct communicator *c, void *stream) {
   size_t bytes = count * sizes[type];
-  if (collective(c, "AllGather", bytes, stream)) return exchange(c, from, count, type, NO_OP, true, to, bytes, ALL);
+  if (collective(c, "AllGather", bytes, from, bytes, to, bytes * c->ranks, stream))
+    return exchange(c, from, count, type, NO_OP, true, to, bytes, ALL);
   if (bytes * c->ranks <= MOVED_BYTES || computes())
     for (int r = 0; r < c->ranks; r++) keep((char *)to + r * bytes, from, bytes);
   return SUCCESS;
@@ -223,7 +228,7 @@ int ncclReduceScatter(const void *from, void *to, size_t count, int type, int op
                       void *stream) {
   size_t bytes = count * sizes[type];
   if (op >= NUM_OPS) return INVALID_ARGUMENT;
-  if (!collective(c, "ReduceScatter", bytes * c->ranks, stream)) {
+  if (!collective(c, "ReduceScatter", bytes * c->ranks, from, bytes * c->ranks, to, bytes, stream)) {
     keep(to, (const char *)from + c->rank * bytes, bytes);
     return SUCCESS;
   }
@@ -235,7 +240,7 @@ int ncclReduceScatter(const void *from, void *to, size_t count, int type, int op
 }
 int ncclBroadcast(const void *from, void *to, size_t count, int type, int root, struct communicator *c, void *stream) {
   size_t bytes = count * sizes[type];
-  if (collective(c, "Broadcast", bytes, stream))
+  if (collective(c, "Broadcast", bytes, c->rank == root ? from : NULL, bytes, to, bytes, stream))
     return exchange(c, from, count, type, NO_OP, c->rank == root, to, 0, root);
   keep(to, from, bytes);
   return SUCCESS;
@@ -247,14 +252,14 @@ int ncclReduce(const void *from, void *to, size_t count, int type, int op, int r
                void *stream) {
   size_t bytes = count * sizes[type];
   if (op >= NUM_OPS) return INVALID_ARGUMENT;
-  if (collective(c, "Reduce", bytes, stream))
+  if (collective(c, "Reduce", bytes, from, bytes, c->rank == root ? to : NULL, bytes, stream))
     return exchange(c, from, count, type, op, true, c->rank == root ? to : NULL, 0, ALL);
   keep(to, from, bytes);
   return SUCCESS;
 }
 int ncclAlltoAll(const void *from, void *to, size_t count, int type, struct communicator *c, void *stream) {
   size_t bytes = count * sizes[type];
-  if (!collective(c, "AlltoAll", bytes * c->ranks, stream)) {
+  if (!collective(c, "AlltoAll", bytes * c->ranks, from, bytes * c->ranks, to, bytes * c->ranks, stream)) {
     keep(to, from, bytes * c->ranks);
     return SUCCESS;
   }
@@ -319,6 +324,7 @@ static int finish_messages(void) {
 static int message(struct communicator *c, const char *name, bool sends, void *at, size_t bytes, int peer,
                    void *stream) {
   note(COLLECTIVE, stream, name, bytes, c->ranks, c->number, peer);
+  note_accesses(stream, name, sends ? at : NULL, bytes, sends ? NULL : at, bytes);
   if (!c->shared || !bytes) return SUCCESS;
   if (num_messages == 256) return INVALID_ARGUMENT;
   messages[num_messages++] = (struct message){c, sends, at, bytes, peer};

@@ -38,6 +38,12 @@ void note(enum kind kind, void *stream, const char *name, uint64_t a, uint64_t b
   if (observer && observed >> kind & 1) observer(&made);
 }
 
+void note_accesses(void *stream, const char *name, const void *read, size_t read_bytes, const void *written,
+                   size_t written_bytes) {
+  if (read && read_bytes) note(READ, stream, name, (uint64_t)(uintptr_t)read, read_bytes, 0, 0);
+  if (written && written_bytes) note(WRITE, stream, name, (uint64_t)(uintptr_t)written, written_bytes, 0, 0);
+}
+
 int unknown_call(const char *name) {
   note(UNKNOWN, NULL, name, 0, 0, 0, 0);
   return 0;
@@ -46,8 +52,11 @@ int unknown_call(const char *name) {
 // Python's side.
 void null_recording(int on) { recording = on; }
 size_t null_count(void) { return num_records; }
-const struct record *null_records(void) { return records; }
-void null_forget(void) { num_records = 0; }
+void null_copy(size_t first, size_t count, struct record *into) {
+  pthread_mutex_lock(&mutex);  // others may be noting, which moves the records
+  memcpy(into, records + first, count * sizeof *records);
+  pthread_mutex_unlock(&mutex);
+}
 void null_observe(void (*hook)(const struct record *), uint32_t kinds) {
   observed = kinds;
   observer = hook;
@@ -64,6 +73,12 @@ static const char *kept(const char *name) {
 // A Triton kernel whose launch is checked and not made.
 void null_note_triton(const char *name, void *stream, uint64_t x, uint64_t y, uint64_t z, uint64_t threads) {
   note(TRITON, stream, kept(name), x, y, z, threads);
+}
+// What Python knows of memory that an operation or a Triton kernel reads or writes. Of the host's, only pinned memory.
+void null_note_access(uint32_t kind, uint64_t stream, uint64_t address, uint64_t bytes, uint64_t what,
+                      uint64_t before) {
+  if (!recording || !bytes || (stream == HOST_STREAM && memory_kind((void *)(uintptr_t)address) != 1)) return;
+  note(kind, (void *)(uintptr_t)stream, "", address, bytes, what, before);
 }
 // An operation that would launch a kernel and wait for a number, and is computed elsewhere.
 void null_note_wait(const char *name, void *stream) {

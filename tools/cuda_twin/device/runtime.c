@@ -138,8 +138,13 @@ static const char *direction(const void *to, const void *from) {
     {"HtoH", "HtoH", "HtoD pageable"}, {"HtoH", "HtoH", "HtoD pinned"}, {"DtoH pageable", "DtoH pinned", "DtoD"}};
   return names[memory_kind(from)][memory_kind(to)];
 }
+// Pageable memory is the host's business alone: the driver has read or written it when the call returns.
+static void note_copied(const void *to, const void *from, size_t to_bytes, size_t from_bytes, cudaStream_t stream) {
+  note_accesses(stream, "copy", memory_kind(from) ? from : NULL, from_bytes, memory_kind(to) ? to : NULL, to_bytes);
+}
 static void copy(void *to, const void *from, size_t bytes, cudaStream_t stream) {
   note(COPY, stream, direction(to, from), bytes, 0, 0, 0);
+  note_copied(to, from, bytes, bytes, stream);
   move_bytes(to, from, bytes);
 }
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
@@ -158,12 +163,14 @@ cudaError_t cudaMemcpyPeerAsync(void *to, int one, const void *from, int other, 
 cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
                               size_t height, enum cudaMemcpyKind kind, cudaStream_t stream) {
   note(COPY, stream, direction(to, from), width * height, 0, 0, 0);
+  if (height) note_copied(to, from, (height - 1) * to_pitch + width, (height - 1) * from_pitch + width, stream);
   for (size_t row = 0; row < height; row++)
     move_bytes((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width);
   OK;
 }
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream) {
   note(FILL, stream, "memset", bytes, 0, 0, 0);
+  note_accesses(stream, "memset", NULL, 0, to, bytes);
   fill_bytes(to, value, bytes);
   OK;
 }
