@@ -33,7 +33,7 @@ from lightscale.config.files import mistakes
 from lightscale.config.section import MOST_ENTRIES, Fraction, Ids, Positive, Section
 from lightscale.config.text import path_fault
 from lightscale.config.toml import read_toml
-from lightscale.data_pipeline.preparation.filters import make_filter
+from lightscale.data_pipeline.preparation.filters import Chain, compose, sha256_of, with_base
 from lightscale.data_pipeline.preparation.labels import MOST_CHARACTERS, MOST_CLASSES, is_name
 from lightscale.data_pipeline.preparation.sources import DEFAULT_SUFFIXES, MAX_DOCUMENT_BYTES, ReadOptions
 from lightscale.data_pipeline.store.format import CHUNK_TOKENS, SHARD_TOKENS, VALIDATION_SUFFIX, check_source_name
@@ -76,8 +76,9 @@ class SourceConfig(Section):
     """Ends of the names of the files that are read in directories."""
     validation: Fraction | None = None
     """Share of the documents to hold out; none: that of the corpus."""
-    filters: dict[str, Any] = Field(default_factory=dict)
-    """What differs from the language's rules (``filters/README.md``): RULE = false, true or a table of its limits."""
+    filters: Any = Field(default_factory=dict)
+    """A table of what differs from the language's rules, RULE = false, true or its limits; or, in their place, a
+    filter's name, or a list of names and tables FILTER = options (``filters/README.md``)."""
 
     @field_validator("paths")
     @classmethod
@@ -96,10 +97,7 @@ class SourceConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.filters and self.language is None:
-            raise ValueError(f"filters = {shown_value(self.filters)} without a language, whose rules they would change")
-        if self.language is not None:
-            make_filter(self.language, self.filters)
+        compose(self.filters, self.language)
         if self.label_field == self.text_field:
             raise ValueError(f"label_field = {shown_value(self.label_field)} is text_field; name the field of classes")
         return self
@@ -153,6 +151,16 @@ class Corpus(Section):
             max_document_bytes=self.max_document_bytes,
         )
 
+    def filter_of(self, source: str) -> Chain | None:
+        """The filters of ``source``; None: every document is kept."""
+        config = self.sources[source]
+        return compose(config.filters, config.language)
+
+    def filter_files(self) -> dict[str, str]:
+        """The files that filters read, with the sha256 of each. Raises ``UserError`` for one that cannot be read."""
+        chains = [self.filter_of(name) for name in self.sources]
+        return {file: sha256_of(file) for chain in chains if chain is not None for file in chain.files()}
+
     def validation_of(self, source: str) -> float:
         """Share of the documents of ``source`` that are held out."""
         own = self.sources[source].validation
@@ -194,7 +202,12 @@ def load_corpus(path: Path) -> Corpus:
     corpus = make_corpus(table, origin=str(path))
     base = path.resolve().parent
     sources = {
-        name: source.model_copy(update={"paths": [_absolute(base, entry) for entry in source.paths]})
+        name: source.model_copy(
+            update={
+                "paths": [_absolute(base, entry) for entry in source.paths],
+                "filters": with_base(source.filters, base),
+            }
+        )
         for name, source in corpus.sources.items()
     }
     # Only the path of a tokenizer is relative to the file; the other two forms are names.
@@ -293,7 +306,7 @@ def _locate(location: tuple[int | str, ...]) -> tuple[tuple[str, ...], str, list
         field = section.model_fields.get(part)
         if field is None:
             break
-        expected = field_type_text(field) if field.annotation != dict[str, Any] else "a table"
+        expected = field_type_text(field) if field.annotation is not Any else "a table, a name or a list"
         section, named = table_type(field.annotation)
         if named and (name := next(parts, None)) is not None:
             key.append(name)

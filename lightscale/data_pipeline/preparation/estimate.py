@@ -16,7 +16,7 @@ import xxhash
 
 from lightscale.data_pipeline.preparation.corpus import DEFAULT_VOCAB_SIZE, Corpus
 from lightscale.data_pipeline.preparation.dedup import NUM_BANDS, band_keys, document_key, signatures
-from lightscale.data_pipeline.preparation.filters import make_filter
+from lightscale.data_pipeline.preparation.filters import Chain
 from lightscale.data_pipeline.preparation.labels import class_of
 from lightscale.data_pipeline.preparation.normalise import normalise
 from lightscale.data_pipeline.preparation.prepare import given_tokenizer
@@ -261,8 +261,7 @@ def _kept_texts(
     corpus: Corpus, name: str, files: list[SourceFile], sample: int, found: SourceEstimate
 ) -> Iterator[str]:
     """The texts among the first documents of ``files`` that the filters keep; counts what it sees in ``found``."""
-    config, options = corpus.sources[name], corpus.read_options(name)
-    rules = make_filter(config.language, config.filters) if config.language else None
+    options, rules = corpus.read_options(name), corpus.filter_of(name)
     for number, file in enumerate(files):
         # What a short file leaves of its share is for those behind it.
         wanted = -(-(sample - found.sampled) // (len(files) - number))
@@ -275,7 +274,7 @@ def _kept_texts(
             own.sampled += 1
             own.sampled_bytes += _num_bytes(raw)
             text = normalise(raw.data).text
-            rule = EMPTY if not text or text.isspace() else None if rules is None else rules(text)
+            text, rule = _judged(rules, text)
             found.seconds += time.process_time() - started
             if rule is None:
                 if options.label_field is not None:
@@ -286,6 +285,16 @@ def _kept_texts(
             else:
                 found.dropped[rule] += 1
             started = time.process_time()
+
+
+def _judged(rules: Chain | None, text: str) -> tuple[str, str | None]:
+    """The text as the filters leave it, and the reason to drop it."""
+    if not text or text.isspace():
+        return text, EMPTY
+    if rules is None:
+        return text, None
+    verdict = rules.judge(text)
+    return verdict.text, verdict.rule
 
 
 def _first_documents(

@@ -142,12 +142,13 @@ def _stages(name: str, source: dict[str, Any]) -> str:
     ]
     if reasons:
         parts.append(_table(("dropped because", "documents", "MB", "share of what was read"), reasons, "lost"))
-    changes = [
-        [_text(change), f"{counts['documents']:,}", f"{counts['times']:,}"]
-        for change, counts in stages["normalise"]["changed"].items()
-    ]
-    if changes:
-        parts.append(_table(("changed by normalising", "documents", "times"), changes))
+    for stage, what in (("normalise", "normalising"), ("filter", "filters")):
+        changes = [
+            [_text(change), f"{counts['documents']:,}", f"{counts['times']:,}"]
+            for change, counts in stages[stage]["changed"].items()
+        ]
+        if changes:
+            parts.append(_table((f"changed by {what}", "documents", "times"), changes))
     return "\n".join(parts)
 
 

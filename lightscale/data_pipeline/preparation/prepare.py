@@ -51,7 +51,7 @@ from lightscale.data_pipeline.whole_files import whole_directory
 from lightscale.errors import UserError
 
 # Part of what a work directory is compared by: raised when units, keys, shards or the files in it differ from before.
-PIPELINE_VERSION = 5
+PIPELINE_VERSION = 6
 # So many units are read to train a tokenizer, spread evenly over the corpus.
 _SAMPLED_UNITS = 64
 
@@ -175,6 +175,7 @@ def _begin(corpus: Corpus, work: WorkDirectory, options: PrepareOptions) -> None
         "corpus": corpus.model_dump(mode="json"),
         "files": plan_sha256,
         "tokenizer": tokenizer.sha256 if tokenizer else None,
+        "filter_files": corpus.filter_files(),
         "versions": _versions(),
     }
     if before is not None:

@@ -128,10 +128,8 @@ def _source_report(context: Context, source: str, problems: Problems) -> dict[st
     problems.merge(total.problems.as_part())
     config = context.corpus.sources[source]
     steps = {name: step.as_json() for name, step in total.steps.items()}
-    steps["normalise"]["changed"] = {
-        change: {"documents": total.changed_documents[change], "times": times}
-        for change, times in sorted(total.changes.items())
-    }
+    for name, changes in total.changes.items():
+        steps[name]["changed"] = changes.as_json()
     tokens = {key: sum(counts[key] for counts in written.values()) for key in ("documents", "bytes", "tokens")}
     return {
         "language": config.language,

@@ -11,7 +11,7 @@ units/NNNNNN/counts.json    counts, and what was dropped
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -31,7 +31,7 @@ from lightscale.data_pipeline.preparation.dedup import (
     write_band_records,
     write_exact_records,
 )
-from lightscale.data_pipeline.preparation.filters import Filter, make_filter
+from lightscale.data_pipeline.preparation.filters import Chain
 from lightscale.data_pipeline.preparation.labels import check_number, class_of
 from lightscale.data_pipeline.preparation.normalise import INVALID_UTF8, LONE_SURROGATE, normalise
 from lightscale.data_pipeline.preparation.plan import UNIT_SHIFT, PreparationPlan, UnitSummary, read_plan
@@ -57,6 +57,7 @@ DOCUMENT = np.dtype(
 """Of a document: its tokens without end of text, bytes of text, split; number of its file, first byte there (or row),
 bytes there (or 0), and bytes of its own id."""
 STEPS_OF_A_UNIT = ("read", "normalise", "filter")
+STEPS_THAT_CHANGE = ("normalise", "filter")
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 512, 2**20
 # Keys of so many documents are held in memory, then sorted and written.
 _KEYS_DOCUMENTS = 2**16
@@ -74,7 +75,7 @@ class Context:
         state = work.read_state()
         assert state is not None, "tasks begin after the state was written"
         self.corpus = Corpus.model_validate(state["corpus"])
-        self._filters: dict[str, Filter | None] = {}
+        self._filters: dict[str, Chain | None] = {}
 
     @cached_property
     def plan(self) -> PreparationPlan:
@@ -98,11 +99,10 @@ class Context:
         listed = self.corpus.classes
         return None if listed is None else {name: number for number, name in enumerate(listed)}
 
-    def filter_of(self, source: str) -> Filter | None:
-        """The rules for a source's language; None where it has none."""
+    def filter_of(self, source: str) -> Chain | None:
+        """What a source's documents go through; None where every one is kept."""
         if source not in self._filters:
-            config = self.corpus.sources[source]
-            self._filters[source] = make_filter(config.language, config.filters) if config.language else None
+            self._filters[source] = self.corpus.filter_of(source)
         return self._filters[source]
 
 
@@ -113,22 +113,46 @@ def _load_once(path: Path, changed_ns: int) -> Tokenizer:
 
 
 @dataclass(kw_only=True)
+class Changes:
+    """What a step changed in texts that it let through."""
+
+    documents: Counter[str] = field(default_factory=Counter)
+    """By what was changed: in how many, and"""
+    times: Counter[str] = field(default_factory=Counter)
+    """how often."""
+
+    def add(self, changes: Mapping[str, int]) -> None:
+        """Count those of one document."""
+        self.documents.update(changes.keys())
+        self.times.update(changes)
+
+    def as_json(self) -> dict[str, dict[str, int]]:
+        """Plain values."""
+        return {
+            change: {"documents": self.documents[change], "times": times}
+            for change, times in sorted(self.times.items())
+        }
+
+    def merge(self, content: dict[str, dict[str, int]]) -> None:
+        """Add what ``as_json`` gave for another part."""
+        for change, counts in content.items():
+            self.documents[change] += counts["documents"]
+            self.times[change] += counts["times"]
+
+
+@dataclass(kw_only=True)
 class UnitCounts:
     """Counts of a unit, or of several."""
 
     steps: dict[str, StepCounts] = field(default_factory=lambda: {name: StepCounts() for name in STEPS_OF_A_UNIT})
-    changed_documents: Counter[str] = field(default_factory=Counter)
-    """By what normalising changed: in how many documents, and"""
-    changes: Counter[str] = field(default_factory=Counter)
-    """how often."""
+    changes: dict[str, Changes] = field(default_factory=lambda: {name: Changes() for name in STEPS_THAT_CHANGE})
     problems: Problems = field(default_factory=Problems)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
             "stages": {name: step.as_json() for name, step in self.steps.items()},
-            "changed_documents": dict(sorted(self.changed_documents.items())),
-            "changes": dict(sorted(self.changes.items())),
+            "changes": {name: changes.as_json() for name, changes in self.changes.items()},
             "problems": self.problems.as_part(),
         }
 
@@ -136,8 +160,8 @@ class UnitCounts:
         """Add what ``as_json`` gave for a later unit."""
         for name, step in content["stages"].items():
             self.steps[name].merge(StepCounts.from_json(step))
-        self.changed_documents.update(content["changed_documents"])
-        self.changes.update(content["changes"])
+        for name, changes in content["changes"].items():
+            self.changes[name].merge(changes)
         self.problems.merge(content["problems"])
 
 
@@ -211,20 +235,25 @@ def clean_documents(
             data = raw.data
             was_read.keep(len(data) if isinstance(data, bytes) else len(data.encode(errors="surrogatepass")))
             clean = normalise(data)
-            for change, times in clean.counts.items():
-                counts.changed_documents[change] += 1
-                counts.changes[change] += times
-                if change in (INVALID_UTF8, LONE_SURROGATE):
+            counts.changes["normalise"].add(clean.counts)
+            for change in (INVALID_UTF8, LONE_SURROGATE):
+                if change in clean.counts:
                     counts.problems.add(change, raw.id)
             text = clean.text
-            num_bytes = len(text) if text.isascii() else len(text.encode())
+            num_bytes = utf8_bytes(text)
             if not text or text.isspace():
                 normalised.drop(EMPTY, num_bytes, raw.id, text)
                 continue
             normalised.keep(num_bytes)
-            if rules is not None and (rule := rules(text)) is not None:
-                filtered.drop(rule, num_bytes, raw.id, text)
-                continue
+            if rules is not None:
+                verdict = rules.judge(text)
+                if verdict.rule is not None:
+                    filtered.drop(verdict.rule, num_bytes, raw.id, text)
+                    continue
+                counts.changes["filter"].add(verdict.changes)
+                if verdict.text is not text:
+                    text = verdict.text
+                    num_bytes = utf8_bytes(text)
             filtered.keep(num_bytes)
             label = None if label_field is None else class_of(raw.label, raw.id, field=label_field, classes=classes)
             yield CleanDocument(
@@ -237,6 +266,11 @@ def clean_documents(
                 own_id=(raw.own_id or "").encode(errors="replace"),
                 label=label,
             )
+
+
+def utf8_bytes(text: str) -> int:
+    """The length of ``text`` in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
 
 
 class UnitWriter:

@@ -18,6 +18,7 @@ class Ngrams:
 
     def __init__(self, ids: NDArray[np.uint64], characters: NDArray[np.int64] | None) -> None:
         """``ids``: (units,), equal for equal units. ``characters``: (units,) the length of each; none: 1 each."""
+        self.num_units = len(ids)
         self.num_characters = len(ids) if characters is None else int(characters.sum())
         self._ids = ids
         self._lengths = characters
@@ -28,13 +29,11 @@ class Ngrams:
 
     def grow(self, n: int) -> bool:
         """Go on to ``n``-grams; false where the text has not two of them."""
-        if len(self._ids) <= n:
-            return False
-        while self.n < n:
+        while self.n < min(n, len(self._ids)):
             self.hashes = self.hashes[:-1] * _MULTIPLIER
             self.hashes += self._ids[self.n :]
             self.n += 1
-        return True
+        return len(self._ids) > n
 
     def equal_runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(units - n + 1,) indices of the n-grams, equal ones together; (different,) where each run of them begins."""
@@ -107,3 +106,47 @@ def repeated_ngrams_exceed(ngrams: Ngrams, limits: Mapping[int, float]) -> bool:
         if repeated_characters <= lowest:
             return False
     return False
+
+
+def top_ngram_share(ngrams: Ngrams, n: int, num_characters: int) -> float:
+    """Of ``num_characters`` those of the most frequent n-gram with its spaces, all occurrences; of equals the first.
+
+    0 for a text without an n-gram; an n-gram that occurs once counts too.
+    """
+    if ngrams.num_units < n:
+        return 0.0
+    ngrams.grow(n)
+    order, starts = ngrams.equal_runs()
+    counts = np.append(starts[1:], len(order)) - starts
+    most = int(counts.max())
+    first = int(np.minimum.reduceat(order, starts)[counts == most].min())
+    return most * (int(ngrams.characters(slice(first, first + 1))[0]) + n - 1) / num_characters
+
+
+def passed_ngrams_share(ngrams: Ngrams, n: int, num_characters: int, limit: float) -> float:
+    """Of ``num_characters`` those of repeated n-grams, found going through the text; below ``limit`` an upper bound.
+
+    An n-gram that was met before counts, and what follows it is looked at next; another is remembered.
+    """
+    if ngrams.num_units <= n:
+        return 0.0
+    ngrams.grow(n)
+    order, starts = ngrams.equal_runs()
+    repeated = np.ones(len(order), dtype=bool)
+    repeated[np.minimum.reduceat(order, starts)] = False
+    # What is counted is repeated, each character once: most texts need no walk.
+    bound = ngrams.characters_within(repeated)
+    if bound <= limit * num_characters:
+        return bound / num_characters
+    hashes: list[int] = ngrams.hashes.tolist()
+    lengths: list[int] = ngrams.characters().tolist()
+    met: set[int] = set()
+    place = characters = 0
+    while place < len(hashes):
+        if hashes[place] in met:
+            characters += lengths[place]
+            place += n
+        else:
+            met.add(hashes[place])
+            place += 1
+    return characters / num_characters

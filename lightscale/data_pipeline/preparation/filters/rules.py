@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from lightscale.data_pipeline.preparation.filters.repetition import repeated_ngr
 from lightscale.data_pipeline.preparation.filters.words import Words, is_ascii_digit, is_ascii_letter
 
 Limits = Mapping[str, float]
-Drops = Callable[[DocumentView, Limits], bool]
+View = TypeVar("View")
 N_GRAMS = ("2, 3, …",)
 
 GOPHER = "Gopher (arXiv 2112.11446)"
@@ -45,32 +46,38 @@ _ESCAPES = {
 }
 
 
+@dataclass(frozen=True)
+class Outside(Generic[View]):
+    """Drops what measures less than ``min`` or more than ``max``."""
+
+    measure: Callable[[View], float]
+
+    def __call__(self, document: View, limits: Limits) -> bool:
+        """Whether to drop it."""
+        value = self.measure(document)
+        return not limits.get("min", value) <= value <= limits.get("max", value)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Rule:
-    """A rule of the filters."""
+class Rule(Generic[View]):
+    """A rule of the filters, on documents as a ``View`` shows them."""
 
     name: str
-    drops: Drops
+    drops: Callable[[View, Limits], bool]
     effect: str
     """Which documents it drops, in words."""
     source: str
     limits: tuple[str, ...] = ()
     """Names of its limits; ``N_GRAMS``: any n, each with its limit."""
 
+    def score(self, document: View) -> float | None:
+        """What it measures, where that is one number."""
+        return float(self.drops.measure(document)) if isinstance(self.drops, Outside) else None
+
 
 def _share(part: float, whole: float) -> float:
     """Of nothing any part is too much."""
     return part / whole if whole else math.inf if part else 0.0
-
-
-def _outside(measure: Callable[[DocumentView], float]) -> Drops:
-    """Drops what measures less than ``min`` or more than ``max``."""
-
-    def drops(document: DocumentView, limits: Limits) -> bool:
-        value = measure(document)
-        return not limits.get("min", value) <= value <= limits.get("max", value)
-
-    return drops
 
 
 def _line_share(document: DocumentView, fits: Callable[[str], bool]) -> float:
@@ -141,33 +148,33 @@ def _encoded_data(document: DocumentView, limits: Limits) -> bool:
     return max(lengths, default=0) > limits["run"] or _share(sum(lengths), len(document.text)) > limits["max"]
 
 
-RULES = {
+RULES: dict[str, Rule[DocumentView]] = {
     rule.name: rule
     for rule in (
         Rule(
             name="size",
-            drops=_outside(lambda document: document.num_units),
+            drops=Outside(lambda document: document.num_units),
             effect="with fewer or more units (words; Chinese characters)",
             source=f"{GOPHER}; its upper limit of 100,000 words is not used, because long documents are wanted",
             limits=("min", "max"),
         ),
         Rule(
             name="replacement_characters",
-            drops=_outside(lambda document: _share(document.text.count("\ufffd"), len(document.text))),
+            drops=Outside(lambda document: _share(document.text.count("\ufffd"), len(document.text))),
             effect="with a larger share of U+FFFD: binary files and other encodings",
             source="lightscale",
             limits=("max",),
         ),
         Rule(
             name="long_line",
-            drops=_outside(lambda document: max(map(len, document.raw_lines))),
+            drops=Outside(lambda document: max(map(len, document.raw_lines))),
             effect="with a line of more characters",
             source=f"{CODEX} for code; otherwise {STARCODER2}, limit of lightscale",
             limits=("max",),
         ),
         Rule(
             name="mean_line_length",
-            drops=_outside(_mean_line_length),
+            drops=Outside(_mean_line_length),
             effect="whose lines have fewer or more characters on average, blank lines aside",
             source=f"{CODEX} for code; {CHINESE_WEB_TEXT} for Chinese, limit of lightscale",
             limits=("min", "max"),
@@ -188,7 +195,7 @@ RULES = {
         ),
         Rule(
             name="alphanumeric",
-            drops=_outside(_alphanumeric_share),
+            drops=Outside(_alphanumeric_share),
             effect="with a smaller share of letters and digits",
             source=f"{CODEX}, limit of BigCode's preprocessing",
             limits=("min",),
@@ -202,63 +209,63 @@ RULES = {
         ),
         Rule(
             name="chinese_characters",
-            drops=_outside(lambda document: _share(len(document.chinese_characters), len(document.characters))),
+            drops=Outside(lambda document: _share(len(document.chinese_characters), len(document.characters))),
             effect="with a smaller share of Chinese characters among those that are no space",
             source=f"{CHINESE_WEB_TEXT}, limit of lightscale",
             limits=("min",),
         ),
         Rule(
             name="chinese_punctuation",
-            drops=_outside(_chinese_punctuation),
+            drops=Outside(_chinese_punctuation),
             effect="with fewer or more of ，。、；：？！ per Chinese character: lists of keywords, menus",
             source="lightscale",
             limits=("min", "max"),
         ),
         Rule(
             name="mean_word_length",
-            drops=_outside(_mean_word_length),
+            drops=Outside(_mean_word_length),
             effect="whose words have fewer or more characters on average",
             source=GOPHER,
             limits=("min", "max"),
         ),
         Rule(
             name="alphabetic_words",
-            drops=_outside(lambda document: _share(document.words.num_with_letter, len(document.words))),
+            drops=Outside(lambda document: _share(document.words.num_with_letter, len(document.words))),
             effect="with a smaller share of words that have a letter",
             source=GOPHER,
             limits=("min",),
         ),
         Rule(
             name="stop_words",
-            drops=_outside(_num_stop_words),
+            drops=Outside(_num_stop_words),
             effect="with fewer different words of: the, be, to, of, and, that, have, with",
             source=GOPHER,
             limits=("min",),
         ),
         Rule(
             name="symbols",
-            drops=_outside(_symbols_per_unit),
+            drops=Outside(_symbols_per_unit),
             effect="with more `#`, or more ellipses, per unit",
             source=GOPHER,
             limits=("max",),
         ),
         Rule(
             name="bullet_lines",
-            drops=_outside(lambda document: _line_share(document, lambda line: line[0] in _BULLETS)),
+            drops=Outside(lambda document: _line_share(document, lambda line: line[0] in _BULLETS)),
             effect="with a larger share of lines that begin with a bullet",
             source=GOPHER,
             limits=("max",),
         ),
         Rule(
             name="ellipsis_lines",
-            drops=_outside(lambda document: _line_share(document, lambda line: line.endswith(_ELLIPSES))),
+            drops=Outside(lambda document: _line_share(document, lambda line: line.endswith(_ELLIPSES))),
             effect="with a larger share of lines that end with an ellipsis",
             source=GOPHER,
             limits=("max",),
         ),
         Rule(
             name="terminal_punctuation",
-            drops=_outside(lambda document: _line_share(document, lambda line: line[-1] in _TERMINAL)),
+            drops=Outside(lambda document: _line_share(document, lambda line: line[-1] in _TERMINAL)),
             effect="with a smaller share of lines that end with a punctuation mark",
             source=f"{FINEWEB}; Chinese: {FINEWEB2}",
             limits=("min",),
@@ -272,7 +279,7 @@ RULES = {
         ),
         Rule(
             name="line_breaks",
-            drops=_outside(lambda document: _share(document.text.count("\n"), document.num_units)),
+            drops=Outside(lambda document: _share(document.text.count("\n"), document.num_units)),
             effect="with more line breaks per unit",
             source=f"{FINEWEB}, its code",
             limits=("max",),

@@ -1,0 +1,63 @@
+"""C4's filter (arXiv 1910.10683, with the rules of its code): takes out lines, and drops what is left small."""
+
+import re
+
+from lightscale.config.section import CountOrZero, Section
+from lightscale.data_pipeline.preparation.filters.field_words import num_sentences
+from lightscale.data_pipeline.preparation.filters.judgement import Judgement
+
+LINES_REMOVED, CITATIONS_REMOVED = "c4: line removed", "c4: citation mark removed"
+_CITATION = re.compile(r"\[\d*\]|\[edit\]|\[citation needed\]")
+_ENDS = (".", "?", "!", '"', "'")
+_POLICIES = (
+    "terms of use",
+    "privacy policy",
+    "cookie policy",
+    "uses cookies",
+    "use of cookies",
+    "use cookies",
+)
+
+
+class C4Filter(Section):
+    """Limits of C4's filter; a document that it keeps has only the lines that pass, without spaces around them."""
+
+    terminal_punctuation: bool = True
+    """Take out lines that do not end with . ? ! or a quotation mark, or end with an ellipsis."""
+    min_words: CountOrZero = 3
+    """Take out lines of fewer words between spaces."""
+    max_word_length: CountOrZero = 1000
+    """Take out lines with a longer word."""
+    min_sentences: CountOrZero = 5
+    """Drop documents with fewer sentences in the lines that are left."""
+
+    def judge(self, text: str) -> Judgement:
+        """See ``Step``."""
+        kept: list[str] = []
+        sentences = citations = 0
+        lines = text.splitlines()
+        for line in map(str.strip, lines):
+            words = line.split()
+            if any(len(word) > self.max_word_length for word in words):
+                continue
+            line, removed = _CITATION.subn("", line)
+            if self.terminal_punctuation and (not line.endswith(_ENDS) or line.endswith("...")):
+                continue
+            if len(words) < self.min_words:
+                continue
+            lower = line.lower()
+            if "lorem ipsum" in lower:
+                return Judgement(text, rule="lorem_ipsum")
+            if "javascript" in lower:
+                continue
+            if "{" in line:
+                return Judgement(text, rule="curly_bracket")
+            if any(policy in lower for policy in _POLICIES):
+                continue
+            sentences += num_sentences(line)
+            citations += removed
+            kept.append(line)
+        if sentences < self.min_sentences:
+            return Judgement(text, rule="sentences", score=sentences)
+        changes = {LINES_REMOVED: len(lines) - len(kept), CITATIONS_REMOVED: citations}
+        return Judgement("\n".join(kept).strip(), changes={name: times for name, times in changes.items() if times})
