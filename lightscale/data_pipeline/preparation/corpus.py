@@ -35,7 +35,8 @@ from lightscale.config.text import path_fault
 from lightscale.config.toml import read_toml
 from lightscale.data_pipeline.preparation.filters import make_filter
 from lightscale.data_pipeline.preparation.labels import MOST_CHARACTERS, MOST_CLASSES, is_name
-from lightscale.data_pipeline.preparation.sources import DEFAULT_SUFFIXES, MAX_DOCUMENT_BYTES, ReadOptions
+from lightscale.data_pipeline.preparation.readers.inputs import MAX_DOCUMENT_BYTES, ReadOptions
+from lightscale.data_pipeline.preparation.readers.table import DEFAULT_SUFFIXES
 from lightscale.data_pipeline.store.format import CHUNK_TOKENS, SHARD_TOKENS, VALIDATION_SUFFIX, check_source_name
 from lightscale.errors import UserError, shortened
 

@@ -3,26 +3,26 @@
 import gzip
 import json
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightscale.data_pipeline.preparation import readers
 from lightscale.data_pipeline.preparation.normalise import INVALID_UTF8
-from lightscale.data_pipeline.preparation.readers import RawDocument, cut_into_ranges, read
-from lightscale.data_pipeline.preparation.sources import (
+from lightscale.data_pipeline.preparation.readers import RawDocument, cut_into_ranges, jsonl, read, streams
+from lightscale.data_pipeline.preparation.readers.inputs import (
     CHANGED,
     NO_TEXT,
     NOT_JSON,
     TOO_LONG,
     TRUNCATED,
     UNREADABLE,
-    FileLister,
     Problems,
     ReadOptions,
 )
+from lightscale.data_pipeline.preparation.sources import FileLister
 from lightscale.errors import UserError
 
 pyarrow = pytest.importorskip("pyarrow", reason="parquet is read by pyarrow")
@@ -70,7 +70,7 @@ def test_jsonl_lines_are_documents_and_bad_lines_are_counted_by_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
 ) -> None:
     if not fast:
-        monkeypatch.setattr(readers, "orjson", None)
+        monkeypatch.setattr(jsonl, "orjson", None)
     lines = [
         b'\xef\xbb\xbf{"text": "after a byte order mark"}',
         b"{broken",
@@ -108,7 +108,7 @@ def test_jsonl_lines_are_documents_and_bad_lines_are_counted_by_place(
 def test_ranges_of_a_jsonl_file_have_every_line_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, range_bytes: int
 ) -> None:
-    monkeypatch.setattr(readers, "_READ_BYTES", 64)
+    monkeypatch.setattr(streams, "_READ_BYTES", 64)
     records = random_records(12 if range_bytes < 100 else 60)
     (tmp_path / "d.jsonl").write_bytes(as_lines(records))
     whole, _ = read_file(tmp_path / "d.jsonl")
@@ -132,7 +132,7 @@ PACKERS = {".jsonl.gz": pack_gz, ".jsonl.zst": pack_zst}
 
 @pytest.mark.parametrize("suffix", PACKERS)
 def test_packed_files_read_like_plain_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
-    monkeypatch.setattr(readers, "_COMPRESSED_READ_BYTES", 50)
+    monkeypatch.setattr(streams, "_COMPRESSED_READ_BYTES", 50)
     raw = as_lines(random_records(40))
     (tmp_path / "d.jsonl").write_bytes(raw)
     (tmp_path / f"d{suffix}").write_bytes(PACKERS[suffix](raw))
@@ -243,7 +243,7 @@ def test_a_parquet_file_damaged_inside_names_the_row(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["d.txt", "d.jsonl", "d.jsonl.gz", "d.parquet"])
 def test_enormous_documents_are_counted_and_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(readers, "_READ_BYTES", 64)
+    monkeypatch.setattr(streams, "_READ_BYTES", 64)
     wanted = ["a" * 100, "b" * 101, "字" * 34, "c" * 1000, "after"]
     raw = as_lines([{"text": text} for text in wanted])
     write: dict[str, Callable[[], object]] = {
@@ -286,7 +286,7 @@ def test_a_file_that_changes_or_vanishes_after_listing_is_counted(tmp_path: Path
 
 
 def test_a_long_line_is_read_once_beside_looking_for_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "_READ_BYTES", 64)
+    monkeypatch.setattr(streams, "_READ_BYTES", 64)
     records = [{"text": "before"}, {"text": "x" * 20_000}, {"text": "after"}]
     (tmp_path / "d.jsonl").write_bytes(as_lines(records))
     size = (tmp_path / "d.jsonl").stat().st_size
@@ -343,7 +343,10 @@ def test_strict_stops_at_the_first_problem_and_names_it(tmp_path: Path, content:
 
 @pytest.mark.parametrize(("package", "name"), [("pyarrow", "d.parquet"), ("zstandard", "d.jsonl.zst")])
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, name: str) -> None:
-    monkeypatch.setattr(readers, package, None)
+    monkeypatch.setattr(streams, "zstandard", None)
+    for module in (package, *(f"{streams.__package__}.{format}" for format in ("parquet", "columns"))):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / name).write_bytes(b"")
     with pytest.raises(UserError, match=rf"{package} is needed .*lightscale\[corpus\]"):
         read_file(tmp_path / name)

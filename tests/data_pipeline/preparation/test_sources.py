@@ -3,16 +3,15 @@ from pathlib import Path
 
 import pytest
 
-from lightscale.data_pipeline.preparation.sources import (
+from lightscale.data_pipeline.preparation.readers.inputs import (
     DIRECTORY_LOOP,
     NOT_JSON,
     OTHER_KIND,
     READ_TWICE,
-    STDLIB_PATH,
     UNREADABLE,
-    FileLister,
     Problems,
 )
+from lightscale.data_pipeline.preparation.sources import STDLIB_PATH, FileLister
 from lightscale.data_pipeline.preparation.work_directory import WorkDirectory
 from lightscale.errors import UserError
 
