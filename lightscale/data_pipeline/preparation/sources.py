@@ -1,7 +1,9 @@
 """Where texts are: the files of a corpus, from paths, patterns and directories, always in the same order."""
 
 import glob
+import json
 import os
+import re
 import stat
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -27,6 +29,10 @@ STDLIB_PATH = "python:stdlib"
 # The standard library's tests hold deliberately broken files and long tables; site-packages is not part of the library.
 _STDLIB_SKIPPED_DIRS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 _SKIPPED_DIRS = frozenset({"__pycache__"})
+# Of Hugging Face: what save_to_disk writes beside the data, and how files of a split are named on its hub.
+_SPLITS_FILE, _STATE_FILE = "dataset_dict.json", "state.json"
+_DATA_SET_FILES = frozenset({_STATE_FILE, "dataset_info.json"})
+_SPLIT_NAME = re.compile(r"(\w+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?\.parquet")
 _PATTERN_CHARACTERS = frozenset("*?[")
 
 
@@ -130,6 +136,7 @@ def _walk(
     if identity in parents:
         problems.add(DIRECTORY_LOOP, f"{id_prefix}: leads back to a directory above it")
         return
+    entries = _of_data_set(directory, entries)
     for entry in entries:
         if entry.name.startswith("."):
             continue
@@ -142,6 +149,38 @@ def _walk(
             yield from _one_file(Path(entry.path), entry_id, problems)
         elif wanted.counts_others:
             problems.add(OTHER_KIND, entry_id)
+
+
+def _of_data_set(directory: Path, entries: list[os.DirEntry[str]]) -> list[os.DirEntry[str]]:
+    """The entries of a directory; of one that Hugging Face's ``save_to_disk`` wrote, the data's, in its order.
+
+    ``UserError`` where it has several splits: nobody wants to train on what is there to test by.
+    """
+    names = {entry.name for entry in entries}
+    if _SPLITS_FILE in names:
+        splits = sorted(entry.name for entry in entries if _is_dir(entry))
+        raise UserError(
+            f"{directory}: a Hugging Face data set with the splits {', '.join(splits)}; name the one to train on, like "
+            f"{directory / splits[0] if splits else directory}"
+        )
+    found = sorted({match[1] for name in names if (match := _SPLIT_NAME.fullmatch(name))})
+    if len(found) > 1:
+        raise UserError(
+            f"{directory}: a Hugging Face data set with the splits {', '.join(found)}; name the one to train on, "
+            f"like {directory}/{found[0]}-*"
+        )
+    if not names >= _DATA_SET_FILES:
+        return entries
+    try:
+        state = json.loads((directory / _STATE_FILE).read_bytes())
+        listed = [file["filename"] for file in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{directory / _STATE_FILE}: not as Hugging Face's save_to_disk writes it ({error})") from error
+    if missing := [name for name in listed if name not in names]:
+        raise UserError(f"{directory}: {missing[0]} is missing, which {_STATE_FILE} lists")
+    # Others, cache-….arrow, are what was computed of the data.
+    by_name = {entry.name: entry for entry in entries}
+    return [by_name[name] for name in listed]
 
 
 def _is_dir(entry: os.DirEntry[str]) -> bool:

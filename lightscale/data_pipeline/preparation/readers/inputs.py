@@ -17,8 +17,10 @@ NO_TEXT = "no text in the field"
 TOO_LONG = "document too long"
 EMPTY = "empty document skipped"
 READ_TWICE = "file given twice, read once"
+NO_CHECKSUM = "compressed file without a checksum, read all the same"
+NO_DOCUMENT = "record that is no document"
 OTHER_KIND = "other file in a directory, by its suffix"
-_HARMLESS = frozenset({EMPTY, READ_TWICE, OTHER_KIND})
+_HARMLESS = frozenset({EMPTY, READ_TWICE, OTHER_KIND, NO_CHECKSUM, NO_DOCUMENT})
 _MAX_EXAMPLES = 20
 MAX_DOCUMENT_BYTES = 16 * 2**20
 
@@ -103,13 +105,13 @@ class ReadOptions:
     """What is wanted of a file."""
 
     text_field: str = "text"
-    """Of jsonl objects, column of parquet files."""
+    """Of objects and rows. ``a.b`` is field b of field a, where there is none of that name."""
+    format: str | None = None
+    """Of the files, whatever their suffixes; none: by these."""
     id_field: str | None = None
     """Of the documents' own ids; where a document has none there it gets none."""
     label_field: str | None = None
     """Of the documents' classes, which all documents have; none: they have none."""
-    suffixes: tuple[str, ...] = ()
-    """Of files that are read as text though they are of another kind, like ".csv"."""
     max_document_bytes: int = MAX_DOCUMENT_BYTES
     """Of a text; longer ones are counted and skipped. Memory grows with it."""
 

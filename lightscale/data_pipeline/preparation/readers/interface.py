@@ -84,7 +84,7 @@ class Reading:
         )
 
 
-class Format(ABC):
+class InputFormat(ABC):
     """How files of a format are divided, and read."""
 
     def ranges(self, file: SourceFile, range_bytes: int, problems: Problems) -> Iterator[FileRange]:

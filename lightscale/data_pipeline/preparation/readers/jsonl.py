@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightscale.data_pipeline.preparation.readers.inputs import INVALID_UTF8, NOT_JSON, TOO_LONG, Problems, SourceFile
-from lightscale.data_pipeline.preparation.readers.interface import Format, RawDocument, Reading
+from lightscale.data_pipeline.preparation.readers.interface import InputFormat, RawDocument, Reading
 from lightscale.data_pipeline.preparation.readers.ranges import FileRange, byte_ranges
-from lightscale.data_pipeline.preparation.readers.streams import after_newline, is_packed, lines, plain, unpacked
+from lightscale.data_pipeline.preparation.readers.streams import after_newline, contents, is_packed, lines
 
 try:
     import orjson
@@ -17,7 +17,7 @@ except ImportError:  # json reads the same, slower
     orjson = None  # type: ignore[assignment]
 
 
-class JsonLines(Format):
+class JsonLines(InputFormat):
     """Lines begin anywhere, so a plain file is read in ranges of bytes; a compressed one as a whole."""
 
     def ranges(self, file: SourceFile, range_bytes: int, problems: Problems) -> Iterator[FileRange]:
@@ -33,8 +33,7 @@ class JsonLines(Format):
         first = max(file_range.start - 1, 0)
         with file.path.open("rb", buffering=0) as content:
             content.seek(first)
-            packed = is_packed(file)
-            buffers = unpacked(content, file, problems, reading.advance) if packed else plain(content, reading.advance)
+            buffers = contents(content, file, reading)
             if file_range.start:
                 assert file_range.stop is not None
                 # No further than this range: a line that fills several of them would be read to its end by each.

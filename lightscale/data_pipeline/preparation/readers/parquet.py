@@ -8,11 +8,11 @@ import pyarrow.parquet
 
 from lightscale.data_pipeline.preparation.readers.columns import ROWS, column_fault, documents_of_batch, wanted_columns
 from lightscale.data_pipeline.preparation.readers.inputs import NO_TEXT, UNREADABLE, Problems, SourceFile
-from lightscale.data_pipeline.preparation.readers.interface import Format, RawDocument, Reading, one_line
+from lightscale.data_pipeline.preparation.readers.interface import InputFormat, RawDocument, Reading, one_line
 from lightscale.data_pipeline.preparation.readers.ranges import FileRange, part_ranges
 
 
-class Parquet(Format):
+class Parquet(InputFormat):
     """In ranges of row groups."""
 
     def ranges(self, file: SourceFile, range_bytes: int, problems: Problems) -> Iterator[FileRange]:

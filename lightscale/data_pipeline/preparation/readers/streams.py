@@ -1,12 +1,15 @@
 """The bytes of a file in buffers, unpacked where it is compressed, and the lines in them."""
 
+import bz2
+import contextlib
 import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import BinaryIO, Protocol
 
 from lightscale.data_pipeline.executors import Advance
-from lightscale.data_pipeline.preparation.readers.inputs import TRUNCATED, UNREADABLE, Problems, SourceFile
+from lightscale.data_pipeline.preparation.readers.inputs import NO_CHECKSUM, TRUNCATED, UNREADABLE, Problems, SourceFile
+from lightscale.data_pipeline.preparation.readers.interface import Reading
 from lightscale.data_pipeline.preparation.readers.table import PACKED_SUFFIXES
 from lightscale.errors import UserError
 
@@ -17,7 +20,16 @@ except ImportError:
 
 _READ_BYTES = 2**20
 _COMPRESSED_READ_BYTES = 2**16
-_UNPACK_ERRORS: tuple[type[Exception], ...] = (zlib.error,) if zstandard is None else (zlib.error, zstandard.ZstdError)
+_ZST = ".zst"
+# bz2 says of damage that it is an OSError, or a ValueError.
+_UNPACK_ERRORS: tuple[type[Exception], ...] = (
+    zlib.error,
+    OSError,
+    ValueError,
+    *(() if zstandard is None else (zstandard.ZstdError,)),
+)
+# Of a zstandard frame: its header has at most so many bytes.
+_MOST_HEADER_BYTES = 18
 
 
 def is_packed(file: SourceFile) -> bool:
@@ -27,12 +39,8 @@ def is_packed(file: SourceFile) -> bool:
 
 def require_unpacker(file: SourceFile) -> None:
     """``UserError`` where the package that unpacks ``file`` is missing."""
-    if zstandard is None and _is_zst(file):
+    if zstandard is None and file.path.name.lower().endswith(_ZST):
         raise UserError(f"{file.path}: zstandard is needed to read it; pip install 'lightscale[corpus]'")
-
-
-def _is_zst(file: SourceFile) -> bool:
-    return file.path.name.lower().endswith(".zst")
 
 
 def plain(file: BinaryIO, advance: Advance) -> Iterator[bytes]:
@@ -61,38 +69,58 @@ class _Unpacker(Protocol):
     def decompress(self, data: bytes, /) -> bytes: ...
 
 
+def contents(content: BinaryIO, source: SourceFile, reading: Reading) -> Iterator[bytes]:
+    """What is in the open file ``content`` from where it stands, unpacked where the file is compressed."""
+    if is_packed(source):
+        return unpacked(content, source, reading.problems, reading.advance)
+    return plain(content, reading.advance)
+
+
 def unpacked(file: BinaryIO, source: SourceFile, problems: Problems, advance: Advance) -> Iterator[bytes]:
-    """The content of a gzip or zstandard file; what comes before damage or a missing end is given."""
-    is_zst = _is_zst(source)
+    """The content of a compressed file; what comes before damage or a missing end is given."""
+    ending = next(one for one in PACKED_SUFFIXES if source.path.name.lower().endswith(one))
     unpacker: _Unpacker | None = None
-    position = unpacked = 0
-    try:
-        while packed := file.read(_COMPRESSED_READ_BYTES):
-            num_packed = len(packed)
+    position = num_unpacked = 0
+    while packed := file.read(_COMPRESSED_READ_BYTES):
+        num_packed = len(packed)
+        try:
             while packed:
                 if unpacker is None:
-                    if not (packed := packed if is_zst else packed.lstrip(b"\0")):  # gzip files may be padded
+                    if not (packed := packed if ending == _ZST else packed.lstrip(b"\0")):  # padding, of tapes
                         break
-                    unpacker = _make_unpacker(is_zst)
+                    unpacker = _UNPACKERS[ending]()
+                    if ending == _ZST and not num_unpacked and not _has_checksum(packed):
+                        problems.add(NO_CHECKSUM, source.id, file=source)
                 buffer = unpacker.decompress(packed)
-                unpacked += len(buffer)
+                num_unpacked += len(buffer)
                 yield buffer
                 packed = b""
                 if unpacker.eof:
                     packed, unpacker = unpacker.unused_data, None
-            position = file.tell()
-            advance(num_packed)
-    except _UNPACK_ERRORS as error:
-        problems.add(UNREADABLE, f"{source.id}: damaged after byte {position} ({unpacked} bytes decompressed): {error}")
-        return
+        except _UNPACK_ERRORS as error:
+            where = f"{source.id}: damaged after byte {position} ({num_unpacked} bytes decompressed)"
+            problems.add(UNREADABLE, f"{where}: {error}")
+            return
+        position += num_packed
+        advance(num_packed)
     if unpacker is not None:
-        problems.add(
-            TRUNCATED, f"{source.id}: at byte {position} ({unpacked} bytes decompressed), inside a compressed block"
-        )
+        where = f"{source.id}: at byte {position} ({num_unpacked} bytes decompressed)"
+        problems.add(TRUNCATED, f"{where}, inside a compressed block")
 
 
-def _make_unpacker(is_zst: bool) -> _Unpacker:
-    return zstandard.ZstdDecompressor().decompressobj() if is_zst else zlib.decompressobj(31)
+def _has_checksum(begin: bytes) -> bool:
+    """Whether the zstandard frame that ``begin`` begins ends with a checksum of what is in it."""
+    with contextlib.suppress(zstandard.ZstdError):  # of damage, unpacking says more
+        return bool(zstandard.get_frame_parameters(begin[:_MOST_HEADER_BYTES]).has_checksum)
+    return True
+
+
+# gzip and bzip2 have checksums, which are compared; zstandard where the writer asked for them.
+_UNPACKERS: dict[str, Callable[[], _Unpacker]] = {
+    ".gz": lambda: zlib.decompressobj(31),
+    ".bz2": bz2.BZ2Decompressor,
+    _ZST: lambda: zstandard.ZstdDecompressor().decompressobj(),
+}
 
 
 def lines(buffers: Iterator[bytes], offset: int, most_bytes: int) -> Iterator[tuple[int, bytes | None]]:

@@ -7,20 +7,20 @@ import importlib
 from dataclasses import dataclass
 
 from lightscale.data_pipeline.preparation.readers.inputs import ReadOptions, SourceFile
-from lightscale.data_pipeline.preparation.readers.interface import Format
+from lightscale.data_pipeline.preparation.readers.interface import InputFormat
 from lightscale.errors import UserError
 
 TEXT = "text"
 
 
 @dataclass(frozen=True, kw_only=True)
-class FormatEntry:
+class InputFormatEntry:
     """What is said of a format without importing it."""
 
     suffixes: tuple[str, ...]
     """Ends of the names of its files, without those of compression."""
     cls: str
-    """As "module:name" below this package, a ``Format``."""
+    """As "module:name" below this package, a ``InputFormat``."""
     extra: str = "corpus"
     """The extra of lightscale that brings the packages it needs."""
     is_stream: bool = True
@@ -30,11 +30,11 @@ class FormatEntry:
     in_directories: bool = True
     """Read in directories unless the source says otherwise."""
 
-    def load(self, file: SourceFile) -> Format:
+    def load(self, file: SourceFile) -> InputFormat:
         """The format. ``UserError``: a package that it needs to read ``file`` is missing."""
         module, name = self.cls.split(":")
         try:
-            made: Format = getattr(importlib.import_module(f"{__package__}.{module}"), name)()
+            made: InputFormat = getattr(importlib.import_module(f"{__package__}.{module}"), name)()
         except ImportError as error:
             package = (error.name or "?").partition(".")[0]
             raise UserError(
@@ -43,38 +43,50 @@ class FormatEntry:
         return made
 
 
-FORMATS: dict[str, FormatEntry] = {
-    TEXT: FormatEntry(suffixes=(".txt", ".md", ".rst", ".py"), cls="text:Text", is_stream=False, holds_many=False),
-    "jsonl": FormatEntry(suffixes=(".jsonl",), cls="jsonl:JsonLines"),
-    "parquet": FormatEntry(suffixes=(".parquet",), cls="parquet:Parquet", is_stream=False),
+FORMATS: dict[str, InputFormatEntry] = {
+    TEXT: InputFormatEntry(suffixes=(".txt", ".md", ".rst", ".py"), cls="text:Text", is_stream=False, holds_many=False),
+    "jsonl": InputFormatEntry(suffixes=(".jsonl", ".ndjson"), cls="jsonl:JsonLines"),
+    # In directories of code and of data sets these are settings and lists more often than documents.
+    "json": InputFormatEntry(suffixes=(".json",), cls="json_values:JsonValues", in_directories=False),
+    "csv": InputFormatEntry(suffixes=(".csv",), cls="separated:Csv", in_directories=False),
+    "tsv": InputFormatEntry(suffixes=(".tsv",), cls="separated:Tsv", in_directories=False),
+    "parquet": InputFormatEntry(suffixes=(".parquet",), cls="parquet:Parquet", is_stream=False),
+    "arrow": InputFormatEntry(suffixes=(".arrow", ".feather"), cls="arrow:Arrow", is_stream=False),
+    "warc": InputFormatEntry(suffixes=(".warc", ".wet"), cls="warc:Warc", extra="web"),
 }
-PACKED_SUFFIXES = (".gz", ".zst")
-_OTHER_PACKED_SUFFIXES = (".bz2", ".xz", ".zip", ".7z", ".tar", ".tgz")
+PACKED_SUFFIXES = (".gz", ".zst", ".bz2")
+_OTHER_PACKED_SUFFIXES = (".xz", ".zip", ".7z", ".tar", ".tgz")
 # Their texts are inside of something: trained on as they are, a model would learn the format.
 _OTHER_SUFFIXES = (
-    *(".json", ".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".warc", ".wet", ".wat"),
-    *(".pdf", ".docx", ".epub", ".sqlite", ".db", ".npy", ".npz", ".pkl", ".bin", ".idx"),
+    *(".orc", ".avro", ".wat", ".pdf", ".docx", ".epub", ".sqlite", ".db"),
+    *(".npy", ".npz", ".pkl", ".bin", ".idx"),
 )
 
 
-def _suffixes(entry: FormatEntry) -> list[str]:
+def suffixes_of(entry: InputFormatEntry) -> list[str]:
+    """The ends of the names of its files, compressed ones too."""
     packed = ("", *PACKED_SUFFIXES) if entry.is_stream else ("",)
     return [suffix + ending for suffix in entry.suffixes for ending in packed]
 
 
-_BY_SUFFIX = {suffix: name for name, entry in FORMATS.items() for suffix in _suffixes(entry)}
+_BY_SUFFIX = {suffix: name for name, entry in FORMATS.items() for suffix in suffixes_of(entry)}
 DEFAULT_SUFFIXES = tuple(suffix for suffix, name in _BY_SUFFIX.items() if FORMATS[name].in_directories)
 
 
-def format_of(file: SourceFile, options: ReadOptions) -> FormatEntry | str:
-    """The format of ``file``, by its suffix; or why it is of none."""
+def format_of(file: SourceFile, options: ReadOptions) -> InputFormatEntry | str:
+    """The format of ``file``: the one that is asked for, or by its suffix; or why it is of none."""
     name = file.path.name.lower()
+    if options.format is not None:
+        entry = FORMATS[options.format]
+        if name.endswith(PACKED_SUFFIXES) and not entry.is_stream:
+            return f"a compressed file of format {options.format} cannot be read in parts; unpack it"
+        return entry
     for suffix, kind in _BY_SUFFIX.items():
         if name.endswith(suffix):
             return FORMATS[kind]
     if name.endswith((*PACKED_SUFFIXES, *_OTHER_PACKED_SUFFIXES)):
-        return "compressed files are read as .jsonl.gz and .jsonl.zst only"
-    if name.endswith(_OTHER_SUFFIXES) and not name.endswith(options.suffixes):
-        advice = "write its documents as .jsonl, or name its suffix in suffixes to read all of it as one text"
-        return f"neither text, jsonl nor parquet; {advice}"
+        names = ", ".join(kind for kind, entry in FORMATS.items() if entry.is_stream)
+        return f"of compressed files {names} are read, as {', '.join(PACKED_SUFFIXES)}; or say which by format"
+    if name.endswith(_OTHER_SUFFIXES):
+        return f'none of {", ".join(FORMATS)}; write its documents as one of them, or say format = "text"'
     return FORMATS[TEXT]

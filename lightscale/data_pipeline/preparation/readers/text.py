@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from lightscale.data_pipeline.preparation.readers.interface import Format, RawDocument, Reading
+from lightscale.data_pipeline.preparation.readers.interface import InputFormat, RawDocument, Reading
 from lightscale.data_pipeline.preparation.readers.ranges import FileRange
 
 
-class Text(Format):
+class Text(InputFormat):
     """Text as it is."""
 
     def read(self, file_range: FileRange, reading: Reading) -> Iterator[RawDocument]:
