@@ -13,7 +13,8 @@ from lightscale.data_pipeline.preparation.corpus import (
     load_corpus,
     make_corpus,
 )
-from lightscale.data_pipeline.preparation.sources import DEFAULT_SUFFIXES, STDLIB, STDLIB_PATH
+from lightscale.data_pipeline.preparation.readers.table import DEFAULT_SUFFIXES
+from lightscale.data_pipeline.preparation.sources import STDLIB, STDLIB_PATH
 from lightscale.errors import UserError
 
 _CORPUS_SUFFIX = ".toml"

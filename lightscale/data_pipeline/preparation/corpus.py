@@ -35,7 +35,8 @@ from lightscale.config.text import path_fault
 from lightscale.config.toml import read_toml
 from lightscale.data_pipeline.preparation.filters import Chain, compose, sha256_of, with_base
 from lightscale.data_pipeline.preparation.labels import MOST_CHARACTERS, MOST_CLASSES, is_name
-from lightscale.data_pipeline.preparation.sources import DEFAULT_SUFFIXES, MAX_DOCUMENT_BYTES, ReadOptions
+from lightscale.data_pipeline.preparation.readers.inputs import MAX_DOCUMENT_BYTES, ReadOptions
+from lightscale.data_pipeline.preparation.readers.table import DEFAULT_SUFFIXES, FORMATS, suffixes_of
 from lightscale.data_pipeline.store.format import CHUNK_TOKENS, SHARD_TOKENS, VALIDATION_SUFFIX, check_source_name
 from lightscale.errors import UserError, shortened
 
@@ -67,13 +68,15 @@ class SourceConfig(Section):
     weight: Positive | None = None
     """Share of the training samples; all sources have one, and they add up to 1, or none has."""
     text_field: str = "text"
-    """Field of jsonl objects and column of parquet files that holds the text."""
+    """Field of objects, column of tables that holds the text; a.b is field b of field a."""
+    format: str | None = None
+    """Of the files, whatever their suffixes (preparation/readers/table.py has all); none: by their suffixes."""
     id_field: str | None = None
     """Field of jsonl objects and column of parquet files with an id or URL to keep; none: none is kept."""
     label_field: str | None = None
     """Field of jsonl objects and column of parquet files with the class of each document; none: they have none."""
     suffixes: _Texts = Field(default_factory=lambda: list(DEFAULT_SUFFIXES))
-    """Ends of the names of the files that are read in directories."""
+    """Ends of the names of the files that are read in directories; where a format is named, the default is its own."""
     validation: Fraction | None = None
     """Share of the documents to hold out; none: that of the corpus."""
     filters: Any = Field(default_factory=dict)
@@ -94,6 +97,20 @@ class SourceConfig(Section):
         if "" in suffixes:
             raise ValueError('"" is the end of every name; name the ends of the files to read, like ".txt"')
         return suffixes
+
+    @model_validator(mode="before")
+    @classmethod
+    def _suffixes_of_format(cls, table: Any) -> Any:
+        if isinstance(table, dict) and "suffixes" not in table and table.get("format") in tuple(FORMATS):
+            return {**table, "suffixes": suffixes_of(FORMATS[table["format"]])}
+        return table
+
+    @field_validator("format")
+    @classmethod
+    def _check_format(cls, name: str | None) -> str | None:
+        if name is not None and name not in FORMATS:
+            raise ValueError(f"{shown_value(name)} is no format; there are {', '.join(FORMATS)}")
+        return name
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -147,7 +164,7 @@ class Corpus(Section):
             text_field=config.text_field,
             id_field=config.id_field,
             label_field=config.label_field,
-            suffixes=tuple(suffix.lower() for suffix in config.suffixes),
+            format=config.format,
             max_document_bytes=self.max_document_bytes,
         )
 

@@ -20,23 +20,17 @@ from lightscale.data_pipeline.preparation.filters import Chain
 from lightscale.data_pipeline.preparation.labels import class_of
 from lightscale.data_pipeline.preparation.normalise import normalise
 from lightscale.data_pipeline.preparation.prepare import given_tokenizer
-from lightscale.data_pipeline.preparation.readers import RawDocument, cut_into_ranges, num_parquet_rows, read
-from lightscale.data_pipeline.preparation.sources import (
-    EMPTY,
-    JSONL_SUFFIXES,
-    PARQUET_SUFFIX,
-    FileLister,
-    Problems,
-    ReadOptions,
-    SourceFile,
-)
+from lightscale.data_pipeline.preparation.readers import RawDocument, cut_into_ranges, read
+from lightscale.data_pipeline.preparation.readers.inputs import EMPTY, Problems, ReadOptions, SourceFile
+from lightscale.data_pipeline.preparation.readers.table import format_of
+from lightscale.data_pipeline.preparation.sources import FileLister
 from lightscale.data_pipeline.tokenizers import Tokenizer, train_sentencepiece, with_fast_path
 from lightscale.errors import UserError
 
 SAMPLE_DOCUMENTS = 200
-# Formats whose files hold many documents. Of those, so many files are read in each source; of texts as many as
-# documents are wanted.
-_MANY, _FILES = (*JSONL_SUFFIXES, PARQUET_SUFFIX), 8
+# Of formats whose files hold many documents so many files are read in each source; of texts as many as documents are
+# wanted.
+_FILES = 8
 # Of a file with many documents so much is read at least: what decompressing holds back is little beside it.
 _SEEN_BYTES = 2**20
 _TOKEN_BYTES = 4
@@ -216,7 +210,8 @@ def estimate(corpus: Corpus, *, sample: int = SAMPLE_DOCUMENTS) -> CorpusEstimat
     for name, config in corpus.sources.items():
         found = sources[name] = SourceEstimate()
         seen = FileLister(found.problems, after=seen)
-        chosen = _chosen(_counted(seen.files(config.paths, suffixes=config.suffixes), found), sample)
+        listed = _counted(seen.files(config.paths, suffixes=config.suffixes), found)
+        chosen = _chosen(listed, sample, corpus.read_options(name))
         texts[name] = list(_kept_texts(corpus, name, chosen, sample, found))
     everything = [text for own in texts.values() for text in own]
     if not everything:
@@ -249,12 +244,17 @@ def _counted(files: Iterable[SourceFile], found: SourceEstimate) -> Iterator[Sou
         yield file
 
 
-def _chosen(files: Iterable[SourceFile], sample: int) -> list[SourceFile]:
+def _chosen(files: Iterable[SourceFile], sample: int, options: ReadOptions) -> list[SourceFile]:
     """Some of them, enough for ``sample`` documents. Memory does not grow with their number."""
     # By a hash of the name: every n-th could be always of one kind, where kinds take turns.
     some = heapq.nsmallest(sample, files, key=lambda file: xxhash.xxh3_64_intdigest(file.id.encode(), seed=_SEED))
-    of_many = [file for file in some if file.path.name.lower().endswith(_MANY)]
-    return [*of_many[:_FILES], *(file for file in some if not file.path.name.lower().endswith(_MANY))]
+    of_many = [file for file in some if _holds_many(file, options)]
+    return [*of_many[:_FILES], *(file for file in some if not _holds_many(file, options))]
+
+
+def _holds_many(file: SourceFile, options: ReadOptions) -> bool:
+    entry = format_of(file, options)
+    return not isinstance(entry, str) and entry.holds_many
 
 
 def _kept_texts(
@@ -303,9 +303,9 @@ def _first_documents(
     """The first ``wanted`` documents of a file, and in ``own`` how much of the file was read for how many.
 
     Files are read in buffers, and only at the end of one is it known how many bytes its documents take: the documents
-    up to there are counted too, but not given. A parquet file knows its rows.
+    up to there are counted too, but not given. Some formats know their rows.
     """
-    is_parquet = file.path.name.lower().endswith(PARQUET_SUFFIX)
+    num_rows: int | None = None
     consumed = 0
 
     def advance(num_bytes: int) -> None:
@@ -313,15 +313,18 @@ def _first_documents(
         consumed += num_bytes
 
     for file_range in cut_into_ranges(file, _WHOLE_FILE, problems, options=options):
+        entry = format_of(file, options)
+        assert not isinstance(entry, str), "it has ranges"
+        num_rows = entry.load(file).num_rows(file)
         for raw in read(file_range, problems, options=options, advance=advance):
-            if own.seen_documents >= wanted and (consumed >= _SEEN_BYTES or is_parquet):
+            if own.seen_documents >= wanted and (consumed >= _SEEN_BYTES or num_rows is not None):
                 break
             own.seen_documents += 1
             own.seen_bytes += _num_bytes(raw)
             if own.seen_documents <= wanted:
                 yield raw
-    if is_parquet and own.seen_documents:
-        own.seen_file_bytes = file.size_bytes * own.seen_documents / num_parquet_rows(file)
+    if num_rows and own.seen_documents:
+        own.seen_file_bytes = file.size_bytes * own.seen_documents / num_rows
     else:
         own.seen_file_bytes = consumed
 

@@ -9,19 +9,13 @@ import json
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from lightscale.data_pipeline.preparation.readers.inputs import Missing
 from lightscale.errors import UserError, shortened
 
 MOST_CLASSES = 2**16
 """More are no classes, but the documents' own ids or the like."""
 MOST_CHARACTERS = 256
 """Of the name of a class."""
-
-
-class Missing:
-    """Stands for the value of a field that is not there."""
-
-
-MISSING = Missing()
 
 
 def class_of(value: Any, document_id: str, *, field: str, classes: Collection[str] | None) -> str:

@@ -10,8 +10,9 @@ import codecs
 import re
 from dataclasses import dataclass, field
 
+from lightscale.data_pipeline.preparation.readers.inputs import INVALID_UTF8
+
 BYTE_ORDER_MARK = "byte order mark removed"
-INVALID_UTF8 = "invalid UTF-8 replaced"
 LONE_SURROGATE = "lone surrogate replaced"
 LINE_END = "line end made LF"
 NUL = "NUL removed"

@@ -16,7 +16,8 @@ from typing import Any
 
 from lightscale.data_pipeline.preparation.corpus import Corpus
 from lightscale.data_pipeline.preparation.readers import FileRange, cut_into_ranges
-from lightscale.data_pipeline.preparation.sources import FileLister, Problems, SourceFile
+from lightscale.data_pipeline.preparation.readers.inputs import Problems, SourceFile
+from lightscale.data_pipeline.preparation.sources import FileLister
 from lightscale.data_pipeline.whole_files import whole_file
 
 # Small enough that an interruption loses little and all workers have some, large enough that a unit's fixed costs (a

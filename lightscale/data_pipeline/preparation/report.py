@@ -15,7 +15,7 @@ from lightscale.data_pipeline.preparation.assemble import SPLITS, OutputSource, 
 from lightscale.data_pipeline.preparation.corpus import Corpus
 from lightscale.data_pipeline.preparation.counts import NUM_LENGTHS, StepCounts
 from lightscale.data_pipeline.preparation.plan import PreparationPlan
-from lightscale.data_pipeline.preparation.sources import Problems
+from lightscale.data_pipeline.preparation.readers.inputs import Problems
 from lightscale.data_pipeline.preparation.units import Context, UnitCounts
 from lightscale.data_pipeline.store.format import Split, TokenizerIdentity
 

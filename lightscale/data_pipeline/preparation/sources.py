@@ -1,133 +1,39 @@
 """Where texts are: the files of a corpus, from paths, patterns and directories, always in the same order."""
 
 import glob
+import json
 import os
+import re
 import stat
 import sysconfig
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
+from lightscale.data_pipeline.preparation.readers.inputs import (
+    DIRECTORY_LOOP,
+    OTHER_KIND,
+    READ_TWICE,
+    UNREADABLE,
+    Problems,
+    SourceFile,
+)
+from lightscale.data_pipeline.preparation.readers.table import DEFAULT_SUFFIXES
 from lightscale.data_pipeline.preparation.work_directory import is_work_directory
 from lightscale.errors import UserError
 
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
-JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-PARQUET_SUFFIX = ".parquet"
-DEFAULT_SUFFIXES = (*TEXT_SUFFIXES, *JSONL_SUFFIXES, PARQUET_SUFFIX)
 STDLIB = "stdlib"
 STDLIB_PATH = "python:stdlib"
 # The standard library's tests hold deliberately broken files and long tables; site-packages is not part of the library.
 _STDLIB_SKIPPED_DIRS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 _SKIPPED_DIRS = frozenset({"__pycache__"})
+# Of Hugging Face: what save_to_disk writes beside the data, and how files of a split are named on its hub.
+_SPLITS_FILE, _STATE_FILE = "dataset_dict.json", "state.json"
+_DATA_SET_FILES = frozenset({_STATE_FILE, "dataset_info.json"})
+_SPLIT_NAME = re.compile(r"(\w+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?\.parquet")
 _PATTERN_CHARACTERS = frozenset("*?[")
-
-UNREADABLE = "unreadable file"
-TRUNCATED = "file ends too early"
-CHANGED = "file changed since the preparation began"
-DIRECTORY_LOOP = "directory loop"
-NOT_JSON = "line is not a JSON object"
-NO_TEXT = "no text in the field"
-TOO_LONG = "document too long"
-EMPTY = "empty document skipped"
-READ_TWICE = "file given twice, read once"
-OTHER_KIND = "other file in a directory, by its suffix"
-_HARMLESS = frozenset({EMPTY, READ_TWICE, OTHER_KIND})
-_MAX_EXAMPLES = 20
-MAX_DOCUMENT_BYTES = 16 * 2**20
-
-
-class Problems:
-    """What went wrong while reading, counted by reason, with the first examples of each.
-
-    With ``strict`` the first problem that loses or changes text raises ``UserError`` instead.
-    """
-
-    def __init__(self, *, strict: bool = False) -> None:
-        self.strict = strict
-        self.counts: Counter[str] = Counter()
-        self.examples: dict[str, list[str]] = {}
-        # By reason: the first and the last file of which it was said as a whole. Ranges of a file follow one another.
-        self._files: dict[str, tuple[str, str]] = {}
-
-    def add(self, reason: str, where: str, *, file: "SourceFile | None" = None) -> None:
-        """Count ``reason`` at ``where``, a file's id with line and detail where there are any.
-
-        ``file``: it is all of this file that is wrong, which counts once, however many ranges it is read in.
-        """
-        if self.strict and reason not in _HARMLESS:
-            raise UserError(f"{reason}: {where} (--strict stops here; without it, this is counted and skipped)")
-        if file is not None:
-            first, last = self._files.get(reason, (file.id, None))
-            self._files[reason] = (first, file.id)
-            if file.id == last:
-                return
-        self.counts[reason] += 1
-        examples = self.examples.setdefault(reason, [])
-        if len(examples) < _MAX_EXAMPLES:
-            examples.append(where)
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values: by reason, ``count`` and ``examples``."""
-        return {
-            reason: {"count": count, "examples": self.examples[reason]} for reason, count in sorted(self.counts.items())
-        }
-
-    def as_part(self) -> dict[str, Any]:
-        """The same, with what ``merge`` needs of a part of the corpus."""
-        return {reason: {**problem, "files": self._files.get(reason)} for reason, problem in self.as_json().items()}
-
-    def merge(self, found: dict[str, Any]) -> None:
-        """Add what ``as_part`` gave for the next part of the corpus."""
-        for reason, problem in found.items():
-            examples = self.examples.setdefault(reason, [])
-            new = problem["examples"]
-            count = problem["count"]
-            if problem["files"] is not None:
-                first, last = problem["files"]
-                before = self._files.get(reason)
-                self._files[reason] = (first if before is None else before[0], last)
-                if before is not None and before[1] == first:
-                    # The file that the part before ended in: its examples begin with it.
-                    count, new = count - 1, new[1:]
-            self.counts[reason] += count
-            examples.extend(new[: _MAX_EXAMPLES - len(examples)])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SourceFile:
-    """A file of the corpus."""
-
-    path: Path
-    id: str
-    """Stable name: the path from the given directory (its name included), or the given file's name."""
-    size_bytes: int
-    mtime_ns: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReadOptions:
-    """What is wanted of a file."""
-
-    text_field: str = "text"
-    """Of jsonl objects, column of parquet files."""
-    id_field: str | None = None
-    """Of the documents' own ids; where a document has none there it gets none."""
-    label_field: str | None = None
-    """Of the documents' classes, which all documents have; none: they have none."""
-    suffixes: tuple[str, ...] = ()
-    """Of files that are read as text though they are of another kind, like ".csv"."""
-    max_document_bytes: int = MAX_DOCUMENT_BYTES
-    """Of a text; longer ones are counted and skipped. Memory grows with it."""
-
-    @property
-    def max_line_bytes(self) -> int:
-        """Of a jsonl file: JSON can write a byte of text as six."""
-        return 4 * self.max_document_bytes
 
 
 class FileLister:
@@ -230,6 +136,7 @@ def _walk(
     if identity in parents:
         problems.add(DIRECTORY_LOOP, f"{id_prefix}: leads back to a directory above it")
         return
+    entries = _of_data_set(directory, entries)
     for entry in entries:
         if entry.name.startswith("."):
             continue
@@ -242,6 +149,38 @@ def _walk(
             yield from _one_file(Path(entry.path), entry_id, problems)
         elif wanted.counts_others:
             problems.add(OTHER_KIND, entry_id)
+
+
+def _of_data_set(directory: Path, entries: list[os.DirEntry[str]]) -> list[os.DirEntry[str]]:
+    """The entries of a directory; of one that Hugging Face's ``save_to_disk`` wrote, the data's, in its order.
+
+    ``UserError`` where it has several splits: nobody wants to train on what is there to test by.
+    """
+    names = {entry.name for entry in entries}
+    if _SPLITS_FILE in names:
+        splits = sorted(entry.name for entry in entries if _is_dir(entry))
+        raise UserError(
+            f"{directory}: a Hugging Face data set with the splits {', '.join(splits)}; name the one to train on, like "
+            f"{directory / splits[0] if splits else directory}"
+        )
+    found = sorted({match[1] for name in names if (match := _SPLIT_NAME.fullmatch(name))})
+    if len(found) > 1:
+        raise UserError(
+            f"{directory}: a Hugging Face data set with the splits {', '.join(found)}; name the one to train on, "
+            f"like {directory}/{found[0]}-*"
+        )
+    if not names >= _DATA_SET_FILES:
+        return entries
+    try:
+        state = json.loads((directory / _STATE_FILE).read_bytes())
+        listed = [file["filename"] for file in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{directory / _STATE_FILE}: not as Hugging Face's save_to_disk writes it ({error})") from error
+    if missing := [name for name in listed if name not in names]:
+        raise UserError(f"{directory}: {missing[0]} is missing, which {_STATE_FILE} lists")
+    # Others, cache-….arrow, are what was computed of the data.
+    by_name = {entry.name: entry for entry in entries}
+    return [by_name[name] for name in listed]
 
 
 def _is_dir(entry: os.DirEntry[str]) -> bool:

@@ -36,7 +36,7 @@ from lightscale.data_pipeline.preparation.labels import check_number, class_of
 from lightscale.data_pipeline.preparation.normalise import INVALID_UTF8, LONE_SURROGATE, normalise
 from lightscale.data_pipeline.preparation.plan import UNIT_SHIFT, PreparationPlan, UnitSummary, read_plan
 from lightscale.data_pipeline.preparation.readers import read
-from lightscale.data_pipeline.preparation.sources import EMPTY, Problems
+from lightscale.data_pipeline.preparation.readers.inputs import EMPTY, Problems
 from lightscale.data_pipeline.preparation.tokenizer_sample import TextSample
 from lightscale.data_pipeline.preparation.work_directory import WorkDirectory
 from lightscale.data_pipeline.store.format import TOKENIZER_DIR, Split

@@ -16,8 +16,8 @@ import pytest
 from lightscale.data_pipeline.executors import ProcessPool
 from lightscale.data_pipeline.preparation.corpus import make_corpus
 from lightscale.data_pipeline.preparation.prepare import PrepareOptions, prepare
+from lightscale.data_pipeline.preparation.readers.inputs import NO_TEXT, NOT_JSON, OTHER_KIND, UNREADABLE
 from lightscale.data_pipeline.preparation.report import unigram_entropy
-from lightscale.data_pipeline.preparation.sources import NO_TEXT, NOT_JSON, OTHER_KIND, UNREADABLE
 from lightscale.data_pipeline.preparation.units import split_of
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.data_pipeline.tokenizers import SentencePieceTokenizer, TiktokenTokenizer, load_tokenizer

@@ -1,0 +1,87 @@
+"""Columns of tables in Arrow's memory: texts of any type that holds them, and fields inside of structs."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow
+import pyarrow.compute
+
+from lightscale.data_pipeline.preparation.readers.inputs import MISSING, NO_TEXT, ReadOptions
+from lightscale.data_pipeline.preparation.readers.interface import RawDocument, Reading, id_text
+
+ROWS = 256
+"""So many are made Python objects at a time."""
+
+
+def column_fault(schema: Any, text_field: str) -> str | None:
+    """Why the column ``text_field`` is no text; None where it is."""
+    found = ", ".join(f"{field.name}: {field.type}" for field in list(schema)[:8])
+    kind = _type_of(schema, text_field)
+    if kind is None:
+        return f"no column {text_field!r} (found {found})"
+    values = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    types = pyarrow.types
+    is_text = types.is_string(values) or types.is_large_string(values) or types.is_string_view(values)
+    if is_text or types.is_binary(values) or types.is_large_binary(values) or types.is_binary_view(values):
+        return None
+    return f"column {text_field!r} is {kind}, not string (found {found})"
+
+
+def wanted_columns(schema: Any, options: ReadOptions) -> list[str]:
+    """The columns to read: the text's, and of the others those that there are. Of ``a.b`` the name as it is."""
+    names = {options.text_field, options.id_field, options.label_field}
+    return sorted(name for name in names if name is not None and _type_of(schema, name) is not None)
+
+
+def documents_of_batch(batch: Any, file_id: str, row: int, reading: Reading) -> Iterator[RawDocument]:
+    """The documents of a record batch whose first row is ``row`` of the file."""
+    options = reading.options
+    # As bytes: pyarrow does not check that its strings are UTF-8.
+    texts = _as_bytes(_column(batch, options.text_field)).to_pylist()
+    ids, labels = (
+        itertools.repeat(absent)
+        if field is None or _type_of(batch.schema, field) is None
+        else _column(batch, field).to_pylist()
+        for field, absent in ((options.id_field, None), (options.label_field, MISSING))
+    )
+    for data, own_id, label in zip(texts, ids, labels, strict=False):
+        document_id = f"{file_id}@{row}"
+        if data is None:
+            reading.problems.add(NO_TEXT, f"{document_id}: null in {options.text_field!r}")
+        elif reading.fits(data, document_id):
+            yield RawDocument(id=document_id, data=data, begin=row, own_id=id_text(own_id), label=label)
+        row += 1
+
+
+def top_names(schema: Any, columns: list[str]) -> list[str]:
+    """The columns of a table that ``columns`` are, or are inside of."""
+    return sorted({name if name in schema.names else name.partition(".")[0] for name in columns})
+
+
+def _as_bytes(column: Any) -> Any:
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    return column.cast(pyarrow.large_binary())
+
+
+def _type_of(schema: Any, name: str) -> Any:
+    """Of the column ``name``, or of the field inside of structs; None where there is none."""
+    if name in schema.names:
+        return schema.field(name).type
+    first, *rest = name.split(".")
+    if first not in schema.names:
+        return None
+    kind = schema.field(first).type
+    for part in rest:
+        if not pyarrow.types.is_struct(kind) or kind.get_field_index(part) < 0:
+            return None
+        kind = kind.field(part).type
+    return kind
+
+
+def _column(batch: Any, name: str) -> Any:
+    if name in batch.schema.names:
+        return batch.column(name)
+    first, *rest = name.split(".")
+    return pyarrow.compute.struct_field(batch.column(first), rest)

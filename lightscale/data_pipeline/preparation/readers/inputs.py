@@ -1,0 +1,121 @@
+"""What the steps of a preparation say to each other of input files: which there are, what is wanted, what was wrong."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightscale.errors import UserError
+
+UNREADABLE = "unreadable file"
+TRUNCATED = "file ends too early"
+CHANGED = "file changed since the preparation began"
+DIRECTORY_LOOP = "directory loop"
+INVALID_UTF8 = "invalid UTF-8 replaced"
+NOT_JSON = "line is not a JSON object"
+NO_TEXT = "no text in the field"
+TOO_LONG = "document too long"
+EMPTY = "empty document skipped"
+READ_TWICE = "file given twice, read once"
+NO_CHECKSUM = "compressed file without a checksum, read all the same"
+NO_DOCUMENT = "record that is no document"
+OTHER_KIND = "other file in a directory, by its suffix"
+_HARMLESS = frozenset({EMPTY, READ_TWICE, OTHER_KIND, NO_CHECKSUM, NO_DOCUMENT})
+_MAX_EXAMPLES = 20
+MAX_DOCUMENT_BYTES = 16 * 2**20
+
+
+class Missing:
+    """Stands for the value of a field that is not there."""
+
+
+MISSING = Missing()
+
+
+class Problems:
+    """What went wrong while reading, counted by reason, with the first examples of each.
+
+    With ``strict`` the first problem that loses or changes text raises ``UserError`` instead.
+    """
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self.strict = strict
+        self.counts: Counter[str] = Counter()
+        self.examples: dict[str, list[str]] = {}
+        # By reason: the first and the last file of which it was said as a whole. Ranges of a file follow one another.
+        self._files: dict[str, tuple[str, str]] = {}
+
+    def add(self, reason: str, where: str, *, file: "SourceFile | None" = None) -> None:
+        """Count ``reason`` at ``where``, a file's id with line and detail where there are any.
+
+        ``file``: it is all of this file that is wrong, which counts once, however many ranges it is read in.
+        """
+        if self.strict and reason not in _HARMLESS:
+            raise UserError(f"{reason}: {where} (--strict stops here; without it, this is counted and skipped)")
+        if file is not None:
+            first, last = self._files.get(reason, (file.id, None))
+            self._files[reason] = (first, file.id)
+            if file.id == last:
+                return
+        self.counts[reason] += 1
+        examples = self.examples.setdefault(reason, [])
+        if len(examples) < _MAX_EXAMPLES:
+            examples.append(where)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values: by reason, ``count`` and ``examples``."""
+        return {
+            reason: {"count": count, "examples": self.examples[reason]} for reason, count in sorted(self.counts.items())
+        }
+
+    def as_part(self) -> dict[str, Any]:
+        """The same, with what ``merge`` needs of a part of the corpus."""
+        return {reason: {**problem, "files": self._files.get(reason)} for reason, problem in self.as_json().items()}
+
+    def merge(self, found: dict[str, Any]) -> None:
+        """Add what ``as_part`` gave for the next part of the corpus."""
+        for reason, problem in found.items():
+            examples = self.examples.setdefault(reason, [])
+            new = problem["examples"]
+            count = problem["count"]
+            if problem["files"] is not None:
+                first, last = problem["files"]
+                before = self._files.get(reason)
+                self._files[reason] = (first if before is None else before[0], last)
+                if before is not None and before[1] == first:
+                    # The file that the part before ended in: its examples begin with it.
+                    count, new = count - 1, new[1:]
+            self.counts[reason] += count
+            examples.extend(new[: _MAX_EXAMPLES - len(examples)])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceFile:
+    """A file of the corpus."""
+
+    path: Path
+    id: str
+    """Stable name: the path from the given directory (its name included), or the given file's name."""
+    size_bytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadOptions:
+    """What is wanted of a file."""
+
+    text_field: str = "text"
+    """Of objects and rows. ``a.b`` is field b of field a, where there is none of that name."""
+    format: str | None = None
+    """Of the files, whatever their suffixes; none: by these."""
+    id_field: str | None = None
+    """Of the documents' own ids; where a document has none there it gets none."""
+    label_field: str | None = None
+    """Of the documents' classes, which all documents have; none: they have none."""
+    max_document_bytes: int = MAX_DOCUMENT_BYTES
+    """Of a text; longer ones are counted and skipped. Memory grows with it."""
+
+    @property
+    def max_line_bytes(self) -> int:
+        """Of a jsonl file: JSON can write a byte of text as six."""
+        return 4 * self.max_document_bytes

@@ -1,0 +1,58 @@
+"""Parquet: a document is a row."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from lightscale.data_pipeline.preparation.readers.columns import ROWS, column_fault, documents_of_batch, wanted_columns
+from lightscale.data_pipeline.preparation.readers.inputs import NO_TEXT, UNREADABLE, Problems, SourceFile
+from lightscale.data_pipeline.preparation.readers.interface import InputFormat, RawDocument, Reading, one_line
+from lightscale.data_pipeline.preparation.readers.ranges import FileRange, part_ranges
+
+
+class Parquet(InputFormat):
+    """In ranges of row groups."""
+
+    def ranges(self, file: SourceFile, range_bytes: int, problems: Problems) -> Iterator[FileRange]:
+        """As the metadata at its end say."""
+        try:
+            metadata = pyarrow.parquet.read_metadata(file.path)
+        except (OSError, pyarrow.ArrowException) as error:
+            problems.add(UNREADABLE, f"{file.id}: {one_line(error)}")
+            return
+        yield from part_ranges(file, metadata.num_row_groups, range_bytes)
+
+    def num_rows(self, file: SourceFile) -> int:
+        """By its metadata."""
+        rows: int = pyarrow.parquet.read_metadata(file.path).num_rows
+        return rows
+
+    def read(self, file_range: FileRange, reading: Reading) -> Iterator[RawDocument]:
+        """The rows of its groups."""
+        file = file_range.file
+        assert file_range.stop is not None
+        try:
+            with pyarrow.parquet.ParquetFile(file.path, pre_buffer=False) as parquet:
+                if (fault := column_fault(parquet.schema_arrow, reading.options.text_field)) is not None:
+                    reading.problems.add(NO_TEXT, f"{file.id}: {fault}", file=file)
+                    return
+                row = sum(parquet.metadata.row_group(group).num_rows for group in range(file_range.start))
+                for group in range(file_range.start, file_range.stop):
+                    yield from _read_group(parquet, group, row, file, reading)
+                    row += parquet.metadata.row_group(group).num_rows
+                    reading.advance(file_range.num_bytes // (file_range.stop - file_range.start))
+        except pyarrow.ArrowException as error:
+            reading.problems.add(UNREADABLE, f"{file.id}: {one_line(error)}", file=file)
+
+
+def _read_group(parquet: Any, group: int, row: int, file: SourceFile, reading: Reading) -> Iterator[RawDocument]:
+    """The documents of a row group, which begins at ``row``. Damage is counted, and costs nothing of other groups."""
+    columns = wanted_columns(parquet.schema_arrow, reading.options)
+    try:
+        for batch in parquet.iter_batches(ROWS, row_groups=[group], columns=columns):
+            yield from documents_of_batch(batch, file.id, row, reading)
+            row += batch.num_rows
+    except (OSError, pyarrow.ArrowException) as error:
+        reading.problems.add(UNREADABLE, f"{file.id}: after row {row}: {one_line(error)}")

@@ -1,0 +1,48 @@
+"""Files of any format in ranges, and the documents of a range. Memory is bounded: too long texts are counted."""
+
+from collections.abc import Iterator
+
+from lightscale.data_pipeline.executors import Advance
+from lightscale.data_pipeline.preparation.readers.inputs import CHANGED, UNREADABLE, Problems, ReadOptions, SourceFile
+from lightscale.data_pipeline.preparation.readers.interface import RawDocument, Reading
+from lightscale.data_pipeline.preparation.readers.ranges import FileRange
+from lightscale.data_pipeline.preparation.readers.streams import require_unpacker
+from lightscale.data_pipeline.preparation.readers.table import format_of
+
+
+def cut_into_ranges(
+    file: SourceFile, range_bytes: int, problems: Problems, *, options: ReadOptions
+) -> Iterator[FileRange]:
+    """``file`` in ranges of about ``range_bytes``, as far as its format allows. Reads metadata only.
+
+    A file that cannot be read at all is counted in ``problems``. ``UserError`` where a package for the format is
+    missing.
+    """
+    entry = format_of(file, options)
+    if isinstance(entry, str):
+        problems.add(UNREADABLE, f"{file.id}: {entry}")
+    else:
+        require_unpacker(file)
+        yield from entry.load(file).ranges(file, range_bytes, problems)
+
+
+def read(file_range: FileRange, problems: Problems, *, options: ReadOptions, advance: Advance) -> Iterator[RawDocument]:
+    """The documents of ``file_range`` in order.
+
+    What cannot be read is counted in ``problems`` with file and position, and the rest is read: a missing or changed
+    file, the end of a truncated one, lines that are no objects, rows and objects without text, texts that are too long.
+    """
+    file = file_range.file
+    entry = format_of(file, options)
+    assert not isinstance(entry, str), "it has ranges"
+    try:
+        status = file.path.stat()
+        # The plan was made for the file as it was: ranges of another file would begin in the middle of anything.
+        if (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+            was = f"{status.st_size} bytes, {file.size_bytes} when it was listed"
+            problems.add(CHANGED, f"{file.id}: {was}", file=file)
+            return
+        reading = Reading(problems=problems, options=options, advance=advance)
+        yield from entry.load(file).read(file_range, reading)
+    except OSError as error:
+        problems.add(UNREADABLE, f"{file.id}: {error.strerror or error}", file=file)

@@ -1,0 +1,98 @@
+"""Comma- and tab-separated values: the first record names the columns, each other one is a document.
+
+Fields in quotes may hold line ends, so a file cannot be divided without reading it.
+"""
+
+import csv
+from collections.abc import Iterator
+
+from lightscale.data_pipeline.preparation.readers.inputs import INVALID_UTF8, NO_TEXT, TOO_LONG
+from lightscale.data_pipeline.preparation.readers.interface import InputFormat, RawDocument, Reading
+from lightscale.data_pipeline.preparation.readers.ranges import FileRange
+from lightscale.data_pipeline.preparation.readers.streams import contents, lines
+
+# The module's own limit is of characters in a field; here the bytes of a record are counted before it sees them.
+_NO_LIMIT = 2**31 - 1
+
+
+class _TooLong(Exception):
+    """A record beyond the limit: where quotes are missing, it would be the rest of the file."""
+
+
+class Csv(InputFormat):
+    """With commas."""
+
+    delimiter = ","
+
+    def read(self, file_range: FileRange, reading: Reading) -> Iterator[RawDocument]:
+        """Its records after the first."""
+        file, options = file_range.file, reading.options
+        csv.field_size_limit(_NO_LIMIT)
+        with file.path.open("rb", buffering=0) as content:
+            feed = _Lines(lines(contents(content, file, reading), 0, options.max_line_bytes), file.id, reading)
+            records = csv.reader(feed, delimiter=self.delimiter)
+            try:
+                header = next(records, None)
+                if header is not None and options.text_field not in header:
+                    found = ", ".join(header[:8])
+                    reading.problems.add(
+                        NO_TEXT, f"{file.id}: no column {options.text_field!r} (found {found})", file=file
+                    )
+                    return
+                while True:
+                    begin = feed.begin_record()
+                    fields = next(records, None)
+                    if fields is None:
+                        return
+                    if fields and header is not None:
+                        document = reading.document(
+                            dict(zip(header, fields, strict=False)),
+                            f"{file.id}@{begin}",
+                            begin=begin,
+                            num_bytes=feed.end - begin,
+                        )
+                        if document is not None:
+                            yield document
+            except (_TooLong, csv.Error) as error:
+                advice = "it and what follows are skipped; is a quote missing?"
+                reading.problems.add(TOO_LONG, f"{file.id}@{feed.begin}: {error}; {advice}")
+
+
+class Tsv(Csv):
+    """With tabs."""
+
+    delimiter = "\t"
+
+
+class _Lines:
+    """Gives lines to the reader of records, and knows where in the file it stands."""
+
+    def __init__(self, found: Iterator[tuple[int, bytes | None]], file_id: str, reading: Reading) -> None:
+        self._found = found
+        self._file_id, self._reading = file_id, reading
+        self._next = 0
+        self.begin = self.end = 0
+        """Of the record: its first byte, and the byte after its last without the line end."""
+
+    def begin_record(self) -> int:
+        """A record begins with the next line: its first byte."""
+        self.begin = self._next
+        return self.begin
+
+    def __iter__(self) -> "_Lines":
+        return self
+
+    def __next__(self) -> str:
+        offset, line = next(self._found)
+        most = self._reading.options.max_line_bytes
+        if line is None or offset + len(line) - self.begin > most:
+            raise _TooLong(f"a record of more than {most} bytes")
+        self.end = offset + len(line.removesuffix(b"\r"))
+        self._next = offset + len(line) + 1
+        try:
+            text = line.decode("utf-8-sig" if not offset else "utf-8")
+        except UnicodeDecodeError as error:
+            where = f"{self._file_id}@{offset}: byte 0x{line[error.start]:02x} at byte {error.start} of the line"
+            self._reading.problems.add(INVALID_UTF8, where)
+            text = line.decode(errors="replace")
+        return text + "\n"

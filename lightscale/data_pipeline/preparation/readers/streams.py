@@ -1,0 +1,144 @@
+"""The bytes of a file in buffers, unpacked where it is compressed, and the lines in them."""
+
+import bz2
+import contextlib
+import itertools
+import zlib
+from collections.abc import Callable, Iterator
+from typing import BinaryIO, Protocol
+
+from lightscale.data_pipeline.executors import Advance
+from lightscale.data_pipeline.preparation.readers.inputs import NO_CHECKSUM, TRUNCATED, UNREADABLE, Problems, SourceFile
+from lightscale.data_pipeline.preparation.readers.interface import Reading
+from lightscale.data_pipeline.preparation.readers.table import PACKED_SUFFIXES
+from lightscale.errors import UserError
+
+try:
+    import zstandard
+except ImportError:
+    zstandard = None  # type: ignore[assignment]
+
+_READ_BYTES = 2**20
+_COMPRESSED_READ_BYTES = 2**16
+_ZST = ".zst"
+# bz2 says of damage that it is an OSError, or a ValueError.
+_UNPACK_ERRORS: tuple[type[Exception], ...] = (
+    zlib.error,
+    OSError,
+    ValueError,
+    *(() if zstandard is None else (zstandard.ZstdError,)),
+)
+# Of a zstandard frame: its header has at most so many bytes.
+_MOST_HEADER_BYTES = 18
+
+
+def is_packed(file: SourceFile) -> bool:
+    """Whether ``file`` is compressed, by its name."""
+    return file.path.name.lower().endswith(PACKED_SUFFIXES)
+
+
+def require_unpacker(file: SourceFile) -> None:
+    """``UserError`` where the package that unpacks ``file`` is missing."""
+    if zstandard is None and file.path.name.lower().endswith(_ZST):
+        raise UserError(f"{file.path}: zstandard is needed to read it; pip install 'lightscale[corpus]'")
+
+
+def plain(file: BinaryIO, advance: Advance) -> Iterator[bytes]:
+    """The content of a file from where it stands."""
+    while buffer := file.read(_READ_BYTES):
+        yield buffer
+        advance(len(buffer))
+
+
+def after_newline(buffers: Iterator[bytes], offset: int, stop: int) -> tuple[int, Iterator[bytes]]:
+    """Where the first line begins, and ``buffers`` from there on; nothing if that is not before ``stop``."""
+    for buffer in buffers:
+        if (place := buffer.find(b"\n")) >= 0:
+            return offset + place + 1, itertools.chain([buffer[place + 1 :]], buffers)
+        offset += len(buffer)
+        if offset >= stop:
+            break
+    return offset, iter(())
+
+
+class _Unpacker(Protocol):
+    @property
+    def eof(self) -> bool: ...
+    @property
+    def unused_data(self) -> bytes: ...
+    def decompress(self, data: bytes, /) -> bytes: ...
+
+
+def contents(content: BinaryIO, source: SourceFile, reading: Reading) -> Iterator[bytes]:
+    """What is in the open file ``content`` from where it stands, unpacked where the file is compressed."""
+    if is_packed(source):
+        return unpacked(content, source, reading.problems, reading.advance)
+    return plain(content, reading.advance)
+
+
+def unpacked(file: BinaryIO, source: SourceFile, problems: Problems, advance: Advance) -> Iterator[bytes]:
+    """The content of a compressed file; what comes before damage or a missing end is given."""
+    ending = next(one for one in PACKED_SUFFIXES if source.path.name.lower().endswith(one))
+    unpacker: _Unpacker | None = None
+    position = num_unpacked = 0
+    while packed := file.read(_COMPRESSED_READ_BYTES):
+        num_packed = len(packed)
+        try:
+            while packed:
+                if unpacker is None:
+                    if not (packed := packed if ending == _ZST else packed.lstrip(b"\0")):  # padding, of tapes
+                        break
+                    unpacker = _UNPACKERS[ending]()
+                    if ending == _ZST and not num_unpacked and not _has_checksum(packed):
+                        problems.add(NO_CHECKSUM, source.id, file=source)
+                buffer = unpacker.decompress(packed)
+                num_unpacked += len(buffer)
+                yield buffer
+                packed = b""
+                if unpacker.eof:
+                    packed, unpacker = unpacker.unused_data, None
+        except _UNPACK_ERRORS as error:
+            where = f"{source.id}: damaged after byte {position} ({num_unpacked} bytes decompressed)"
+            problems.add(UNREADABLE, f"{where}: {error}")
+            return
+        position += num_packed
+        advance(num_packed)
+    if unpacker is not None:
+        where = f"{source.id}: at byte {position} ({num_unpacked} bytes decompressed)"
+        problems.add(TRUNCATED, f"{where}, inside a compressed block")
+
+
+def _has_checksum(begin: bytes) -> bool:
+    """Whether the zstandard frame that ``begin`` begins ends with a checksum of what is in it."""
+    with contextlib.suppress(zstandard.ZstdError):  # of damage, unpacking says more
+        return bool(zstandard.get_frame_parameters(begin[:_MOST_HEADER_BYTES]).has_checksum)
+    return True
+
+
+# gzip and bzip2 have checksums, which are compared; zstandard where the writer asked for them.
+_UNPACKERS: dict[str, Callable[[], _Unpacker]] = {
+    ".gz": lambda: zlib.decompressobj(31),
+    ".bz2": bz2.BZ2Decompressor,
+    _ZST: lambda: zstandard.ZstdDecompressor().decompressobj(),
+}
+
+
+def lines(buffers: Iterator[bytes], offset: int, most_bytes: int) -> Iterator[tuple[int, bytes | None]]:
+    """(where it begins, line without newline) of what ``buffers`` hold from ``offset`` on; None: it was too long."""
+    waiting: list[bytes] = []
+    num_waiting = 0
+    for buffer in buffers:
+        *whole, last = buffer.split(b"\n")
+        for part in whole:
+            size = num_waiting + len(part)
+            line = b"".join([*waiting, part]) if waiting else part
+            yield offset, line if size <= most_bytes else None
+            offset += size + 1
+            waiting, num_waiting = [], 0
+        if last:
+            num_waiting += len(last)
+            # Of a longer line nothing more is kept, only its length: the next line's offset depends on it.
+            if num_waiting <= most_bytes:
+                waiting.append(last)
+    if num_waiting:
+        yield offset, b"".join(waiting) if num_waiting <= most_bytes else None

@@ -1,0 +1,92 @@
+"""The formats of input files: their suffixes, and where each is implemented.
+
+Entries are import strings: reading a corpus file waits for no package of a format.
+"""
+
+import importlib
+from dataclasses import dataclass
+
+from lightscale.data_pipeline.preparation.readers.inputs import ReadOptions, SourceFile
+from lightscale.data_pipeline.preparation.readers.interface import InputFormat
+from lightscale.errors import UserError
+
+TEXT = "text"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputFormatEntry:
+    """What is said of a format without importing it."""
+
+    suffixes: tuple[str, ...]
+    """Ends of the names of its files, without those of compression."""
+    cls: str
+    """As "module:name" below this package, a ``InputFormat``."""
+    extra: str = "corpus"
+    """The extra of lightscale that brings the packages it needs."""
+    is_stream: bool = True
+    """Read from front to back, and so it may be compressed."""
+    holds_many: bool = True
+    """A file of it holds many documents."""
+    in_directories: bool = True
+    """Read in directories unless the source says otherwise."""
+
+    def load(self, file: SourceFile) -> InputFormat:
+        """The format. ``UserError``: a package that it needs to read ``file`` is missing."""
+        module, name = self.cls.split(":")
+        try:
+            made: InputFormat = getattr(importlib.import_module(f"{__package__}.{module}"), name)()
+        except ImportError as error:
+            package = (error.name or "?").partition(".")[0]
+            raise UserError(
+                f"{file.path}: {package} is needed to read it; pip install 'lightscale[{self.extra}]'"
+            ) from error
+        return made
+
+
+FORMATS: dict[str, InputFormatEntry] = {
+    TEXT: InputFormatEntry(suffixes=(".txt", ".md", ".rst", ".py"), cls="text:Text", is_stream=False, holds_many=False),
+    "jsonl": InputFormatEntry(suffixes=(".jsonl", ".ndjson"), cls="jsonl:JsonLines"),
+    # In directories of code and of data sets these are settings and lists more often than documents.
+    "json": InputFormatEntry(suffixes=(".json",), cls="json_values:JsonValues", in_directories=False),
+    "csv": InputFormatEntry(suffixes=(".csv",), cls="separated:Csv", in_directories=False),
+    "tsv": InputFormatEntry(suffixes=(".tsv",), cls="separated:Tsv", in_directories=False),
+    "parquet": InputFormatEntry(suffixes=(".parquet",), cls="parquet:Parquet", is_stream=False),
+    "arrow": InputFormatEntry(suffixes=(".arrow", ".feather"), cls="arrow:Arrow", is_stream=False),
+    "warc": InputFormatEntry(suffixes=(".warc", ".wet"), cls="warc:Warc", extra="web"),
+}
+PACKED_SUFFIXES = (".gz", ".zst", ".bz2")
+_OTHER_PACKED_SUFFIXES = (".xz", ".zip", ".7z", ".tar", ".tgz")
+# Their texts are inside of something: trained on as they are, a model would learn the format.
+_OTHER_SUFFIXES = (
+    *(".orc", ".avro", ".wat", ".pdf", ".docx", ".epub", ".sqlite", ".db"),
+    *(".npy", ".npz", ".pkl", ".bin", ".idx"),
+)
+
+
+def suffixes_of(entry: InputFormatEntry) -> list[str]:
+    """The ends of the names of its files, compressed ones too."""
+    packed = ("", *PACKED_SUFFIXES) if entry.is_stream else ("",)
+    return [suffix + ending for suffix in entry.suffixes for ending in packed]
+
+
+_BY_SUFFIX = {suffix: name for name, entry in FORMATS.items() for suffix in suffixes_of(entry)}
+DEFAULT_SUFFIXES = tuple(suffix for suffix, name in _BY_SUFFIX.items() if FORMATS[name].in_directories)
+
+
+def format_of(file: SourceFile, options: ReadOptions) -> InputFormatEntry | str:
+    """The format of ``file``: the one that is asked for, or by its suffix; or why it is of none."""
+    name = file.path.name.lower()
+    if options.format is not None:
+        entry = FORMATS[options.format]
+        if name.endswith(PACKED_SUFFIXES) and not entry.is_stream:
+            return f"a compressed file of format {options.format} cannot be read in parts; unpack it"
+        return entry
+    for suffix, kind in _BY_SUFFIX.items():
+        if name.endswith(suffix):
+            return FORMATS[kind]
+    if name.endswith((*PACKED_SUFFIXES, *_OTHER_PACKED_SUFFIXES)):
+        names = ", ".join(kind for kind, entry in FORMATS.items() if entry.is_stream)
+        return f"of compressed files {names} are read, as {', '.join(PACKED_SUFFIXES)}; or say which by format"
+    if name.endswith(_OTHER_SUFFIXES):
+        return f'none of {", ".join(FORMATS)}; write its documents as one of them, or say format = "text"'
+    return FORMATS[TEXT]

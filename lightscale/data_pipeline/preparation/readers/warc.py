@@ -1,0 +1,130 @@
+"""WARC and WET: pages of crawls. Texts that were extracted (``conversion``) are documents as they are; of pages in HTML
+trafilatura finds the text.
+"""
+
+import importlib
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from warcio.archiveiterator import WARCIterator
+from warcio.exceptions import ArchiveLoadFailed
+
+from lightscale.data_pipeline.preparation.readers.inputs import (
+    NO_DOCUMENT,
+    NO_TEXT,
+    TOO_LONG,
+    TRUNCATED,
+    UNREADABLE,
+    SourceFile,
+)
+from lightscale.data_pipeline.preparation.readers.interface import (
+    InputFormat,
+    RawDocument,
+    Reading,
+    field_of,
+    id_text,
+)
+from lightscale.data_pipeline.preparation.readers.ranges import FileRange
+from lightscale.data_pipeline.preparation.readers.streams import contents
+from lightscale.errors import UserError
+
+_HTML = ("text/html", "application/xhtml+xml")
+
+
+class Warc(InputFormat):
+    """Fields are the headers of a record, like ``WARC-Target-URI``; ``text_field`` does not matter."""
+
+    def read(self, file_range: FileRange, reading: Reading) -> Iterator[RawDocument]:
+        """Its records with text."""
+        file = file_range.file
+        with file.path.open("rb", buffering=0) as content:
+            records = WARCIterator(_Stream(contents(content, file, reading)))
+            try:
+                for record in records:
+                    begin = records.offset  # get_record_offset() reads the record to its end
+                    document_id = f"{file.id}@{begin}"
+                    data = _text_of(record, document_id, file, reading)
+                    num_bytes = records.get_record_length() if data is not None else 0
+                    if data is not None and reading.fits(data, document_id):
+                        yield _document(record, data, document_id, begin, num_bytes, reading)
+            except UserError:  # which is a ValueError, as what warcio says of numbers is
+                raise
+            except (ArchiveLoadFailed, EOFError, ValueError) as error:
+                where = f"{file.id}: after byte {records.offset}"
+                reading.problems.add(UNREADABLE, f"{where}: {' '.join(str(error).split())}")
+
+
+def _document(record: Any, data: bytes | str, document_id: str, begin: int, size: int, reading: Reading) -> RawDocument:
+    options, headers = reading.options, dict(record.rec_headers.headers)
+    fields: dict[str, Any] = {"id": None} if options.id_field is None else {"id": field_of(headers, options.id_field)}
+    if options.label_field is not None:
+        fields["label"] = field_of(headers, options.label_field)
+    own_id = id_text(fields.pop("id"))
+    return RawDocument(id=document_id, data=data, begin=begin, num_bytes=size, own_id=own_id, **fields)
+
+
+def _text_of(record: Any, document_id: str, file: SourceFile, reading: Reading) -> bytes | str | None:
+    """The text of a record; None, and counted, where it has none."""
+    kind, http = record.rec_type, record.http_headers
+    media = (http.get_header("Content-Type") if http else record.rec_headers.get_header("Content-Type")) or ""
+    media = media.partition(";")[0].strip().lower()
+    status = http.get_statuscode() if http else "200"
+    is_html = kind in ("response", "resource") and media in _HTML
+    if not is_html and not (kind in ("conversion", "response", "resource") and media == "text/plain"):
+        reading.problems.add(NO_DOCUMENT, f"{document_id}: {kind}, {media or 'of no type'}")
+        return None
+    if status != "200":
+        reading.problems.add(NO_DOCUMENT, f"{document_id}: {kind} with status {status}")
+        return None
+    most = reading.options.max_line_bytes
+    if record.length > most:
+        reading.problems.add(TOO_LONG, f"{document_id}: a record of {record.length} bytes, more than {most}")
+        return None
+    # A compressed page can be any size unpacked.
+    data: bytes = record.content_stream().read(most + 1)
+    if record.raw_stream.limit:  # what is still to come of the record
+        reading.problems.add(TRUNCATED, f"{document_id}: {record.raw_stream.limit} bytes of the record are missing")
+        return None
+    if len(data) > most:
+        reading.problems.add(TOO_LONG, f"{document_id}: a page of more than {most} bytes")
+        return None
+    if not is_html:
+        return data
+    text = _extractor(file)(data)
+    if text is None:
+        reading.problems.add(NO_TEXT, f"{document_id}: no text found in the page")
+    return text
+
+
+def _extractor(file: SourceFile) -> Callable[[bytes], str | None]:
+    try:
+        extract: Callable[[bytes], str | None] = importlib.import_module("trafilatura").extract
+    except ImportError as error:
+        raise UserError(
+            f"{file.path}: it has pages in HTML; trafilatura is needed to find their texts; "
+            "pip install 'lightscale[web]'"
+        ) from error
+    return extract
+
+
+class _Stream(io.RawIOBase):
+    """Buffers as a file that can be read once."""
+
+    def __init__(self, buffers: Iterator[bytes]) -> None:
+        self._buffers = buffers
+        self._rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, out: Any) -> int:
+        while not self._rest:
+            buffer = next(self._buffers, None)
+            if buffer is None:
+                return 0
+            self._rest = memoryview(buffer)
+        count = min(len(out), len(self._rest))
+        out[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count
