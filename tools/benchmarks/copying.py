@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The figures after each curve: the seeds of a length, then the next one."""
     curves: list[dict[str, Any]] = []
     for length in args.lengths:
-        for seed in range(args.repeats):
+        for seed in range(args.seed, args.seed + args.repeats):
             for name in args.models:
                 limits = {"steps": args.steps, "limit_s": args.limit_s}
                 curves.append(curve(name, length=length, batch=args.batch, seed=seed, **limits))
@@ -214,7 +214,8 @@ def draw(figures: dict[str, Any], path: Path) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of ``bench.py copying``."""
     parser.add_argument("--lengths", type=positive, nargs="+", default=[16], help="symbols of a string (default 16)")
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="(default: all)")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="default: all")
+    parser.add_argument("--seed", type=int, default=0, help="the first of as many as --repeats (default 0)")
     parser.add_argument("--batch", type=positive, default=64, help="strings per step (default 64)")
     parser.add_argument("--steps", type=positive, default=350, help="most steps of a curve (default 350)")
     parser.add_argument("--limit-s", type=float, default=600.0, help="most seconds of a curve (default 600)")
