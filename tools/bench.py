@@ -21,6 +21,7 @@ import plot_kernels
 from benchmarks import (
     checkpoint,
     convert,
+    copying,
     dedup,
     evaluate,
     evaluation_memory,
@@ -119,6 +120,13 @@ def run_convert(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
         yield BenchmarkReport(settings=settings, figures=figures, table=convert.table(figures))
 
 
+def run_copying(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
+    """Accuracies of the copying task over steps."""
+    settings = {name: getattr(args, name) for name in ("lengths", "models", "batch", "steps", "limit_s", "repeats")}
+    for figures in copying.run(args):
+        yield BenchmarkReport(settings=settings, figures=figures, table=copying.table(figures))
+
+
 def run_exports(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
     """Memory and speed of `lightscale export`."""
     figures = exports.run(args.config, repeats=args.repeats, folder=args.folder)
@@ -196,6 +204,14 @@ BENCHMARKS = {
         run=lion.run,
         threads=1,
         repeats=3,
+    ),
+    "copying": Benchmark(
+        summary="the copying task learned by CausalRN in both forms, a transformer and a linear transformer",
+        add_arguments=copying.add_arguments,
+        run=run_copying,
+        threads=1,
+        repeats=3,
+        draw=copying.draw,
     ),
     "kernels": Benchmark(
         summary="Triton kernels beside fla-core's and PyTorch's flash attention, and their floor (on a GPU)",

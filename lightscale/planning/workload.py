@@ -46,6 +46,10 @@ def activation_values(model: ModelConfig, layer: int, recompute: Recompute = "no
     if recompute == "full":
         return d
     mixer = mixer_spec(model.layers[layer])
+    glu = 0 if recompute == "selective" else 3 * g
+    own = mixer.kept_values(model, layer)
+    if own is not None:
+        return 4 * d + own + glu
     weights = mixer.parameter_shapes(model, layer)
     projected = sum(shape[0] for name, shape in weights.items() if name.endswith(".weight") and "out_proj" not in name)
     activated, outputs = mixer.activated * d, 2 * d if mixer.norms_output(model, layer) else d
@@ -54,7 +58,7 @@ def activation_values(model: ModelConfig, layer: int, recompute: Recompute = "no
         outputs = weights["out_proj.weight"][1] if "out_proj.weight" in weights else d
         activated = mixer.gathered_values(model, layer) // 2
     # Gate and up, and their product.
-    return 4 * d + projected + activated + outputs + (0 if recompute == "selective" else 3 * g)
+    return 4 * d + projected + activated + outputs + glu
 
 
 def _fp32_values(model: ModelConfig, layer: int, recompute: Recompute) -> int:

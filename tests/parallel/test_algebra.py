@@ -19,6 +19,7 @@ from lightscale.parallel.sequence.algebra import (
     Algebra,
     Tensors,
 )
+from lightscale.parallel.sequence.log_sums import LOG_SUM
 
 B, H, K, V = 3, 2, 4, 5
 
@@ -55,12 +56,15 @@ def segments(kind: str, number: int) -> Iterator[Tensors]:
             case "per mode":
                 S, decay = diagonal(generator, per_channel=False)
                 yield S[:, 0], decay[:, :1, 0] * torch.rand(B, 1, V, dtype=torch.float64, generator=generator)
+            case "log-sum":
+                z, _, through = log_sum_exp(generator)
+                yield z[:, 0], through
             case _:
                 yield log_sum_exp(generator)
 
 
-KINDS = ["per head", "per channel", "per mode", "log-sum-exp"]
-ALGEBRAS: dict[str, Algebra] = {**dict.fromkeys(KINDS, DIAGONAL), "log-sum-exp": LOG_SUM_EXP}
+KINDS = ["per head", "per channel", "per mode", "log-sum-exp", "log-sum"]
+ALGEBRAS: dict[str, Algebra] = {**dict.fromkeys(KINDS, DIAGONAL), "log-sum-exp": LOG_SUM_EXP, "log-sum": LOG_SUM}
 
 
 def assert_close(found: Tensors, expected: Tensors, tolerance: float = 1e-12) -> None:

@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.turns import positive
 from lightscale.config.model import ModelConfig
 from lightscale.config.schema import DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from lightscale.data_pipeline.generators.copying import Copying
-from lightscale.parallel.engine import Engine
 from lightscale.parallel.mesh import start_mesh
 from lightscale.training.build import build_engine
 from lightscale.training.schedule import learning_rate
@@ -55,6 +54,7 @@ class _Batch:
     positions: Tensor
     document_starts: tuple[Tensor, Tensor] | None = None
     lengths: tuple[int, ...] | None = None
+    sources: Tensor | None = None
 
 
 def config_of(name: str, *, length: int, batch: int, steps: int, seed: int, vocab_size: int) -> RunConfig:
@@ -99,7 +99,7 @@ def batches(generator: Copying, *, batch: int, seed: int) -> Iterator[_Batch]:
 
 
 @contextmanager
-def kept_logits(engine: Engine) -> Iterator[list[Tensor]]:
+def kept_logits(output_layer: nn.Module) -> Iterator[list[Tensor]]:
     """Within it, the logits (n, b, V) of every batch."""
     found: list[Tensor] = []
 
@@ -108,7 +108,7 @@ def kept_logits(engine: Engine) -> Iterator[list[Tensor]]:
         # The call had labels and gave losses; without them the layer gives logits.
         found.append(layer.forward(*inputs)[0])
 
-    hook = engine.module.output_layer.register_forward_hook(keep)
+    hook = output_layer.register_forward_hook(keep)
     yield found
     hook.remove()
 
@@ -124,7 +124,9 @@ def curve(name: str, *, length: int, batch: int, steps: int, seed: int, limit_s:
         start_mesh(device="cpu", rank=0, world_size=1, init_method=f"file://{folder}/init") as mesh,
     ):
         engine = build_engine(config, mesh, vocab_size=vocab_size, trainable=True)
-        with kept_logits(engine) as logits:
+        output_layer = engine.module.output_layer
+        assert isinstance(output_layer, nn.Module)
+        with kept_logits(output_layer) as logits:
             for step, one in zip(range(steps), batches(generator, batch=batch, seed=seed), strict=False):
                 losses.append(engine.forward_backward([one]).mean)
                 guess = logits.pop()[..., :vocab_size].argmax(-1).T
@@ -151,7 +153,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The figures after each curve: the seeds of a length, then the next one."""
     curves: list[dict[str, Any]] = []
     for length in args.lengths:
-        for seed in range(args.repeats):
+        for seed in range(args.seed, args.seed + args.repeats):
             for name in args.models:
                 limits = {"steps": args.steps, "limit_s": args.limit_s}
                 curves.append(curve(name, length=length, batch=args.batch, seed=seed, **limits))
@@ -214,7 +216,8 @@ def draw(figures: dict[str, Any], path: Path) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of ``bench.py copying``."""
     parser.add_argument("--lengths", type=positive, nargs="+", default=[16], help="symbols of a string (default 16)")
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="(default: all)")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="default: all")
+    parser.add_argument("--seed", type=int, default=0, help="the first of as many as --repeats (default 0)")
     parser.add_argument("--batch", type=positive, default=64, help="strings per step (default 64)")
     parser.add_argument("--steps", type=positive, default=350, help="most steps of a curve (default 350)")
     parser.add_argument("--limit-s", type=float, default=600.0, help="most seconds of a curve (default 600)")

@@ -32,7 +32,10 @@ def add_corpus(parser: argparse.ArgumentParser) -> None:
     own = parser.add_argument_group("for PATHs and --corpus (in a corpus file, these are its keys)")
     add = own.add_argument
     add("--name", help="name of the source (default: that of the corpus or of the first path)")
-    tokenizers = "sentencepiece (trained here), tiktoken:ENCODING, or the path of a store or a tokenizer's file"
+    tokenizers = (
+        "sentencepiece (trained here), tiktoken:ENCODING, ascii (a token for each character), "
+        "or the path of a store or a tokenizer's file"
+    )
     add("--tokenizer", help=f"{tokenizers} (default: {TRAINED_TOKENIZER})")
     add("--vocab-size", type=int, help=f"ids of a tokenizer trained here (default: {DEFAULT_VOCAB_SIZE})")
     validation = f"share of the documents to hold out (default: {_DEFAULT_VALIDATION})"

@@ -42,6 +42,7 @@ from lightscale.errors import UserError, shortened
 
 DEFAULT_VOCAB_SIZE = 4096
 TRAINED_TOKENIZER = "sentencepiece"
+ASCII_TOKENIZER = "ascii"
 # Weights are rounded by hand: 0.333 + 0.333 + 0.334 and three times 0.3333 are both meant as 1.
 _WEIGHT_TOLERANCE = 1e-3
 
@@ -133,7 +134,8 @@ class Corpus(Section):
     """A corpus file."""
 
     tokenizer: str = TRAINED_TOKENIZER
-    """"sentencepiece": trained on the corpus; "tiktoken:ENCODING"; or the path of a store or a tokenizer's file."""
+    """sentencepiece, trained on the corpus; tiktoken:ENCODING; ascii, a token for each character; or the path of a
+    store or a tokenizer's file."""
     vocab_size: Ids | None = None
     """Ids of a tokenizer that is trained here, special ones included; none: 4096."""
     validation: Fraction = 0.0
@@ -227,9 +229,9 @@ def load_corpus(path: Path) -> Corpus:
         )
         for name, source in corpus.sources.items()
     }
-    # Only the path of a tokenizer is relative to the file; the other two forms are names.
+    # Only the path of a tokenizer is relative to the file; the other forms are names.
     tokenizer = corpus.tokenizer
-    if tokenizer != TRAINED_TOKENIZER and not tokenizer.startswith("tiktoken:"):
+    if tokenizer not in (TRAINED_TOKENIZER, ASCII_TOKENIZER) and not tokenizer.startswith("tiktoken:"):
         tokenizer = str(base / tokenizer)
     return corpus.model_copy(update={"sources": sources, "tokenizer": tokenizer})
 

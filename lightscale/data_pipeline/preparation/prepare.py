@@ -26,7 +26,7 @@ import zarr
 from lightscale import __version__
 from lightscale.data_pipeline.executors import Executor, InProcess, Progress, Task
 from lightscale.data_pipeline.preparation import assemble, deduplication
-from lightscale.data_pipeline.preparation.corpus import DEFAULT_VOCAB_SIZE, TRAINED_TOKENIZER, Corpus
+from lightscale.data_pipeline.preparation.corpus import ASCII_TOKENIZER, DEFAULT_VOCAB_SIZE, TRAINED_TOKENIZER, Corpus
 from lightscale.data_pipeline.preparation.html_report import make_html_report
 from lightscale.data_pipeline.preparation.plan import PreparationPlan, UnitSummary, read_plan, write_plan
 from lightscale.data_pipeline.preparation.readers import Advance
@@ -46,7 +46,13 @@ from lightscale.data_pipeline.store.format import (
 )
 from lightscale.data_pipeline.store.origins import write_input_files
 from lightscale.data_pipeline.store.token_store import TokenStore
-from lightscale.data_pipeline.tokenizers import Tokenizer, load_tiktoken, load_tokenizer, train_sentencepiece
+from lightscale.data_pipeline.tokenizers import (
+    AsciiTokenizer,
+    Tokenizer,
+    load_tiktoken,
+    load_tokenizer,
+    train_sentencepiece,
+)
 from lightscale.data_pipeline.whole_files import whole_directory
 from lightscale.errors import UserError
 
@@ -209,11 +215,14 @@ def given_tokenizer(corpus: Corpus) -> Tokenizer | None:
     choice = corpus.tokenizer
     if choice == TRAINED_TOKENIZER:
         return None
+    if choice == ASCII_TOKENIZER:
+        return AsciiTokenizer()
     if choice.startswith("tiktoken:"):
         return load_tiktoken(choice.removeprefix("tiktoken:"))
     if not Path(choice).exists():
         raise UserError(
-            f"tokenizer {choice}: no such file; use sentencepiece, tiktoken:ENCODING (tiktoken:cl100k_base), "
+            f"tokenizer {choice}: no such file; use sentencepiece, ascii, tiktoken:ENCODING "
+            "(tiktoken:cl100k_base), "
             "or the path of a store or a tokenizer's file"
         )
     return load_tokenizer(Path(choice))

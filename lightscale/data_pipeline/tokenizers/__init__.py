@@ -1,10 +1,11 @@
-"""Text to token ids and back: sentencepiece trained on the corpus, tiktoken's vocabularies, or a Hugging Face file.
+"""Text to token ids and back: sentencepiece trained on the corpus, tiktoken's vocabularies, a Hugging Face file, ASCII.
 
-What they encode they give back (``decode(encode(text)) == text``; Hugging Face files may compose characters), and a
-text that spells a special token ("<|endoftext|>", "</s>") becomes ordinary tokens: nobody can forge the end of a
-document.
+What they encode they give back (``decode(encode(text)) == text``; Hugging Face files may compose characters, and
+characters beyond ASCII are lost there), and a text that spells a special token ("<|endoftext|>", "</s>") becomes
+ordinary tokens: nobody can forge the end of a document.
 """
 
+from lightscale.data_pipeline.tokenizers.ascii_characters import AsciiTokenizer
 from lightscale.data_pipeline.tokenizers.directory import copy_tokenizer, files_sha256
 from lightscale.data_pipeline.tokenizers.fast_path import CheckedTokenizer, fast_path_notes, with_fast_path
 from lightscale.data_pipeline.tokenizers.huggingface_file import HuggingFaceTokenizer
@@ -16,6 +17,7 @@ from lightscale.data_pipeline.tokenizers.tiktoken_encoding import TiktokenTokeni
 __all__ = [
     "DESCRIPTION_FILE",
     "END_OF_TEXT",
+    "AsciiTokenizer",
     "CheckedTokenizer",
     "HuggingFaceTokenizer",
     "SentencePieceTokenizer",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lightscale.data_pipeline.tokenizers.ascii_characters import ASCII, ascii_sha256
 from lightscale.data_pipeline.tokenizers.huggingface_file import huggingface_sha256
 from lightscale.data_pipeline.tokenizers.interface import DESCRIPTION_FILE, read_file
 from lightscale.data_pipeline.tokenizers.sentencepiece_model import sentencepiece_sha256
@@ -18,6 +19,7 @@ _HASHES: dict[str, Callable[[Path, dict[str, Any]], str]] = {
     "sentencepiece": sentencepiece_sha256,
     "tiktoken": tiktoken_sha256,
     "huggingface": huggingface_sha256,
+    ASCII: ascii_sha256,
 }
 
 

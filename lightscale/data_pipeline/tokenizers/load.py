@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lightscale.data_pipeline.tokenizers.ascii_characters import ASCII, load_ascii
 from lightscale.data_pipeline.tokenizers.huggingface_file import HuggingFaceTokenizer, load_huggingface
 from lightscale.data_pipeline.tokenizers.interface import DESCRIPTION_FILE, Tokenizer, read_file
 from lightscale.data_pipeline.tokenizers.sentencepiece_model import SentencePieceTokenizer, load_sentencepiece
@@ -15,6 +16,7 @@ _LOADERS: dict[str, Callable[[Path, dict[str, Any]], Tokenizer]] = {
     "sentencepiece": load_sentencepiece,
     "tiktoken": load_saved_tiktoken,
     "huggingface": load_huggingface,
+    ASCII: load_ascii,
 }
 
 

@@ -15,7 +15,7 @@ from lightscale.kernels.common.states import state_dtype
 from lightscale.kernels.log_sum import chunked, whole
 from lightscale.kernels.log_sum.chunked import DEFAULT_CHUNK_SIZE, ChunkedLogSum
 from lightscale.kernels.log_sum.reference import log_sum_reference
-from lightscale.kernels.log_sum.whole import WholeLogSum
+from lightscale.kernels.log_sum.whole import DocumentLogSum
 
 __all__ = [
     "grad_bwd",
@@ -86,7 +86,7 @@ def log_sum_whole(b: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         check_cu_seqlens(cu_seqlens, num_rows=b.shape[0], num_tokens=b.shape[1])
     else:
         check_documents(cu_seqlens, b, like="b")
-    z: Tensor = WholeLogSum.apply(b, None if cu_seqlens is None else tuple(cu_seqlens.tolist()))
+    z: Tensor = DocumentLogSum.apply(b, None if cu_seqlens is None else tuple(cu_seqlens.tolist()))
     return z
 
 

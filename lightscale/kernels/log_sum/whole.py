@@ -106,7 +106,7 @@ def grad_bwd(
     return (share * _of_tokens(own, b, bounds)).to(b.dtype)
 
 
-class WholeLogSum(torch.autograd.Function):
+class DocumentLogSum(torch.autograd.Function):
     """The operator of whole rows; saved are its inputs and the documents' sums."""
 
     @staticmethod

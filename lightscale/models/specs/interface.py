@@ -153,6 +153,14 @@ class MixerSpec(ABC):
         return True
 
     @staticmethod
+    def kept_values(model: ModelConfig, layer: int) -> int | None:
+        """Numbers per token that the mixer keeps for its backward pass in the precision of the weights.
+
+        None: what it projects, activated queries and keys, its output, and that behind the norm.
+        """
+        return None
+
+    @staticmethod
     def fp32_values(model: ModelConfig, layer: int) -> int:
         """Numbers per token that a layer keeps for its backward pass in fp32, whatever the weights' precision.
 

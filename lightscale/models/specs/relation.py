@@ -62,9 +62,17 @@ class CausalRNSpec(MixerSpec):
         return post_norm(relation_options(model, layer))
 
     @staticmethod
+    def kept_values(model: ModelConfig, layer: int) -> int:
+        """What enters the output projection; of the quadratic form both sides, too."""
+        return (1 if relation_options(model, layer).form == "linear" else 3) * hidden_width(model, layer)
+
+    @staticmethod
     def fp32_values(model: ModelConfig, layer: int) -> int:
-        """Logarithms: of the linear form both sides before and behind their norm, the sums, and their exponentials."""
-        return (6 if relation_options(model, layer).form == "linear" else 2) * hidden_width(model, layer)
+        """Of the linear form logarithms: the sides before their norm, one of them behind it, running sums (those
+        of documents are few), exponentials, and these without their mean; of the quadratic form the last alone.
+        """
+        linear = 6 if model.direction(layer) == "causal" else 5
+        return (linear if relation_options(model, layer).form == "linear" else 1) * hidden_width(model, layer)
 
     @staticmethod
     def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:

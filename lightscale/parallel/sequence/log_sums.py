@@ -44,7 +44,8 @@ class LogSum(Algebra):
     def fold(self, segments: Tensors, state: Tensors | None, end: int) -> tuple[Tensors, Tensor]:
         z, through = segments[0], segments[1][..., 0]
         entering = entering_sums(z, through, None if state is None else state[0])
-        return (entering[end],), shares(entering, through)
+        # Copied: a view would keep what enters every segment until the backward pass.
+        return (entering[end].clone(),), shares(entering, through)
 
     def combined(self, segments: Tensors) -> Tensors:
         # Their product: each is 0 or 1.
@@ -123,7 +124,7 @@ class WholeLogSum(Algebra):
             # From the last segment on it is the same fold.
             of_all, passed = (x.flip(0) if reverse else x for x in (z, through))
             first = None if state is None else state[number]
-            found.append(entering_sums(of_all, passed, first)[ends[reverse]])
+            found.append(entering_sums(of_all, passed, first)[ends[reverse]].clone())
         return tuple(found)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightscale.config.files import load
 from lightscale.config.model import ModelConfig
 from lightscale.errors import UserError
+from lightscale.models.accounting import parameter_shapes
 from lightscale.models.registry import check_model, layer_operators
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -109,6 +110,14 @@ def test_the_model_is_the_plain_one(built: dict[str, Any], name: str) -> None:
     rows = plain.batch(model, plain.LENGTHS)
     mix = functools.partial(pairs, model)
     plain.assert_equal(built[name], plain.plain_figures(model, built[name]["weights"], rows, mix, learned))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_those_that_are_counted(built: dict[str, Any], name: str) -> None:
+    """Those of blocks without a gated linear unit, and of learned positions, among them."""
+    shapes = {path: tuple(weight.shape) for path, weight in built[name]["weights"].items()}
+    assert shapes == parameter_shapes(MODELS[name])
+    assert any(".mlp." in path for path in shapes) == (name != "quadratic")
 
 
 def test_initial_weights(built: dict[str, Any]) -> None:
