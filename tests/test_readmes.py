@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("lightscale", "tools", "tests", "benchmarks")
+FOLDERS = ("lightscale", "tools", "tests", "benchmarks", "docs")
 READMES = sorted(
-    [
+    {
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
         *(path for name in FOLDERS for path in (ROOT / name).rglob("README.md")),
-    ]
+        *(ROOT / "docs").glob("*.md"),
+    }
 )
 
 # What can be a file or a folder of the repository: `engine.py`, `../common/angles.py`, `launch/slurm`, `sequence/`.

@@ -2,6 +2,7 @@
 
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,10 @@ from hypothesis import strategies as st
 from lightscale.config.fields import describe_fields, toml_value
 from lightscale.config.files import difference, load, to_toml
 from lightscale.config.layout import check_mixers
-from lightscale.config.mixers import reading
+from lightscale.config.mixers import MIXERS, reading
 from lightscale.config.schema import ParallelConfig, RunConfig
 from lightscale.errors import UserError
-from lightscale.models.specs.options import GatedMixerOptions, LightNetOptions, LLaMAOptions
+from lightscale.models.specs.options import HGRN2Options, LightNetOptions, LLaMAOptions, TNLOptions
 
 TinyConfig = Callable[..., RunConfig]
 
@@ -124,9 +125,10 @@ def test_mistakes_in_a_file_name_the_file_that_holds_them(tiny_run: Path, tmp_pa
     ]
 
 
-def test_options_of_a_mixer_without_any_are_refused(tiny_run: Path) -> None:
-    message = refusal(tiny_run, "model.mixer=hgrn2", "model.mixer_options.hgrn2.gate_rank=8")
-    assert message.endswith("unknown key model.mixer_options.hgrn2.gate_rank; the mixer hgrn2 has no options")
+def test_options_of_a_mixer_without_any_are_refused(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MIXERS, "bare", replace(MIXERS["tnl"], options=None))
+    message = refusal(tiny_run, "model.mixer=bare", "model.mixer_options.bare.gate_rank=8")
+    assert message.endswith("unknown key model.mixer_options.bare.gate_rank; the mixer bare has no options")
 
 
 @pytest.mark.parametrize(
@@ -165,13 +167,13 @@ def test_options_are_those_of_the_mixers_in_use(tiny_run: Path, tmp_path: Path) 
     stack = ['model.mixer=["tnl", "lightnet", "hgrn2", "llama"]', "model.mixer_options.lightnet.gate_rank=5"]
     config = load(tiny_run, stack)
     assert config.model.mixer_options == {
-        "tnl": GatedMixerOptions(gate_rank=3),
+        "tnl": TNLOptions(gate_rank=3),
         "lightnet": LightNetOptions(gate_rank=5),
+        "hgrn2": HGRN2Options(),
         "llama": LLaMAOptions(),
     }
     assert config.model.layer_options(1) == LightNetOptions(gate_rank=5)
-    assert config.model.layer_options(2).model_dump() == {}
-    assert load(tiny_run, ["model.mixer_options.tnl.gate_rank=none"]).model.layer_options(0) == GatedMixerOptions()
+    assert load(tiny_run, ["model.mixer_options.tnl.gate_rank=none"]).model.layer_options(0) == TNLOptions()
     path = tmp_path / "resolved.toml"
     path.write_text(to_toml(config), encoding="utf-8")
     assert "[model.mixer_options.tnl]\ngate_rank = 3\n" in path.read_text(encoding="utf-8")
@@ -321,6 +323,7 @@ def test_resolved_form_holds_every_field(tiny_config: TinyConfig) -> None:
         f"model.mixer={reading('causal')}",
         f"model.num_layers={len(reading('causal'))}",
         f"model.mixer_options.llama.rope_scaling={scaling}",
+        "model.tpe.modes=8",
     ]
     resolved = tomllib.loads(to_toml(tiny_config(*mixers)))
     # Of all tasks: it holds those of the one in use.
