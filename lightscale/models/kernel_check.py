@@ -116,6 +116,8 @@ def _lightning(draw: _Draw) -> _Case:
     # As different as a model's heads: from half a token to thousands.
     log_decay = -torch.logspace(0, -4, draw.heads, device=draw.device)
     cut, angles = draw.documents(), Angles(*draw.angles())
+    if "decay-attention" in draw.model.layers:
+        return _decays_of_tokens(draw, cut)
 
     def compute(backend: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # With and without the positions that some layers apply.
@@ -124,6 +126,18 @@ def _lightning(draw: _Draw) -> _Case:
         return torch.cat([plain, turned])
 
     return _Case(inputs=draw.qkv(), compute=compute)
+
+
+def _decays_of_tokens(draw: _Draw, cut: Tensor) -> _Case:
+    """With a column of ones behind the values, as where outputs are divided by the sums of their scores."""
+    inputs = draw.qkv()
+    inputs["log_decay"] = F.logsigmoid(draw.wide(*inputs["q"].shape[:3]) + 1)
+
+    def compute(backend: str, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+        values = torch.cat([v, v.new_ones(*v.shape[:3], 1)], dim=-1)
+        return lightning_attention(q, k, values, log_decay, cu_seqlens=cut, backend=backend)[0]
+
+    return _Case(inputs=inputs, compute=compute)
 
 
 def _gla(draw: _Draw) -> _Case:

@@ -33,6 +33,16 @@ factor = 8.0
 low_freq_factor = 1.0
 high_freq_factor = 4.0
 original_max_position_embeddings = 64""",
+    "decay": """mixer = ["decay-attention", "tnl"]
+[model.mixer_options.decay-attention]
+decay = "softplus"
+input_gate = true
+feature_map = "none"
+scale = false
+positions = "lrpe"
+short_convolution = 4
+output = "gated"
+gate_rank = 5""",
     "swiglu hgrn2": 'mixer = "hgrn2"\nglu_activation = "silu"',
     "swiglu hybrid": """mixer = ["llama", "hgrn2"]
 glu_activation = "silu"

@@ -24,8 +24,8 @@ from lightscale.exchange.files.tokenizer_files import comparison_texts
 # Importing transformers takes long on a busy machine.
 pytestmark = pytest.mark.timeout(300)
 
-SHORT = ("llama", "grouped", "hybrid")
-NAMES = ("tnl", "hgrn2", "cosformer2", "lightnet", "llama", "grouped", "hybrid")
+SHORT = ("llama", "grouped", "hybrid", "decay")
+NAMES = ("tnl", "hgrn2", "cosformer2", "lightnet", "llama", "grouped", "hybrid", "decay")
 TEXTS = ("the other 12345 text", "a", "the end of 77777, and the rest of it " * 4)
 
 

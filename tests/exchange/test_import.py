@@ -22,7 +22,7 @@ from lightscale.training.checkpoints.reader import verify
 
 safetensors = pytest.importorskip("safetensors.torch")
 
-NAMES = ("tnl", "hgrn2", "cosformer2", "lightnet", "llama", "grouped", "hybrid")
+NAMES = ("tnl", "hgrn2", "cosformer2", "lightnet", "llama", "grouped", "hybrid", "decay")
 
 
 def stored(run: Path) -> dict[str, torch.Tensor]:

@@ -19,7 +19,9 @@ def wrong(mixer: str) -> list[Mismatch]:
     return list(check_kernels(model, torch.float32, CPU, tokens=40, backend="triton"))
 
 
-@pytest.mark.parametrize("mixer", ["tnl", "hgrn2", "lion-s", pytest.param("lightnet", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "mixer", ["tnl", "hgrn2", "lion-s", "decay-attention", pytest.param("lightnet", marks=pytest.mark.long)]
+)
 def test_right_kernels_pass(mixer: str) -> None:
     assert wrong(mixer) == []
 

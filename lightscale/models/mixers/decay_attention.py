@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lightscale.config.model import ModelConfig
 from lightscale.kernels.common.angles import Angles, phases_of
@@ -200,11 +201,31 @@ class DecayAttention(Mixer):
     def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
         """o: (b, n, h, v), with the column of sums where outputs are scaled -> (n / tensor, b, d)."""
         if self.own.scale:
-            wide = o.to(torch.promote_types(o.dtype, torch.float32))
-            o = (wide[..., :-1] / (wide[..., -1:] + self.own.eps)).to(o.dtype)
+            o = _Scaled.apply(o, self.own.eps)
         mixed = o.transpose(0, 1).flatten(2) if self.own.output == "plain" else self._norm(o, gate)
         out: Tensor = self.out_proj(mixed)[0]
         return out
+
+
+class _Scaled(torch.autograd.Function):
+    """y / (z + ε) of [y, z], fp32 at least inside; only [y, z] is kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, o: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(o)
+        ctx.eps = eps
+        wide = o.to(torch.promote_types(o.dtype, torch.float32))
+        return (wide[..., :-1] / (wide[..., -1:] + eps)).to(o.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (o,) = ctx.saved_tensors
+        wide = o.to(torch.promote_types(o.dtype, torch.float32))
+        sums = wide[..., -1:] + ctx.eps
+        of_values = gradient.to(wide.dtype) / sums
+        of_sums = -(of_values * wide[..., :-1]).sum(-1, keepdim=True) / sums
+        return torch.cat([of_values, of_sums], dim=-1).to(o.dtype), None
 
 
 def _step_bias(weight: Tensor, generator: torch.Generator) -> None:

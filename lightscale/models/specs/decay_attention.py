@@ -140,9 +140,13 @@ class DecayAttentionSpec(MixerSpec):
 
     @staticmethod
     def fp32_values(model: ModelConfig, layer: int) -> int:
-        """Log decays of tokens and what they were made of, sums of scores."""
-        own = decay_attention_options(model, layer)
-        return model.num_heads * (3 * (own.decay in ("sigmoid", "softplus")) + own.scale)
+        """Log decays of tokens, and what they were made of."""
+        return 3 * model.num_heads * (decay_attention_options(model, layer).decay in ("sigmoid", "softplus"))
+
+    @staticmethod
+    def kept_values(model: ModelConfig, layer: int) -> int:
+        """Values and outputs with the column of sums."""
+        return 2 * (model.hidden_size + model.num_heads) * decay_attention_options(model, layer).scale
 
     @staticmethod
     def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:

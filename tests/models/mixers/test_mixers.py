@@ -41,8 +41,9 @@ pytestmark = pytest.mark.timeout(600)
 
 HYBRID = "all in one stack"
 GROUPED = "grouped heads"
+CONVOLVED = "mamba-2"
 CAUSAL: dict[str, list[str]] = {name: [f"{name}*2"] for name in reading("causal")}
-CAUSAL |= {HYBRID: reading("causal"), GROUPED: ["tnl", "llama"]}
+CAUSAL |= {HYBRID: reading("causal"), GROUPED: ["tnl", "llama"], CONVOLVED: ["decay-attention*2"]}
 """Stacks that generate."""
 WHOLE = "lightnet of whole documents"
 BOTH_WAYS = {name: [f"{name}*2"] for name, entry in MIXERS.items() if entry.directions == BIDIRECTIONAL}
@@ -50,6 +51,20 @@ BOTH_WAYS[WHOLE] = ["lightnet*2"]
 PATTERNS = CAUSAL | BOTH_WAYS
 MORE: dict[str, dict[str, Any]] = {
     WHOLE: {"mixer_options": {"lightnet": {"causal": False}}},
+    # The last tokens are in its state too.
+    CONVOLVED: {
+        "mixer_options": {
+            "decay-attention": {
+                "decay": "softplus",
+                "input_gate": True,
+                "feature_map": "none",
+                "scale": False,
+                "positions": "lrpe",
+                "short_convolution": 4,
+                "output": "gated",
+            }
+        }
+    },
     GROUPED: {
         "tie_word_embeddings": False,
         "mixer_options": {"llama": {"num_key_value_heads": 1, "head_dim": 6, "attention_bias": "all"}},
