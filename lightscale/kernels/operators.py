@@ -254,11 +254,17 @@ register(
         state=_state(StateAlgebra.LOG_SUM_EXP, z="BHK", S="BHRV"),
     )
 )
-# Two products that PyTorch computes everywhere, in the folder of lightnet.
+# A form of its own in the folder of lightnet; whole documents are its chunks.
+_LIGHTNET = f"{__name__.rpartition('.')[0]}.lightnet"
 register(
     Operator(
         name="lightnet_noncausal",
         cost=CostClass.SCAN,
+        backends=(
+            Backend(name="triton", module=f"{_LIGHTNET}.triton.whole"),
+            Backend(name="chunked", module=f"{_LIGHTNET}.noncausal_chunked"),
+            Backend(name="reference", module=f"{_LIGHTNET}.reference"),
+        ),
         state=replace(_state(StateAlgebra.LOG_SUM_EXP, z="BHK", S="BHRV"), scope=StateScope.ALL),
     )
 )

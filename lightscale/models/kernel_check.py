@@ -19,7 +19,7 @@ from lightscale.kernels.common.backends import choose_backend
 from lightscale.kernels.cross_entropy import linear_cross_entropy
 from lightscale.kernels.gla import gla
 from lightscale.kernels.glu import glu
-from lightscale.kernels.lightnet import lightnet_attention
+from lightscale.kernels.lightnet import lightnet_attention, lightnet_noncausal
 from lightscale.kernels.lightning import lightning_attention
 from lightscale.kernels.lion import lion
 from lightscale.kernels.norm import norm
@@ -154,6 +154,14 @@ def _lightnet(draw: _Draw) -> _Case:
     )
 
 
+def _lightnet_noncausal(draw: _Draw) -> _Case:
+    cut, angles = draw.documents(), Angles(*draw.angles())
+    return _Case(
+        inputs=draw.qkv(),
+        compute=lambda backend, **x: lightnet_noncausal(**x, angles=angles, cu_seqlens=cut, backend=backend),
+    )
+
+
 def _lion(draw: _Draw) -> _Case:
     inputs, cut = draw.qkv(), draw.documents()
     # As behind a feature map: of either sign, the sums that outputs are divided by could be anything.
@@ -198,6 +206,7 @@ _CASES: dict[str, Callable[[_Draw], _Case]] = {
     "lightning": _lightning,
     "gla": _gla,
     "lightnet": _lightnet,
+    "lightnet_noncausal": _lightnet_noncausal,
     "lion": _lion,
     "tpe": _tpe,
     "norm": _norm,

@@ -18,7 +18,7 @@ from lightscale.kernels.common.backends import implementation
 from lightscale.kernels.cross_entropy import linear_cross_entropy
 from lightscale.kernels.gla import gla
 from lightscale.kernels.glu import glu
-from lightscale.kernels.lightnet import LightNetState, StateCotangent, lightnet_attention
+from lightscale.kernels.lightnet import LightNetState, StateCotangent, lightnet_attention, lightnet_noncausal
 from lightscale.kernels.lightning import lightning_attention, token_decays
 from lightscale.kernels.lion import LionState, lion
 from lightscale.kernels.norm import norm
@@ -168,6 +168,13 @@ def _lightnet(
     o, final = lightnet_attention(**inputs, **options, output_final_state=True)
     assert final is not None
     return {"o": o, "final_z": final.z, "final_S": final.S}
+
+
+def _whole_lightnet(
+    backend: str, cu_seqlens: Tensor | None, theta: Tensor, positions: Tensor, **inputs: Tensor
+) -> dict[str, Tensor]:
+    angles = angles_of(theta, positions)
+    return {"o": lightnet_noncausal(**inputs, angles=angles, cu_seqlens=cu_seqlens, backend=backend)}
 
 
 def _angles(draw: Draw) -> dict[str, Tensor]:
@@ -330,6 +337,12 @@ MIXERS = {
     ),
 }
 OPERATORS = MIXERS | {
+    "whole lightnet with LRPE": Case(
+        operator="lightnet_noncausal",
+        draw=lambda draw: draw.qkv() | _angles(draw),
+        form=_whole_lightnet,
+        by_token=("q", "k", "v", "positions", "o"),
+    ),
     "tpe": Case(
         operator="tpe",
         passes=_tpe_passes,

@@ -24,7 +24,7 @@ from lightscale.kernels.common.states import in_state_dtype, state_dtype
 from lightscale.kernels.lightnet import chunked, noncausal
 from lightscale.kernels.lightnet.chunked import DEFAULT_CHUNK_SIZE, ChunkedLightNetAttention
 from lightscale.kernels.lightnet.noncausal import NoncausalLightNet
-from lightscale.kernels.lightnet.reference import lightnet_attention_reference
+from lightscale.kernels.lightnet.reference import lightnet_attention_reference, lightnet_noncausal_reference
 from lightscale.kernels.lightnet.state import (
     LightNetState,
     StateCotangent,
@@ -134,7 +134,13 @@ def lightnet_attention(
 
 
 def lightnet_noncausal(
-    q: Tensor, k: Tensor, v: Tensor, *, angles: Angles | None = None, cu_seqlens: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    angles: Angles | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = AUTO,
 ) -> Tensor:
     """Additive decay over whole documents: every token reads S = Σ_i φ(softmax_i(k)_i) v_iᵀ, made in one scan.
 
@@ -147,8 +153,12 @@ def lightnet_noncausal(
         check_cu_seqlens(cu_seqlens, num_rows=q.shape[0], num_tokens=q.shape[1])
     else:
         check_documents(cu_seqlens, q)
+    name = choose_backend("lightnet_noncausal", q, backend)
+    if name == "reference":
+        wide = (x.to(state_dtype(q.dtype)) for x in (q, k, v))
+        return lightnet_noncausal_reference(*wide, angles=wide_angles(angles, q), cu_seqlens=cu_seqlens).to(v.dtype)
     bounds = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
-    o: Tensor = NoncausalLightNet.apply(q, k, v, *parts_of(angles), bounds)
+    o: Tensor = NoncausalLightNet.apply(q, k, v, *parts_of(angles), bounds, name)
     return o
 
 
@@ -169,3 +179,4 @@ def _check_state(state: LightNetState | None, q: Tensor, v: Tensor, *, halves: i
 
 
 preload_backends("lightnet")
+preload_backends("lightnet_noncausal")

@@ -11,8 +11,7 @@ of its last one what comes from behind, and dS likewise. ``bounds`` are document
 included, so that a GPU need not be asked for them; None where every row is one document, or a part of one.
 """
 
-from collections.abc import Iterator
-from itertools import pairwise
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +19,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightscale.kernels.attention import to_device
-from lightscale.kernels.common.angles import Angles, angles_of, phases_of
-from lightscale.kernels.common.states import Arriving, arrived, state_dtype, without_autocast
-from lightscale.kernels.lightnet.chunked import rotate, rotate_back
+from lightscale.kernels.common.angles import Angles, angles_of
+from lightscale.kernels.common.backends import AUTO, choose_backend, dispatch_pass, implementation
+from lightscale.kernels.common.states import Arriving, arrived, without_autocast
+from lightscale.kernels.lightnet import noncausal_chunked
+from lightscale.kernels.lightnet.noncausal_chunked import Bounds
 from lightscale.kernels.lightnet.state import LightNetState, by_channel, merge
 
-Bounds = tuple[int, ...] | None
+document_states = dispatch_pass("lightnet_noncausal", noncausal_chunked.document_states)
+out_fwd = dispatch_pass("lightnet_noncausal", noncausal_chunked.out_fwd)
+document_cotangents = dispatch_pass("lightnet_noncausal", noncausal_chunked.document_cotangents)
+
+
+def _passes(x: Tensor, backend: str) -> ModuleType:
+    """What computes tensors like x: ``noncausal_chunked.py`` or ``triton/whole.py``."""
+    found: ModuleType = implementation("lightnet_noncausal", choose_backend("lightnet_noncausal", x, backend))
+    return found
 
 
 class Sides(NamedTuple):
@@ -33,57 +42,6 @@ class Sides(NamedTuple):
 
     before: LightNetState
     behind: LightNetState
-
-
-def _documents(bounds: Bounds, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Of tensors (B, T, …) the parts (1, n, …) of each document in turn; without bounds all rows at once."""
-    if bounds is None:
-        yield tensors
-        return
-    lengths = [end - start for start, end in pairwise(bounds)]
-    yield from zip(*(x.flatten(0, 1)[None].split(lengths, dim=1) for x in tensors), strict=True)
-
-
-def _rows_of(number: int, bounds: Bounds) -> slice:
-    """Where the states of the documents that ``_documents`` gives ``number``-th stand among those of all."""
-    return slice(None) if bounds is None else slice(number, number + 1)
-
-
-def _wide(angles: Angles | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors and the phases, if any, in the states' dtype."""
-    dtype = state_dtype(tensors[0].dtype)
-    phases = () if angles is None else phases_of(angles, dtype)
-    return *(x.to(dtype) for x in tensors), *phases
-
-
-def _turned(x: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
-    """φ(x), (B, n, H, K) -> (B, H, n, R)."""
-    return rotate(x, (phases[0], phases[1]) if phases else None).transpose(1, 2)
-
-
-def _turned_back(x: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
-    """φᵀ(x), (B, H, n, R) -> (B, n, H, K)."""
-    return rotate_back(x.transpose(1, 2), (phases[0], phases[1]) if phases else None)
-
-
-def _log_weight(k: Tensor) -> Tensor:
-    """log Σ_i e^{k_i} per channel, (B, n, H, K) -> (B, H, K); -inf where nothing is written."""
-    return torch.logsumexp(k, dim=1) if k.shape[1] else k.new_full((k.shape[0], *k.shape[2:]), -torch.inf)
-
-
-def _weights(k: Tensor, z: Tensor) -> Tensor:
-    """e^{k - z}, 0 where nothing was written."""
-    return torch.exp(k - z.masked_fill(z == -torch.inf, 0.0)[:, None])
-
-
-@without_autocast
-def document_states(k: Tensor, v: Tensor, angles: Angles | None, bounds: Bounds) -> LightNetState:
-    """The state of each of N documents by itself: z (N, H, K), S (N, H, R, V); without bounds N is B."""
-    found = []
-    for k_d, v_d, *phases in _documents(bounds, *_wide(angles, k, v)):
-        z = _log_weight(k_d)
-        found.append((z, _turned(_weights(k_d, z), tuple(phases)).mT @ v_d.transpose(1, 2)))
-    return LightNetState(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 
 def row_ends(bounds: Bounds, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,23 +73,6 @@ def total_states(own: LightNetState, sides: Sides | None, bounds: Bounds, x: Ten
     return LightNetState(z, S)
 
 
-@without_autocast
-def out_fwd(q: Tensor, v: Tensor, angles: Angles | None, states: LightNetState, bounds: Bounds = None) -> Tensor:
-    """The outputs, as v (B, T, H, V), of queries (B, T, H, K) that read whole documents' states."""
-    found = []
-    for number, (q_d, *phases) in enumerate(_documents(bounds, *_wide(angles, q))):
-        found.append((_turned(q_d, tuple(phases)) @ states.S[_rows_of(number, bounds)]).transpose(1, 2))
-    return torch.cat(found, dim=1).reshape(v.shape).to(v.dtype)
-
-
-@without_autocast
-def document_cotangents(q: Tensor, do: Tensor, angles: Angles | None, bounds: Bounds) -> Tensor:
-    """dS (N, H, R, V) of each document, as far as it comes from these tokens."""
-    parts = _documents(bounds, *_wide(angles, q, do))
-    found = [_turned(q_d, tuple(phases)).mT @ do_d.transpose(1, 2) for q_d, do_d, *phases in parts]
-    return torch.cat(found)
-
-
 def state_bwd(q: Tensor, do: Tensor, angles: Angles | None, bounds: Bounds = None) -> tuple[Tensor, Tensor]:
     """The cotangents (B, H, R, V) of what enters each row from before and from behind, by the row's own outputs."""
     own = document_cotangents(q, do, angles, bounds)
@@ -149,6 +90,7 @@ def grad_bwd(
     states: LightNetState,
     dsides: Arriving[tuple[Tensor, Tensor] | None] = None,
     bounds: Bounds = None,
+    backend: str = AUTO,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v.
 
@@ -159,24 +101,16 @@ def grad_bwd(
         dsides: the parts of dS (B, H, R, V) of tokens before each row's first document and behind its last one, or a
             function that waits for them; none when None.
         bounds: of documents.
+        backend: as of the operator.
     """
-    dS = document_cotangents(q, do, angles, bounds)
+    dS = _passes(q, backend).document_cotangents(q, do, angles, bounds)
     from_sides = arrived(dsides)
     if from_sides is not None:
         for index, part in zip(row_ends(bounds, q), from_sides, strict=True):
             dS = dS.index_add(0, index, part.to(dS.dtype))
     # Where z is constant: what all of a document's weights lose when one of them rises.
     shared = by_channel((states.S * dS).sum(-1), states.z.shape[2])
-    found = []
-    for number, parts in enumerate(_documents(bounds, *_wide(angles, k, v, do))):
-        k_d, v_d, do_d, *phases = parts
-        turns, rows = tuple(phases), _rows_of(number, bounds)
-        S_d, dS_d, p = states.S[rows], dS[rows], _weights(k_d, states.z[rows])
-        dq = _turned_back(do_d.transpose(1, 2) @ S_d.mT, turns)
-        dk = p * (_turned_back(v_d.transpose(1, 2) @ dS_d.mT, turns) - shared[rows][:, None])
-        found.append((dq, dk, (_turned(p, turns) @ dS_d).transpose(1, 2)))
-    dq, dk, dv = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-    return dq.reshape(q.shape).to(q.dtype), dk.reshape(k.shape).to(k.dtype), dv.reshape(v.shape).to(v.dtype)
+    return _passes(q, backend).token_gradients(k, v, angles, do, states, dS, shared, bounds)
 
 
 class NoncausalLightNet(torch.autograd.Function):
@@ -184,14 +118,23 @@ class NoncausalLightNet(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, theta: Tensor | None, positions: Tensor | None, bounds: Bounds
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        theta: Tensor | None,
+        positions: Tensor | None,
+        bounds: Bounds,
+        backend: str,
     ) -> Tensor:
         """See ``lightnet_noncausal``."""
         angles = angles_of(theta, positions)
-        states = document_states(k, v, angles, bounds)
-        ctx.bounds = bounds
+        passes = _passes(q, backend)
+        states: LightNetState = passes.document_states(k, v, angles, bounds)
+        ctx.bounds, ctx.backend = bounds, backend
         ctx.save_for_backward(q, k, v, theta, positions, *states)
-        return out_fwd(q, v, angles, states, bounds)
+        o: Tensor = passes.out_fwd(q, v, angles, states, bounds)
+        return o
 
     @staticmethod
     @once_differentiable
@@ -199,4 +142,5 @@ class NoncausalLightNet(torch.autograd.Function):
         """Gradients of q, k and v."""
         q, k, v, theta, positions, *states = ctx.saved_tensors
         angles = angles_of(theta, positions)
-        return *grad_bwd(q, k, v, angles, do, LightNetState(*states), None, ctx.bounds), None, None, None
+        found = grad_bwd(q, k, v, angles, do, LightNetState(*states), None, ctx.bounds, ctx.backend)
+        return *found, None, None, None, None
