@@ -199,10 +199,10 @@ def test_launches_beside_the_loss_do_not_depend_on_the_length(cuda_twin: ModuleT
 
 @pytest.mark.twin
 @pytest.mark.timeout(3600)
-def test_launches_do_not_depend_on_the_ranks(cuda_twin: ModuleType, kept: dict[str, Found]) -> None:
-    """Of states that are folded over 8 and over 64 ranks."""
-    for name, counts in cuda_twin.cases.rank_pairs(kept).items():
-        assert len(set(counts)) == 1, f"{name}: {counts} launches a step"
+def test_launches_do_not_grow_with_the_ranks(cuda_twin: ModuleType, kept: dict[str, Found]) -> None:
+    """States are folded over 8 ranks and over 64, of which each has less to do for itself."""
+    for name, (few, many) in cuda_twin.cases.rank_pairs(kept).items():
+        assert many <= few, f"{name}: {few} and {many} launches a step"
 
 
 @pytest.mark.twin
