@@ -68,7 +68,7 @@ def null(args: argparse.Namespace) -> int:
         console = Console(width=max(Console().width, 110), highlight=False)
         for table in null_cases.tables(found):
             console.print(table)
-    return 1 if found["faults"] else 0
+    return 1 if found["faults"] or found["waits"]["races"] else 0
 
 
 def add_budget_arguments(parser: argparse.ArgumentParser) -> None:

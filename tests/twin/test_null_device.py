@@ -163,19 +163,15 @@ def test_each_wait_for_an_exchange_is_needed_and_missed(cuda_twin: ModuleType) -
 @pytest.mark.twin
 def test_what_lightscale_forgets_is_noticed(cuda_twin: ModuleType) -> None:
     """Its own calls do nothing, so that waits are not recorded, and memory is handed out too early."""
-    everything = cuda_twin.cases.all_cases()
-    saves = "tnl tiny, validation, save, resume"
+    case = cuda_twin.cases.all_cases()[WITH_EXCHANGES]
     forgotten = {
-        "wait_stream": (WITH_EXCHANGES, "before aten::cat (lightscale/parallel/sequence/exchange.py"),
-        "wait_event": (WITH_EXCHANGES, "nothing orders fold_segments (lightscale/kernels/common/triton/segments.py"),
-        "record_stream": (WITH_EXCHANGES, "nothing orders aten::cat (lightscale/parallel/sequence/exchange.py"),
-        # The one wait for the copies of a checkpoint.
-        "synchronize": (saves, "nothing orders copy on stream 0x0 before a checkpoint that is written"),
+        "wait_stream": "before aten::cat (lightscale/parallel/sequence/exchange.py",
+        "wait_event": "nothing orders fold_segments (lightscale/kernels/common/triton/segments.py",
+        "record_stream": "nothing orders aten::cat (lightscale/parallel/sequence/exchange.py",
     }
-    cases = {method: {**everything[name], "forgets": method} for method, (name, _) in forgotten.items()}
-    for method, found in recorded(cuda_twin, cases).items():
+    for method, found in recorded(cuda_twin, {one: {**case, "forgets": one} for one in forgotten}).items():
         races = [one["race"] for one in found["waits"]["races"]]
-        assert any(forgotten[method][1] in race for race in races), f"{method}: {races}"
+        assert any(forgotten[method] in race for race in races), f"{method}: {races}"
 
 
 @pytest.fixture(scope="module")
@@ -199,10 +195,10 @@ def test_launches_beside_the_loss_do_not_depend_on_the_length(cuda_twin: ModuleT
 
 @pytest.mark.twin
 @pytest.mark.timeout(3600)
-def test_launches_do_not_depend_on_the_ranks(cuda_twin: ModuleType, kept: dict[str, Found]) -> None:
-    """Of states that are folded over 8 and over 64 ranks."""
-    for name, counts in cuda_twin.cases.rank_pairs(kept).items():
-        assert len(set(counts)) == 1, f"{name}: {counts} launches a step"
+def test_launches_do_not_grow_with_the_ranks(cuda_twin: ModuleType, kept: dict[str, Found]) -> None:
+    """States are folded over 8 ranks and over 64, of which each has less to do for itself."""
+    for name, (few, many) in cuda_twin.cases.rank_pairs(kept).items():
+        assert many <= few, f"{name}: {few} and {many} launches a step"
 
 
 @pytest.mark.twin

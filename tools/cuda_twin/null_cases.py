@@ -77,6 +77,7 @@ def tables(found: dict[str, Any]) -> Iterator[Table]:
     )
     faults = [(fault, f"{count:,}") for fault, count in found["faults"].items()]
     faults += [(f"unexpected: {call}", f"{count:,}") for call, count in step["allocations"].items()]
+    faults += [(one["race"], f"{one['times']:,}") for one in found["waits"]["races"]]
     if faults:
         yield _table(("faults", ""), faults)
     if found["large"]:

@@ -18,12 +18,7 @@ from cuda_twin.records import Recorder, Recording
 from lightscale.data_pipeline.loading.prefetch import Prefetcher
 from lightscale.training.checkpoints.saving import Saver
 
-FORGETTABLE = {
-    "wait_stream": torch.cuda.Stream,
-    "wait_event": torch.cuda.Stream,
-    "record_stream": torch.Tensor,
-    "synchronize": torch.cuda,
-}
+FORGETTABLE = {"wait_stream": torch.cuda.Stream, "wait_event": torch.cuda.Stream, "record_stream": torch.Tensor}
 """What lightscale must not forget, and what has it."""
 
 
