@@ -45,7 +45,8 @@ OF_THIS_PROCESS = {
     r"save_policy\._failures\b": "failures of this process's disk",
     r".*\._buffers\b": "memory that every batch is read into anew",
     r".*\._upcoming\b": "samples and documents found ahead, and found again",
-    r".*\._last_values\b": "the block of document ends that was read last",
+    r".*\._last_values\b": "the last document ends of shards that this process has looked into",
+    r".*\._known\b": "shards that this process has opened before",
 }
 PLAIN = (int, float, complex, str, bytes, bool, type(None), Enum, Path, torch.dtype, torch.device)
 

@@ -36,6 +36,7 @@ from lightscale.config.toml import read_toml
 from lightscale.data_pipeline.preparation.filters import Chain, compose, sha256_of, with_base
 from lightscale.data_pipeline.preparation.labels import MOST_CHARACTERS, MOST_CLASSES, is_name
 from lightscale.data_pipeline.preparation.readers.inputs import MAX_DOCUMENT_BYTES, ReadOptions
+from lightscale.data_pipeline.preparation.readers.remote import is_remote
 from lightscale.data_pipeline.preparation.readers.table import DEFAULT_SUFFIXES, FORMATS, suffixes_of
 from lightscale.data_pipeline.store.format import CHUNK_TOKENS, SHARD_TOKENS, VALIDATION_SUFFIX, check_source_name
 from lightscale.errors import UserError, shortened
@@ -245,7 +246,7 @@ def make_corpus(table: dict[str, Any], *, origin: str) -> Corpus:
 
 
 def _absolute(base: Path, entry: str) -> str:
-    if entry.startswith("python:"):
+    if entry.startswith("python:") or is_remote(entry):
         return entry
     try:
         return str(base / Path(entry).expanduser())

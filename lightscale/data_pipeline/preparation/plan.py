@@ -16,7 +16,7 @@ from typing import Any
 
 from lightscale.data_pipeline.preparation.corpus import Corpus
 from lightscale.data_pipeline.preparation.readers import FileRange, cut_into_ranges
-from lightscale.data_pipeline.preparation.readers.inputs import Problems, SourceFile
+from lightscale.data_pipeline.preparation.readers.inputs import Problems, SourceFile, path_of
 from lightscale.data_pipeline.preparation.sources import FileLister
 from lightscale.data_pipeline.whole_files import whole_file
 
@@ -59,7 +59,7 @@ class PreparationPlan:
             lines.seek(unit.offset)
             content = json.loads(lines.readline())
         for path, file_id, size, mtime_ns, start, stop, number, num_bytes in content["ranges"]:
-            file = SourceFile(path=Path(path), id=file_id, size_bytes=size, mtime_ns=mtime_ns)
+            file = SourceFile(path=path_of(path), id=file_id, size_bytes=size, mtime_ns=mtime_ns)
             yield FileRange(file=file, start=start, stop=stop, file_number=number, num_bytes=num_bytes)
 
     def file_names(self) -> Iterator[str]:

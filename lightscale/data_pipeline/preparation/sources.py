@@ -20,6 +20,7 @@ from lightscale.data_pipeline.preparation.readers.inputs import (
     Problems,
     SourceFile,
 )
+from lightscale.data_pipeline.preparation.readers.remote import RemotePath, is_remote, list_files
 from lightscale.data_pipeline.preparation.readers.table import DEFAULT_SUFFIXES
 from lightscale.data_pipeline.preparation.work_directory import is_work_directory
 from lightscale.errors import UserError
@@ -60,6 +61,9 @@ class FileLister:
             if entry == STDLIB_PATH:
                 yield from self._once(_list_stdlib(self._problems))
                 continue
+            if is_remote(entry):
+                yield from self._once(_list_remote(entry, tuple(suffix.lower() for suffix in suffixes), self._problems))
+                continue
             for root in _expand(entry):
                 wanted = _Wanted(suffixes=tuple(suffix.lower() for suffix in suffixes))
                 yield from self._once(_list_root(root, wanted, self._problems))
@@ -67,7 +71,8 @@ class FileLister:
     def _once(self, files: Iterator[SourceFile]) -> Iterator[SourceFile]:
         for file in files:
             # By the real path: links may lead to one file twice. Path.resolve() is several times slower.
-            digest = xxhash.xxh3_64_intdigest(os.fsencode(os.path.realpath(file.path)))
+            real = str(file.path) if isinstance(file.path, RemotePath) else os.path.realpath(file.path)
+            digest = xxhash.xxh3_64_intdigest(os.fsencode(real))
             if digest in self._seen:
                 self._problems.add(READ_TWICE, file.id)
             else:
@@ -106,6 +111,28 @@ def _list_root(root: Path, wanted: _Wanted, problems: Problems) -> Iterator[Sour
         yield from _walk(top, _printable(top.name), (), wanted, problems)
     else:
         yield from _one_file(root, _printable(root.name), problems)
+
+
+def _list_remote(entry: str, suffixes: tuple[str, ...], problems: Problems) -> Iterator[SourceFile]:
+    """A file by its URL whatever its suffix, what a pattern matches, or the files below a prefix."""
+    for file_id, path in list_files(entry):
+        if "/" in file_id:
+            if any(part.startswith(".") for part in file_id.split("/")[1:]):
+                continue
+            if not path.name.lower().endswith(suffixes):
+                problems.add(OTHER_KIND, file_id)
+                continue
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise UserError(f"{path}: {error}") from error
+        yield SourceFile(
+            path=path,
+            id=file_id,
+            size_bytes=status.st_size,
+            mtime_ns=status.st_mtime_ns,
+            gives_parts=status.gives_parts,
+        )
 
 
 def _list_stdlib(problems: Problems) -> Iterator[SourceFile]:

@@ -5,6 +5,7 @@ reads it, and again when its file has changed since.
 """
 
 import bisect
+import errno
 import functools
 import mmap
 import os
@@ -56,7 +57,10 @@ class ShardedArray:
     """
 
     def __init__(self, directory: Path, *, hashes: BlockHashes | None = None) -> None:
-        """Checks metadata and every shard's size and index, so that a damaged store fails here and not in a later step.
+        """Checks the metadata and, in a list of the directory, that no shard is missing; no shard is opened.
+
+        At a thousand ranks and ten thousand shards all would be opened ten million times, most of them for nothing: a
+        shard's size and index are checked when it is first opened.
 
         ``hashes``: those of its blocks; none: what is read is not checked. ``UserError`` names the damaged file.
         """
@@ -68,9 +72,11 @@ class ShardedArray:
         self._checked: dict[int, CheckedBlocks] = {}
         # The cache belongs to the object: one on the method would keep every array alive.
         self._open: Callable[[int], _ShardFile] = functools.lru_cache(maxsize=_MAX_OPEN_SHARDS)(self._open_shard)
-        indices: dict[int, bytes] = {}
-        for shard in range(self.num_shards):
-            self._check_shard(shard, indices)
+        self._last_values: dict[int, int] = {}
+        """By shard; those that were looked for."""
+        self._known = bytearray(self.num_shards)
+        """1 for each shard that was found whole when it was first opened."""
+        self._require_shards()
 
     @property
     def num_shards(self) -> int:
@@ -104,7 +110,7 @@ class ShardedArray:
         if value < 0:
             return 0
         # The last values say which shard; only that one is mapped, and its pages are few in a bisection.
-        shard = bisect.bisect_right(self._last_values, value)
+        shard = self._shard_of(value)
         if shard == self.num_shards:
             return self.length
         _, found = self._bisect(shard, np.array([[value]]))
@@ -118,8 +124,8 @@ class ShardedArray:
 
     def between_each(self, lows: NDArray[np.int64], highs: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """``between`` of each pair of (k,) ``lows`` and ``highs``, one after another, and (k,) how many each gave."""
-        shard = bisect.bisect_right(self._last_values, int(lows.min()))
-        if shard == bisect.bisect_right(self._last_values, int(highs.max())) < self.num_shards:
+        shard = self._shard_of(int(lows.min()))
+        if shard == self._shard_of(int(highs.max())) < self.num_shards:
             values, (firsts, ends) = self._bisect(shard, np.array([lows, highs]))
             if firsts.all():  # nearly always: all of them are in one shard
                 counts = ends - firsts + 1
@@ -129,11 +135,15 @@ class ShardedArray:
         found = [self.between(low, high) for low, high in zip(lows.tolist(), highs.tolist(), strict=True)]
         return np.concatenate(found), np.array([len(values) for values in found])
 
-    @functools.cached_property
-    def _last_values(self) -> list[int]:
-        """The last value of every shard."""
-        ends = [min((shard + 1) * self.layout.shard_length, self.length) for shard in range(self.num_shards)]
-        return [int(self.read(end - 1, end)[0]) for end in ends]
+    def _shard_of(self, value: int) -> int:
+        """The first shard whose last value is more than ``value``; as many as there are where none is."""
+        return bisect.bisect_right(range(self.num_shards), value, key=self._last_value)
+
+    def _last_value(self, shard: int) -> int:
+        if (found := self._last_values.get(shard)) is None:
+            end = min((shard + 1) * self.layout.shard_length, self.length)
+            found = self._last_values[shard] = int(self.read(end - 1, end)[0])
+        return found
 
     def _bisect(self, shard: int, keys: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """(the shard's values, mapped; of (m, k) ``keys`` how many values are ≤ each), keys below the last value.
@@ -177,9 +187,13 @@ class ShardedArray:
 
     def _open_shard(self, shard: int) -> _ShardFile:
         try:
-            return _ShardFile(os.open(self._path(shard), os.O_RDONLY))
+            file = _ShardFile(os.open(self._path(shard), os.O_RDONLY))
         except OSError as error:
             raise UserError(f"{self._path(shard)}: {error.strerror}; a shard is missing") from error
+        if not self._known[shard]:
+            self._check_shard(shard, file)
+            self._known[shard] = 1
+        return file
 
     def _mapped(self, shard: int, file: _ShardFile) -> NDArray[Any]:
         if file.mapped is None:
@@ -286,22 +300,25 @@ class ShardedArray:
             position, out = position + count, out[count:]
             count = os.preadv(file.descriptor, [out], position)
 
-    def _check_shard(self, shard: int, indices: dict[int, bytes]) -> None:
-        """Size and index say that a shard is complete; opening a store reads no values."""
+    def _require_shards(self) -> None:
+        """``UserError`` where the file of a shard is not there."""
+        try:
+            # A row of an array with a width lies in a directory of its shard.
+            names = {entry.name for entry in os.scandir(self.directory / "c")} if self.num_shards else set()
+        except OSError as error:
+            raise UserError(f"{self._path(0)}: {error.strerror}; a shard is missing") from error
+        for shard in range(self.num_shards):
+            if str(shard) not in names:
+                raise UserError(f"{self._path(shard)}: {os.strerror(errno.ENOENT)}; a shard is missing")
+
+    def _check_shard(self, shard: int, file: _ShardFile) -> None:
+        """Size and index say that a shard is complete; no values are read."""
         path, num_values = self._path(shard), self.layout.values_in(shard, self.length)
         values_bytes = self.layout.padded_bytes(num_values)
         expected_size = values_bytes + self.layout.index_bytes
-        try:
-            with path.open("rb", buffering=0) as file:
-                size = file.seek(0, os.SEEK_END)
-                # First of all the size: the index of a length that somebody made up may be larger than the memory.
-                if size != expected_size:
-                    raise UserError(f"{path}: {size} bytes instead of {expected_size}; the store is damaged")
-                file.seek(values_bytes)
-                index = file.read(self.layout.index_bytes)
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror}; a shard is missing") from error
-        if num_values not in indices:
-            indices[num_values] = self.layout.index(num_values)
-        if index != indices[num_values]:
+        size = os.fstat(file.descriptor).st_size
+        # First of all the size: the index of a length that somebody made up may be larger than the memory.
+        if size != expected_size:
+            raise UserError(f"{path}: {size} bytes instead of {expected_size}; the store is damaged")
+        if os.pread(file.descriptor, self.layout.index_bytes, values_bytes) != self.layout.index(num_values):
             raise UserError(f"{path}: its index does not list the chunks in order; the store is damaged")

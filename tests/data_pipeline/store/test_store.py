@@ -1,5 +1,6 @@
 import errno
 import json
+import math
 import os
 import resource
 import shutil
@@ -296,7 +297,43 @@ def test_a_damaged_store_is_refused_by_file(
     path = write_store(DOCUMENTS).path
     damage(path)
     with pytest.raises(UserError, match=message):
-        TokenStore(path)
+        read_all(path)
+
+
+def read_all(path: Path) -> None:
+    for source in TokenStore(path).sources.values():
+        source.read(0, source.num_tokens)
+
+
+_opened: list[str] = []
+sys.addaudithook(lambda event, args: _opened.append(str(args[0])) if event == "open" else None)
+
+
+@pytest.mark.parametrize("num_documents", [60, 500])
+def test_opening_costs_as_many_opens_whatever_the_number_of_shards(write_store: WriteStore, num_documents: int) -> None:
+    """A thousand ranks open each the shards that they read, not all that there are."""
+    generator = np.random.default_rng(5)
+    documents = generator.integers(0, 256, size=(num_documents, 15))
+    path = write_store({"words": documents.tolist()}, shards=16).path
+
+    def num_opened() -> int:
+        return sum(name.startswith(str(path)) for name in _opened)
+
+    _opened.clear()
+    words = TokenStore(path).source("words")
+    before = num_opened()
+    # The metadata of store, source, its two arrays and their block hashes; the last shard of ends and its hashes.
+    assert before <= 12
+    for number in (3, num_documents // 2, num_documents - 2):
+        np.testing.assert_array_equal(words.read(16 * number + 1, 16 * (number + 1)), documents[number])
+    # A shard of tokens and the file of its hashes for each.
+    assert num_opened() - before == 6
+    starts, counts = words.document_starts_each(np.array([16 * (num_documents // 3)]), 40)
+    np.testing.assert_array_equal(starts, 16 * (num_documents // 3 + np.arange(3)))
+    assert counts.tolist() == [3]
+    # A bisection among the last ends of the shards of ends, for the begin and for the end of the window.
+    num_shards = -(-num_documents // 16)
+    assert num_opened() - before - 6 <= 2 * 2 * (math.log2(num_shards) + 2)
 
 
 def edit_attributes(group: Path, **changes: object) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightscale.data_pipeline.preparation.readers.remote import RemotePath, is_remote
 from lightscale.errors import UserError
 
 UNREADABLE = "unreadable file"
@@ -93,11 +94,14 @@ class Problems:
 class SourceFile:
     """A file of the corpus."""
 
-    path: Path
+    path: Path | RemotePath
     id: str
     """Stable name: the path from the given directory (its name included), or the given file's name."""
     size_bytes: int
     mtime_ns: int
+    """When it was changed; of a remote file what else says that it was."""
+    gives_parts: bool = True
+    """Whether any part of it can be read without what comes before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,3 +123,8 @@ class ReadOptions:
     def max_line_bytes(self) -> int:
         """Of a jsonl file: JSON can write a byte of text as six."""
         return 4 * self.max_document_bytes
+
+
+def path_of(text: str) -> Path | RemotePath:
+    """The path that ``str(file.path)`` gave."""
+    return RemotePath(text) if is_remote(text) else Path(text)

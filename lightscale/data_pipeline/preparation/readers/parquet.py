@@ -1,6 +1,7 @@
 """Parquet: a document is a row."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pyarrow
@@ -18,7 +19,7 @@ class Parquet(InputFormat):
     def ranges(self, file: SourceFile, range_bytes: int, problems: Problems) -> Iterator[FileRange]:
         """As the metadata at its end say."""
         try:
-            metadata = pyarrow.parquet.read_metadata(file.path)
+            metadata = pyarrow.parquet.read_metadata(_source(file))
         except (OSError, pyarrow.ArrowException) as error:
             problems.add(UNREADABLE, f"{file.id}: {one_line(error)}")
             return
@@ -26,7 +27,7 @@ class Parquet(InputFormat):
 
     def num_rows(self, file: SourceFile) -> int:
         """By its metadata."""
-        rows: int = pyarrow.parquet.read_metadata(file.path).num_rows
+        rows: int = pyarrow.parquet.read_metadata(_source(file)).num_rows
         return rows
 
     def read(self, file_range: FileRange, reading: Reading) -> Iterator[RawDocument]:
@@ -34,7 +35,7 @@ class Parquet(InputFormat):
         file = file_range.file
         assert file_range.stop is not None
         try:
-            with pyarrow.parquet.ParquetFile(file.path, pre_buffer=False) as parquet:
+            with pyarrow.parquet.ParquetFile(_source(file), pre_buffer=False) as parquet:
                 if (fault := column_fault(parquet.schema_arrow, reading.options.text_field)) is not None:
                     reading.problems.add(NO_TEXT, f"{file.id}: {fault}", file=file)
                     return
@@ -45,6 +46,11 @@ class Parquet(InputFormat):
                     reading.advance(file_range.num_bytes // (file_range.stop - file_range.start))
         except pyarrow.ArrowException as error:
             reading.problems.add(UNREADABLE, f"{file.id}: {one_line(error)}", file=file)
+
+
+def _source(file: SourceFile) -> Any:
+    """What pyarrow opens: of a file on this machine the path, which it reads without Python."""
+    return file.path if isinstance(file.path, Path) else file.path.open("rb")
 
 
 def _read_group(parquet: Any, group: int, row: int, file: SourceFile, reading: Reading) -> Iterator[RawDocument]:

@@ -6,6 +6,7 @@ from lightscale.data_pipeline.executors import Advance
 from lightscale.data_pipeline.preparation.readers.inputs import CHANGED, UNREADABLE, Problems, ReadOptions, SourceFile
 from lightscale.data_pipeline.preparation.readers.interface import RawDocument, Reading
 from lightscale.data_pipeline.preparation.readers.ranges import FileRange
+from lightscale.data_pipeline.preparation.readers.remote import RemotePath
 from lightscale.data_pipeline.preparation.readers.streams import require_unpacker
 from lightscale.data_pipeline.preparation.readers.table import format_of
 
@@ -23,6 +24,8 @@ def cut_into_ranges(
         problems.add(UNREADABLE, f"{file.id}: {entry}")
     else:
         require_unpacker(file)
+        if isinstance(file.path, RemotePath) and not file.gives_parts:
+            range_bytes = max(range_bytes, file.size_bytes)  # each range would fetch all of it
         yield from entry.load(file).ranges(file, range_bytes, problems)
 
 
