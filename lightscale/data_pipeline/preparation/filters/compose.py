@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from lightscale.config.fields import shown_value
 from lightscale.config.section import Section
 from lightscale.data_pipeline.preparation.filters.c4 import C4Filter
+from lightscale.data_pipeline.preparation.filters.classifier import ClassifierFilter
 from lightscale.data_pipeline.preparation.filters.contamination import ContaminationFilter
 from lightscale.data_pipeline.preparation.filters.filter import LANGUAGES, RULE_SETS, Filter, make_filter, nearest
 from lightscale.data_pipeline.preparation.filters.judgement import FileSection, Judgement, Step
@@ -57,6 +58,7 @@ _SECTIONS: dict[str, type[Section]] = {
     "languages": LanguageFilter,
     "decontaminate": ContaminationFilter,
     "mask": MaskFilter,
+    "classifier": ClassifierFilter,
 }
 # A list in place of their table is this key of it: languages = ["en"].
 _LIST_KEYS = {"languages": "keep", "mask": "kinds"}
