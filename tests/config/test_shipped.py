@@ -39,7 +39,7 @@ def test_names_are_the_files_in_configs(root: Path) -> None:
     assert root / "lightscale" / "configs" == shipped.FOLDER
     assert set(shipped.run_names()) == {path.stem for path in (root / "configs").glob("*.toml")}
     parts = shipped.part_names()
-    folders = {path.name for path in (root / "configs").iterdir() if path.is_dir()} - {"studies"}
+    folders = {path.name for path in (root / "configs").iterdir() if path.is_dir()} - {"corpus", "studies"}
     assert set(parts) == folders
     for folder, names in parts.items():
         assert {f"{name}.toml" for name in names} == {

@@ -10,7 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from lightscale.config.arguments import add_run, path_argument
-from lightscale.data_pipeline.commands import made, plan, prepare, upgrade, verify
+from lightscale.data_pipeline.commands import made, plan, prepare, train_classifier, upgrade, verify
 from lightscale.data_pipeline.commands.output import plain_console, print_report
 from lightscale.data_pipeline.store.origins import Origin
 from lightscale.data_pipeline.store.token_store import TokenSource, TokenStore, source_identity
@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="data_command", metavar="COMMAND", title="commands", required=True)
     plan.add_parser(commands)
     prepare.add_parser(commands)
+    train_classifier.add_parser(commands)
     made.add_parsers(commands)
     inspect = commands.add_parser("inspect", help="show what a token store holds")
     inspect.add_argument("store", type=path_argument, metavar="STORE")

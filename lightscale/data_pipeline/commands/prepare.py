@@ -26,6 +26,12 @@ def add_parser(commands: Any) -> None:
     add("--mpi", action="store_true", help="divide the work among the ranks of this MPI program")
     add("--strict", action="store_true", help="stop at the first text that cannot be read whole")
     add("--restart", action="store_true", help="discard what an interrupted preparation has finished")
+    add(
+        "--keep-removed",
+        type=path_argument,
+        metavar="DIR",
+        help="write the documents that filters drop there, SOURCE.jsonl.zst, with rule and score; must not exist",
+    )
     add("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run_data=_prepare)
 
@@ -34,7 +40,9 @@ def _prepare(args: argparse.Namespace) -> int:
     make_executor, is_main = _executor(args)
     try:
         corpus = read_corpus(args)
-        options = PrepareOptions(make_executor=make_executor, strict=args.strict, restart=args.restart)
+        options = PrepareOptions(
+            make_executor=make_executor, strict=args.strict, restart=args.restart, keep_removed=args.keep_removed
+        )
         report, seconds = _make_store(corpus, args.out, options, is_main=is_main)
     except UserError:
         if is_main:

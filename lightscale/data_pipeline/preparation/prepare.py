@@ -30,6 +30,7 @@ from lightscale.data_pipeline.preparation.corpus import ASCII_TOKENIZER, DEFAULT
 from lightscale.data_pipeline.preparation.html_report import make_html_report
 from lightscale.data_pipeline.preparation.plan import PreparationPlan, UnitSummary, read_plan, write_plan
 from lightscale.data_pipeline.preparation.readers import Advance
+from lightscale.data_pipeline.preparation.removed import export, require_new
 from lightscale.data_pipeline.preparation.report import DropSummary, make_report
 from lightscale.data_pipeline.preparation.tokenizer_sample import TextSample
 from lightscale.data_pipeline.preparation.units import Context, prepare_unit, sample_unit
@@ -78,6 +79,8 @@ class PrepareOptions:
     """Stop at the first text that cannot be read whole."""
     restart: bool = False
     """Discard what an earlier, interrupted preparation finished."""
+    keep_removed: Path | None = None
+    """A new directory for the documents that filters drop, SOURCE.jsonl.zst, with rule and score; none: not kept."""
     unit_bytes: int | None = None
     """Size of a unit of work; none: a 1024th of the corpus within 1 to 64 MiB."""
 
@@ -139,6 +142,8 @@ def _prepare(
     context = Context(work, strict=options.strict)
     once(lambda: _require_documents(context))
     run("write shards", assemble.write_shard, *assemble.shard_jobs(context))
+    if (removed := options.keep_removed) is not None:
+        once(lambda: export(work, plan, removed))
     report = once(lambda: _finish(context, out))
     assert report is not None
     return report
@@ -173,6 +178,8 @@ def _begin(corpus: Corpus, work: WorkDirectory, options: PrepareOptions) -> None
     work.require_own()
     before = None if options.restart else work.read_state()
     if before is None:
+        if options.keep_removed is not None:
+            require_new(options.keep_removed)
         work.empty()
     work.clean()
     plan_sha256 = write_plan(work.new_plan, corpus, unit_bytes=options.unit_bytes, strict=options.strict)
@@ -182,6 +189,7 @@ def _begin(corpus: Corpus, work: WorkDirectory, options: PrepareOptions) -> None
         "files": plan_sha256,
         "tokenizer": tokenizer.sha256 if tokenizer else None,
         "filter_files": corpus.filter_files(),
+        "keep_removed": str(options.keep_removed.resolve()) if options.keep_removed is not None else None,
         "versions": _versions(),
     }
     if before is not None:

@@ -5,10 +5,12 @@ units/NNNNNN/documents     a record a document: tokens, bytes, split, where it c
 units/NNNNNN/names         the documents' ids, a line each
 units/NNNNNN/ids           the ids that they brought themselves, one after the other
 units/NNNNNN/labels        uint32: the class of each, where they have one, as its place in classes.json
+units/NNNNNN/removed       what filters dropped, where that is asked for: ``removed.py``
 units/NNNNNN/exact-NNNN    keys of texts, near-NNNN keys of bands, for ``deduplication.py``
 units/NNNNNN/counts.json    counts, and what was dropped
 """
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -37,6 +39,8 @@ from lightscale.data_pipeline.preparation.normalise import INVALID_UTF8, LONE_SU
 from lightscale.data_pipeline.preparation.plan import UNIT_SHIFT, PreparationPlan, UnitSummary, read_plan
 from lightscale.data_pipeline.preparation.readers import read
 from lightscale.data_pipeline.preparation.readers.inputs import EMPTY, Problems
+from lightscale.data_pipeline.preparation.removed import FILE as REMOVED
+from lightscale.data_pipeline.preparation.removed import RemovedWriter
 from lightscale.data_pipeline.preparation.tokenizer_sample import TextSample
 from lightscale.data_pipeline.preparation.work_directory import WorkDirectory
 from lightscale.data_pipeline.store.format import TOKENIZER_DIR, Split
@@ -75,6 +79,7 @@ class Context:
         state = work.read_state()
         assert state is not None, "tasks begin after the state was written"
         self.corpus = Corpus.model_validate(state["corpus"])
+        self.keep_removed = state["keep_removed"] is not None
         self._filters: dict[str, Chain | None] = {}
 
     @cached_property
@@ -197,8 +202,11 @@ def prepare_unit(context: Context, unit: UnitSummary, advance: Advance) -> None:
         return
     counts = UnitCounts(problems=Problems(strict=context.strict))
     # The directory gets its name when everything in it is written: a unit that has its name is never half a unit.
-    with whole_directory(target) as directory, UnitWriter(directory, unit, context) as writer:
-        for document in clean_documents(context, unit, counts, advance):
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(whole_directory(target))
+        writer = stack.enter_context(UnitWriter(directory, unit, context))
+        removed = stack.enter_context(RemovedWriter(directory / REMOVED)) if context.keep_removed else None
+        for document in clean_documents(context, unit, counts, advance, removed=removed):
             writer.append(document)
         writer.finish()
         (directory / "counts.json").write_text(json.dumps(counts.as_json(), ensure_ascii=False), encoding="utf-8")
@@ -221,9 +229,12 @@ def sample_unit(context: Context, unit: UnitSummary, advance: Advance) -> None:
 
 
 def clean_documents(
-    context: Context, unit: UnitSummary, counts: UnitCounts, advance: Advance
+    context: Context, unit: UnitSummary, counts: UnitCounts, advance: Advance, *, removed: RemovedWriter | None = None
 ) -> Iterator[CleanDocument]:
-    """The documents of a unit, in order, that are left after reading, normalising and filtering."""
+    """The documents of a unit, in order, that are left after reading, normalising and filtering.
+
+    Those that filters drop are written to ``removed``.
+    """
     # A generator, document after document: memory does not grow with the unit, and one pass does all four steps.
     rules = context.filter_of(unit.source)
     options = context.corpus.read_options(unit.source)
@@ -249,6 +260,8 @@ def clean_documents(
                 verdict = rules.judge(text)
                 if verdict.rule is not None:
                     filtered.drop(verdict.rule, num_bytes, raw.id, text)
+                    if removed is not None:
+                        removed.add(raw.id, verdict.rule, verdict.score, text)
                     continue
                 counts.changes["filter"].add(verdict.changes)
                 if verdict.text is not text:

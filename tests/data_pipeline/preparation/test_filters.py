@@ -63,9 +63,11 @@ CASES: list[tuple[str, str, str, str]] = [
     ("encoded_data", "code", "b'" + "\\x41" * 7 + "'", "b'" + "\\x41" * 300 + "'"),
     ("encoded_data", "code", "[0x41, 0x42, 0x43]", "[" + "0x41, 0x42,\n" * 100 + "]"),
     ("encoded_data", "code", '"\\u5b57"', '"' + "\\u5b57" * 10 + '"'),
-    ("chinese_characters", "zh", "字" * 3 + " " * 50 + "abcdefg", "字" * 3 + "abcdefgh"),
+    ("chinese_characters", "zh", "字" * 3 + " word" * 3 + " 123 -=-", "字" * 3 + "abc-def ghi jkl"),
+    ("chinese_characters", "zh", "abc字字def字", "字abc字def字ghi jkl"),
     ("chinese_punctuation", "zh", "字" * 99 + "，" + "。" + "字" * 101, "字" * 101 + "。"),
     ("chinese_punctuation", "zh", "字字字，字字字。", "字字，字字字。"),
+    ("chinese_punctuation", "zh", "字" * 100 + ". x, y; z", "字" * 101 + " . x, y; z"),
     ("mean_word_length", "en", "abc abc", "ab abc"),
     ("mean_word_length", "en", "a" * 10 + " 0123456789", "a" * 10 + " " + "b" * 11),
     ("mean_word_length", "en", "éèê ñöü", "éè ñöü"),  # characters, not bytes

@@ -18,8 +18,12 @@ from pydantic import ValidationError
 from lightscale.config.fields import shown_value
 from lightscale.config.section import Section
 from lightscale.data_pipeline.preparation.filters.c4 import C4Filter
+from lightscale.data_pipeline.preparation.filters.classifier import ClassifierFilter
+from lightscale.data_pipeline.preparation.filters.contamination import ContaminationFilter
 from lightscale.data_pipeline.preparation.filters.filter import LANGUAGES, RULE_SETS, Filter, make_filter, nearest
 from lightscale.data_pipeline.preparation.filters.judgement import FileSection, Judgement, Step
+from lightscale.data_pipeline.preparation.filters.languages import LanguageFilter
+from lightscale.data_pipeline.preparation.filters.masks import MaskFilter
 from lightscale.data_pipeline.preparation.filters.rules import RULES
 from lightscale.errors import UserError
 
@@ -36,6 +40,8 @@ def _rules(name: str, options: Any) -> Filter:
 
 def _section(kind: type[Section], name: str, options: Any) -> Any:
     """A filter that is a table of its options."""
+    if name in _LIST_KEYS and isinstance(options, list):
+        options = {_LIST_KEYS[name]: options}
     try:
         return kind.model_validate({} if options is True else options)
     except ValidationError as error:
@@ -49,7 +55,13 @@ def _section(kind: type[Section], name: str, options: Any) -> Any:
 
 _SECTIONS: dict[str, type[Section]] = {
     "c4": C4Filter,
+    "languages": LanguageFilter,
+    "decontaminate": ContaminationFilter,
+    "mask": MaskFilter,
+    "classifier": ClassifierFilter,
 }
+# A list in place of their table is this key of it: languages = ["en"].
+_LIST_KEYS = {"languages": "keep", "mask": "kinds"}
 
 STEPS: Final[Mapping[str, _Maker]] = {
     **{name: partial(_rules, name) for name in RULE_SETS},

@@ -33,7 +33,7 @@ THRESHOLDS: Final[Mapping[str, Mapping[str, Mapping[str, float]]]] = {
     "zh": {
         **_ANY_TEXT,
         "mean_line_length": {"min": 10},
-        "chinese_characters": {"min": 0.3},
+        "chinese_characters": {"min": 0.5},
         "chinese_punctuation": {"min": 0.01, "max": 0.35},
         "terminal_punctuation": {"min": 0.106},
         "duplicate_lines": {"max": 0.287, "max_characters": 0.2},
