@@ -25,7 +25,7 @@ from lightscale.evaluation.inference.sampling import Chooser, choose
 from lightscale.evaluation.inference.written_text import decode_stream, encode_prompt
 from lightscale.exchange.export_reader import is_export, open_export
 from lightscale.exchange.files.weights import empty_model, kept_dtype
-from lightscale.exchange.loaded import FillMaskModel, LoadedModel, TextClassifier
+from lightscale.exchange.loaded import FillMaskModel, LibraryModel, TextClassifier
 from lightscale.exchange.plain.mixers import State
 from lightscale.exchange.plain.model import CausalModel, MaskedModel
 from lightscale.exchange.trained import OpenedModel, open_run
@@ -35,7 +35,7 @@ PREFILL_TOKENS = 1024
 """Tokens of a text that pass through the model at once; bounds the memory of activations."""
 
 
-class TextModel(LoadedModel[CausalModel]):
+class TextModel(LibraryModel[CausalModel]):
     """A language model with its tokenizer; ``module`` maps ids (b, n) and states to logits (b, n, V) and states."""
 
     def logits(self, text: str | Sequence[int] | Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class Filling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadedModel(Generic[Module]):
+class LibraryModel(Generic[Module]):
     """A model with its tokenizer.
 
     Texts are documents: where one is given, the end-of-text token is put before it, as in training. Where ids are
@@ -77,7 +77,7 @@ class LoadedModel(Generic[Module]):
         return encode_prompt(self.tokenizer, text)
 
 
-class _PredictsNoText(LoadedModel[Module]):
+class _PredictsNoText(LibraryModel[Module]):
     """What a model that reads whole texts cannot do is refused with the reason, by the names that others have."""
 
     def generate(self, *args: object, **kwargs: object) -> NoReturn:

@@ -23,8 +23,8 @@ Tensors = dict[str, Tensor]
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole, "PIECE_TOKENS", 24)
+def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole, "SPLIT_TOKENS", 24)
     monkeypatch.setattr(whole, "_FP32_TILE", 16)
 
 
@@ -65,7 +65,7 @@ def run(inputs: Tensors, cu_seqlens: Tensor | None, backend: str) -> Tensors:
     ],
 )
 def test_any_length_and_documents(tokens: int, angles: bool, starts: list[list[int]] | None) -> None:
-    """Pieces of 24 tokens in tiles of 16; widths that tiles do not fill; two heads."""
+    """Splits of 24 tokens in tiles of 16; widths that tiles do not fill; two heads."""
     inputs = draw(2, tokens, 20, 24, heads=2, angles=angles)
     cu_seqlens = None if starts is None else boundaries(starts, tokens)
     if not tokens:
@@ -75,7 +75,7 @@ def test_any_length_and_documents(tokens: int, angles: bool, starts: list[list[i
 
 
 def test_extreme_keys_and_padding() -> None:
-    """Keys that rise by 160 inside a tile and between pieces; padding, a whole document of it; heavy tails."""
+    """Keys that rise by 160 inside a tile and between splits; padding, a whole document of it; heavy tails."""
     inputs = draw(1, 60, 12, 8)
     inputs["k"] *= 10
     inputs["k"][:, 5:40] -= 80

@@ -2,9 +2,9 @@
 
     z = log Σ_i e^{k_i}     p_i = e^{k_i - z}     S = Σ_i φ(p_i) v_iᵀ     o_t = Sᵀ φ(q_t)
 
-Documents are cut into pieces, and no piece has tokens of two of them. A program goes once through the tokens of a piece
-and keeps a running log-sum and the average by it (``accumulate``); another adds the pieces of a document, always in
-their order (``fold_pieces``). Everything else is a product of a tile of tokens with its document's state: ``read``, and
+Documents are cut into splits, and no split has tokens of two of them. A program goes once through the tokens of a split
+and keeps a running log-sum and the average by it (``accumulate``); another adds the splits of a document, always in
+their order (``fold_splits``). Everything else is a product of a tile of tokens with its document's state: ``read``, and
 the other way round ``read_back``. dS is what ``accumulate`` makes of φ(q) and do without weights, so that backward has
 no more kernels. Weights are at most 1 everywhere; angles are applied where tokens are read.
 """
@@ -31,8 +31,8 @@ from lightscale.kernels.lightnet.state import LightNetState
 from lightscale.kernels.lightnet.triton.kernels import EMPTY, finite, share_of
 from lightscale.kernels.lightnet.triton.tiling import _TYPES, LAUNCH, NUM_WARPS, tiling_of
 
-PIECE_TOKENS = 1024
-"""Of a program that makes states: a long row keeps many of them busy, and its pieces' states are small beside it."""
+SPLIT_TOKENS = 1024
+"""Of a program that makes states: a long row keeps many of them busy, and its splits' states are small beside it."""
 _TILE_TOKENS, _TILE_WIDTH = 64, 64
 _FP32_TILE = 32
 
@@ -43,7 +43,7 @@ def accumulate(
     y,  # (tokens, H, V)
     turns,  # (H, K) int64, or None
     positions,  # (tokens,) int64, or None
-    pieces,  # (P, 3) int64: first token, number, document
+    splits,  # (P, 3) int64: first token, number, document
     logs,  # (P, H, K) fp32, or None: nothing weighs
     sums,  # (P, H, R, V) fp32
     H,
@@ -59,7 +59,7 @@ def accumulate(
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """log Σ e^x and the average of φ by e^x, or Σ φ(x) yᵀ, of a piece's tokens: a tile of its state."""
+    """log Σ e^x and the average of φ by e^x, or Σ φ(x) yᵀ, of a split's tokens: a tile of its state."""
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     R: tl.constexpr = K if turns is None else 2 * K
@@ -67,8 +67,8 @@ def accumulate(
     tile_v = program % V_TILES
     tile_k = program // V_TILES % K_TILES
     head = program // (V_TILES * K_TILES) % H
-    piece = program // (V_TILES * K_TILES * H)
-    begin, count = tl.load(pieces + piece * 3), tl.load(pieces + piece * 3 + 1)
+    split = program // (V_TILES * K_TILES * H)
+    begin, count = tl.load(splits + split * 3), tl.load(splits + split * 3 + 1)
     rows = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     cols = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
     has_k, has_v = exists(rows, K, BLOCK_K), exists(cols, V, BLOCK_V)
@@ -113,8 +113,8 @@ def accumulate(
         other *= average[:, None]
         if tile_v == 0:
             log = tl.where(total > 0.0, top + tl.log(tl.maximum(total, 1e-30)), EMPTY)
-            tl.store(logs + (piece * H + head) * K + rows, log, mask=has_k)
-    to = sums + (piece * H + head) * R * V + rows[:, None] * V + cols[None, :]
+            tl.store(logs + (split * H + head) * K + rows, log, mask=has_k)
+    to = sums + (split * H + head) * R * V + rows[:, None] * V + cols[None, :]
     in_tile = has_k[:, None] & has_v[None, :]
     tl.store(to, acc, mask=in_tile)
     if turns is not None:
@@ -122,10 +122,10 @@ def accumulate(
 
 
 @triton.jit
-def fold_pieces(
+def fold_splits(
     logs,  # (P, H, K) fp32, or None: sums are added as they are
     sums,  # (P, H, R, V) fp32
-    firsts,  # (N + 1,) int64: the first piece of each document
+    firsts,  # (N + 1,) int64: the first split of each document
     z,  # (N, H, K) fp32, or None
     S,  # (N, H, R, V) fp32
     H,
@@ -135,7 +135,7 @@ def fold_pieces(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """The state of a document of those of its pieces, a tile of it."""
+    """The state of a document of those of its splits, a tile of it."""
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     program = tl.program_id(0).to(tl.int64)
@@ -152,12 +152,12 @@ def fold_pieces(
     acc = tl.zeros([BLOCK_K, BLOCK_V], dtype=tl.float32)
     top = tl.full([BLOCK_K], EMPTY, tl.float32)
     total = tl.zeros([BLOCK_K], dtype=tl.float32)
-    for piece in range(tl.load(firsts + document), tl.load(firsts + document + 1)):
-        part = tl.load(sums + (piece * H + head) * R * V + at, mask=in_tile, other=0.0)
+    for split in range(tl.load(firsts + document), tl.load(firsts + document + 1)):
+        part = tl.load(sums + (split * H + head) * R * V + at, mask=in_tile, other=0.0)
         if logs is None:
             acc += part
         else:
-            log = tl.load(logs + (piece * H + head) * K + rows, mask=has_k, other=EMPTY)
+            log = tl.load(logs + (split * H + head) * K + rows, mask=has_k, other=EMPTY)
             higher = tl.maximum(top, log)
             left, share = share_of(top, finite(higher)), share_of(log, finite(higher))
             top = higher
@@ -316,7 +316,7 @@ def _constants(dtype: torch.dtype, K: int, V: int, *, scans: bool = False) -> di
 
 @lru_cache(maxsize=32)
 def _table(bounds: tuple[int, ...], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pieces of at most ``size`` tokens, (P, 3) first token, number, document; and (N + 1,) each document's first."""
+    """Splits of at most ``size`` tokens, (P, 3) first token, number, document; and (N + 1,) each document's first."""
     edges = np.array(bounds, dtype=np.int64)
     lengths = np.diff(edges)
     counts = -(-lengths // size)
@@ -325,8 +325,8 @@ def _table(bounds: tuple[int, ...], size: int, device: torch.device) -> tuple[Te
     inside = (np.arange(len(documents)) - firsts[documents]) * size
     table = np.stack([edges[documents] + inside, np.minimum(lengths[documents] - inside, size), documents], axis=1)
     found = (torch.from_numpy(np.ascontiguousarray(part)) for part in (table, firsts))
-    pieces, first = (x.to(device, non_blocking=True) for x in found)
-    return pieces, first
+    splits, first = (x.to(device, non_blocking=True) for x in found)
+    return splits, first
 
 
 def _edges(bounds: Bounds, x: Tensor) -> tuple[int, ...]:
@@ -347,25 +347,25 @@ def _state_of(x: Tensor, y: Tensor, angles: Angles | None, bounds: Bounds, *, we
     """z (N, H, K), empty where nothing weighs, and S (N, H, R, V), fp32."""
     K, V, H = x.size(3), y.size(3), x.size(2)
     halves, edges = 1 if angles is None else 2, _edges(bounds, x)
-    pieces, firsts = _table(edges, PIECE_TOKENS, x.device)
-    num_documents, num_pieces = len(edges) - 1, len(pieces)
+    splits, firsts = _table(edges, SPLIT_TOKENS, x.device)
+    num_documents, num_splits = len(edges) - 1, len(splits)
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=x.device)
 
-    sums, S = empty(num_pieces, H, halves * K, V), empty(num_documents, H, halves * K, V)
-    logs, z = (empty(n, H, K) if weighed else None for n in (num_pieces, num_documents))
+    sums, S = empty(num_splits, H, halves * K, V), empty(num_documents, H, halves * K, V)
+    logs, z = (empty(n, H, K) if weighed else None for n in (num_splits, num_documents))
     flat_x, flat_y = _flat(x), _flat(y)
     constants = _constants(x.dtype, K, V, scans=True)
     tiles = triton.cdiv(K, constants["BLOCK_K"]) * triton.cdiv(V, constants["BLOCK_V"]) * H
     with on_device_of(x):
-        if num_pieces * tiles:
-            accumulate[(num_pieces * tiles,)](
-                flat_x, flat_y, *_turns(angles), pieces, logs, sums, H,
+        if num_splits * tiles:
+            accumulate[(num_splits * tiles,)](
+                flat_x, flat_y, *_turns(angles), splits, logs, sums, H,
                 *flat_x.stride()[:2], *flat_y.stride()[:2], **constants, **LAUNCH,
             )  # fmt: skip
         if num_documents * tiles:
-            fold_pieces[(num_documents * tiles * halves,)](
+            fold_splits[(num_documents * tiles * halves,)](
                 logs, sums, firsts, z, S, H, K=K, R=halves * K, V=V,
                 BLOCK_K=constants["BLOCK_K"], BLOCK_V=constants["BLOCK_V"], **LAUNCH,
             )  # fmt: skip
@@ -442,13 +442,13 @@ def _cases() -> Iterator[KernelCase]:
         (torch.float16, 128, True),
         (torch.float32, 128, True),
     ):
-        usual = dtype == torch.bfloat16 and width == 128 and angles
+        first = dtype == torch.bfloat16 and width == 128 and angles
         for kernel, weighed in ((accumulate, True), (accumulate, False), (read, True), (read, False),
                                 (read_back, True), (read_back, False)):  # fmt: skip
-            yield _case(kernel, names[dtype], dtype, width, angles=angles, weighed=weighed, usual=usual)
+            yield _case(kernel, names[dtype], dtype, width, angles=angles, weighed=weighed, usual=first and weighed)
     yield KernelCase(
         name="lightnet_noncausal fold",
-        kernel=fold_pieces,
+        kernel=fold_splits,
         arguments={**dict.fromkeys(("logs", "sums", "z", "S"), "*fp32"), "firsts": "*i64", "H": "i32"},
         constants={"K": 128, "R": 256, "V": 128, "BLOCK_K": 64, "BLOCK_V": 64},
         num_warps=NUM_WARPS,
@@ -460,7 +460,7 @@ def _cases() -> Iterator[KernelCase]:
 def _case(
     kernel: Any, name: str, dtype: torch.dtype, width: int, *, angles: bool, weighed: bool, usual: bool
 ) -> KernelCase:
-    tokens, tables = f"*{name}", {"accumulate": "pieces"}.get(kernel.fn.__name__, "tiles")
+    tokens, tables = f"*{name}", {"accumulate": "splits"}.get(kernel.fn.__name__, "tiles")
     arguments: dict[str, str] = {tables: "*i64", "H": "i32"}
     constants: dict[str, Any] = {}
     arguments |= dict.fromkeys({"accumulate": "xy", "read": "x", "read_back": "y"}[kernel.fn.__name__], tokens)
