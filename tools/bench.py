@@ -150,8 +150,8 @@ def run_evaluate(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
 
 def run_dedup(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
     """Deduplication over growing corpora."""
-    for figures in dedup.run(args.documents):
-        settings = {"bands": dedup.NUM_BANDS}
+    for figures in dedup.run(args.documents, args.repeats):
+        settings = {"bands": dedup.NUM_BANDS, "repeats": args.repeats}
         yield BenchmarkReport(settings=settings, figures=figures, table=dedup.table(figures))
 
 
@@ -289,7 +289,7 @@ BENCHMARKS = {
         add_arguments=dedup.add_arguments,
         run=run_dedup,
         threads=1,
-        repeats=1,
+        repeats=3,
     ),
     "data": Benchmark(
         summary="corpus pipeline: loader beside memmap, zarr, Megatron; preparation beside datatrove; memory",

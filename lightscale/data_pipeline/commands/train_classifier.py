@@ -15,7 +15,8 @@ from lightscale.data_pipeline.preparation.corpus import Corpus, make_corpus
 from lightscale.data_pipeline.preparation.filters import classifier
 from lightscale.data_pipeline.preparation.normalise import normalise
 from lightscale.data_pipeline.preparation.readers import cut_into_ranges, read
-from lightscale.data_pipeline.preparation.sources import FileLister, Problems
+from lightscale.data_pipeline.preparation.readers.inputs import Problems
+from lightscale.data_pipeline.preparation.sources import FileLister
 from lightscale.errors import UserError
 
 _BITS, _PENALTY, _HELD_OUT = 18, 1e-4, 0.1

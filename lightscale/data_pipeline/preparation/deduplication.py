@@ -35,6 +35,8 @@ KINDS: tuple[Kind, ...] = ("exact", "near")
 _REASONS: dict[Kind, str] = {"exact": "exact duplicate", "near": "near duplicate"}
 # So much of the key files is read for one range: bounds the memory of a task, whatever the size of the corpus.
 _RANGE_BYTES = 2**24
+# Key files that one task merges at least: with fewer, tasks of a small corpus would mostly make and sync files.
+_MERGED_AT_LEAST = 16
 # Files of pairs that one task unites, one after the other.
 _UNITED_AT_ONCE = 16
 
@@ -103,8 +105,8 @@ def steps(files: KeyFiles, kind: Kind) -> Iterator[DedupStep]:
     level = 0
     while len(names) > FAN_IN:
         level += 1
-        # In as many tasks as there may be files afterwards: all workers have some.
-        size = min(FAN_IN, -(-len(names) // FAN_IN))
+        # In as many tasks as there may be files afterwards, if they are worth it: all workers have some.
+        size = min(FAN_IN, max(_MERGED_AT_LEAST, -(-len(names) // FAN_IN)))
         tasks = _grouped(names, num_bytes, size, kind, f"duplicates/{kind}-keys-{level}/{{:06}}")
         yield DedupStep(name=f"sort keys of {kind} duplicates", task=merge_keys, items=tasks)
         names, num_bytes = [task.target for task in tasks], [task.num_bytes for task in tasks]

@@ -10,12 +10,11 @@ kept in STORE.work; the same command continues from there. The README of
 ``data_pipeline`` says what takes memory as the corpus grows.
 """
 
-import contextlib
 import functools
 import json
 import platform
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,11 @@ import numpy as np
 import zarr
 
 from lightscale import __version__
-from lightscale.data_pipeline.executors import Executor, InProcess, Progress, Task
+from lightscale.data_pipeline.executors import Advance, Executor, ExecutorFactory, InProcess, Progress, Task
 from lightscale.data_pipeline.preparation import assemble, deduplication
 from lightscale.data_pipeline.preparation.corpus import ASCII_TOKENIZER, DEFAULT_VOCAB_SIZE, TRAINED_TOKENIZER, Corpus
 from lightscale.data_pipeline.preparation.html_report import make_html_report
 from lightscale.data_pipeline.preparation.plan import PreparationPlan, UnitSummary, read_plan, write_plan
-from lightscale.data_pipeline.preparation.readers import Advance
 from lightscale.data_pipeline.preparation.removed import export, require_new
 from lightscale.data_pipeline.preparation.report import DropSummary, make_report
 from lightscale.data_pipeline.preparation.tokenizer_sample import TextSample
@@ -55,14 +53,12 @@ from lightscale.data_pipeline.tokenizers import (
     train_sentencepiece,
 )
 from lightscale.data_pipeline.whole_files import whole_directory
-from lightscale.errors import UserError
+from lightscale.errors import UserError, shortened
 
 # Part of what a work directory is compared by: raised when units, keys, shards or the files in it differ from before.
 PIPELINE_VERSION = 6
 # So many units are read to train a tokenizer, spread evenly over the corpus.
 _SAMPLED_UNITS = 64
-
-ExecutorFactory = Callable[[Callable[[], Context]], Executor]
 
 
 def _silent(step: str, done: int, total: int) -> None:
@@ -97,13 +93,12 @@ def prepare(
     work = WorkDirectory.beside(out)
     # A recipe and not a context: every worker process makes its own, when the work directory has what it reads.
     make_context = functools.partial(Context, work, strict=options.strict)
-    with options.make_executor(make_context) as executor, contextlib.ExitStack() as stack:
-        once = functools.partial(_once, executor, work)
-        once(lambda: stack.enter_context(work.locked()) and None)
+    with work.locked(), options.make_executor(make_context) as executor:
         try:
-            return _prepare(corpus, out, work, options, executor, progress)
+            with explain_full_disk(work):
+                return _prepare(corpus, out, work, options, executor, progress)
         except UserError:
-            if executor.is_main and not work.has_finished_work():
+            if not work.has_finished_work():
                 work.remove()
             raise
 
@@ -111,15 +106,13 @@ def prepare(
 def _prepare(
     corpus: Corpus, out: Path, work: WorkDirectory, options: PrepareOptions, executor: Executor, progress: Progress
 ) -> dict[str, Any]:
-    once = functools.partial(_once, executor, work)
-    if (report := once(lambda: _finished_before(out, work))) is not None:
+    if (report := _finished_before(out, work)) is not None:
         return report
-    once(lambda: _begin(corpus, work, options))
-    # Every process reads the plan and lists the same tasks from it: nothing is sent but which of them to run.
+    _begin(corpus, work, options)
     plan = read_plan(work.plan)
 
     def run(step: str, task: Task, items: Sequence[Any], sizes: Sequence[int]) -> None:
-        executor.run(step, functools.partial(_explaining_full_disk, task), items, sizes, progress)
+        executor.run(step, functools.partial(_explained, step, task), items, sizes, progress)
 
     def run_on(step: str, task: Task, units: Sequence[UnitSummary]) -> None:
         run(step, task, units, [unit.num_bytes for unit in units])
@@ -127,39 +120,40 @@ def _prepare(
     # Tokenizing needs the tokenizer, and that needs texts: so a trained one costs a first pass over some of the units.
     if not (work.path / TOKENIZER_DIR).exists():
         run_on("sample for the tokenizer", sample_unit, _sampled(plan))
-        once(lambda: _train_tokenizer(corpus, work, plan))
+        _train_tokenizer(corpus, work, plan)
 
     run_on("read, filter, tokenize", prepare_unit, plan.units)
 
     # Duplicates are found over all units, when all keys are there; the documents themselves are not read again.
     for kind in deduplication.KINDS:
-        files = once(functools.partial(deduplication.list_key_files, work, kind))
+        files = deduplication.list_key_files(work, kind)
         for step in deduplication.steps(files, kind):
             run(step.name, step.task, step.items, [item.num_bytes for item in step.items])
 
     run_on("count kept documents", assemble.count_kept, plan.units)
     # Shards are cut by the number of tokens that are kept, so they are known only now.
     context = Context(work, strict=options.strict)
-    once(lambda: _require_documents(context))
+    _require_documents(context)
     run("write shards", assemble.write_shard, *assemble.shard_jobs(context))
-    if (removed := options.keep_removed) is not None:
-        once(lambda: export(work, plan, removed))
-    report = once(lambda: _finish(context, out))
-    assert report is not None
-    return report
+    if options.keep_removed is not None:
+        export(work, plan, options.keep_removed)
+    return _finish(context, out)
 
 
-def _once(executor: Executor, work: WorkDirectory, task: Callable[[], Any]) -> Any:
-    def explained() -> Any:
-        with explain_full_disk(work):
-            return task()
-
-    return executor.once(explained)
-
-
-def _explaining_full_disk(task: Task, context: Context, item: Any, advance: Advance) -> None:
-    with explain_full_disk(context.work):
-        task(context, item, advance)
+def _explained(step: str, task: Task, context: Context, item: Any, advance: Advance) -> None:
+    """``task``, in a worker; its errors say what it was at."""
+    try:
+        with explain_full_disk(context.work):
+            task(context, item, advance)
+    except UserError:
+        raise
+    except Exception as error:
+        name = shortened(repr(item))
+        if isinstance(item, UnitSummary):
+            files = ", ".join(part.file.id for part in context.plan.file_ranges(item))
+            name = f"unit {item.number} of source {item.source}: {shortened(files, 1000)}"
+        error.add_note(f"while: {step}, {name}")
+        raise
 
 
 def _finished_before(out: Path, work: WorkDirectory) -> dict[str, Any] | None:
@@ -277,6 +271,8 @@ def _finish(context: Context, out: Path) -> dict[str, Any]:
     token_counts: dict[Split, Any] = {split: np.zeros(vocab_size, dtype=np.int64) for split in SPLITS}
     for output in outputs:
         token_counts[output.split] += assemble.write_source(context, output)
+    # What workers left that died meanwhile must not become a part of the store.
+    work.clean(work.store)
     report = make_report(context, outputs, token_counts)
     (work.store / HTML_REPORT_FILE).write_text(make_html_report(report), encoding="utf-8")
     (work.store / "zarr.json").unlink(missing_ok=True)  # of an interrupted attempt

@@ -76,10 +76,10 @@ class WorkDirectory:
         finally:
             os.close(descriptor)  # releases the lock; so does the end of the process, however it ends
 
-    def clean(self) -> None:
-        """Remove what an interrupted process left half-written."""
+    def clean(self, below: Path | None = None) -> None:
+        """Remove what interrupted processes left half-written, in all of it or ``below`` a part."""
         # Workers of a killed preparation may still be removing their own files: what vanishes meanwhile is no error.
-        for directory, names, files in os.walk(self.path):
+        for directory, names, files in os.walk(below or self.path):
             for name in [name for name in names if name.endswith(TEMPORARY_SUFFIX)]:
                 names.remove(name)
                 shutil.rmtree(Path(directory, name), ignore_errors=True)

@@ -1,9 +1,11 @@
 """Whatever stops a preparation, and whoever resumes it: the same command gives the same store, byte for byte."""
 
+import contextlib
 import fcntl
 import importlib.util
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -14,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from lightscale.data_pipeline.preparation import assemble
@@ -180,15 +183,19 @@ def test_the_command_with_workers_goes_on_where_it_was_killed(corpus: Path, tmp_
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 
 
+def require_mpiexec() -> list[str]:
+    mpiexec = str(MPIEXEC) if MPIEXEC.exists() else shutil.which("mpiexec")
+    if importlib.util.find_spec("mpi4py") is None or mpiexec is None:
+        pytest.skip("mpiexec or mpi4py is missing (pip install mpi4py mpich)")
+    return [mpiexec]
+
+
 @pytest.mark.parametrize(
     "ranks", [1, 2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)]
 )
 def test_mpi_ranks_make_the_same_store(corpus: Path, tmp_path: Path, ranks: int) -> None:
-    mpiexec = str(MPIEXEC) if MPIEXEC.exists() else shutil.which("mpiexec")
-    if importlib.util.find_spec("mpi4py") is None or mpiexec is None:
-        pytest.skip("mpiexec or mpi4py is missing (pip install mpi4py mpich)")
     prepare(load_corpus(corpus), tmp_path / "whole")
-    command = [mpiexec, "-n", str(ranks), *command_line(corpus, tmp_path / "store", "--mpi", "--json")]
+    command = [*require_mpiexec(), "-n", str(ranks), *command_line(corpus, tmp_path / "store", "--mpi", "--json")]
     finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert finished.returncode == 0, finished.stderr
     assert json.loads(finished.stdout)["store"] == str(tmp_path / "store")  # one rank speaks
@@ -198,29 +205,133 @@ def test_mpi_ranks_make_the_same_store(corpus: Path, tmp_path: Path, ranks: int)
     assert again.stderr.count("never overwritten") == 1
 
 
-def test_a_worker_that_dies_is_one_clear_error(corpus: Path, tmp_path: Path) -> None:
-    (tmp_path / "texts" / "big.txt").write_text("x" * 2_000_000)  # keeps a worker busy for a while
-    process = subprocess.Popen(
-        command_line(corpus, tmp_path / "store", "--workers", "2"),
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    while not finished_units(tmp_path / "store"):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.002)
-    workers = [
-        pid for pid in children.read_text().split() if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+DRIVER = """
+import contextlib, functools, sys
+from pathlib import Path
+from lightscale.data_pipeline.executors import ProcessPool, mpi
+from lightscale.data_pipeline.executors.ray_cluster import RayCluster
+from lightscale.data_pipeline.preparation.corpus import load_corpus
+from lightscale.data_pipeline.preparation.prepare import PrepareOptions, prepare
+
+ENGINES = {
+    "processes": lambda: contextlib.nullcontext(functools.partial(ProcessPool, num_workers=2)),
+    "mpi": mpi.ranks,
+    "ray": lambda: contextlib.nullcontext(RayCluster),
+}
+if __name__ == "__main__":
+    with ENGINES[sys.argv[1]]() as make_executor:
+        if make_executor is not None:
+            options = PrepareOptions(unit_bytes=int(sys.argv[4]), make_executor=make_executor)
+            prepare(load_corpus(Path(sys.argv[2])), Path(sys.argv[3]), options)
+"""
+
+
+def workers_of(engine: str, driver: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Processes that do tasks."""
+    found = []
+    processes = psutil.process_iter() if engine == "ray" else psutil.Process(driver.pid).children(recursive=True)
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            line = " ".join(process.cmdline())
+            is_worker = {
+                "processes": lambda line=line: "spawn_main" in line,
+                "mpi": lambda line=line, one=process: "driver.py" in line and one.environ().get("PMI_RANK", "0") != "0",
+                "ray": lambda line=line: line.startswith("ray::_run_in"),
+            }[engine]
+            if is_worker():
+                found.append(process)
+    return found
+
+
+def count_kills(engine: str, driver: subprocess.Popen[bytes], generator: random.Random, most: int) -> int:
+    """Kill workers at random instants until the driver ends; how many."""
+    kills = 0
+    wait_until = 0.0
+    while driver.poll() is None:
+        time.sleep(0.01)
+        if kills == most or time.monotonic() < wait_until or not (workers := workers_of(engine, driver)):
+            continue
+        if wait_until:
+            with contextlib.suppress(psutil.Error):
+                generator.choice(workers).kill()
+                kills += 1
+        wait_until = time.monotonic() + generator.uniform(0, 0.7)
+    return kills
+
+
+def kills_until_done(engine: str, command: list[str], generator: random.Random, most: int) -> tuple[int, int]:
+    """Run until the store is there; kills of workers, and starts of the command."""
+    kills = starts = 0
+    while True:
+        starts += 1
+        assert starts <= most + 1
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as driver:
+            kills_before = kills
+            kills += count_kills(engine, driver, generator, most - kills)
+            assert driver.stderr is not None
+            errors = driver.stderr.read().decode()
+        if driver.returncode == 0:
+            return kills, starts
+        # Where a rank dies MPI ends the job.
+        assert engine == "mpi" and kills > kills_before, errors
+
+
+@pytest.fixture(scope="module")
+def ray_address() -> Iterator[str]:
+    """A Ray cluster of two nodes on this machine."""
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    options: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_raylet_start_wait_time_s", "200")  # of a busy machine
+        cluster = Cluster(initialize_head=True, head_node_args=options | {"include_dashboard": False})
+        cluster.add_node(**options)
+        yield cluster.address
+        cluster.shutdown()
+
+
+def most_kills(count: int, *marks: pytest.MarkDecorator) -> list[Any]:
+    return [pytest.param(engine, count, marks=marks) for engine in ("processes", "mpi")] + [
+        pytest.param("ray", count, marks=marks if count > 3 else [pytest.mark.long, pytest.mark.timeout(400)])
     ]
-    assert len(workers) == 2
-    for pid in workers:
-        os.kill(int(pid), signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 78
-    assert "a worker process died (out of memory, or killed)" in errors
-    assert "Traceback" not in errors
-    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("engine", "most"), [*most_kills(2), *most_kills(20, pytest.mark.soak, pytest.mark.timeout(1800))]
+)
+def test_workers_killed_at_random_instants_leave_no_trace(
+    corpus: Path,
+    tmp_path: Path,
+    engine: str,
+    most: int,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others do their tasks; where MPI ends the job, the next goes on, and loses at most what was in hand."""
+    with (tmp_path / "lines.jsonl").open("a") as lines:
+        for number in range(1000):
+            lines.write(json.dumps({"text": " ".join(str(number * factor) for factor in range(99))}) + "\n")
+    unit_bytes = 5000
+    prepare(load_corpus(corpus), tmp_path / "whole", PrepareOptions(unit_bytes=unit_bytes))
+    expected = contents(tmp_path / "whole")
+    (tmp_path / "driver.py").write_text(DRIVER)
+    command = [sys.executable, str(tmp_path / "driver.py"), engine, str(corpus), "{out}", str(unit_bytes)]
+    if engine == "mpi":
+        command = [*require_mpiexec(), "-n", "3", *command]
+    elif engine == "ray":
+        monkeypatch.setenv("RAY_ADDRESS", request.getfixturevalue("ray_address"))
+    generator = random.Random(most)
+    kills = starts = stores = 0
+    while kills < most:
+        out = tmp_path / f"store-{stores}"
+        here = [str(out) if part == "{out}" else part for part in command]
+        found, started = kills_until_done(engine, here, generator, min(most - kills, 4))
+        kills, starts, stores = kills + found, starts + started, stores + 1
+        assert contents(out) == expected
+        assert not out.with_name(f"{out.name}.work").exists()
+    print(json.dumps({"engine": engine, "kills": kills, "starts": starts, "stores": stores, "identical": stores}))
 
 
 @pytest.fixture

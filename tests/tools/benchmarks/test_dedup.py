@@ -18,8 +18,10 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_more_documents_and_more_units(benchmark: ModuleType) -> None:
-    *_, figures = benchmark.run([1_005, 4_000])
+    *_, figures = benchmark.run([1_005, 4_000], repeats=3)
     found = figures["documents"]
+    for of in found.values():
+        assert sorted(of["samples_us"])[1] == of["cpu_us_per_document"] and len(of["samples_us"]) == 3
     assert [found[count]["key_files"] for count in ("1005", "4000")] == [4, 16]
     # A read of everything, some records more to find where a range begins, and the pairs.
     assert 224 <= found["1005"]["bytes_read_per_document"] < 400
@@ -42,6 +44,6 @@ def test_the_duplicates_are_those_that_were_meant(benchmark: ModuleType) -> None
 
 
 def test_table_for_people(bench_in_process: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_in_process.main(["dedup", "--documents", "1005"]) == 0
+    assert bench_in_process.main(["dedup", "--documents", "1005", "--repeats", "1"]) == 0
     said = capsys.readouterr().out
     assert "1,005" in said and "CPU time grows 1.00 times (at most 1.3)" in " ".join(said.split())

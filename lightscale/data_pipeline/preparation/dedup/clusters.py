@@ -53,9 +53,9 @@ def merge_pairs(parts: Iterable[NDArray[np.uint64]]) -> NDArray[np.uint64]:
         for start in range(0, part.shape[1], _LINKS_AT_ONCE):
             waiting.append(part[:, start : start + _LINKS_AT_ONCE])
             num_waiting += waiting[-1].shape[1]
-            # A union costs as much as all pairs in it: with half as many new ones as there are already, unions are few,
-            # and none takes more memory than in proportion to the result.
-            if num_waiting >= max(_LINKS_AT_ONCE, pairs.shape[1] // 2):
+            # A union costs as much as all pairs in it: with as many new ones as there are already, unions are few, and
+            # none takes more memory than in proportion to the result.
+            if num_waiting >= max(_LINKS_AT_ONCE, pairs.shape[1]):
                 pairs, waiting, num_waiting = _united([pairs, *waiting]), [], 0
     return _united([pairs, *waiting]) if waiting else pairs
 

@@ -42,17 +42,32 @@ def write_band_records(path: Path, keys: NDArray[np.uint64], document_ids: NDArr
 
 
 def key_order(records: NDArray[np.void]) -> NDArray[np.intp]:
-    """The order in which equal keys stand together, by their high halves ascending."""
-    high = np.ascontiguousarray(records["high"])
-    # Of few ascending runs, which files make, several times as fast as any order of the whole records.
-    order = np.argsort(high, kind="stable")
+    """The order in which equal keys stand together, by their high halves ascending; equal keys stay as they stand."""
+    order = _ascending(np.ascontiguousarray(records["high"]))
     if "low" in (records.dtype.names or ()):
-        high, low = high[order], records["low"][order]
+        high, low = records["high"][order], records["low"][order]
         if np.any((high[1:] == high[:-1]) & (low[1:] != low[:-1])):
             return np.lexsort([records["low"], records["high"]])
     return order
 
 
+def _ascending(keys: NDArray[np.uint64]) -> NDArray[np.intp]:
+    """The stable order of ``keys``; fastest where they are spread evenly between the least and the greatest."""
+    if len(keys) == 0:
+        return np.empty(0, dtype=np.intp)
+    # Numbers of 16 bits are sorted by counting, in time linear in how many there are. After it the keys are nearly
+    # ascending, of which the sort of all 64 bits makes few comparisons, and these in the processor's caches.
+    least = keys.min()
+    places = keys - least
+    places >>= np.uint64(max(0, int(places.max()).bit_length() - 16))
+    nearly = np.argsort(places.astype(np.uint16), kind="stable")
+    del places  # arrays that are not there need no pages
+    return nearly[np.argsort(keys[nearly], kind="stable")]
+
+
 def _write(path: Path, records: NDArray[np.void]) -> None:
-    order = np.lexsort([records[name] for name in reversed(records.dtype.names or ())])
-    path.write_bytes(records[order].tobytes())
+    documents = records["document"]
+    # Units give them ascending. A file is the same for the same records, whoever gives them.
+    if np.any(documents[1:] < documents[:-1]):
+        records = records[np.argsort(documents, kind="stable")]
+    path.write_bytes(records[key_order(records)].data)

@@ -1,0 +1,22 @@
+"""What runs the tasks of a preparation. ``mpi`` and ``ray_cluster`` are imported where they are asked for."""
+
+from lightscale.data_pipeline.executors.interface import (
+    Advance,
+    Executor,
+    ExecutorFactory,
+    Progress,
+    ProgressMeter,
+    Task,
+)
+from lightscale.data_pipeline.executors.processes import InProcess, ProcessPool
+
+__all__ = [
+    "Advance",
+    "Executor",
+    "ExecutorFactory",
+    "InProcess",
+    "ProcessPool",
+    "Progress",
+    "ProgressMeter",
+    "Task",
+]
