@@ -207,7 +207,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
         axes.set_xlabel("steps")
         axes.grid(alpha=0.3)
     row[0].set_ylabel("accuracy on the second string")
-    figure.legend(*row[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    figure.legend(*row[0].get_legend_handles_labels(), loc="outside lower center", ncols=2 * len(lengths), fontsize=8)
     host = figures["machine"]
     figure.suptitle(f"Copying: {BLOCKS} blocks of width {WIDTH}, {host['cpu']}, {host['date']}", fontsize=10)
     figure.savefig(path, dpi=110)
