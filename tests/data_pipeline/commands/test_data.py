@@ -72,7 +72,7 @@ def test_json_is_one_object_on_stdout(corpus: Path, tmp_path: Path, capsys: pyte
 
 
 def test_suffixes_choose_the_files(corpus: Path, tmp_path: Path) -> None:
-    (corpus / "table.csv").write_text("alpha,beta,gamma\n" * 2000)
+    (corpus / "table.csv").write_text('n,text\n1,"' + "alpha,beta,gamma\n" * 2000 + '"\n')
     assert prepare(corpus, tmp_path / "store", "--suffixes", ".csv", "--validation", "0", "--vocab-size", "270") == 0
     assert TokenStore(tmp_path / "store").source("my-corpus").num_documents == 1
 

@@ -363,7 +363,7 @@ def test_the_page_shows_text_as_text(tmp_path: Path, byte_tokens: str) -> None:
     sources = {
         "a": {"paths": [str(tmp_path / "*.txt")], "language": "other", "filters": {"size": {"min": 2, "max": 3}}}
     }
-    sources["b"] = {"paths": [str(tmp_path / "bytes/tokenizer")], "suffixes": [".json"]}
+    sources["b"] = {"paths": [str(tmp_path / "bytes/tokenizer")], "suffixes": [".json"], "format": "text"}
     table = {"tokenizer": byte_tokens, "sources": sources, **LAYOUT}
     prepare(make_corpus(table, origin="test"), tmp_path / "store")
     page = (tmp_path / "store/report.html").read_text()
