@@ -57,7 +57,7 @@ def activation_values(model: ModelConfig, layer: int, recompute: Recompute = "no
         # Queries are as wide as outputs; rotated ones take the place of those that were projected.
         outputs = weights["out_proj.weight"][1] if "out_proj.weight" in weights else d
         activated = mixer.gathered_values(model, layer) // 2
-    outputs += mixer.kept_values(model, layer)
+    outputs += mixer.more_kept_values(model, layer)
     # Gate and up, and their product.
     return 4 * d + projected + activated + outputs + glu
 

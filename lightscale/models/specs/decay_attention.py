@@ -144,7 +144,7 @@ class DecayAttentionSpec(MixerSpec):
         return 3 * model.num_heads * (decay_attention_options(model, layer).decay in ("sigmoid", "softplus"))
 
     @staticmethod
-    def kept_values(model: ModelConfig, layer: int) -> int:
+    def more_kept_values(model: ModelConfig, layer: int) -> int:
         """Values and outputs with the column of sums."""
         return 2 * (model.hidden_size + model.num_heads) * decay_attention_options(model, layer).scale
 

@@ -70,11 +70,6 @@ class PartSpec(ABC):
         return 0.0
 
     @staticmethod
-    def kept_values(model: ModelConfig, layer: int) -> int:
-        """Numbers per token, in the weights' precision, kept for the backward pass beside what all mixers keep."""
-        return 0
-
-    @staticmethod
     def exchange_values(model: ModelConfig) -> PartExchange | None:
         """What the part exchanges with other sequence ranks; None: it has no state."""
         return None
@@ -161,9 +156,15 @@ class MixerSpec(ABC):
     def kept_values(model: ModelConfig, layer: int) -> int | None:
         """Numbers per token that the mixer keeps for its backward pass in the precision of the weights.
 
-        None: what it projects, activated queries and keys, its output, and that behind the norm.
+        None: what it projects, activated queries and keys, its output, and that behind the norm, and
+        ``more_kept_values``.
         """
         return None
+
+    @staticmethod
+    def more_kept_values(model: ModelConfig, layer: int) -> int:
+        """Numbers per token, in the weights' precision, kept for the backward pass beside what most mixers keep."""
+        return 0
 
     @staticmethod
     def fp32_values(model: ModelConfig, layer: int) -> int:
