@@ -63,16 +63,18 @@ def config_of(name: str, *, length: int, batch: int, steps: int, seed: int, voca
     mixer, options = own["mixer"], dict(own["mixer_options"])
     if mixer == "causal-rn":
         options["positions"] = 2 * length + 3
-    model = ModelConfig(
-        mixer=mixer,
-        num_layers=BLOCKS,
-        hidden_size=WIDTH,
-        num_heads=1,
-        intermediate_size=own["intermediate_size"],
-        vocab_size=-(-vocab_size // 8) * 8,
-        norm="rmsnorm",
-        glu_activation="silu",
-        mixer_options={mixer: options} if options else {},
+    model = ModelConfig.model_validate(
+        {
+            "mixer": mixer,
+            "num_layers": BLOCKS,
+            "hidden_size": WIDTH,
+            "num_heads": 1,
+            "intermediate_size": own["intermediate_size"],
+            "vocab_size": -(-vocab_size // 8) * 8,
+            "norm": "rmsnorm",
+            "glu_activation": "silu",
+            "mixer_options": {mixer: options} if options else {},
+        }
     )
     return RunConfig(
         model=model,
