@@ -70,11 +70,6 @@ class PartSpec(ABC):
         return 0.0
 
     @staticmethod
-    def kept_values(model: ModelConfig, layer: int) -> int:
-        """Numbers per token, in the weights' precision, kept for the backward pass beside what all mixers keep."""
-        return 0
-
-    @staticmethod
     def exchange_values(model: ModelConfig) -> PartExchange | None:
         """What the part exchanges with other sequence ranks; None: it has no state."""
         return None
@@ -158,6 +153,11 @@ class MixerSpec(ABC):
 
         Decays per channel are counted by the operator's cost, not here.
         """
+        return 0
+
+    @staticmethod
+    def kept_values(model: ModelConfig, layer: int) -> int:
+        """Numbers per token, in the weights' precision, kept for the backward pass beside what all mixers keep."""
         return 0
 
     @staticmethod
