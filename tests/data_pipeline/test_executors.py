@@ -38,7 +38,6 @@ def two_nodes(tasks: ModuleType) -> Iterator[Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_raylet_start_wait_time_s", "200")  # of a busy machine
         options: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
         cluster = Cluster(initialize_head=True, head_node_args=options | {"include_dashboard": False})
         cluster.add_node(**options)

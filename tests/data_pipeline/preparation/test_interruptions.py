@@ -285,7 +285,6 @@ def ray_address() -> Iterator[str]:
     options: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_raylet_start_wait_time_s", "200")  # of a busy machine
         cluster = Cluster(initialize_head=True, head_node_args=options | {"include_dashboard": False})
         cluster.add_node(**options)
         yield cluster.address
