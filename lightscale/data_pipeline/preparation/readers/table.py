@@ -44,7 +44,9 @@ class InputFormatEntry:
 
 
 FORMATS: dict[str, InputFormatEntry] = {
-    TEXT: InputFormatEntry(suffixes=(".txt", ".md", ".rst", ".py"), cls="text:Text", is_stream=False, holds_many=False),
+    TEXT: InputFormatEntry(
+        suffixes=(".txt", ".md", ".rst", ".py"), cls="text:WholeText", is_stream=False, holds_many=False
+    ),
     "jsonl": InputFormatEntry(suffixes=(".jsonl", ".ndjson"), cls="jsonl:JsonLines"),
     # In directories of code and of data sets these are settings and lists more often than documents.
     "json": InputFormatEntry(suffixes=(".json",), cls="json_values:JsonValues", in_directories=False),

@@ -6,7 +6,7 @@ from lightscale.data_pipeline.preparation.readers.interface import InputFormat, 
 from lightscale.data_pipeline.preparation.readers.ranges import FileRange
 
 
-class Text(InputFormat):
+class WholeText(InputFormat):
     """Text as it is."""
 
     def read(self, file_range: FileRange, reading: Reading) -> Iterator[RawDocument]:
