@@ -68,7 +68,8 @@ def refusal(path: Path, *overrides: str) -> str:
         (
             "model.mixer=tnt",
             'model.mixer = "tnt": no mixer is called tnt; did you mean tnl or lightnet or lion-retnet? '
-            "known: bi-rn, causal-rn, cosformer2, decay-attention, hgrn2, lightnet, lion-lit, lion-retnet, lion-s, llama, tnl",
+            "known: bi-rn, causal-rn, cosformer2, decay-attention, hgrn2, lightnet, lion-lit, lion-retnet, lion-s, "
+            "llama, tnl",
         ),
         (
             "model.mixer_options.tnl.gate_rank=0",
