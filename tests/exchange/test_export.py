@@ -336,5 +336,5 @@ def test_a_wrong_directory_is_refused(
 def test_a_mixer_of_another_package_is_named(own_run: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     weights = importlib.import_module("lightscale.exchange.files.weights")
     monkeypatch.setattr(weights, "MIXER_NAMES", ("llama",))
-    with pytest.raises(UserError, match="mixer: tnl comes from another package"):
+    with pytest.raises(UserError, match="mixer: tnl has no plain form"):
         lightscale.load(own_run("tnl"))

@@ -86,8 +86,7 @@ def shape_of(model: ModelConfig, *, vocab_size: int, task: str = "causal") -> Sh
     """
     if unknown := [name for name in dict.fromkeys(model.layers) if name not in MIXER_NAMES]:
         raise UserError(
-            f"model.mixer: {unknown[0]} comes from another package and has no plain form to load or export; those that "
-            f"do are {', '.join(MIXER_NAMES)}"
+            f"model.mixer: {unknown[0]} has no plain form to load or export; those that do are {', '.join(MIXER_NAMES)}"
         )
     _require_usual_forms(model)
     ranks, attention, scalar_decay = {}, Attention(), ScalarDecay()
