@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -226,6 +227,9 @@ if __name__ == "__main__":
 """
 
 
+CLUSTER = "LIGHTSCALE_TEST_CLUSTER"
+
+
 def workers_of(engine: str, driver: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """Processes that do tasks."""
     found = []
@@ -236,7 +240,10 @@ def workers_of(engine: str, driver: subprocess.Popen[bytes]) -> list[psutil.Proc
             is_worker = {
                 "processes": lambda line=line: "spawn_main" in line,
                 "mpi": lambda line=line, one=process: "driver.py" in line and one.environ().get("PMI_RANK", "0") != "0",
-                "ray": lambda line=line: line.startswith("ray::_run_in"),
+                # Named after what they run; of this cluster, and of no other on the machine.
+                "ray": lambda line=line, one=process: (
+                    line.startswith("ray::") and "IDLE" not in line and one.environ().get(CLUSTER) == str(os.getpid())
+                ),
             }[engine]
             if is_worker():
                 found.append(process)
@@ -248,7 +255,8 @@ def count_kills(engine: str, driver: subprocess.Popen[bytes], generator: random.
     kills = 0
     wait_until = 0.0
     while driver.poll() is None:
-        time.sleep(0.01)
+        # Ray's workers are no children: all processes of the machine are looked at, which takes a while.
+        time.sleep(0.2 if engine == "ray" else 0.01)
         if kills == most or time.monotonic() < wait_until or not (workers := workers_of(engine, driver)):
             continue
         if wait_until:
@@ -265,11 +273,13 @@ def kills_until_done(engine: str, command: list[str], generator: random.Random, 
     while True:
         starts += 1
         assert starts <= most + 1
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as driver:
-            kills_before = kills
-            kills += count_kills(engine, driver, generator, most - kills)
-            assert driver.stderr is not None
-            errors = driver.stderr.read().decode()
+        # Not a pipe, which nobody reads before the end: who writes much into it would wait for ever.
+        with tempfile.TemporaryFile() as output:
+            with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=output) as driver:
+                kills_before = kills
+                kills += count_kills(engine, driver, generator, most - kills)
+            output.seek(0)
+            errors = output.read().decode()
         if driver.returncode == 0:
             return kills, starts
         # Where a rank dies MPI ends the job.
@@ -285,6 +295,8 @@ def ray_address() -> Iterator[str]:
     options: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        # What its workers inherit.
+        patch.setenv(CLUSTER, str(os.getpid()))
         cluster = Cluster(initialize_head=True, head_node_args=options | {"include_dashboard": False})
         cluster.add_node(**options)
         yield cluster.address
