@@ -34,6 +34,8 @@ class Figure:
     """Whether TPE stands behind the embedding."""
     activation: str = ""
     """Of the gated linear unit."""
+    has_unit: bool = True
+    """Whether blocks have one."""
 
 
 _GATE = ("W_down W_up", "sigmoid")
@@ -74,6 +76,20 @@ FIGURES = {
         operator=r"$o_t = \Sigma_{s \leq t}\, \mathrm{softmax}_s(q_t^T k_s / \sqrt{k})\, v_s$",
         behind=("W_o",),
         activation="silu",
+    ),
+    "decay-attention": Figure(
+        title="Scalar decays: causal LION-S, and the forms of RetNet and Mamba-2",
+        columns=(("W_q", r"$\phi$"), ("W_k", r"$\phi$"), ("W_v", "1 beside v (LION-S)"), ("w, b", r"$a$, $g$")),
+        operator=r"$S_t = a_t S_{t-1} + g_t k_t [v_t, 1]^T,\ \ [y_t, z_t] = S_t^T q_t$",
+        behind=(r"$y_t / (z_t + \epsilon)$, or norm and gate", "W_o"),
+        activation="silu",
+    ),
+    "causal-rn": Figure(
+        title="CausalRN, linear form",
+        columns=(("W_a, c", "LN"), ("W_b", "LN", r"$z_t = \log \Sigma_{s \leq t}\, e^{b_s}$")),
+        operator=r"$o_t = \exp(a_t + z_t)$",
+        behind=("LN", "W_o, c_o"),
+        has_unit=False,
     ),
     "lion": Figure(
         title="LION",
@@ -118,9 +134,9 @@ def _chain(axes: Any, x: float, y: float, names: tuple[str, ...]) -> float:
 def _model(axes: Any, figure: Figure) -> None:
     unit = f"GLU{f' ({figure.activation})' if figure.activation else ', no activation'}"
     first = ("embedding", "+ TPE") if figure.encoded else ("embedding",)
-    names = (*first, "norm", "mixer", "norm", unit, "norm", "logits (embedding)")
-    _chain(axes, 0.0, 0.0, names)
-    low, high = (len(first) - 0.45) * _STEP, (len(first) + 3.45) * _STEP
+    block = ("norm", "mixer", *(("norm", unit) if figure.has_unit else ()))
+    _chain(axes, 0.0, 0.0, (*first, *block, "norm", "logits (embedding)"))
+    low, high = (len(first) - 0.45) * _STEP, (len(first) + len(block) - 0.55) * _STEP
     axes.add_patch(mpl.patches.Rectangle((-1.15, low), 2.3, high - low, fill=False, linestyle=":", color="#777777"))
     axes.text(1.2, (low + high) / 2, "x L", fontsize=9, color="#555555")
     axes.text(-1.15, low - 0.18, "both added to", fontsize=6.5, color="#555555", va="center")
@@ -137,7 +153,9 @@ def _mixer(axes: Any, figure: Figure) -> None:
         _arrow(axes, (5.3, -0.25), (place, 0.85))
         end = _chain(axes, place, 0.85, names)
         if names is not figure.gate:
-            _arrow(axes, (place, end), (middle + 0.45 * (place - middle), top + 0.2))
+            # To the operator's box, which is wide where more goes in.
+            reach = 0.45 if len(figure.columns) > 2 else 0.15
+            _arrow(axes, (place, end), (middle + reach * (place - middle), top + 0.2))
     _box(axes, middle, top + 0.35, figure.operator)
     _arrow(axes, (middle, top + 0.35), (middle, top + 0.35 + _STEP))
     end = _chain(axes, middle, top + 0.35 + _STEP, figure.behind)
