@@ -103,7 +103,7 @@ def _described(path: tuple[str, ...], field: FieldInfo) -> FieldDescription:
         key=key_text(path),
         type=field_type_text(field),
         default="(required)" if field.is_required() else toml_value(field.default),
-        description=field.description or "",
+        description=" ".join((field.description or "").split()),
     )
 
 

@@ -100,6 +100,8 @@ class LayerWork:
     """See `MixerSpec.norms_output`."""
     exchange: tuple[int, int] | None
     """See `MixerSpec.exchange_values`; None for a mixer whose state is all tokens."""
+    state_heads: int
+    """See `MixerSpec.state_heads`."""
     carried: int
     """See `MixerSpec.carried_values`."""
     tail: int
@@ -189,7 +191,7 @@ class Workload:
         """What each of `tensor` ranks exchanges for `layer`, which has a state."""
         assert layer.exchange is not None
         return Summary.of_mixer(
-            self.model.num_heads,
+            layer.state_heads,
             *layer.exchange,
             tensor=tensor,
             carried=layer.carried,
@@ -241,6 +243,7 @@ class Workload:
             gate_rank=shapes["gate_down.weight"][0] if "gate_down.weight" in shapes else 0,
             norms_output=mixer.norms_output(model, layer),
             exchange=mixer.exchange_values(model, layer) if has_state else None,
+            state_heads=mixer.state_heads(model, layer),
             carried=mixer.carried_values(model, layer) if has_state else 0,
             tail=mixer.tail_values(model, layer),
             gathered=0 if has_state else mixer.gathered_values(model, layer),

@@ -111,7 +111,7 @@ def test_the_mixers_own_checks_name_its_table(tiny_run: Path) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_it_is_among_the_known_mixers(tiny_run: Path) -> None:
-    with pytest.raises(UserError, match=r"no mixer is called tyo; .*known: cosformer2, .*, tnl, toy$"):
+    with pytest.raises(UserError, match=r"no mixer is called tyo; .*known: bi-rn, .*, tnl, toy$"):
         load(tiny_run, ["model.mixer=tyo"])
     with pytest.raises(UserError, match=r"model.mixer_options.toy = \{decay = 0.5\}: no layer uses this mixer"):
         load(tiny_run, ["model.mixer_options.toy.decay=0.5"])

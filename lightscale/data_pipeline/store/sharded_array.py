@@ -74,14 +74,26 @@ class ShardedArray:
         self._open: Callable[[int], _ShardFile] = functools.lru_cache(maxsize=_MAX_OPEN_SHARDS)(self._open_shard)
         self._last_values: dict[int, int] = {}
         """By shard; those that were looked for."""
-        self._known = bytearray(self.num_shards)
-        """1 for each shard that was found whole when it was first opened."""
+        self._known: set[int] = set()
+        """The shards that were found whole when they were first opened."""
         self._require_shards()
 
     @property
     def num_shards(self) -> int:
         """Number of shard files."""
         return self.layout.num_shards(self.length)
+
+    def check_sizes(self) -> None:
+        """``UserError`` for a shard that is not of the size that its values need; none is opened.
+
+        For one process that starts many others: they look at what they read.
+        """
+        for shard in range(self.num_shards):
+            try:
+                size = self._path(shard).stat().st_size
+            except OSError as error:
+                raise UserError(f"{self._path(shard)}: {error.strerror}; a shard is missing") from error
+            self._check_size(shard, size)
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
         """(stop - start,) or (stop - start, width) values from ``start`` on, in memory of their own."""
@@ -190,9 +202,9 @@ class ShardedArray:
             file = _ShardFile(os.open(self._path(shard), os.O_RDONLY))
         except OSError as error:
             raise UserError(f"{self._path(shard)}: {error.strerror}; a shard is missing") from error
-        if not self._known[shard]:
+        if shard not in self._known:
             self._check_shard(shard, file)
-            self._known[shard] = 1
+            self._known.add(shard)
         return file
 
     def _mapped(self, shard: int, file: _ShardFile) -> NDArray[Any]:
@@ -311,14 +323,16 @@ class ShardedArray:
             if str(shard) not in names:
                 raise UserError(f"{self._path(shard)}: {os.strerror(errno.ENOENT)}; a shard is missing")
 
+    def _check_size(self, shard: int, size: int) -> None:
+        expected = self.layout.padded_bytes(self.layout.values_in(shard, self.length)) + self.layout.index_bytes
+        if size != expected:
+            raise UserError(f"{self._path(shard)}: {size} bytes instead of {expected}; the store is damaged")
+
     def _check_shard(self, shard: int, file: _ShardFile) -> None:
         """Size and index say that a shard is complete; no values are read."""
+        # First of all the size: the index of a length that somebody made up may be larger than the memory.
+        self._check_size(shard, os.fstat(file.descriptor).st_size)
         path, num_values = self._path(shard), self.layout.values_in(shard, self.length)
         values_bytes = self.layout.padded_bytes(num_values)
-        expected_size = values_bytes + self.layout.index_bytes
-        size = os.fstat(file.descriptor).st_size
-        # First of all the size: the index of a length that somebody made up may be larger than the memory.
-        if size != expected_size:
-            raise UserError(f"{path}: {size} bytes instead of {expected_size}; the store is damaged")
         if os.pread(file.descriptor, self.layout.index_bytes, values_bytes) != self.layout.index(num_values):
             raise UserError(f"{path}: its index does not list the chunks in order; the store is damaged")

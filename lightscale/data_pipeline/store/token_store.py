@@ -283,6 +283,12 @@ class TokenSource:
             at_fault = self._doc_ends.directory
             raise UserError(f"{at_fault}: the last document ends at {last_end} of {self.num_tokens} tokens")
 
+    def check_sizes(self) -> None:
+        """``UserError`` for a shard of what is trained on that is missing or not of its size; none is opened."""
+        for array in (self._tokens, self._doc_ends, self._loss_mask, *self._documents.values()):
+            if array is not None:
+                array.check_sizes()
+
     @property
     def has_loss_mask(self) -> bool:
         """Whether not every token counts as a label."""
@@ -388,6 +394,11 @@ class TokenStore:
         self.sources = {
             name: TokenSource(path / name, name, is_checked=root.is_checked, files=files) for name in root.sources
         }
+
+    def check_sizes(self) -> None:
+        """``TokenSource.check_sizes`` of every source."""
+        for source in self.sources.values():
+            source.check_sizes()
 
     def source(self, name: str) -> TokenSource:
         """The source called ``name``; ``UserError`` with the names there are."""

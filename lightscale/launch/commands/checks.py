@@ -131,6 +131,8 @@ def _check_store(config: RunConfig) -> None:
     """Refuse a store that is missing, damaged, lacks a named source, or whose tokenizer does not fit."""
     data = config.data
     store = TokenStore(data.store)
+    # Ranks open the shards that they read, when they read them; what is cut short would come to light in the middle.
+    store.check_sizes()
     tokenizer = store.tokenizer
     # An id without an embedding would fail on the device, far from its cause.
     if tokenizer.vocab_size > config.model.vocab_size:
@@ -146,6 +148,8 @@ def _check_store(config: RunConfig) -> None:
     task.check_store(config.model, store, data.sources or training)
     for name, validation in data.validation.items():
         other = store if validation.store is None else TokenStore(validation.store)
+        if other is not store:
+            other.check_sizes()
         _check_source(f"data.validation.{name}.source", validation.source, other)
         # Losses per token of two tokenizers cannot be compared.
         if other.tokenizer.sha256 != tokenizer.sha256:

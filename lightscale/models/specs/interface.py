@@ -180,6 +180,11 @@ class MixerSpec(ABC):
         return 0, 0
 
     @staticmethod
+    def state_heads(model: ModelConfig, layer: int) -> int:
+        """Parts of a state that belong to one tensor rank each, and that ranks of a node share out between them."""
+        return model.num_heads
+
+    @staticmethod
     def carried_values(model: ModelConfig, layer: int) -> int:
         """Those of the forward numbers that belong to the state but have no cotangent, in a ring handed on with it."""
         return 0

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from lightscale.config.model import ModelConfig
 from lightscale.errors import UserError
-from lightscale.models.specs.interface import MixerSpec, PartSpec, Shapes
+from lightscale.models.specs.interface import MixerSpec, ParameterRows, PartSpec, Shapes
 from lightscale.models.specs.options import CausalRNOptions, RelationOptions
 from lightscale.models.specs.positions import LearnedPositionsSpec
 
@@ -81,6 +81,18 @@ class CausalRNSpec(MixerSpec):
             return 0, 0
         width = hidden_width(model, layer)
         return (width + 1, width) if model.direction(layer) == "causal" else (2 * width + 1, 2 * width)
+
+    @staticmethod
+    def state_heads(model: ModelConfig, layer: int) -> int:
+        """Every channel is a state by itself."""
+        return hidden_width(model, layer)
+
+    @staticmethod
+    def roles(model: ModelConfig, layer: int) -> dict[str, ParameterRows]:
+        """Two sides of a pair, each with its matrix; outputs as in all mixers."""
+        names = {"a": "a_proj.weight", "a_bias": "a_proj.bias", "b": "b_proj.weight"}
+        names |= {"o": "out_proj.weight", "o_bias": "out_proj.bias"}
+        return {role: ParameterRows(parameter=name) for role, name in names.items()}
 
     @staticmethod
     def gathered_values(model: ModelConfig, layer: int) -> int:

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         )
         return 0
     # Without line breaks, so that names can be copied and lines be searched.
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True, width=max(Console().width, 100))
     console.print(_table(runs))
     console.print("extends in a file takes these, and any of the above:")
     for folder, names in shipped.part_names().items():

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from lightscale.config.files import load
+from lightscale.config.layout import check_mixers
 from lightscale.config.model import ModelConfig
+from lightscale.config.schema import ParallelConfig
 from lightscale.errors import UserError
 from lightscale.models.layers.short_convolution import short_convolution
 
@@ -154,5 +156,5 @@ def test_what_does_not_fit_is_refused(words: list[str], message: str) -> None:
 def test_rotations_need_pairs() -> None:
     words = ["model.hidden_size=60", "model.num_heads=4"]
     with pytest.raises(UserError, match=r'positions = "rope" turns channels in pairs, .* give heads of 15; .* = 64'):
-        load(ROOT / "configs" / "retnet-like-tiny.toml", words)
+        check_mixers(load(ROOT / "configs" / "retnet-like-tiny.toml", words).model, ParallelConfig())
     assert math.isclose(load(ROOT / "configs" / "mamba2-like-tiny.toml", words).model.head_dim, 15)

@@ -43,7 +43,9 @@ HYBRID = "all in one stack"
 GROUPED = "grouped heads"
 CONVOLVED = "mamba-2"
 CAUSAL: dict[str, list[str]] = {name: [f"{name}*2"] for name in reading("causal")}
-CAUSAL |= {HYBRID: reading("causal"), GROUPED: ["tnl", "llama"], CONVOLVED: ["decay-attention*2"]}
+# Without CausalRN: with a seventh layer bf16's rounding at first tokens, which TNL's norm magnifies, fills the gradient.
+IN_ONE_STACK = [name for name in reading("causal") if name != "causal-rn"]
+CAUSAL |= {HYBRID: IN_ONE_STACK, GROUPED: ["tnl", "llama"], CONVOLVED: ["decay-attention*2"]}
 """Stacks that generate."""
 WHOLE = "lightnet of whole documents"
 BOTH_WAYS = {name: [f"{name}*2"] for name, entry in MIXERS.items() if entry.directions == BIDIRECTIONAL}

@@ -8,7 +8,16 @@ import pytest
 from lightscale import cli
 from lightscale.config.shipped import FOLDER, part_names, run_names, study_names
 
-STUDIES = ["aspect-ratio", "context-length", "listops-two-cores", "masked-two-cores", "scaling-law", "two-cores"]
+STUDIES = [
+    "ablation-two-cores",
+    "aspect-ratio",
+    "aspect-ratio-two-cores",
+    "context-length",
+    "listops-two-cores",
+    "masked-two-cores",
+    "scaling-law",
+    "two-cores",
+]
 
 
 def test_all_that_is_shipped_with_its_size(
