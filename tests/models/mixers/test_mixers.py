@@ -43,7 +43,7 @@ HYBRID = "all in one stack"
 GROUPED = "grouped heads"
 CONVOLVED = "mamba-2"
 CAUSAL: dict[str, list[str]] = {name: [f"{name}*2"] for name in reading("causal")}
-# Without CausalRN: with a seventh layer bf16's rounding at first tokens, which TNL's norm magnifies, fills the gradient.
+# Not CausalRN: under a seventh layer bf16's rounding at first tokens, which TNL's norm magnifies, fills the gradient.
 IN_ONE_STACK = [name for name in reading("causal") if name != "causal-rn"]
 CAUSAL |= {HYBRID: IN_ONE_STACK, GROUPED: ["tnl", "llama"], CONVOLVED: ["decay-attention*2"]}
 """Stacks that generate."""

@@ -27,9 +27,14 @@ NUMBERS = {
         # Two states of 8 x 9 and one decay for each head; by a ring half of them to the one neighbour.
         (3 * 144 + 3, 435 + (2 * 144 + 2) + 2 * 144, 432, 432 + 2 * 288),
     ),
+    # A state of 8 x 9 and a decay for each head.
+    "decay-attention": (3 * 72 + 3, 219 + (2 * 72 + 2) + 2 * 72, 216, 216 + 2 * 144),
+    # A number for each of 24 channels, which ranks share out, and whether a document begins; and those of two directions.
+    "causal-rn": (24 + 1, 25 + (12 + 1) + 12, 24, 24 + 2 * 12),
+    "bi-rn": (48 + 1, 49 + (24 + 1) + 24, 48, 48 + 2 * 24),
     "tpe": (24 * 8 + 8, 200 + (12 * 8 + 8) + 12 * 8, 192, 192 + 2 * 96),
 }
-BOTH_WAYS = ("lion-lit", "lion-retnet", "lion-s")
+BOTH_WAYS = ("lion-lit", "lion-retnet", "lion-s", "bi-rn")
 
 
 @pytest.fixture(scope="module")
