@@ -29,7 +29,7 @@ NUMBERS = {
     ),
     # A state of 8 x 9 and a decay for each head.
     "decay-attention": (3 * 72 + 3, 219 + (2 * 72 + 2) + 2 * 72, 216, 216 + 2 * 144),
-    # A number for each of 24 channels, which ranks share out, and whether a document begins; and those of two directions.
+    # A number for each of 24 channels, which ranks share out, and whether a document begins; and for either direction.
     "causal-rn": (24 + 1, 25 + (12 + 1) + 12, 24, 24 + 2 * 12),
     "bi-rn": (48 + 1, 49 + (24 + 1) + 24, 48, 48 + 2 * 24),
     "tpe": (24 * 8 + 8, 200 + (12 * 8 + 8) + 12 * 8, 192, 192 + 2 * 96),
