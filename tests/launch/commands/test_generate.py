@@ -257,7 +257,7 @@ def test_a_terminal(found: dict[str, Any], folder: Path) -> None:
         assert terminal.seen.replace("\r", "").startswith("the start\nthe start")
         terminal.type("\x03")
         terminal.wait_for(lambda text: text.endswith("\n> "))
-        # Python's readline shows its prompt a moment before a signal can end its waiting: one in between waits for a key.
+        # Python's readline shows its prompt a moment before signals end its waiting: one in between waits for a key.
         time.sleep(1)
         terminal.type("\x03")
         terminal.wait_for(lambda text: text.endswith("\n> "))
