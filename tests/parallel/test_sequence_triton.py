@@ -22,6 +22,8 @@ sequence = SimpleNamespace(**runpy.run_path(str(HERE / "test_sequence.py")))
 launches = SimpleNamespace(**runpy.run_path(str(HERE.parent / "helpers" / "launches.py")))
 
 B, T = sequence.B, sequence.T
+# Log-sums have no kernels: PyTorch computes them everywhere.
+KINDS = tuple(kind for kind in sequence.KINDS if not kind.endswith("log sum"))
 
 
 @pytest.fixture
@@ -106,7 +108,7 @@ MANY_EDGES = {
 
 
 def many() -> Iterator[Any]:
-    for (name, (edges, documents)), kind in itertools.product(MANY_EDGES.items(), sequence.KINDS):
+    for (name, (edges, documents)), kind in itertools.product(MANY_EDGES.items(), KINDS):
         is_soak = name == "8" and kind not in sequence.SUMMARIES
         yield pytest.param(kind, edges, documents, id=f"{name}-{kind}", marks=[pytest.mark.soak] if is_soak else [])
 
