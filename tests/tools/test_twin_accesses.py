@@ -1,6 +1,7 @@
 """Through which parameters a Triton kernel stores, as the CUDA twin reads it off the source: beside what it changes."""
 
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,18 @@ SIZES = (
 )
 
 
+@pytest.fixture
+def new_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is left in memory of an earlier buffer may be what the kernel writes, and zeros over zeros show nothing."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("config", OPERATORS)
 def test_what_kernels_change_they_are_known_to_write(
-    tools_path: Path, monkeypatch: pytest.MonkeyPatch, config: str
+    tools_path: Path, new_memory_is_nan: None, monkeypatch: pytest.MonkeyPatch, config: str
 ) -> None:
     """Interpreted, forward and backward; a byte that comes out as it was shows nothing, so over all launches."""
     from cuda_twin.accesses import written_by
@@ -45,7 +55,7 @@ def test_what_kernels_change_they_are_known_to_write(
         launch(kernel, *words, **options)
         given[kernel] |= set(tensors)
         changed[kernel] |= {
-            name for name, value in tensors.items() if not torch.equal(value.nan_to_num(), before[name].nan_to_num())
+            name for name, value in tensors.items() if not torch.equal(_bits(value), _bits(before[name]))
         }
 
     monkeypatch.setattr(InterpretedFunction, "run", compared)
@@ -58,6 +68,11 @@ def test_what_kernels_change_they_are_known_to_write(
     for kernel, names in changed.items():
         written = written_by(kernel) & given[kernel]
         assert names <= written and written - names <= CONDITIONAL, (kernel.__name__, names, written)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The bytes: NaN equals NaN."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def test_pointers_are_followed_through_names_tuples_and_helpers(tools_path: Path) -> None:
