@@ -9,8 +9,9 @@ Each maps (b, n, d) to (b, n, d), takes a state and gives one, and is trained li
     y, state = mixer(next_x, state)            # reads on; the state does not grow
     y, state = mixer(x, mask=mask)             # (b, n) bool, the real tokens: padding changes nothing
 
-LION's mixers, ``LightNetMixer(…, causal=False)`` and ``SoftmaxMixer(…, attention=Attention(causal=False))`` read whole
-rows, before and behind: they take a mask, and no state.
+LION's mixers, ``BiRNMixer``, ``LightNetMixer(…, causal=False)`` and ``SoftmaxMixer`` with ``Attention(causal=False)``
+read whole rows, before and behind: they take a mask, and no state. ``form`` has what papers print otherwise, as in
+``TNLMixer(…, form=TNLForm(decay="linear"))``.
 
 No process groups, no Megatron, no Triton: on many GPUs, and at full speed, ``lightscale train`` trains.
 """
@@ -20,27 +21,49 @@ from lightscale.exchange.plain.lion import Lion, LionLITMixer, LionRetNetMixer, 
 from lightscale.exchange.plain.mixers import (
     Attention,
     CosFormer2Mixer,
+    GatedForm,
+    HGRN2Form,
     HGRN2Mixer,
+    LightNetForm,
     LightNetMixer,
     RopeScaling,
     SoftmaxMixer,
     State,
+    TNLForm,
     TNLMixer,
     ToeplitzEncoding,
+    ToeplitzForm,
     lower_bounds,
 )
-from lightscale.exchange.plain.model import Block, CausalModel, Classifier, Decoder, GatedUnit, MaskedModel, Norm, Shape
+from lightscale.exchange.plain.model import (
+    Block,
+    CausalModel,
+    Classifier,
+    Decoder,
+    GatedUnit,
+    LearnedPositions,
+    MaskedModel,
+    Norm,
+    Shape,
+)
+from lightscale.exchange.plain.relation import BiRNMixer, CausalRNMixer, RelationForm
 
 __all__ = [
     "Attention",
+    "BiRNMixer",
     "Block",
     "CausalModel",
+    "CausalRNMixer",
     "Classifier",
     "CosFormer2Mixer",
     "DecayMixer",
     "Decoder",
+    "GatedForm",
     "GatedUnit",
+    "HGRN2Form",
     "HGRN2Mixer",
+    "LearnedPositions",
+    "LightNetForm",
     "LightNetMixer",
     "Lion",
     "LionLITMixer",
@@ -48,12 +71,15 @@ __all__ = [
     "LionSMixer",
     "MaskedModel",
     "Norm",
+    "RelationForm",
     "RopeScaling",
     "ScalarDecay",
     "Shape",
     "SoftmaxMixer",
     "State",
+    "TNLForm",
     "TNLMixer",
     "ToeplitzEncoding",
+    "ToeplitzForm",
     "lower_bounds",
 ]

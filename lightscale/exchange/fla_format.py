@@ -20,6 +20,7 @@ from lightscale.errors import UserError
 from lightscale.exchange.files.safetensors_files import Written
 from lightscale.exchange.files.weights import kept_dtype
 from lightscale.exchange.formats import ExportFormat
+from lightscale.exchange.plain.mixers import HGRN2Form
 from lightscale.exchange.plain.model import Shape
 from lightscale.exchange.trained import TrainedRun
 
@@ -53,7 +54,9 @@ class FlaFormat(ExportFormat):
         """See ``ExportFormat``."""
         attention = shape.attention
         softmax = "llama" in shape.mixers
-        reasons = [f"{mixer}: {_DIFFERENT[mixer]}" for mixer in dict.fromkeys(shape.mixers) if mixer in _DIFFERENT]
+        others = [mixer for mixer in dict.fromkeys(shape.mixers) if mixer not in ("hgrn2", "llama")]
+        reasons = [f"{mixer}: {_DIFFERENT.get(mixer, 'fla has no model of it')}" for mixer in others]
+        reasons += _other_forms(shape)
         if shape.task != "causal" or shape.reads_both_ways():
             reasons.append("fla's language models predict the next token, from those before it")
         if shape.glu_activation != "silu":
@@ -165,6 +168,23 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0], skip_spec
 ```
 
 For the classes of flash-linear-attention 0.6.0.{scaled}"""
+
+
+def _other_forms(shape: Shape) -> list[str]:
+    """Why HGRN2 and what stands around the mixers are not fla's, one line each."""
+    form, reasons = shape.forms.get("hgrn2", HGRN2Form()), []
+    assert isinstance(form, HGRN2Form), type(form)
+    if form.query_activation != "silu":
+        reasons.append("hgrn2: fla's queries are silu(x W_q), and query_activation = 'none' has no silu")
+    if form.lower_bounds != "from_zero":
+        reasons.append("hgrn2: fla takes the first row from the lower bounds, and lower_bounds = 'to_one' does not")
+    if not form.output_projection:
+        reasons.append("hgrn2: fla's output is W_o norm(o), and output_projection = false has no W_o")
+    if not shape.final_norm:
+        reasons.append("fla's models have a norm before the output layer, and model.final_norm = false has none")
+    if not shape.intermediate_size:
+        reasons.append("fla's blocks have a gated linear unit, and model.intermediate_size = 0 has none")
+    return reasons
 
 
 def value_scale(shape: Shape) -> float:

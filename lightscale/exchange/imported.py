@@ -25,7 +25,9 @@ from lightscale.errors import UserError
 from lightscale.exchange.export import RUN_CONFIG
 from lightscale.exchange.export_reader import Export, open_export
 from lightscale.exchange.files.weights import Part, TensorRows, run_shape, stored_parts, tensor_shapes
+from lightscale.exchange.plain.mixers import ToeplitzForm
 from lightscale.exchange.plain.model import Shape
+from lightscale.exchange.plain.relation import RELATION_MIXERS
 from lightscale.parallel.shards import Box
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.training.checkpoints.directories import (
@@ -93,11 +95,14 @@ def _model(shape: Shape) -> ModelConfig:
     mixers = list(shape.mixers)
     options: dict[str, dict[str, Any]] = {name: {"gate_rank": rank} for name, rank in shape.gate_ranks.items()}
     if "lightnet" in mixers:
-        options["lightnet"]["causal"] = shape.lightnet_causal
-    for name, lion in shape.lion.items():
-        # Only LION-S has gates.
+        options.setdefault("lightnet", {})["causal"] = shape.lightnet_causal
+    for name in {*RELATION_MIXERS} & {*mixers} if shape.learned_positions else ():
+        options.setdefault(name, {})["positions"] = shape.learned_positions
+    for name, form in (*shape.lion.items(), *shape.forms.items()):
+        # Only LION-S has gates, and only CausalRN goes without its norm.
         known = (mixer_options_type(name) or Section).model_fields
-        options[name] = {field: value for field, value in asdict(lion).items() if field in known}
+        own = {field: value for field, value in asdict(form).items() if field in known}
+        options[name] = options.get(name, {}) | own
     if "llama" in mixers:
         attention = shape.attention
         options["llama"] = {
@@ -122,6 +127,8 @@ def _model(shape: Shape) -> ModelConfig:
             "glu_activation": shape.glu_activation,
             "norm": shape.norm,
             "norm_eps": shape.rms_norm_eps,
+            "final_norm": shape.final_norm,
+            "tpe": None if shape.toeplitz == ToeplitzForm() else asdict(shape.toeplitz),
             "head": {"num_labels": shape.num_labels, "pooling": shape.pooling} if shape.num_labels else None,
             "mixer_options": options,
         }

@@ -114,8 +114,10 @@ class TextModel(LibraryModel[CausalModel]):
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(stops):
             raise UserError("stop = '': a stop string must have at least one character")
-        ids = self._continued(encode_prompt(self.tokenizer, prompt), tokens, sampling)
-        return decode_stream(self.tokenizer, ids, stops)
+        prompt_ids = encode_prompt(self.tokenizer, prompt)
+        # The last token is not read.
+        self.check_length(len(prompt_ids) + tokens - 1)
+        return decode_stream(self.tokenizer, self._continued(prompt_ids, tokens, sampling), stops)
 
     def _continued(self, prompt_ids: Sequence[int], tokens: int, sampling: Sampling) -> Iterator[int]:
         logits, states = self._feed(prompt_ids, None)

@@ -62,7 +62,14 @@ class LibraryModel(Generic[Module]):
         rows = self.module.shape.vocab_size
         if int(found.min()) < 0 or int(found.max()) >= rows:
             raise UserError(f"ids must be from 0 to {rows - 1}; got {int(found.min())} to {int(found.max())}")
+        self.check_length(found.size(-1))
         return found
+
+    def check_length(self, tokens: int) -> None:
+        """UserError for a document of more tokens than the model has learned positions."""
+        known = self.module.shape.learned_positions
+        if known and tokens > known:
+            raise UserError(f"{tokens} tokens, but {self.origin} has {known} learned positions; use fewer tokens")
 
     @torch.inference_mode()
     def embed(self, text: str | Sequence[int] | Tensor, pooling: Literal["mean", "last"] = "mean") -> Tensor:

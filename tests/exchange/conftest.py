@@ -54,6 +54,27 @@ num_key_value_heads = 2
 attention_bias = "qkv"
 rope_theta = 500.0""",
     "hybrid": 'mixer = ["tnl", "hgrn2", "lightnet", "llama", "cosformer2"]\nnorm = "rmsnorm"',
+    "printed": """mixer = ["tnl", "hgrn2", "lightnet", "causal-rn", "cosformer2"]
+norm = "rmsnorm"
+final_norm = false
+tie_word_embeddings = false
+tpe = { form = "printed", modes = 5 }
+[model.mixer_options]
+tnl = { gate_input = "raw", output_projection = false, decay = "linear", lrpe = "all" }
+hgrn2 = { query_activation = "none", lower_bounds = "to_one" }
+lightnet = { lrpe = false, tpe = false, output_norm = false, full_rank_gate = true, gate_input = "raw" }
+causal-rn = { positions = 400, expansion = 2, post_norm = false }
+cosformer2 = { gate_input = "raw", gate_rank = 3, output_projection = false }""",
+    "pairs": """mixer = ["causal-rn", "lightnet"]
+intermediate_size = 0
+mixer_options.causal-rn = { form = "quadratic", activation = "silu" }
+mixer_options.lightnet = { decay = false, output_projection = false }""",
+    "masked_rn": """mixer = ["bi-rn", "lightnet"]
+intermediate_size = 0
+mixer_options.bi-rn = { positions = 400, eps = 1e-3 }
+mixer_options.lightnet = { causal = false, lrpe = false, tpe = false, gate_input = "raw" }
+[task]
+name = "masked\"""",
     "masked": """mixer = ["lion-s", "lightnet", "lion-retnet", "llama", "lion-lit"]
 norm = "rmsnorm"
 [model.mixer_options.lightnet]
@@ -88,7 +109,6 @@ RUN = """
 num_layers = {layers}
 hidden_size = 64
 num_heads = 8
-intermediate_size = 80
 vocab_size = 320
 {shape}
 
@@ -135,7 +155,9 @@ def make_run(folder: Path, name: str, tokenizer: Tokenizer) -> RunDirectory:
     """The directory of a run without checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name}.toml"
-    file.write_text(RUN.format(shape=SHAPES[name], layers=5 if name in ("hybrid", "masked") else 2), encoding="utf-8")
+    shape, layers = SHAPES[name], 5 if name in ("hybrid", "printed", "masked") else 2
+    inner = "" if "intermediate_size" in shape else "intermediate_size = 80\n"
+    file.write_text(RUN.format(shape=inner + shape, layers=layers), encoding="utf-8")
     run = RunDirectory(folder / name)
     run.create(load(file))
     run.tokenizer.mkdir()

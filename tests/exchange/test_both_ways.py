@@ -17,6 +17,7 @@ from lightscale.exchange.plain.model import PlainModel, model_of
 
 ROOT = Path(__file__).resolve().parents[2]
 plain = SimpleNamespace(**runpy.run_path(str(ROOT / "tests/helpers/plain_models.py")))
+printed = runpy.run_path(str(ROOT / "tests/models/mixers/test_printed_forms.py"))["CASES"]
 
 LENGTHS = [[149], [149]]
 NUM_IDS = 56
@@ -33,6 +34,12 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "lightnet": {"mixer": "lightnet", "mixer_options": LIGHTNET, "glu_activation": "silu"},
     "llama": {"mixer": "llama", "mixer_options": LLAMA, "glu_activation": "silu", "norm": "rmsnorm"},
+    "bi-rn": {"mixer": "bi-rn", "mixer_options": {"bi-rn": {"positions": 150, "eps": 0.0}}},
+    "bi-rn pairs": {
+        "mixer": ["bi-rn", "causal-rn"],
+        "mixer_options": {"bi-rn": {"form": "quadratic", "activation": "silu", "expansion": 2}},
+    },
+    "printed lightnet": printed["noncausal without LRPE"][0],
     "hybrid": {
         "mixer": ["lion-s", "lightnet", "lion-retnet", "llama", "lion-lit"],
         "mixer_options": {**LIGHTNET, **LLAMA, "lion-lit": {"eps": 0.1}},
@@ -61,9 +68,9 @@ def batch(name: str) -> dict[str, Tensor]:
 def training_figures(rank: int, world_size: int, init_method: str) -> dict[str, Any]:
     """Of the training model of each name: logits, or log-probabilities of labels, and the loss's gradients, fp64."""
     found = {}
-    for name in MODELS:
+    for number, name in enumerate(MODELS):
         model, rows = model_config(name), batch(name)
-        with plain.built_model(model, f"{init_method}-{name.replace(' ', '-')}") as module:
+        with plain.built_model(model, f"{init_method}-{number}") as module:
             plain.disturb(module)
             if model.head is None:
                 found[name] = plain.figures(module, rows)

@@ -24,8 +24,8 @@ from lightscale.exchange.files.tokenizer_files import comparison_texts
 # Importing transformers takes long on a busy machine.
 pytestmark = pytest.mark.timeout(300)
 
-SHORT = ("llama", "grouped", "hybrid", "decay")
-NAMES = ("tnl", "hgrn2", "cosformer2", "lightnet", "llama", "grouped", "hybrid", "decay")
+SHORT = ("llama", "grouped", "hybrid", "decay", "printed", "pairs")
+NAMES = ("tnl", "hgrn2", "cosformer2", "lightnet", "llama", "grouped", "hybrid", "decay", "printed", "pairs")
 TEXTS = ("the other 12345 text", "a", "the end of 77777, and the rest of it " * 4)
 
 
@@ -312,6 +312,11 @@ def only_a_pickle(to: Path) -> None:
             r"model_type = 'gpt2'; those that can be read are lightscale, llama, mistral and qwen2",
         ),
         (lambda to: edit(to, mixers=["tnl", "retnet"]), "no mixer is called 'retnet'"),
+        (lambda to: edit(to, forms={"hgrn2": {}}), "forms.hgrn2: the model's mixers are tnl"),
+        (lambda to: edit(to, forms={"tnl": {"decay": "none"}}), "forms.tnl.decay = 'none': Input should be 'alibi'"),
+        (lambda to: edit(to, forms={"tnl": {"decays": "linear"}}), "forms.tnl.decays = 'linear'; those that are known"),
+        (lambda to: edit(to, forms={"tnl": {"lrpe": "all"}}), "is of another model: model.layers.1.mixer.theta"),
+        (lambda to: edit(to, learned_positions=9), "learned_positions, which none of its mixers asks for"),
         (lambda to: edit(to, hidden_size=72), r"is of another model: .* must be"),
         (lambda to: edit(to, hidden_size="64"), "hidden_size = '64'"),
         (lambda to: edit(to, vocab_size=999), "is of another model: model.embed_tokens.weight"),
@@ -321,7 +326,19 @@ def only_a_pickle(to: Path) -> None:
         ),
         (only_a_pickle, r"pytorch_model.bin may run code when it is read, and is not"),
     ],
-    ids=["no model", "missing", "short", "other", "mixer", "shape", "type", "rows", "no tokenizer", "pickle"],
+    ids=[
+        "no model",
+        "missing",
+        "short",
+        "other",
+        "mixer",
+        *(f"form {n}" for n in range(5)),
+        "shape",
+        "type",
+        "rows",
+        "no tokenizer",
+        "pickle",
+    ],
 )
 def test_a_wrong_directory_is_refused(
     exports: Path, tmp_path: Path, damage: Callable[[Path], None], message: str
@@ -333,8 +350,17 @@ def test_a_wrong_directory_is_refused(
         lightscale.load(to)
 
 
-def test_a_mixer_of_another_package_is_named(own_run: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_plain_model_does_not_know_is_named(
+    own_run: Callable[[str], Path], saved_runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mixers of other packages, and options that were added without a plain form."""
     weights = importlib.import_module("lightscale.exchange.files.weights")
+    monkeypatch.setattr(weights, "_ELSEWHERE", frozenset())
+    monkeypatch.setattr(weights, "_OF_MODEL", weights._OF_MODEL - {"final_norm"})
+    with pytest.raises(UserError, match=r"cosformer2\.gate_rank = 6 has no plain form .* it has \"none\" alone"):
+        lightscale.load(saved_runs / "cosformer2")
+    with pytest.raises(UserError, match=r"model\.final_norm = false has no plain form"):
+        lightscale.load(saved_runs / "printed")
     monkeypatch.setattr(weights, "MIXER_NAMES", ("llama",))
     with pytest.raises(UserError, match="mixer: tnl has no plain form"):
         lightscale.load(own_run("tnl"))

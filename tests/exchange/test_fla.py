@@ -203,6 +203,9 @@ REFUSED = {
     "hgrn2": "glu_activation = 'none' has no silu",
     "cosformer2": "cosformer2: no class of fla has LRPE",
     "lightnet": r"lightnet: fla's LightNet gates its output by silu\(x W_down W_up\), where ours does by sigmoid",
+    "decay": "decay-attention: fla has no model of it",
+    "printed": "query_activation = 'none' has no silu.*'to_one' does not.*final_norm = false has none",
+    "pairs": "causal-rn: fla has no model of it.*intermediate_size = 0 has none",
     "grouped": "not scaled.*attention_bias = 'all' adds.*hidden_size / num_heads = 64 / 8 wide, not head_dim = 10",
 }
 

@@ -21,7 +21,7 @@ runs = SimpleNamespace(**runpy.run_path(str(Path(__file__).parent / "conftest.py
 
 pytestmark = pytest.mark.timeout(300)
 
-NAMES = ("tnl", "hgrn2", "cosformer2", "lightnet", "llama")
+NAMES = ("tnl", "hgrn2", "cosformer2", "lightnet", "llama", "hybrid", "decay", "printed", "pairs")
 VOCAB_SIZE = 264
 IDS = torch.randint(VOCAB_SIZE, (2, 90), generator=torch.Generator().manual_seed(0))
 
@@ -63,7 +63,7 @@ def test_bf16_logits_are_those_of_training(
         with torch.no_grad():
             logits = model.eval()(IDS).logits
         assert logits.dtype == torch.bfloat16
-        # Both round activations to 8 bits, in other places.
-        assert error(logits.double(), ours[name]["bf16"]) < 1e-2, name
+        # Both round to 8 bits in the same places; sums in fp32 have other orders, so that a few round otherwise.
+        assert error(logits.double(), ours[name]["bf16"]) < 6e-3, name
         of_training, exact = error(ours[name]["bf16"], ours[name]["fp32"]), ours[name]["fp32"]
-        assert error(logits.double(), exact) < 1.2 * of_training < 1.3e-2, name
+        assert error(logits.double(), exact) < 1.05 * of_training < 1.4e-2, name

@@ -22,7 +22,7 @@ from lightscale.training.checkpoints.reader import verify
 
 safetensors = pytest.importorskip("safetensors.torch")
 
-NAMES = ("tnl", "hgrn2", "cosformer2", "lightnet", "llama", "grouped", "hybrid", "decay")
+NAMES = ("tnl", "hgrn2", "cosformer2", "lightnet", "llama", "grouped", "hybrid", "decay", "printed", "pairs")
 
 
 def stored(run: Path) -> dict[str, torch.Tensor]:
@@ -69,11 +69,12 @@ def evaluated(rank: int, world_size: int, init_method: str, run: str) -> list[st
         return [loaded.tokenizer.decode(list(ids)) for ids in texts]
 
 
+@pytest.mark.parametrize("name", ["hybrid", "printed"])
 def test_without_the_runs_own_files_the_model_is_the_same(
-    saved_runs: Path, tmp_path: Path, run_ranks: Callable[..., list[Any]]
+    saved_runs: Path, tmp_path: Path, run_ranks: Callable[..., list[Any]], name: str
 ) -> None:
     """As transformers leaves a directory, in half precision; the training model loads it as any run."""
-    export(choose_run(saved_runs / "hybrid"), tmp_path / "to")
+    export(choose_run(saved_runs / name), tmp_path / "to")
     (tmp_path / "to" / "run.toml").unlink()
     shutil.rmtree(tmp_path / "to" / "tokenizer")
     import_model(tmp_path / "to", tmp_path / "back")
@@ -81,7 +82,7 @@ def test_without_the_runs_own_files_the_model_is_the_same(
     assert model.logits("the other").equal(half.logits("the other"))
     config = load(tmp_path / "back" / "config.toml")
     assert (config.model.vocab_size, config.data.sequence_length) == (264, 96)
-    own = load(saved_runs / "hybrid" / "config.toml").model
+    own = load(saved_runs / name / "config.toml").model
     assert shape_of(config.model, vocab_size=264) == shape_of(own, vocab_size=264)
     expected = [model.generate("the", tokens=8, **way) for way in WAYS]
     assert run_ranks(evaluated, 1, str(tmp_path / "back"))[0] == expected

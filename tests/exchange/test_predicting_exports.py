@@ -22,7 +22,7 @@ from lightscale.exchange.plain.model import Classifier, MaskedModel
 
 pytestmark = pytest.mark.timeout(300)
 
-NAMES = ("masked", "masked_llama", "classify", "classify_causal")
+NAMES = ("masked", "masked_llama", "masked_rn", "classify", "classify_causal")
 MASK = 264
 """Behind the last of the tokenizer's ids."""
 TEXTS = ("the [MASK] 12345 text", "a[MASK]", "the [MASK] of 77777, and the [MASK] of it " * 4)

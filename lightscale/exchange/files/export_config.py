@@ -1,19 +1,22 @@
 """config.json of an export: what transformers reads of a model's shape, written and read back strictly."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from lightscale.config.mixers import mixer_options_type
 from lightscale.config.section import MOST_IDS, MOST_LAYERS, MOST_SEQUENCE_TOKENS
 from lightscale.errors import UserError
 from lightscale.exchange.files import modelling_file
+from lightscale.exchange.files.weights import form_of
 from lightscale.exchange.plain.decay_mixer import ScalarDecay
 from lightscale.exchange.plain.lion import LION_MIXERS, Lion
-from lightscale.exchange.plain.mixers import Attention, RopeScaling
-from lightscale.exchange.plain.model import Shape
+from lightscale.exchange.plain.mixers import Attention, RopeScaling, ToeplitzForm
+from lightscale.exchange.plain.model import FORMS, MixerForm, Shape
+from lightscale.exchange.plain.relation import RELATION_MIXERS
 from lightscale.files import open_regular
 from lightscale.models.specs.decay_attention import DecayAttentionOptions
 from lightscale.training.checkpoints.reading import parse_object, shown
@@ -25,6 +28,7 @@ _ACTIVATIONS = {"none": "linear", "silu": "silu"}
 """Of LLaMA's linear units, as transformers names them."""
 
 _Width = Annotated[int, Field(ge=1, le=2**20)]
+_WidthOrZero = Annotated[int, Field(ge=0, le=2**20)]
 _Ids = Annotated[int, Field(ge=1, le=MOST_IDS)]
 _Positive = Annotated[float, Field(gt=0, le=1e15)]
 _Tokens = Annotated[int, Field(ge=1, le=MOST_SEQUENCE_TOKENS)]
@@ -102,6 +106,13 @@ class _ScalarDecay(_Exact):
         return self
 
 
+class _Toeplitz(_Exact):
+    """``ToeplitzForm``."""
+
+    form: Literal["residual", "printed"]
+    modes: _Width | None
+
+
 class _Lightscale(_Known):
     architectures: Annotated[list[str], Field(min_length=1, max_length=1)]
     mixers: Annotated[list[str], Field(min_length=1, max_length=MOST_LAYERS)]
@@ -116,6 +127,12 @@ class _Lightscale(_Known):
     id2label: Annotated[dict[str, str], Field(max_length=1_000_000)] = {}
     """Absent where transformers saved two classes without names."""
     scalar_decay: _ScalarDecay | None = None
+    intermediate_size: _WidthOrZero
+    forms: dict[str, dict[str, Any]] = {}
+    """Fields of the types in ``FORMS``, which are options of the mixers of a run, and are checked as those are."""
+    final_norm: bool = True
+    toeplitz: _Toeplitz | None = None
+    learned_positions: Annotated[int, Field(ge=0, le=MOST_SEQUENCE_TOKENS)] = 0
 
 
 class _Rope(_Exact):
@@ -214,6 +231,8 @@ def own_class(shape: Shape) -> str | None:
     """Which of transformers' own models computes the model: Llama, Mistral or Qwen2; None: none of them."""
     attention = shape.attention
     if {*shape.mixers} != {"llama"} or shape.norm != "rmsnorm" or shape.task != "causal" or not attention.causal:
+        return None
+    if not shape.final_norm or not shape.intermediate_size:
         return None
     if attention.bias and not attention.output_bias:
         return "Qwen2"
@@ -314,6 +333,10 @@ def config_of(
         **({"lion": {name: asdict(options) for name, options in shape.lion.items()}} if shape.lion else {}),
         **(_labels(shape, classes) if shape.task == "classify" else {}),
         **({"scalar_decay": asdict(shape.scalar_decay)} if "decay-attention" in shape.mixers else {}),
+        **({"forms": {name: asdict(form) for name, form in shape.forms.items()}} if shape.forms else {}),
+        **({} if shape.final_norm else {"final_norm": False}),
+        **({} if shape.toeplitz == ToeplitzForm() else {"toeplitz": asdict(shape.toeplitz)}),
+        **({"learned_positions": shape.learned_positions} if shape.learned_positions else {}),
     }
 
 
@@ -362,9 +385,14 @@ def read_config(path: Path) -> tuple[Shape, int]:
             tied=own.tie_word_embeddings,
             lightnet_causal=own.lightnet_causal,
             lion={name: Lion(**options.model_dump()) for name, options in own.lion.items()},
+            forms={name: _form(name, options, own, path) for name, options in own.forms.items()},
+            final_norm=own.final_norm,
+            toeplitz=ToeplitzForm() if own.toeplitz is None else ToeplitzForm(**own.toeplitz.model_dump()),
+            learned_positions=own.learned_positions,
             **_predicted(own, path),
         )
         _check_lion(shape, path)
+        _check_encodings(shape, path)
     elif isinstance(kind, str) and kind in _DEFAULTS:
         known = llama = checked(_Llama, _DEFAULTS[kind] | content, path)
         activation = {name: ours for ours, name in _ACTIVATIONS.items()}[llama.hidden_act]
@@ -381,6 +409,31 @@ def read_config(path: Path) -> tuple[Shape, int]:
         raise UserError(f"{path}: model_type = {shown(repr(kind))}; those that can be read are {kinds}")
     _check_heads(shape, path)
     return shape, known.max_position_embeddings
+
+
+def _form(name: str, table: dict[str, Any], own: _Lightscale, path: Path) -> MixerForm:
+    """UserError for a mixer that the model does not have, and for what is none of its options."""
+    if name not in FORMS or name not in own.mixers:
+        raise UserError(f"{path}: forms.{shown(name)}: the model's mixers are {', '.join(dict.fromkeys(own.mixers))}")
+    usual = {field.name: field.default for field in fields(FORMS[name])}
+    options = mixer_options_type(name)
+    assert options is not None, name
+    for key, value in table.items():
+        if key not in usual or (key not in options.model_fields and value != usual[key]):
+            known = ", ".join(usual.keys() & options.model_fields)
+            raise UserError(f"{path}: forms.{name}.{shown(key)} = {shown(repr(value))}; those that are known: {known}")
+    # Whether they go together with what stands elsewhere.
+    elsewhere = {"gate_rank": own.gate_ranks.get(name), "causal": own.lightnet_causal}
+    values = {key: value for key, value in (table | elsewhere).items() if key in options.model_fields}
+    return form_of(name, checked(options, values, path, "forms", name))
+
+
+def _check_encodings(shape: Shape, path: Path) -> None:
+    """UserError for encodings behind the embedding that no layer asks for."""
+    if shape.toeplitz != ToeplitzForm() and not shape.encodes():
+        raise UserError(f"{path}: toeplitz describes an encoding that none of its mixers asks for")
+    if shape.learned_positions and not {*RELATION_MIXERS} & {*shape.mixers}:
+        raise UserError(f"{path}: learned_positions, which none of its mixers asks for")
 
 
 def _predicted(own: _Lightscale, path: Path) -> dict[str, Any]:

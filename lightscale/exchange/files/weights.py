@@ -6,10 +6,11 @@ in order, and nothing is computed: what was exported in fp32 comes back bitwise.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -19,20 +20,23 @@ from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
 from lightscale.exchange.plain.decay_mixer import ScalarDecay
 from lightscale.exchange.plain.lion import Lion
-from lightscale.exchange.plain.mixers import Attention, RopeScaling
-from lightscale.exchange.plain.model import MIXER_NAMES, PlainModel, Shape, model_of
-from lightscale.models.registry import mixer_spec
+from lightscale.exchange.plain.mixers import Attention, RopeScaling, ToeplitzForm
+from lightscale.exchange.plain.model import FORMS, MIXER_NAMES, MixerForm, PlainModel, Shape, model_of
+from lightscale.exchange.plain.relation import RelationForm
+from lightscale.models.registry import mixer_spec, shared_specs
 from lightscale.models.specs.decay_attention import DecayAttentionOptions
 from lightscale.models.specs.gated import gate_rank
+from lightscale.models.specs.interface import EmbeddingPartSpec
 from lightscale.models.specs.options import (
-    GatedMixerOptions,
-    HGRN2Options,
     LightNetOptions,
     LionOptions,
     LLaMAOptions,
     LowRankGateOptions,
+    RelationOptions,
     llama_heads,
 )
+from lightscale.models.specs.positions import LearnedPositionsSpec, num_positions
+from lightscale.models.specs.relation import post_norm, pre_norm
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """The run's names of what has a row for each id, and padding rows, which no export has."""
@@ -45,19 +49,34 @@ _ROLES = {
     "forget_bias": "f_proj.bias",
     "gate_down": "gate_down.weight",
     "gate_up": "gate_up.weight",
+    "gate": "gate_proj.weight",
     "angles": "theta",
     "q_bias": "q_proj.bias",
     "k_bias": "k_proj.bias",
     "v_bias": "v_proj.bias",
     "o_bias": "o_proj.bias",
+    "a": "a_proj.weight",
+    "a_bias": "a_proj.bias",
+    "b": "b_proj.weight",
     **{name: name for name in ("decay_logit", "log_rate", "q_conv", "k_conv", "v_conv")},
 }
 """What the plain mixers call what has a role in those that train (``MixerSpec.roles``)."""
-_ONE_FORM = {
-    *("gate_input", "output_projection", "full_rank_gate", "output_norm"),
-    *("decay", "lrpe", "tpe", "query_activation", "lower_bounds"),
+_PARTS = {
+    "positions.table": "model.positions.weight",
+    "tpe.decay_logit": "model.tpe.decay_logit",
+    "tpe.gamma": "model.tpe.gamma",
+    "lower_bounds.table": "model.lower_bounds.table",
 }
-"""Options of mixers of which the plain form has the default only."""
+"""What the plain model calls the parameters of parts that a model holds once."""
+_ELSEWHERE = frozenset({"gate_rank", "causal", "positions"})
+"""Options of mixers that stand in ``Shape`` outside of its ``forms``."""
+_OF_MODEL = frozenset(
+    {
+        *("mixer", "num_layers", "hidden_size", "num_heads", "intermediate_size", "vocab_size", "tie_word_embeddings"),
+        *("head", "tpe", "glu_activation", "norm", "final_norm", "norm_eps", "mixer_options"),
+    }
+)
+"""What of a model's configuration is read here."""
 _WIDE = ("theta", "decay_logit", "log_rate", "table")
 
 
@@ -82,18 +101,21 @@ def shape_of(model: ModelConfig, *, vocab_size: int, task: str = "causal") -> Sh
 
     ``task`` is that of a model which predicts tokens: causal or masked.
 
-    UserError where one of its mixers, or another form that its options give it, has no plain form.
+    UserError where one of its mixers, or something else that its options say, has no plain form.
     """
     if unknown := [name for name in dict.fromkeys(model.layers) if name not in MIXER_NAMES]:
         raise UserError(
             f"model.mixer: {unknown[0]} has no plain form to load or export; those that do are {', '.join(MIXER_NAMES)}"
         )
-    _require_usual_forms(model)
+    _require_known(model)
     ranks, attention, scalar_decay = {}, Attention(), ScalarDecay()
-    lion, lightnet_causal = dict[str, Lion](), True
+    lion, lightnet_causal, forms = dict[str, Lion](), True, dict[str, MixerForm]()
     for layer, name in enumerate(model.layers):
         options = model.layer_options(layer)
-        if isinstance(options, LowRankGateOptions) and getattr(options, "output", "gated") == "gated":
+        if name in FORMS and (form := form_of(name, options)) != FORMS[name]():
+            forms[name] = form
+        has_rank = getattr(options, "output", "gated") == "gated" and not getattr(options, "full_rank_gate", False)
+        if isinstance(options, LowRankGateOptions) and has_rank:
             ranks[name] = gate_rank(model, layer)
         if isinstance(options, LightNetOptions):
             lightnet_causal = options.causal
@@ -118,8 +140,20 @@ def shape_of(model: ModelConfig, *, vocab_size: int, task: str = "causal") -> Sh
         tied=model.tie_word_embeddings,
         lightnet_causal=lightnet_causal,
         lion=lion,
+        forms=forms,
+        final_norm=model.final_norm,
+        toeplitz=ToeplitzForm() if model.tpe is None else ToeplitzForm(**model.tpe.model_dump()),
+        learned_positions=num_positions(model) if LearnedPositionsSpec in shared_specs(model) else 0,
         **_predicted(model, task),
     )
+
+
+def form_of(name: str, options: BaseModel) -> MixerForm:
+    """What is otherwise in the mixer ``name`` of ``FORMS`` with ``options``, which have fields of the same names."""
+    if isinstance(options, RelationOptions):
+        own = options.model_dump(include={"form", "activation", "eps", "expansion"})
+        return RelationForm(**own, pre_norm=pre_norm(options), post_norm=post_norm(options))
+    return FORMS[name](**options.model_dump(include={field.name for field in fields(FORMS[name])}))
 
 
 def _predicted(model: ModelConfig, task: str) -> dict[str, Any]:
@@ -127,24 +161,21 @@ def _predicted(model: ModelConfig, task: str) -> dict[str, Any]:
     return {"task": task} if head is None else {**head.model_dump(), "task": "classify"}
 
 
-def _require_usual_forms(model: ModelConfig) -> None:
-    """UserError for options that change what a model computes, and that the plain form does not have."""
-    usual: dict[str, tuple[object, object]] = {
-        "model.final_norm": (model.final_norm, True),
-        "model.tpe": (model.tpe and model.tpe.model_dump(), None),
-    }
+def _require_known(model: ModelConfig) -> None:
+    """UserError for what is otherwise than usual in a way that the plain model does not know."""
+    tables: list[tuple[str, BaseModel, frozenset[str]]] = [("model", model, _OF_MODEL)]
     for name in dict.fromkeys(model.layers):
-        options = model.layer_options(model.layers.index(name))
-        if not isinstance(options, GatedMixerOptions | HGRN2Options):
-            continue
-        for key in _ONE_FORM & {*type(options).model_fields}:
-            default = type(options).model_fields[key].default
-            usual[f"model.mixer_options.{name}.{key}"] = (getattr(options, key), default)
-    for key, (value, only) in sorted(usual.items()):
-        if value != only:
-            raise UserError(
-                f"{key} = {toml_value(value)} has no plain form to load or export; it has {toml_value(only)} alone"
-            )
+        if name in FORMS:
+            known = _ELSEWHERE | {field.name for field in fields(FORMS[name])}
+            tables.append((f"model.mixer_options.{name}", model.layer_options(model.layers.index(name)), known))
+    for table, values, known in tables:
+        for key, field in type(values).model_fields.items():
+            # The standard deviations draw initial weights.
+            if key not in known and not key.endswith("_std") and (value := getattr(values, key)) != field.default:
+                raise UserError(
+                    f"{table}.{key} = {toml_value(value)} has no plain form to load or export; it has "
+                    f"{toml_value(field.default)} alone"
+                )
 
 
 def _attention(model: ModelConfig, layer: int, options: LLaMAOptions) -> Attention:
@@ -237,11 +268,10 @@ def kept_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 def _exported(model: ModelConfig, vocab_size: int) -> Iterator[tuple[str, TensorRows]]:
     embedding, output = (TensorRows(key=key, ranges=((0, vocab_size),)) for key in _VOCABULARY)
     yield "model.embed_tokens.weight", embedding
-    if {"cosformer2", "lightnet"} & {*model.layers}:
-        for name in ("decay_logit", "gamma"):
-            yield f"model.tpe.{name}", TensorRows(key=f"embedding.tpe.{name}")
-    if "hgrn2" in model.layers:
-        yield "model.lower_bounds.table", TensorRows(key="lower_bounds.table")
+    for part in shared_specs(model):
+        there = "embedding." if issubclass(part, EmbeddingPartSpec) else ""
+        for name in (f"{part.name}.{parameter}" for parameter in part.parameters_of(model)):
+            yield _PARTS[name], TensorRows(key=f"{there}{name}")
     has_norm_weights = model.norm == "rmsnorm"
     for layer, mixer in enumerate(model.layers):
         there, here = f"decoder.layers.{layer}.", f"model.layers.{layer}."
@@ -250,13 +280,15 @@ def _exported(model: ModelConfig, vocab_size: int) -> Iterator[tuple[str, Tensor
         for role, rows in mixer_spec(mixer).roles(model, layer).items():
             key = f"{there}self_attention.{rows.parameter}"
             yield f"{here}mixer.{_ROLES[role]}", TensorRows(key=key, ranges=rows.ranges)
+        if not model.intermediate_size:
+            continue
         if has_norm_weights:
             yield f"{here}post_attention_layernorm.weight", TensorRows(key=f"{there}pre_mlp_layernorm.weight")
         both, inner = f"{there}mlp.linear_fc1.weight", model.intermediate_size
         yield f"{here}mlp.gate_proj.weight", TensorRows(key=both, ranges=((0, inner),))
         yield f"{here}mlp.up_proj.weight", TensorRows(key=both, ranges=((inner, 2 * inner),))
         yield f"{here}mlp.down_proj.weight", TensorRows(key=f"{there}mlp.linear_fc2.weight")
-    if has_norm_weights:
+    if has_norm_weights and model.final_norm:
         yield "model.norm.weight", TensorRows(key="decoder.final_layernorm.weight")
     if model.head is not None:
         yield "score.weight", TensorRows(key=output.key)

@@ -99,18 +99,31 @@ class DecayMixer(HeadMixer):
             projected, left["tail"] = self.convolved(projected, state, mask)
         q, k, v = (self.heads(y) for y in projected.chunk(3, dim=-1))
         q, k = features(q, form.feature_map), features(k, form.feature_map)
+        turns = None
         if form.positions != "none":
             theta = self.theta if form.positions == "lrpe" else rotary_angles(self.head_dim, Attention(), x.device)
             turns = phases(self.positions(x, mask, state), theta.to(wide))
-            if form.positions == "lrpe":
-                q, k = (rotated_features(y.to(wide), turns) for y in (q, k))
-            else:
-                q, k = rotate_pairs(q, turns), rotate_pairs(k, turns)
             left["position"] = self.next_position(x, mask, state)
+        if turns is not None and form.positions == "rope":
+            q, k = rotate_pairs(q, turns), rotate_pairs(k, turns)
+        log_decay, written = self.decays(x)
+        if written is not None:
+            # Before LRPE, which is in fp32: rounded where training rounds it.
+            k = k * written[..., None].to(k.dtype)
+        if turns is not None and form.positions == "lrpe":
+            q, k = (rotated_features(y.to(wide), turns) for y in (q, k))
         if form.scale:
             v = torch.cat([v, v.new_ones(*v.shape[:3], 1)], dim=-1)
         before = x.new_zeros(x.size(0), self.num_heads, k.size(-1), v.size(-1), dtype=wide)
-        o, left["S"] = self.attended(x, (q, k, v), before if state is None else state["S"], mask)
+        if state is not None:
+            before = state["S"]
+        if log_decay.dim() == 1:
+            o, left["S"] = linear_attention(q, k, v, log_decay, before, mask)
+            return self.output(x, o, mask), left
+        if mask is not None:
+            k, log_decay = torch.where(mask[..., None, None], k, 0), torch.where(mask[..., None], log_decay, 0)
+            v = torch.where(mask[..., None, None], v, 0)
+        o, left["S"] = gated_linear_attention(q, k, v, log_decay[..., None].expand(k.shape), before)
         return self.output(x, o, mask), left
 
     def convolved(self, x: Tensor, state: State | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -126,37 +139,29 @@ class DecayMixer(HeadMixer):
             x = torch.where(mask[..., None], x, 0).gather(1, order[..., None].expand(x.shape))
         before = x.new_zeros(b, size, width) if state is None else state["tail"]
         together = torch.cat([before, x], dim=1)
-        y = sum(together[:, i : i + n].to(weight.dtype) * weight[:, i] for i in range(size + 1))
+        # From the token itself back, as in training.
+        y = sum(together[:, i : i + n].to(weight.dtype) * weight[:, i] for i in reversed(range(size + 1)))
         y = F.silu(torch.as_tensor(y)).to(x.dtype)
         last = lengths[:, None] + torch.arange(size, device=x.device)
         tail = together.gather(1, last[..., None].expand(-1, -1, width))
         return y if back is None else y.gather(1, back), tail
 
-    def attended(
-        self, x: Tensor, inputs: tuple[Tensor, Tensor, Tensor], before: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """o (b, n, h, V) and S behind the last token, of q, k, v."""
-        (q, k, v), wide = inputs, before.dtype
-        if self.form.decay in ("sigmoid", "softplus"):
+    def decays(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """log a, (h,) or (b, n, h), fp32 at least, and what keys are multiplied by, (b, n, h); None: by 1."""
+        wide, kind = wide_dtype(x), self.form.decay
+        if kind == "sigmoid":
             logits = self.f_proj(x).to(wide)
-            if self.form.decay == "sigmoid":
-                log_decay, written = F.logsigmoid(logits), torch.sigmoid(-logits)
-            else:
-                written = F.softplus(logits)
-                log_decay = -written * self.log_rate.to(wide).exp()
-            if self.form.input_gate:
-                k = k * written[..., None].to(k.dtype)
-            if mask is not None:
-                k, log_decay = torch.where(mask[..., None, None], k, 0), torch.where(mask[..., None], log_decay, 0)
-                v = torch.where(mask[..., None, None], v, 0)
-            return gated_linear_attention(q, k, v, log_decay[..., None].expand(k.shape), before)
+            return F.logsigmoid(logits), torch.sigmoid(-logits) if self.form.input_gate else None
+        if kind == "softplus":
+            step = F.softplus(self.f_proj(x).to(wide))
+            return -step * self.log_rate.to(wide).exp(), step if self.form.input_gate else None
         of_heads = torch.zeros(self.num_heads, dtype=torch.float64, device=x.device)
-        if self.form.decay == "learned":
+        if kind == "learned":
             of_heads = F.logsigmoid(self.decay_logit)
-        elif self.form.decay == "fixed":
+        elif kind == "fixed":
             exponents = -5 - torch.arange(self.num_heads, dtype=torch.float64, device=x.device)
             of_heads = torch.log1p(-torch.pow(2.0, exponents))
-        return linear_attention(q, k, v, of_heads.to(wide), before, mask)
+        return of_heads.to(wide), None
 
     def output(self, x: Tensor, o: Tensor, mask: Tensor | None) -> Tensor:
         """x: (b, n, d), the mixer's input; o: (b, n, h, V)."""
@@ -168,9 +173,8 @@ class DecayMixer(HeadMixer):
             o = (values / (sums + self.form.eps)).to(o.dtype)
         o = o.flatten(2)
         if self.form.output != "plain":
-            o = rms_norm(o, None, self.eps)
-        if self.form.output == "gated":
-            o = o * torch.sigmoid(self.gate_up(self.gate_down(x)))
+            gate = self.gate_up(self.gate_down(x)) if self.form.output == "gated" else None
+            o = rms_norm(o, None, self.eps, gate)
         mixed: Tensor = self.o_proj(o)
         return mixed
 

@@ -56,6 +56,7 @@ class HeadMixer(nn.Module):
         head_dim: of queries, keys and values; None: d / h.
         num_key_value_heads: of keys and values; None: h.
         bias: of what goes in; output_bias: of what comes out.
+        output_projection: whether a matrix stands behind it at all.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class HeadMixer(nn.Module):
         num_key_value_heads: int | None = None,
         bias: bool = False,
         output_bias: bool = False,
+        output_projection: bool = True,
     ) -> None:
         super().__init__()
         if head_dim is None and hidden_size % num_heads:
@@ -77,7 +79,9 @@ class HeadMixer(nn.Module):
         self.value_size = self.head_dim * (num_key_value_heads or num_heads)
         self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(hidden_size, self.value_size, bias=bias)
-        self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=output_bias)
+        self.o_proj: nn.Module = nn.Identity()
+        if output_projection:
+            self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=output_bias)
 
     def heads(self, projected: Tensor) -> Tensor:
         """(b, n, h k) -> (b, n, h, k)"""
@@ -100,21 +104,75 @@ class HeadMixer(nn.Module):
         return x.new_zeros(x.size(0), self.num_heads, key_width, self.head_dim, dtype=wide_dtype(x))
 
 
-class GatedOutputMixer(HeadMixer):
-    """With a low-rank gate on the normalised output: W_o (norm(o) * sigmoid(x W_down W_up))."""
+@dataclass(frozen=True, kw_only=True)
+class GatedForm:
+    """What a mixer with an output gate can have otherwise; what papers print is not always what is usual."""
 
-    def __init__(self, hidden_size: int, num_heads: int, *, gate_rank: int | None = None, eps: float = 1e-6) -> None:
-        super().__init__(hidden_size, num_heads, eps=eps)
-        rank = self.head_dim if gate_rank is None else gate_rank
+    gate_input: str = "normalised"
+    """What the gate is made of: the block's normalised input, or raw, the input itself."""
+    output_projection: bool = True
+    """Whether a matrix W_o follows norm and gate."""
+
+
+class GatedOutputMixer(HeadMixer):
+    """With a gate, mostly low-rank, on the normalised output: W_o (norm(o) * sigmoid(x W_down W_up))."""
+
+    form: GatedForm
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        form: GatedForm,
+        gate_rank: int | None = None,
+        full_rank_gate: bool = False,
+        eps: float = 1e-6,
+    ) -> None:
+        super().__init__(hidden_size, num_heads, eps=eps, output_projection=form.output_projection)
+        self.form = form
+        self.reads_raw = form.gate_input == "raw"
         self.k_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.is_full_rank = full_rank_gate
+        if full_rank_gate:
+            self.gate_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+            return
+        rank = self.head_dim if gate_rank is None else gate_rank
         self.gate_down = nn.Linear(hidden_size, rank, bias=False)
         self.gate_up = nn.Linear(rank, hidden_size, bias=False)
 
-    def output(self, x: Tensor, o: Tensor) -> Tensor:
-        """x: (b, n, d), the mixer's input; o: (b, n, h, k)."""
-        gate = torch.sigmoid(self.gate_up(self.gate_down(x)))
-        mixed: Tensor = self.o_proj(rms_norm(o.flatten(2), None, self.eps) * gate)
+    def gate(self, x: Tensor, raw: Tensor | None) -> Tensor:
+        """(b, n, d) before the sigmoid, of the mixer's input x and what that was before the block's norm; None: x."""
+        if self.reads_raw and raw is not None:
+            x = raw
+        found: Tensor = self.gate_proj(x) if self.is_full_rank else self.gate_up(self.gate_down(x))
+        return found
+
+    def output(self, o: Tensor, gate: Tensor) -> Tensor:
+        """o: (b, n, h, k), gate: (b, n, d) -> (b, n, d)."""
+        mixed: Tensor = self.o_proj(rms_norm(o.flatten(2), None, self.eps, gate))
         return mixed
+
+
+@dataclass(frozen=True, kw_only=True)
+class TNLForm(GatedForm):
+    """What TransNormerLLM can have otherwise."""
+
+    decay: str = "alibi"
+    """-log of the decays of layer l of L, by heads h of H, both from 0: alibi, ALiBi's slopes times 1 - l/(L-1) + 1e-5;
+    linear, 8h/H (1 - l/L); minimax, 2^(-8(h+1)/H) (1 - l/(L-1+1e-5) + 1e-5)."""
+    lrpe: str = "first"
+    """The layers that rotate q and k by learned angles: first, all or none."""
+
+
+def tnl_log_decays(kind: str, num_heads: int, layer: int, num_layers: int, device: torch.device) -> Tensor:
+    """(h,) fp64; see ``TNLForm.decay``."""
+    heads = torch.arange(num_heads, dtype=torch.float64, device=device)
+    if kind == "linear":
+        return -heads * (8 / num_heads) * (1 - layer / num_layers)
+    if kind == "minimax":
+        return -torch.pow(2.0, -8 * (heads + 1) / num_heads) * (1 - layer / (num_layers - 1 + 1e-5) + 1e-5)
+    return -alibi_slopes(num_heads, device) * (1.0 if num_layers == 1 else 1 - layer / (num_layers - 1) + 1e-5)
 
 
 class TNLMixer(GatedOutputMixer):
@@ -123,9 +181,12 @@ class TNLMixer(GatedOutputMixer):
     Args:
         hidden_size, num_heads: d and h.
         layer, num_layers: the decay becomes weaker from the first layer, 0, to the last.
+        form: what is otherwise; None: nothing.
         gate_rank: inner width of the gate; None: d / h.
         eps: added to the mean square in the norm.
     """
+
+    form: TNLForm
 
     def __init__(
         self,
@@ -134,19 +195,23 @@ class TNLMixer(GatedOutputMixer):
         *,
         layer: int = 0,
         num_layers: int = 1,
+        form: TNLForm | None = None,
         gate_rank: int | None = None,
         eps: float = 1e-6,
     ) -> None:
-        super().__init__(hidden_size, num_heads, gate_rank=gate_rank, eps=eps)
-        self.decay_factor = 1.0 if num_layers == 1 else 1 - layer / (num_layers - 1) + 1e-5
+        form = form or TNLForm()
+        super().__init__(hidden_size, num_heads, form=form, gate_rank=gate_rank, eps=eps)
+        self.layer, self.num_layers = layer, num_layers
         self.theta: nn.Parameter | None
-        if layer == 0:
+        if form.lrpe == "all" or (form.lrpe == "first" and layer == 0):
             self.theta = nn.Parameter(wavelengths(num_heads, self.head_dim).float())
         else:
             self.register_parameter("theta", None)
 
-    def forward(self, x: Tensor, state: State | None = None, mask: Tensor | None = None) -> tuple[Tensor, State]:
-        """x: (b, n, d), normalised -> the same and the state ``S``: (b, h, K, k)."""
+    def forward(
+        self, x: Tensor, state: State | None = None, mask: Tensor | None = None, *, raw: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """x: (b, n, d), normalised -> the same and the state ``S``: (b, h, K, k). raw: see ``gate``."""
         q, k, v = F.silu(self.heads(self.q_proj(x))), F.silu(self.heads(self.k_proj(x))), self.heads(self.v_proj(x))
         wide = wide_dtype(x)
         left: State = {}
@@ -154,28 +219,56 @@ class TNLMixer(GatedOutputMixer):
             turns = phases(self.positions(x, mask, state), self.theta.to(wide))
             q, k = (rotated_features(y.to(wide), turns) for y in (q, k))
             left["position"] = self.next_position(x, mask, state)
+        log_decay = tnl_log_decays(self.form.decay, self.num_heads, self.layer, self.num_layers, x.device)
         # Rounded to fp32 as the trained model has it.
-        log_decay = (-alibi_slopes(self.num_heads, x.device) * self.decay_factor).to(wide)
-        o, left["S"] = linear_attention(q, k, v, log_decay, self.matrix_state(x, state, k.size(-1)), mask)
-        return self.output(x, o), left
+        before = self.matrix_state(x, state, k.size(-1))
+        o, left["S"] = linear_attention(q, k, v, log_decay.to(wide), before, mask)
+        return self.output(o, self.gate(x, raw)), left
 
 
 class CosFormer2Mixer(GatedOutputMixer):
     """cosFormer2: no decay; q and k are rotated by learned angles in every layer."""
 
-    def __init__(self, hidden_size: int, num_heads: int, *, gate_rank: int | None = None, eps: float = 1e-6) -> None:
-        super().__init__(hidden_size, num_heads, gate_rank=gate_rank, eps=eps)
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        form: GatedForm | None = None,
+        gate_rank: int | None = None,
+        eps: float = 1e-6,
+    ) -> None:
+        super().__init__(hidden_size, num_heads, form=form or GatedForm(), gate_rank=gate_rank, eps=eps)
         self.theta = nn.Parameter(wavelengths(1, self.head_dim).repeat(num_heads, 1).float())
 
-    def forward(self, x: Tensor, state: State | None = None, mask: Tensor | None = None) -> tuple[Tensor, State]:
-        """x: (b, n, d), normalised -> the same and the state ``S``: (b, h, 2k, k)."""
+    def forward(
+        self, x: Tensor, state: State | None = None, mask: Tensor | None = None, *, raw: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """x: (b, n, d), normalised -> the same and the state ``S``: (b, h, 2k, k). raw: see ``gate``."""
         q, k, v = F.silu(self.heads(self.q_proj(x))), F.silu(self.heads(self.k_proj(x))), self.heads(self.v_proj(x))
         wide = wide_dtype(x)
         turns = phases(self.positions(x, mask, state), self.theta.to(wide))
         q, k = (rotated_features(y.to(wide), turns) for y in (q, k))
         no_decay = x.new_zeros(self.num_heads, dtype=wide)
         o, S = linear_attention(q, k, v, no_decay, self.matrix_state(x, state, k.size(-1)), mask)
-        return self.output(x, o), {"S": S, "position": self.next_position(x, mask, state)}
+        left = {"S": S, "position": self.next_position(x, mask, state)}
+        return self.output(o, self.gate(x, raw)), left
+
+
+@dataclass(frozen=True, kw_only=True)
+class LightNetForm(GatedForm):
+    """What LightNet can have otherwise: the switches of its ablation."""
+
+    decay: bool = True
+    """Additive decay; false: silu on the keys and plain sums."""
+    lrpe: bool = True
+    """Whether q and the weights are rotated by fixed angles."""
+    tpe: bool = True
+    """Whether the model gets the Toeplitz positional encoding behind its embedding."""
+    output_norm: bool = True
+    """Whether a norm stands before the gate."""
+    full_rank_gate: bool = False
+    """Whether the gate is one matrix (d, d)."""
 
 
 class LightNetMixer(GatedOutputMixer):
@@ -184,47 +277,102 @@ class LightNetMixer(GatedOutputMixer):
     With ``causal`` false every token reads the average over the whole row, and there is no state.
     """
 
+    form: LightNetForm
+
     def __init__(
         self,
         hidden_size: int,
         num_heads: int,
         *,
+        form: LightNetForm | None = None,
         gate_rank: int | None = None,
         causal: bool = True,
         eps: float = 1e-6,
     ) -> None:
-        super().__init__(hidden_size, num_heads, gate_rank=gate_rank, eps=eps)
+        form = form or LightNetForm()
+        full = form.full_rank_gate
+        super().__init__(hidden_size, num_heads, form=form, gate_rank=gate_rank, full_rank_gate=full, eps=eps)
+        if not causal and not form.decay:
+            raise ValueError("without decay LightNet sums up to each token: causal must be true")
         self.causal = causal
 
-    def forward(self, x: Tensor, state: State | None = None, mask: Tensor | None = None) -> tuple[Tensor, State]:
-        """x: (b, n, d), normalised -> the same and the state ``z``: (b, h, k), ``S``: (b, h, 2k, k)."""
+    def forward(
+        self, x: Tensor, state: State | None = None, mask: Tensor | None = None, *, raw: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """x: (b, n, d), normalised -> the same and the state ``z``: (b, h, k), ``S``: (b, h, 2k, k). raw: see ``gate``.
+
+        Without decay there is no ``z``, and without angles S has k rows.
+        """
         if not self.causal:
             refuse_state(self, state)
         q, k, v = F.silu(self.heads(self.q_proj(x))), self.heads(self.k_proj(x)), self.heads(self.v_proj(x))
-        wide = wide_dtype(x)
-        theta = wavelengths(self.num_heads, self.head_dim, x.device).to(wide)
-        turns = phases(self.positions(x, mask, state), theta)
+        left: State = {}
+        turns = None
+        if self.form.lrpe:
+            theta = wavelengths(self.num_heads, self.head_dim, x.device).to(wide_dtype(x))
+            turns = phases(self.positions(x, mask, state), theta)
+            if self.causal:
+                left["position"] = self.next_position(x, mask, state)
+        o = self.attended((q, k, v), turns, state, mask, left)
+        gate = self.gate(x, raw)
+        if self.form.output_norm:
+            return self.output(o, gate), left
+        mixed: Tensor = self.o_proj(o.flatten(2) * torch.sigmoid(gate))
+        return mixed, left
+
+    def attended(
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        turns: tuple[Tensor, Tensor] | None,
+        state: State | None,
+        mask: Tensor | None,
+        left: State,
+    ) -> Tensor:
+        """o (b, n, h, k) of q, k, v; what is behind the last token is put into ``left``."""
+        q, k, v = inputs
+        wide = wide_dtype(v)
+
+        def turned(y: Tensor) -> Tensor:
+            return y.to(wide) if turns is None else rotated_features(y.to(wide), turns)
+
         if not self.causal:
-            S = softmax_average(k.to(wide), v, turns, mask)
-            o = torch.einsum("bnhk, bhkv -> bnhv", rotated_features(q.to(wide), turns), S)
-            return self.output(x, o.to(v.dtype)), {}
+            S = softmax_average(k.to(wide), v, turned, mask)
+            return torch.einsum("bnhk, bhkv -> bnhv", turned(q), S).to(v.dtype)
+        before = self.matrix_state(v, state, self.head_dim * (1 if turns is None else 2))
+        if not self.form.decay:
+            no_decay = v.new_zeros(self.num_heads, dtype=wide)
+            o, left["S"] = linear_attention(turned(q), turned(F.silu(k)), v, no_decay, before, mask)
+            return o
         z = torch.full_like(k[:, 0], EMPTY, dtype=wide) if state is None else state["z"]
         if mask is not None:
             k = torch.where(mask[..., None, None], k, EMPTY)
             v = torch.where(mask[..., None, None], v, 0)
-        shares, log_left, z = softmax_scan(k, z)
-        q, k = rotated_features(q.to(wide), turns), rotated_features(shares, turns)
-        before = self.matrix_state(x, state, k.size(-1))
+        shares, log_left, left["z"] = softmax_scan(k, z)
         # Both halves of the features share a weight, and so a decay.
-        o, S = gated_linear_attention(q, k, v, torch.cat([log_left, log_left], dim=-1), before)
-        return self.output(x, o), {"S": S, "z": z, "position": self.next_position(x, mask, state)}
+        log_decay = log_left if turns is None else torch.cat([log_left, log_left], dim=-1)
+        o, left["S"] = gated_linear_attention(turned(q), turned(shares), v, log_decay, before)
+        return o
+
+
+@dataclass(frozen=True, kw_only=True)
+class HGRN2Form:
+    """What HGRN2 can have otherwise."""
+
+    query_activation: str = "silu"
+    """silu or none."""
+    lower_bounds: str = "from_zero"
+    """from_zero: 0 in the first layer; to_one: 1 in the last, whose mixer then writes nothing."""
+    output_projection: bool = True
+    """Whether a matrix W_o follows the norm."""
 
 
 class HGRN2Mixer(HeadMixer):
     """HGRN2: a decay per channel that depends on the token, from ``lower_bound`` up. No gate, no positions."""
 
-    def __init__(self, hidden_size: int, num_heads: int, *, eps: float = 1e-6) -> None:
-        super().__init__(hidden_size, num_heads, eps=eps)
+    def __init__(self, hidden_size: int, num_heads: int, *, form: HGRN2Form | None = None, eps: float = 1e-6) -> None:
+        form = form or HGRN2Form()
+        super().__init__(hidden_size, num_heads, eps=eps, output_projection=form.output_projection)
+        self.form = form
         self.f_proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
     def forward(
@@ -237,11 +385,13 @@ class HGRN2Mixer(HeadMixer):
     ) -> tuple[Tensor, State]:
         """x: (b, n, d), normalised -> the same and the state ``S``: (b, h, k, k).
 
-        ``lower_bound``: (d,), from 0 to below 1; None: 0. ``lower_bounds`` makes those of a model's layers.
+        ``lower_bound``: (d,), from 0 to 1; None: 0. ``lower_bounds`` makes those of a model's layers.
         """
         wide = wide_dtype(x)
         bound = x.new_zeros(self.hidden_size, dtype=wide) if lower_bound is None else lower_bound.to(wide)
-        q, v = F.silu(self.heads(self.q_proj(x))), self.heads(self.v_proj(x))
+        q, v = self.heads(self.q_proj(x)), self.heads(self.v_proj(x))
+        if self.form.query_activation == "silu":
+            q = F.silu(q)
         log_decay, k = log_forget(self.heads(self.f_proj(x)), self.heads(bound))
         # Rounded once, as the trained model has it; log f is summed over tokens, and so would be its error.
         k = k.to(v.dtype)
@@ -253,9 +403,15 @@ class HGRN2Mixer(HeadMixer):
         return mixed, {"S": S}
 
 
-def lower_bounds(table: Tensor) -> Tensor:
-    """β (l, d) of HGRN2's layers: the table's softmax over the layers, summed up to each, less the first row."""
-    return F.pad(torch.softmax(table, dim=0)[1:].cumsum(dim=0), (0, 0, 1, 0))
+def lower_bounds(table: Tensor, kind: str = "from_zero") -> Tensor:
+    """β (l, d) of HGRN2's layers: the table's softmax over the layers, summed up to each, less the first row.
+
+    "to_one": with it; the last sum, over all layers, is 1.
+    """
+    shares = torch.softmax(table, dim=0)
+    if kind == "to_one":
+        return F.pad(shares.cumsum(dim=0)[:-1], (0, 0, 0, 1), value=1.0)
+    return F.pad(shares[1:].cumsum(dim=0), (0, 0, 1, 0))
 
 
 def log_forget(logits: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
@@ -361,24 +517,40 @@ def wavelengths(num_heads: int, width: int, device: torch.device | None = None) 
     return torch.pow(10000.0, -2 * j / (num_heads * width)).view(num_heads, width)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ToeplitzForm:
+    """The form of the positional encoding behind the embedding."""
+
+    form: str = "residual"
+    """residual: x + y, weights learned; printed: y alone, weights of 1."""
+    modes: int | None = None
+    """Decays; None: hidden_size / num_attention_heads."""
+
+
 class ToeplitzEncoding(nn.Module):
     """Positions by a causal convolution per channel, a sum of decaying modes: x + y. Stands behind the embedding.
 
     Args:
         hidden_size: d.
         num_modes: e, the decays that all channels share.
+        printed: y alone, whose modes have no weights.
     """
 
-    def __init__(self, hidden_size: int, num_modes: int) -> None:
+    gamma: nn.Parameter | None
+
+    def __init__(self, hidden_size: int, num_modes: int, *, printed: bool = False) -> None:
         super().__init__()
         # Time scales from 1 to 4096 tokens.
         scales = torch.logspace(0, math.log10(4096), num_modes, dtype=torch.float64)
         self.decay_logit = nn.Parameter(torch.logit(torch.exp(-1 / scales)).float())
-        self.gamma = nn.Parameter(torch.randn(hidden_size, num_modes) * 0.02 / math.sqrt(num_modes))
+        self.register_parameter("gamma", None if printed else nn.Parameter(torch.empty(hidden_size, num_modes)))
+        if self.gamma is not None:
+            nn.init.normal_(self.gamma, std=0.02 / math.sqrt(num_modes))
 
     def forward(self, x: Tensor, state: State | None = None, mask: Tensor | None = None) -> tuple[Tensor, State]:
         """x: (b, n, d) -> the same and the state ``u``: (b, d, e)."""
-        u = x.new_zeros(x.size(0), *self.gamma.shape, dtype=wide_dtype(x)) if state is None else state["u"]
+        gamma = x.new_ones(x.size(-1), len(self.decay_logit)) if self.gamma is None else self.gamma
+        u = x.new_zeros(x.size(0), *gamma.shape, dtype=wide_dtype(x)) if state is None else state["u"]
         log_decay = F.logsigmoid(self.decay_logit.to(u.dtype))
-        y, u = toeplitz_scan(x, log_decay, self.gamma, u, mask)
-        return x + y, {"u": u}
+        y, u = toeplitz_scan(x, log_decay, gamma, u, mask)
+        return (y if self.gamma is None else x + y), {"u": u}

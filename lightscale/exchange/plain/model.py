@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,19 +13,33 @@ from lightscale.exchange.plain.lion import LION_MIXERS, Lion
 from lightscale.exchange.plain.mixers import (
     Attention,
     CosFormer2Mixer,
+    GatedForm,
+    HGRN2Form,
     HGRN2Mixer,
+    LightNetForm,
     LightNetMixer,
     SoftmaxMixer,
     State,
+    TNLForm,
     TNLMixer,
     ToeplitzEncoding,
+    ToeplitzForm,
     lower_bounds,
 )
-from lightscale.exchange.plain.operators import rms_norm, wide_dtype
+from lightscale.exchange.plain.operators import rms_norm, token_positions, wide_dtype
+from lightscale.exchange.plain.relation import RELATION_MIXERS, RelationForm
 
-MIXER_NAMES = ("tnl", "hgrn2", "cosformer2", "lightnet", "llama", "decay-attention", *LION_MIXERS)
+MIXER_NAMES = ("tnl", "hgrn2", "cosformer2", "lightnet", "llama", "decay-attention", *LION_MIXERS, *RELATION_MIXERS)
 """What ``Shape.mixers`` can name."""
-_ENCODED = {"cosformer2", "lightnet"}
+MixerForm = GatedForm | HGRN2Form | RelationForm
+FORMS: dict[str, type[MixerForm]] = {
+    "tnl": TNLForm,
+    "cosformer2": GatedForm,
+    "lightnet": LightNetForm,
+    "hgrn2": HGRN2Form,
+    **dict.fromkeys(RELATION_MIXERS, RelationForm),
+}
+"""The type of what can be otherwise in a mixer, ``Shape.forms``, by its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +51,7 @@ class Shape:
     hidden_size: int
     num_attention_heads: int
     intermediate_size: int
+    """Of the gated linear units; 0: blocks are the mixer alone."""
     mixers: Sequence[str]
     """The mixer of each layer, first to last; see ``MIXER_NAMES``."""
     gate_ranks: Mapping[str, int] = field(default_factory=dict)
@@ -55,6 +71,14 @@ class Shape:
     """Whether LightNet's layers read up to each token; otherwise the whole row."""
     lion: Mapping[str, Lion] = field(default_factory=dict)
     """The form of LION's mixers, by their names."""
+    forms: Mapping[str, MixerForm] = field(default_factory=dict)
+    """Of the other mixers those that are not as usual, by their names; see ``FORMS``."""
+    final_norm: bool = True
+    """Whether a norm stands before the output layer."""
+    toeplitz: ToeplitzForm = field(default_factory=ToeplitzForm)
+    """Of the positional encoding that cosFormer2 and LightNet ask for."""
+    learned_positions: int = 0
+    """Rows of a table of positions, which is added to the embedding; 0: none."""
     task: str = "causal"
     """What is predicted: causal, the next token; masked, tokens that were hidden; classify, a label of the row."""
     num_labels: int = 0
@@ -64,12 +88,18 @@ class Shape:
 
     def reads_both_ways(self) -> bool:
         """Whether a layer reads what comes behind a token; such a model has no states, and cannot continue a text."""
-        whole = {*LION_MIXERS}
+        whole = {*LION_MIXERS, "bi-rn"}
         if not self.lightnet_causal:
             whole.add("lightnet")
         if not self.attention.causal:
             whole.add("llama")
         return bool(whole & {*self.mixers})
+
+    def encodes(self) -> bool:
+        """Whether a layer asks for the positional encoding behind the embedding."""
+        lightnet = self.forms.get("lightnet", LightNetForm())
+        assert isinstance(lightnet, LightNetForm), type(lightnet)
+        return "cosformer2" in self.mixers or ("lightnet" in self.mixers and lightnet.tpe)
 
 
 class Norm(nn.Module):
@@ -100,10 +130,10 @@ class GatedUnit(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (…, d) -> (…, d)"""
-        gate = self.gate_proj(x)
-        if self.activation == "silu":
-            gate = F.silu(gate)
-        out: Tensor = self.down_proj(gate * self.up_proj(x))
+        gate, up = (y.to(wide_dtype(x)) for y in (self.gate_proj(x), self.up_proj(x)))
+        # Rounded once, as in training.
+        product = ((F.silu(gate) if self.activation == "silu" else gate) * up).to(x.dtype)
+        out: Tensor = self.down_proj(product)
         return out
 
 
@@ -111,54 +141,83 @@ def make_mixer(shape: Shape, layer: int) -> nn.Module:
     """The mixer of layer ``layer`` (from 0)."""
     name, sizes = shape.mixers[layer], (shape.hidden_size, shape.num_attention_heads)
     rank, eps = shape.gate_ranks.get(name), shape.rms_norm_eps
+    form: Any = shape.forms.get(name)
     match name:
         case "tnl":
-            return TNLMixer(*sizes, layer=layer, num_layers=len(shape.mixers), gate_rank=rank, eps=eps)
+            return TNLMixer(*sizes, layer=layer, num_layers=len(shape.mixers), form=form, gate_rank=rank, eps=eps)
         case "cosformer2":
-            return CosFormer2Mixer(*sizes, gate_rank=rank, eps=eps)
+            return CosFormer2Mixer(*sizes, form=form, gate_rank=rank, eps=eps)
         case "lightnet":
-            return LightNetMixer(*sizes, gate_rank=rank, causal=shape.lightnet_causal, eps=eps)
+            return LightNetMixer(*sizes, form=form, gate_rank=rank, causal=shape.lightnet_causal, eps=eps)
         case "hgrn2":
-            return HGRN2Mixer(*sizes, eps=eps)
+            return HGRN2Mixer(*sizes, form=form, eps=eps)
         case "llama":
             return SoftmaxMixer(*sizes, attention=shape.attention, eps=eps)
         case "decay-attention":
             return DecayMixer(*sizes, form=shape.scalar_decay, gate_rank=rank, eps=eps)
     if name in LION_MIXERS:
         return LION_MIXERS[name](*sizes, lion=shape.lion.get(name), eps=eps)
+    if name in RELATION_MIXERS:
+        return RELATION_MIXERS[name](shape.hidden_size, form=form)
     raise ValueError(f"no mixer is called {name!r}; known: {', '.join(MIXER_NAMES)}")
 
 
 class Block(nn.Module):
-    """x += mixer(norm x); x += gated unit(norm x)."""
+    """x += mixer(norm x); x += gated unit(norm x), where there is one."""
 
     def __init__(self, shape: Shape, layer: int) -> None:
         super().__init__()
         d, eps, weight = shape.hidden_size, shape.rms_norm_eps, shape.norm == "rmsnorm"
         self.input_layernorm = Norm(d, eps=eps, weight=weight)
         self.mixer = make_mixer(shape, layer)
-        self.post_attention_layernorm = Norm(d, eps=eps, weight=weight)
-        self.mlp = GatedUnit(d, shape.intermediate_size, activation=shape.glu_activation)
+        self.reads_raw = getattr(self.mixer, "reads_raw", False)
+        self.has_unit = shape.intermediate_size > 0
+        if self.has_unit:
+            self.post_attention_layernorm = Norm(d, eps=eps, weight=weight)
+            self.mlp = GatedUnit(d, shape.intermediate_size, activation=shape.glu_activation)
 
     def forward(
         self, x: Tensor, state: State | None = None, mask: Tensor | None = None, **of_model: Tensor
     ) -> tuple[Tensor, State]:
         """x: (b, n, d) -> the same and the mixer's state. ``of_model``: what a mixer takes from the model."""
+        if self.reads_raw:
+            of_model["raw"] = x
         mixed, left = self.mixer(self.input_layernorm(x), state, mask, **of_model)
         x = x + mixed
-        return x + self.mlp(self.post_attention_layernorm(x)), left
+        return (x + self.mlp(self.post_attention_layernorm(x)) if self.has_unit else x), left
 
 
 class BoundTable(nn.Module):
-    """The table that the lower bounds of all HGRN2 layers come from: (l, d)."""
+    """The table that the lower bounds of all HGRN2 layers come from: (l, d); ``kind`` see ``lower_bounds``."""
 
-    def __init__(self, num_layers: int, hidden_size: int) -> None:
+    def __init__(self, num_layers: int, hidden_size: int, *, kind: str = "from_zero") -> None:
         super().__init__()
+        self.kind = kind
         self.table = nn.Parameter(torch.ones(num_layers, hidden_size))
 
     def forward(self) -> Tensor:
         """(l, d), fp32 at least."""
-        return lower_bounds(self.table.to(torch.promote_types(self.table.dtype, torch.float32)))
+        return lower_bounds(self.table.to(torch.promote_types(self.table.dtype, torch.float32)), self.kind)
+
+
+class LearnedPositions(nn.Embedding):
+    """x + p of learned positions p, as in GPT-2 and BERT. Stands behind the embedding, before other encodings.
+
+    Args:
+        num_positions: tokens of the longest document; hidden_size: d.
+    """
+
+    def __init__(self, num_positions: int, hidden_size: int) -> None:
+        super().__init__(num_positions, hidden_size)
+
+    def encode(self, x: Tensor, state: State | None = None, mask: Tensor | None = None) -> tuple[Tensor, State]:
+        """x: (b, n, d) -> the same and the state, ``next``: (b,) of positions. ValueError for longer documents."""
+        start = x.new_zeros(x.size(0), dtype=torch.int64) if state is None else state["next"]
+        left = start + (x.size(1) if mask is None else mask.sum(1))
+        # What is compiled does not wait for a GPU to answer.
+        if not torch.compiler.is_compiling() and int(left.max()) > self.num_embeddings:
+            raise ValueError(f"{int(left.max())} tokens, but the model has {self.num_embeddings} learned positions")
+        return x + self(token_positions(x.size(1), mask, start)), {"next": left}
 
 
 class Decoder(nn.Module):
@@ -168,11 +227,20 @@ class Decoder(nn.Module):
         super().__init__()
         self.mixers = tuple(shape.mixers)
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        modes = shape.hidden_size // shape.num_attention_heads
-        self.tpe = ToeplitzEncoding(shape.hidden_size, modes) if _ENCODED & {*self.mixers} else None
-        self.lower_bounds = BoundTable(len(self.mixers), shape.hidden_size) if "hgrn2" in self.mixers else None
+        d, self.positions, self.tpe, self.lower_bounds = shape.hidden_size, None, None, None
+        if shape.learned_positions:
+            self.positions = LearnedPositions(shape.learned_positions, d)
+        if shape.encodes():
+            modes = shape.toeplitz.modes or d // shape.num_attention_heads
+            self.tpe = ToeplitzEncoding(d, modes, printed=shape.toeplitz.form == "printed")
+        if "hgrn2" in self.mixers:
+            hgrn2 = shape.forms.get("hgrn2", HGRN2Form())
+            assert isinstance(hgrn2, HGRN2Form), type(hgrn2)
+            self.lower_bounds = BoundTable(len(self.mixers), d, kind=hgrn2.lower_bounds)
         self.layers = nn.ModuleList(Block(shape, layer) for layer in range(len(self.mixers)))
-        self.norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps, weight=shape.norm == "rmsnorm")
+        self.norm: nn.Module = nn.Identity()
+        if shape.final_norm:
+            self.norm = Norm(d, eps=shape.rms_norm_eps, weight=shape.norm == "rmsnorm")
 
     def forward(
         self, x: Tensor, states: Sequence[State] | None = None, mask: Tensor | None = None
@@ -185,14 +253,18 @@ class Decoder(nn.Module):
             mask: (b, n) bool, the real tokens; None: all.
 
         Returns:
-            Activations (b, n, d), and a state for each layer behind that of the positional encoding.
+            Activations (b, n, d), and a state for each layer behind that of the positional encodings.
         """
         if not x.is_floating_point():
             x = self.embed_tokens(x)
         before: Sequence[State | None] = [None] * (1 + len(self.layers)) if states is None else states
         after: list[State] = [{}]
+        if self.positions is not None:
+            x, left = self.positions.encode(x, before[0], mask)
+            after[0].update(left)
         if self.tpe is not None:
-            x, after[0] = self.tpe(x, before[0], mask)
+            x, left = self.tpe(x, before[0], mask)
+            after[0].update(left)
         bounds = None if self.lower_bounds is None else self.lower_bounds()
         for number, layer in enumerate(self.layers):
             of_model = {}

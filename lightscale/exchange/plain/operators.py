@@ -1,15 +1,17 @@
 """What mixes tokens, by matrix products in chunks: time is linear in the tokens, and autograd gives the gradients.
 
-Names of shapes: b rows, n tokens, h heads, K and V widths of keys and values, G chunks of C tokens. TensorRows are one
+Names of shapes: b rows, n tokens, h heads, K and V widths of keys and values, G chunks of C tokens. Rows are one
 document each. ``mask`` (b, n) bool says which tokens are real; padding may stand anywhere, writes to no state and is no
 step of a decay. States and everything inside are fp32, or fp64 for fp64 inputs.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 EMPTY = -1e30
 """The logarithm of a weight that is none. Finite: differences of two of them, and their gradients, are numbers."""
@@ -20,11 +22,18 @@ def wide_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) over the last dim, times ``weight``; fp32 at least inside."""
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, gate: Tensor | None = None) -> Tensor:
+    """x / sqrt(mean(x²) + eps) over the last dim, times ``weight`` and sigmoid(gate); rounded once, as in training."""
     wide = x.to(wide_dtype(x))
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide if weight is None else wide * weight.to(wide.dtype)).to(x.dtype)
+    if weight is not None:
+        wide = wide * weight.to(wide.dtype)
+    return (wide if gate is None else wide * torch.sigmoid(gate.to(wide.dtype))).to(x.dtype)
+
+
+def layer_norm(x: Tensor, eps: float) -> Tensor:
+    """(x - mean(x)) / sqrt(var(x) + eps) over the last dim."""
+    return rms_norm(x - x.mean(-1, keepdim=True), None, eps)
 
 
 def token_positions(n: int, mask: Tensor | None, start: Tensor) -> Tensor:
@@ -211,16 +220,41 @@ def two_way_attention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, gate: 
     return _in_rows(o, n)
 
 
-def softmax_average(k: Tensor, v: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+def log_sum(terms: Tensor, z: Tensor) -> Tensor:
+    """z_t = log(e^z + Σ_{s ≤ t} e^{terms_s}), (b, n, D) of terms (b, n, D) behind a log-sum z (b, D)."""
+    # In fp64: as ``softmax_scan``.
+    together = torch.cat([z.double()[:, None], terms.double()], dim=1)
+    return together.logcumsumexp(dim=1)[:, 1:].to(z.dtype)
+
+
+def pairs_sum(a: Tensor, b: Tensor, seen: Tensor, of_pair: Callable[[Tensor], Tensor], *, chunk: int = 16) -> Tensor:
+    """Σ_j of_pair(a_i + b_j) over the tokens j that i sees: (B, n, D) of a (B, n, D) and b (B, N, D), fp32 at least.
+
+    seen: (B, n, N) bool. Some tokens i at a time, whose pairs are made again in the backward pass: memory does not grow
+    with the square of the length, as time does.
+    """
+    wide = wide_dtype(a)
+
+    def some(rows: Tensor, read: Tensor, those: Tensor) -> Tensor:
+        pairs = of_pair(rows.to(wide)[:, :, None] + read.to(wide)[:, None])
+        return torch.where(those[..., None], pairs, 0).sum(2)
+
+    parts = []
+    for rows, those in zip(a.split(chunk, 1), seen.split(chunk, 1), strict=True):
+        again = torch.is_grad_enabled()
+        parts.append(checkpoint(some, rows, b, those, use_reentrant=False) if again else some(rows, b, those))
+    return torch.cat(parts, dim=1)
+
+
+def softmax_average(k: Tensor, v: Tensor, turned: Callable[[Tensor], Tensor], mask: Tensor | None) -> Tensor:
     """S = Σ_i LRPE(e^{k_i} / Σ_j e^{k_j}) v_iᵀ over a whole row, (b, h, 2K, V): a softmax over its tokens, per channel.
 
-    k (b, n, h, K), as wide as the state; v (b, n, h, V); ``turns`` the phases of k.
+    k (b, n, h, K), as wide as the state; v (b, n, h, V); ``turned`` is LRPE, or nothing, and S then (b, h, K, V).
     """
     if mask is not None:
         k = torch.where(mask[..., None, None], k, EMPTY)
         v = torch.where(mask[..., None, None], v, 0)
-    shares = rotated_features(k.softmax(dim=1), turns)
-    return torch.einsum("bnhk, bnhv -> bhkv", shares, v.to(k.dtype))
+    return torch.einsum("bnhk, bnhv -> bhkv", turned(k.softmax(dim=1)), v.to(k.dtype))
 
 
 def toeplitz_scan(

@@ -19,9 +19,10 @@ from lightscale.exchange.plain.mixers import (
     State,
     TNLMixer,
     ToeplitzEncoding,
+    ToeplitzForm,
     wavelengths,
 )
-from lightscale.exchange.plain.model import BoundTable, Decoder, Norm, Shape, pooled
+from lightscale.exchange.plain.model import FORMS, BoundTable, Decoder, Norm, Shape, pooled
 
 
 class LightscaleConfig(PreTrainedConfig):
@@ -48,6 +49,10 @@ class LightscaleConfig(PreTrainedConfig):
         lion: dict[str, dict[str, Any]] | None = None,
         pooling: str = "mean",
         scalar_decay: dict[str, Any] | None = None,
+        forms: dict[str, dict[str, Any]] | None = None,
+        final_norm: bool = True,
+        toeplitz: dict[str, Any] | None = None,
+        learned_positions: int = 0,
         **more: Any,
     ) -> None:
         self.vocab_size, self.hidden_size, self.intermediate_size = vocab_size, hidden_size, intermediate_size
@@ -62,6 +67,9 @@ class LightscaleConfig(PreTrainedConfig):
         self.lion = lion or {}
         # Those of ``ScalarDecay``.
         self.scalar_decay = scalar_decay
+        # Those of the types in ``FORMS``, by mixer, and of ``ToeplitzForm``.
+        self.forms, self.toeplitz = forms or {}, toeplitz
+        self.final_norm, self.learned_positions = final_norm, learned_positions
         more.pop("num_hidden_layers", None)
         super().__init__(tie_word_embeddings=tie_word_embeddings, **more)
 
@@ -86,6 +94,10 @@ class LightscaleConfig(PreTrainedConfig):
             lightnet_causal=self.lightnet_causal,
             lion={name: Lion(**options) for name, options in self.lion.items()},
             pooling=self.pooling,
+            forms={name: FORMS[name](**options) for name, options in self.forms.items()},
+            final_norm=self.final_norm,
+            toeplitz=ToeplitzForm(**(self.toeplitz or {})),
+            learned_positions=self.learned_positions,
         )
 
 
@@ -150,10 +162,11 @@ class LightscaleModel(PreTrainedModel):
         elif isinstance(module, BoundTable):
             nn.init.ones_(module.table)
         elif isinstance(module, ToeplitzEncoding):
-            num_modes = module.gamma.size(1)
+            num_modes = len(module.decay_logit)
             scales = torch.logspace(0, math.log10(4096), num_modes, dtype=torch.float64)
             module.decay_logit.copy_(torch.logit(torch.exp(-1 / scales)))
-            nn.init.normal_(module.gamma, std=std / math.sqrt(num_modes))
+            if module.gamma is not None:
+                nn.init.normal_(module.gamma, std=std / math.sqrt(num_modes))
         elif isinstance(module, TNLMixer) and module.theta is not None:
             module.theta.copy_(wavelengths(*module.theta.shape))
         elif isinstance(module, DecayMixer):

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from lightscale.config.model import ModelConfig
-from lightscale.errors import UserError
-from lightscale.exchange.files.weights import shape_of
 from lightscale.models.mixers.hgrn2 import lower_bounds_to_one
 
 plain = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "plain_models.py")))
@@ -272,9 +270,3 @@ def test_bounds_up_to_one_end_there() -> None:
     assert torch.equal(bounds[-1], torch.ones(7, dtype=torch.float64))
     (gradient,) = torch.autograd.grad(bounds[-1].sum() + 0 * table.sum(), table)
     assert torch.equal(gradient, torch.zeros_like(gradient))
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if "noncausal" not in name])
-def test_what_the_plain_form_does_not_have_is_not_exported(name: str) -> None:
-    with pytest.raises(UserError, match=r"has no plain form to load or export; it has .* alone"):
-        shape_of(model_of(name), vocab_size=SHAPE["vocab_size"])
