@@ -148,8 +148,9 @@ def test_saved_again_by_transformers_it_is_the_same(
 
 
 @pytest.mark.long
-def test_it_compiles_to_one_graph(transformers: Any, exports: Path) -> None:
-    model, ids = loaded(transformers, exports / "hybrid"), torch.tensor([[259, *range(80)]])
+@pytest.mark.parametrize("name", ["hybrid", "decay", "printed", "pairs"])
+def test_it_compiles_to_one_graph(transformers: Any, exports: Path, name: str) -> None:
+    model, ids = loaded(transformers, exports / name), torch.tensor([[259, *range(80)]])
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
         torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids).logits)

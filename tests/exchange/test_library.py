@@ -112,6 +112,16 @@ def test_a_layer_by_itself() -> None:
         layers.TNLMixer(hidden_size=32, num_heads=5)
 
 
+def test_documents_are_no_longer_than_learned_positions(saved_runs: Path) -> None:
+    model = lightscale.load(saved_runs / "printed")
+    assert model.logits([1] * 400).shape == (400, 264)
+    for call in (lambda: model.logits([1] * 401), lambda: model.generate("the", tokens=400)):
+        with pytest.raises(UserError, match=r"40[12] tokens, but .*step-00000003.* has 400 learned positions"):
+            call()
+    with pytest.raises(ValueError, match="401 tokens, but the model has 400 learned positions"):
+        model.module(torch.ones(1, 401, dtype=torch.int64))
+
+
 def test_a_damaged_checkpoint_is_refused(own_run: Callable[[str], Path]) -> None:
     run = own_run("tnl")
     file = next(run.glob("checkpoints/*/rank-00000.safetensors"))

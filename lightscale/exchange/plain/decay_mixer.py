@@ -93,7 +93,8 @@ class DecayMixer(HeadMixer):
 
     def forward(self, x: Tensor, state: State | None = None, mask: Tensor | None = None) -> tuple[Tensor, State]:
         """x: (b, n, d), normalised -> the same and the state."""
-        form, wide, left = self.form, wide_dtype(x), State()
+        form, wide = self.form, wide_dtype(x)
+        left: State = {}
         projected = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
         if form.short_convolution:
             projected, left["tail"] = self.convolved(projected, state, mask)

@@ -92,7 +92,8 @@ class CausalRNMixer(nn.Module):
 
     def quadratic(self, x: Tensor, state: State | None, mask: Tensor | None) -> tuple[Tensor, State]:
         """The same of every pair by itself."""
-        n, form, a, b, left = x.size(1), self.form, self.a_proj(x), self.b_proj(x), State()
+        n, form, a, b = x.size(1), self.form, self.a_proj(x), self.b_proj(x)
+        left: State = {}
         real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
         if self.is_causal:
             if state is not None:
