@@ -420,7 +420,7 @@ def _form(name: str, table: dict[str, Any], own: _Lightscale, path: Path) -> Mix
     assert options is not None, name
     for key, value in table.items():
         if key not in usual or (key not in options.model_fields and value != usual[key]):
-            known = ", ".join(usual.keys() & options.model_fields)
+            known = ", ".join(key for key in usual if key in options.model_fields)
             raise UserError(f"{path}: forms.{name}.{shown(key)} = {shown(repr(value))}; those that are known: {known}")
     # Whether they go together with what stands elsewhere.
     elsewhere = {"gate_rank": own.gate_ranks.get(name), "causal": own.lightnet_causal}

@@ -70,6 +70,8 @@ _PARTS = {
 """What the plain model calls the parameters of parts that a model holds once."""
 _ELSEWHERE = frozenset({"gate_rank", "causal", "positions"})
 """Options of mixers that stand in ``Shape`` outside of its ``forms``."""
+_OF_LLAMA = frozenset({"causal", "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling", "attention_bias"})
+"""Those of LLaMA's attention."""
 _OF_MODEL = frozenset(
     {
         *("mixer", "num_layers", "hidden_size", "num_heads", "intermediate_size", "vocab_size", "tie_word_embeddings"),
@@ -165,8 +167,8 @@ def _require_known(model: ModelConfig) -> None:
     """UserError for what is otherwise than usual in a way that the plain model does not know."""
     tables: list[tuple[str, BaseModel, frozenset[str]]] = [("model", model, _OF_MODEL)]
     for name in dict.fromkeys(model.layers):
-        if name in FORMS:
-            known = _ELSEWHERE | {field.name for field in fields(FORMS[name])}
+        if name in FORMS or name == "llama":
+            known = _OF_LLAMA if name == "llama" else _ELSEWHERE | {field.name for field in fields(FORMS[name])}
             tables.append((f"model.mixer_options.{name}", model.layer_options(model.layers.index(name)), known))
     for table, values, known in tables:
         for key, field in type(values).model_fields.items():
