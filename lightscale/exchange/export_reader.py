@@ -76,9 +76,10 @@ def open_export(directory: Path) -> Export:
     tensors.check({name: TensorRows(key=name) for name in expected}, expected)
     is_masked = shape.task == "masked"
     tokenizer = _tokenizer(directory, shape)
-    # Published models have rows beyond their vocabulary, which nothing stands for.
+    # Published models have rows beyond their vocabulary, which nothing stands for; what was exported here has none.
     most = shape.vocab_size - is_masked
-    if not (most if is_masked else most - _MOST_PADDING) <= tokenizer.vocab_size <= most:
+    padding = 0 if is_masked or (directory / TOKENIZER).is_dir() else _MOST_PADDING
+    if not most - padding <= tokenizer.vocab_size <= most:
         raise UserError(
             f"{directory}: the tokenizer has {tokenizer.vocab_size} ids, and the model an embedding of "
             f"{shape.vocab_size}{', of which one row is the mask' * is_masked}; they are not of one model"

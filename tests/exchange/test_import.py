@@ -12,7 +12,7 @@ import torch
 import lightscale
 from lightscale.cli import main
 from lightscale.config.files import load
-from lightscale.data_pipeline.tokenizers import load_tokenizer
+from lightscale.data_pipeline.tokenizers import AsciiTokenizer, load_tokenizer
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import choose_run
 from lightscale.exchange.export import export
@@ -97,6 +97,16 @@ def test_the_command(saved_runs: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["import", str(tmp_path), "--run", str(tmp_path / "other")]) == 78
     assert "no model there" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
+
+
+def test_the_tokenizer_of_another_model_is_refused(saved_runs: Path, tmp_path: Path) -> None:
+    export(choose_run(saved_runs / "tnl"), tmp_path / "to", dtype="fp32")
+    shutil.rmtree(tmp_path / "to" / "tokenizer")
+    (tmp_path / "to" / "tokenizer").mkdir()
+    AsciiTokenizer().save(tmp_path / "to" / "tokenizer")
+    with pytest.raises(UserError, match="has 128 ids, and the model an embedding of 264; they are not of"):
+        import_model(tmp_path / "to", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
 
 
 def test_a_configuration_of_another_model_is_refused(saved_runs: Path, tmp_path: Path) -> None:

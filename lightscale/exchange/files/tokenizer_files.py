@@ -17,6 +17,8 @@ from typing import Any
 import sentencepiece.sentencepiece_model_pb2 as sentencepiece_model
 
 from lightscale.data_pipeline.tokenizers import (
+    END_OF_TEXT,
+    AsciiTokenizer,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
     TiktokenTokenizer,
@@ -93,6 +95,8 @@ def _content(tokenizer: Tokenizer) -> dict[str, Any]:
     if isinstance(tokenizer, HuggingFaceTokenizer):
         content: dict[str, Any] = json.loads(tokenizer.file)
         return content
+    if isinstance(tokenizer, AsciiTokenizer):
+        return _of_ascii(tokenizer)
     raise UserError(f"a tokenizer of the kind {type(tokenizer).__name__} cannot be exported")
 
 
@@ -190,6 +194,20 @@ def _of_sentencepiece(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
         "model": _bpe(vocabulary, merges, unk_token=unknown, byte_fallback=True),
+    }
+
+
+def _of_ascii(tokenizer: AsciiTokenizer) -> dict[str, Any]:
+    eot, substitute = (tokenizer.eot_id, END_OF_TEXT), chr(int(tokenizer.encode("\ufffd")[0]))
+    characters = {chr(number): number for number in range(tokenizer.vocab_size) if number != tokenizer.eot_id}
+    decoders = [{"type": "Fuse"}, {"type": "Replace", "pattern": {"String": substitute}, "content": "\ufffd"}]
+    return {
+        **_frame([eot]),
+        "normalizer": {"type": "Replace", "pattern": {"Regex": r"[^\x01-\x7f]"}, "content": substitute},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        # Without merges: every character by itself.
+        "model": _bpe({eot[1]: eot[0], **characters}, []),
     }
 
 

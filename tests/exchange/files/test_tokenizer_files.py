@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lightscale.data_pipeline.tokenizers import (
+    AsciiTokenizer,
     HuggingFaceTokenizer,
     TiktokenTokenizer,
     Tokenizer,
@@ -55,11 +56,13 @@ def differing(tokenizer: Tokenizer, directory: Path, texts: Iterable[str]) -> li
     return found
 
 
-@pytest.mark.parametrize("kind", ["tiktoken", "sentencepiece", "huggingface"])
+@pytest.mark.parametrize("kind", ["tiktoken", "sentencepiece", "huggingface", "ascii"])
 def test_every_id_and_every_text(tmp_path: Path, kind: str) -> None:
     tokenizer: Tokenizer
     if kind == "sentencepiece":
         tokenizer = train_sentencepiece(SOURCES, vocab_size=700)
+    elif kind == "ascii":
+        tokenizer = AsciiTokenizer()
     else:
         tokenizer = tiktoken_like(**{"<_endoftext_>": 1, "<_fim_>": 20})
         if kind == "huggingface":
