@@ -39,7 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "mixer": ["bi-rn", "causal-rn"],
         "mixer_options": {"bi-rn": {"form": "quadratic", "activation": "silu", "expansion": 2}},
     },
-    "printed lightnet": printed["noncausal without LRPE"][0],
+    **{f"printed {name}": case for name, (case, _, _) in printed.items() if "noncausal" in name},
     "hybrid": {
         "mixer": ["lion-s", "lightnet", "lion-retnet", "llama", "lion-lit"],
         "mixer_options": {**LIGHTNET, **LLAMA, "lion-lit": {"eps": 0.1}},

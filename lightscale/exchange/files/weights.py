@@ -50,6 +50,8 @@ _ROLES = {
     "gate_down": "gate_down.weight",
     "gate_up": "gate_up.weight",
     "gate": "gate_proj.weight",
+    "decay_down": "decay_down.weight",
+    "decay_up": "decay_up.weight",
     "angles": "theta",
     "q_bias": "q_proj.bias",
     "k_bias": "k_proj.bias",

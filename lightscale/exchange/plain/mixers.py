@@ -261,8 +261,12 @@ class LightNetForm(GatedForm):
 
     decay: bool = True
     """Additive decay; false: silu on the keys and plain sums."""
+    shared_decay: bool = True
+    """Whether k is the logarithm of the weights; false: that has low-rank weights of its own, and keys are silu(k)."""
     lrpe: bool = True
-    """Whether q and the weights are rotated by fixed angles."""
+    """Whether q and the keys are rotated by angles."""
+    learned_angles: bool = False
+    """Whether these are learned."""
     tpe: bool = True
     """Whether the model gets the Toeplitz positional encoding behind its embedding."""
     output_norm: bool = True
@@ -278,6 +282,7 @@ class LightNetMixer(GatedOutputMixer):
     """
 
     form: LightNetForm
+    theta: nn.Parameter | None
 
     def __init__(
         self,
@@ -294,7 +299,14 @@ class LightNetMixer(GatedOutputMixer):
         super().__init__(hidden_size, num_heads, form=form, gate_rank=gate_rank, full_rank_gate=full, eps=eps)
         if not causal and not form.decay:
             raise ValueError("without decay LightNet sums up to each token: causal must be true")
+        if not (form.shared_decay or (causal and form.decay)):
+            raise ValueError("a decay with weights of its own is one up to each token: causal and decay must be true")
         self.causal = causal
+        learned = nn.Parameter(wavelengths(num_heads, self.head_dim).float()) if form.learned_angles else None
+        self.register_parameter("theta", learned)
+        if not form.shared_decay:
+            self.decay_down = nn.Linear(hidden_size, self.head_dim, bias=False)
+            self.decay_up = nn.Linear(self.head_dim, hidden_size, bias=False)
 
     def forward(
         self, x: Tensor, state: State | None = None, mask: Tensor | None = None, *, raw: Tensor | None = None
@@ -309,11 +321,12 @@ class LightNetMixer(GatedOutputMixer):
         left: State = {}
         turns = None
         if self.form.lrpe:
-            theta = wavelengths(self.num_heads, self.head_dim, x.device).to(wide_dtype(x))
-            turns = phases(self.positions(x, mask, state), theta)
+            theta = wavelengths(self.num_heads, self.head_dim, x.device) if self.theta is None else self.theta
+            turns = phases(self.positions(x, mask, state), theta.to(wide_dtype(x)))
             if self.causal:
                 left["position"] = self.next_position(x, mask, state)
-        o = self.attended((q, k, v), turns, state, mask, left)
+        apart = None if self.form.shared_decay else self.heads(self.decay_up(self.decay_down(x)))
+        o = self.attended((q, k, v, apart), turns, state, mask, left)
         gate = self.gate(x, raw)
         if self.form.output_norm:
             return self.output(o, gate), left
@@ -322,14 +335,17 @@ class LightNetMixer(GatedOutputMixer):
 
     def attended(
         self,
-        inputs: tuple[Tensor, Tensor, Tensor],
+        inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
         turns: tuple[Tensor, Tensor] | None,
         state: State | None,
         mask: Tensor | None,
         left: State,
     ) -> Tensor:
-        """o (b, n, h, k) of q, k, v; what is behind the last token is put into ``left``."""
-        q, k, v = inputs
+        """o (b, n, h, k) of q, k, v, and the logarithms of weights where k is not these.
+
+        What is behind the last token is put into ``left``.
+        """
+        q, k, v, weights = inputs
         wide = wide_dtype(v)
 
         def turned(y: Tensor) -> Tensor:
@@ -344,13 +360,16 @@ class LightNetMixer(GatedOutputMixer):
             o, left["S"] = linear_attention(turned(q), turned(F.silu(k)), v, no_decay, before, mask)
             return o
         z = torch.full_like(k[:, 0], EMPTY, dtype=wide) if state is None else state["z"]
+        logs, keys = (k, None) if weights is None else (weights, F.silu(k))
         if mask is not None:
-            k = torch.where(mask[..., None, None], k, EMPTY)
-            v = torch.where(mask[..., None, None], v, 0)
-        shares, log_left, left["z"] = softmax_scan(k, z)
+            real = mask[..., None, None]
+            logs, v = torch.where(real, logs, EMPTY), torch.where(real, v, 0)
+            keys = None if keys is None else torch.where(real, keys, 0)
+        shares, log_left, left["z"] = softmax_scan(logs, z)
         # Both halves of the features share a weight, and so a decay.
         log_decay = log_left if turns is None else torch.cat([log_left, log_left], dim=-1)
-        o, left["S"] = gated_linear_attention(turned(q), turned(shares), v, log_decay, before)
+        keys = turned(shares if keys is None else keys)
+        o, left["S"] = gated_linear_attention(turned(q), keys, v, log_decay, before)
         return o
 
 

@@ -15,6 +15,7 @@ from lightscale.exchange.plain.lion import Lion
 from lightscale.exchange.plain.mixers import (
     Attention,
     CosFormer2Mixer,
+    LightNetMixer,
     RopeScaling,
     State,
     TNLMixer,
@@ -167,7 +168,7 @@ class LightscaleModel(PreTrainedModel):
             module.decay_logit.copy_(torch.logit(torch.exp(-1 / scales)))
             if module.gamma is not None:
                 nn.init.normal_(module.gamma, std=std / math.sqrt(num_modes))
-        elif isinstance(module, TNLMixer) and module.theta is not None:
+        elif isinstance(module, (TNLMixer, LightNetMixer)) and module.theta is not None:
             module.theta.copy_(wavelengths(*module.theta.shape))
         elif isinstance(module, DecayMixer):
             module.begin()
