@@ -29,6 +29,7 @@ from lightscale.models.specs.options import (
     HGRN2Options,
     LightNetOptions,
     LionOptions,
+    LionSOptions,
     LLaMAOptions,
     LowRankGateOptions,
     llama_heads,
@@ -98,7 +99,7 @@ def shape_of(model: ModelConfig, *, vocab_size: int, task: str = "causal") -> Sh
         if isinstance(options, LightNetOptions):
             lightnet_causal = options.causal
         elif isinstance(options, LionOptions):
-            lion[name] = Lion(**options.model_dump(exclude={"initial_decay"}))
+            lion[name] = Lion(**options.model_dump(exclude={"initial_decay", "vector_decay"}))
         elif isinstance(options, DecayAttentionOptions):
             scalar_decay = ScalarDecay(**options.model_dump(exclude={"gate_rank", "initial_decay"}))
         elif isinstance(options, LLaMAOptions):
@@ -135,6 +136,8 @@ def _require_usual_forms(model: ModelConfig) -> None:
     }
     for name in dict.fromkeys(model.layers):
         options = model.layer_options(model.layers.index(name))
+        if isinstance(options, LionSOptions):
+            usual[f"model.mixer_options.{name}.vector_decay"] = (options.vector_decay, False)
         if not isinstance(options, GatedMixerOptions | HGRN2Options):
             continue
         for key in _ONE_FORM & {*type(options).model_fields}:
