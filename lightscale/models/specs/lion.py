@@ -99,8 +99,13 @@ class LionSSpec(LionLITSpec):
     def fp32_values(model: ModelConfig, layer: int) -> int:
         """With the log decays, and what they were made of; those of channels are counted by the operator's cost."""
         if lion_s_options(model, layer).vector_decay:
-            return model.hidden_size * lion_options(model, layer).scale
+            return model.hidden_size * (lion_options(model, layer).scale + 2)
         return LionLITSpec.fp32_values(model, layer) + 3 * model.num_heads
+
+    @staticmethod
+    def more_kept_values(model: ModelConfig, layer: int) -> int:
+        """What the vector gate's decays were made of is kept in fp32, in place of what was projected."""
+        return -model.hidden_size if lion_s_options(model, layer).vector_decay else 0
 
     @staticmethod
     def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
