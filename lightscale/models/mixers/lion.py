@@ -74,6 +74,9 @@ def retnet_log_decays(num_heads: int) -> Tensor:
 class LionLIT(Mixer):
     """(n / tensor, b, d) -> (n / tensor, b, d), without decays; what LION's mixers share is here."""
 
+    vector_decay = False
+    """Whether decays are of value channels."""
+
     def __init__(
         self, config: TransformerConfig, layer_number: int, model: ModelConfig, *args: Any, **kwargs: Any
     ) -> None:
@@ -106,8 +109,10 @@ class LionLIT(Mixer):
     def _begin(self, k: Tensor, v: Tensor, log_decay: Tensor | None, context: SequenceContext) -> Finish:
         assert context.states is None, "only models that predict the next token generate"
         if context.exchange is not None:
-            scan = functools.partial(LionScan, **self.form)
+            scan = functools.partial(LionVectorScan if self.vector_decay else LionScan, **self.form)
             return context.begin(scan, k, v, log_decay, layer=self.state_name)
+        if self.vector_decay and log_decay is not None:
+            return lambda q: lion_vector(q, k, v, log_decay, cu_seqlens=context.cu_seqlens, **self.form)
         return lambda q: lion(q, k, v, log_decay, cu_seqlens=context.cu_seqlens, **self.form)[0]
 
 
@@ -150,12 +155,3 @@ class LionS(LionLIT):
             k = k * torch.sigmoid(-logits)[..., None].to(k.dtype)
         # Channels are ordered head by head, as those of the values.
         return k, F.logsigmoid(logits.unflatten(-1, k.shape[2:]) if self.vector_decay else logits)
-
-    def _begin(self, k: Tensor, v: Tensor, log_decay: Tensor | None, context: SequenceContext) -> Finish:
-        if not self.vector_decay or log_decay is None:
-            return super()._begin(k, v, log_decay, context)
-        assert context.states is None, "only models that predict the next token generate"
-        if context.exchange is not None:
-            scan = functools.partial(LionVectorScan, **self.form)
-            return context.begin(scan, k, v, log_decay, layer=self.state_name)
-        return lambda q: lion_vector(q, k, v, log_decay, cu_seqlens=context.cu_seqlens, **self.form)
