@@ -75,7 +75,7 @@ class StateTensor:
     name: str
     shape: tuple[str, ...]
     """Symbols: B rows, T tokens, H heads, K width of keys (of what LRPE makes of them: R), V width of values (with the
-    normaliser's column: W), D channels, E modes."""
+    normaliser's column: W; with one for each of them: U), D channels, E modes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,6 +274,18 @@ register(
         cost=CostClass.SCAN,
         backends=_backends("lion", triton_chunk=128, triton_fp32_chunk=64, chunk=64),
         state=replace(_state(StateAlgebra.DIAGONAL, prefix="BHKW", suffix="BHKW"), scope=StateScope.BOTH),
+    )
+)
+# The vector gate: the passes of gla in both directions, see lion/vector.py.
+register(
+    Operator(
+        name="lion_vector",
+        cost=CostClass.GATED_SCAN,
+        backends=(
+            *get_operator("gla").backends[:2],
+            get_operator("lion").backend("reference"),
+        ),
+        state=replace(_state(StateAlgebra.DIAGONAL, prefix="BHUK", suffix="BHUK"), scope=StateScope.BOTH),
     )
 )
 register(

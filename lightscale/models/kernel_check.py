@@ -21,7 +21,7 @@ from lightscale.kernels.gla import gla
 from lightscale.kernels.glu import glu
 from lightscale.kernels.lightnet import lightnet_attention, lightnet_noncausal
 from lightscale.kernels.lightning import lightning_attention
-from lightscale.kernels.lion import lion
+from lightscale.kernels.lion import lion, lion_vector
 from lightscale.kernels.norm import norm
 from lightscale.kernels.tpe import tpe_scan
 from lightscale.models.operators import operators_of
@@ -170,6 +170,13 @@ def _lion(draw: _Draw) -> _Case:
     return _Case(inputs=inputs, compute=lambda backend, **x: lion(**x, cu_seqlens=cut, backend=backend)[0])
 
 
+def _lion_vector(draw: _Draw) -> _Case:
+    inputs, cut = draw.qkv(), draw.documents()
+    inputs |= {name: inputs[name].abs() for name in "qk"}
+    inputs["log_decay"] = F.logsigmoid(draw.wide(*inputs["v"].shape) + 1)
+    return _Case(inputs=inputs, compute=lambda backend, **x: lion_vector(**x, cu_seqlens=cut, backend=backend))
+
+
 def _tpe(draw: _Draw) -> _Case:
     width, cut = draw.model.hidden_size // draw.tensor, draw.documents()
     log_decay = -torch.logspace(0, -12, _TPE_MODES, base=2, device=draw.device)
@@ -208,6 +215,7 @@ _CASES: dict[str, Callable[[_Draw], _Case]] = {
     "lightnet": _lightnet,
     "lightnet_noncausal": _lightnet_noncausal,
     "lion": _lion,
+    "lion_vector": _lion_vector,
     "tpe": _tpe,
     "norm": _norm,
     "glu": _glu,

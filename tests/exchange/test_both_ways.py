@@ -28,6 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "lion-lit": {"mixer": "lion-lit", "head": {"num_labels": 3, "pooling": "first"}},
     "lion-retnet": {"mixer": "lion-retnet", "tie_word_embeddings": False},
     "lion-s": {"mixer": "lion-s", "head": {"num_labels": 5, "pooling": "last"}},
+    "lion-s vector": {"mixer": "lion-s", "mixer_options": {"lion-s": {"vector_decay": True}}},
     "lion-s enter": {
         "mixer": "lion-s",
         "mixer_options": {"lion-s": {"gate": "enter", "input_gate": True, "scale": False, "feature_map": "none"}},

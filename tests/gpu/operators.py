@@ -20,7 +20,7 @@ from lightscale.kernels.gla import gla
 from lightscale.kernels.glu import glu
 from lightscale.kernels.lightnet import LightNetState, StateCotangent, lightnet_attention, lightnet_noncausal
 from lightscale.kernels.lightning import lightning_attention, token_decays
-from lightscale.kernels.lion import LionState, lion
+from lightscale.kernels.lion import LionState, lion, lion_vector
 from lightscale.kernels.norm import norm
 from lightscale.kernels.operators import get_operator
 from lightscale.kernels.tpe import tpe_scan
@@ -146,6 +146,15 @@ def _lion(
     assert final is not None
     # The suffix leaves the row's first document: without states only what its last one gives too.
     return {"o": o} if state is None else {"o": o, "final prefix": final.prefix, "final suffix": final.suffix}
+
+
+def _lion_vector_draw(draw: Draw) -> dict[str, Tensor]:
+    inputs = _lion_draw(draw)
+    return inputs | {"log_decay": F.logsigmoid(4 * draw.wide(*inputs["v"].shape) + 4)}
+
+
+def _lion_vector(backend: str, cu_seqlens: Tensor | None, **inputs: Tensor) -> dict[str, Tensor]:
+    return {"o": lion_vector(**inputs, cu_seqlens=cu_seqlens, backend=backend)}
 
 
 def _lion_state(draw: Draw) -> dict[str, Tensor]:
@@ -337,6 +346,12 @@ MIXERS = {
     ),
 }
 OPERATORS = MIXERS | {
+    "lion by channel": Case(
+        operator="lion_vector",
+        draw=_lion_vector_draw,
+        form=_lion_vector,
+        by_token=("q", "k", "v", "log_decay", "o"),
+    ),
     "whole lightnet with LRPE": Case(
         operator="lightnet_noncausal",
         draw=lambda draw: draw.qkv() | _angles(draw),

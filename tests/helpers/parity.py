@@ -35,13 +35,15 @@ STACKS: dict[str, str | list[str]] = {
     "hybrid": ["hgrn2", "llama"],
     "lion-s": "lion-s",
     "lion-fixed": ["lion-lit", "lion-retnet"],
+    "lion-vector": "lion-s",
     "mamba2": "decay-attention",
     "bi-rn": "bi-rn",
 }
-RMSNORM = ("llama", "lion-s", "lion-fixed", "decay-attention", "mamba2", "causal-rn", "bi-rn")
+RMSNORM = ("llama", "lion-s", "lion-fixed", "lion-vector", "decay-attention", "mamba2", "causal-rn", "bi-rn")
 # One of LION's with a norm over the heads of all tensor ranks, instead of sums of its own scores.
 OPTIONS: dict[str, Any] = {
     "lion-fixed": {"lion-lit": {"scale": False}},
+    "lion-vector": {"lion-s": {"vector_decay": True}},
     # Tokens of other ranks for its convolution, and learned angles beside decays of tokens.
     "mamba2": {
         "decay-attention": {

@@ -86,21 +86,23 @@ def llama(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor
 
 
 def lion(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor:
-    """The masked full matrix, whose rows are divided by their sums, or whose outputs are normed."""
+    """The masked full matrix, or one a channel, whose rows are divided by their sums, or whose outputs are normed."""
     options = model.layer_options(layer)
     q, k, v = plain.heads(model, x, weights)
     q, k = _lion_features(q, options.feature_map), _lion_features(k, options.feature_map)
-    decay = torch.ones(model.num_heads, len(x), dtype=x.dtype)
+    decay = torch.ones(model.num_heads, 1, len(x), dtype=x.dtype)
     if model.layers[layer] == "lion-retnet":
-        decay = (1 - 2.0 ** (-5 - torch.arange(model.num_heads, dtype=x.dtype)))[:, None].expand_as(decay)
+        decay = (1 - 2.0 ** (-5 - torch.arange(model.num_heads, dtype=x.dtype)))[:, None, None].expand_as(decay)
     elif model.layers[layer] == "lion-s":
         decay = torch.sigmoid(x @ weights["forget_proj.weight"].T + weights["forget_proj.bias"]).T
-        k = k * (1 - decay)[..., None] if options.input_gate else k
-    scores = (q @ k.mT) * _between(decay, getattr(options, "gate", "leave"))
-    if not options.scale:
-        return plain.norm(model, plain.concatenated(scores @ v)) @ weights["out_proj.weight"].T
-    o = scores / (scores.sum(dim=-1, keepdim=True) + options.eps) @ v
-    return plain.concatenated(o) @ weights["out_proj.weight"].T
+        decay = decay.unflatten(0, (model.num_heads, -1))
+        k = k * (1 - decay[:, 0])[..., None] if options.input_gate else k
+    between = _between(decay.flatten(0, 1), getattr(options, "gate", "leave")).unflatten(0, decay.shape[:2])
+    scores = ((q @ k.mT)[:, None] * between).expand(-1, v.size(-1), -1, -1)
+    if options.scale:
+        scores = scores / (scores.sum(dim=-1, keepdim=True) + options.eps)
+    o = plain.concatenated(torch.einsum("hcij, hjc -> hic", scores, v))
+    return (o if options.scale else plain.norm(model, o)) @ weights["out_proj.weight"].T
 
 
 def _lion_features(x: Tensor, kind: str) -> Tensor:
@@ -214,6 +216,7 @@ MIX: dict[str, Callable[..., Tensor]] = {
     "noncausal": lightnet_whole,
     "lion-s": lion,
     "lion-fixed": lion,
+    "lion-vector": lion,
     "decay-attention": decay_attention,
     "mamba2": decay_attention,
 }

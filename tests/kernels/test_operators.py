@@ -32,7 +32,7 @@ from lightscale.kernels.lightning import chunked as lightning_chunked
 from lightscale.kernels.lightning import lightning_attention
 from lightscale.kernels.lightning.triton import tiling as lightning_tiling
 from lightscale.kernels.lion import chunked as lion_chunked
-from lightscale.kernels.lion import lion
+from lightscale.kernels.lion import lion, vector
 from lightscale.kernels.lion.triton import tiling as lion_tiling
 from lightscale.kernels.log_sum import chunked as log_sum_chunked
 from lightscale.kernels.log_sum import log_sum
@@ -47,6 +47,7 @@ from lightscale.parallel.sequence import (
     LightNetWholeScan,
     LightningScan,
     LionScan,
+    LionVectorScan,
     LogSumScan,
     LogSumWholeScan,
     Scan,
@@ -105,8 +106,8 @@ def test_every_folder_is_described() -> None:
     folders = {path.parent.name for path in FOLDERS.glob("*/reference.py")}
     with_triton = {path.parents[1].name for path in FOLDERS.glob("*/triton/__init__.py")} - {"common"}
     described = [get_operator(name) for name in operators.operator_names()]
-    # A form of its own, in the folder of lightnet.
-    whole = {"lightnet_noncausal"}
+    # Forms of their own, in the folders of lightnet and of lion.
+    whole = {"lightnet_noncausal", "lion_vector"}
     assert {operator.name for operator in described if operator.backends} == folders | whole
     assert {operator.name for operator in described if "triton" in operator.backend_names} == with_triton | whole
     assert [operator.name for operator in described if not operator.backends] == ["log_sum_whole", "SDPA"]
@@ -156,6 +157,8 @@ def final_state(name: str, tokens: int, dtype: torch.dtype, *, angles: bool) -> 
         state = lightnet_attention(q, k, v, angles=turned, output_final_state=True)[1]
     elif name == "lion":
         state = lion(q, k, v, output_final_state=True)[1]
+    elif name == "lion_vector":
+        state = vector.state_fwd(k, v, -torch.ones(2, tokens, 3, 5))[0]
     elif name == "log_sum":
         state = log_sum(torch.ones(2, tokens, 6, dtype=dtype))[:, -1]
     else:
@@ -165,11 +168,11 @@ def final_state(name: str, tokens: int, dtype: torch.dtype, *, angles: bool) -> 
 
 
 @pytest.mark.parametrize("angles", [False, True], ids=["", "angles"])
-@pytest.mark.parametrize("name", ["lightning", "gla", "lightnet", "lion", "tpe", "log_sum"])
+@pytest.mark.parametrize("name", ["lightning", "gla", "lightnet", "lion", "lion_vector", "tpe", "log_sum"])
 def test_states_are_described(name: str, angles: bool) -> None:
     described = get_operator(name).state
     assert described is not None and not described.grows and described.dtype == "fp32"
-    sizes = {"B": 2, "H": 3, "K": 4, "R": 8 if angles else 4, "V": 5, "W": 6, "D": 6, "E": 7}
+    sizes = {"B": 2, "H": 3, "K": 4, "R": 8 if angles else 4, "V": 5, "W": 6, "U": 10, "D": 6, "E": 7}
     for tokens, dtype, expected in ((3, torch.bfloat16, torch.float32), (70, torch.float64, torch.float64)):
         found = final_state(name, tokens, dtype, angles=angles)
         for tensor, description in zip(found, described.tensors, strict=True):
@@ -192,6 +195,7 @@ def test_only_attention_and_relations_keep_all_tokens() -> None:
         ("lightnet", LightNetScan, LOG_SUM_EXP),
         ("lightnet_noncausal", LightNetWholeScan, WHOLE_LOG_SUM_EXP),
         ("lion", LionScan, BOTH),
+        ("lion_vector", LionVectorScan, BOTH),
         ("log_sum", LogSumScan, LOG_SUM),
         ("log_sum_whole", LogSumWholeScan, WHOLE_LOG_SUM),
     ],

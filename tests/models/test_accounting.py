@@ -41,7 +41,8 @@ GROUPED = tiny(
     tie_word_embeddings=False,
     mixer_options={"llama": {"num_key_value_heads": 2, "head_dim": 6, "attention_bias": "all"}},
 )
-SPLIT = {**{name: tiny(name, norm="rmsnorm") for name in MIXERS}, "grouped": GROUPED}
+BY_CHANNEL = tiny("lion-s", norm="rmsnorm", mixer_options={"lion-s": {"vector_decay": True}})
+SPLIT = {**{name: tiny(name, norm="rmsnorm") for name in MIXERS}, "grouped": GROUPED, "by channel": BY_CHANNEL}
 
 
 def build(model: ModelConfig, mesh: Mesh) -> LanguageModel:

@@ -33,6 +33,7 @@ from lightscale.parallel.sequence import (
     LightNetWholeScan,
     LightningScan,
     LionScan,
+    LionVectorScan,
     LogSumScan,
     LogSumWholeScan,
     Scan,
@@ -47,8 +48,8 @@ B, T, H, K, V = 2, 24, 3, 4, 5
 DOUBLE = torch.float64
 KINDS = (
     "undecayed", "decay", "learned decay", "token decay", "token decay, angles", "angles", "gated", "tpe", "lightnet",
-    "lightnet with angles", "lion", "lion unscaled", "lightnet whole", "lightnet whole with angles", "log sum",
-    "whole log sum",
+    "lightnet with angles", "lion", "lion unscaled", "lion by channel", "lightnet whole", "lightnet whole with angles",
+    "log sum", "whole log sum",
 )  # fmt: skip
 # One of each summary: exchanges see no more of an operator. (Heads, channels, modes, a log-sum-exp, and both sides.)
 SUMMARIES = ("decay", "gated", "tpe", "lightnet", "lion", "lightnet whole", "log sum", "whole log sum")
@@ -71,6 +72,8 @@ def inputs_of(kind: str, seed: int = 0, tokens: int = T) -> Tensors:
             return {"k": k, "v": v, "log_decay": decay, "theta": None, "positions": None, "q": q}
         case "lion":
             return {"k": k.abs(), "v": v, "log_decay": -torch.exp(3 * normal(B, tokens, H)), "q": q.abs()}
+        case "lion by channel":
+            return {"k": k.abs(), "v": v, "log_decay": -torch.exp(3 * normal(B, tokens, H, V)), "q": q.abs()}
         case "lion unscaled":
             return {"k": k, "v": v, "log_decay": decay, "q": q}
         case "token decay":
@@ -111,6 +114,7 @@ SCANS: dict[str, Callable[..., Scan]] = {
     "lightnet whole": LightNetWholeScan,
     "lightnet whole with angles": LightNetWholeScan,
     "lion": LionScan,
+    "lion by channel": LionVectorScan,
     "log sum": LogSumScan,
     "whole log sum": LogSumWholeScan,
     "lion unscaled": functools.partial(LionScan, gate="enter", normalize=False),
@@ -120,6 +124,7 @@ LEARNED = {
     "token decay": {"log_decay"},
     "token decay, angles": {"log_decay", "theta"},
     "lion": {"log_decay"},
+    "lion by channel": {"log_decay"},
     "lion unscaled": {"log_decay"},
     "angles": {"theta"},
     "tpe": {"log_decay", "gamma"},
@@ -346,6 +351,10 @@ def sizes(kind: str) -> tuple[list[list[int]], list[list[int]], list[list[int]]]
     if kind.startswith("lightnet"):
         state = [[B, H, K], [B, H, 2 * K if "angles" in kind else K, V]]
         return [*state, [B, 1]], state, state
+    if kind == "lion by channel":
+        # A decay for each channel of the values, and of the ones beside them.
+        sides = [[B, H, 2 * V, K]] * 2
+        return [*sides, [B, H, 2 * V]], sides, sides
     if kind.startswith("lion"):
         sides = [[B, H, K, V + (kind == "lion")]] * 2
         return [*sides, [B, H]], sides, sides
@@ -435,7 +444,7 @@ PADDING = {
     "second": {*range(8, 16)},
 }
 # Not where heads have one decay for all tokens: it counts padding, too.
-PADDED = ("lion", "lightnet whole", "lightnet whole with angles")
+PADDED = ("lion", "lion by channel", "lightnet whole", "lightnet whole with angles")
 
 
 def without_padding(kind: str, padding: set[int], start: int | None) -> tuple[list[int], Tensors, Tensor, Tensor]:

@@ -12,8 +12,9 @@ from torch.nn.functional import logsigmoid, pad
 
 from benchmarks.operators import CLOCKS
 from benchmarks.turns import BenchmarkReport, Ways, positive, time_in_turns
-from lightscale.kernels.lion import lion
+from lightscale.kernels.lion import lion, lion_vector
 
+FORMS = ("lion-lit", "lion-retnet", "lion-s", "lion-s-vector")
 GROWTH_LIMIT, LEAST_SPEEDUP = 1.5, 5.0
 
 
@@ -47,7 +48,10 @@ def full_matrix(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> Te
 
 
 def _works(variant: str, tokens: int, heads: int, width: int, calls: int) -> dict[str, Callable[[], object]]:
-    """The chunked form and the full matrix, forward and backward, with features and gates as LION has them."""
+    """The chunked form and the full matrix, forward and backward, with features and gates as LION has them.
+
+    The vector gate has a matrix for each channel: it is put beside the matrix of one gate, which has one.
+    """
     generator = torch.Generator().manual_seed(0)
     q, k, v, do = torch.randn(4, 1, tokens, heads, width, generator=generator)
     leaves = [x.requires_grad_() for x in (q.exp(), k.exp(), v)]
@@ -56,6 +60,8 @@ def _works(variant: str, tokens: int, heads: int, width: int, calls: int) -> dic
         log_decay = logsigmoid(torch.randn(heads, generator=generator)).requires_grad_()
     elif variant == "lion-s":
         log_decay = logsigmoid(torch.randn(1, tokens, heads, generator=generator)).requires_grad_()
+    elif variant == "lion-s-vector":
+        log_decay = logsigmoid(torch.randn(1, tokens, heads, width, generator=generator)).requires_grad_()
     learned = [*leaves, *([] if log_decay is None else [log_decay])]
 
     def work(form: Callable[..., Tensor]) -> Callable[[], object]:
@@ -65,16 +71,21 @@ def _works(variant: str, tokens: int, heads: int, width: int, calls: int) -> dic
 
         return run
 
+    if variant == "lion-s-vector":
+        return {
+            "chunked": work(lambda *x: lion_vector(*x, backend="chunked")),
+            "full matrix": work(lambda q, k, v, log_decay: full_matrix(q, k, v, log_decay[..., 0])),
+        }
     return {"chunked": work(lambda *x: lion(*x, backend="chunked")[0]), "full matrix": work(full_matrix)}
 
 
 def run(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
-    """Time per token of LION's three forms, how it grows, and how many times the full matrix' it is."""
+    """Time per token of LION's forms, how it grows, and how many times the full matrix' it is."""
     lengths = sorted(set(args.tokens))
     # About the same work in a sample of every length.
     calls = {n: lengths[-1] // n for n in lengths}
     ways: Ways = {}
-    for variant in ("lion-lit", "lion-retnet", "lion-s"):
+    for variant in FORMS:
         ways[variant] = {str(n): _works(variant, n, args.heads, args.width, calls[n])["chunked"] for n in lengths} | {
             "full matrix": _works(variant, lengths[0], args.heads, args.width, 1)["full matrix"]
         }

@@ -31,6 +31,8 @@ class Lion:
     """Of two tokens whose decay counts between them, either way: that of the one that is left, or entered ("enter")."""
     input_gate: bool = False
     """Whether keys are multiplied by 1 - a of their token."""
+    vector_decay: bool = False
+    """Whether LION-S has a decay for each value channel (equation 136), and then as many sums."""
 
 
 def lion_features(x: Tensor, kind: str) -> Tensor:
@@ -77,6 +79,10 @@ class LionLITMixer(HeadMixer):
             k, v = torch.where(real, k, 0), torch.where(real, v, 0)
             log_decay = torch.where(mask[..., None], log_decay, 0)
         q, k, wide_v = q.to(wide), k.to(wide), v.to(wide)
+        if lion.vector_decay:
+            # Each value channel is a head of its own, of one channel.
+            q, k = (heads.repeat_interleave(v.shape[-1], dim=2) for heads in (q, k))
+            wide_v = wide_v.flatten(2)[..., None]
         if lion.scale:
             y = two_way_attention(q, k, torch.cat([wide_v, torch.ones_like(wide_v[..., :1])], -1), log_decay, lion.gate)
             o = over_sums(y[..., :-1], y[..., -1:], lion.eps).to(v.dtype).flatten(2)
@@ -88,7 +94,7 @@ class LionLITMixer(HeadMixer):
         return mixed, {}
 
     def gated(self, k: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys (b, n, h, k) as they are written, and the log decays (b, n, h), fp32 at least."""
+        """The keys (b, n, h, k) as they are written, and the log decays (b, n, h) or (b, n, h v), fp32 at least."""
         return k, x.new_zeros(*x.shape[:2], self.num_heads, dtype=wide_dtype(x))
 
 
@@ -103,11 +109,11 @@ class LionRetNetMixer(LionLITMixer):
 
 
 class LionSMixer(LionLITMixer):
-    """LION-S: a decay for each head and token, a = σ(x W + b)."""
+    """LION-S: a decay for each head, or value channel, and token, a = σ(x W + b)."""
 
     def __init__(self, hidden_size: int, num_heads: int, *, lion: Lion | None = None, eps: float = 1e-6) -> None:
         super().__init__(hidden_size, num_heads, lion=lion or Lion(), eps=eps)
-        self.f_proj = nn.Linear(hidden_size, num_heads)
+        self.f_proj = nn.Linear(hidden_size, hidden_size if self.lion.vector_decay else num_heads)
 
     def gated(self, k: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """See ``LionLITMixer``."""

@@ -91,6 +91,29 @@ def out_fwd(
 
 @torch.no_grad()
 @without_autocast
+def query_grad(
+    k: Tensor, v: Tensor, log_decay: Tensor, do: Tensor, S_in: Tensor | None, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """dq (B, T, H, K) of ``grad_bwd`` alone, which neither queries nor what leaves the row have a part in.
+
+    dq_i = S_i do_i: the states read along their values. So it is an operator of its own, of ``../lion/vector.py``.
+    """
+    state = state_or_zeros(S_in, k, v)
+    dq = k.new_empty(k.shape)
+    for batch in chunk_batches(k, v, cu_seqlens, DEFAULT_CHUNK_SIZE):
+        k_g, v_g, do_g = batch.load(k), batch.load(v), batch.load(do)
+        decays = batch.decays(log_decay)
+        dscores = do_g @ v_g.mT
+        own = dscores.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * k_g
+        dq_g = decays.query_gradient(batch.causal_(dscores, -1), k_g, k_g / decays.upto).add_(own)
+        states = batch.scan(batch.outgoing_(k_g.mul_(decays.after)), v_g, decays.through, state)
+        batch.store(dq, dq_g.addcmul_(batch.incoming_(do_g @ states[:-1].mT), decays.upto))
+        state = states[-1].clone()
+    return dq
+
+
+@torch.no_grad()
+@without_autocast
 def state_bwd(q: Tensor, do: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """The cotangent U (B, H, K, V) of a row's incoming state that comes from the row's own outputs.
 
@@ -141,7 +164,8 @@ def _batch_gradients(
     dscores = do @ v.mT
     # A token reads its own write undecayed: the diagonal goes into dq and dk at the end, and not into dlog_decay.
     own = dscores.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).clone()
-    dq, dk = decays.score_gradients(batch.causal_(dscores, -1), q, k, q_in, k_back)
+    batch.causal_(dscores, -1)
+    dq, dk = decays.query_gradient(dscores, k, k_back), decays.key_gradient(dscores, q, q_in)
     dv = scores.mT @ do
 
     states = batch.scan(batch.outgoing_(k_out), v, decays.through, state)

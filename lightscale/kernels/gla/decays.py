@@ -62,13 +62,16 @@ class Steep:
         by_level = (q[:, None] * self.decays) @ (k[:, None] * self.decays).mT
         return by_level.masked_fill_(~self.pairs, 0.0).sum(1) + torch.diag_embed((q * k).sum(-1))
 
-    def score_gradients(self, dscores: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """dq and dk (M, L, K) of these chunks, from the part of dscores (G, B, H, L, L) below the diagonal."""
-        q, k = self._of(q), self._of(k)
-        by_level = self._of(dscores)[:, None].masked_fill(~self.pairs, 0.0)
-        dq = (by_level @ (k[:, None] * self.decays)).mul_(self.decays).sum(1)
-        dk = (by_level.mT @ (q[:, None] * self.decays)).mul_(self.decays).sum(1)
-        return dq, dk
+    def query_gradient(self, dscores: Tensor, k: Tensor) -> Tensor:
+        """dq (M, L, K) of these chunks, from the part of dscores (G, B, H, L, L) below the diagonal."""
+        return (self._by_level(dscores) @ (self._of(k)[:, None] * self.decays)).mul_(self.decays).sum(1)
+
+    def key_gradient(self, dscores: Tensor, q: Tensor) -> Tensor:
+        """dk likewise."""
+        return (self._by_level(dscores).mT @ (self._of(q)[:, None] * self.decays)).mul_(self.decays).sum(1)
+
+    def _by_level(self, dscores: Tensor) -> Tensor:
+        return self._of(dscores)[:, None].masked_fill(~self.pairs, 0.0)
 
     def _of(self, x: Tensor) -> Tensor:
         return x.flatten(0, 2)[self.chunks]
@@ -106,13 +109,16 @@ class GLADecays:
             scores.flatten(0, 2)[self.steep.chunks] = self.steep.scores(q, k)
         return scores
 
-    def score_gradients(
-        self, dscores: Tensor, q: Tensor, k: Tensor, q_in: Tensor, k_back: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """dq and dk (G, B, H, L, K) from dscores, which is 0 on and above the diagonal."""
+    def query_gradient(self, dscores: Tensor, k: Tensor, k_back: Tensor) -> Tensor:
+        """dq (G, B, H, L, K) from dscores, which is 0 on and above the diagonal."""
         dq = (dscores @ k_back).mul_(self.upto)
+        if self.steep is not None:
+            dq.flatten(0, 2)[self.steep.chunks] = self.steep.query_gradient(dscores, k)
+        return dq
+
+    def key_gradient(self, dscores: Tensor, q: Tensor, q_in: Tensor) -> Tensor:
+        """dk likewise."""
         dk = (dscores.mT @ q_in).div_(self.upto)
         if self.steep is not None:
-            chunks = self.steep.chunks
-            dq.flatten(0, 2)[chunks], dk.flatten(0, 2)[chunks] = self.steep.score_gradients(dscores, q, k)
-        return dq, dk
+            dk.flatten(0, 2)[self.steep.chunks] = self.steep.key_gradient(dscores, q)
+        return dk

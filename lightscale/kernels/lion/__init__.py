@@ -22,6 +22,7 @@ from lightscale.kernels.lion import chunked
 from lightscale.kernels.lion.chunked import DEFAULT_CHUNK_SIZE, ChunkedLion
 from lightscale.kernels.lion.reference import lion_reference
 from lightscale.kernels.lion.state import GATES, Gate, LionOutputs, LionState
+from lightscale.kernels.lion.vector import lion_vector
 
 __all__ = [
     "DEFAULT_CHUNK_SIZE",
@@ -31,6 +32,7 @@ __all__ = [
     "grad_bwd",
     "lion",
     "lion_reference",
+    "lion_vector",
     "out_fwd",
     "state_bwd",
     "state_dtype",

@@ -23,12 +23,19 @@ def lion_reference(
     Arguments and results are those of ``lion``; the states are those that leave the row on both sides. Computed in the
     dtype of the inputs, so fp64 inputs give an fp64 oracle, and differentiated by autograd. The chunked form shares
     none of it.
+
+    With log decays per value channel (B, T, H, V), C.7's vector gate, channels are also divided by a sum each, and the
+    states have V columns of it.
     """
     num_rows, num_tokens, num_heads = q.shape[:3]
-    if normalize:
-        v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
     log_decay = k.new_zeros(()) if log_decay is None else log_decay
-    decays = log_decay.exp().expand(k.shape[:3])[..., None, None].unbind(1)
+    by_channel, width = log_decay.dim() == 4, v.shape[3]
+    if normalize:
+        v = torch.cat([v, torch.ones_like(v if by_channel else v[..., :1])], -1)
+    if by_channel:
+        decays = log_decay.exp().repeat(1, 1, 1, v.shape[3] // width)[..., None, :].unbind(1)
+    else:
+        decays = log_decay.exp().expand(k.shape[:3])[..., None, None].unbind(1)
     document_starts = set() if cu_seqlens is None else set(cu_seqlens.tolist())
     empty = k.new_zeros(num_rows, num_heads, k.shape[3], v.shape[3])
     prefix, suffix = initial_state or (empty, empty)
@@ -63,6 +70,6 @@ def lion_reference(
         suffix = reached + written(k_t, v_t) * (1.0 if gate == "enter" else decays[t])
     y = torch.stack(outputs, 1) if outputs else v.clone()
     if normalize:
-        normalizer = y[..., -1:] + eps
-        y = torch.where(normalizer == 0, 0.0, y[..., :-1] / torch.where(normalizer == 0, 1.0, normalizer))
+        normalizer = y[..., width:] + eps
+        y = torch.where(normalizer == 0, 0.0, y[..., :width] / torch.where(normalizer == 0, 1.0, normalizer))
     return y, LionState(prefix, suffix)

@@ -5,7 +5,8 @@
 
 (arXiv 2502.16249, equations 20 to 25.) LION-LIT has no decay, LION-RetNet a fixed one per head, and LION-S one per head
 and token, a = σ(x W_a + b). The scaling comes after the mask, and ε is added once, when both directions and all
-sequence ranks have been added up. Neither positions nor an output gate: decays say where a token is.
+sequence ranks have been added up. Neither positions nor an output gate: decays say where a token is. By an option
+LION-S has a decay for each value channel (C.7, equation 136), and then as many sums.
 """
 
 import functools
@@ -17,14 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightscale.config.model import ModelConfig
-from lightscale.kernels.lion import lion
+from lightscale.kernels.lion import lion, lion_vector
 from lightscale.models.layers.context import Finish, SequenceContext
 from lightscale.models.layers.linear import column_parallel, row_parallel
 from lightscale.models.mixers.interface import Mixer
-from lightscale.models.specs.lion import lion_options, lion_s_options
+from lightscale.models.specs.lion import lion_options, lion_s_options, num_decays
 from lightscale.parallel.initialization import set_initializer
 from lightscale.parallel.megatron import TransformerConfig
-from lightscale.parallel.sequence import LionScan
+from lightscale.parallel.sequence import LionScan, LionVectorScan
 
 
 def features(x: Tensor, kind: str) -> Tensor:
@@ -73,6 +74,9 @@ def retnet_log_decays(num_heads: int) -> Tensor:
 class LionLIT(Mixer):
     """(n / tensor, b, d) -> (n / tensor, b, d), without decays; what LION's mixers share is here."""
 
+    vector_decay = False
+    """Whether decays are of value channels."""
+
     def __init__(
         self, config: TransformerConfig, layer_number: int, model: ModelConfig, *args: Any, **kwargs: Any
     ) -> None:
@@ -98,14 +102,17 @@ class LionLIT(Mixer):
         return out
 
     def _gated(self, k: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The keys (b, n, h, k) as they are written, and the log decays (h,) or (b, n, h), fp32 at least; or none."""
+        """The keys (b, n, h, k) as they are written, and the log decays, fp32 at least: (h,), (b, n, h), by channel
+        (b, n, h, v), or none."""
         return k, None
 
     def _begin(self, k: Tensor, v: Tensor, log_decay: Tensor | None, context: SequenceContext) -> Finish:
         assert context.states is None, "only models that predict the next token generate"
         if context.exchange is not None:
-            scan = functools.partial(LionScan, **self.form)
+            scan = functools.partial(LionVectorScan if self.vector_decay else LionScan, **self.form)
             return context.begin(scan, k, v, log_decay, layer=self.state_name)
+        if self.vector_decay and log_decay is not None:
+            return lambda q: lion_vector(q, k, v, log_decay, cu_seqlens=context.cu_seqlens, **self.form)
         return lambda q: lion(q, k, v, log_decay, cu_seqlens=context.cu_seqlens, **self.form)[0]
 
 
@@ -126,15 +133,17 @@ class LionRetNet(LionLIT):
 
 
 class LionS(LionLIT):
-    """The same with a decay for each head and token."""
+    """The same with a decay for each head and token, or for each of its value channels."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, model: ModelConfig, *args: Any, **kwargs: Any
     ) -> None:
         super().__init__(config, layer_number, model, *args, **kwargs)
-        own, width = lion_s_options(model, self.layer), (model.hidden_size, model.num_heads)
-        self.form["gate"], self.input_gate = own.gate, own.input_gate
-        self.forget_proj = column_parallel(config, *width, std=model.init_std, group=self.group, bias=True)
+        own, width = lion_s_options(model, self.layer), num_decays(model, self.layer)
+        self.form["gate"], self.input_gate, self.vector_decay = own.gate, own.input_gate, own.vector_decay
+        self.forget_proj = column_parallel(
+            config, model.hidden_size, width, std=model.init_std, group=self.group, bias=True
+        )
         logit = math.log(own.initial_decay / (1 - own.initial_decay))
         set_initializer(self.forget_proj.bias, lambda weight, generator: weight.fill_(logit))
 
@@ -144,4 +153,5 @@ class LionS(LionLIT):
         if self.input_gate:
             # 1 - σ(a) is σ(-a), which is small but not 0 where σ(a) has rounded to 1.
             k = k * torch.sigmoid(-logits)[..., None].to(k.dtype)
-        return k, F.logsigmoid(logits)
+        # Channels are ordered head by head, as those of the values.
+        return k, F.logsigmoid(logits.unflatten(-1, k.shape[2:]) if self.vector_decay else logits)

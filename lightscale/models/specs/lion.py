@@ -59,13 +59,19 @@ class LionRetNetSpec(LionLITSpec):
 
 
 class LionSSpec(LionLITSpec):
-    """A decay per head and token, which is projected from the input."""
+    """A decay per head and token, or per channel of its values, which is projected from the input."""
+
+    @classmethod
+    def layer_operator(cls, model: ModelConfig, layer: int) -> str:
+        """The vector gate's is another."""
+        return "lion_vector" if lion_s_options(model, layer).vector_decay else cls.operator
 
     @staticmethod
     def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
         """Projections, one of them to the decays, with a bias."""
-        h, d = model.num_heads, model.hidden_size
-        return {**LionLITSpec.parameter_shapes(model, layer), "forget_proj.weight": (h, d), "forget_proj.bias": (h,)}
+        decays, d = num_decays(model, layer), model.hidden_size
+        own: Shapes = {"forget_proj.weight": (decays, d), "forget_proj.bias": (decays,)}
+        return {**LionLITSpec.parameter_shapes(model, layer), **own}
 
     @staticmethod
     def roles(model: ModelConfig, layer: int) -> dict[str, ParameterRows]:
@@ -76,14 +82,39 @@ class LionSSpec(LionLITSpec):
 
     @staticmethod
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
-        """With the projection to the decays."""
-        decays = 2 * model.num_heads * model.hidden_size
-        return LionLITSpec.forward_flops_per_token(model, layer, sequence_length) + decays
+        """With the projection to the decays.
+
+        The vector gate's two scans have a product of pairs in the chunk each, 2 C (k + u), and a state, 4 k u, of u
+        channels: those of the values, and as many of the normalisers'.
+        """
+        decays = 2 * num_decays(model, layer) * model.hidden_size
+        if not lion_s_options(model, layer).vector_decay:
+            return LionLITSpec.forward_flops_per_token(model, layer, sequence_length) + decays
+        operator = get_operator(LionSSpec.layer_operator(model, layer))
+        k, u = model.head_dim, value_width(model, layer)
+        chunk = min(operator.chunk_size, sequence_length)
+        return projection_flops(model) + decays + 2 * model.num_heads * (2 * chunk * (k + u) + 4 * k * u)
 
     @staticmethod
     def fp32_values(model: ModelConfig, layer: int) -> int:
-        """With the log decays, and what they were made of."""
+        """With the log decays, and what they were made of; those of channels are counted by the operator's cost."""
+        if lion_s_options(model, layer).vector_decay:
+            return model.hidden_size * (lion_options(model, layer).scale + 2)
         return LionLITSpec.fp32_values(model, layer) + 3 * model.num_heads
+
+    @staticmethod
+    def more_kept_values(model: ModelConfig, layer: int) -> int:
+        """What the vector gate's decays were made of is kept in fp32, in place of what was projected."""
+        return -model.hidden_size if lion_s_options(model, layer).vector_decay else 0
+
+    @staticmethod
+    def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
+        """A prefix, a suffix and the decays forward, both states' cotangents backward."""
+        if not lion_s_options(model, layer).vector_decay:
+            return LionLITSpec.exchange_values(model, layer)
+        width = value_width(model, layer)
+        states = 2 * model.hidden_size * width
+        return states + model.num_heads * width, states
 
 
 def lion_options(model: ModelConfig, layer: int) -> LionOptions:
@@ -100,6 +131,13 @@ def lion_s_options(model: ModelConfig, layer: int) -> LionSOptions:
     return options
 
 
+def num_decays(model: ModelConfig, layer: int) -> int:
+    """Of each token in layer ``layer``, which is LION-S: one for each head, or for each of its channels."""
+    return model.hidden_size if lion_s_options(model, layer).vector_decay else model.num_heads
+
+
 def value_width(model: ModelConfig, layer: int) -> int:
-    """Columns of a head's state: those of the values, and one for the sum of the scores where outputs are scaled."""
-    return model.head_dim + lion_options(model, layer).scale
+    """Columns of a head's state: those of the values, and where outputs are scaled one for the sum of the scores; by
+    the vector gate one for that of each."""
+    sums = model.head_dim if getattr(lion_options(model, layer), "vector_decay", False) else 1
+    return model.head_dim + sums * lion_options(model, layer).scale

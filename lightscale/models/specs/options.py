@@ -116,11 +116,18 @@ class LionSOptions(LionOptions):
     """Keys are multiplied by 1 - a of their token, as in Gated RFA (equation 135)."""
     initial_decay: Fraction = 0.5
     """What decays are at first, between 0 and 1; 0.5 as in the authors' code."""
+    vector_decay: bool = False
+    """A decay for each value channel of a head and token, not one for all (C.7, equation 136)."""
 
     @model_validator(mode="after")
     def _check_decay(self) -> Self:
         if self.initial_decay == 0:
             raise ValueError("initial_decay = 0.0: a decay is a sigmoid, which is never 0; use 0.5, or more than 0")
+        if self.vector_decay and self.input_gate:
+            raise ValueError(
+                "input_gate = true with vector_decay = true: keys are multiplied by one number (equation 135); use "
+                "vector_decay = false, or input_gate = false"
+            )
         return self
 
 

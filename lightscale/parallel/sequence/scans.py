@@ -8,6 +8,7 @@ do not need the cotangent of the state that leaves.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +18,7 @@ from lightscale.errors import UserError
 from lightscale.kernels import gla, lightnet, lightning, lion, log_sum, tpe
 from lightscale.kernels.common.angles import angles_of
 from lightscale.kernels.lightnet import LightNetState, StateCotangent
-from lightscale.kernels.lion import Gate, LionOutputs, LionState
+from lightscale.kernels.lion import Gate, LionOutputs, LionState, vector
 from lightscale.kernels.operators import StateAlgebra, StateScope, get_operator
 from lightscale.parallel.sequence.algebra import BOTH, DIAGONAL, LOG_SUM_EXP, WHOLE_LOG_SUM_EXP, Algebra, Tensors
 from lightscale.parallel.sequence.log_sums import LOG_SUM, WHOLE_LOG_SUM
@@ -383,13 +384,14 @@ class LionScan(Scan):
     eps: float = 1e-6
 
     algebra: ClassVar[Algebra] = algebra_of("lion")
+    passes: ClassVar[ModuleType] = lion
 
     def summarize(self, written: Inputs) -> Tensors:
         k, v, log_decay = written
-        local, decay = lion.state_fwd(k, v, log_decay, self.cu_seqlens, gate=self.gate, normalize=self.normalize)
+        local, decay = self.passes.state_fwd(k, v, log_decay, self.cu_seqlens, gate=self.gate, normalize=self.normalize)
         # Over the border to a document that begins with this row nothing passes, in neither direction.
-        decay = self.where_continues(decay)[..., None, None].to(local.prefix.dtype)
-        return local.prefix, self.where_continues(local.suffix), decay
+        decay = self.where_continues(decay).to(local.prefix.dtype)
+        return local.prefix, self.where_continues(local.suffix), decay[(..., *[None] * (4 - decay.dim()))]
 
     def entering(self, state: Tensors) -> Tensors:
         prefix, suffix = state
@@ -397,7 +399,7 @@ class LionScan(Scan):
 
     def outputs(self, inputs: Inputs, state: Tensors) -> Tensor | Tensors:
         k, v, log_decay, q = inputs
-        found, _ = lion.out_fwd(
+        found, _ = self.passes.out_fwd(
             q,
             k,
             v,
@@ -412,7 +414,7 @@ class LionScan(Scan):
 
     def reads(self, inputs: Inputs, do: Tensor, state: Tensors) -> Tensors:
         _, _, log_decay, q = inputs
-        own = lion.state_bwd(q, do, _lion_outputs(do, state), log_decay, self.cu_seqlens, gate=self.gate)
+        own = self.passes.state_bwd(q, do, _lion_outputs(do, state), log_decay, self.cu_seqlens, gate=self.gate)
         return self.where_continues(own.prefix), own.suffix
 
     def gradients(
@@ -424,7 +426,7 @@ class LionScan(Scan):
             of_prefix, of_suffix = leaving()
             return LionState(of_prefix, self.where_continues(of_suffix))
 
-        found = lion.grad_bwd(
+        found = self.passes.grad_bwd(
             q,
             k,
             v,
@@ -438,6 +440,14 @@ class LionScan(Scan):
             with_decay=_learned(log_decay),
         )
         return found.k, found.v, found.log_decay, found.q
+
+
+@dataclass(frozen=True, kw_only=True)
+class LionVectorScan(LionScan):
+    """The same with decays of value channels: log_decay (B, T, H, V), states (B, H, U, K) each; see ``lion_vector``."""
+
+    algebra: ClassVar[Algebra] = algebra_of("lion_vector")
+    passes: ClassVar[ModuleType] = vector
 
 
 def _lion_outputs(do: Tensor, state: Tensors) -> LionOutputs:

@@ -43,3 +43,25 @@ def full_matrix(
     if normalize:
         scores = scores / (scores.sum(-1, keepdim=True) + eps)
     return torch.einsum("bhij,bjhv->bihv", scores, v)
+
+
+def vector_matrix(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    gate: str = "leave",
+    normalize: bool = True,
+    eps: float = 1e-6,
+    cu_seqlens: Tensor | None = None,
+    queries: Tensor | None = None,
+) -> Tensor:
+    """SCALE(Q Kᵀ ⊙ M) * V (equation 136): a matrix M for each value channel, by log decays (B, T, H, V)."""
+    queries = torch.arange(q.shape[1]) if queries is None else queries
+    decays = mask(log_decay.flatten(2), gate, cu_seqlens, queries).unflatten(1, v.shape[2:])
+    # As the code beside the equation: n h k m, and d behind.
+    scores = torch.einsum("bhij,bhvij->bhijv", torch.einsum("bihk,bjhk->bhij", q[:, queries], k), decays)
+    if normalize:
+        scores = scores / (scores.sum(3, keepdim=True) + eps)
+    return torch.einsum("bhijv,bjhv->bihv", scores, v)

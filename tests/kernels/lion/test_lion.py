@@ -373,13 +373,15 @@ def test_the_gradient_of_a_strong_decay_keeps_its_digits(decay: float) -> None:
 
 
 class _Allocated(TorchDispatchMode):
-    """The elements of all results of torch's operators: what is written, once or more."""
+    """The elements of all results of torch's operators: what is written, once or more; and the largest exponent."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.elements = 0
+        self.elements, self.exponent = 0, -torch.inf
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.exp, torch.ops.aten.exp_):
+            self.exponent = max(self.exponent, float(args[0].max()))
         found = func(*args, **(kwargs or {}))
         for x in found if isinstance(found, tuple | list) else (found,):
             if isinstance(x, Tensor):
@@ -388,7 +390,9 @@ class _Allocated(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("decays", ["by token", "by head"])
-def test_operations_and_memory_are_linear_in_the_length(decays: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_and_memory_are_linear_and_no_exponent_is_above_0(
+    decays: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Counted: of the products, of what all operators write, and of what is kept for the backward pass."""
     monkeypatch.setattr(chunk_batches, "_BATCH_ELEMENTS", 4 * 2 * 16 * 8)
     counts = []
@@ -404,6 +408,7 @@ def test_operations_and_memory_are_linear_in_the_length(decays: str, monkeypatch
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
         with hooks, written, flops:
             run(case, chunk_size=16)
+        assert -torch.inf < written.exponent <= 0
         counts.append((flops.get_total_flops(), written.elements, sum(saved)))
     for first, second, third in zip(*counts, strict=True):
         assert third - second == second - first > 0

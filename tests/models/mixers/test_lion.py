@@ -13,6 +13,7 @@ import torch
 from lightscale.config.files import load
 from lightscale.config.model import ModelConfig
 from lightscale.errors import UserError
+from lightscale.exchange.files.weights import shape_of
 from lightscale.models.mixers.lion import features, retnet_log_decays
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -45,6 +46,8 @@ MODELS = {
             "lion-s": {"gate": "enter", "input_gate": True, "initial_decay": 0.9, "feature_map": "elu"},
         }
     ),
+    "vector": stack({"lion-s": {"vector_decay": True}}),
+    "vector, other forms": stack({"lion-s": {"vector_decay": True, "gate": "enter", "scale": False}}),
 }
 
 
@@ -74,10 +77,17 @@ def test_the_model_is_the_plain_one(built: dict[str, Any], name: str) -> None:
 
 
 def test_decays_of_lion_s_begin_where_the_options_say(built: dict[str, Any]) -> None:
-    for name, decay in (("as they are", 0.5), ("other forms", 0.9)):
+    for name, decay in (("as they are", 0.5), ("other forms", 0.9), ("vector", 0.5)):
         bias = built[name]["initial"]["decoder.layers.1.self_attention.forget_proj.bias"]
         # Weights are drawn in fp32.
         torch.testing.assert_close(bias.sigmoid(), torch.full_like(bias, decay), rtol=1e-7, atol=1e-7)
+
+
+def test_the_vector_gate_is_not_exported() -> None:
+    with pytest.raises(
+        UserError, match=r"lion-s\.vector_decay = true has no plain form to load or export; it has false"
+    ):
+        shape_of(MODELS["vector"], vocab_size=101)
 
 
 def test_decays_of_lion_retnet_are_retnets() -> None:
@@ -107,9 +117,13 @@ def test_features_are_rounded_once(kind: str) -> None:
         ),
         (["model.mixer_options.lion-s.initial_decay=0"], r"a decay is a sigmoid, which is never 0; use 0\.5"),
         (["model.mixer_options.lion-s.initial_decay=1"], r"initial_decay = 1: must be a number >= 0 and < 1"),
+        (
+            ["model.mixer_options.lion-s.vector_decay=true", "model.mixer_options.lion-s.input_gate=true"],
+            r"keys are multiplied by one number \(equation 135\); use vector_decay = false, or input_gate = false",
+        ),
         (["model.mixer_options.lion-s.gate=both"], r'gate = "both".*"leave".*"enter"'),
     ],
-    ids=["causal", "no features", "never 0", "never 1", "gate"],
+    ids=["causal", "no features", "never 0", "never 1", "two gates", "gate"],
 )
 def test_what_does_not_fit_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):

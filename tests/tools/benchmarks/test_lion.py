@@ -26,7 +26,7 @@ def test_figures(bench_in_process: ModuleType, capsys: pytest.CaptureFixture[str
     assert bench_in_process.main(arguments) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["targets"] == {"growth_limit": 1.5, "speedup": 5.0}
-    assert list(result["forms"]) == ["lion-lit", "lion-retnet", "lion-s"]
+    assert list(result["forms"]) == ["lion-lit", "lion-retnet", "lion-s", "lion-s-vector"]
     for name, found in result["forms"].items():
         samples = {work: statistics.median(taken) for work, taken in result["samples_s"][name].items()}
         # A sample of the short row is as many rows as make a long one.

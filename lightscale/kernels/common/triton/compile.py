@@ -72,8 +72,9 @@ class Compiled:
 
 
 def operators() -> list[str]:
-    """The operators that have Triton kernels."""
-    return sorted(name for name in operator_names() if "triton" in get_operator(name).backend_names)
+    """The operators that have Triton kernels of their own; others are passes of one of these."""
+    named = [name for name in operator_names() if "triton" in get_operator(name).backend_names]
+    return sorted({get_operator(name).backend("triton").module: name for name in reversed(named)}.values())
 
 
 def cases_of(operator: str) -> list[KernelCase]:

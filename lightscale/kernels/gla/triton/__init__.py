@@ -19,6 +19,7 @@ __all__ = [
     "COMPILE_CASES",
     "grad_bwd",
     "out_fwd",
+    "query_grad",
     "recurrent_step",
     "state_bwd",
     "state_fwd",
@@ -191,6 +192,20 @@ def grad_bwd(
     rows = GLARows.of(q, log_decay, cu_seqlens)
     dq, dk, dv, dlog_decay, _ = _row_gradients(rows, (q, k, v, do), S_in, dS_end)
     return dq, dk, dv, dlog_decay.to(log_decay.dtype)
+
+
+@torch.no_grad()
+def query_grad(
+    k: Tensor, v: Tensor, log_decay: Tensor, do: Tensor, S_in: Tensor | None, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """dq alone, see ``chunked.query_grad``; by the kernel that makes dk and dlog_decay beside it."""
+    rows = GLARows.of(k, log_decay, cu_seqlens)
+    no_queries = torch.zeros_like(k)
+    _, k_out, through, _ = decayed(rows, None, k)
+    states = scan(rows, k_out, v, through, S_in, reverse=False).chunks
+    # Of what leaves the chunks only dk and dlog_decay know.
+    dstates = torch.zeros_like(states) if states is not None else None
+    return key_gradients(rows, (no_queries, k, v, do), states, dstates, through)[0]
 
 
 def recurrent_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
