@@ -41,9 +41,9 @@ from lightscale.exchange.plain.model import (
     Classifier,
     Decoder,
     GatedUnit,
-    LearnedPositions,
     MaskedModel,
     Norm,
+    PositionTable,
     Shape,
 )
 from lightscale.exchange.plain.relation import BiRNMixer, CausalRNMixer, RelationForm
@@ -62,7 +62,6 @@ __all__ = [
     "GatedUnit",
     "HGRN2Form",
     "HGRN2Mixer",
-    "LearnedPositions",
     "LightNetForm",
     "LightNetMixer",
     "Lion",
@@ -71,6 +70,7 @@ __all__ = [
     "LionSMixer",
     "MaskedModel",
     "Norm",
+    "PositionTable",
     "RelationForm",
     "RopeScaling",
     "ScalarDecay",

@@ -200,7 +200,7 @@ class BoundTable(nn.Module):
         return lower_bounds(self.table.to(torch.promote_types(self.table.dtype, torch.float32)), self.kind)
 
 
-class LearnedPositions(nn.Embedding):
+class PositionTable(nn.Embedding):
     """x + p of learned positions p, as in GPT-2 and BERT. Stands behind the embedding, before other encodings.
 
     Args:
@@ -229,7 +229,7 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
         d, self.positions, self.tpe, self.lower_bounds = shape.hidden_size, None, None, None
         if shape.learned_positions:
-            self.positions = LearnedPositions(shape.learned_positions, d)
+            self.positions = PositionTable(shape.learned_positions, d)
         if shape.encodes():
             modes = shape.toeplitz.modes or d // shape.num_attention_heads
             self.tpe = ToeplitzEncoding(d, modes, printed=shape.toeplitz.form == "printed")
