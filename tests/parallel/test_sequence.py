@@ -122,6 +122,8 @@ LEARNED = {
     "lion": {"log_decay"},
     "lion unscaled": {"log_decay"},
     "angles": {"theta"},
+    "lightnet with angles": {"theta"},
+    "lightnet whole with angles": {"theta"},
     "tpe": {"log_decay", "gamma"},
 }
 FIXED = {"log_decay", "theta", "positions"}

@@ -55,7 +55,7 @@ _ROLES = {
 """What the plain mixers call what has a role in those that train (``MixerSpec.roles``)."""
 _ONE_FORM = {
     *("gate_input", "output_projection", "full_rank_gate", "output_norm"),
-    *("decay", "lrpe", "tpe", "query_activation", "lower_bounds"),
+    *("decay", "lrpe", "tpe", "query_activation", "lower_bounds", "shared_decay", "learned_angles"),
 }
 """Options of mixers of which the plain form has the default only."""
 _WIDE = ("theta", "decay_logit", "log_rate", "table")

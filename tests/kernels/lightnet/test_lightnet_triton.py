@@ -29,7 +29,7 @@ comparing = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "he
 boundaries, error, assert_close = comparing.boundaries, comparing.error, comparing.assert_close
 
 Tensors = dict[str, Tensor]
-LEAVES = ("q", "k", "v", "z", "S")
+LEAVES = ("q", "k", "v", "z", "S", "theta")
 SMALL = replace(
     tiling._FULL,
     chunk=32,

@@ -47,7 +47,7 @@ def run(inputs: Tensors, cu_seqlens: Tensor | None, backend: str) -> Tensors:
     """Outputs and all gradients; fp32 by Triton, fp64 by the reference."""
     dtype = torch.float32 if backend == "triton" else torch.float64
     x = {name: one if name == "positions" else one.detach().to(dtype) for name, one in inputs.items()}
-    leaves = {name: x[name].requires_grad_() for name in "qkv"}
+    leaves = {name: x[name].requires_grad_() for name in ("q", "k", "v", "theta") if name in x}
     angles = angles_of(x.get("theta"), x.get("positions"))
     o = lightnet_noncausal(x["q"], x["k"], x["v"], angles=angles, cu_seqlens=cu_seqlens, backend=backend)
     found: Tensors = comparing.with_gradients({"o": o}, [x["do"]], leaves)
@@ -130,13 +130,17 @@ def test_parts_of_rows_on_ranks() -> None:
     for one in states[1:]:
         total = noncausal.total_states(one, noncausal.Sides(total, empty_like(total)), None, x["q"])
     parts = [noncausal.state_bwd(own("q", one), own("do", one), turns)[0] for one, turns in ranks]
+    of_angles = torch.zeros_like(expected["dtheta"])
     for rank, (segment, own_angles) in enumerate(ranks):
         q, k, v, do = (own(name, segment) for name in ("q", "k", "v", "do"))
         o = noncausal.out_fwd(q, v, own_angles, total)
         before, behind = (sum(some, torch.zeros_like(parts[0])) for some in (parts[:rank], parts[rank + 1 :]))
-        dq, dk, dv = noncausal.grad_bwd(q, k, v, own_angles, do, total, (before, behind))
+        dq, dk, dv, dtheta = noncausal.grad_bwd(q, k, v, own_angles, do, total, (before, behind), with_theta=True)
+        assert dtheta is not None
+        of_angles += dtheta
         for name, found in (("o", o), ("dq", dq), ("dk", dk), ("dv", dv)):
             assert error(found, expected[name][:, segment]) < 1e-5, (rank, name)
+    assert error(of_angles, expected["dtheta"]) < 1e-5
 
 
 def empty_like(state: Any) -> Any:
