@@ -46,7 +46,8 @@ PRINTED = [
     "printed sequence=2 recompute=full",
     "ablated tensor=2",
     "ablated sequence=2",
-    "angleless sequence=2",
+    "apart sequence=2 recompute=full",
+    "apart tensor=2",
 ]
 
 # On one process: what changes only how the same numbers come about.

@@ -54,6 +54,16 @@ def run(inputs: Tensors, cu_seqlens: Tensor | None, backend: str) -> Tensors:
     return found
 
 
+OF_ANGLES = 1e-4
+"""Only distances count: what positions from 1000 on multiply adds up to 0, but for its rounding."""
+
+
+def assert_near(actual: Tensors, expected: Tensors) -> None:
+    if "dtheta" in expected:
+        assert error(actual.pop("dtheta"), expected.pop("dtheta")) < OF_ANGLES
+    assert_close(actual, expected)
+
+
 @pytest.mark.parametrize(
     ("tokens", "angles", "starts"),
     [
@@ -71,7 +81,7 @@ def test_any_length_and_documents(tokens: int, angles: bool, starts: list[list[i
     if not tokens:
         assert run(inputs, None, "triton")["dk"].shape == inputs["k"].shape
         return
-    assert_close(run(inputs, cu_seqlens, "triton"), run(inputs, cu_seqlens, "reference"))
+    assert_near(run(inputs, cu_seqlens, "triton"), run(inputs, cu_seqlens, "reference"))
 
 
 def test_extreme_keys_and_padding() -> None:
@@ -87,7 +97,7 @@ def test_extreme_keys_and_padding() -> None:
     found = run(inputs, cu_seqlens, "triton")
     assert all(x.isfinite().all() for x in found.values())
     assert not found["o"][:, 41:50].any() and not found["dk"][inputs["k"] == -torch.inf].any()
-    assert_close(found, run(inputs, cu_seqlens, "chunked"))
+    assert_near(found, run(inputs, cu_seqlens, "chunked"))
 
 
 def test_half_precision_and_strides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +112,8 @@ def test_half_precision_and_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     o = lightnet_noncausal(q, k, v, angles=angles, backend="triton")
     found = comparing.with_gradients({"o": o}, [inputs["do"].half()], {"q": q, "k": k, "v": v})
     assert {x.dtype for x in found.values()} == {torch.float16}
-    assert_close(found, run(inputs, None, "reference"), 3e-3)
+    expected = run(inputs, None, "reference")
+    assert_close(found, {name: expected[name] for name in found}, 3e-3)
 
 
 @pytest.fixture
@@ -140,7 +151,7 @@ def test_parts_of_rows_on_ranks() -> None:
         of_angles += dtheta
         for name, found in (("o", o), ("dq", dq), ("dk", dk), ("dv", dv)):
             assert error(found, expected[name][:, segment]) < 1e-5, (rank, name)
-    assert error(of_angles, expected["dtheta"]) < 1e-5
+    assert error(of_angles, expected["dtheta"]) < OF_ANGLES
 
 
 def empty_like(state: Any) -> Any:
