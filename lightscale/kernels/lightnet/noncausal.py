@@ -115,15 +115,15 @@ def grad_bwd(
     # Where z is constant: what all of a document's weights lose when one of them rises.
     shared = by_channel((states.S * dS).sum(-1), states.z.shape[2])
     token_gradients = _passes(q, backend).token_gradients
-    found = token_gradients(k, v, angles, do, states, dS, shared, bounds)
+    dq, dk, dv = token_gradients(k, v, angles, do, states, dS, shared, bounds)
     if not with_theta:
-        return Gradients(*found, None)
+        return Gradients(dq, dk, dv, None)
     assert angles is not None, "with_theta"
     # φ turned on by a quarter is its derivative by the angle, and turning the states back by one is the same.
     back = LightNetState(states.z, _quarter_back(states.S))
     of_q, of_k, _ = token_gradients(k, v, angles, do, back, _quarter_back(dS), torch.zeros_like(shared), bounds)
     of_angles = q.double() * of_q.double() + of_k.double()
-    return Gradients(*found, torch.einsum("bt,bthk->hk", angles.positions.double(), of_angles))
+    return Gradients(dq, dk, dv, torch.einsum("bt,bthk->hk", angles.positions.double(), of_angles))
 
 
 def _quarter_back(S: Tensor) -> Tensor:

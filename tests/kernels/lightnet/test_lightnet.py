@@ -296,8 +296,8 @@ def run_over_ranks(case: Case, cuts: list[int]) -> Results:
         )
 
     results = {"o": torch.cat([o for *_, o in ranks], 1), "z": state.z, "S": state.S}
-    for index, name in enumerate(("dq", "dk", "dv")):
-        results[name] = torch.cat([g[index] for g in gradients], 1)
+    for name in ("q", "k", "v"):
+        results[f"d{name}"] = torch.cat([getattr(g, name) for g in gradients], 1)
     if case.angles is not None:
         results["dtheta"] = torch.stack([g.theta for g in gradients if g.theta is not None]).sum(0)
     if case.state is not None:
