@@ -71,7 +71,8 @@ FORMS = [
     Form(mixer="hgrn2", options={"lower_bounds": "to_one"}),
     *(Form(mixer=mixer, model={"tpe": {"form": "printed"}}) for mixer in ("cosformer2", "lightnet")),
     Form(mixer="lightnet", model={"tpe": {"modes": 128}}),
-    *(Form(mixer="lightnet", options={key: False}) for key in ("decay", "lrpe", "tpe", "output_norm")),
+    *(Form(mixer="lightnet", options={key: False}) for key in ("decay", "shared_decay", "lrpe", "tpe", "output_norm")),
+    Form(mixer="lightnet", options={"learned_angles": True}),
     Form(mixer="lightnet", options={"full_rank_gate": True}),
     Form(mixer="lightnet", options={"gate_rank": 64}),
 ]

@@ -256,6 +256,9 @@ class CheckpointConfig(Section):
 class GuardConfig(Section):
     """[guard]: steps that are skipped because their numbers are bad, and rollbacks when that does not help."""
 
+    enabled: bool = True
+    """False: no step is skipped, checkpoints are written whatever they hold, and the run never goes back: a step with
+    NaN is taken as a plain optimizer takes it."""
     window: Annotated[int, Field(ge=8, le=100_000)] = 100
     """Steps whose medians are the usual loss and gradient norm; before there are as many, only NaN and Inf are bad."""
     max_loss_rise: Positive | None = 1.0

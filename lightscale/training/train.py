@@ -197,7 +197,13 @@ class Trainer:
         self.state: dict[str, Stateful] = {"data": self.loader, "guard": self.guard}
         self.replicas = ReplicaCheck(self.engine, every=config.guard.compare_replicas_every)
         self.save_policy = SavePolicy(
-            config.checkpoint, run, self.journal, heartbeat, engine=self.engine, largest=self._largest
+            config.checkpoint,
+            run,
+            self.journal,
+            heartbeat,
+            engine=self.engine,
+            largest=self._largest,
+            only_finite=config.guard.enabled,
         )
         self.recovery = Recovery(
             config,

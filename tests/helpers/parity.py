@@ -86,9 +86,10 @@ MODELS["grouped"] = ModelConfig.model_validate(
 MODELS["bidirectional"] = ModelConfig.model_validate(
     {**MODELS["llama"].model_dump(exclude={"mixer_options"}), "mixer_options": {"llama": {"causal": False}}}
 )
-# LightNet whose tokens read all of their document, in one state.
+# LightNet whose tokens read all of their document, in one state, with learned angles.
+WHOLE = {"causal": False, "learned_angles": True}
 MODELS["noncausal"] = ModelConfig.model_validate(
-    {**MODELS["lightnet"].model_dump(exclude={"mixer_options"}), "mixer_options": {"lightnet": {"causal": False}}}
+    {**MODELS["lightnet"].model_dump(exclude={"mixer_options"}), "mixer_options": {"lightnet": WHOLE}}
 )
 # What papers print in other ways than the defaults, where it moves tensors or states: a gate from the raw input, no W_o
 # (an all-to-all over tensor ranks), other layers with angles, bounds up to 1, and no norm at the end.
@@ -110,7 +111,11 @@ PRINTED: dict[str, dict[str, Any]] = {
             "tnl": {"lrpe": "all", "decay": "linear"},
         },
     },
-    "angleless": {"mixer": "lightnet", "mixer_options": {"lightnet": {"lrpe": False, "gate_input": "raw"}}},
+    # Log-sums in an exchange of their own before that of the states.
+    "apart": {
+        "mixer": "lightnet",
+        "mixer_options": {"lightnet": {"shared_decay": False, "learned_angles": True, "gate_input": "raw"}},
+    },
 }
 for name, fields in PRINTED.items():
     shape = MODELS["tnl"].model_dump(exclude={"mixer", "mixer_options"})

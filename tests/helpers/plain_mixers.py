@@ -52,7 +52,7 @@ def lightnet(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Ten
     weight = torch.where(distance[None, :, :, None] >= 0, k.exp()[:, None], 0.0)
     weight = weight / weight.sum(dim=2, keepdim=True)
     j = torch.arange(model.hidden_size, dtype=torch.float64).view(model.num_heads, model.head_dim)
-    cosines = _cosines(distance, 10000.0 ** (-2 * j / model.hidden_size))
+    cosines = _cosines(distance, weights.get("lrpe.theta", 10000.0 ** (-2 * j / model.hidden_size)))
     scores = torch.einsum("htc, htsc, htsc -> hts", plain.silu(q), weight, cosines)
     return gated(model, scores @ v, x, weights)
 

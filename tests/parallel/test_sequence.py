@@ -127,6 +127,8 @@ LEARNED = {
     "lion by channel": {"log_decay"},
     "lion unscaled": {"log_decay"},
     "angles": {"theta"},
+    "lightnet with angles": {"theta"},
+    "lightnet whole with angles": {"theta"},
     "tpe": {"log_decay", "gamma"},
 }
 FIXED = {"log_decay", "theta", "positions"}

@@ -26,8 +26,11 @@ def test_the_ablation_switches_one_thing_at_a_time() -> None:
     found = [cell.config.model.layer_options(0).model_dump() for cell in cells("ablation-two-cores").values()]
     usual = LightNetOptions().model_dump()
     switched = [{key: value for key, value in options.items() if value != usual[key]} for options in found]
-    forms: list[dict[str, bool]] = [{}, *({key: False} for key in ("decay", "lrpe", "tpe", "output_norm"))]
-    assert sorted(map(str, switched)) == sorted(map(str, 3 * [*forms, {"full_rank_gate": True}]))
+    forms: list[dict[str, bool]] = [
+        {},
+        *({key: False} for key in ("decay", "lrpe", "tpe", "output_norm", "shared_decay")),
+    ]
+    assert sorted(map(str, switched)) == sorted(map(str, 2 * [*forms, {"full_rank_gate": True}]))
 
 
 def test_small_aspect_ratios_have_equal_parameters() -> None:

@@ -300,6 +300,45 @@ def test_the_samples_of_such_a_run_are_named(
     assert [one["sample"] for one in printed["samples"]] == [13 * 4 + number for number in range(4)]
 
 
+def test_as_printed_nothing_is_skipped_or_undone(back: list[Any], workplace: Path, run_ranks: RunRanks) -> None:
+    """``recipe/as-printed``: a step with NaN is taken as torch's own Adam takes it, saved, and gone on from."""
+    (workplace / "printed.toml").write_text('extends = ["run.toml", "recipe/as-printed"]')
+    words = ("printed.toml", *WORDS, "train.steps=5", "checkpoint.every=3", "checkpoint.keep_every=3")
+    with inside(workplace):
+        config = load(Path(words[0]), words[1:])
+    assert (config.optimizer.name, config.optimizer.grad_clip, config.guard.enabled) == ("adam", 0, False)
+    plans = [Plan("as-printed", words, {4: "nan"}), Plan("guarded", (*words, "guard.enabled=true"), {4: "nan"})]
+    for (code, text), _ in run_ranks(starts, 1, str(workplace), [asdict(plan) for plan in plans])[0]:
+        assert code == 0, text
+    run = RunDirectory(workplace / "as-printed")
+    assert not events(run, "step_skipped", "rollback", "state_not_finite")
+    lines = [line for line in read_lines(run.metrics) if "loss" in line]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert not any("skipped" in line for line in lines)
+    assert [line["loss"] is None for line in lines] == [False, False, False, True, True]
+    before, after = (weights_of(run, step) for step in (3, 5))
+    parameters = {name: torch.nn.Parameter(weight) for name, weight in before.items()}
+    adam = torch.optim.Adam(parameters.values(), weight_decay=config.optimizer.weight_decay)
+    for parameter in parameters.values():
+        assert parameter.isfinite().all()
+        parameter.grad = torch.full_like(parameter, math.nan)
+    adam.step()
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(after[name], parameter.detach(), equal_nan=True, rtol=0, atol=0)
+    guarded = RunDirectory(workplace / "guarded")
+    assert [event["step"] for event in events(guarded, "step_skipped")] == [4]
+    assert all(weight.isfinite().all() for weight in weights_of(guarded, 5).values())
+
+
+def weights_of(run: RunDirectory, step: int) -> dict[str, Tensor]:
+    """Those of a checkpoint, from its files."""
+    found: dict[str, Tensor] = {}
+    for path in sorted((run.checkpoints / f"step-{step:08d}").glob("*.safetensors")):
+        found |= {name: x for name, x in load_file(path).items() if name.startswith("model.")}
+    assert found
+    return found
+
+
 # ----- going back to the beginning, and giving up --------------------------------------------------------------------
 
 START = ("run.toml", *WORDS, "train.steps=8", "checkpoint.every=100")

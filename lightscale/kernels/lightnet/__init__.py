@@ -8,7 +8,6 @@ this folder has the mathematics.
 
 from torch import Tensor
 
-from lightscale.errors import UserError
 from lightscale.kernels.common.angles import Angles, check_angles, parts_of, wide_angles
 from lightscale.kernels.common.backends import (
     AUTO,
@@ -90,7 +89,7 @@ def lightnet_attention(
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     backend: str = AUTO,
 ) -> tuple[Tensor, LightNetState | None]:
-    """Causal linear attention with additive decay: linear in T, differentiable in q, k, v and the state.
+    """Causal linear attention with additive decay: linear in T, differentiable in q, k, v, theta and the state.
 
     Args:
         q: queries (B, T, H, K), fp16, bf16, fp32 or fp64, any strides.
@@ -98,8 +97,7 @@ def lightnet_attention(
             writes nothing, which makes padding of it.
         v: values (B, T, H, V), of q's dtype; V need not equal K.
         angles: theta (H, K) and positions (B, T) of LRPE, by which queries and normalised keys become [x cos, x sin] as
-            they are read, never in memory, and the state has 2K rows. LightNet's angles are fixed: a theta that
-            requires a gradient is refused. None for none.
+            they are read, never in memory, and the state has 2K rows; theta may require a gradient. None for none.
         initial_state: z (B, H, K) and S (B, H, R, V) that enter each row, R = K or 2K, fp32 (fp64 for fp64
             inputs); empty when None. Only the first document of a row reads it.
         output_final_state: also return the state after each row's last token.
@@ -117,7 +115,7 @@ def lightnet_attention(
             values of cu_seqlens are checked on a CPU only, where reading them costs nothing.
     """
     check_inputs(q, k, v)
-    _check_angles(angles, q)
+    check_angles(angles, q)
     _check_state(initial_state, q, v, halves=1 if angles is None else 2)
     check_documents(cu_seqlens, q)
     check_chunk_size(chunk_size)
@@ -148,7 +146,7 @@ def lightnet_noncausal(
     is one document. Where it is on the host, a GPU is not waited for.
     """
     check_inputs(q, k, v)
-    _check_angles(angles, q)
+    check_angles(angles, q)
     if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
         check_cu_seqlens(cu_seqlens, num_rows=q.shape[0], num_tokens=q.shape[1])
     else:
@@ -160,12 +158,6 @@ def lightnet_noncausal(
     bounds = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
     o: Tensor = NoncausalLightNet.apply(q, k, v, *parts_of(angles), bounds, name)
     return o
-
-
-def _check_angles(angles: Angles | None, q: Tensor) -> None:
-    check_angles(angles, q)
-    if angles is not None and angles.theta.requires_grad:
-        raise UserError("angles.theta requires a gradient, but LightNet's angles are fixed: detach it")
 
 
 def _check_state(state: LightNetState | None, q: Tensor, v: Tensor, *, halves: int) -> None:

@@ -46,6 +46,12 @@ def rotate_back(x: Tensor, phases: Phases | None) -> Tensor:
     return torch.addcmul(first * phases[0], second, phases[1])
 
 
+def turning(x: Tensor, dfeatures: Tensor, phases: Phases) -> Tensor:
+    """The gradient of each angle, (*, K), by that of φ(x): x ⊙ (cos ⊙ d sin half - sin ⊙ d cos half)."""
+    first, second = dfeatures.chunk(2, dim=-1)
+    return x * torch.addcmul(second * phases[0], first, phases[1], value=-1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Row:
     """The keys and values of a row, and the walk over them that every pass takes."""
@@ -88,6 +94,12 @@ class _Row:
             return None
         cos, sin = phases_of(Angles(self.angles.theta, batch.cut.of(self.angles.positions)), self.dtype)
         return cos.transpose(2, 3).contiguous(), sin.transpose(2, 3).contiguous()
+
+    def angle_gradient(self, batch: LightNetChunkBatch, of_angles: Tensor) -> Tensor:
+        """dtheta (H, K), fp64, by the gradients (B, G, H, L, K) of the angles of these tokens."""
+        assert self.angles is not None
+        positions = batch.cut.of(self.angles.positions).double()
+        return torch.einsum("bgl,bghlk->hk", positions, of_angles.double())
 
     def scan_states(self, batch: LightNetChunkBatch, keys: Tensor, v: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
         """The states (B, G, H, R, V) that enter the chunks, in units of their references, and the one that leaves."""
@@ -181,6 +193,7 @@ class _Reads(NamedTuple):
     queries: Tensor  # (B, G, H, L, R): φ(q e^{r - z})
     keys: Tensor  # (B, G, H, L, R): φ(e^{k - r})
     dscores: Tensor  # (B, G, H, L, L)
+    dqueries: Tensor  # (B, G, H, L, R)
     dq: Tensor  # (B, G, H, L, K)
     losses: Tensor  # (B, G, H, L, K): q ⊙ dq e^{r - z}, minus the cotangent of z_t in the chunk's units
 
@@ -195,7 +208,7 @@ def _read_gradients(
     # z_t is met through reads_t alone, and reads ∂/∂reads = q ∂/∂q: hence ``losses`` from q ⊙ dq, with no gradient of a
     # logarithm.
     dq = rotate_back(dqueries, phases).mul_(batch.reads)
-    return _Reads(queries, keys, dscores, dq, (q * dq).mul_(batch.reads))
+    return _Reads(queries, keys, dscores, dqueries, dq, (q * dq).mul_(batch.reads))
 
 
 def _states_by_batch(row: _Row, state: LightNetState) -> list[tuple[LightNetChunkBatch, Tensor]]:
@@ -252,13 +265,14 @@ def state_bwd(
         return running
 
 
-class LightNetRowGradients(NamedTuple):
-    """Gradients of a row's inputs, each of its input's shape, and the cotangent (U, R) of the state that entered."""
+class Gradients(NamedTuple):
+    """Gradients of a row's inputs, each of its input's shape."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    state_in: StateCotangent
+    theta: Tensor | None
+    """(H, K) fp64, None unless asked for; ranks add up."""
 
 
 @torch.no_grad()
@@ -272,13 +286,15 @@ def row_gradients(
     cotangent: Arriving[StateCotangent | None],
     cu_seqlens: Tensor | None = None,
     *,
+    with_theta: bool = False,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
-) -> LightNetRowGradients:
-    """Every gradient of a row, its incoming state's included; the arguments are those of ``grad_bwd``."""
+) -> tuple[Gradients, StateCotangent]:
+    """Every gradient of a row, and that of its incoming state; the arguments are those of ``grad_bwd``."""
     with torch.autocast(q.device.type, enabled=False):
         row = _row(k, v, angles, cu_seqlens, chunk_size)
         entering = row.entering(state_in)
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        dtheta = q.new_zeros(q.shape[2:], dtype=torch.float64) if with_theta else None
         by_batch = _states_by_batch(row, entering)
         running = arrived(cotangent) or StateCotangent(torch.zeros_like(entering.S), torch.zeros_like(entering.z))
         while by_batch:
@@ -291,6 +307,11 @@ def row_gradients(
 
             dkeys = reads.dscores.mT @ reads.queries
             batch.add_outgoing_(dkeys, v_g, leaving.U.mT)
+            if dtheta is not None:
+                assert phases_g is not None, "angles"
+                # z does not depend on them: only φ does.
+                of_angles = turning(q_g * batch.reads, reads.dqueries, phases_g)
+                dtheta += row.angle_gradient(batch, of_angles + turning(batch.writes, dkeys, phases_g))
             # A key raises z of all later tokens of its document, and so takes weight from what they read.
             lost = batch.suffix_sums(reads.losses) + batch.outgoing(leaving.R.unsqueeze(-2).expand_as(q_g))
             dk_g = rotate_back(dkeys, phases_g).sub_(lost).mul_(batch.writes)
@@ -299,7 +320,7 @@ def row_gradients(
             batch.add_outgoing_(dv_g, reads.keys, leaving.U)
             for out, x in ((dq, reads.dq), (dk, dk_g), (dv, dv_g)):
                 batch.cut.store(out, x)
-        return LightNetRowGradients(dq, dk, dv, running)
+        return Gradients(dq, dk, dv, dtheta), running
 
 
 def grad_bwd(
@@ -312,9 +333,10 @@ def grad_bwd(
     cotangent: Arriving[StateCotangent | None],
     cu_seqlens: Tensor | None = None,
     *,
+    with_theta: bool = False,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of a row's q, k and v, in their dtypes. The angles are fixed and get none.
+) -> Gradients:
+    """The gradients of a row's q, k and v, in their dtypes, and of theta, if asked for.
 
     Args:
         q: queries (B, T, H, K); T may be 0.
@@ -326,10 +348,11 @@ def grad_bwd(
         cotangent: (dS, ρ) of the state that left it, in the form that is passed on, or a function that waits for
             it; zero when None.
         cu_seqlens: (N+1,) or None.
+        with_theta: compute dtheta; needs angles.
         chunk_size: tokens of a chunk.
     """
-    gradients = row_gradients(q, k, v, angles, do, state_in, cotangent, cu_seqlens, chunk_size=chunk_size)
-    return gradients.q, gradients.k, gradients.v
+    options: dict[str, Any] = {"with_theta": with_theta, "chunk_size": chunk_size}
+    return row_gradients(q, k, v, angles, do, state_in, cotangent, cu_seqlens, **options)[0]
 
 
 def recurrent_step(
@@ -384,7 +407,8 @@ class ChunkedLightNetAttention(torch.autograd.Function):
         dz = torch.zeros_like(z_end) if dz is None else dz
         dS = torch.zeros_like(S_end) if dS is None else dS
         state_in = None if z is None else LightNetState(z, S)
-        gradients = row_gradients(
+        with_theta = ctx.needs_input_grad[3]
+        gradients, cotangent = row_gradients(
             q,
             k,
             v,
@@ -393,11 +417,13 @@ class ChunkedLightNetAttention(torch.autograd.Function):
             state_in,
             exchanged_cotangent(LightNetState(z_end, S_end), dz, dS),
             cu_seqlens,
+            with_theta=with_theta,
             chunk_size=ctx.chunk_size,
         )
+        dtheta = None if gradients.theta is None else gradients.theta.to(theta.dtype)
         dz_in, dS_in = None, None
         if state_in is not None:
-            _, dS_in = plain_cotangent(state_in, gradients.state_in)
+            _, dS_in = plain_cotangent(state_in, cotangent)
             if ctx.needs_input_grad[5]:
                 dz_in = initial_z_gradient(
                     partial(state_fwd, chunk_size=ctx.chunk_size),
@@ -411,4 +437,4 @@ class ChunkedLightNetAttention(torch.autograd.Function):
                     (dz, dS),
                     cu_seqlens,
                 )
-        return gradients.q, gradients.k, gradients.v, None, None, dz_in, dS_in, None, None
+        return gradients.q, gradients.k, gradients.v, dtheta, None, dz_in, dS_in, None, None

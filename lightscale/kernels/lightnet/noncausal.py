@@ -23,6 +23,7 @@ from lightscale.kernels.common.angles import Angles, angles_of
 from lightscale.kernels.common.backends import AUTO, choose_backend, dispatch_pass, implementation
 from lightscale.kernels.common.states import Arriving, arrived, without_autocast
 from lightscale.kernels.lightnet import noncausal_chunked
+from lightscale.kernels.lightnet.chunked import Gradients
 from lightscale.kernels.lightnet.noncausal_chunked import Bounds
 from lightscale.kernels.lightnet.state import LightNetState, by_channel, merge
 
@@ -91,8 +92,10 @@ def grad_bwd(
     dsides: Arriving[tuple[Tensor, Tensor] | None] = None,
     bounds: Bounds = None,
     backend: str = AUTO,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v.
+    *,
+    with_theta: bool = False,
+) -> Gradients:
+    """The gradients of q, k and v, in their dtypes, and of theta, if asked for.
 
     Args:
         q, k, v, angles: as of the operator; a row may be without tokens.
@@ -102,6 +105,7 @@ def grad_bwd(
             function that waits for them; none when None.
         bounds: of documents.
         backend: as of the operator.
+        with_theta: compute dtheta, which costs the gradients of q and k once more; needs angles.
     """
     dS = _passes(q, backend).document_cotangents(q, do, angles, bounds)
     from_sides = arrived(dsides)
@@ -110,7 +114,22 @@ def grad_bwd(
             dS = dS.index_add(0, index, part.to(dS.dtype))
     # Where z is constant: what all of a document's weights lose when one of them rises.
     shared = by_channel((states.S * dS).sum(-1), states.z.shape[2])
-    return _passes(q, backend).token_gradients(k, v, angles, do, states, dS, shared, bounds)
+    token_gradients = _passes(q, backend).token_gradients
+    dq, dk, dv = token_gradients(k, v, angles, do, states, dS, shared, bounds)
+    if not with_theta:
+        return Gradients(dq, dk, dv, None)
+    assert angles is not None, "with_theta"
+    # φ turned on by a quarter is its derivative by the angle, and turning the states back by one is the same.
+    back = LightNetState(states.z, _quarter_back(states.S))
+    of_q, of_k, _ = token_gradients(k, v, angles, do, back, _quarter_back(dS), torch.zeros_like(shared), bounds)
+    of_angles = q.double() * of_q.double() + of_k.double()
+    return Gradients(dq, dk, dv, torch.einsum("bt,bthk->hk", angles.positions.double(), of_angles))
+
+
+def _quarter_back(S: Tensor) -> Tensor:
+    """The halves (C, D) of a state's rows as (D, -C)."""
+    cosines, sines = S.chunk(2, dim=2)
+    return torch.cat([sines, -cosines], dim=2)
 
 
 class NoncausalLightNet(torch.autograd.Function):
@@ -139,8 +158,11 @@ class NoncausalLightNet(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
-        """Gradients of q, k and v."""
+        """Gradients of q, k, v and theta."""
         q, k, v, theta, positions, *states = ctx.saved_tensors
-        angles = angles_of(theta, positions)
-        found = grad_bwd(q, k, v, angles, do, LightNetState(*states), None, ctx.bounds, ctx.backend)
-        return *found, None, None, None, None
+        angles, with_theta = angles_of(theta, positions), ctx.needs_input_grad[3]
+        found = grad_bwd(
+            q, k, v, angles, do, LightNetState(*states), None, ctx.bounds, ctx.backend, with_theta=with_theta
+        )
+        dtheta = None if found.theta is None else found.theta.to(theta.dtype)
+        return found.q, found.k, found.v, dtheta, None, None, None

@@ -14,16 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightscale.config.model import ModelConfig
-from lightscale.kernels.gla import gla, recurrent_step, state_dtype
-from lightscale.models.layers.context import Finish, SequenceContext
+from lightscale.models.layers.context import SequenceContext
 from lightscale.models.layers.linear import column_parallel, row_parallel
 from lightscale.models.layers.shared_parts import StagePart
-from lightscale.models.layers.states import incoming_state
 from lightscale.models.mixers.interface import Mixer
+from lightscale.models.mixers.linear_attention import begin_gated
 from lightscale.models.specs.hgrn2 import LowerBoundsSpec, hgrn2_options
 from lightscale.parallel.initialization import DrawWeights, ones
 from lightscale.parallel.megatron import ProcessGroupCollection, TransformerConfig
-from lightscale.parallel.sequence import GatedScan
 
 
 def lower_bounds(table: Tensor) -> Tensor:
@@ -143,28 +141,6 @@ class HGRN2(Mixer):
         bounds = context.shared[LowerBoundsSpec.name]
         # Keys enter products and are rounded once. log f stays in fp32: it is summed over tokens, and so is its error.
         log_decay, k = log_forget(f, bounds[self.layer].view(self.num_heads, -1), v.dtype)
-        finish = self._begin(k, v, log_decay, context)
+        finish = begin_gated(k, v, log_decay, context=context, state_name=self.state_name)
         (q,) = self._heads(self.q_proj, x)
         return self._projected(self._norm(finish(F.silu(q) if self.is_activated else q)))
-
-    def _begin(self, k: Tensor, v: Tensor, log_decay: Tensor, context: SequenceContext) -> Finish:
-        if context.exchange is not None:
-            return context.begin(GatedScan, k, v, log_decay, layer=self.state_name)
-        return lambda q: self._attend(q, k, v, log_decay, context)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, context: SequenceContext) -> Tensor:
-        if context.states is None:
-            o, _ = gla(q, k, v, log_decay, cu_seqlens=context.cu_seqlens)
-            return o
-        shape = (q.size(0), q.size(2), q.size(3), v.size(3))
-        state = incoming_state(context, self.state_name, {"S": shape}, state_dtype(q.dtype))
-        before = None if state is None else state["S"]
-        # One token: the recurrence, whose cost does not depend on how many tokens came before.
-        if before is not None and q.size(1) == 1:
-            o, after = recurrent_step(q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], before)
-            context.states[self.state_name] = {"S": after}
-            return o[:, None]
-        o, final = gla(q, k, v, log_decay, initial_state=before, output_final_state=True, cu_seqlens=context.cu_seqlens)
-        assert final is not None, "asked for with output_final_state"
-        context.states[self.state_name] = {"S": final}
-        return o

@@ -4,11 +4,15 @@
     S_t = diag(1 - k̄_t) S_{t-1} + LRPE(k̄_t) v_tᵀ;  out = W_o (norm(S_tᵀ LRPE(q_t)) * sigmoid(x W_down W_up))
 
 (LightNet, arXiv 2405.21022, equation 7.) With ``causal`` = false all tokens of a document read its last state, which
-takes one scan (equation 8). The angles of LRPE are fixed. The model adds a Toeplitz positional encoding after the
-embedding, in one direction whatever the mixer reads, as the paper has it. Options take away what its ablation (tables
-1, 5, 6, 7 and 8) takes away; without decay it is S_t = S_{t-1} + LRPE(silu(k_t)) v_tᵀ.
+takes one scan (equation 8). The angles of LRPE are fixed, or learned. The model adds a Toeplitz positional encoding
+after the embedding, in one direction whatever the mixer reads, as the paper has it. Options take away what its ablation
+(tables 1, 5, 6, 7 and 8) takes away; without decay it is S_t = S_{t-1} + LRPE(silu(k_t)) v_tᵀ, and with weights of
+their own for key and decay ("no share", section 5.3)
+
+    δ = x W_down' W_up';  z_t = logaddexp(z_{t-1}, δ_t);  S_t = diag(e^{z_{t-1} - z_t}) S_{t-1} + LRPE(silu(k_t)) v_tᵀ
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -18,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightscale.config.model import ModelConfig
-from lightscale.kernels.common.angles import feature_width, parts_of
+from lightscale.kernels.common.angles import feature_width, features, parts_of, phases_of
 from lightscale.kernels.lightnet import (
     Angles,
     LightNetState,
@@ -27,14 +31,16 @@ from lightscale.kernels.lightnet import (
     recurrent_step,
     state_dtype,
 )
+from lightscale.kernels.log_sum import log_sum
 from lightscale.models.layers.context import Finish, SequenceContext
-from lightscale.models.layers.positions import lrpe_angles
+from lightscale.models.layers.linear import ReplicatedLinear, column_parallel
+from lightscale.models.layers.positions import LRPE, lrpe_angles
 from lightscale.models.layers.states import incoming_state
 from lightscale.models.mixers.interface import GatedMixer
-from lightscale.models.mixers.linear_attention import begin_attention
+from lightscale.models.mixers.linear_attention import begin_attention, begin_gated
 from lightscale.models.specs.lightnet import lightnet_options
 from lightscale.parallel.megatron import TransformerConfig
-from lightscale.parallel.sequence import LightNetScan, LightNetWholeScan
+from lightscale.parallel.sequence import LightNetScan, LightNetWholeScan, LogSumScan
 
 
 class LightNet(GatedMixer):
@@ -52,16 +58,30 @@ class LightNet(GatedMixer):
         wide = torch.promote_types(config.params_dtype, torch.float32)
         self.is_causal = model.direction(self.layer) == "causal"
         options = lightnet_options(model, self.layer)
-        self.has_decay, self.has_angles, self.has_norm = options.decay, options.lrpe, options.output_norm
-        theta = lrpe_angles(model.num_heads, model.head_dim)[self.heads]
-        self.register_buffer("theta", theta.to(self.kv_proj.weight.device, wide), persistent=False)
+        self.has_decay, self.has_norm = options.decay, options.output_norm
+        self.has_angles, self.learns_angles = options.lrpe, options.learned_angles
+        theta = lrpe_angles(model.num_heads, model.head_dim)
+        if self.learns_angles:
+            self.lrpe = LRPE(config, theta, self.group)
+        elif self.has_angles:
+            self.register_buffer("theta", theta[self.heads].to(self.kv_proj.weight.device, wide), persistent=False)
+        self.shares_decay = options.shared_decay
+        if not self.shares_decay:
+            d, rank = model.hidden_size, model.head_dim
+            self.decay_down = ReplicatedLinear(config, d, rank, std=model.init_std)
+            self.decay_up = column_parallel(config, rank, d, std=model.init_std, group=self.group)
 
     def mix(self, x: Tensor, context: SequenceContext, raw: Tensor | None = None) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d). ``raw``: see ``GatedMixer``."""
         k, v = self._heads(self.kv_proj, x, 2)
-        angles = Angles(self.theta, context.positions) if self.has_angles else None
-        # No activation on k: it is the logarithm of a weight and may have either sign.
-        finish = self._begin(k, v, angles, context) if self.has_decay else self._begin_sums(k, v, angles, context)
+        angles = self._angles(context.positions)
+        if not self.shares_decay:
+            finish = self._begin_apart(x, F.silu(k), v, angles, context)
+        elif not self.has_decay:
+            finish = self._begin_sums(F.silu(k), v, angles, context)
+        else:
+            # No activation on k: it is the logarithm of a weight and may have either sign.
+            finish = self._begin(k, v, angles, context)
         (q,) = self._heads(self.q_proj, x)
         gate = self._gate(x if raw is None else raw)
         o = finish(F.silu(q))
@@ -69,8 +89,61 @@ class LightNet(GatedMixer):
             return self._gated_output(o, gate)
         return self._projected(o.transpose(0, 1).flatten(2) * torch.sigmoid(gate))
 
+    def _angles(self, positions: Tensor) -> Angles | None:
+        if self.learns_angles:
+            found: Angles = self.lrpe(positions)
+            return found
+        return Angles(self.theta, positions) if self.has_angles else None
+
     def _begin_sums(self, k: Tensor, v: Tensor, angles: Angles | None, context: SequenceContext) -> Finish:
-        return begin_attention(F.silu(k), v, None, angles=angles, context=context, state_name=self.state_name)
+        return begin_attention(k, v, None, angles=angles, context=context, state_name=self.state_name)
+
+    def _begin_apart(self, x: Tensor, k: Tensor, v: Tensor, angles: Angles | None, context: SequenceContext) -> Finish:
+        """Decays of their own weights: log-sums first, in an exchange of their own, then ``gla`` with them."""
+        delta: Tensor = self.decay_up(self.decay_down(x))[0].transpose(0, 1)
+        delta, within = delta.to(state_dtype(delta.dtype)), context
+        entering = None
+        if context.exchange is not None:
+            before = context.begin(functools.partial(LogSumScan, before=True), delta, layer=self.state_name)()
+        else:
+            if context.states is not None:
+                within, entering = self._entering(k, v, angles, context)
+            z = log_sum(delta, initial_state=entering, cu_seqlens=context.cu_seqlens)
+            first = torch.full_like(z[:, :1], -math.inf) if entering is None else entering[:, None]
+            before = torch.cat([first, z[:, :-1]], dim=1)
+        # log(1 - e^{δ - z}) by what came before, so that its gradient is at most 1. Before the first token there is
+        # nothing to decay.
+        known = (before > -math.inf) & (context.positions != 0)[..., None]
+        log_decay = torch.where(known, F.logsigmoid(torch.where(known, before - delta, 0.0)), 0.0).view(k.shape)
+        phases = None if angles is None else phases_of(angles, log_decay.dtype)
+
+        def spread(y: Tensor) -> Tensor:
+            return features(y, phases).to(v.dtype)
+
+        if phases is not None:
+            log_decay = torch.cat([log_decay, log_decay], dim=-1)
+        gated = begin_gated(spread(k), v, log_decay, context=within, state_name=self.state_name)
+
+        def finish(q: Tensor) -> Tensor:
+            o = gated(spread(q))
+            if context.states is not None and within.states is not None:
+                last = z[:, -1].view(k[:, 0].shape).clone()
+                context.states[self.state_name] = {**within.states[self.state_name], "z": last}
+            return o
+
+        return finish
+
+    def _entering(
+        self, k: Tensor, v: Tensor, angles: Angles | None, context: SequenceContext
+    ) -> tuple[SequenceContext, Tensor | None]:
+        """A context whose states are ``S`` alone, and the log-sums (b, h k), if there are any."""
+        b, _, h, width = k.shape
+        shapes = {"z": (b, h, width), "S": (b, h, feature_width(k, angles), v.size(3))}
+        state = incoming_state(context, self.state_name, shapes, state_dtype(k.dtype), empty={"z": -math.inf})
+        if state is None:
+            return dataclasses.replace(context, states={}), None
+        within = dataclasses.replace(context, states={self.state_name: {"S": state["S"]}})
+        return within, state["z"].flatten(1)
 
     def _begin(self, k: Tensor, v: Tensor, angles: Angles | None, context: SequenceContext) -> Finish:
         if not self.is_causal:

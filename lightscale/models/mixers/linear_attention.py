@@ -1,15 +1,16 @@
-"""Linear attention with a decay per head, per head and token, or none: the operator lightning attention.
+"""Linear attention with a decay per head, per head and token, or none, by lightning attention; per channel, by ``gla``.
 
 Three ways to the same numbers: whole rows, segments of rows on several ranks, and rows that continue a state.
 """
 
 from torch import Tensor
 
+from lightscale.kernels import gla
 from lightscale.kernels.common.angles import feature_width, parts_of
 from lightscale.kernels.lightning import Angles, lightning_attention, recurrent_step, state_dtype
 from lightscale.models.layers.context import Finish, SequenceContext
 from lightscale.models.layers.states import incoming_state
-from lightscale.parallel.sequence import LightningScan
+from lightscale.parallel.sequence import GatedScan, LightningScan
 
 
 def begin_attention(
@@ -65,6 +66,33 @@ def _attend(
         output_final_state=True,
         cu_seqlens=context.cu_seqlens,
     )
+    assert final is not None, "asked for with output_final_state"
+    context.states[state_name] = {"S": final}
+    return o
+
+
+def begin_gated(k: Tensor, v: Tensor, log_decay: Tensor, *, context: SequenceContext, state_name: str) -> Finish:
+    """``begin_attention`` with a decay for each channel of the keys: log_decay (b, n, h, k), fp32 or wider."""
+    if context.exchange is not None:
+        return context.begin(GatedScan, k, v, log_decay, layer=state_name)
+    return lambda q: _attend_gated(q, k, v, log_decay, context, state_name)
+
+
+def _attend_gated(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, context: SequenceContext, state_name: str
+) -> Tensor:
+    if context.states is None:
+        o, _ = gla.gla(q, k, v, log_decay, cu_seqlens=context.cu_seqlens)
+        return o
+    shape = (q.size(0), q.size(2), q.size(3), v.size(3))
+    state = incoming_state(context, state_name, {"S": shape}, state_dtype(q.dtype))
+    before = None if state is None else state["S"]
+    # One token: the recurrence, whose cost does not depend on how many tokens came before.
+    if before is not None and q.size(1) == 1:
+        o, after = gla.recurrent_step(q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], before)
+        context.states[state_name] = {"S": after}
+        return o[:, None]
+    o, final = gla.gla(q, k, v, log_decay, initial_state=before, output_final_state=True, cu_seqlens=context.cu_seqlens)
     assert final is not None, "asked for with output_final_state"
     context.states[state_name] = {"S": final}
     return o

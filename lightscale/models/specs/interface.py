@@ -180,6 +180,11 @@ class MixerSpec(ABC):
         return 0, 0
 
     @staticmethod
+    def num_exchanges(model: ModelConfig, layer: int) -> int:
+        """Exchanges, one behind the other, that a pass makes of these numbers."""
+        return 1
+
+    @staticmethod
     def state_heads(model: ModelConfig, layer: int) -> int:
         """Parts of a state that belong to one tensor rank each, and that ranks of a node share out between them."""
         return model.num_heads

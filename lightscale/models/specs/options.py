@@ -57,8 +57,13 @@ class LightNetOptions(GatedMixerOptions):
     """Whether tokens see those up to themselves; false: all of their document, for tasks that read both ways."""
     decay: bool = True
     """Additive decay; false: silu on the keys and plain sums, the paper's "w/o Decay"."""
+    shared_decay: bool = True
+    """Whether keys and decays have the same weights; false: "LightNet no share", with silu on the keys and the decays
+    by two matrices through head_dim channels (printed counts say about 6M more of 379M)."""
     lrpe: bool = True
-    """Whether queries and keys are rotated by fixed angles; false: "w/o LRPE"."""
+    """Whether queries and keys are rotated by angles, fixed ones unless learned_angles; false: "w/o LRPE"."""
+    learned_angles: bool = False
+    """Whether the angles of each layer, head and channel are learned."""
     tpe: bool = True
     """Whether the layers ask for the positional encoding behind the embedding; false: "w/o TPE"."""
     output_norm: bool = True
@@ -71,6 +76,14 @@ class LightNetOptions(GatedMixerOptions):
         if self.full_rank_gate and self.gate_rank is not None:
             raise ValueError(
                 f"full_rank_gate = true leaves no place for gate_rank = {self.gate_rank}; leave one of them out"
+            )
+        if self.learned_angles and not self.lrpe:
+            raise ValueError("learned_angles = true with lrpe = false: there are no angles; use lrpe = true")
+        if not self.shared_decay and not (self.decay and self.causal):
+            key = "causal" if self.decay else "decay"
+            raise ValueError(
+                f"shared_decay = false with {key} = false: a decay of its own is one of tokens that read those up to "
+                "them; use causal = true and decay = true, or shared_decay = true"
             )
         if not self.decay and not self.causal:
             raise ValueError(

@@ -209,8 +209,8 @@ class TPEScan(DiagonalScan):
 
 @dataclass(frozen=True, kw_only=True)
 class LightNetScan(Scan):
-    """Additive decay. Written: k (B, T, H, K), v (B, T, H, V), and the angles of LRPE, which are fixed, or two None:
-    theta (H, K), positions (B, T) in the whole document. Reads: q.
+    """Additive decay. Written: k (B, T, H, K), v (B, T, H, V), and the angles of LRPE or two None: theta (H, K),
+    positions (B, T) in the whole document. Reads: q.
 
     One exchange forward: z and S travel together. Outputs cannot be begun before it ends, because z of all tokens
     before scales each channel of the queries.
@@ -241,18 +241,19 @@ class LightNetScan(Scan):
     def gradients(
         self, inputs: Inputs, do: Tensor, state: Tensors, leaving: Callable[[], Tensors]
     ) -> Sequence[Tensor | None]:
-        k, v, *angles, q = inputs
-        dq, dk, dv = lightnet.grad_bwd(
+        k, v, theta, positions, q = inputs
+        found = lightnet.grad_bwd(
             q,
             k,
             v,
-            angles_of(*angles),
+            angles_of(theta, positions),
             do,
             LightNetState(*state),
             lambda: StateCotangent(*leaving()),
             self.cu_seqlens,
+            with_theta=_learned(theta),
         )
-        return dk, dv, None, None, dq
+        return found.k, found.v, found.theta, None, found.q
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,7 +295,7 @@ class LightNetWholeScan(Scan):
     def gradients(
         self, inputs: Inputs, do: Tensor, state: Tensors, leaving: Callable[[], Tensors]
     ) -> Sequence[Tensor | None]:
-        k, v, *angles, q = inputs
+        k, v, theta, positions, q = inputs
 
         def from_sides() -> tuple[Tensor, Tensor]:
             # What goes on to the right is read by the tokens behind, and the other way round.
@@ -302,13 +303,19 @@ class LightNetWholeScan(Scan):
             return self.where_continues(of_first), of_last
 
         states = LightNetState(*state[4:])
-        dq, dk, dv = lightnet.noncausal.grad_bwd(q, k, v, angles_of(*angles), do, states, from_sides, self.bounds)
-        return dk, dv, None, None, dq
+        angles, with_theta = angles_of(theta, positions), _learned(theta)
+        found = lightnet.noncausal.grad_bwd(q, k, v, angles, do, states, from_sides, self.bounds, with_theta=with_theta)
+        return found.k, found.v, found.theta, None, found.q
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogSumScan(Scan):
-    """Running log-sums. Written: b (B, T, D). Nothing reads: the outputs are the sums."""
+    """Running log-sums. Written: b (B, T, D). Nothing reads: the outputs are the sums.
+
+    before: the outputs are the sums before each token instead; whoever reads them knows where documents begin.
+    """
+
+    before: bool = False
 
     algebra: ClassVar[Algebra] = algebra_of("log_sum")
 
@@ -321,16 +328,22 @@ class LogSumScan(Scan):
 
     def outputs(self, inputs: Inputs, state: Tensors) -> Tensors:
         z = log_sum.out_fwd(inputs[0], state[0], self.cu_seqlens)
-        return z, z
+        return torch.cat([state[0][:, None], z], dim=1)[:, : z.size(1)] if self.before else z, z
 
     def reads(self, inputs: Inputs, do: Tensor, state: Tensors) -> Tensors:
         entered, z = state
-        return (log_sum.state_bwd(z, do, entered, self.cu_seqlens),)
+        own = log_sum.state_bwd(z, self._of_sums(do), entered, self.cu_seqlens)
+        return (own + do[:, :1].sum(1) if self.before else own,)
 
     def gradients(
         self, inputs: Inputs, do: Tensor, state: Tensors, leaving: Callable[[], Tensors]
     ) -> Sequence[Tensor | None]:
-        return (log_sum.grad_bwd(inputs[0], state[1], do, lambda: leaving()[0], self.cu_seqlens),)
+        dz = self._of_sums(do)
+        return (log_sum.grad_bwd(inputs[0], state[1], dz, lambda: leaving()[0], self.cu_seqlens),)
+
+    def _of_sums(self, do: Tensor) -> Tensor:
+        """The cotangents of the sums behind the tokens, within this rank."""
+        return torch.cat([do[:, 1:], torch.zeros_like(do[:, :1])], dim=1) if self.before else do
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,6 +42,7 @@ class SavePolicy:
         *,
         engine: Engine,
         largest: Largest,
+        only_finite: bool,
     ) -> None:
         self._config, self._journal, self._heartbeat, self._engine = config, journal, heartbeat, engine
         self._largest = largest
@@ -50,7 +51,10 @@ class SavePolicy:
         """Those of rank 0."""
         followed = partial(needed, directory)
         self.saver = Saver(
-            directory.checkpoints, engine.mesh, needed=lambda steps: followed(steps) | self.exports.needed(steps)
+            directory.checkpoints,
+            engine.mesh,
+            needed=lambda steps: followed(steps) | self.exports.needed(steps),
+            only_finite=only_finite,
         )
         # Costs of earlier attempts, so that a restarted run need not begin with the first guess of the interval.
         events = read_lines(directory.events)

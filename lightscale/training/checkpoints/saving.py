@@ -116,12 +116,18 @@ class Saver:
         directory: the run's ``checkpoints`` directory; must be seen by every rank.
         mesh: every method but ``is_writing`` and ``is_written`` is collective over its ranks.
         needed: those of some steps that somebody still reads, which retention leaves; asked on rank 0.
+        only_finite: refuse a state with NaN or infinities (``NotFinite``).
     """
 
     def __init__(
-        self, directory: Path, mesh: Mesh, *, needed: Callable[[Collection[int]], set[int]] = lambda steps: set()
+        self,
+        directory: Path,
+        mesh: Mesh,
+        *,
+        needed: Callable[[Collection[int]], set[int]] = lambda steps: set(),
+        only_finite: bool = True,
     ) -> None:
-        self.directory, self.mesh, self._needed = directory, mesh, needed
+        self.directory, self.mesh, self._needed, self._only_finite = directory, mesh, needed, only_finite
         self.known_good: set[int] = set()
         """Steps whose checkpoints this process has written or verified."""
         # Not ``mesh.control``: training's collectives continue there while the thread writes.
@@ -244,7 +250,8 @@ class Saver:
         paths: dict[Contents, Path] = {}
         num_bytes = 0
         # By the thread, in the copy: training does not wait for it. Before anything is written.
-        self._ranks.on_all(lambda: _check_finite(snapshot))
+        if self._only_finite:
+            self._ranks.on_all(lambda: _check_finite(snapshot))
         for contents in snapshot.contents:
             part = _part(snapshot, contents)
             paths[contents] = self.directory / directory_name(part.step, contents)

@@ -28,7 +28,12 @@ class Guard:
         self.skips_in_a_row = 0
 
     def judge(self, loss: float, grad_norm: float) -> str | None:
-        """Why the next step, of these numbers, must be skipped; None where it is good, and then remembered."""
+        """Why the next step, of these numbers, must be skipped; None where it is good, and then remembered.
+
+        None of any numbers where the guard is off, and none are remembered.
+        """
+        if not self._config.enabled:
+            return None
         reason = self._reason(loss, grad_norm)
         if reason is None:
             self._losses.append(loss)

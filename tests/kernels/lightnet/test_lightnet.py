@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightscale.kernels.common.angles import phases_of
 from lightscale.kernels.lightnet import (
     Angles,
     LightNetState,
@@ -31,6 +30,7 @@ from lightscale.kernels.lightnet import (
     state_bwd,
     state_fwd,
 )
+from lightscale.kernels.lightnet.chunked import Gradients
 from lightscale.kernels.lightnet.state import by_row
 
 comparing = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "comparing.py")))
@@ -116,7 +116,11 @@ def run(case: Case, backend: str = "chunked", **options: Any) -> Results:
     leaves = {name: getattr(case, name).detach().requires_grad_() for name in names}
     state = LightNetState(leaves["z"], leaves["S"]) if "z" in leaves else None
     qkv = (leaves["q"], leaves["k"], leaves["v"])
-    options |= {"angles": case.angles, "initial_state": state, "cu_seqlens": case.cu_seqlens}
+    angles = case.angles
+    if angles is not None:
+        leaves["theta"] = angles.theta.detach().requires_grad_()
+        angles = Angles(leaves["theta"], angles.positions)
+    options |= {"angles": angles, "initial_state": state, "cu_seqlens": case.cu_seqlens}
     if backend == "oracle":
         o, final = lightnet_attention_reference(*qkv, **options)
     else:
@@ -126,7 +130,7 @@ def run(case: Case, backend: str = "chunked", **options: Any) -> Results:
     cotangents = [case.do, case.dz, case.dS]
     gradients = torch.autograd.grad([o, *final], list(leaves.values()), cotangents)
     results = {"o": o.detach(), "z": final.z.detach(), "S": final.S.detach()}
-    return results | {f"d{name}": g for name, g in zip(names, gradients, strict=True)}
+    return results | {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
 
 
 @pytest.mark.parametrize("with_angles", [True, False], ids=["lrpe", "plain"])
@@ -146,16 +150,18 @@ def test_equals_full_matrix(with_angles: bool) -> None:
     """o_t = Σ_s≤t (Σ_c q_tc e^{k_sc - z_tc} φ_t·φ_s) v_s, all pairs at once: an oracle without a recurrence."""
     case = make_case(2, 40, (8, 6), with_state=False, with_angles=with_angles, scale=3.0)
     q, k, v = (x.requires_grad_() for x in (case.q, case.k, case.v))
+    leaves = {"q": q, "k": k, "v": v}
     z = k.logcumsumexp(1)
     weights = (k[:, None] - z[:, :, None]).exp()  # (B, T, S, H, K)
     if case.angles is not None:
-        cos, sin = phases_of(case.angles, torch.float64)
-        weights = weights * (cos[:, :, None] * cos[:, None] + sin[:, :, None] * sin[:, None])
+        leaves["theta"] = case.angles.theta.clone().requires_grad_()
+        distances = case.angles.positions[:, :, None] - case.angles.positions[:, None]
+        weights = weights * torch.cos(distances[..., None, None] * leaves["theta"])
     scores = torch.einsum("bthk,btshk->bhts", q, weights).tril()
     o = torch.einsum("bhts,bshv->bthv", scores, v)
-    gradients = torch.autograd.grad(o, (q, k, v), case.do)
+    gradients = torch.autograd.grad(o, list(leaves.values()), case.do)
     none = replace(case, dz=torch.zeros_like(case.dz), dS=torch.zeros_like(case.dS))
-    expected = dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *gradients), strict=True))
+    expected = {"o": o.detach()} | {f"d{n}": g for n, g in zip(leaves, gradients, strict=True)}
     for backend in ("chunked", "oracle"):
         actual = run(none, backend)
         assert_close({n: actual[n] for n in expected}, expected, 1e-10)
@@ -190,6 +196,7 @@ def test_documents_equal_separate_runs(starts: list[list[int]], scale: float) ->
     assert case.z is not None and case.S is not None
     expected = {f"d{n}": torch.zeros_like(getattr(case, n)) for n in INPUTS}
     expected |= {n: torch.zeros_like(getattr(case, f"d{n}")) for n in ("o", "z", "S")}
+    expected["dtheta"] = torch.zeros_like(case.angles.theta)
     for begin, end in pairwise(case.cu_seqlens.tolist()):
         row, part = begin // 200, slice(begin % 200, begin % 200 + end - begin)
         one, first, last = slice(row, row + 1), part.start == 0, part.stop == 200
@@ -204,6 +211,7 @@ def test_documents_equal_separate_runs(starts: list[list[int]], scale: float) ->
         results = run(document, "oracle")
         for name in ("o", "dq", "dk", "dv"):
             expected[name][row, part] = results[name][0]
+        expected["dtheta"] += results["dtheta"]
         for name in ("dz", "dS") if first else ():
             expected[name][row] = results[name][0]
         for name in ("z", "S") if last else ():
@@ -275,10 +283,10 @@ def run_over_ranks(case: Case, cuts: list[int]) -> Results:
         ranks.append((s, fresh, before, local, through, entering, o))
 
     cotangent = exchanged_cotangent(state, case.dz, case.dS)
-    gradients: list[tuple[Tensor, Tensor, Tensor]] = []
+    gradients: list[Gradients] = []
     for s, fresh, before, local, through, entering, _ in reversed(ranks):
         inputs = (s.q, s.k, s.v, s.angles, s.do, entering)
-        gradients.insert(0, grad_bwd(*inputs, cotangent, s.cu_seqlens))
+        gradients.insert(0, grad_bwd(*inputs, cotangent, s.cu_seqlens, with_theta=s.angles is not None))
         own = state_bwd(*inputs, s.cu_seqlens)
         share = passed_share(before.z, local.z, through)
         passed = StateCotangent(U=by_row(share, cotangent.U.shape[2]) * cotangent.U, R=share * cotangent.R)
@@ -288,8 +296,10 @@ def run_over_ranks(case: Case, cuts: list[int]) -> Results:
         )
 
     results = {"o": torch.cat([o for *_, o in ranks], 1), "z": state.z, "S": state.S}
-    for index, name in enumerate(("dq", "dk", "dv")):
-        results[name] = torch.cat([g[index] for g in gradients], 1)
+    for name in ("q", "k", "v"):
+        results[f"d{name}"] = torch.cat([getattr(g, name) for g in gradients], 1)
+    if case.angles is not None:
+        results["dtheta"] = torch.stack([g.theta for g in gradients if g.theta is not None]).sum(0)
     if case.state is not None:
         results["dz"], results["dS"] = plain_cotangent(case.state, cotangent)
     return results

@@ -107,6 +107,19 @@ def test_decays_of_tokens() -> None:
     assert_as_reference({**inputs, "log_decay": -torch.exp(2 * noise)}, boundaries([[25]], 40))
 
 
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("kind", ["heads", "tokens", "tokens, angles", "none, angles"])
+def test_a_column_beside_the_tiles(kind: str, chunks_per_split: Callable[[int], None]) -> None:
+    """Values of 33 columns are two tiles and a column; rows of two splits."""
+    chunks_per_split(1)
+    decays = None if "none" in kind else (-0.05, -0.3)
+    inputs = draw(1, 45, 12, 33, decays=decays, heads=2, first_position=3 if "angles" in kind else None)
+    if "tokens" in kind:
+        noise = torch.randn(1, 45, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        inputs["log_decay"] = -torch.exp(2 * noise)
+    assert_as_reference(inputs, None if "angles" in kind else boundaries([[25]], 45))
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 63, 150])
 def test_angles_at_any_length(tokens: int) -> None:
     assert_as_reference(draw(1, tokens, 16, 24, first_position=0))

@@ -138,6 +138,34 @@ def lightnet_bare(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -
     return (plain.concatenated(torch.stack(outputs, dim=1)) * gate) @ weights["out_proj.weight"].T
 
 
+def lightnet_no_share(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor:
+    """Equation 7 with δ beside the keys: a_t = s_{t-1} / s_t (proposition 3.2), keys as queries. Learned angles."""
+    q, k, v = plain.heads(model, x, weights)
+    delta = (x @ weights["decay_down.weight"].T @ weights["decay_up.weight"].T).exp()
+    delta = delta.view(len(x), model.num_heads, model.head_dim).transpose(0, 1)
+    q, k = (rotated(plain.silu(y), weights["lrpe.theta"]) for y in (q, k))
+    s, S, outputs = torch.zeros_like(delta[:, 0]), torch.zeros(*k[:, 0].shape, model.head_dim, dtype=x.dtype), []
+    for t in range(len(x)):
+        left = s / (s + delta[:, t])
+        s = s + delta[:, t]
+        S = torch.cat([left, left], dim=-1)[..., None] * S + k[:, t, :, None] * v[:, t, None, :]
+        outputs.append((S * q[:, t, :, None]).sum(dim=1))
+    return plain.gated_output(model, torch.stack(outputs, dim=1), x, weights)
+
+
+def lightnet_learned(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor:
+    """Equation 7 with the angles of equation 14 learned."""
+    return mixers.MIX["lightnet"](model, x, weights, layer)
+
+
+def lightnet_learned_whole(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor:
+    """Equation 8 with learned angles, over the document."""
+    q, k, v = plain.heads(model, x, weights)
+    k = k.exp() / k.exp().sum(dim=1, keepdim=True)
+    q, k = (rotated(y, weights["lrpe.theta"]) for y in (plain.silu(q), k))
+    return plain.gated_output(model, q @ (k.mT @ v), x, weights)
+
+
 def lightnet_raw_gate(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor:
     """Equation 8 "w/o LRPE", over the document; the gate of the raw input."""
     q, k, v = plain.heads(model, x, weights)
@@ -193,6 +221,21 @@ CASES: dict[str, Case] = {
         {"mixer": "lightnet", "mixer_options": {"lightnet": {"lrpe": False, "tpe": False, "output_norm": False}}},
         lightnet_bare,
         None,
+    ),
+    "lightnet, learned angles": (
+        {"mixer": "lightnet", "mixer_options": {"lightnet": {"learned_angles": True, "gate_rank": 5}}},
+        lightnet_learned,
+        plain.toeplitz,
+    ),
+    "lightnet, no share": (
+        {"mixer": "lightnet", "mixer_options": {"lightnet": {"shared_decay": False, "learned_angles": True}}},
+        lightnet_no_share,
+        plain.toeplitz,
+    ),
+    "noncausal, learned angles": (
+        {"mixer": "lightnet", "mixer_options": {"lightnet": {"causal": False, "learned_angles": True}}},
+        lightnet_learned_whole,
+        plain.toeplitz,
     ),
     "noncausal without LRPE": (
         {

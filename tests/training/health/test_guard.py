@@ -47,6 +47,14 @@ def test_limits_can_be_off() -> None:
     assert guard.judge(math.nan, 1.0) is not None
 
 
+def test_a_guard_can_be_off() -> None:
+    guard = Guard(GuardConfig(enabled=False, window=8))
+    for loss, norm in [(1.0, 1.0)] * 9 + [(math.nan, 1.0), (1.0, math.inf), (1e30, 1e30)]:
+        assert guard.judge(loss, norm) is None
+    # Nothing is remembered: a guard switched on later begins with what it sees.
+    assert guard.state_dict() == Guard(GuardConfig(window=8)).state_dict()
+
+
 def test_no_gradients_are_no_measure() -> None:
     guard = Guard(GuardConfig(window=8))
     for _ in range(9):

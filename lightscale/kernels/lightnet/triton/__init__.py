@@ -14,6 +14,7 @@ from torch import Tensor
 from lightscale.kernels.common.angles import Angles, angles_of, parts_of, phases_of
 from lightscale.kernels.common.states import Arriving, arrived
 from lightscale.kernels.common.triton.launch import on_device_of
+from lightscale.kernels.lightnet.chunked import Gradients
 from lightscale.kernels.lightnet.initial_z import initial_z_gradient
 from lightscale.kernels.lightnet.state import LightNetState, StateCotangent, exchanged_cotangent, plain_cotangent
 from lightscale.kernels.lightnet.triton.cases import COMPILE_CASES
@@ -142,20 +143,27 @@ def _gradients(
     U: Tensor | None,
     R: Tensor | None,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, and U and R of the state that enters."""
+    with_theta: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dtheta (H, K), fp64 (empty unless asked for), and U and R of the state that enters."""
     backward = Backward.of(LightNetRow.of(k, v, angles_of(theta, positions), cu_seqlens), q, do, _state(z, S))
-    return _row_gradients(backward, None if U is None or R is None else StateCotangent(U, R))
+    cotangent = None if U is None or R is None else StateCotangent(U, R)
+    return _row_gradients(backward, cotangent, with_theta=with_theta)
 
 
 def _row_gradients(
-    backward: Backward, cotangent: Arriving[StateCotangent | None]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    backward: Backward, cotangent: Arriving[StateCotangent | None], *, with_theta: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    by_queries, by_keys = (backward.angle_parts(), backward.angle_parts()) if with_theta else (None, None)
     # dq first: it needs no cotangent from elsewhere, and R, which the scan of cotangents passes back, is made of it.
-    dq = backward.query_gradients()
+    dq = backward.query_gradients(by_queries)
     by_chunk, start = backward.scan(dq, arrived(cotangent))
     assert by_chunk is not None
-    return dq, backward.key_gradients(dq, by_chunk), backward.value_gradients(by_chunk), start.U, start.R
+    dk, dv = backward.key_gradients(dq, by_chunk, by_keys), backward.value_gradients(by_chunk)
+    dtheta = dq.new_empty(0, dtype=torch.float64)
+    if by_queries is not None and by_keys is not None:
+        dtheta = by_queries.sum((0, 2), dtype=torch.float64) + by_keys.sum((0, 2), dtype=torch.float64)
+    return dq, dk, dv, dtheta, start.U, start.R
 
 
 @_gradients.register_fake
@@ -171,9 +179,11 @@ def _(
     U: Tensor | None,
     R: Tensor | None,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    with_theta: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     R_in, U_in = _fake_state(k, v, theta)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), U_in, R_in
+    dtheta = q.new_empty(q.shape[2:] if with_theta else (0,), dtype=torch.float64)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dtheta, U_in, R_in
 
 
 def _save(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -183,7 +193,8 @@ def _save(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Ten
 def _backward(ctx: Any, do: Tensor, dz: Tensor, dS: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, theta, positions, z, S, cu_seqlens, z_end, S_end = ctx.saved_tensors
     cotangent = exchanged_cotangent(LightNetState(z_end, S_end), dz, dS)
-    dq, dk, dv, U, R = _gradients(q, k, v, theta, positions, do, z, S, *cotangent, cu_seqlens)
+    with_theta = ctx.needs_input_grad[3]
+    dq, dk, dv, dtheta, U, R = _gradients(q, k, v, theta, positions, do, z, S, *cotangent, cu_seqlens, with_theta)
     dz_in, dS_in = None, None
     if z is not None:
         state_in = LightNetState(z, S)
@@ -191,7 +202,7 @@ def _backward(ctx: Any, do: Tensor, dz: Tensor, dS: Tensor) -> tuple[Tensor | No
         if ctx.needs_input_grad[5]:
             angles = angles_of(theta, positions)
             dz_in = initial_z_gradient(state_fwd, state_bwd, q, k, v, angles, do, state_in, (dz, dS), cu_seqlens)
-    return dq, dk, dv, None, None, dz_in, dS_in, None
+    return dq, dk, dv, dtheta.to(theta.dtype) if with_theta else None, None, dz_in, dS_in, None
 
 
 _out_fwd.register_autograd(_backward, setup_context=_save)
@@ -254,10 +265,13 @@ def grad_bwd(
     state_in: LightNetState | None,
     cotangent: Arriving[StateCotangent | None],
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    *,
+    with_theta: bool = False,
+) -> Gradients:
     """The gradients of a row's inputs, see ``chunked.grad_bwd``."""
-    dq, dk, dv, _, _ = _row_gradients(Backward.of(LightNetRow.of(k, v, angles, cu_seqlens), q, do, state_in), cotangent)
-    return dq, dk, dv
+    backward = Backward.of(LightNetRow.of(k, v, angles, cu_seqlens), q, do, state_in)
+    dq, dk, dv, dtheta, _, _ = _row_gradients(backward, cotangent, with_theta=with_theta)
+    return Gradients(dq, dk, dv, dtheta if with_theta else None)
 
 
 def recurrent_step(

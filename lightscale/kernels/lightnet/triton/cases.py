@@ -29,7 +29,7 @@ _NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 # Each kernel's inputs and outputs in the dtype of q, and the strided ones among them by their letters.
 _PRODUCTS = {
     "o": (outputs, ("q", "k", "v", "out"), "qkv"),
-    "dq": (query_gradients, ("k", "v", "do", "dq"), "kvd"),
+    "dq": (query_gradients, ("k", "v", "do", "dq"), "kvdq"),
     "dk": (key_gradients, ("q", "k", "v", "do", "dq", "dk"), "qkvd"),
     "dv": (value_gradients, ("q", "k", "do", "dv"), "qkd"),
 }
@@ -82,9 +82,18 @@ def _scan(dtype: torch.dtype, K: int, V: int, *, reverse: bool, angles: bool, us
     )
 
 
-def _product(role: str, dtype: torch.dtype, K: int, V: int, *, angles: bool, usual: bool) -> KernelCase:
+def _product(
+    role: str, dtype: torch.dtype, K: int, V: int, *, angles: bool, usual: bool, learned: bool = False
+) -> KernelCase:
+    """With documents; ``learned`` with the gradient of the angles."""
     kernel, names, letters = _PRODUCTS[role]
     arguments, constants = _angles(angles)
+    if role in ("dq", "dk"):
+        own = {"q": f"*{_NAMES[dtype]}"} if role == "dq" else {}
+        if learned:
+            arguments |= own | _pointers("fp32", "angle_parts")
+        else:
+            constants |= dict.fromkeys([*own, "angle_parts"])
     arguments |= _pointers(_NAMES[dtype], *names) | _pointers("fp32", "edges", "depths") | {"starts": "*i32"}
     stored = _NAMES[tiling_of(dtype).compute]
     if role in ("o", "dq"):
@@ -95,7 +104,7 @@ def _product(role: str, dtype: torch.dtype, K: int, V: int, *, angles: bool, usu
         arguments |= _pointers("fp32", "chunk_R")
     integers = _integers("T", "H", "num_chunks", "num_token_tiles")
     return KernelCase(
-        name=_name(role, K, V, dtype, angles),
+        name=_name(role, K, V, dtype, angles) + " learned" * learned,
         kernel=kernel,
         arguments={**arguments, **integers, **_strides(letters)},
         constants={**constants, **product_constants(dtype, K, V, of_keys=role in ("dq", "dk"))},
@@ -184,6 +193,8 @@ def _cases() -> Iterator[KernelCase]:
                 yield _scan(bf16, K, V, reverse=reverse, angles=angles, usual=wide and angles)
             for role in _PRODUCTS:
                 yield _product(role, bf16, K, V, angles=angles, usual=wide and angles)
+        for role in ("dq", "dk"):
+            yield _product(role, bf16, K, V, angles=True, learned=True, usual=wide)
     for dtype in (torch.float16, torch.float32):
         yield _weigh(dtype, 128, usual=False)
         for reverse in (False, True):

@@ -22,6 +22,7 @@ def key_gradients(
     dq,  # (B, T, H, K), contiguous
     turns,
     positions,
+    angle_parts,  # (B, H, token tiles, K) fp32: these keys' part of dtheta, or None
     chunk_U,  # (B, H, N, R, V): the cotangent of the state that leaves each chunk
     chunk_R,  # (B, H, N, K) fp32
     starts,
@@ -92,6 +93,9 @@ def key_gradients(
             state = tl.load(of_state + K * V, mask=has_k[None, :] & has_v[:, None], other=0.0)
             grad_y = tl.dot(values, state, grad_y, input_precision=PRECISION)
     if turns is not None:
+        if angle_parts is not None:
+            # The derivative of half h is half h - 1.
+            turning = grad_x * wave(own_positions, own_turns, -1) + grad_y * wave(own_positions, own_turns, 0)
         grad_x *= wave(own_positions, own_turns, 0)
         grad_x += grad_y * wave(own_positions, own_turns, 1)
     grad_x -= tl.load(chunk_R + of_chunk * K + cols, mask=has_k, other=0.0)[None, :]
@@ -102,7 +106,10 @@ def key_gradients(
     if starts is not None:
         last_start = (tl.load(starts + row * T + begin + length - 1) - begin).to(tl.int32)
         outgoing = outgoing & (i >= last_start)[:, None]
-    acc = tl.where(outgoing, grad_x * share_of(keys, leave[None, :]), 0.0)
+    share = share_of(keys, leave[None, :])
+    acc = tl.where(outgoing, grad_x * share, 0.0)
+    if angle_parts is not None:
+        acc_turning = tl.where(outgoing, turning * share, 0.0)
 
     for partner in range(first, length, PARTNERS):
         j = partner + tl.arange(0, PARTNERS)
@@ -140,13 +147,23 @@ def key_gradients(
                 token_positions = tl.load(positions + row * T + begin + j, mask=j < length, other=0)[:, None]
                 x = wave(token_positions, own_turns, 0)
                 grad_x = tl.dot(dscores, (query * x).to(COMPUTE), input_precision=PRECISION)
+                if angle_parts is not None:
+                    turning = grad_x * wave(own_positions, own_turns, -1)
                 grad_x *= wave(own_positions, own_turns, 0)
                 y = wave(token_positions, own_turns, 1)
                 grad_y = tl.dot(dscores, (query * y).to(COMPUTE), input_precision=PRECISION)
+                if angle_parts is not None:
+                    turning += grad_y * wave(own_positions, own_turns, 0)
                 grad_x += grad_y * wave(own_positions, own_turns, 1)
             grad_x -= tl.dot(pairs.to(COMPUTE), losses.to(COMPUTE), input_precision=PRECISION)
             own_keys = tl.load(k_rows, mask=in_rows, other=EMPTY).to(tl.float32) - base[None, :]
-            acc += grad_x * tl.exp(tl.minimum(own_keys - origin, 0.0))
+            own_share = tl.exp(tl.minimum(own_keys - origin, 0.0))
+            acc += grad_x * own_share
+            if angle_parts is not None:
+                acc_turning += turning * own_share
+    if angle_parts is not None:
+        of_tile = angle_parts + ((row * H + head) * num_token_tiles + tile_t) * K + cols
+        tl.store(of_tile, tl.sum(acc_turning * own_positions.to(tl.float32), 0), mask=has_k)
     tl.store(dk + own, acc.to(dk.dtype.element_ty), mask=in_rows)
 
 

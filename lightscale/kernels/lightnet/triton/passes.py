@@ -305,12 +305,22 @@ class Backward:
         assert chunks is not None
         return cls(row=row, q=dense_last(q), do=dense_last(do), chunks=chunks, weights=weights_of(row, chunks))
 
-    def query_gradients(self) -> Tensor:
-        """dq (B, T, H, K)."""
+    def angle_parts(self) -> Tensor:
+        """(B, H, token tiles, K), not initialised: what each tile of tokens adds to dtheta.
+
+        Summed afterwards in a fixed order: atomic additions would not repeat from run to run.
+        """
+        num_tokens, K = self.row.sizes[0], self.row.widths[0]
+        return self.row.empty(triton.cdiv(num_tokens, self.row.tiling.tile_tokens), K)
+
+    def query_gradients(self, angle_parts: Tensor | None = None) -> Tensor:
+        """dq (B, T, H, K); what the queries add to dtheta is written to ``angle_parts``."""
         row = self.row
         dq = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
+        q = None if angle_parts is None else self.q
         strides = (*row.k.stride()[:3], *row.v.stride()[:3], *self.do.stride()[:3])
-        inputs = (row.k, row.v, self.do, *row.angles, self.chunks.S)
+        strides = (*strides, *((0, 0, 0) if q is None else q.stride()[:3]))
+        inputs = (row.k, row.v, self.do, *row.angles, q, angle_parts, self.chunks.S)
         _products(query_gradients, row, inputs, self.weights, dq, strides, of_keys=True)
         return dq
 
@@ -385,12 +395,12 @@ class Backward:
             num_stages=row.tiling.scan_stages,
         )
 
-    def key_gradients(self, dq: Tensor, by_chunk: StateCotangent) -> Tensor:
-        """dk (B, T, H, K)."""
+    def key_gradients(self, dq: Tensor, by_chunk: StateCotangent, angle_parts: Tensor | None = None) -> Tensor:
+        """dk (B, T, H, K); what the keys add to dtheta is written to ``angle_parts``."""
         row = self.row
         dk = torch.empty(row.k.shape, dtype=row.k.dtype, device=row.k.device)
         strides = (*self.q.stride()[:3], *row.k.stride()[:3], *row.v.stride()[:3], *self.do.stride()[:3])
-        inputs = (self.q, row.k, row.v, self.do, dq, *row.angles, *by_chunk)
+        inputs = (self.q, row.k, row.v, self.do, dq, *row.angles, angle_parts, *by_chunk)
         _products(key_gradients, row, inputs, self.weights, dk, strides, of_keys=True)
         return dk
 

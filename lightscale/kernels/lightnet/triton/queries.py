@@ -149,6 +149,8 @@ def query_gradients(
     do,  # (B, T, H, V)
     turns,
     positions,
+    q,  # (B, T, H, K), or None
+    angle_parts,  # (B, H, token tiles, K) fp32: these queries' part of dtheta, or None
     states,  # (B, H, N, R, V): what enters each chunk
     starts,
     edges,
@@ -167,6 +169,9 @@ def query_gradients(
     stride_db,
     stride_dt,
     stride_dh,
+    stride_qb,
+    stride_qt,
+    stride_qh,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -216,13 +221,19 @@ def query_gradients(
             state = tl.load(of_state + K * V, mask=has_k[None, :] & has_v[:, None], other=0.0)
             grad_y = tl.dot(do_tile, state, grad_y, input_precision=PRECISION)
     if turns is not None:
+        if angle_parts is not None:
+            # The derivative of half h is half h - 1.
+            turning = grad_x * wave(own_positions, own_turns, -1) + grad_y * wave(own_positions, own_turns, 0)
         grad_x *= wave(own_positions, own_turns, 0)
         grad_x += grad_y * wave(own_positions, own_turns, 1)
     enter = tl.load(edges + (of_chunk * 3 + 1) * K + cols, mask=has_k, other=EMPTY)
     depth = tl.load(depths + own, mask=in_rows, other=0.0)
     # What nothing entered may hold anything.
     entered = (own_start < 0)[:, None] & (enter > EMPTY)[None, :]
-    acc = tl.where(entered, grad_x * share_of(enter[None, :], depth), 0.0)
+    share = share_of(enter[None, :], depth)
+    acc = tl.where(entered, grad_x * share, 0.0)
+    if angle_parts is not None:
+        acc_turning = tl.where(entered, turning * share, 0.0)
 
     base = tl.load(edges + of_chunk * 3 * K + cols, mask=has_k, other=0.0)
     reference = tl.max(tl.load(depths + own, mask=in_rows, other=EMPTY), 0)
@@ -257,11 +268,20 @@ def query_gradients(
                 y = wave(token_positions, own_turns, 1)
                 grad_y = tl.dot(dscores, (writes * y).to(COMPUTE), grad_y, input_precision=PRECISION)
         if turns is not None:
+            if angle_parts is not None:
+                turning = grad_x * wave(own_positions, own_turns, -1) + grad_y * wave(own_positions, own_turns, 0)
             grad_x *= wave(own_positions, own_turns, 0)
             grad_x += grad_y * wave(own_positions, own_turns, 1)
         depth = tl.load(depths + own, mask=in_rows, other=EMPTY)
         held = reads(depth, origin)
         acc += tl.where(held > 0.0, grad_x * held, 0.0)
+        if angle_parts is not None:
+            acc_turning += tl.where(held > 0.0, turning * held, 0.0)
         reference = tl.max(tl.where(depth < origin - RISE, depth, EMPTY), 0)
         more = tl.max(reference, 0) > EMPTY
+    if angle_parts is not None:
+        q_rows = q + row * stride_qb + head * stride_qh + (begin + i)[:, None] * stride_qt
+        acc_turning *= tl.load(q_rows + cols[None, :], mask=in_rows, other=0.0).to(tl.float32)
+        of_tile = angle_parts + ((row * H + head) * num_token_tiles + tile_t) * K + cols
+        tl.store(of_tile, tl.sum(acc_turning * own_positions.to(tl.float32), 0), mask=has_k)
     tl.store(dq + own, acc.to(dq.dtype.element_ty), mask=in_rows)

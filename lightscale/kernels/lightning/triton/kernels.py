@@ -12,6 +12,9 @@ document starts before the chunk.
 ``turns`` (H, K) int64 and ``positions`` (B, T) int64, both or neither, are the angles of LRPE: queries and keys are
 then spread where they are loaded, [x cos, x sin], and states have two halves of K rows. F is 2K then, else K.
 
+A width of a power of two and one more has an EDGE, its last column: a normaliser's, for which a tile of its own would
+be nearly empty. It is computed beside the tiles as a vector, in fp32, without dots.
+
 Decays are one per head, ``log_decay`` (H,), or one per head and token, ``sums`` (B, H, 2, T) of ``decays.py``; or there
 are none.
 """
@@ -139,6 +142,34 @@ def _scores_spread(
     return scores
 
 
+@triton.jit
+def read_edge(
+    x_rows,
+    x_positions,
+    turns,
+    state_column,
+    inside,
+    X: tl.constexpr,
+    stride_row: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+):
+    """x S of some rows and one column of a chunk's state, whose rows are ``stride_row`` apart; x is spread by turns."""
+    HALVES: tl.constexpr = 1 if turns is None else 2
+    X_TILES: tl.constexpr = (X + BLOCK_X - 1) // BLOCK_X
+    found = tl.zeros([inside.shape[0]], dtype=tl.float32)
+    for tile in range(HALVES * X_TILES):
+        half = tile // X_TILES
+        cols = tile % X_TILES * BLOCK_X + tl.arange(0, BLOCK_X)
+        has_x = exists(cols, X, BLOCK_X)
+        x_tile = tl.load(x_rows + cols[None, :], mask=inside & has_x[None, :], other=0.0)
+        if turns is not None:
+            turns_x = tl.load(turns + cols, mask=has_x, other=0)
+            x_tile = spread(x_tile, x_positions[:, None], turns_x[None, :], half)
+        part = tl.load(state_column + (half * X + cols) * stride_row, mask=has_x, other=0.0)
+        found += tl.sum(x_tile.to(tl.float32) * part.to(tl.float32)[None, :], 1)
+    return found
+
+
 # Not specialised on lengths: a batch of another length must not wait for the compiler.
 @triton.jit(do_not_specialize=["T", "num_chunks", "num_token_tiles"])
 def attend(
@@ -173,6 +204,7 @@ def attend(
     stride_oh,
     X: tl.constexpr,
     Z: tl.constexpr,
+    EDGE: tl.constexpr,
     BLOCK_X: tl.constexpr,
     BLOCK_Z: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -187,12 +219,16 @@ def attend(
     x, y, z = q, k, v this gives o; do, v, k: dq; in reverse v, do, q: dk; k, q, do: dv.
 
     Where z is spread, a tile of its columns has two halves of the same CHANNELS, whose gradients come together at the
-    end.
+    end. With EDGE the values have one column more than their tiles: of z, or of x and y when TRANSPOSED.
     """
+    X_EDGE: tl.constexpr = EDGE and TRANSPOSED
+    Z_EDGE: tl.constexpr = EDGE and not TRANSPOSED
+    X_TILED: tl.constexpr = X - 1 if X_EDGE else X
+    Z_TILED: tl.constexpr = Z - 1 if Z_EDGE else Z
     X_HALVES: tl.constexpr = 1 if turns is None or TRANSPOSED else 2
     Z_HALVES: tl.constexpr = 1 if turns is None or not TRANSPOSED else 2
     CHANNELS: tl.constexpr = BLOCK_Z // Z_HALVES
-    Z_TILES: tl.constexpr = (Z + CHANNELS - 1) // CHANNELS
+    Z_TILES: tl.constexpr = (Z_TILED + CHANNELS - 1) // CHANNELS
     program = tl.program_id(0).to(tl.int64)
     row, head, tile_t, tile_z = tile_program(H, num_token_tiles, Z_TILES)
 
@@ -205,7 +241,7 @@ def attend(
     inside = (i < length)[:, None]
     half_z = tl.arange(0, BLOCK_Z) // CHANNELS
     cols_z = tile_z * CHANNELS + tl.arange(0, BLOCK_Z) % CHANNELS
-    has_z = exists(cols_z, Z, CHANNELS)
+    has_z = exists(cols_z, Z_TILED, CHANNELS)
     cols_x = tl.arange(0, BLOCK_X)
     x_rows = x + row * stride_xb + head * stride_xh + (begin + i)[:, None] * stride_xt
     y_chunk = y + row * stride_yb + head * stride_yh + begin * stride_yt
@@ -225,32 +261,51 @@ def attend(
 
     # The state's part comes first: it is weighted by rows, which the pairs, added to it afterwards, must not be.
     # The state that enters the chunk; in reverse, the cotangent of the one that leaves it.
-    x_first = tl.load(x_rows + cols_x[None, :], mask=inside & exists(cols_x, X, BLOCK_X)[None, :], other=0.0)
+    x_first = tl.load(x_rows + cols_x[None, :], mask=inside & exists(cols_x, X_TILED, BLOCK_X)[None, :], other=0.0)
     state = states + ((row * H + head) * num_chunks + chunk) * X_HALVES * X * Z_HALVES * Z
     state_columns = state + (half_z * Z + cols_z)[None, :] * (X if TRANSPOSED else 1)
     stride_row: tl.constexpr = 1 if TRANSPOSED else Z
     if X_HALVES == 1:
-        acc = read_state(x_rows, x_first, state_columns, inside, has_z, stride_row, X, BLOCK_X, PRECISION)
+        acc = read_state(x_rows, x_first, state_columns, inside, has_z, stride_row, X_TILED, BLOCK_X, PRECISION)
+        if X_EDGE:
+            x_edge = tl.load(x_rows + X_TILED, mask=inside, other=0.0).to(tl.float32)
+            of_edge = tl.load(state_columns + X_TILED * stride_row, mask=has_z[None, :], other=0.0)
+            acc += x_edge * of_edge.to(tl.float32)
     else:
         acc = _read_spread(
             x_rows, token_positions, head_turns, state_columns, inside, has_z, stride_row, X, BLOCK_X, PRECISION
         )
+    if Z_EDGE:
+        # By the program of the last tile, as the column beside it.
+        state_edge = states + ((row * H + head) * num_chunks + chunk) * X_HALVES * X * Z + Z_TILED
+        if turns is None:
+            edge = read_edge(x_rows, None, None, state_edge, inside, X, Z, BLOCK_X)
+        else:
+            edge = read_edge(x_rows, token_positions, head_turns, state_edge, inside, X, Z, BLOCK_X)
     steps = i + 1
     if REVERSE:
         steps = length - 1 - i
     if log_decay is not None:
-        acc *= power(rate, steps)[:, None]
+        weight = power(rate, steps)
+        acc *= weight[:, None]
+        if Z_EDGE:
+            edge *= weight
     if sums is not None:
         if REVERSE:
             end_high, end_low = load_sum(chunk_sums, T, length - 1)
-            acc *= decay_between(end_high, end_low, own_high, own_low)[:, None]
+            weight = decay_between(end_high, end_low, own_high, own_low)
         else:
-            acc *= decay_between(own_high, own_low, 0.0, 0.0)[:, None]
+            weight = decay_between(own_high, own_low, 0.0, 0.0)
+        acc *= weight[:, None]
+        if Z_EDGE:
+            edge *= weight
     if starts is not None:
         kept = own_start < 0
         if REVERSE:
             kept = i >= last_start(starts, row * T, begin, length)
         acc = tl.where(kept[:, None], acc, 0.0)
+        if Z_EDGE:
+            edge = tl.where(kept, edge, 0.0)
     decay_part = tl.zeros([BLOCK_T], dtype=tl.float32)
     if own is not None:
         own_rows = own + row * stride_ob + head * stride_oh + (begin + i)[:, None] * stride_ot
@@ -274,7 +329,10 @@ def attend(
         if turns is not None:
             partner_positions = tl.load(positions + row * T + begin + j, mask=has_partner, other=0)
         if X_HALVES == 1:
-            scores = pair_scores(x_rows, x_first, y_columns, inside, has_partner, X, BLOCK_X, PRECISION)
+            scores = pair_scores(x_rows, x_first, y_columns, inside, has_partner, X_TILED, BLOCK_X, PRECISION)
+            if X_EDGE:
+                y_edge = tl.load(y_columns + X_TILED, mask=has_partner[None, :], other=0.0)
+                scores += x_edge * y_edge.to(tl.float32)
         else:
             scores = _scores_spread(
                 x_rows,
@@ -311,6 +369,9 @@ def attend(
         if Z_HALVES == 2:
             z_tile = spread(z_tile, partner_positions[:, None], turns_z, half_z[None, :])
         acc = tl.dot(scores.to(z_tile.dtype), z_tile, acc, input_precision=PRECISION)
+        if Z_EDGE:
+            z_edge = tl.load(z_chunk + j.to(tl.int64) * stride_zt + Z_TILED, mask=has_partner, other=0.0)
+            edge += tl.sum(scores * z_edge.to(tl.float32)[None, :], 1)
         if decay_parts is not None and not REVERSE:
             # Each pair once, by its distance: not as a difference of sums over tokens, which would nearly cancel.
             z_columns = z_chunk + j.to(tl.int64)[None, :] * stride_zt + cols_z[:, None]
@@ -342,6 +403,9 @@ def attend(
         acc = tl.sum(tl.reshape(acc, [BLOCK_T, 2, CHANNELS]), 1)
     channels = tile_z * CHANNELS + tl.arange(0, CHANNELS)
     at = ((row * T + begin + i[:, None]) * H + head) * Z + channels[None, :]
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside & exists(channels, Z, CHANNELS)[None, :])
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside & exists(channels, Z_TILED, CHANNELS)[None, :])
+    if Z_EDGE:
+        at_edge = ((row * T + begin + i) * H + head) * Z + Z_TILED
+        tl.store(out + at_edge, edge.to(out.dtype.element_ty), mask=(i < length) & (tile_z + 0 * i == Z_TILES - 1))
     if decay_parts is not None and sums is None:
         tl.store(decay_parts + program, tl.sum(tl.where(i < length, decay_part, 0.0), 0))

@@ -142,7 +142,10 @@ def scan(
     x, y = dense_last(x), dense_last(y)
     constants = scan_constants(x.dtype, x.size(3), y.size(3))
     widths = rows.halves * x.size(3), y.size(3)
-    tiles = rows.halves * triton.cdiv(x.size(3), constants["BLOCK_K"]), triton.cdiv(y.size(3), constants["BLOCK_V"])
+    tiles = (
+        rows.halves * triton.cdiv(x.size(3), constants["BLOCK_K"]),
+        triton.cdiv(y.size(3) - constants["EDGE"], constants["BLOCK_V"]),
+    )
     num_programs = rows.num_rows * rows.num_heads * tiles[0] * tiles[1]
     splits = Splits.of(num_programs, rows.num_chunks, rows.device)
     of_tokens = rows.sums is not None
@@ -252,7 +255,8 @@ def products(
     constants = attend_constants(
         x.dtype, x.size(3), z.size(3), angles=rows.turns is not None, reverse=reverse, transposed=transposed
     )
-    tiles = triton.cdiv(z.size(3) * (rows.halves if transposed else 1), constants["BLOCK_Z"])
+    tiled = z.size(3) * rows.halves if transposed else z.size(3) - constants["EDGE"]
+    tiles = triton.cdiv(tiled, constants["BLOCK_Z"])
     out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     shape = (rows.num_rows, rows.num_token_tiles, rows.num_heads, tiles)
     # Parts of each program, summed afterwards in a fixed order: atomic additions would not repeat from run to run.

@@ -39,6 +39,7 @@ def scan_states(
     stride_yh,
     K: tl.constexpr,
     V: tl.constexpr,
+    EDGE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -48,9 +49,11 @@ def scan_states(
 ):
     """Go through a split's chunks with a tile of the state: S <- λ^L S + Σ weight x yᵀ.
 
-    In reverse the state is the cotangent of the state that leaves a chunk, and "enters" means from behind.
+    In reverse the state is the cotangent of the state that leaves a chunk, and "enters" means from behind. With EDGE y
+    has one column more than its tiles, which the program of the last tile has beside it.
     """
-    V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    TILED: tl.constexpr = V - 1 if EDGE else V
+    V_TILES: tl.constexpr = (TILED + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     F: tl.constexpr = K if turns is None else 2 * K
     F_TILES: tl.constexpr = F // K * K_TILES
@@ -59,7 +62,7 @@ def scan_states(
     half = tile_f // K_TILES
     cols_k = tile_f % K_TILES * BLOCK_K + tl.arange(0, BLOCK_K)
     cols_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
-    has_k, has_v = exists(cols_k, K, BLOCK_K), exists(cols_v, V, BLOCK_V)
+    has_k, has_v = exists(cols_k, K, BLOCK_K), exists(cols_v, TILED, BLOCK_V)
     in_tile = has_k[:, None] & has_v[None, :]
     within = (half * K + cols_k)[:, None] * V + cols_v[None, :]
     of_split = ((row * H + head) * num_splits + split) * F * V
@@ -77,6 +80,14 @@ def scan_states(
     state = tl.zeros([BLOCK_K, BLOCK_V], dtype=tl.float32)
     if entering is not None:
         state = tl.load(entering + of_split + within, mask=in_tile, other=0.0)
+    if EDGE:
+        # Of the last tile's program, as vectors: masks are.
+        is_last = tile_v + tl.zeros([BLOCK_K], dtype=tl.int64) == V_TILES - 1
+        has_edge = has_k & is_last
+        at_edge = (half * K + cols_k) * V + TILED
+        edge = tl.zeros([BLOCK_K], dtype=tl.float32)
+        if entering is not None:
+            edge = tl.load(entering + of_split + at_edge, mask=has_edge, other=0.0)
     decay_part = 0.0
     first_chunk = split * split_chunks
     split_end = tl.minimum(first_chunk + split_chunks, num_chunks)
@@ -91,22 +102,35 @@ def scan_states(
             # Only what is stored is rounded; the state itself stays in fp32.
             rounded = state.to(chunk_states.dtype.element_ty)
             tl.store(chunk_states + of_chunk + within, rounded, mask=in_tile)
+            if EDGE:
+                rounded = edge.to(chunk_states.dtype.element_ty)
+                tl.store(chunk_states + of_chunk + at_edge, rounded, mask=has_edge)
 
         # What goes through the whole chunk. Positions in the chunk are counted from its first token.
         last = last_start(starts, row * T, begin, length)
         if log_decay is not None:
-            state *= power(rate, length)
+            through = power(rate, length)
+            state *= through
+            if EDGE:
+                edge *= through
         if sums is not None:
             end_high, end_low = load_sum(head_sums, T, begin + length - 1)
             share = tl.exp(end_high + end_low)
             state *= share
+            if EDGE:
+                edge *= share
             passed *= share
         if starts is not None:
             # Selected, not multiplied by 0: a state that overflowed in another document must not give NaN.
             state = tl.where(last < 0, state, 0.0)
+            if EDGE:
+                edge = tl.where(last < 0, edge, 0.0)
         if other_states is not None:
             other = tl.load(other_states + of_chunk + within, mask=in_tile, other=0.0).to(tl.float32)
             product = tl.sum(tl.sum(state * other, 1), 0)
+            if EDGE:
+                other_edge = tl.load(other_states + of_chunk + at_edge, mask=has_edge, other=0.0).to(tl.float32)
+                product += tl.sum(edge * other_edge, 0)
             if sums is None:
                 decay_part += product * length.to(tl.float32)
             else:
@@ -130,11 +154,17 @@ def scan_states(
                 x_tile = spread(x_tile, token_positions, turns_k, half.to(tl.int32))
             y_rows = y_head + t[:, None] * stride_yt + cols_v[None, :]
             y_tile = tl.load(y_rows, mask=kept[:, None] & has_v[None, :], other=0.0)
+            if EDGE:
+                y_edge = tl.load(y_head + t * stride_yt + TILED, mask=kept & (tile_v + 0 * t == V_TILES - 1), other=0.0)
+                y_edge = y_edge.to(tl.float32)
             if log_decay is not None:
                 steps = length - 1 - i
                 if REVERSE:
                     steps = i + 1
-                y_tile = (y_tile.to(tl.float32) * power(rate, steps)[:, None]).to(y_tile.dtype)
+                weights = power(rate, steps)
+                y_tile = (y_tile.to(tl.float32) * weights[:, None]).to(y_tile.dtype)
+                if EDGE:
+                    y_edge *= weights
             if sums is not None:
                 high, low = load_sums(head_sums, T, t, i < length)
                 if REVERSE:
@@ -142,10 +172,16 @@ def scan_states(
                 else:
                     weights = decay_between(end_high, end_low, high, low)
                 y_tile = (y_tile.to(tl.float32) * weights[:, None]).to(y_tile.dtype)
+                if EDGE:
+                    y_edge *= weights
+            if EDGE:
+                edge += tl.sum(x_tile.to(tl.float32) * y_edge[None, :], 1)
             state = tl.dot(x_tile, y_tile, state, input_precision=PRECISION)
 
     if leaving is not None:
         tl.store(leaving + of_split + within, state, mask=in_tile)
+        if EDGE:
+            tl.store(leaving + of_split + at_edge, edge, mask=has_edge)
     if split_through is not None and tile_f + tile_v == 0:
         tl.store(split_through + (row * H + head) * num_splits + split, passed)
     if other_states is not None and sums is None:

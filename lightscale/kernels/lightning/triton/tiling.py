@@ -75,14 +75,20 @@ def tiling_of(dtype: torch.dtype) -> LightningTiling:
     return _FULL if dtype == torch.float32 else _HALF
 
 
+def has_edge(width: int) -> bool:
+    """Whether values of ``width`` columns are tiles and one column more, which is computed beside them."""
+    return width > 16 and (width - 1) & (width - 2) == 0
+
+
 def scan_constants(dtype: torch.dtype, K: int, V: int) -> dict[str, Any]:
     """The constants of ``scan_states`` but its direction."""
     tiling = tiling_of(dtype)
     return {
         "K": K,
         "V": V,
+        "EDGE": has_edge(V),
         "BLOCK_K": power_of_two(K, most=tiling.state_key),
-        "BLOCK_V": power_of_two(V, most=tiling.state_value),
+        "BLOCK_V": power_of_two(V - has_edge(V), most=tiling.state_value),
         "BLOCK_T": tiling.tile_tokens,
         "CHUNK": tiling.chunk,
         "PRECISION": dot_precision(dtype),
@@ -102,11 +108,14 @@ def attend_constants(
         z_halves = 2
     elif angles:
         contracted, width = tiling.angle_contracted, tiling.angle_width
+    # Of the values, which are contracted in the gradients of queries and keys.
+    edge = has_edge(X if transposed else Z)
     return {
         "X": X,
         "Z": Z,
-        "BLOCK_X": power_of_two(X, most=contracted),
-        "BLOCK_Z": power_of_two(z_halves * Z, most=width),
+        "EDGE": edge,
+        "BLOCK_X": power_of_two(X - (edge and transposed), most=contracted),
+        "BLOCK_Z": power_of_two(z_halves * (Z - (edge and not transposed)), most=width),
         "BLOCK_T": tiling.tile_tokens,
         "CHUNK": tiling.chunk,
         "REVERSE": reverse,
