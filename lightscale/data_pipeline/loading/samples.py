@@ -16,7 +16,7 @@ from lightscale.data_pipeline.loading.loader import StepSamples, TokenLoader
 from lightscale.data_pipeline.loading.packing import INDEX_DIR
 from lightscale.data_pipeline.loading.windows import PADDING
 from lightscale.data_pipeline.store.origins import Origin
-from lightscale.data_pipeline.store.token_store import TokenStore
+from lightscale.data_pipeline.store.several_stores import open_stores
 from lightscale.errors import UserError
 from lightscale.files import NotRegular, read_regular
 from lightscale.records import read_records
@@ -78,13 +78,13 @@ def run_loader(run: Path) -> tuple[RunConfig, TokenLoader]:
     require_run(run)
     path = run / "config.toml"
     config = load(path)
-    store = TokenStore(config.data.store)
+    store = open_stores(config.data)
     # Another store at the same path would give an answer too, about tokens that the run never saw.
     for trained_on in _stores(run):
         if trained_on != store.fingerprint():
             raise UserError(
-                f"{store.path}: not the store that {run} was trained on (fingerprint {store.fingerprint()}, its "
-                f"checkpoints have {trained_on}); set data.store in {path} to the path of that one"
+                f"{store.title}: not what {run} was trained on (fingerprint {store.fingerprint()}, its checkpoints "
+                f"have {trained_on}); set {' and '.join(config.data.store_paths)} in {path} to the path of that"
             )
     loader = TokenLoader.of(config, store, index_dir=run / INDEX_DIR)
     for at_tokens, skip_tokens in recorded_skips(run):
