@@ -163,9 +163,9 @@ def test_the_document_of_garbage_comes_first(traced: tuple[Path, int], capfd: py
 def test_spikes_of_records(tmp_path: Path) -> None:
     losses: list[Any] = [5.0 - 0.1 * step for step in range(12)] + [9.0, 3.9, None, 3.8, 4.2]
     run = RunDirectory(tmp_path)
-    lines = [{"step": n, "attempt": 1, "loss": loss, "time": "x"} for n, loss in enumerate(losses, 1)]
+    lines = [{"step": n, "attempt": 1, "loss": loss} for n, loss in enumerate(losses, 1)]
     lines[3] |= {"skipped": "the gradient norm is 7"}
-    lines += [{"step": 13, "attempt": 2, "loss": 8.5, "time": "x"}]
+    lines += [{"step": 13, "attempt": 2, "loss": 8.5}]
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = {spike.step: spike for spike in find_spikes(run, GuardConfig(max_loss_rise=None))}
     assert set(found) == {4, 13, 15}
