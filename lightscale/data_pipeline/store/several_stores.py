@@ -20,7 +20,7 @@ class SeveralStores(TokenStore):
         """``weights``: share of each store in the samples, in any unit; none: every token counts the same.
 
         In its store each source keeps the share that it has there alone. ``UserError`` where a store is missing or
-        damaged, and where two have other tokenizers, or other names for the classes of an array.
+        damaged, and where two have other tokenizers, other names for the classes of an array, or the same content.
         """
         stores = {name: TokenStore(path) for name, path in paths.items()}
         self.parts = tuple(stores.values())
@@ -40,6 +40,7 @@ class SeveralStores(TokenStore):
                 source.name = f"{name}/{source.name}"
                 self.sources[source.name] = source
         self.weights = _weights(stores, weights)
+        _check_different(stores)
 
     def _check_alike(self, name: str, store: TokenStore, first_name: str) -> None:
         if store.tokenizer.sha256 != self.tokenizer.sha256:
@@ -63,6 +64,18 @@ def open_stores(data: DataConfig) -> TokenStore:
         return TokenStore(data.store)
     weights = {name: store.weight for name, store in data.stores.items() if store.weight is not None}
     return SeveralStores({name: store.path for name, store in data.stores.items()}, weights=weights or None)
+
+
+def _check_different(stores: Mapping[str, TokenStore]) -> None:
+    """One store twice would have its documents twice before all were read."""
+    seen: dict[str, str] = {}
+    for name, store in stores.items():
+        same = seen.setdefault(store.fingerprint(), name)
+        if same != name:
+            raise UserError(
+                f"data.stores.{name} = {store.path} holds the same as data.stores.{same} = {stores[same].path}; name "
+                "it once, with a larger weight"
+            )
 
 
 def _weights(stores: Mapping[str, TokenStore], weights: Mapping[str, float] | None) -> dict[str, float]:

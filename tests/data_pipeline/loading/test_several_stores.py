@@ -1,3 +1,4 @@
+import shutil
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -155,6 +156,9 @@ def test_stores_that_do_not_go_together_are_named(
         writer.finish({})
     with pytest.raises(UserError, match=r"data\.stores\.x = .*ascii was written with another tokenizer .*stores\.web"):
         SeveralStores({"web": stores["web"].path, "x": tmp_path / "ascii"})
+    shutil.copytree(stores["code"].path, tmp_path / "copy")
+    with pytest.raises(UserError, match=r"data\.stores\.again = .*copy holds the same as data\.stores\.code = "):
+        SeveralStores({"code": stores["code"].path, "again": tmp_path / "copy"})
     with pytest.raises(UserError, match="nowhere: no token store there"):
         SeveralStores({"web": stores["web"].path, "x": tmp_path / "nowhere"})
     with pytest.raises(UserError, match=r"no source 'code/b'; it has web/a, web/b, web/b-validation, code/a"):
@@ -177,7 +181,7 @@ def test_damage_is_named_in_the_store_that_has_it(stores: dict[str, TokenStore])
 def test_a_rank_opens_only_the_shards_it_reads(write_store: WriteStore) -> None:
     """Of two stores with thousands of shards; files that are opened are counted by Python itself."""
     tokens = [[number % 200] * 63 for number in range(3000)]  # 64 tokens with end of text, in shards of 64
-    one, two = write_store({"a": tokens}, "one"), write_store({"a": tokens}, "two")
+    one, two = write_store({"a": tokens}, "one"), write_store({"a": tokens[1:]}, "two")
     opened: list[str] = []
     counting = [True]
 
