@@ -52,7 +52,7 @@ class PreparationPlan:
     """By source: what was wrong with its files when they were listed, as ``Problems.as_part`` gives it."""
     num_files: int
     num_known_files: int
-    """Files of the corpus that are left out, because the store that is added to has them."""
+    """Files of the corpus that are skipped, because the store that is added to has them."""
     sha256: str
     """Identity: of units, files, their sizes and times."""
 
@@ -84,7 +84,7 @@ def write_plan(path: Path, corpus: Corpus, *, unit_bytes: int | None, strict: bo
     """Plan ``corpus`` into the file ``path`` and return the plan's sha256.
 
     ``unit_bytes``: size of a unit; none: a 1024th of the corpus within 1 to 64 MiB. ``known``: what is added to a store
-    that has these files, which are left out. Raises ``UserError`` for paths that do not exist and, if ``strict``, for
+    that has these files, which are skipped. Raises ``UserError`` for paths that do not exist and, if ``strict``, for
     files that cannot be read.
     """
     # Listed twice where the size of a unit follows from the total: a list of all files would grow with the corpus.
