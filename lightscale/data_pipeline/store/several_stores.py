@@ -7,6 +7,7 @@ store reads them alike: order, resuming, checks and the names of documents do no
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from lightscale.config.schema import DataConfig
 from lightscale.data_pipeline.store.token_store import TokenStore
@@ -41,6 +42,10 @@ class SeveralStores(TokenStore):
                 self.sources[source.name] = source
         self.weights = _weights(stores, weights)
         _check_different(stores)
+
+    def report(self) -> dict[str, Any]:
+        """``UserError``: what preparations counted, entropies among it, does not add up."""
+        raise UserError(f"{self.title}: each of several stores has a report of its own; name one store")
 
     def _check_alike(self, name: str, store: TokenStore, first_name: str) -> None:
         if store.tokenizer.sha256 != self.tokenizer.sha256:
