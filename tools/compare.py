@@ -27,7 +27,7 @@ from rich.table import Table
 from bench import machine, positive
 from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
-from lightscale.data_pipeline.store.token_store import TokenStore
+from lightscale.data_pipeline.store.several_stores import open_stores
 from lightscale.errors import UserError
 from lightscale.models.accounting import EMBEDDING, parameter_terms
 from lightscale.runs.run_directory import RunDirectory, read_metrics, write_atomically
@@ -180,7 +180,7 @@ def overrides(args: argparse.Namespace) -> list[str]:
 
 def unigram_entropies(config: RunConfig) -> dict[str, float]:
     """Of the validation text by its own frequencies of tokens, and by those of the training text."""
-    store = TokenStore(config.data.store)
+    store = open_stores(config.data)
     entropies = store.report().get("unigram_entropy_nats", {})
     names = ("validation", "validation_under_train")
     if not all(name in entropies for name in names):
@@ -249,7 +249,7 @@ def record(
             "optimizer": config.optimizer.model_dump(mode="json"),
             "seed": config.train.seed,
             "data_seed": config.data.seed,
-            "store_fingerprint": TokenStore(config.data.store).fingerprint(),
+            "store_fingerprint": open_stores(config.data).fingerprint(),
         },
         "unigram_entropy_nats": entropies,
         "must_be_below": min(entropies.values()),

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from lightscale.config.tasks import task_class
 from lightscale.data_pipeline.loading.loader import LoaderLayout, validation_batches
 from lightscale.data_pipeline.loading.targets import Predicted, RowDocuments, Targets
+from lightscale.data_pipeline.store.several_stores import open_stores
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import ChosenRun, choose_run
@@ -73,7 +74,7 @@ def at_lengths(chosen: ChosenRun) -> dict[str, dict[str, float]]:
         raise UserError(f"{chosen.directory.path}: task.whole_word_mask = true: words may go over the edges of parts")
     length = config.data.sequence_length
     ((_, validation),) = config.data.validation.items()
-    store = TokenStore(validation.store or config.data.store)
+    store = TokenStore(validation.store) if validation.store else open_stores(config.data)
     task = Masked(config.task)  # type: ignore[arg-type]
     masks = MasksOfParts(targets=task.targets(store, validation=True), length=length)
     found = {}

@@ -57,13 +57,22 @@ class TaskConfig(Section):
     """What is predicted: causal, the next token; masked, tokens that are hidden; classify, labels of documents."""
 
 
+class MixedStore(Section):
+    """[data.stores.NAME]: one of several token stores that are read as one; its sources are called NAME/SOURCE."""
+
+    path: PathText
+    """Path of the token store, relative to the current directory."""
+    weight: Positive | None = None
+    """Share of the samples (only ratios count); all stores have one, or none: then every token counts the same."""
+
+
 class ValidationSet(Section):
     """[data.validation.NAME]: text on which the loss is measured, never trained on."""
 
     source: str
-    """Name of the source in its store."""
+    """Name of the source in its store; NAME/SOURCE in data.stores."""
     store: PathText | None = None
-    """Path of the token store; none: the training store."""
+    """Path of the token store; none: the training store, or data.stores."""
     sequences: Count = 64
     """Number of sequences measured, the first ones of the source."""
 
@@ -80,8 +89,10 @@ class CurriculumStage(Section):
 class DataConfig(Section):
     """[data]: what is read, and in which order."""
 
-    store: PathText
-    """Path of the token store, relative to the current directory."""
+    store: PathText | None = None
+    """Path of the token store, relative to the current directory; exactly one of store and stores is given."""
+    stores: dict[str, MixedStore] = Field(default={}, max_length=MOST_ENTRIES)
+    """Several token stores in place of one, by name: {path, weight} each."""
     sources: dict[str, Positive] = Field(default={}, max_length=MOST_ENTRIES)
     """Weight of each source (only ratios count); empty: as the corpus gave them, else by tokens, but for validation."""
     sequence_length: SequenceLength
@@ -95,8 +106,38 @@ class DataConfig(Section):
     validation: dict[str, ValidationSet] = Field(default={}, max_length=MOST_ENTRIES)
     """Validation sets by name."""
 
+    @property
+    def store_paths(self) -> dict[str, Path]:
+        """The training stores by the key that names each: data.store, or those of data.stores."""
+        if self.store is not None:
+            return {"data.store": self.store}
+        return {f"data.stores.{name}": store.path for name, store in self.stores.items()}
+
+    def _check_stores(self) -> None:
+        if (self.store is None) == (not self.stores):
+            found = "both are given" if self.stores else "neither is given"
+            raise ValueError(f"exactly one of data.store and data.stores names what is trained on; {found}")
+        for name in self.stores:
+            if not _SET_NAME.fullmatch(name):
+                raise ValueError(
+                    f"data.stores: the name {name!r} becomes part of the names of sources; use letters, digits, "
+                    "'_' and '-'"
+                )
+        weighted = [name for name, store in self.stores.items() if store.weight is not None]
+        if weighted and self.sources:
+            raise ValueError(
+                f"data.sources and data.stores.{weighted[0]}.weight both give weights; use data.sources for those of "
+                "sources, or a weight of each store"
+            )
+        if missing := [name for name in self.stores if weighted and name not in weighted]:
+            raise ValueError(
+                f"data.stores: {', '.join(weighted)} {'has' if len(weighted) == 1 else 'have'} a weight and "
+                f"{', '.join(missing)} not; set it for all stores, or for none (then every token counts the same)"
+            )
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        self._check_stores()
         for name, validation in self.validation.items():
             if not _SET_NAME.fullmatch(name):
                 raise ValueError(

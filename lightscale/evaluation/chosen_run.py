@@ -110,10 +110,11 @@ def _tokenizer_origin(directory: RunDirectory, config: RunConfig, store: Path | 
         return store
     if directory.tokenizer.exists():
         return directory.path
-    if not config.data.store.exists():
+    store = next(iter(config.data.store_paths.values()))  # all of them have the same
+    if not store.exists():
         raise UserError(
-            f"{config.data.store}: the token store that {directory.config} names is not there, and the run keeps no "
+            f"{store}: the token store that {directory.config} names is not there, and the run keeps no "
             "tokenizer. The path is relative to the directory where the run was started: change to it, or use "
             "--store PATH"
         )
-    return config.data.store
+    return store

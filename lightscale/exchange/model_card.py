@@ -38,7 +38,7 @@ def model_card(run: TrainedRun, *, num_parameters: int, dtype: str, usage: str) 
         "width, heads, inner width": f"{model.hidden_size}, {model.num_heads}, {model.intermediate_size}",
         "vocabulary": f"{shape.vocab_size:,} ids, tokenizer {run.tokenizer.name}",
         "numbers": dtype,
-        "trained on": f"{config.data.store.name}: {sources}",
+        "trained on": f"{', '.join(path.name for path in config.data.store_paths.values())}: {sources}",
         "steps, tokens": f"{run.step:,}, {tokens:,}",
         "sequence length": f"{config.data.sequence_length:,} tokens",
         "optimizer": f"{_OPTIMIZERS[config.optimizer.name]}, lr {config.optimizer.lr:g}, {config.optimizer.schedule}",

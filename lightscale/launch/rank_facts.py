@@ -136,7 +136,7 @@ def code_digest(package: Path) -> str:
 
 def contents(config: RunConfig) -> dict[str, str]:
     """Hashes of what the configuration names by a path: stores, their tokenizers, the first weights."""
-    stores = {"data.store": config.data.store}
+    stores = config.data.store_paths
     stores |= {f"data.validation.{name}.store": one.store for name, one in config.data.validation.items() if one.store}
     found = {}
     for key, path in stores.items():

@@ -51,6 +51,7 @@ HARMLESS_KEYS: dict[str, str] = {
     "guard.max_rollbacks": "only after how many rollbacks the run stops",
     "parallel": "any layout resumes any other: batches, weights and sample order do not depend on it",
     "data.store": "a store may move; a checkpoint has its fingerprint and refuses another one",
+    "data.stores": "likewise; a checkpoint has their weights too",
     "data.validation": "only what is measured; the store says what is never trained on",
     "train.device": "the same computation on other hardware",
     "train.micro_batch_size": "the same batch, summed in other portions",

@@ -26,6 +26,7 @@ from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader, v
 from lightscale.data_pipeline.loading.packing import INDEX_DIR
 from lightscale.data_pipeline.loading.prefetch import Prefetcher
 from lightscale.data_pipeline.loading.windows import Batch
+from lightscale.data_pipeline.store.several_stores import open_stores
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.kernels.common.backends import fall_back
 from lightscale.models.flops import training_flops_per_token
@@ -171,7 +172,7 @@ class Trainer:
             sequence_rank=mesh.sequence_rank,
             sequence_size=mesh.sequence,
         )
-        self.store = TokenStore(config.data.store)
+        self.store = open_stores(config.data)
         keep_tokenizer(run, self.store, self.journal, Agreement(mesh.control), allow)
         self.task = task_of(config)
         keep_classes(run, self.task.class_names(self.store), Agreement(mesh.control))

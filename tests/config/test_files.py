@@ -199,7 +199,7 @@ def test_missing_sections_and_keys_are_named(tmp_path: Path) -> None:
     assert refusal(run).split("\n") == [
         f"{run}: the section [model] is missing; "
         "it needs num_layers, hidden_size, num_heads, intermediate_size, vocab_size",
-        f"{run}: the section [data] is missing; it needs store, sequence_length",
+        f"{run}: the section [data] is missing; it needs sequence_length",
         f"{run}: optimizer.lr is missing; it must be a number > 0 and <= 100",
     ]
 
@@ -340,6 +340,8 @@ def test_resolved_form_holds_every_field(tiny_config: TinyConfig) -> None:
         resolved["model"]["mixer_options"] = of_task["model"]["mixer_options"] | resolved["model"]["mixer_options"]
         if "classify" in task[0]:
             resolved["model"]["head"] = of_task["model"]["head"]
+    of_stores = tomllib.loads(to_toml(tiny_config("data.store=none", "data.stores={v={path='a b', weight=0.5}}")))
+    resolved["data"]["stores"] = of_stores["data"]["stores"]
     for field in describe_fields():
         value = resolved
         for part in field.key.replace("NAME", "v").split("."):

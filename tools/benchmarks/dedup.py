@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from benchmarks.turns import positive
+from lightscale.data_pipeline.preparation.corpus import DuplicatesConfig
 from lightscale.data_pipeline.preparation.dedup import NUM_BANDS, write_band_records
 from lightscale.data_pipeline.preparation.deduplication import list_key_files, steps
 from lightscale.data_pipeline.preparation.plan import AIMED_UNITS, MAX_UNIT_BYTES, MIN_UNIT_BYTES, UNIT_SHIFT
@@ -80,7 +81,9 @@ def _measure(folder: Path, count: int, opened: _Opened) -> dict[str, Any]:
     opened.begin(work.path)
     read_before = _bytes_read()
     files = list_key_files(work, "near")
-    context: Any = SimpleNamespace(work=work)
+    # As in `data prepare`, but for the keys that a store keeps of its documents: what is measured is the search.
+    corpus = SimpleNamespace(duplicates=DuplicatesConfig(keep_keys=False))
+    context: Any = SimpleNamespace(work=work, base=None, corpus=corpus)
     for step in steps(files, "near"):
         begun_s = time.process_time()
         for item in step.items:

@@ -47,6 +47,11 @@ def add_corpus(parser: argparse.ArgumentParser) -> None:
     add("--language", help="drop documents that break the rules of this language (default: keep all)")
 
 
+def is_corpus_file(args: argparse.Namespace) -> bool:
+    """Whether the corpus is given as a file."""
+    return any(path.suffix == _CORPUS_SUFFIX for path in args.paths)
+
+
 def read_corpus(args: argparse.Namespace) -> Corpus:
     """The corpus of the command line, in either form; UserError for what is not one of them."""
     files = [path for path in args.paths if path.suffix == _CORPUS_SUFFIX]

@@ -5,6 +5,7 @@ import importlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.text import Text
@@ -38,6 +39,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     samples.add_argument("--step", type=int, required=True, metavar="N", help="the step, counted from 1")
     samples.add_argument("--json", action="store_true", help="print one JSON object")
     samples.set_defaults(run_data=_run_samples)
+    trace = commands.add_parser(
+        "trace",
+        help="name the documents of a loss spike, with their losses, files and lines",
+        description="Without --spike: the steps whose loss stands out in the run's records. With it: the documents "
+        "that the step read, the worst first, with the loss that the nearest checkpoint before it gives them.",
+    )
+    add_run(trace)
+    trace.add_argument("--spike", type=int, metavar="STEP", help="the step, counted from 1 (default: list the spikes)")
+    trace.add_argument("--top", type=int, metavar="N", help="show the N worst documents only (default: all)")
+    where = "where the corpus's files are, to count lines in them (default: the current directory)"
+    trace.add_argument("--files", type=path_argument, default=Path(), metavar="DIR", help=where)
+    trace.add_argument("--json", action="store_true", help="print one JSON object")
+    trace.set_defaults(run_data=_run_trace)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,8 +61,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_samples(args: argparse.Namespace) -> int:
-    """Imported here, because it is the only one of these commands that needs torch: the others must not wait for it."""
+    """Imported here, because it needs torch: the other commands must not wait for it."""
     return int(importlib.import_module("lightscale.data_pipeline.commands.samples").run(args))
+
+
+def _run_trace(args: argparse.Namespace) -> int:
+    """By name: it computes with a model, which stands above this package."""
+    return int(importlib.import_module("lightscale.evaluation.trace.command").run(args))
 
 
 def _inspect(args: argparse.Namespace) -> int:

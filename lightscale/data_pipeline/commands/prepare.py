@@ -8,10 +8,11 @@ import time
 from typing import Any
 
 from lightscale.config.arguments import path_argument
-from lightscale.data_pipeline.commands.corpus import add_corpus, read_corpus
+from lightscale.data_pipeline.commands.corpus import add_corpus, is_corpus_file, read_corpus
 from lightscale.data_pipeline.commands.output import plain_console, print_report, progress_bars
 from lightscale.data_pipeline.executors import ExecutorFactory, InProcess, ProcessPool, mpi
 from lightscale.data_pipeline.executors.ray_cluster import RayCluster
+from lightscale.data_pipeline.preparation.corpus import DuplicatesConfig
 from lightscale.data_pipeline.preparation.prepare import PrepareOptions, prepare
 from lightscale.errors import UserError
 
@@ -21,6 +22,22 @@ _EXECUTORS = ("processes", "mpi", "ray")
 def add_parser(commands: Any) -> None:
     """Add ``prepare`` to the commands of ``lightscale data``."""
     parser = commands.add_parser("prepare", help="turn a corpus into a token store")
+    parser.set_defaults(run_data=_prepare, base=None)
+    _add_arguments(parser)
+    parser = commands.add_parser(
+        "add",
+        help="a store with more files, without preparing the old ones again",
+        description="Write a store of all that STORE holds and of the new files of a corpus: those that STORE has, by "
+        "name and size, are not read. Documents that are like one of STORE are dropped. Tokenizer, kinds of "
+        "duplicates, classes and shards are STORE's. STORE stays as it is, for the runs that train on it; full shards "
+        "are shared with it by hard links.",
+    )
+    parser.add_argument("base", type=path_argument, metavar="STORE", help="what `data prepare` or `data add` wrote")
+    parser.set_defaults(run_data=_prepare)
+    _add_arguments(parser)
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_corpus(parser)
     add = parser.add_argument
     add("--out", required=True, type=path_argument, metavar="STORE", help="the store to write; must not exist")
@@ -37,7 +54,6 @@ def add_parser(commands: Any) -> None:
         help="write the documents that filters drop there, SOURCE.jsonl.zst, with rule and score; must not exist",
     )
     add("--json", action="store_true", help="print the report as JSON")
-    parser.set_defaults(run_data=_prepare)
 
 
 def _prepare(args: argparse.Namespace) -> int:
@@ -47,8 +63,14 @@ def _prepare(args: argparse.Namespace) -> int:
 
 def _prepare_with(make_executor: ExecutorFactory, args: argparse.Namespace) -> int:
     corpus = read_corpus(args)
+    if args.base is not None and not is_corpus_file(args):
+        corpus = corpus.model_copy(update={"duplicates": DuplicatesConfig()})  # those of the store
     options = PrepareOptions(
-        make_executor=make_executor, strict=args.strict, restart=args.restart, keep_removed=args.keep_removed
+        make_executor=make_executor,
+        strict=args.strict,
+        restart=args.restart,
+        keep_removed=args.keep_removed,
+        base=args.base,
     )
     started = time.monotonic()
     with progress_bars() as progress:
@@ -59,12 +81,28 @@ def _prepare_with(make_executor: ExecutorFactory, args: argparse.Namespace) -> i
         return 0
     console = plain_console()
     print_report(console, report)
-    if len(report["sources"]) == len(report["corpus"]) and any(map(corpus.validation_of, corpus.sources)):
+    if args.base is not None:
+        console.print(_added(report))
+    elif len(report["sources"]) == len(report["corpus"]) and any(map(corpus.validation_of, corpus.sources)):
         console.print("note: no document was held out; use more documents or a larger validation share")
     num_bytes = sum(source["stages"]["read"]["bytes"] for source in report["corpus"].values())
     rate = num_bytes / seconds / 1e6
     console.print(f"wrote {args.out} in {seconds:.1f} s ({rate:.2f} MB of text a second); see {args.out}/report.html")
     return 0
+
+
+def _added(report: dict[str, Any]) -> str:
+    """What became of the new files, beside what was there."""
+    stages = [source["stages"] for source in report["corpus"].values()]
+    old = sum(source["documents"] for source in report["base"]["sources"].values())
+    read, new = (sum(one[name]["documents"] for one in stages) for name in ("read", "tokenize"))
+    dropped = sum(one["documents"] for stage in stages for one in stage["deduplicate"]["dropped"].values())
+    known = report["known"]
+    return (
+        f"{old:,} documents were there; {new:,} new of {read:,} read in {report['files']:,} files; duplicates: "
+        f"{known['documents']:,} of what was there, {dropped - known['documents']:,} of each other; "
+        f"{known['files']:,} files that were there were not read"
+    )
 
 
 def _executor(args: argparse.Namespace) -> contextlib.AbstractContextManager[ExecutorFactory | None]:

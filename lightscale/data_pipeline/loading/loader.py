@@ -144,7 +144,7 @@ class TokenLoader:
         _check_divides("global_batch_size", global_batch_size, divisor_name, round_size)
         for stage in self.curriculum.stages:
             _sequence_slice(stage.sequence_length, self.layout)  # refused now, not in the middle of the run
-        weights = dict(sources) if sources else _default_weights(store)
+        weights = dict(sources) if sources else store.training_weights()
         self._sources = {name: _training_source(store, name) for name in weights}
         self.mixture = Mixture(weights)
         self._source_numbers = {name: number for number, name in enumerate(self.mixture.names)}
@@ -270,7 +270,7 @@ class TokenLoader:
         differing = [key for key in {**saved, **current} if saved.get(key) != current.get(key)]
         if differing:
             changes = "; ".join(f"{key}: {saved.get(key)} then, {current.get(key)} now" for key in differing)
-            raise UserError(f"{self.store.path}: the data is not what this run was trained on ({changes})")
+            raise UserError(f"{self.store.title}: the data is not what this run was trained on ({changes})")
         tokens, skips = int(state["tokens"]), SkippedRanges.of(state.get("skips", []))
         # With a curriculum a step must begin where it began before: it must not reach from one stage into the next.
         # Without one, whole sequences do: the batch size may change at a resume.
@@ -288,11 +288,12 @@ class TokenLoader:
             if self._sources[name].has_loss_mask:
                 what += "; its loss mask says which labels count"
             lines.append(f"{name}: {share / self.mixture.period:.2%} of the samples; {what}")
-        if not self.store.is_checked:
-            lines.append(
-                f"{self.store.path}: of format {self.store.format_version}, so what is read is not compared with "
-                f"hashes; `lightscale data upgrade {self.store.path}` adds them"
-            )
+        lines += [
+            f"{store.path}: of format {store.format_version}, so what is read is not compared with hashes; "
+            f"`lightscale data upgrade {store.path}` adds them"
+            for store in self.store.parts
+            if not store.is_checked
+        ]
         for here in self._stages[:-1]:
             stage = here.stage
             lines.append(
@@ -435,17 +436,8 @@ def _check_divides(name: str, value: int, divisor_name: str, divisor: int) -> No
         raise UserError(f"{name} {value} is not a multiple of {divisor_name} ({divisor})")
 
 
-def _default_weights(store: TokenStore) -> dict[str, float]:
-    """Of the training sources: as the corpus file gave them, else by their tokens."""
-    training = [source for source in store.sources.values() if source.split == "train"]
-    if not training:
-        raise UserError(f"{store.path}: all its sources ({', '.join(store.sources)}) hold validation data")
-    given = store.weights or {}
-    return {source.name: given.get(source.name, float(source.num_tokens)) for source in training}
-
-
 def _training_source(store: TokenStore, name: str) -> TokenSource:
     source = store.source(name)
     if source.split != "train":
-        raise UserError(f"{store.path}: source {name} holds validation data, which is not trained on")
+        raise UserError(f"{store.title}: source {name} holds validation data, which is not trained on")
     return source

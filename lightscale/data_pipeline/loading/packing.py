@@ -212,7 +212,8 @@ class WholeWindows:
                 waiting, start = ends[edges[-1] :], int(starts[edges[-1]])
 
     def _index_name(self) -> str:
-        return f"{self.source.name}-{self.source.content_hash}-{self.sequence_length}-{PACKING_VERSION}.npy"
+        name = self.source.name.replace("/", "+")  # of several stores
+        return f"{name}-{self.source.content_hash}-{self.sequence_length}-{PACKING_VERSION}.npy"
 
 
 def _load_index(path: Path, num_regions: int) -> NDArray[np.int64] | None:

@@ -5,7 +5,7 @@ and the data that recoveries skipped (the events ``data_skipped`` of its events.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +14,10 @@ from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
 from lightscale.data_pipeline.loading.loader import StepSamples, TokenLoader
 from lightscale.data_pipeline.loading.packing import INDEX_DIR
+from lightscale.data_pipeline.loading.targets import Targets
 from lightscale.data_pipeline.loading.windows import PADDING
 from lightscale.data_pipeline.store.origins import Origin
+from lightscale.data_pipeline.store.several_stores import open_stores
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.errors import UserError
 from lightscale.files import NotRegular, read_regular
@@ -70,23 +72,28 @@ class StepContent:
     samples: tuple[SampleContent, ...]
 
 
-def run_loader(run: Path) -> tuple[RunConfig, TokenLoader]:
+MakeTargets = Callable[[RunConfig, TokenStore], Targets | None]
+
+
+def run_loader(run: Path, *, targets: MakeTargets | None = None) -> tuple[RunConfig, TokenLoader]:
     """The configuration of the run in the directory ``run``, and its loader with the skipped data recorded there.
 
+    ``targets``: makes what is predicted, where batches are wanted; none: the next token.
     ``UserError`` where it is no run, or its store is another one than its checkpoints were trained on.
     """
     require_run(run)
     path = run / "config.toml"
     config = load(path)
-    store = TokenStore(config.data.store)
+    store = open_stores(config.data)
     # Another store at the same path would give an answer too, about tokens that the run never saw.
     for trained_on in _stores(run):
         if trained_on != store.fingerprint():
             raise UserError(
-                f"{store.path}: not the store that {run} was trained on (fingerprint {store.fingerprint()}, its "
-                f"checkpoints have {trained_on}); set data.store in {path} to the path of that one"
+                f"{store.title}: not the store that {run} was trained on (fingerprint {store.fingerprint()}, its "
+                f"checkpoints have {trained_on}); set {' and '.join(config.data.store_paths)} in {path} to its path"
             )
-    loader = TokenLoader.of(config, store, index_dir=run / INDEX_DIR)
+    made = targets(config, store) if targets else None
+    loader = TokenLoader.of(config, store, index_dir=run / INDEX_DIR, targets=made)
     for at_tokens, skip_tokens in recorded_skips(run):
         loader.skip(at_tokens, skip_tokens)
     return config, loader

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightscale.data_pipeline.executors import Advance
+from lightscale.data_pipeline.preparation.base import KNOWN, NOTHING, BaseCounts
 from lightscale.data_pipeline.preparation.counts import MAX_EXAMPLES, Dropped, StepCounts, excerpt, length_histogram
 from lightscale.data_pipeline.preparation.deduplication import UnitDuplicates
 from lightscale.data_pipeline.preparation.labels import check_number, in_order
@@ -61,7 +62,8 @@ def count_kept(context: Context, unit: UnitSummary, advance: Advance) -> None:
             if len(numbers):
                 stage.dropped[reason] = _dropped(context, files, numbers, duplicates.kept_ids[reason])
         splits = {split: _counts(files, kept & _of_split(records, split)) for split in SPLITS}
-        write_json(target, {"deduplicate": stage.as_json(), "splits": splits})
+        known = sum(int((ids == KNOWN).sum()) for ids in duplicates.kept_ids.values()) if context.base else 0
+        write_json(target, {"deduplicate": stage.as_json(), "splits": splits, "known": known})
     advance(unit.num_bytes)
 
 
@@ -103,6 +105,8 @@ def _dropped(context: Context, files: UnitFiles, numbers: NDArray[np.int64], kep
 
 
 def _name(context: Context, document: int) -> str:
+    if context.base is not None and document == KNOWN:
+        return context.base.path.name  # which one of its documents is not kept
     unit = context.plan.units[document >> UNIT_SHIFT]
     return unit_files(context, unit).names([document & ((1 << UNIT_SHIFT) - 1)])[0]
 
@@ -123,6 +127,8 @@ class OutputSource:
     num_bytes: int
     classes: dict[str, int]
     """Documents of each class that has some, by name; none: they have none."""
+    before: BaseCounts = NOTHING
+    """What the store that is added to has of it: counted in ``counts`` and ``classes``, in no list of units."""
 
     def length(self, array: str) -> int:
         """Values of one of its arrays; 0: it has none such."""
@@ -130,18 +136,32 @@ class OutputSource:
             case "tokens":
                 return self.counts.tokens
             case "ids":
-                return sum(self.unit_id_bytes)
+                return self.before.id_bytes + sum(self.unit_id_bytes)
             case _ if array == DOCUMENTS_PREFIX + LABEL and not self.classes:
                 return 0
-            case "id_ends" if not any(self.unit_id_bytes):
+            case "id_ends" if not (self.before.id_bytes or any(self.unit_id_bytes)):
                 return 0
             case _:
                 return self.counts.documents
 
+    def length_before(self, array: str) -> int:
+        """Those of the store that is added to; they come first."""
+        match array:
+            case "tokens":
+                return self.before.tokens
+            case "ids":
+                return self.before.id_bytes
+            case _:
+                return self.before.documents
+
     @cached_property
     def counts(self) -> SourceCounts:
         """How much it holds."""
-        return SourceCounts(documents=sum(self.unit_documents), tokens=sum(self.unit_tokens), bytes=self.num_bytes)
+        return SourceCounts(
+            documents=self.before.documents + sum(self.unit_documents),
+            tokens=self.before.tokens + sum(self.unit_tokens),
+            bytes=self.before.bytes + self.num_bytes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,23 +184,37 @@ def read_kept(context: Context, unit: UnitSummary) -> dict[str, Any]:
 def output_sources(context: Context) -> list[OutputSource]:
     """The sources of the store that have documents, in the order of the corpus, training before validation."""
     kept = {unit.number: read_kept(context, unit)["splits"] for unit in context.plan.units}
-    sources = []
-    for name, split in itertools.product(context.corpus.sources, SPLITS):
+    base, sources = context.base, []
+    names = [(name if split == "train" else name + VALIDATION_SUFFIX, name, split) for name, split in _splits(context)]
+    for full_name, name, split in names:
         units = [unit for unit in context.plan.units if unit.source == name]
         counts = [kept[unit.number][split] for unit in units]
+        classes_before = base.classes_of(full_name) if base else Counter()
         source = OutputSource(
-            name=name if split == "train" else name + VALIDATION_SUFFIX,
+            name=full_name,
             split=split,
+            before=base.counts(full_name) if base else NOTHING,
             units=units,
             unit_documents=[count["documents"] for count in counts],
             unit_tokens=[count["tokens"] for count in counts],
             unit_id_bytes=[count["id_bytes"] for count in counts],
             num_bytes=sum(count["bytes"] for count in counts),
-            classes=dict(sum((Counter(count["classes"]) for count in counts), Counter())),
+            classes=dict(sum((Counter(count["classes"]) for count in counts), classes_before)),
         )
         if source.counts.documents:
             sources.append(source)
     return sources
+
+
+def _splits(context: Context) -> list[tuple[str, Split]]:
+    """The sources of the corpus with each split; then what only the store has that is added to."""
+    found = list(itertools.product(context.corpus.sources, SPLITS))
+    for name, source in context.base.store.sources.items() if context.base else ():
+        split = SPLITS[source.split == "validation"]
+        one = (name.removesuffix(VALIDATION_SUFFIX) if split == "validation" else name), split
+        if one not in found:
+            found.append(one)
+    return found
 
 
 @functools.lru_cache(maxsize=1)
@@ -190,6 +224,8 @@ def classes(context: Context) -> list[str]:
     if not found:
         return []
     check_number(found, "sources")
+    if context.base is not None and context.base.classes:
+        return context.base.classes
     return context.corpus.classes or in_order(found)
 
 
@@ -223,6 +259,13 @@ def write_shard(context: Context, job: ShardJob, advance: Advance) -> None:
     layout, directory = _layouts(context, source)[job.array], context.work.store / job.source
     first = job.number * layout.shard_length
     stop = first + layout.values_in(job.number, source.length(job.array))
+    before = source.length_before(job.array)
+    # A shard that is full, or that nothing comes after, is the same file in both stores.
+    if stop <= before and (stop - first == layout.shard_length or source.length(job.array) == before):
+        assert context.base is not None
+        write_json(record, asdict(context.base.link_shard(source.name, job.array, job.number, directory)))
+        advance((stop - first) * layout.value_bytes)
+        return
     token_counts = np.zeros(context.tokenizer.vocab_size, dtype=np.int64)
     blocks_path = layout.hashes.path(directory / HASHES_DIR / job.array, job.number)
     with (
@@ -231,7 +274,12 @@ def write_shard(context: Context, job: ShardJob, advance: Advance) -> None:
     ):
         shard = ShardFileWriter(temporary, layout)
         try:
-            for part in _READERS[job.array](context, source, first, stop):
+            if first < before:
+                assert context.base is not None
+                for part in context.base.values(source.name, job.array, first, min(stop, before)):
+                    shard.append(part)
+                    advance(part.nbytes)
+            for part in _new_values(context, source, job.array, max(first - before, 0), stop - before):
                 shard.append(part)
                 advance(part.nbytes)
                 # Counted here, where the tokens pass anyway: the entropy in the report costs no further reading.
@@ -245,6 +293,21 @@ def write_shard(context: Context, job: ShardJob, advance: Advance) -> None:
     if job.array == "tokens":
         write_array(record.with_suffix(".npy"), token_counts)
     write_json(record, asdict(hashes))
+
+
+def _new_values(context: Context, source: OutputSource, array: str, first: int, stop: int) -> Iterator[NDArray[Any]]:
+    """Values ``first`` … ``stop`` - 1 of an array, counted from the first that is not of the store that is added to."""
+    for part in _READERS[array](context, source, first, stop) if stop > first else ():
+        match array:
+            case "doc_ends":
+                yield part + np.uint64(source.before.tokens)
+            case "id_ends":
+                yield part + np.uint64(source.before.id_bytes)
+            case "origins" if context.base is not None:
+                part[:, 0] += np.uint32(context.base.files.num_files)
+                yield part
+            case _:
+                yield part
 
 
 def _overlapping(unit_sizes: list[int], first: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -383,7 +446,8 @@ def write_source(context: Context, source: OutputSource) -> NDArray[np.int64]:
         for number in range(layout.num_shards(length)):
             record = context.work.entry(f"shards/{source.name}.{array}", number, ".json")
             hashes[array].append(ShardHashes(**json.loads(record.read_bytes())))
-            if array == "tokens":
+            # A shard of the store that is added to has no counts: they are of what is new.
+            if array == "tokens" and record.with_suffix(".npy").exists():
                 counts += np.load(record.with_suffix(".npy"))
         write_array_metadata(directory, array, layout, length)
     write_source_attributes(directory, source.split, source.counts, hashes)

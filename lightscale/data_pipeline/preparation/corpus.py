@@ -129,6 +129,9 @@ class DuplicatesConfig(Section):
     """Drop documents of the same text."""
     near: bool = True
     """Drop documents that share most of their sequences of five tokens."""
+    keep_keys: bool = True
+    """Keep in the store what finds duplicates of its documents in other files: `data add` needs it. At most 128 bytes
+    for each document."""
 
 
 class Corpus(Section):

@@ -15,19 +15,31 @@ import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightscale.data_pipeline.executors import Task
-from lightscale.data_pipeline.preparation.dedup import FAN_IN, find_pairs, merge_key_files, merge_pairs
-from lightscale.data_pipeline.preparation.dedup.records import Kind
+from lightscale.data_pipeline.preparation.base import KNOWN, BaseStore
+from lightscale.data_pipeline.preparation.dedup import (
+    FAN_IN,
+    begins_of_keys,
+    merge_key_files,
+    merge_pairs,
+    pairs_of,
+    range_of,
+    read_range,
+    with_known,
+)
+from lightscale.data_pipeline.preparation.dedup.records import DTYPES, Kind
 from lightscale.data_pipeline.preparation.plan import UNIT_SHIFT, UnitSummary
 from lightscale.data_pipeline.preparation.readers import Advance
 from lightscale.data_pipeline.preparation.units import Context
 from lightscale.data_pipeline.preparation.work_directory import WorkDirectory
+from lightscale.data_pipeline.store.document_keys import KEY_DTYPES, KeysFile, write_index, write_keys
+from lightscale.data_pipeline.store.format import KEYS_DIR
 from lightscale.data_pipeline.whole_files import TEMPORARY_SUFFIX, write_array, write_json
 from lightscale.errors import UserError
 
@@ -72,6 +84,15 @@ class DedupTask:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KnownFile:
+    """A file of keys of the store that is added to."""
+
+    kind: str
+    number: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class DedupStep:
     """Tasks that may run side by side, when those of the step before are done."""
 
@@ -80,7 +101,7 @@ class DedupStep:
     items: Sequence[DedupTask]
 
 
-def list_key_files(work: WorkDirectory, kind: Kind) -> KeyFiles:
+def list_key_files(work: WorkDirectory, kind: Kind, base: BaseStore | None = None) -> KeyFiles:
     """All key files of ``kind``; by one process, when all units are finished."""
     path = work.path / "duplicates" / f"{kind}-keys.json"
     if not path.exists():
@@ -94,7 +115,8 @@ def list_key_files(work: WorkDirectory, kind: Kind) -> KeyFiles:
                 "prepare with --restart"
             )
         names = [str(file.relative_to(work.path)) for file in found]
-        num_ranges = -(-sum(num_bytes) // _RANGE_BYTES)
+        known_bytes = base.keys.num_keys(kind) * DTYPES[kind].itemsize if base else 0
+        num_ranges = -(-(sum(num_bytes) + known_bytes) // _RANGE_BYTES)
         write_json(path, {"names": names, "num_bytes": num_bytes, "num_ranges": num_ranges})
     return KeyFiles(**json.loads(path.read_bytes()))
 
@@ -169,13 +191,52 @@ def merge_keys(context: Context, item: DedupTask, advance: Advance) -> None:
 
 
 def find_in_range(context: Context, item: DedupTask, advance: Advance) -> None:
-    """The task of a range of keys."""
+    """The task of a range of keys: what they show, and the keys themselves for the store."""
     root = context.work.path
     if not (root / item.target).exists():
         files = [root / name for name in item.inputs]
-        pairs = find_pairs(files, item.kind, range_index=item.range_index, num_ranges=item.num_ranges, sizes=item.sizes)
-        write_array(root / item.target, pairs)
+        start, stop = range_of(item.range_index, item.num_ranges)
+        records = read_range(files, item.kind, start, stop, sizes=item.sizes)
+        if context.base is not None:
+            records = with_known(records, context.base.keys.between(item.kind, start, stop), KNOWN)
+        if context.corpus.duplicates.keep_keys:
+            names = list(KEY_DTYPES[item.kind].names or ())
+            keys = records[begins_of_keys(records)][names].astype(KEY_DTYPES[item.kind])
+            written = write_keys(context.work.entry(f"store/{KEYS_DIR}/{item.kind}", item.range_index), keys)
+            write_json(context.work.entry(f"keys/{item.kind}", item.range_index, ".json"), asdict(written))
+        write_array(root / item.target, pairs_of(records))
     advance(item.num_bytes)
+
+
+def check_known(context: Context, item: KnownFile, advance: Advance) -> None:
+    """The task of a file of keys of the store that is added to: compare it with its hash."""
+    assert context.base is not None
+    if fault := context.base.keys.fault(item.kind, item.number):
+        raise UserError(f"{fault}; duplicates of the store's documents could not be found")
+    advance(item.num_bytes)
+
+
+def known_files(base: BaseStore) -> list[KnownFile]:
+    """The files of keys of the store that is added to."""
+    return [
+        KnownFile(kind=kind, number=number, num_bytes=file.num_keys * KEY_DTYPES[kind].itemsize)
+        for kind, files in base.keys.files.items()
+        for number, file in enumerate(files)
+    ]
+
+
+def write_known(context: Context) -> None:
+    """Say in the store which keys it keeps; by one process, when all ranges are done."""
+    duplicates = context.corpus.duplicates
+    if not duplicates.keep_keys:
+        return
+    kinds: dict[str, list[KeysFile]] = {}
+    for kind in KINDS:
+        if getattr(duplicates, kind):
+            num_ranges = list_key_files(context.work, kind, context.base).num_ranges
+            records = [context.work.entry(f"keys/{kind}", number, ".json") for number in range(num_ranges)]
+            kinds[kind] = [KeysFile(**json.loads(record.read_bytes())) for record in records]
+    write_index(context.work.store, kinds)
 
 
 def unite_pairs(context: Context, item: DedupTask, advance: Advance) -> None:

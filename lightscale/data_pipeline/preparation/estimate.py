@@ -40,6 +40,8 @@ _STORED_DOCUMENT_BYTES = 24
 _LABEL_BYTES = 4
 # In the work directory: its record with its name, and its keys if duplicates of the kind are looked for.
 _RECORD_BYTES, _EXACT_KEY_BYTES, _NEAR_KEYS_BYTES = 60, 24, 16 * NUM_BANDS
+# What the store keeps of them, at most.
+_KEPT_EXACT_BYTES, _KEPT_NEAR_BYTES = 16, 8 * NUM_BANDS
 _WHOLE_FILE = 2**62
 _SEED = 3
 
@@ -227,12 +229,14 @@ def estimate(corpus: Corpus, *, sample: int = SAMPLE_DOCUMENTS) -> CorpusEstimat
     documents = sum(source.documents for source in sources.values())
     labelled = sum(own.documents for name, own in sources.items() if corpus.sources[name].label_field is not None)
     token_bytes = _TOKEN_BYTES * sum(source.tokens for source in sources.values())
-    keys = corpus.duplicates.exact * _EXACT_KEY_BYTES + corpus.duplicates.near * _NEAR_KEYS_BYTES
+    duplicates = corpus.duplicates
+    keys = duplicates.exact * _EXACT_KEY_BYTES + duplicates.near * _NEAR_KEYS_BYTES
+    kept_keys = duplicates.exact * _KEPT_EXACT_BYTES + duplicates.near * _KEPT_NEAR_BYTES if duplicates.keep_keys else 0
     return CorpusEstimate(
         sources=sources,
         tokenizer=encoder.name,
         is_trained=tokenizer is None,
-        store_bytes=token_bytes + documents * _STORED_DOCUMENT_BYTES + labelled * _LABEL_BYTES,
+        store_bytes=token_bytes + documents * (_STORED_DOCUMENT_BYTES + kept_keys) + labelled * _LABEL_BYTES,
         work_bytes=token_bytes + documents * (_RECORD_BYTES + keys) + labelled * _LABEL_BYTES,
     )
 

@@ -8,8 +8,9 @@ reading.
 """
 
 import hashlib
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ class PreparationPlan:
     problems: dict[str, dict[str, Any]]
     """By source: what was wrong with its files when they were listed, as ``Problems.as_part`` gives it."""
     num_files: int
+    num_known_files: int
+    """Files of the corpus that are skipped, because the store that is added to has them."""
     sha256: str
     """Identity: of units, files, their sizes and times."""
 
@@ -62,38 +65,51 @@ class PreparationPlan:
             file = SourceFile(path=path_of(path), id=file_id, size_bytes=size, mtime_ns=mtime_ns)
             yield FileRange(file=file, start=start, stop=stop, file_number=number, num_bytes=num_bytes)
 
-    def file_names(self) -> Iterator[str]:
-        """The ids of all files, by their numbers."""
+    def files(self) -> Iterator[tuple[str, int]]:
+        """The id and the size in bytes of every file, by their numbers."""
         num_named = 0
         with self.path.open("rb") as lines:
             for line in lines:
-                for _, file_id, *_, number, _ in json.loads(line).get("ranges", []):
+                for _, file_id, size, *_, number, _ in json.loads(line).get("ranges", []):
                     if number == num_named:  # its first range; those of a file follow one another
-                        yield file_id
+                        yield file_id, size
                         num_named += 1
 
 
-def write_plan(path: Path, corpus: Corpus, *, unit_bytes: int | None, strict: bool) -> str:
+Known = Collection[tuple[str, int]]
+"""(id, size in bytes) of the files of a store."""
+
+
+def write_plan(path: Path, corpus: Corpus, *, unit_bytes: int | None, strict: bool, known: Known | None = None) -> str:
     """Plan ``corpus`` into the file ``path`` and return the plan's sha256.
 
-    ``unit_bytes``: size of a unit; none: a 1024th of the corpus within 1 to 64 MiB. Raises ``UserError`` for paths that
-    do not exist and, if ``strict``, for files that cannot be read.
+    ``unit_bytes``: size of a unit; none: a 1024th of the corpus within 1 to 64 MiB. ``known``: what is added to a store
+    that has these files, which are skipped. Raises ``UserError`` for paths that do not exist and, if ``strict``, for
+    files that cannot be read.
     """
     # Listed twice where the size of a unit follows from the total: a list of all files would grow with the corpus.
     if unit_bytes is None:
-        total = sum(file.size_bytes for _, file in _files(corpus, _problems_of(corpus, strict=False)))
+        files = _files(corpus, _problems_of(corpus, strict=False))
+        total = sum(file.size_bytes for _, file in files if (file.id, file.size_bytes) not in (known or ()))
         unit_bytes = min(max(total // AIMED_UNITS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
     problems = _problems_of(corpus, strict=strict)
     num_files = 0
     digest = hashlib.sha256()
     with whole_file(path) as temporary, temporary.open("wb") as lines:
-        for content in _units(corpus, problems, unit_bytes):
+        found = _NewFiles(corpus, problems, known or ())
+        # Documents of the store are of unit 0, so that they come before all others: no file may be in that one.
+        first = [{"source": next(iter(corpus.sources)), "ranges": []}] if known is not None else []
+        for content in itertools.chain(first, _units(corpus, found, problems, unit_bytes)):
             line = json.dumps(content).encode() + b"\n"
             digest.update(line)
             lines.write(line)
             num_files += sum(1 for file_range in content["ranges"] if file_range[4] == 0)  # ranges that begin a file
         # Known only after the last file; not part of the hash, which units alone decide.
-        last = {"problems": {name: found.as_part() for name, found in problems.items()}, "num_files": num_files}
+        last = {
+            "problems": {name: one.as_part() for name, one in problems.items()},
+            "num_files": num_files,
+            "num_known_files": found.num_known,
+        }
         lines.write(json.dumps(last).encode() + b"\n")
     return digest.hexdigest()
 
@@ -118,6 +134,7 @@ def read_plan(path: Path) -> PreparationPlan:
         units=units,
         problems=content["problems"],
         num_files=content["num_files"],
+        num_known_files=content["num_known_files"],
         sha256=digest.hexdigest(),
     )
 
@@ -134,12 +151,29 @@ def _files(corpus: Corpus, problems: dict[str, Problems]) -> Iterator[tuple[str,
             yield name, file
 
 
-def _units(corpus: Corpus, problems: dict[str, Problems], unit_bytes: int) -> Iterator[dict[str, Any]]:
+class _NewFiles:
+    """The files of a corpus that are not ``known``, in order."""
+
+    def __init__(self, corpus: Corpus, problems: dict[str, Problems], known: Known) -> None:
+        self._files, self._known = _files(corpus, problems), known
+        self.num_known = 0
+
+    def __iter__(self) -> Iterator[tuple[str, SourceFile]]:
+        for name, file in self._files:
+            if (file.id, file.size_bytes) in self._known:
+                self.num_known += 1
+            else:
+                yield name, file
+
+
+def _units(
+    corpus: Corpus, files: Iterable[tuple[str, SourceFile]], problems: dict[str, Problems], unit_bytes: int
+) -> Iterator[dict[str, Any]]:
     """The lines of the plan: file ranges of one source, gathered until they make a unit."""
     source, num_bytes = "", 0
     ranges: list[list[Any]] = []
     num_files = 0
-    for name, file in _files(corpus, problems):
+    for name, file in files:
         begun = False
         for file_range in cut_into_ranges(file, unit_bytes, problems[name], options=corpus.read_options(name)):
             # Of files with ranges, so that a number is that of a name in the store.

@@ -11,6 +11,7 @@ kept in STORE.work; the same command continues from there. The README of
 """
 
 import functools
+import itertools
 import json
 import platform
 import shutil
@@ -25,6 +26,7 @@ import zarr
 from lightscale import __version__
 from lightscale.data_pipeline.executors import Advance, Executor, ExecutorFactory, InProcess, Progress, Task
 from lightscale.data_pipeline.preparation import assemble, deduplication
+from lightscale.data_pipeline.preparation.base import BaseStore
 from lightscale.data_pipeline.preparation.corpus import ASCII_TOKENIZER, DEFAULT_VOCAB_SIZE, TRAINED_TOKENIZER, Corpus
 from lightscale.data_pipeline.preparation.html_report import make_html_report
 from lightscale.data_pipeline.preparation.plan import PreparationPlan, UnitSummary, read_plan, write_plan
@@ -56,7 +58,7 @@ from lightscale.data_pipeline.whole_files import whole_directory
 from lightscale.errors import UserError, shortened
 
 # Part of what a work directory is compared by: raised when units, keys, shards or the files in it differ from before.
-PIPELINE_VERSION = 6
+PIPELINE_VERSION = 7
 # So many units are read to train a tokenizer, spread evenly over the corpus.
 _SAMPLED_UNITS = 64
 
@@ -79,6 +81,8 @@ class PrepareOptions:
     """A new directory for the documents that filters drop, SOURCE.jsonl.zst, with rule and score; none: not kept."""
     unit_bytes: int | None = None
     """Size of a unit of work; none: a 1024th of the corpus within 1 to 64 MiB."""
+    base: Path | None = None
+    """The store whose documents come first, with their tokenizer; files that it has are not read. None: no such."""
 
 
 def prepare(
@@ -125,8 +129,12 @@ def _prepare(
     run_on("read, filter, tokenize", prepare_unit, plan.units)
 
     # Duplicates are found over all units, when all keys are there; the documents themselves are not read again.
+    base = Context(work, strict=options.strict).base
+    if base is not None:
+        known = deduplication.known_files(base)
+        run("check the store's keys", deduplication.check_known, known, [file.num_bytes for file in known])
     for kind in deduplication.KINDS:
-        files = deduplication.list_key_files(work, kind)
+        files = deduplication.list_key_files(work, kind, base)
         for step in deduplication.steps(files, kind):
             run(step.name, step.task, step.items, [item.num_bytes for item in step.items])
 
@@ -176,9 +184,17 @@ def _begin(corpus: Corpus, work: WorkDirectory, options: PrepareOptions) -> None
             require_new(options.keep_removed)
         work.empty()
     work.clean()
-    plan_sha256 = write_plan(work.new_plan, corpus, unit_bytes=options.unit_bytes, strict=options.strict)
+    base = None if options.base is None else BaseStore(options.base.resolve())
     tokenizer = given_tokenizer(corpus)
+    if base is not None:
+        base.require_tokenizer(corpus, tokenizer.sha256 if tokenizer else None)
+        corpus, tokenizer = base.fitted(corpus), load_tokenizer(base.path)
+        base.weights(corpus, [*base.store.training_weights(), *(name for name in corpus.sources)])
+    known = None if base is None else base.known_files
+    plan_sha256 = write_plan(work.new_plan, corpus, unit_bytes=options.unit_bytes, strict=options.strict, known=known)
     state = {
+        "base": None if base is None else str(base.path),
+        "base_fingerprint": None if base is None else base.store.fingerprint(),
         "corpus": corpus.model_dump(mode="json"),
         "files": plan_sha256,
         "tokenizer": tokenizer.sha256 if tokenizer else None,
@@ -254,13 +270,21 @@ def _train_tokenizer(corpus: Corpus, work: WorkDirectory, plan: PreparationPlan)
 
 
 def _require_documents(context: Context) -> None:
-    if not any(output.split == "train" for output in assemble.output_sources(context)):
+    outputs = assemble.output_sources(context)
+    if context.base is not None:
+        is_empty = not any(sum(output.unit_documents) for output in outputs)
+    else:
+        is_empty = not any(output.split == "train" for output in outputs)
+    if is_empty:
         seen = DropSummary()
         for unit in context.plan.units:
             seen.add(assemble.unit_files(context, unit).counts())
             seen.drop(assemble.read_kept(context, unit)["deduplicate"])
         description = seen.description(context.corpus, context.plan)
         context.work.remove()
+        if context.base is not None:
+            known = f"; of files that {context.base.path} has already, {context.plan.num_known_files}"
+            raise UserError(f"no document is left to add: {description}{known}")
         raise UserError(f"no document is left to train on: {description}")
 
 
@@ -277,10 +301,18 @@ def _finish(context: Context, out: Path) -> dict[str, Any]:
     (work.store / HTML_REPORT_FILE).write_text(make_html_report(report), encoding="utf-8")
     (work.store / "zarr.json").unlink(missing_ok=True)  # of an interrupted attempt
     corpus, names = context.corpus, sorted(output.name for output in outputs)
+    files, base = context.plan.files(), context.base
     write_input_files(
-        work.store, context.plan.file_names(), shard_tokens=corpus.shard_tokens, chunk_tokens=corpus.chunk_tokens
+        work.store,
+        itertools.chain(base.files.names_and_sizes(), files) if base else files,
+        shard_tokens=corpus.shard_tokens,
+        chunk_tokens=corpus.chunk_tokens,
     )
-    weights = {name: weight for name, weight in (corpus.weights or {}).items() if name in names}
+    deduplication.write_known(context)
+    if base is None:
+        weights = {name: weight for name, weight in (corpus.weights or {}).items() if name in names}
+    else:
+        weights = dict(base.weights(corpus, [output.name for output in outputs if output.split == "train"]))
     classes = assemble.classes(context)
     write_root(
         work.store,

@@ -28,6 +28,8 @@ def make_report(
     ``outputs``: the sources of the store; ``token_counts``: (vocab_size,) how often each token is in a split.
     """
     problems = Problems()
+    base = context.base
+    more = {} if base is None else {"base": base.description(), "known": _known(context)}
     corpus = {name: _source_report(context, name, problems) for name in context.corpus.sources}
     names = classes(context)
     return {
@@ -39,6 +41,15 @@ def make_report(
         "units": len(context.plan.units),
         "files": context.plan.num_files,
         "problems": problems.as_json(),
+        **more,
+    }
+
+
+def _known(context: Context) -> dict[str, int]:
+    """What of the corpus the store that is added to had already."""
+    return {
+        "files": context.plan.num_known_files,
+        "documents": sum(read_kept(context, unit)["known"] for unit in context.plan.units),
     }
 
 
@@ -103,7 +114,8 @@ def _output_report(output: OutputSource, classes: Sequence[str]) -> dict[str, An
 def entropies(token_counts: dict[Split, NDArray[np.int64]]) -> dict[str, float]:
     """The unigram entropies of the splits, of how often each token is in them; see ``unigram_entropy``."""
     train, validation = token_counts["train"], token_counts["validation"]
-    entropies = {"train": unigram_entropy(train)}
+    # Of what is added to a store either may be empty.
+    entropies = {"train": unigram_entropy(train)} if train.any() else {}
     if validation.any():
         entropies["validation"] = unigram_entropy(validation)
         entropies["validation_under_train"] = unigram_entropy(validation, train)

@@ -24,6 +24,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from lightscale.data_pipeline.executors import Advance
+from lightscale.data_pipeline.preparation.base import BaseStore
 from lightscale.data_pipeline.preparation.corpus import Corpus
 from lightscale.data_pipeline.preparation.counts import StepCounts
 from lightscale.data_pipeline.preparation.dedup import (
@@ -80,12 +81,18 @@ class Context:
         assert state is not None, "tasks begin after the state was written"
         self.corpus = Corpus.model_validate(state["corpus"])
         self.keep_removed = state["keep_removed"] is not None
+        self._base_path = state.get("base")
         self._filters: dict[str, Chain | None] = {}
 
     @cached_property
     def plan(self) -> PreparationPlan:
         """All units."""
         return read_plan(self.work.plan)
+
+    @cached_property
+    def base(self) -> BaseStore | None:
+        """The store that is added to; None: one is made from nothing."""
+        return None if self._base_path is None else BaseStore(Path(self._base_path))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -7,6 +7,7 @@
     units/NNNNNN/       what became of the documents of a unit (``units.py``)
     duplicates/         which documents are dropped (``deduplication.py``)
     kept/NNNNNN.json    what is kept of a unit
+    keys/               hashes of the finished files of keys
     shards/             hashes and counts of the finished shards
     store/              the store, until it gets its name
 
@@ -38,6 +39,7 @@ _OWN_NAMES = (
     "units",
     "duplicates",
     "kept",
+    "keys",
     "shards",
     "store",
     _STATE_FILE,

@@ -6,7 +6,7 @@ from typing import Any
 from lightscale.data_pipeline.store.blocks import BLOCK_BYTES, BlockHashes, num_digits
 from lightscale.data_pipeline.store.format import HASHES_DIR, array_layouts, read_attributes
 from lightscale.data_pipeline.store.sharded_array import ShardedArray
-from lightscale.data_pipeline.store.shards import is_count, read_metadata
+from lightscale.data_pipeline.store.shards import ShardHashes, is_count, read_metadata
 from lightscale.errors import UserError
 
 # (type of number, numbers in a value) of the arrays whose name says it.
@@ -57,6 +57,13 @@ class ArrayGroup:
         if len(files) != len(self.arrays[name]):
             raise UserError(f"{self.metadata_path}: block_hashes: {len(files)} of {name}, which has other shards")
         return files
+
+    def hashes_of_shard(self, name: str, number: int) -> ShardHashes:
+        """What is noted of shard ``number`` of the array ``name``."""
+        digests = self._strings(self._of_blocks(name).get("digests"), f"block_hashes of {name}")
+        return ShardHashes(
+            shard=self.arrays[name][number], blocks=self.block_files(name)[number], digests=digests[number]
+        )
 
     def count(self, key: str) -> int:
         """The attribute ``key``, a number of things."""

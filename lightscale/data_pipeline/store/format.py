@@ -14,7 +14,8 @@ and where there is something to say:
     STORE/SOURCE/documents.NAME/         (documents,) or (documents, width): what a task knows of each document
     STORE/SOURCE/origins/                uint32, (documents, 4): where each document came from (``origins.py``)
     STORE/SOURCE/ids/, id_ends/          uint8, uint64: the ids or URLs that documents had, one after another
-    STORE/input_files/                   the names of the files that the documents came from
+    STORE/input_files/                   the names and sizes of the files that the documents came from
+    STORE/document_keys/                 what finds duplicates of its documents in other files (``document_keys.py``)
 
 Hashes are XXH3-128: one for every shard file, and one of a source: the hash of its shards' hashes (binary, those of
 tokens, then those of doc_ends, loss_mask and documents.NAME), so that several writers can make it without reading
@@ -53,6 +54,7 @@ VALIDATION_SUFFIX = "-validation"
 TOKENIZER_DIR = "tokenizer"
 INPUT_FILES_DIR = "input_files"
 HASHES_DIR = "hashes"
+KEYS_DIR = "document_keys"
 LOSS_MASK, ORIGINS, IDS, ID_ENDS = "loss_mask", "origins", "ids", "id_ends"
 DOCUMENTS_PREFIX = "documents."
 """Begins the names of the arrays that a task has of documents."""
@@ -63,7 +65,7 @@ _DOCUMENT_ARRAY_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _TOKENS_PER_DOCUMENT = 16
 _MAX_VOCAB_SIZE = 2**31 - 1
 _SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_RESERVED_NAMES = frozenset({TOKENIZER_DIR, INPUT_FILES_DIR, REPORT_FILE, HTML_REPORT_FILE, "zarr.json"})
+_RESERVED_NAMES = frozenset({TOKENIZER_DIR, INPUT_FILES_DIR, KEYS_DIR, REPORT_FILE, HTML_REPORT_FILE, "zarr.json"})
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 

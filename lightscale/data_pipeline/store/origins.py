@@ -4,6 +4,7 @@
     SOURCE/ids/, id_ends/       the documents' own ids or URLs, and where each ends in them; only where they had some
     STORE/input_files/names/    uint8: the names of all files of the corpus, in its order, one after another
     STORE/input_files/name_ends/  uint64: where each ends
+    STORE/input_files/sizes/    uint64: the bytes of each, as it lay there
 
 16 bytes a document, and a file's name once. Bytes are counted in what the file unpacks to. A document that is a row of
 a parquet file has no bytes there: 0 of them, and its first is the number of the row.
@@ -32,7 +33,7 @@ from lightscale.data_pipeline.store.sharded_array import ShardedArray
 from lightscale.data_pipeline.store.shards import ShardWriter
 from lightscale.errors import UserError
 
-_NAMES, _NAME_ENDS = "names", "name_ends"
+_NAMES, _NAME_ENDS, _SIZES = "names", "name_ends", "sizes"
 _NAMES_AT_ONCE = 2**12
 
 
@@ -67,30 +68,31 @@ def origin_rows(files: NDArray[Any], begins: NDArray[np.uint64], lengths: NDArra
     return rows
 
 
-def write_input_files(store: Path, names: Iterable[str], *, shard_tokens: int, chunk_tokens: int) -> None:
-    """The list of the files of a corpus, with at least one."""
+def write_input_files(store: Path, files: Iterable[tuple[str, int]], *, shard_tokens: int, chunk_tokens: int) -> None:
+    """The list of the ``files`` of a corpus, with at least one: (name, size in bytes) each."""
     directory = store / INPUT_FILES_DIR
     for metadata in directory.rglob("zarr.json"):  # of an interrupted attempt
         metadata.unlink()
     layouts = array_layouts(shard_tokens, chunk_tokens)
-    text, ends = (
+    text, ends, sizes = writers = [
         ShardWriter(directory / name, layouts[like], hashes=directory / HASHES_DIR / name)
-        for name, like in ((_NAMES, IDS), (_NAME_ENDS, ID_ENDS))
-    )
+        for name, like in ((_NAMES, IDS), (_NAME_ENDS, ID_ENDS), (_SIZES, ID_ENDS))
+    ]
     try:
         end = num_files = 0
-        for batch in _batches(names):
-            encoded = [name.encode() for name in batch]
+        for batch in _batches(files):
+            encoded = [name.encode() for name, _ in batch]
             stops = end + np.cumsum([len(name) for name in encoded], dtype=np.int64)
             text.append(np.frombuffer(b"".join(encoded), dtype=np.uint8))
             ends.append(stops.astype(np.uint64))
+            sizes.append(np.array([size for _, size in batch], dtype=np.uint64))
             end, num_files = int(stops[-1]), num_files + len(batch)
-        for writer in (text, ends):
+        for writer in writers:
             writer.close()
     finally:
-        for writer in (text, ends):
+        for writer in writers:
             writer.abandon()
-    hashes = {_NAMES: text.shard_hashes, _NAME_ENDS: ends.shard_hashes}
+    hashes = {name: one.shard_hashes for name, one in zip((_NAMES, _NAME_ENDS, _SIZES), writers, strict=True)}
     write_group(directory, {"files": num_files, **hash_attributes(hashes)})
 
 
@@ -102,6 +104,16 @@ class InputFiles:
         self.num_files = group.count("files")
         self._ends = group.open(_NAME_ENDS, self.num_files)
         self._names = group.open(_NAMES)
+        self._sizes = group.open(_SIZES, self.num_files) if _SIZES in group.arrays else None
+
+    def names_and_sizes(self) -> Iterator[tuple[str, int]]:
+        """Of all files, in order; stores that keep no sizes have none to tell."""
+        if self._sizes is None:
+            return
+        for first in range(0, self.num_files, _NAMES_AT_ONCE):
+            stop = min(first + _NAMES_AT_ONCE, self.num_files)
+            for number, size in zip(range(first, stop), self._sizes.read(first, stop).tolist(), strict=True):
+                yield self.name(number), size
 
     def name(self, number: int) -> str:
         """That of file ``number``."""
@@ -145,10 +157,10 @@ def _text(text: ShardedArray, ends: ShardedArray, number: int) -> str:
     return bytes(text.read(begin, bounds[-1])).decode(errors="replace")
 
 
-def _batches(names: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    for name in names:
-        batch.append(name)
+def _batches(files: Iterable[tuple[str, int]]) -> Iterator[list[tuple[str, int]]]:
+    batch: list[tuple[str, int]] = []
+    for file in files:
+        batch.append(file)
         if len(batch) == _NAMES_AT_ONCE:
             yield batch
             batch = []

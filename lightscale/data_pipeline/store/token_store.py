@@ -394,6 +394,21 @@ class TokenStore:
         self.sources = {
             name: TokenSource(path / name, name, is_checked=root.is_checked, files=files) for name in root.sources
         }
+        self.title = str(path)
+        """What messages call it."""
+        self.parts: tuple[TokenStore, ...] = (self,)
+        """The stores on disk that it is made of."""
+
+    def training_weights(self) -> dict[str, float]:
+        """Of the training sources, by their names in this store: as the corpus file gave them, else by their tokens.
+
+        ``UserError`` where all sources hold validation data.
+        """
+        training = {name: source for name, source in self.sources.items() if source.split == "train"}
+        if not training:
+            raise UserError(f"{self.title}: all its sources ({', '.join(self.sources)}) hold validation data")
+        given = self.weights or {}
+        return {name: given.get(name, float(source.num_tokens)) for name, source in training.items()}
 
     def check_sizes(self) -> None:
         """``TokenSource.check_sizes`` of every source."""
@@ -403,7 +418,7 @@ class TokenStore:
     def source(self, name: str) -> TokenSource:
         """The source called ``name``; ``UserError`` with the names there are."""
         if name not in self.sources:
-            raise UserError(f"{self.path}: no source {name!r}; it has {', '.join(self.sources)}")
+            raise UserError(f"{self.title}: no source {name!r}; it has {', '.join(self.sources)}")
         return self.sources[name]
 
     def class_name(self, array: str, number: int) -> str:

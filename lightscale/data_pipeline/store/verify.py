@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from lightscale.data_pipeline.executors import Progress, ProgressMeter
 from lightscale.data_pipeline.store.array_group import ArrayGroup
-from lightscale.data_pipeline.store.format import HASHES_DIR, INPUT_FILES_DIR, TokenizerIdentity, read_root
+from lightscale.data_pipeline.store.document_keys import DocumentKeys
+from lightscale.data_pipeline.store.format import HASHES_DIR, INPUT_FILES_DIR, KEYS_DIR, TokenizerIdentity, read_root
 from lightscale.data_pipeline.store.shards import ShardLayout, block_range, hash_shard, read_metadata
 from lightscale.data_pipeline.store.token_store import TokenSource, source_identity
 from lightscale.data_pipeline.tokenizers import load_tokenizer
@@ -72,7 +73,23 @@ def verify_store(path: Path, progress: Progress) -> Verification:
             continue
         if len(faults) == before:
             verification.sources[group.name] = source_identity(source)
+    if (path / KEYS_DIR).is_dir():
+        faults.extend(_key_faults(path, verification))
     return verification
+
+
+def _key_faults(path: Path, verification: Verification) -> Iterator[str]:
+    """What is wrong with the keys of the store's documents."""
+    try:
+        keys = DocumentKeys(path)
+    except UserError as error:
+        yield str(error)
+        return
+    for kind, files in keys.files.items():
+        for number in range(len(files)):
+            verification.num_bytes += keys.path(kind, number).stat().st_size
+            if fault := keys.fault(kind, number):
+                yield fault
 
 
 def _shard_files(directory: Path) -> Iterator[Path]:

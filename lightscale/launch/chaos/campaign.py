@@ -121,8 +121,11 @@ class Campaign:
         needed = [name for name in ("changed-tokens", "disagreements") if amounts.get(name)]
         if not needed:
             return amounts
+        if self.config.data.store is None:
+            self.result.skipped += [f"{name}: it changes data.store, and the run has data.stores" for name in needed]
+            return {**amounts, **dict.fromkeys(needed, 0)}
         # Opened, because a copy of what is no store would be one more mistake.
-        store = TokenStore(Path(self.config.data.store)).path
+        store = TokenStore(self.config.data.store).path
         if (size := num_bytes(store)) > LARGEST_STORE_BYTES:
             self.result.skipped += [f"{name}: {store} of {size:,} bytes is too large to be copied" for name in needed]
             return {**amounts, **dict.fromkeys(needed, 0)}

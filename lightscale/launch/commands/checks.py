@@ -11,6 +11,7 @@ from pathlib import Path
 from lightscale.config.layout import Layout, LayoutError, check_layout, check_mixers
 from lightscale.config.schema import RunConfig
 from lightscale.config.sinks import check_installed
+from lightscale.data_pipeline.store.several_stores import open_stores
 from lightscale.data_pipeline.store.token_store import TokenizerIdentity, TokenStore
 from lightscale.data_pipeline.tokenizers import load_tokenizer
 from lightscale.errors import UserError
@@ -119,7 +120,7 @@ def _check_tasks(config: RunConfig) -> None:
     """Refuse tasks of ``[evaluation]`` that are not there, or whose data is not, as `lightscale evaluate` would."""
     if not config.evaluation.every_steps:
         return
-    tokenizer = load_tokenizer(config.data.store)
+    tokenizer = load_tokenizer(next(iter(config.data.store_paths.values())))
     try:
         for task in find_tasks(config.evaluation.tasks, config.evaluation.data, limit=config.evaluation.limit):
             task.check(tokenizer)
@@ -130,7 +131,8 @@ def _check_tasks(config: RunConfig) -> None:
 def _check_store(config: RunConfig) -> None:
     """Refuse a store that is missing, damaged, lacks a named source, or whose tokenizer does not fit."""
     data = config.data
-    store = TokenStore(data.store)
+    store = open_stores(data)
+    named = " and ".join(f"{key} = {path}" for key, path in data.store_paths.items())
     # Ranks open the shards that they read, when they read them; what is cut short would come to light in the middle.
     store.check_sizes()
     tokenizer = store.tokenizer
@@ -138,7 +140,7 @@ def _check_store(config: RunConfig) -> None:
     if tokenizer.vocab_size > config.model.vocab_size:
         raise UserError(
             f"model.vocab_size = {config.model.vocab_size} is less than the {tokenizer.vocab_size} tokens of "
-            f"{tokenizer.name} in data.store = {data.store}; use at least as many"
+            f"{tokenizer.name} in {named}; use at least as many"
         )
     for name in data.sources:
         _check_source(f"data.sources.{name}", name, store)
@@ -155,7 +157,7 @@ def _check_store(config: RunConfig) -> None:
         if other.tokenizer.sha256 != tokenizer.sha256:
             raise UserError(
                 f"data.validation.{name}.store = {validation.store} was written with another tokenizer "
-                f"({_describe(other.tokenizer)}) than data.store = {data.store} ({_describe(tokenizer)}); "
+                f"({_describe(other.tokenizer)}) than {named} ({_describe(tokenizer)}); "
                 "prepare both with the same one"
             )
         task.check_store(config.model, other, [validation.source])
@@ -163,7 +165,7 @@ def _check_store(config: RunConfig) -> None:
 
 def _check_source(key: str, name: str, store: TokenStore) -> None:
     if name not in store.sources:
-        raise UserError(f"{key}: no source {name!r} in {store.path}; it has {', '.join(store.sources)}")
+        raise UserError(f"{key}: no source {name!r} in {store.title}; it has {', '.join(store.sources)}")
 
 
 def _describe(tokenizer: TokenizerIdentity) -> str:

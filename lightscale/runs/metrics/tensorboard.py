@@ -176,7 +176,10 @@ def compared(config: RunConfig) -> dict[str, float | str]:
         key: value if isinstance(value, (int, float)) and not isinstance(value, bool) else _shown(value)
         for section in _COMPARED
         for key, value in _leaves(section, whole[section])
-        if value is not None and value != [] and key not in _NOT_COMPARED and not key.startswith("data.validation.")
+        if value is not None
+        and value != []
+        and key not in _NOT_COMPARED
+        and not key.startswith(("data.validation.", "data.stores."))
     }
 
 

@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from lightscale.data_pipeline.preparation import deduplication
+from lightscale.data_pipeline.preparation.corpus import DuplicatesConfig
 from lightscale.data_pipeline.preparation.dedup import clusters, find_pairs, key_files, write_band_records
 from lightscale.data_pipeline.preparation.dedup.key_files import KeyFile, merge_key_files
 from lightscale.data_pipeline.preparation.dedup.records import KEY_SPACE
@@ -43,7 +44,8 @@ def ignore(num_bytes: int) -> None:
 
 def run_steps(work: WorkDirectory, before: Callable[[int], None] = lambda number: None, seed: int = 0) -> bytes:
     """Run all, tasks of a step in random order, and give the result. ``before`` is told the number of each task."""
-    context: Any = SimpleNamespace(work=work)
+    corpus = SimpleNamespace(duplicates=DuplicatesConfig(keep_keys=False))
+    context: Any = SimpleNamespace(work=work, base=None, corpus=corpus)
     number, generator = 0, np.random.default_rng(seed)
     for step in deduplication.steps(deduplication.list_key_files(work, "near"), "near"):
         for index in generator.permutation(len(step.items)):

@@ -3,8 +3,14 @@
 The README beside this file says how it works, what it finds and what memory it takes.
 """
 
-from lightscale.data_pipeline.preparation.dedup.clusters import find_pairs, merge_pairs
-from lightscale.data_pipeline.preparation.dedup.key_files import FAN_IN, merge_key_files
+from lightscale.data_pipeline.preparation.dedup.clusters import (
+    begins_of_keys,
+    find_pairs,
+    merge_pairs,
+    pairs_of,
+    range_of,
+)
+from lightscale.data_pipeline.preparation.dedup.key_files import FAN_IN, merge_key_files, read_range
 from lightscale.data_pipeline.preparation.dedup.minhash import (
     NUM_BANDS,
     NUM_HASHES,
@@ -13,7 +19,12 @@ from lightscale.data_pipeline.preparation.dedup.minhash import (
     band_keys,
     signatures,
 )
-from lightscale.data_pipeline.preparation.dedup.records import document_key, write_band_records, write_exact_records
+from lightscale.data_pipeline.preparation.dedup.records import (
+    document_key,
+    with_known,
+    write_band_records,
+    write_exact_records,
+)
 
 __all__ = [
     "FAN_IN",
@@ -22,11 +33,16 @@ __all__ = [
     "ROWS_PER_BAND",
     "SHINGLE_TOKENS",
     "band_keys",
+    "begins_of_keys",
     "document_key",
     "find_pairs",
     "merge_key_files",
     "merge_pairs",
+    "pairs_of",
+    "range_of",
+    "read_range",
     "signatures",
+    "with_known",
     "write_band_records",
     "write_exact_records",
 ]

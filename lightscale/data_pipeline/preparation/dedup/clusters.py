@@ -39,9 +39,28 @@ def find_pairs(
     any way the records are spread over them, and any ``num_ranges``. Raises ``UserError`` for a file that is missing or
     damaged.
     """
-    assert 0 <= range_index < num_ranges
-    start, stop = (KEY_SPACE * index // num_ranges for index in (range_index, range_index + 1))
-    return _united([_links(read_range(files, kind, start, stop, sizes=sizes))])
+    start, stop = range_of(range_index, num_ranges)
+    return pairs_of(read_range(files, kind, start, stop, sizes=sizes))
+
+
+def range_of(index: int, num_ranges: int) -> tuple[int, int]:
+    """The first key of range ``index``, and the one after its last."""
+    assert 0 <= index < num_ranges
+    return KEY_SPACE * index // num_ranges, KEY_SPACE * (index + 1) // num_ranges
+
+
+def pairs_of(records: NDArray[np.void]) -> NDArray[np.uint64]:
+    """The pairs that ``records`` show, in which equal keys stand together."""
+    return _united([_links(records)])
+
+
+def begins_of_keys(records: NDArray[np.void]) -> NDArray[np.bool_]:
+    """(n,) where another key than that of the record before begins; equal keys stand together."""
+    begins = np.arange(len(records)) == 0
+    for name in records.dtype.names or ():
+        if name != "document":
+            begins[1:] |= records[name][1:] != records[name][:-1]
+    return begins
 
 
 def merge_pairs(parts: Iterable[NDArray[np.uint64]]) -> NDArray[np.uint64]:
@@ -62,11 +81,7 @@ def merge_pairs(parts: Iterable[NDArray[np.uint64]]) -> NDArray[np.uint64]:
 
 def _links(records: NDArray[np.void]) -> NDArray[np.uint64]:
     """(2, n): each document that shares a key, and the lowest document with that key; ``records`` in order."""
-    begins = np.arange(len(records)) == 0
-    for name in records.dtype.names or ():
-        if name != "document":
-            begins[1:] |= records[name][1:] != records[name][:-1]
-    starts = np.flatnonzero(begins)
+    starts = np.flatnonzero(begins_of_keys(records))
     counts = np.diff(starts, append=len(records))
     # Most keys are one document's.
     shared = np.repeat(counts > 1, counts)

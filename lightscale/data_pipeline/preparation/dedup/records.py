@@ -41,6 +41,16 @@ def write_band_records(path: Path, keys: NDArray[np.uint64], document_ids: NDArr
     _write(path, records)
 
 
+def with_known(records: NDArray[np.void], keys: NDArray[np.void], document: int) -> NDArray[np.void]:
+    """``records`` and those of (n,) ``keys`` of one ``document``, in order."""
+    more = np.empty(len(keys), dtype=records.dtype)
+    for name in keys.dtype.names or ():
+        more[name] = keys[name]
+    more["document"] = document
+    both = np.concatenate([more, records])
+    return both[key_order(both)]
+
+
 def key_order(records: NDArray[np.void]) -> NDArray[np.intp]:
     """The order in which equal keys stand together, by their high halves ascending; equal keys stay as they stand."""
     order = _ascending(np.ascontiguousarray(records["high"]))

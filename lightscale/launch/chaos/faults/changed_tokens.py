@@ -34,7 +34,8 @@ class ChangedTokens:
 
     def inject(self, run: Runner) -> None:
         """Change them, wait for the refusal, and put them back."""
-        store = Path(run.subject.config.data.store)
+        store = run.subject.config.data.store
+        assert store is not None, "the campaign tries this on one store"
         shards = token_shards(store)
         if self.while_running:
             run.wait_for_first_step()

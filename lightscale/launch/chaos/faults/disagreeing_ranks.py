@@ -106,7 +106,8 @@ def difference(subject: Subject, way: str) -> Difference:
     """What one of `WAYS` is for a run of `subject`."""
     config = subject.config
     if way == "content of the store":
-        stores = Path(config.data.store), subject.other_store
+        assert config.data.store is not None, "the campaign tries this on one store"
+        stores = config.data.store, subject.other_store
         first, second = (f"sha256 {TokenStore(store).fingerprint()[:16]}" for store in stores)
         return Difference(override=f"data.store={stores[1]}", key="content of data.store", values=(first, second))
     key, before, now = _other_value(config, way, subject.processes)

@@ -1,0 +1,100 @@
+"""Several token stores read as one: `[data] stores`.
+
+A source of the store NAME is called NAME/SOURCE, which no source of one store can be called. All else that reads a
+store reads them alike: order, resuming, checks and the names of documents do not know how many directories there are.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightscale.config.schema import DataConfig
+from lightscale.data_pipeline.store.token_store import TokenStore
+from lightscale.errors import UserError
+
+
+class SeveralStores(TokenStore):
+    """The stores of ``paths``, by name, as one store; ``path`` is that of the first, for its tokenizer."""
+
+    def __init__(self, paths: Mapping[str, Path], *, weights: Mapping[str, float] | None = None) -> None:
+        """``weights``: share of each store in the samples, in any unit; none: every token counts the same.
+
+        In its store each source keeps the share that it has there alone. ``UserError`` where a store is missing or
+        damaged, and where two have other tokenizers, other names for the classes of an array, or the same content.
+        """
+        stores = {name: TokenStore(path) for name, path in paths.items()}
+        self.parts = tuple(stores.values())
+        first = self.parts[0]
+        self.path, self.tokenizer = first.path, first.tokenizer
+        self.title = ", ".join(f"{name} ({store.path})" for name, store in stores.items())
+        self.classes = {}
+        for name, store in stores.items():
+            self._check_alike(name, store, next(iter(stores)))
+            self.classes |= store.classes
+        self.format_version = min(store.format_version for store in self.parts)
+        self.is_checked = all(store.is_checked for store in self.parts)
+        self.sources = {}
+        for name, store in stores.items():
+            for source in store.sources.values():
+                # What a source is called decides the order of its windows: two stores may have sources of one name.
+                source.name = f"{name}/{source.name}"
+                self.sources[source.name] = source
+        self.weights = _weights(stores, weights)
+        _check_different(stores)
+
+    def report(self) -> dict[str, Any]:
+        """``UserError``: what preparations counted, entropies among it, does not add up."""
+        raise UserError(f"{self.title}: each of several stores has a report of its own; name one store")
+
+    def _check_alike(self, name: str, store: TokenStore, first_name: str) -> None:
+        if store.tokenizer.sha256 != self.tokenizer.sha256:
+            one, other = self.tokenizer, store.tokenizer
+            raise UserError(
+                f"data.stores.{name} = {store.path} was written with another tokenizer ({other.name}, "
+                f"{other.vocab_size} tokens, {other.sha256[:8]}) than data.stores.{first_name} = {self.path} "
+                f"({one.name}, {one.vocab_size} tokens, {one.sha256[:8]}); prepare all with the same one"
+            )
+        for array, names in store.classes.items():
+            if (before := self.classes.get(array, names)) != names:
+                raise UserError(
+                    f"data.stores.{name} = {store.path}: number {_first_other(before, names)} of {array} is another "
+                    "class there than in the stores before; prepare all with the same `classes` in their corpus files"
+                )
+
+
+def open_stores(data: DataConfig) -> TokenStore:
+    """What a run is trained on: its store, or its stores as one."""
+    if data.store is not None:
+        return TokenStore(data.store)
+    weights = {name: store.weight for name, store in data.stores.items() if store.weight is not None}
+    return SeveralStores({name: store.path for name, store in data.stores.items()}, weights=weights or None)
+
+
+def _check_different(stores: Mapping[str, TokenStore]) -> None:
+    """One store twice would have its documents twice before all were read."""
+    seen: dict[str, str] = {}
+    for name, store in stores.items():
+        same = seen.setdefault(store.fingerprint(), name)
+        if same != name:
+            raise UserError(
+                f"data.stores.{name} = {store.path} holds the same as data.stores.{same} = {stores[same].path}; name "
+                "it once, with a larger weight"
+            )
+
+
+def _weights(stores: Mapping[str, TokenStore], weights: Mapping[str, float] | None) -> dict[str, float]:
+    """Of every training source of all stores, by its full name."""
+    found: dict[str, float] = {}
+    for store_name, store in stores.items():
+        own = store.training_weights()
+        total = math.fsum(own.values())
+        num_tokens = sum(source.num_tokens for source in store.sources.values() if source.split == "train")
+        whole = float(num_tokens) if weights is None else weights[store_name]
+        found |= {f"{store_name}/{name}": whole * (weight / total) for name, weight in own.items()}
+    return found
+
+
+def _first_other(before: list[str], names: list[str]) -> int:
+    pairs = enumerate(zip(before, names, strict=False))
+    return next((number for number, (one, other) in pairs if one != other), min(len(before), len(names)))

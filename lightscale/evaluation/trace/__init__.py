@@ -1,0 +1,1 @@
+"""Which documents made the loss of a step: `lightscale data trace`."""
