@@ -107,7 +107,8 @@ def _chosen(kept: dict[str, dict[str, Any]], only: str) -> dict[str, dict[str, A
 
 
 def _recorded(wanted: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return dict(zip(wanted, null_cases.record(installation.installed(), list(wanted.values())), strict=True))
+    found = null_cases.record(installation.installed(), list(wanted.values())) if wanted else []
+    return dict(zip(wanted, found, strict=True))
 
 
 def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
