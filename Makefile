@@ -35,7 +35,7 @@ check: install
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy -p lightscale
-	$(BIN)/mypy tools
+	$(BIN)/mypy tools tests/twin
 	$(BIN)/python tools/dependencies.py
 	$(BIN)/pytest -q tests/test_layering.py tests/test_safety.py
 

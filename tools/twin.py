@@ -73,38 +73,75 @@ def null(args: argparse.Namespace) -> int:
 
 def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
     """Of ``budgets``."""
+    _add_only(parser)
     parser.add_argument("--write", action="store_true", help="write what was counted: new budgets, and README's table")
 
 
 def budgets(args: argparse.Namespace) -> int:
     """Count what a step of every kept case asks for, beside its budget."""
-    found = _recorded(cases.all_cases())
+    trained, compared = (_recorded(_chosen(kept(), args.only)) for kept in (cases.all_cases, cases.kernel_cases))
+    found = trained | compared
     before = cases.read_budgets() if cases.BUDGETS.exists() else {}
     if args.write:
         cases.write_budgets(found)
-        cases.write_table(f"| {null_cases.BUDGET_HEAD} |", null_cases.budget_rows(found, {}))
-    Console(width=120, highlight=False).print(null_cases.budget_table(null_cases.budget_rows(found, before)))
+        cases.write_table(f"| {null_cases.BUDGET_HEAD} |", null_cases.budget_rows(trained, {}), cases.all_cases())
+        cases.write_table(f"| {null_cases.TRAFFIC_HEAD} |", null_cases.traffic_rows(trained), cases.all_cases())
+        for one in trained.keys() & {cases.WITH_ALL_AXES}:
+            streams = null_cases.stream_rows(trained[one])
+            cases.write_table(f"| {null_cases.STREAM_HEAD} |", streams, [row[0] for row in streams])
+        cases.write_table(f"| {null_cases.KERNEL_HEAD} |", null_cases.kernel_rows(compared), cases.kernel_cases())
+    console = Console(width=120, highlight=False)
+    console.print(null_cases.budget_table(null_cases.budget_rows(found, before)))
+    console.print(null_cases.kernel_table(null_cases.kernel_rows(compared)))
     lines = [line for name, one in found.items() if name in before for line in cases.exceeded(name, one, before)]
     print("\n".join(lines))
     return int(bool(lines) and not args.write)
 
 
+def _add_only(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names have it (default: all)")
+
+
+def _chosen(kept: dict[str, dict[str, Any]], only: str) -> dict[str, dict[str, Any]]:
+    return {name: case for name, case in kept.items() if only in name}
+
+
 def _recorded(wanted: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return dict(zip(wanted, null_cases.record(installation.installed(), list(wanted.values())), strict=True))
+    found = null_cases.record(installation.installed(), list(wanted.values())) if wanted else []
+    return dict(zip(wanted, found, strict=True))
 
 
 def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
     """Of ``memory``."""
+    _add_only(parser)
     parser.add_argument("--write", action="store_true", help="write README's table")
 
 
 def memory(args: argparse.Namespace) -> int:
     """The allocator's peak in models of full depth, beside what ``lightscale plan`` says."""
-    rows = null_cases.memory_rows(_recorded(cases.planned_cases()))
+    rows = null_cases.memory_rows(_recorded(_chosen(cases.planned_cases(), args.only)))
     if args.write:
-        cases.write_table(f"| {null_cases.MEMORY_HEAD} |", rows)
+        cases.write_table(f"| {null_cases.MEMORY_HEAD} |", rows, cases.planned_cases())
     Console(width=120, highlight=False).print(null_cases.memory_table(rows))
     return 0
+
+
+def add_kernel_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of ``kernels``."""
+    add_config(parser)
+    add_overrides(parser)
+    parser.add_argument("--compiled", action="store_true", help="compile Triton kernels instead of checking launches")
+
+
+def kernels(args: argparse.Namespace) -> int:
+    """What ``lightscale doctor CONFIG`` asks of a GPU to compare its kernels."""
+    case = {"config": str(args.config), "overrides": list(args.overrides), "compiled": args.compiled}
+    (found,) = null_cases.record(installation.installed(), [{**case, "kernels_only": True}])
+    rows = null_cases.kernel_rows({str(args.config): found})
+    Console(width=120, highlight=False).print(null_cases.kernel_table(rows))
+    included = "compilers" if args.compiled else "checks of launches"
+    print(f"CPU time of this host, {included} included: {found['host_s']:.1f} s")
+    return int(bool(found["faults"]))
 
 
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
@@ -144,6 +181,11 @@ COMMANDS = {
         summary="the allocator's peak beside what planning says",
         add_arguments=add_memory_arguments,
         run=memory,
+    ),
+    "kernels": Command(
+        summary="what `lightscale doctor CONFIG` asks of a GPU to compare kernels",
+        add_arguments=add_kernel_arguments,
+        run=kernels,
     ),
     "gpu-check": Command(
         summary="the check of `make gpu-check` at small sizes, where no figure is a GPU's",

@@ -301,7 +301,7 @@ class LanguageModel(LanguageModule):
         labels: Tensor | None = None,
         *,
         loss_mask: Tensor | None = None,
-        document_starts: tuple[Tensor, Tensor] | None = None,
+        document_starts: tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None] | None = None,
         lengths: Sequence[int] | None = None,
         states: dict[str, MixerState] | None = None,
         last_only: bool = False,

@@ -53,10 +53,10 @@ class MicroBatch(Protocol):
         """int64: tokens since the document's start."""
 
     @property
-    def document_starts(self) -> tuple[Tensor, Tensor] | None:
+    def document_starts(self) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None] | None:
         """(m,) int64 each, on the host: the slots where documents start, over the rows laid one after another and every
-        row's first slot included, and the positions there; None: they are read from ``positions``, for which the host
-        waits on a GPU."""
+        row's first slot included, and the positions there; with the tokens behind the rows, where those are read (see
+        ``DocumentStarts``). None: they are read from ``positions``, for which the host waits on a GPU."""
 
     @property
     def sources(self) -> Tensor | None:

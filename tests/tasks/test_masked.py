@@ -187,6 +187,13 @@ def test_every_layout_and_a_loader_that_resumes_has_the_same_masks(store: TokenS
         for name in ("tokens", "labels", "loss_mask", "positions"):
             expected = torch.cat([getattr(steps[3][number], name) for number in order])
             assert torch.equal(joined(found, name, sequence), expected), (name, data, sequence)
+        for number, rank in enumerate(found):
+            whole = found[number - number % sequence : number - number % sequence + sequence]
+            for place, batch in enumerate(rank):
+                behind = [torch.empty(2, 0), *(one[place].positions for one in whole[number % sequence + 1 :])]
+                # Up to the first token behind that begins a document: its position is 0.
+                in_document = (torch.cat(behind, dim=1) > 0).long().cumprod(dim=1)
+                assert torch.equal(batch.tokens_after, in_document.sum(dim=1)), (number, place)
     counts = []
     for made, batch in zip(steps[0], plain.next_step(), strict=True):
         # Labels are the text, and what the source's loss mask excludes is never predicted.

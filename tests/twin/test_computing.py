@@ -12,6 +12,19 @@ import pytest
 
 pytestmark = [pytest.mark.twin, pytest.mark.timeout(3600)]
 ARCHITECTURES = ("tnl", "hgrn2", "lightnet", "cosformer2", "llama")
+OTHERS: dict[str, tuple[str, ...]] = {
+    "lion-lit": ("lion-lit-tiny",),
+    "lion-retnet": ("lion-retnet-tiny",),
+    "lion-s": ("lion-s-tiny",),
+    "lion-s, causal": ("lion-s-causal-tiny",),
+    "lightnet, both ways": ("lightnet-tiny", "model.mixer_options.lightnet.causal=false", "task.name='masked'"),
+    "llama, both ways": ("masked-tiny",),
+    "causal-rn": ("causal-rn-tiny",),
+    "bi-rn": ("bi-rn-tiny",),
+    "like mamba2": ("mamba2-like-tiny",),
+    "like retnet": ("retnet-like-tiny",),
+}
+"""Mixers that the scaling-law study does not know: the smallest model of each, and what makes it one."""
 SMALL = (
     "model.num_layers=2",
     "model.num_heads=8",
@@ -26,20 +39,39 @@ FP32 = {"loss": 1e-6, "norm": 1e-5, "gradients": 1e-5, "later_gradients": 1e-4, 
 # One unit of bf16 is 2^-8 of a number; partial sums round apart.
 BF16 = {"loss": 2e-3, "norm": 1e-2, "gradients": 2e-2, "later_gradients": 0.25, "weights": 5e-2}
 
+Case = tuple[Any, ...]
+"""A model, what may differ, and overrides."""
 PRECISIONS = {"fp32": FP32, "bf16": BF16}
 
-ONE_RANK = {f"{one}, {name}": (one, limits, CHUNKED) for one in ARCHITECTURES for name, limits in PRECISIONS.items()}
+ONE_RANK: dict[str, Case] = {
+    f"{one}, {name}": (one, limits, CHUNKED) for one in ARCHITECTURES for name, limits in PRECISIONS.items()
+}
+OTHERS_ON_ONE_RANK: dict[str, Case] = {
+    f"{one}, {name}": (OTHERS[one][0], PRECISIONS[name], CHUNKED, *OTHERS[one][1:])
+    for one, name in [(one, "fp32") for one in OTHERS]
+    + [(one, "bf16") for one in ("lion-s", "lightnet, both ways", "causal-rn")]
+}
 # The interpreter computes bf16 wrongly: kernels are given fp32 there, rounded to bf16 behind each of them.
-INTERPRETED = {f"{one}, {name}": (one, limits, TRITON) for one in ARCHITECTURES for name, limits in PRECISIONS.items()}
-TWO_RANKS = {
+INTERPRETED: dict[str, Case] = {
+    f"{one}, {name}": (one, limits, TRITON) for one in ARCHITECTURES for name, limits in PRECISIONS.items()
+}
+INTERPRETED |= {
+    f"{one}, fp32": (OTHERS[one][0], FP32, TRITON, *OTHERS[one][1:])
+    for one in ("lion-s", "lion-s, causal", "lightnet, both ways")
+}
+TWO_RANKS: dict[str, Case] = {
     "tnl, sequence": ("tnl", FP32, CHUNKED, "parallel.sequence=2"),
     "hgrn2, sequence, ring": ("hgrn2", FP32, CHUNKED, "parallel.sequence=2", 'parallel.exchange="ring"'),
     "lightnet, tensor": ("lightnet", FP32, CHUNKED, "parallel.tensor=2"),
     "llama, sequence": ("llama", FP32, CHUNKED, "parallel.sequence=2"),
     "cosformer2, pipeline": ("cosformer2", FP32, CHUNKED, "parallel.pipeline=2"),
     "tnl, data": ("tnl", FP32, CHUNKED),
+    **{
+        f"{one}, sequence": (OTHERS[one][0], FP32, CHUNKED, "parallel.sequence=2", *OTHERS[one][1:])
+        for one in ("lion-s", "lightnet, both ways", "causal-rn", "bi-rn", "like mamba2")
+    },
 }
-FOUR_RANKS = {
+FOUR_RANKS: dict[str, Case] = {
     "hgrn2, pipeline and sequence": (
         *("hgrn2", FP32, CHUNKED, "parallel.pipeline=2", "parallel.sequence=2", 'train.recompute="full"'),
     ),
@@ -49,12 +81,13 @@ FOUR_RANKS = {
 }
 
 
-def fields(architecture: str, limits: dict[str, float], *overrides: str) -> dict[str, Any]:
+def fields(model: str, limits: dict[str, float], *overrides: str) -> dict[str, Any]:
     precision = "bf16" if limits is BF16 else "fp32"
-    return {"config": f"{architecture}-tiny", "overrides": [*SMALL, f'train.precision="{precision}"', *overrides]}
+    config = f"{model}-tiny" if model in ARCHITECTURES else model
+    return {"config": config, "overrides": [*SMALL, f'train.precision="{precision}"', *overrides]}
 
 
-def check(cuda_twin: ModuleType, ranks: int, cases: dict[str, tuple[Any, ...]], *, interpreted: bool = False) -> None:
+def check(cuda_twin: ModuleType, ranks: int, cases: dict[str, Case], *, interpreted: bool = False) -> None:
     twin, computing = cuda_twin.installation.installed(), cuda_twin.computing_cases
     given = [fields(*case) for case in cases.values()]
     if interpreted:
@@ -75,6 +108,10 @@ def check(cuda_twin: ModuleType, ranks: int, cases: dict[str, tuple[Any, ...]], 
 
 def test_one_rank(cuda_twin: ModuleType) -> None:
     check(cuda_twin, 1, ONE_RANK)
+
+
+def test_one_rank_of_other_mixers(cuda_twin: ModuleType) -> None:
+    check(cuda_twin, 1, OTHERS_ON_ONE_RANK)
 
 
 @pytest.mark.parametrize("case", INTERPRETED)

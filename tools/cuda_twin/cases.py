@@ -1,16 +1,37 @@
 """The null runs that are kept: what a step of each may ask of its device, in ``budgets.toml``; tables of README.md."""
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightscale.config.files import load
+from lightscale.planning.advice import layout_overrides
+from lightscale.planning.hardware import H100
+from lightscale.planning.search import Fixed, best_layouts
+
 ARCHITECTURES = ("tnl", "hgrn2", "lightnet", "cosformer2", "llama")
 LINEAR = ARCHITECTURES[:4]
+MASKED = ("task.name='masked'", "model.vocab_size=4160")
+SMALL = {
+    "lion-lit": ("lion-lit-tiny",),
+    "lion-retnet": ("lion-retnet-tiny",),
+    "lion-s": ("lion-s-tiny",),
+    "lion-s, causal": ("lion-s-causal-tiny",),
+    "lightnet, both ways": ("lightnet-tiny", "model.mixer_options.lightnet.causal=false", *MASKED),
+    "llama, both ways": ("masked-tiny",),
+    "causal-rn": ("causal-rn-tiny",),
+    "bi-rn": ("bi-rn-tiny",),
+    "like mamba2": ("mamba2-like-tiny",),
+    "like retnet": ("retnet-like-tiny",),
+}
+"""Mixers that have no models of 1B: the smallest of each, and what makes it one."""
 LENGTHS = (1 << 16, 1 << 20)
 """On 8 ranks: from the first on, a segment is long enough for all that is done otherwise on long ones."""
 BUDGETS = Path(__file__).resolve().parent / "budgets.toml"
 README = Path(__file__).resolve().parent / "README.md"
+WITH_ALL_AXES = "tnl 7B, 4 layers, all axes, rank 519 of 1,024"
+"""The run of which the table of streams is."""
 BUDGETED = ("launches", "host_waits", "collectives", "copies")
 """What has a budget: numbers that one step of one rank asks for."""
 
@@ -63,6 +84,9 @@ def all_cases() -> dict[str, dict[str, Any]]:
         "hgrn2-7b", *mixed, *axes, world_size=1024, rank=519
     )
     found["hybrid, all axes, rank 5 of 16"] = _case("hybrid-tiny", *axes, world_size=16, rank=5)
+    for name, (config, *overrides) in SMALL.items():
+        given = ("model.num_layers=2", "parallel.sequence=2", *overrides)
+        found[f"{name}, 2 layers, sequence 2"] = _case(config, *given, world_size=2, rank=1)
     found["tnl tiny, validation, save, resume"] = _case(
         "tnl-tiny",
         "guard.compare_replicas_every=1",
@@ -87,6 +111,25 @@ def _long(architecture: str, length: int, *overrides: str) -> dict[str, Any]:
     given = (f"data.sequence_length={length}", "parallel.sequence=8", 'train.recompute="full"')
     layers = overrides or ("model.num_layers=2",)
     return _case(f"{architecture}-1b", *given, *layers, world_size=8, rank=3)
+
+
+def _as_planned(config: str, length: int) -> dict[str, Any]:
+    """On the layout of a node that ``lightscale plan CONFIG --nodes 1 --length …`` puts first."""
+    run = load(config)
+    best, *_ = best_layouts(run, nodes=1, sequence_length=length, hardware=H100, fixed=Fixed())
+    return _case(config, *layout_overrides(run, best, H100), world_size=best.layout.world_size, rank=3)
+
+
+def kernel_cases() -> dict[str, dict[str, Any]]:
+    """Models whose kernels are compared with their chunked forms: of 1B, on a segment of 1M tokens on 8 ranks."""
+    long = ("data.sequence_length=1048576", "parallel.sequence=8")
+    found = {f"{one} 1B, kernels compared": _case(f"{one}-1b", *long, kernels_only=True) for one in ARCHITECTURES}
+    for name, (config, *overrides) in SMALL.items():
+        if name.startswith(("lion", "lightnet")):
+            wide = ("model.num_heads=12", "model.hidden_size=1536", "model.intermediate_size=4096")
+            sizes = (*wide, "data.sequence_length=131072")
+            found[f"{name}, 1B wide, kernels compared"] = _case(config, *sizes, *overrides, kernels_only=True)
+    return found
 
 
 def beside_the_loss(found: Mapping[str, Any]) -> int:
@@ -119,6 +162,7 @@ def planned_cases() -> dict[str, dict[str, Any]]:
             found[f"{one} 1B, 6 layers, of which {layers} recomputed, 1M tokens on 8 ranks"] = _long(
                 one, 1 << 20, "model.num_layers=6", f"train.recompute_layers={layers}"
             )
+    found["tnl 1B, 1M tokens on 8 ranks, as planned for 8 GPUs"] = _as_planned("tnl-1b", 1 << 20)
     found["tnl 7B, tensor 8"] = _case("tnl-7b", "parallel.tensor=8", world_size=8, rank=3)
     found["tnl 7B, pipeline 4"] = _case(
         "tnl-7b", "parallel.pipeline=4", 'train.recompute="selective"', world_size=32, rank=0, micro_batches=8
@@ -155,25 +199,37 @@ def read_budgets() -> dict[str, dict[str, int]]:
     return tomllib.loads(BUDGETS.read_text(encoding="utf-8"))
 
 
+def budgeted_cases() -> dict[str, dict[str, Any]]:
+    """All that have a budget."""
+    return all_cases() | kernel_cases()
+
+
 def write_budgets(found: Mapping[str, Mapping[str, Any]]) -> None:
-    """The budgets that these runs, by case, just keep."""
+    """The budgets that these runs, by case, just keep; of other cases those that were written before."""
     head = (
         "# What one step of one rank may ask of its device, counted on the null device. A change that asks for more\n"
         "# fails tests/twin; whoever means it writes this file anew: make twin-budgets.\n"
     )
+    counts = (read_budgets() if BUDGETS.exists() else {}) | {name: asked(one) for name, one in found.items()}
     tables = [
-        "\n".join([f'["{name}"]', *(f"{key} = {count}" for key, count in asked(one).items())])
-        for name, one in found.items()
+        "\n".join([f'["{name}"]', *(f"{key} = {count}" for key, count in counts[name].items())])
+        for name in budgeted_cases()
+        if name in counts
     ]
     BUDGETS.write_text(head + "\n" + "\n\n".join(tables) + "\n", encoding="utf-8")
 
 
-def write_table(head: str, rows: Sequence[Sequence[str]]) -> None:
-    """Put ``rows`` in place of those of README.md's table whose first line begins with ``head``."""
+def write_table(head: str, rows: Sequence[Sequence[str]], order: Iterable[str]) -> None:
+    """Put ``rows`` into README.md's table whose first line begins with ``head``, by their first cells.
+
+    Rows of other cases of ``order`` stay as they were.
+    """
     lines = README.read_text(encoding="utf-8").splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith(head)) + 2
     last = next(number for number in range(first, len(lines)) if not lines[number].startswith("|"))
-    lines[first:last] = [f"| {' | '.join(row)} |" for row in rows]
+    written = {line.split(" | ")[0].removeprefix("| "): line for line in lines[first:last]}
+    written |= {row[0]: f"| {' | '.join(row)} |" for row in rows}
+    lines[first:last] = [written[name] for name in order if name in written]
     README.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

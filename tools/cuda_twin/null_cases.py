@@ -11,12 +11,21 @@ from rich.table import Table
 
 from cuda_twin.cases import BUDGETED, asked
 from cuda_twin.installation import Twin, run_in_twin
+from lightscale.config.files import load
 from lightscale.errors import UserError
+from lightscale.planning.hardware import H100
+from lightscale.planning.plan import plan
 
 _MIB, _GIB = 2**20, 2**30
+_LAUNCH_S = 2e-5
+"""Of an operation or a Triton kernel, from Python, or of a wait for one; assumed, high."""
+_FP32_FLOPS = 67e12 * 0.5
+"""Half of what an H100 has outside of its tensor cores (data sheet; the half is assumed)."""
 
-BUDGET_HEAD, MEMORY_HEAD = "a step of a rank", "memory of a rank"
+BUDGET_HEAD, MEMORY_HEAD, KERNEL_HEAD = "a step of a rank", "memory of a rank", "kernels compared"
+TRAFFIC_HEAD, STREAM_HEAD = "bytes that a rank gives in a step", "stream"
 """With which the tables begin, in README.md too."""
+_GRADIENTS = "data_parallel_group_with_cp"
 
 
 def record(twin: Twin, cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -95,13 +104,72 @@ def budget_rows(
             f"{count:,}" + (f" of {budget[key]:,}" if budget.get(key, count) != count else "")
             for key, count in asked(one).items()
         ]
-        rows.append((name, *counts, f"{one['steps'][-1]['peak_bytes'] / _GIB:.2f}"))
+        # Nothing waits where kernels are compared: one stream has it all.
+        waits = one.get("waits", {"accesses": 0, "races": []})
+        looked_at = f"{waits['accesses']:,}", str(len(waits["races"]))
+        rows.append((name, *counts, f"{one['steps'][-1]['peak_bytes'] / _GIB:.2f}", *looked_at))
     return rows
 
 
 def budget_table(rows: Sequence[tuple[str, ...]]) -> Table:
     """Of ``budget_rows``."""
-    return _table((BUDGET_HEAD, *(key.replace("_", " ") for key in BUDGETED), "peak, GiB"), rows)
+    return _table((BUDGET_HEAD, *(key.replace("_", " ") for key in BUDGETED), "peak, GiB", "accesses", "races"), rows)
+
+
+def given_bytes(found: Mapping[str, Any], group: str, call: str = "") -> int:
+    """What a rank gives to a group's collectives in the last step; ``call``: of one kind, else all but receiving."""
+    kinds = [one for one in found["steps"][-1]["collectives"] if one["group"] == group]
+    return sum(one["bytes"] for one in kinds if (one["call"] == call if call else one["call"] != "Recv"))
+
+
+def planned_state_bytes(found: Mapping[str, Any]) -> int | None:
+    """What a rank gives to the exchanges of states in a step, by planning; None where that has no formula.
+
+    For every layer, micro-batch and direction; a stage's share of the layers is not planned.
+    """
+    config = load(found["case"]["config"], found["case"]["overrides"])
+    if found["layout"]["sequence"] == 1 or found["layout"]["pipeline"] > 1:
+        return None
+    planned = 0
+    for exchange in plan(config, found["case"]["world_size"]).exchanges:
+        if exchange.forward_bytes is None or exchange.backward_bytes is None:
+            return None
+        first, last = exchange.layers or (0, 0)
+        planned += (last - first + 1) * (exchange.forward_bytes + exchange.backward_bytes)
+    return int(planned * found["case"]["micro_batches"])
+
+
+def traffic_rows(found: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """What each case that exchanges states gives to collectives, each beside what planning says."""
+    rows: list[tuple[str, ...]] = []
+    for name, one in found.items():
+        if not (states := planned_state_bytes(one)):
+            continue
+        ranks = one["layout"]["data"] * one["layout"]["sequence"]
+        pairs = (
+            (given_bytes(one, "states"), states),
+            (given_bytes(one, _GRADIENTS, "ReduceScatter"), one["planned"]["gradients_bytes"]),
+            (ranks * given_bytes(one, _GRADIENTS, "AllGather"), one["planned"]["weights_bytes"]),
+        )
+        rows.append((name, *(f"{size:,}" for pair in pairs for size in pair)))
+    return rows
+
+
+def stream_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Which stream has which work in the last step of a run."""
+    step = found["steps"][-1]
+    rows: list[tuple[str, ...]] = []
+    for stream, counts in step["streams"].items():
+        calls = [
+            f"{one['group'] or 'all'}: {one['calls']} {one['call']}"
+            for one in step["collectives"]
+            if hex(one["stream"]) == stream
+        ]
+        work = [
+            f"{counts[kind]:,} {kind}" for kind in ("launch", "triton", "product", "copy", "wait") if kind in counts
+        ]
+        rows.append((stream, ", ".join(work), "; ".join(calls)))
+    return rows
 
 
 def off_plan(found: Mapping[str, Any]) -> float:
@@ -125,6 +193,38 @@ def memory_rows(found: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]
 def memory_table(rows: Sequence[tuple[str, ...]]) -> Table:
     """Of ``memory_rows``."""
     return _table((MEMORY_HEAD, "peak, GiB", "planned, GiB", "off"), rows)
+
+
+def comparison_s(found: Mapping[str, Any]) -> float:
+    """Seconds that an H100 takes to compare kernels, once they are compiled: simulated.
+
+    Nothing runs beside anything: launches, then products, which the kernels compute once more, then memory.
+    """
+    step = found["steps"][-1]
+    launches = step["launches_in_all"] + step["host_waits_in_all"]
+    products = 2 * step["product_flops"] / _FP32_FLOPS
+    return float(launches * _LAUNCH_S + products + found["accessed_bytes"] / H100.memory_bytes_s)
+
+
+def kernel_rows(found: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """What comparing the kernels of each case asks for."""
+    return [
+        (
+            name,
+            *(f"{asked(one)[key]:,}" for key in ("launches", "host_waits")),
+            f"{one['steps'][-1]['product_flops'] / 1e12:.2f}",
+            f"{one['accessed_bytes'] / 1e9:.0f}",
+            f"{one['steps'][-1]['peak_bytes'] / _GIB:.2f}",
+            f"{comparison_s(one):.2f}",
+        )
+        for name, one in found.items()
+    ]
+
+
+def kernel_table(rows: Sequence[tuple[str, ...]]) -> Table:
+    """Of ``kernel_rows``."""
+    head = ("launches", "host waits", "TFLOP", "GB read and written", "peak, GiB", "seconds, simulated")
+    return _table((KERNEL_HEAD, *head), rows)
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from cuda_twin import peak
-from cuda_twin.accesses import AccessNotes
+from cuda_twin.accesses import Accesses, AccessNotes
 from cuda_twin.computing import Computing
 from cuda_twin.kinds import WORK, Kind
 from cuda_twin.lone_rank import lone_rank
@@ -38,6 +38,7 @@ from lightscale.config.schema import RunConfig
 from lightscale.data_pipeline.loading.prefetch import Prefetcher
 from lightscale.data_pipeline.store.token_store import StoreWriter
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer
+from lightscale.launch.doctor.examine import judge_kernels
 from lightscale.models.kernel_check import Mismatch, check_kernels
 from lightscale.parallel.device_settings import device_settings
 from lightscale.planning.memory import rank_memory
@@ -72,6 +73,8 @@ class NullCase:
     """Triton kernels are compiled and launched on the null device."""
     drawn: bool = False
     """Weights are drawn, which takes main memory and time."""
+    kernels_only: bool = False
+    """Nothing is trained: kernels are compared with their chunked forms, as ``lightscale doctor`` does."""
     waits_tried: bool = False
     """Each wait of a stream in the last step is left out of the records once, to see whether it is missed."""
     forgets: str = ""
@@ -268,6 +271,8 @@ def run(case: NullCase, folder: Path) -> dict[str, Any]:
     """Train, and return what was asked of the device in each step."""
     store = folder / "store"
     plain = load(Path(case.config), case.overrides)
+    if case.kernels_only:
+        return _compare_kernels(plain, case)
     length, vocab_size = plain.data.sequence_length, plain.model.vocab_size
     write_store(store, sequence_length=length, documents=case.documents, vocab_size=vocab_size)
     config = configuration(case, store)
@@ -294,6 +299,33 @@ def run(case: NullCase, folder: Path) -> dict[str, Any]:
         "waits": waits_of(steps.recorder, steps.notes, steps.last, tried=case.waits_tried),
         "steps": steps.found,
     }
+
+
+def _compare_kernels(config: RunConfig, case: NullCase) -> dict[str, Any]:
+    """What the doctor asks of a device to compare the kernels of `config`, as if it were the one step of a run."""
+    recorder, notes, checks = Recorder(), AccessNotes(), TritonChecks()
+    with ExitStack() as stack:
+        if not case.compiled:
+            stack.enter_context(checked_launches(checks, recorder, notes))
+            stack.enter_context(Computing(whole_numbers_only=True))
+            stack.enter_context(Accesses(notes))
+        began = _cpu_s()
+        with recorder.record() as recording:
+            recorder.mark("kernels compared")
+            found = judge_kernels(config, torch.device("cuda", 0)).found
+        host_s = _cpu_s() - began
+    return {
+        "case": asdict(case),
+        "faults": {**checks.faults, **({found: 1} if "does not run" in found else {})},
+        "steps": [{**summary(recording), "peak_bytes": torch.cuda.max_memory_allocated()}],
+        "accessed_bytes": recording.accessed_bytes,
+        "host_s": host_s,
+    }
+
+
+def _cpu_s() -> float:
+    """CPU seconds of this process and of those that it has started and that have ended, such as compilers."""
+    return sum(os.times()[:4])
 
 
 def summary(recording: Recording) -> dict[str, Any]:

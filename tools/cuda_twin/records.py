@@ -60,6 +60,8 @@ class Recording:
     """(index of the first record, what began there), in order."""
     first: int = 0
     """Of this recording among all records, those of memory with them."""
+    accessed_bytes: int = 0
+    """That operations and Triton kernels read and write, each of their tensors once; 0 where nobody notes them."""
     stream_waits: list[str] = field(default_factory=list)
     """Where each wait of a stream for an event was asked for, in their order."""
 
@@ -149,6 +151,7 @@ class Recorder:
             self._library.null_observe(None, 0)
             self._current = None
             rows = self._rows(made.first)
+            made.accessed_bytes = int(rows["b"][np.isin(rows["kind"], (Kind.READ, Kind.WRITE, Kind.FRESH))].sum())
             (kept,) = np.nonzero(~np.isin(rows["kind"], OF_MEMORY))
             made.rows = rows[kept]
             made.marks = [(int(np.searchsorted(kept, at - made.first)), name) for at, name in made.marks]

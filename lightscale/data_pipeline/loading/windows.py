@@ -26,6 +26,10 @@ Shift = Literal[0, 1]
 """How many tokens behind its input a label stands."""
 
 
+_ON_HOST = ("host_starts", "tokens_after")
+"""Fields of a batch that do not move to its device."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """The part of a micro-batch that one rank holds; tensors are (b, n / sequence_size) unless said otherwise."""
@@ -47,11 +51,15 @@ class Batch:
     """(b,) int64: which source each row is from, all of its tokens: its number in the loader's mixture."""
     host_starts: tuple[torch.Tensor, torch.Tensor] | None = None
     """``start_slots`` and ``start_positions`` as they were made; None where they have not moved."""
+    tokens_after: torch.Tensor | None = None
+    """(b,) int64 on the host: tokens of each row's last document range behind the segment; None where only earlier
+    tokens are read."""
 
     @property
-    def document_starts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """``start_slots`` and ``start_positions`` on the host, which need not ask the device for them."""
-        return self.host_starts or (self.start_slots, self.start_positions)
+    def document_starts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """``start_slots``, ``start_positions`` and ``tokens_after`` on the host, which need not ask the device."""
+        slots, positions = self.host_starts or (self.start_slots, self.start_positions)
+        return slots, positions, self.tokens_after
 
     @property
     def lengths(self) -> None:
@@ -86,17 +94,17 @@ class Batch:
         batch = self.pinned() if device.type == "cuda" else self
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in batch._tensors().items()}
         moved = {**moved, "tokens": moved["tokens"].long(), "labels": moved["labels"].long()}
-        return Batch(**moved, host_starts=self.document_starts)
+        return Batch(**moved, host_starts=self.document_starts[:2], tokens_after=self.tokens_after)
 
     def pinned(self) -> "Batch":
         """The same in memory that a GPU copies from by itself; what is there already is not copied."""
         # Contiguous: anything else would be copied once more, from memory that is not pinned.
         pinned = {name: tensor.contiguous().pin_memory() for name, tensor in self._tensors().items()}
-        return Batch(**pinned, host_starts=self.host_starts)
+        return Batch(**pinned, host_starts=self.host_starts, tokens_after=self.tokens_after)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         # Positions are not among them: they are made on the device, of the few numbers that start the ranges.
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "host_starts"}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _ON_HOST}
 
 
 class DocumentRanges(NamedTuple):
@@ -275,7 +283,17 @@ def read_predicted(
     made = targets(whole.tokens.numpy(), whole.loss_mask.numpy(), np.array(places, dtype=np.int64), documents)
     cut = (torch.from_numpy(np.ascontiguousarray(array[:, first:last])) for array in made)
     inputs, labels, counted = cut
-    return replace(own, tokens=inputs, labels=labels, loss_mask=counted)
+    # Tokens read their whole document: where it ends, other ranks need not be asked.
+    after = _tokens_after(whole.start_slots.numpy(), len(rows), length, last)
+    return replace(own, tokens=inputs, labels=labels, loss_mask=counted, tokens_after=torch.from_numpy(after))
+
+
+def _tokens_after(start_slots: NDArray[np.int64], rows: int, length: int, last: int) -> NDArray[np.int64]:
+    """Of each row, from slot ``last`` on, up to the next of ``start_slots``, those of the whole rows."""
+    ends = np.arange(rows) * length + last
+    starts = np.append(start_slots, rows * length)
+    after: NDArray[np.int64] = starts[np.searchsorted(starts, ends)] - ends
+    return after
 
 
 def find_range_starts(rows: Sequence[Row], first: int, last: int) -> RangeStarts:

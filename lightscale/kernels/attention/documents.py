@@ -40,6 +40,8 @@ class DocumentStarts(NamedTuple):
     """(m,) int64 ascending, over the rows laid one after another; every row starts a range."""
     positions: Tensor
     """(m,) int64: the position there; above 0 only at the start of a row, where an earlier sequence rank began it."""
+    after: Tensor | None = None
+    """(b,) int64: tokens of each row's last document that the sequence ranks behind hold; None: they must be asked."""
 
 
 def read_starts(positions: Tensor) -> DocumentStarts:

@@ -76,11 +76,14 @@ class SequenceContext:
     def attention_both_ways(self) -> DocumentAttention:
         """The same to all tokens of their documents, on all ranks.
 
-        Where a document ends is asked of the sequence ranks behind, once a pass: on a GPU the host waits for it.
+        Where a document ends is asked of the sequence ranks behind, once a pass, unless the batch tells: on a GPU the
+        host waits for it.
         """
         starts, b, n, before, device = self._documents
         after = torch.zeros(b, dtype=torch.int64)
-        if self.exchange is not None:
+        if self.exchange is not None and starts.after is not None:
+            after = starts.after
+        elif self.exchange is not None:
             leading = leading_tokens(starts, b, n)
             wait = begin_gather(to_device(leading, device)[:, None], self.exchange)
             lengths = [n] * self.exchange.size if self.lengths is None else self.lengths
