@@ -53,7 +53,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory, run_ranks: RunRanks) -> d
     tnl.write_store(folder / "store", tnl.train_sentencepiece([tnl.TEXT] * 20, vocab_size=420))
     (folder / "run.toml").write_text(tnl.CONFIG.format(root=tnl.ROOT, store=folder / "store"), encoding="utf-8")
     for name, mixer in STACKS.items():
-        RunDirectory(folder / name).create_or_open(load(folder / "run.toml", [f"model.mixer={mixer!r}", *OPTIONS.get(name, [])]))
+        RunDirectory(folder / name).create_or_open(
+            load(folder / "run.toml", [f"model.mixer={mixer!r}", *OPTIONS.get(name, [])])
+        )
     (found,) = run_ranks(measure, 1, folder)
     return dict(found)
 
