@@ -82,6 +82,9 @@ def with_room(state: MixerState, lengths: Sequence[int], tokens: int) -> MixerSt
     room = max(lengths) + tokens
     found = {}
     for key, tensor in state.items():
+        # Of a state with room there is as much as there are tokens: documents end together.
+        if key == "length":
+            continue
         found[key] = tensor.new_zeros(len(lengths), room, *tensor.shape[2:])
         for row, length in enumerate(lengths):
             found[key][row, :length] = tensor[row, tensor.size(1) - length :]

@@ -117,6 +117,7 @@ def written(module: Any) -> dict[str, float]:
     texts = torch.randint(0, 97, (3, 40), generator=torch.Generator().manual_seed(1)).tolist()
     whole = [module(torch.tensor([ids]), torch.arange(40)[None])[0, :, :97] for ids in texts]
     worst = {"a token at a time": 0.0, "parts": 0.0, "unequal texts": 0.0, "one that ends": 0.0}
+    worst["a beginning that is shared"] = 0.0
 
     def compare(how: str, documents: Documents, logits: Tensor, rows: list[int]) -> None:
         for found, row, position in zip(logits, rows, documents.positions, strict=True):
@@ -138,6 +139,14 @@ def written(module: Any) -> dict[str, float]:
     for _ in range(5):
         ids = [[texts[row][position]] for row, position in zip([2, 0], documents.positions, strict=True)]
         compare("one that ends", documents, documents.feed(ids), [2, 0])
+    # Two texts behind the first 11 tokens of one.
+    prefix, documents = Documents(module), Documents(module)
+    prefix.begin([texts[0][:11]], room=0)
+    logits = documents.begin_behind(prefix, [texts[0][11:20], texts[0][11:13]], room=1)
+    compare("a beginning that is shared", documents, logits, [0, 0])
+    for _ in range(4):
+        ids = [[texts[0][position]] for position in documents.positions]
+        compare("a beginning that is shared", documents, documents.feed(ids), [0, 0])
     return worst
 
 
