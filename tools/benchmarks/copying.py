@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -189,14 +189,24 @@ def finished(cell: Cell, recipe: Recipe, folder: Path | None) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The figures after each curve: the seeds of a length, then the next one."""
+    """The figures after each curve: the seeds of a length, then the next one.
+
+    Raises:
+        UserError: see ``finished``; or nothing is there to be shown.
+    """
+    if args.finished and (args.cells is None or not args.cells.is_dir()):
+        raise UserError(f"--finished shows curves of --cells FOLDER, and {args.cells or 'none'} is no such folder")
     recipe = Recipe(width=args.width, blocks=args.blocks, batch=args.batch, steps=args.steps, lr=args.lr)
     curves: list[dict[str, Any]] = []
     for length in args.lengths:
         for seed in range(args.seed, args.seed + args.repeats):
             for name in args.models:
                 cell = Cell(model=name, length=length, seed=seed)
-                curves.append(finished(cell, recipe, args.cells))
+                if args.finished and not (args.cells / cell.file).exists():
+                    continue
+                # However short they are.
+                asked = replace(recipe, steps=0) if args.finished else recipe
+                curves.append(finished(cell, asked, args.cells))
                 yield {"recipe": asdict(recipe), "curves": curves, "verdict": {"missed": missed(curves)}}
 
 
@@ -299,6 +309,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=positive, default=128, help="of the models, in channels (default 128)")
     parser.add_argument("--blocks", type=positive, default=4, help="of the models (default 4)")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate, constant after 50 steps (default 1e-3)")
+    parser.add_argument("--finished", action="store_true", help="show what --cells has, and run nothing")
     parser.add_argument(
         "--cells", type=Path, metavar="FOLDER", help="keep finished curves there, and do not run them again"
     )

@@ -57,6 +57,9 @@ def test_finished_curves_are_not_run_again(
     assert ran == ["linear, strings of 4, seed 0"]
     same = [one | {"seconds": 0.0} for one in json.loads(capsys.readouterr().out)["curves"]]
     assert same == [one | {"seconds": 0.0} for one in figures["curves"]]
+    assert bench_in_process.main([*words, "--finished", "--repeats", "2", "--steps", "9"]) == 0 and len(ran) == 1
+    assert [one["seed"] for one in json.loads(capsys.readouterr().out)["curves"]] == [0, 0, 0, 0]
+    assert bench_in_process.main(["copying", "--finished"]) == UserError.EXIT_CODE
     # Too short: run again; of another recipe: refused, and not mixed up with it.
     assert bench_in_process.main([*words, "--models", "linear", "--steps", "3"]) == 0
     assert len(ran) == 2
