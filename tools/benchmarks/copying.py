@@ -282,14 +282,14 @@ def draw(figures: dict[str, Any], path: Path) -> None:
 
 
 def _draw_steps(axes: Any, curves: list[dict[str, Any]], lengths: list[int]) -> None:
-    """The mean over seeds; hollow where one of them had not reached it, its steps at least so many."""
+    """The mean over seeds; hollow where one of them had not reached it: not by as many steps as it had."""
     for model in MODELS:
         points = []
         for length in lengths:
             of_seeds = [one for one in curves if one["model"] == model and one["length"] == length]
             if of_seeds:
-                mean = sum(one["steps"] for one in of_seeds) / len(of_seeds)
-                points.append((length, mean, all(one["reached"] for one in of_seeds)))
+                steps, reached = [one["steps"] for one in of_seeds], all(one["reached"] for one in of_seeds)
+                points.append((length, sum(steps) / len(steps) if reached else max(steps), reached))
         axes.plot([x for x, _, _ in points], [y for _, y, _ in points], color=COLORS[model], linewidth=1.2)
         for x, y, reached in points:
             axes.plot(x, y, "o", color=COLORS[model], markerfacecolor=COLORS[model] if reached else "white")
