@@ -122,7 +122,7 @@ def run_convert(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
 
 def run_copying(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
     """Accuracies of the copying task over steps."""
-    settings = {name: getattr(args, name) for name in ("lengths", "models", "batch", "steps", "limit_s", "repeats")}
+    settings = {name: getattr(args, name) for name in ("lengths", "models", "seed", "repeats")}
     for figures in copying.run(args):
         yield BenchmarkReport(settings=settings, figures=figures, table=copying.table(figures))
 

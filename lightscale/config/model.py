@@ -71,6 +71,8 @@ class ModelConfig(Section):
     init_std: Small = 0.02
     """Standard deviation of the initial weights; output projections take it divided by sqrt(2 num_layers), or
     sqrt(num_layers) in blocks without a gated linear unit."""
+    embedding_std: Small | None = None
+    """That of the embedding and of learned positions; none: init_std. CausalRN's paper draws both from N(0, 1)."""
     mixer_options: dict[str, SerializeAsAny[Section]] = Field(default={}, validate_default=True)
     """Options of the mixers in use: a table [model.mixer_options.NAME] for each that has options."""
 

@@ -300,7 +300,7 @@ register(
     Operator(
         name="log_sum",
         cost=CostClass.SCAN,
-        backends=_backends("log_sum", chunk=64)[1:],
+        backends=_backends("log_sum", triton_chunk=64, chunk=64),
         state=_state(StateAlgebra.LOG_SUM, z="BD"),
     )
 )

@@ -22,6 +22,7 @@ from lightscale.kernels.glu import glu
 from lightscale.kernels.lightnet import lightnet_attention, lightnet_noncausal
 from lightscale.kernels.lightning import lightning_attention
 from lightscale.kernels.lion import lion, lion_vector
+from lightscale.kernels.log_sum import log_sum
 from lightscale.kernels.norm import norm
 from lightscale.kernels.tpe import tpe_scan
 from lightscale.models.operators import operators_of
@@ -184,6 +185,14 @@ def _tpe(draw: _Draw) -> _Case:
     return _Case(inputs=inputs, compute=lambda backend, **x: tpe_scan(**x, cu_seqlens=cut, backend=backend)[0])
 
 
+def _log_sum(draw: _Draw) -> _Case:
+    width, cut = draw.model.hidden_size // draw.tensor, draw.documents()
+    return _Case(
+        inputs={"b": draw(1, draw.tokens, width)},
+        compute=lambda backend, b: log_sum(b, cu_seqlens=cut, backend=backend),
+    )
+
+
 def _norm(draw: _Draw) -> _Case:
     sizes = (1, draw.tokens, draw.model.hidden_size)
     return _Case(
@@ -217,6 +226,7 @@ _CASES: dict[str, Callable[[_Draw], _Case]] = {
     "lion": _lion,
     "lion_vector": _lion_vector,
     "tpe": _tpe,
+    "log_sum": _log_sum,
     "norm": _norm,
     "glu": _glu,
     "cross_entropy": _cross_entropy,

@@ -283,7 +283,7 @@ class LanguageModel(LanguageModule):
         """Initial distributions of the weights that Megatron's own modules hold."""
         std = self.model.init_std
         if self.pre_process:
-            set_initializer(self.embedding.word_embeddings.weight, normal(std))
+            set_initializer(self.embedding.word_embeddings.weight, normal(self.model.embedding_std or std))
         if self.post_process and self.output_layer.weight is not None:
             set_initializer(self.output_layer.weight, normal(std))
         for layer in self.decoder.layers if self.model.intermediate_size else ():

@@ -21,6 +21,7 @@ from lightscale.kernels.glu import glu
 from lightscale.kernels.lightnet import LightNetState, StateCotangent, lightnet_attention, lightnet_noncausal
 from lightscale.kernels.lightning import lightning_attention, token_decays
 from lightscale.kernels.lion import LionState, lion, lion_vector
+from lightscale.kernels.log_sum import log_sum
 from lightscale.kernels.norm import norm
 from lightscale.kernels.operators import get_operator
 from lightscale.kernels.tpe import tpe_scan
@@ -215,6 +216,10 @@ def _tpe(backend: str, cu_seqlens: Tensor | None, state: Tensor | None = None, *
     return {"y": y, "final": final}
 
 
+def _log_sum(backend: str, cu_seqlens: Tensor | None, b: Tensor, state: Tensor | None = None) -> dict[str, Tensor]:
+    return {"z": log_sum(b, initial_state=state, cu_seqlens=cu_seqlens, backend=backend)}
+
+
 def _norm_draw(draw: Draw) -> dict[str, Tensor]:
     x = draw.shape
     sizes = (x.rows, x.tokens, x.K)
@@ -302,6 +307,18 @@ def _tpe_passes(given: Passes) -> dict[str, Any]:
     }
 
 
+def _log_sum_passes(given: Passes) -> dict[str, Any]:
+    b, state, forms, cut = given.inputs["b"], given.inputs["state"], given.forms, given.cu_seqlens
+    z = forms.out_fwd(b, state, cut)
+    dz, dend = given.cotangent(z), given.cotangent(state)
+    return {
+        "local": forms.state_fwd(b, cut)[0],
+        "out": z,
+        "own": forms.state_bwd(z, dz, state, cut),
+        "gradient": forms.grad_bwd(b, z, dz, dend, cut),
+    }
+
+
 MIXERS = {
     "lightning by token": Case(
         operator="lightning",
@@ -365,6 +382,14 @@ OPERATORS = MIXERS | {
         form=_tpe,
         state=lambda draw: {"state": draw.wide(draw.shape.rows, draw.shape.K, draw.shape.V)},
         by_token=("x", "y"),
+    ),
+    "log sum": Case(
+        operator="log_sum",
+        passes=_log_sum_passes,
+        draw=lambda draw: {"b": draw(draw.shape.rows, draw.shape.tokens, draw.shape.K)},
+        form=_log_sum,
+        state=lambda draw: {"state": draw.wide(draw.shape.rows, draw.shape.K)},
+        by_token=("b", "z"),
     ),
     "norm": Case(
         operator="norm",

@@ -51,14 +51,14 @@ def test_the_last_document_by_itself(name: str) -> None:
     assert not operators.wrong(ratios, FULL), ratios
 
 
-@pytest.mark.parametrize("name", [*operators.MIXERS, "tpe"])
+@pytest.mark.parametrize("name", [*operators.MIXERS, "tpe", "log sum"])
 def test_passes(name: str) -> None:
     inputs = operators.draw(name, shape(name), FULL, "cpu", with_state=True)
     package = import_module(f"lightscale.kernels.{operators.case_of(name).operator}")
     cut = torch.tensor([0, 15, 20, 40])
     expected = operators.passes(name, operators.chunked_passes(name), inputs, cut, exact=True)
     ratios = operators.errors(operators.passes(name, package, inputs, cut), expected)
-    assert len(ratios) >= 6
+    assert len(ratios) >= (4 if name == "log sum" else 6)
     assert not operators.wrong(ratios, FULL), ratios
 
 

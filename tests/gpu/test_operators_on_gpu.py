@@ -41,6 +41,7 @@ GLU_WIDTHS = (384, 1000, 1536, 2048, 2816, 4096, 6912, 11008)
 CASES = [
     *((name, dtype, K, V, cut) for name in operators.MIXERS for dtype, K, V, cut in MIXER_CASES),
     *(("tpe", *case) for case in ((HALF, 512, 128, True), (FULL, 96, 64, False), (HALF, 70, 16, True))),
+    *(("log sum", dtype, width, 0, cut) for dtype in (HALF, FULL) for width, cut in ((3072, True), (70, False))),
     *((name, HALF, width, 0, False) for name in ("norm", "gated norm") for width in NORM_WIDTHS),
     *((name, FULL, width, 0, False) for name in ("norm", "gated norm") for width in (1000, 2048)),
     *((name, HALF, width, 0, False) for name in ("glu", "glu silu", "glu sigmoid") for width in GLU_WIDTHS),
@@ -73,7 +74,7 @@ def test_equals_the_reference_in_fp64(
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 129, 8192, 65537, 2**20])
-@pytest.mark.parametrize("name", [*operators.MIXERS, "tpe"])
+@pytest.mark.parametrize("name", [*operators.MIXERS, "tpe", "log sum"])
 def test_any_length_in_bf16(name: str, tokens: int, record_property: Callable[[str, Any], None]) -> None:
     """Up to a million tokens, where the states of several splits are folded; the chunked form in fp64 is exact."""
     inputs = operators.draw(name, Shape(rows=1, tokens=tokens, K=128, V=128), HALF, "cuda", with_state=True)
@@ -89,6 +90,7 @@ def test_any_length_in_bf16(name: str, tokens: int, record_property: Callable[[s
     [
         *((name, 17, 128, 128) for name in operators.MIXERS),
         ("tpe", 1, 2064, 64),
+        ("log sum", 1, 2064, 0),
         ("norm", 1, 2064, 0),
         ("gated norm", 1, 2064, 0),
         ("glu silu", 1, 1032, 0),
@@ -113,7 +115,7 @@ def test_more_than_two_to_the_31_elements(
     assert not operators.wrong(ratios, HALF), ratios
 
 
-@pytest.mark.parametrize("name", [*operators.MIXERS, "tpe"])
+@pytest.mark.parametrize("name", [*operators.MIXERS, "tpe", "log sum"])
 def test_passes_of_sequence_parallelism(name: str, record_property: Callable[[str, Any], None]) -> None:
     """What one rank computes of its part of a row, with a state that enters and a cotangent that comes back."""
     inputs = operators.draw(name, Shape(rows=2, tokens=1000, heads=2, K=128, V=128), HALF, "cuda", with_state=True)

@@ -36,6 +36,7 @@ from lightscale.kernels.lion import lion, vector
 from lightscale.kernels.lion.triton import tiling as lion_tiling
 from lightscale.kernels.log_sum import chunked as log_sum_chunked
 from lightscale.kernels.log_sum import log_sum
+from lightscale.kernels.log_sum.triton import tiling as log_sum_tiling
 from lightscale.kernels.norm.eager import WIDEST
 from lightscale.kernels.operators import Backend, CostClass, Operator, get_operator, register
 from lightscale.kernels.tpe import chunked as tpe_chunked
@@ -141,6 +142,7 @@ def test_chunks_of_the_positional_encoding_and_the_width_of_the_norm() -> None:
     steps = {case.constants["STEP"] for case in TPE_CASES if "STEP" in case.constants}
     assert steps == {get_operator("tpe").backend("triton").chunk_size}
     assert get_operator("tpe").backend("chunked").chunk_size == tpe_chunked.DEFAULT_CHUNK_SIZE
+    assert get_operator("log_sum").backend("triton").chunk_size == log_sum_tiling.CHUNK
     assert get_operator("log_sum").backend("chunked").chunk_size == log_sum_chunked.DEFAULT_CHUNK_SIZE
     assert get_operator("norm").backend("triton").max_width == WIDEST
 

@@ -20,7 +20,8 @@ def wrong(mixer: str) -> list[Mismatch]:
 
 
 @pytest.mark.parametrize(
-    "mixer", ["tnl", "hgrn2", "lion-s", "decay-attention", pytest.param("lightnet", marks=pytest.mark.long)]
+    "mixer",
+    ["tnl", "hgrn2", "lion-s", "decay-attention", "causal-rn", pytest.param("lightnet", marks=pytest.mark.long)],
 )
 def test_right_kernels_pass(mixer: str) -> None:
     assert wrong(mixer) == []

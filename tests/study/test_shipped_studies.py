@@ -18,8 +18,8 @@ def cells(name: str) -> dict[str, Cell]:
 
 
 def test_the_shipped_studies_are_those() -> None:
-    names = ["ablation-two-cores", "aspect-ratio", "aspect-ratio-two-cores", "context-length", "listops-two-cores"]
-    assert study_names() == [*names, "masked-two-cores", "scaling-law", "two-cores"]
+    names = ["ablation-two-cores", "aspect-ratio", "aspect-ratio-two-cores", "characters-two-cores", "context-length"]
+    assert study_names() == [*names, "listops-two-cores", "masked-two-cores", "scaling-law", "two-cores"]
 
 
 def test_the_ablation_switches_one_thing_at_a_time() -> None:
@@ -38,6 +38,13 @@ def test_small_aspect_ratios_have_equal_parameters() -> None:
     assert len(found) == 2 * 4 * 3
     for cell in found:
         assert count(cell.config).parameters == pytest.approx(0.222e6, rel=0.08), cell.name
+
+
+def test_models_that_read_characters_are_of_one_size() -> None:
+    found = list(cells("characters-two-cores").values())
+    assert len(found) == 4 and {cell.config.model.vocab_size for cell in found} == {136}
+    for cell in found:
+        assert count(cell.config).parameters == pytest.approx(77.5e3, rel=0.05), cell.name
 
 
 def test_studies_of_both_directions_give_all_the_same_recipe() -> None:

@@ -8,7 +8,7 @@ generation are built from the passes beside them. README.md in this folder has t
 from torch import Tensor
 
 from lightscale.errors import UserError
-from lightscale.kernels.common.backends import AUTO, choose_backend, dispatch_pass, preload_backends
+from lightscale.kernels.common.backends import AUTO, choose_backend, dispatch_pass, implementation, preload_backends
 from lightscale.kernels.common.checks import check_chunk_size, check_documents, check_one_state
 from lightscale.kernels.common.documents import check_cu_seqlens
 from lightscale.kernels.common.states import state_dtype
@@ -54,7 +54,7 @@ def log_sum(
         cu_seqlens: (N+1,) int32 or int64 document boundaries over the flattened B·T tokens, every row start included.
             No state passes from one document to the next.
         chunk_size: most tokens of a chunk; a matter of speed only.
-        backend: "chunked", "reference" (all pairs, slow); or "auto": what ``set_default_backend`` says, else chunks.
+        backend: "auto", "triton", "chunked", "reference" (all pairs, slow).
 
     Returns:
         z (B, T, D), fp32 (fp64 for fp64 inputs): a logarithm that half precision would round by up to 12 %. That of a
@@ -68,7 +68,11 @@ def log_sum(
         check_one_state("initial_state", initial_state, b, "(B, D)", (b.shape[0], b.shape[2]), like="b")
     check_documents(cu_seqlens, b, like="b")
     check_chunk_size(chunk_size)
-    if choose_backend("log_sum", b, backend) == "reference":
+    chosen = choose_backend("log_sum", b, backend)
+    if chosen == "triton":
+        found: Tensor = implementation("log_sum", chosen).triton_log_sum(b, initial_state, cu_seqlens)
+        return found
+    if chosen == "reference":
         wide = b.to(state_dtype(b.dtype))
         return log_sum_reference(wide, initial_state=initial_state, cu_seqlens=cu_seqlens)[0]
     z: Tensor = ChunkedLogSum.apply(b, initial_state, cu_seqlens, chunk_size)

@@ -26,7 +26,7 @@ def weight(x: Tensor, z: Tensor) -> Tensor:
     return torch.exp(x - z.masked_fill(z == -torch.inf, 0.0))
 
 
-def _starts(b: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
+def document_begins(b: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
     """(B, T) whether a document begins inside the row at a token; None where none does."""
     if cu_seqlens is None:
         return None
@@ -64,7 +64,7 @@ def out_fwd(
     if not num_tokens:
         return b.to(dtype)
     size = _size(num_tokens, chunk_size)
-    terms, starts = _chunked(b.to(dtype), size, -torch.inf), _starts(b, cu_seqlens)
+    terms, starts = _chunked(b.to(dtype), size, -torch.inf), document_begins(b, cu_seqlens)
     cuts = None if starts is None else _chunked(starts, size, False)
     z = torch.empty_like(terms)
     running = torch.full_like(terms[:, :, 0], -torch.inf)
@@ -84,7 +84,7 @@ def out_fwd(
 @without_autocast
 def state_fwd(b: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The sum (B, D) of each row's last document in the row, and (B,) 0 where that begins inside the row."""
-    dtype, starts = state_dtype(b.dtype), _starts(b, cu_seqlens)
+    dtype, starts = state_dtype(b.dtype), document_begins(b, cu_seqlens)
     if not b.shape[1]:
         return torch.full_like(b[:, :0].sum(1), -torch.inf, dtype=dtype), torch.ones_like(
             b[:, :0].sum((1, 2)), dtype=dtype
@@ -101,7 +101,7 @@ def state_fwd(b: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tens
 @without_autocast
 def state_bwd(z: Tensor, dz: Tensor, state: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """The cotangent (B, D) of the state that enters each row, by the row's own outputs z (B, T, D)."""
-    share, starts = weight(state[:, None], z), _starts(z, cu_seqlens)
+    share, starts = weight(state[:, None], z), document_begins(z, cu_seqlens)
     if starts is not None:
         # Of a later document z may be smaller than the state: the exponential is not to be multiplied by 0.
         share = share.masked_fill((starts.cumsum(1) > 0)[..., None], 0.0)
@@ -133,7 +133,7 @@ def grad_bwd(
     if from_behind is not None:
         # The state behind the row is z of its last token.
         dz = torch.cat([dz[:, :-1], dz[:, -1:] + from_behind[:, None].to(z.dtype)], dim=1)
-    size, starts = _size(num_tokens, chunk_size), _starts(z, cu_seqlens)
+    size, starts = _size(num_tokens, chunk_size), document_begins(z, cu_seqlens)
     # How much of a token's sum is in that of the next one: nothing where a document begins.
     log_share = z[:, :-1] - z[:, 1:].masked_fill(z[:, 1:] == -torch.inf, 0.0)
     if starts is not None:

@@ -22,8 +22,10 @@ from lightscale.kernels.attention import to_device
 from lightscale.kernels.common.states import state_dtype, without_autocast
 from lightscale.kernels.relation.activations import activation_of
 
-TILE_ELEMENTS = 2**22
-"""Most numbers of a tile, over all rows and channels; a tile is held a few times."""
+TILE_ELEMENTS = 2**20
+"""Most numbers of a tile, over all rows and channels, on a CPU, whose caches hold them; a tile is held a few times."""
+_ON_GPU = 4
+"""Times as many on a GPU, where every tile takes some launches."""
 _MOST_TOKENS, _LEAST_TOKENS = 64, 4
 
 
@@ -45,16 +47,18 @@ class _Tile(NamedTuple):
 def _tiles(first: Tensor, end: Tensor, like: Tensor, num_keys: int) -> Iterator[_Tile]:
     """Of ranges (B, T) on the host, for inputs ``like`` (B, T, D)."""
     rows, num_queries, width = like.shape
-    size = _MOST_TOKENS
-    while size > _LEAST_TOKENS and rows * size * size * width > TILE_ELEMENTS:
+    size, most = _MOST_TOKENS, TILE_ELEMENTS * (1 if like.device.type == "cpu" else _ON_GPU)
+    while size > _LEAST_TOKENS and rows * size * size * width > most:
         size //= 2
+    # Where few tokens read, as in generation, they take many at once.
+    at_once = size if num_queries >= size else max(size, most // (rows * width * max(1, num_queries)))
     on_device = to_device(first, like.device), to_device(end, like.device)
     number = torch.arange(num_keys, device=like.device)
     for q in range(0, num_queries, size):
         queries = slice(q, min(q + size, num_queries))
         low, high = int(first[:, queries].min()), int(end[:, queries].max())
-        for k in range(low, high, size):
-            keys = slice(k, min(k + size, high))
+        for k in range(low, high, at_once):
+            keys = slice(k, min(k + at_once, high))
             of_queries = [x[:, queries, None] for x in on_device]
             seen = (number[keys] >= of_queries[0]) & (number[keys] < of_queries[1])
             yield _Tile(queries, keys, seen.to(like.dtype))

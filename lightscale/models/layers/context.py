@@ -65,6 +65,11 @@ class SequenceContext:
         return self.replay if self.replay is not None and layer in self.replay.layers else None
 
     @cached_property
+    def positions_on_host(self) -> Tensor:
+        """``positions``, for which the host waits on a GPU, once for all layers."""
+        return self.positions.cpu()
+
+    @cached_property
     def attention(self) -> DocumentAttention:
         """Softmax attention of these rows' tokens to the tokens of this rank and of those before; without ``states``.
 

@@ -21,7 +21,7 @@ class LearnedPositions(EmbeddingPart):
     @staticmethod
     def initial_values(model: ModelConfig) -> dict[str, DrawWeights]:
         """As large as the embedding's."""
-        return {"table": normal(model.init_std)}
+        return {"table": normal(model.embedding_std or model.init_std)}
 
     def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n, b, d / tensor), this tensor rank's channels of all tokens -> the same.
@@ -32,7 +32,7 @@ class LearnedPositions(EmbeddingPart):
         known, n = self.table.size(0), x.size(0)
         if context.states is not None:
             # Of text that is generated only the positions themselves say how long it is.
-            longest = int(context.positions.max()) + 1 if n else 0
+            longest = int(context.positions_on_host.max()) + 1 if n else 0
         elif context.exchange is not None:
             longest = n * context.exchange.size if context.lengths is None else sum(context.lengths)
         else:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightscale.config.model import ModelConfig
@@ -20,7 +19,7 @@ from lightscale.kernels.common.angles import Angles, phases_of
 from lightscale.models.layers.context import Finish, MixerState, SequenceContext
 from lightscale.models.layers.linear import column_parallel, row_parallel
 from lightscale.models.layers.positions import rope, rotary_angles
-from lightscale.models.layers.states import check_state
+from lightscale.models.layers.token_cache import take_in, with_room
 from lightscale.models.mixers.interface import Mixer
 from lightscale.models.specs.options import llama_heads, llama_options
 from lightscale.parallel.megatron import TransformerConfig
@@ -30,9 +29,8 @@ from lightscale.parallel.sequence import begin_gather
 class LLaMA(Mixer):
     """(n / tensor, b, d) -> (n / tensor, b, d).
 
-    The state is ``k`` and ``v``: (b, tokens so far, g, head_dim) of the g heads of keys and values, each row up to its
-    last token. Or, with room, ``k`` and ``v``: (b, room, g, head_dim), each row's document from the first column on,
-    and ``length``: (b,) int64 on the host, no less than the document's tokens. It is changed in place then.
+    The state is ``k`` and ``v``: (b, tokens so far, g, head_dim) of the g heads of keys and values, or (b, room, g,
+    head_dim) with ``length``; see ``layers/token_cache.py``.
     """
 
     def __init__(
@@ -80,46 +78,16 @@ class LLaMA(Mixer):
 
     def _continue(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
         """Attention to the cached tokens of the same document too; the cache takes the new ones in."""
-        assert context.states is not None
-        cache = context.states.get(self.state_name)
-        if cache is not None and "length" in cache:
-            return self._continue_in_room(q, k, v, cache, context)
-        if cache is not None:
-            shape = (q.size(0), *cache.get("k", k).shape[1:2], *k.shape[2:])
-            check_state(self.state_name, cache, {"k": shape, "v": shape}, q.dtype)
-            k, v = torch.cat([cache["k"], k], dim=1), torch.cat([cache["v"], v], dim=1)
-        # Copied where it is a view: that would keep the whole projection.
-        context.states[self.state_name] = {"k": k, "v": v.contiguous()}
-        return sdpa(q, k, v, attn_mask=_seen(context.positions, k.size(1)))
+        cached = take_in(context, self.state_name, {"k": k, "v": v})
+        k, v = cached.tensors["k"], cached.tensors["v"]
+        number = torch.arange(k.size(1), device=q.device)
+        first, end = cached.ranges(context.positions)
+        seen = (number >= first[..., None]) & (number < end[..., None])
+        return sdpa(q, k, v, attn_mask=seen[:, None])
 
     def with_room(self, state: MixerState, lengths: Sequence[int], tokens: int) -> MixerState:
-        """See ``Mixer.with_room``; every row gets room for the longest document and ``tokens``."""
-        room = max(lengths) + tokens
-        found = {key: state[key].new_zeros(len(lengths), room, *state[key].shape[2:]) for key in ("k", "v")}
-        for key, tensor in found.items():
-            for row, length in enumerate(lengths):
-                tensor[row, :length] = state[key][row, state[key].size(1) - length :]
-        return {**found, "length": torch.tensor(lengths)}
-
-    def _continue_in_room(self, q: Tensor, k: Tensor, v: Tensor, cache: MixerState, context: SequenceContext) -> Tensor:
-        """As ``_continue``, for rows that are at positions of their own."""
-        assert context.states is not None
-        b, n = q.shape[:2]
-        room = cache["k"].size(1)
-        shape = (b, room, *k.shape[2:])
-        check_state(self.state_name, {key: cache[key] for key in ("k", "v")}, {"k": shape, "v": shape}, q.dtype)
-        length = int(cache["length"].max()) + n
-        if length > room:
-            # Doubled, so that each token is copied a few times at most, however long the documents become.
-            more = max(length, 2 * room) - room
-            cache = {**cache, **{key: F.pad(cache[key], (0, 0, 0, 0, 0, more)) for key in ("k", "v")}}
-        rows = torch.arange(b, device=q.device)[:, None]
-        cache["k"][rows, context.positions] = k
-        cache["v"][rows, context.positions] = v
-        context.states[self.state_name] = {**cache, "length": cache["length"] + n}
-        # What a shorter document has not reached yet is 0 there, and hidden.
-        seen = torch.arange(length, device=q.device) <= context.positions[..., None]
-        return sdpa(q, cache["k"][:, :length], cache["v"][:, :length], attn_mask=seen[:, None])
+        """See ``Mixer.with_room``."""
+        return with_room(state, lengths, tokens)
 
     def _across_ranks(self, q: Tensor, gathered: Tensor, context: SequenceContext) -> Tensor:
         """Attention to the tokens of all sequence ranks, gathered: (b, all tokens, 2, g, k), or of those up to this."""
@@ -129,11 +97,3 @@ class LLaMA(Mixer):
         seen = attention.before + attention.length if self.is_causal else None
         k, v = gathered[:, :seen].unbind(dim=2)
         return attention(q, k, v)
-
-
-def _seen(positions: Tensor, num_keys: int) -> Tensor:
-    """(b, 1, n, keys): the last ``n`` of ``num_keys`` tokens see those from their document's start up to themselves."""
-    keys = torch.arange(num_keys, device=positions.device)
-    own = keys[num_keys - positions.size(1) :].expand_as(positions)
-    start = own - positions
-    return ((keys >= start[..., None]) & (keys <= own[..., None]))[:, None]

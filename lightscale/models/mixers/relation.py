@@ -13,6 +13,7 @@ in the gradient, as in the paper's figure 8).
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,13 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightscale.config.model import ModelConfig
-from lightscale.errors import UserError
 from lightscale.kernels.log_sum import log_sum, log_sum_whole, recurrent_step, state_dtype
 from lightscale.kernels.relation import relation
-from lightscale.models.layers.context import SequenceContext
+from lightscale.models.layers.context import MixerState, SequenceContext
 from lightscale.models.layers.linear import column_parallel, row_parallel
 from lightscale.models.layers.norms import layer_norm_split
 from lightscale.models.layers.states import incoming_state
+from lightscale.models.layers.token_cache import take_in, with_room
 from lightscale.models.mixers.interface import Mixer
 from lightscale.models.specs.interface import Shapes
 from lightscale.models.specs.relation import hidden_width, post_norm, pre_norm, relation_options
@@ -44,7 +45,9 @@ from lightscale.parallel.sequence import LogSumScan, LogSumWholeScan, begin_gath
 class CausalRN(Mixer):
     """(n / tensor, b, d) -> (n / tensor, b, d).
 
-    The state of the linear form is ``z``: (b, D / tensor), D hidden channels. The quadratic form does not generate.
+    The state of the linear form is ``z``: (b, D / tensor), D hidden channels. That of the quadratic form is all tokens:
+    ``b``, (b, tokens so far, D), the side that is read, whole on every tensor rank; or with room, see
+    ``layers/token_cache.py``.
     """
 
     def __init__(
@@ -120,22 +123,26 @@ class CausalRN(Mixer):
 
     # ----- quadratic: tensor ranks share out the tokens that read -----------------------------------------------------
 
+    def with_room(self, state: MixerState, lengths: Sequence[int], tokens: int) -> MixerState:
+        """See ``Mixer.with_room``; the state of the linear form does not grow."""
+        return with_room(state, lengths, tokens) if self.form == "quadratic" else state
+
     def _quadratic(self, x: Tensor, context: SequenceContext) -> Tensor:
         """(n, b, D / tensor)."""
-        if context.states is not None:
-            raise UserError(
-                f'layer {self.layer}: model.mixer_options.{self.model.layers[self.layer]}.form = "quadratic" does not '
-                'generate text: its state would be all tokens; use a model of form = "linear", or score whole texts'
-            )
         b = self._whole_channels(self.b_proj(x)[0])
         if self._shares_tokens:
             b = gather_from_sequence_parallel_region(b, group=self.group)
         b = b.transpose(0, 1)
         gathered = None if context.exchange is None else begin_gather(b, context.exchange, context.lengths)
         a = self._whole_channels(self.a_proj(x)[0]).transpose(0, 1)
-        attention = context.attention if self.is_causal else context.attention_both_ways
-        first, end = (self._own_tokens(edge) for edge in attention.key_ranges)
-        b = b if gathered is None else gathered()
+        if context.states is not None:
+            assert self.is_causal, "only models that predict the next token generate"
+            cached = take_in(context, self.state_name, {"b": b})
+            b, (first, end) = cached.tensors["b"], cached.ranges(context.positions_on_host)
+        else:
+            attention = context.attention if self.is_causal else context.attention_both_ways
+            first, end = (self._own_tokens(edge) for edge in attention.key_ranges)
+            b = b if gathered is None else gathered()
         if self.pre_norm == "approximate":
             a, b = (layer_norm_split(side, width=self.width, eps=self.eps) for side in (a, b))
         o = relation(a, b, first, end, activation=self.activation, norm=self.pre_norm == "exact", eps=self.eps)

@@ -2,7 +2,6 @@
 
 from lightscale.config.model import ModelConfig
 from lightscale.models.specs.interface import EmbeddingPartSpec, PartParameter
-from lightscale.models.specs.options import RelationOptions
 
 
 class LearnedPositionsSpec(EmbeddingPartSpec):
@@ -19,6 +18,7 @@ class LearnedPositionsSpec(EmbeddingPartSpec):
 
 
 def num_positions(model: ModelConfig) -> int:
-    """The most that a mixer of the model asks for."""
-    asked = (options.positions for options in model.mixer_options.values() if isinstance(options, RelationOptions))
-    return max(number or 0 for number in asked)
+    """The most that a mixer of the model asks for by its option ``positions``."""
+    asked = (getattr(options, "positions", None) for options in model.mixer_options.values())
+    # Of other mixers the option is a word.
+    return max((number for number in asked if isinstance(number, int)), default=0)

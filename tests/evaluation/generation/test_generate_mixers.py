@@ -18,7 +18,9 @@ from lightscale.runs.run_directory import RunDirectory
 tnl = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("test_generate.py"))))
 
 STACKS: dict[str, str | list[str]] = {**{name: name for name in reading("causal")}, "hybrid": ["tnl*3", "llama"]}
-GROWING = {"hybrid", *(name for name in reading("causal") if state_grows(mixer_spec(name).operator))}
+STACKS["quadratic"] = "causal-rn"
+OPTIONS = {"quadratic": ["model.mixer_options.causal-rn.form=quadratic"]}
+GROWING = {"hybrid", "quadratic", *(name for name in reading("causal") if state_grows(mixer_spec(name).operator))}
 POSITIONS = (100, 3000)
 RunRanks = Callable[..., list[Any]]
 
@@ -51,7 +53,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory, run_ranks: RunRanks) -> d
     tnl.write_store(folder / "store", tnl.train_sentencepiece([tnl.TEXT] * 20, vocab_size=420))
     (folder / "run.toml").write_text(tnl.CONFIG.format(root=tnl.ROOT, store=folder / "store"), encoding="utf-8")
     for name, mixer in STACKS.items():
-        RunDirectory(folder / name).create_or_open(load(folder / "run.toml", [f"model.mixer={mixer!r}"]))
+        RunDirectory(folder / name).create_or_open(
+            load(folder / "run.toml", [f"model.mixer={mixer!r}", *OPTIONS.get(name, [])])
+        )
     (found,) = run_ranks(measure, 1, folder)
     return dict(found)
 

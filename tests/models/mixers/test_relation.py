@@ -14,6 +14,7 @@ from torch import Tensor
 from lightscale.config.files import load
 from lightscale.config.model import ModelConfig
 from lightscale.errors import UserError
+from lightscale.evaluation.inference.documents import Documents
 from lightscale.models.accounting import parameter_shapes
 from lightscale.models.registry import check_model, layer_operators
 
@@ -43,6 +44,16 @@ MODELS = {
         {"form": "quadratic", "activation": "elu", "eps": 0.1},
     ),
     "no norms": stack({"pre_norm": "off", "post_norm": False}, {"pre_norm": "off", "eps": 0.0}),
+}
+# Causal alone: what generates.
+CAUSAL: dict[str, Any] = {"num_layers": 2, "hidden_size": 9, "num_heads": 3, "intermediate_size": 0, "vocab_size": 101}
+WRITERS = {
+    "exp": ModelConfig(mixer="causal-rn", mixer_options={"causal-rn": QUADRATIC | {"positions": 60}}, **CAUSAL),
+    "sides": ModelConfig(
+        mixer=["causal-rn", "tnl"],
+        mixer_options={"causal-rn": QUADRATIC | {"activation": "elu", "pre_norm": "approximate", "post_norm": False}},
+        **CAUSAL,
+    ),
 }
 ACTIVATIONS = {
     "exp": torch.exp,
@@ -90,12 +101,53 @@ def measure(rank: int, world_size: int, init_method: str) -> dict[str, Any]:
             found[name] = {"initial": initial, **plain.figures(module, plain.batch(model, plain.LENGTHS))}
     with plain.built_model(MODELS["quadratic"], f"{init_method}-long") as module:
         long = torch.zeros(1, 161, dtype=torch.int64)
-        found["refusals"] = []
-        for tokens, states in ((long, None), (long[:, :4], {})):
-            with pytest.raises(UserError) as caught:
-                module(tokens, torch.arange(tokens.shape[1])[None], states=states)
-            found["refusals"].append(str(caught.value))
+        with pytest.raises(UserError) as caught:
+            module(long, torch.arange(161)[None])
+        found["refusal"] = str(caught.value)
+    for name, model in WRITERS.items():
+        with plain.built_model(model, f"{init_method}-{name}") as module:
+            plain.disturb(module)
+            found[f"writing {name}"] = written(module)
     return found
+
+
+@torch.inference_mode()
+def written(module: Any) -> dict[str, float]:
+    """How far logits from the cache are from those of whole texts, by how they were come by."""
+    texts = torch.randint(0, 97, (3, 40), generator=torch.Generator().manual_seed(1)).tolist()
+    whole = [module(torch.tensor([ids]), torch.arange(40)[None])[0, :, :97] for ids in texts]
+    worst = {"a token at a time": 0.0, "parts": 0.0, "unequal texts": 0.0, "one that ends": 0.0}
+    worst["a beginning that is shared"] = 0.0
+
+    def compare(how: str, documents: Documents, logits: Tensor, rows: list[int]) -> None:
+        for found, row, position in zip(logits, rows, documents.positions, strict=True):
+            worst[how] = max(worst[how], float((found - whole[row][position - 1]).abs().max()))
+
+    for how, parts in (("a token at a time", [1] * 40), ("parts", [7, 1, 13, 1, 18])):
+        documents, done = Documents(module), 0
+        for size in parts:
+            ids = [text[done : done + size] for text in texts]
+            # Room for three more: it is made again as the texts grow.
+            compare(how, documents, documents.feed(ids) if done else documents.begin(ids, room=3), [0, 1, 2])
+            done += size
+    documents = Documents(module)
+    compare("unequal texts", documents, documents.begin([texts[0][:5], texts[1][:23], texts[2][:9]], room=2), [0, 1, 2])
+    for _ in range(9):
+        ids = [[text[position]] for text, position in zip(texts, documents.positions, strict=True)]
+        compare("unequal texts", documents, documents.feed(ids), [0, 1, 2])
+    documents.keep([2, 0])
+    for _ in range(5):
+        ids = [[texts[row][position]] for row, position in zip([2, 0], documents.positions, strict=True)]
+        compare("one that ends", documents, documents.feed(ids), [2, 0])
+    # Two texts behind the first 11 tokens of one.
+    prefix, documents = Documents(module), Documents(module)
+    prefix.begin([texts[0][:11]], room=0)
+    logits = documents.begin_behind(prefix, [texts[0][11:20], texts[0][11:13]], room=1)
+    compare("a beginning that is shared", documents, logits, [0, 0])
+    for _ in range(4):
+        ids = [[texts[0][position]] for position in documents.positions]
+        compare("a beginning that is shared", documents, documents.feed(ids), [0, 0])
+    return worst
 
 
 @pytest.fixture(scope="module")
@@ -129,10 +181,14 @@ def test_initial_weights(built: dict[str, Any]) -> None:
         assert float(out.std()) == pytest.approx(0.02 / connections**0.5, rel=0.35)
 
 
-def test_what_the_quadratic_form_cannot_is_refused(built: dict[str, Any]) -> None:
-    too_long, states = built["refusals"]
-    assert too_long.startswith("161 tokens, but the model has 160 learned positions")
-    assert 'causal-rn.form = "quadratic" does not generate text' in states
+def test_more_tokens_than_positions_are_refused(built: dict[str, Any]) -> None:
+    assert built["refusal"].startswith("161 tokens, but the model has 160 learned positions")
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_the_quadratic_form_generates_as_it_computes_whole_texts(built: dict[str, Any], name: str) -> None:
+    worst = built[f"writing {name}"]
+    assert max(worst.values()) < 1e-10, worst
 
 
 def test_the_form_decides_the_operator() -> None:

@@ -12,6 +12,7 @@ STUDIES = [
     "ablation-two-cores",
     "aspect-ratio",
     "aspect-ratio-two-cores",
+    "characters-two-cores",
     "context-length",
     "listops-two-cores",
     "masked-two-cores",
