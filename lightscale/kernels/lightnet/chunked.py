@@ -265,8 +265,8 @@ def state_bwd(
         return running
 
 
-class Gradients(NamedTuple):
-    """Gradients of a row's inputs, each of its input's shape."""
+class LightNetGradients(NamedTuple):
+    """LightNetGradients of a row's inputs, each of its input's shape."""
 
     q: Tensor
     k: Tensor
@@ -288,7 +288,7 @@ def row_gradients(
     *,
     with_theta: bool = False,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
-) -> tuple[Gradients, StateCotangent]:
+) -> tuple[LightNetGradients, StateCotangent]:
     """Every gradient of a row, and that of its incoming state; the arguments are those of ``grad_bwd``."""
     with torch.autocast(q.device.type, enabled=False):
         row = _row(k, v, angles, cu_seqlens, chunk_size)
@@ -320,7 +320,7 @@ def row_gradients(
             batch.add_outgoing_(dv_g, reads.keys, leaving.U)
             for out, x in ((dq, reads.dq), (dk, dk_g), (dv, dv_g)):
                 batch.cut.store(out, x)
-        return Gradients(dq, dk, dv, dtheta), running
+        return LightNetGradients(dq, dk, dv, dtheta), running
 
 
 def grad_bwd(
@@ -335,7 +335,7 @@ def grad_bwd(
     *,
     with_theta: bool = False,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
-) -> Gradients:
+) -> LightNetGradients:
     """The gradients of a row's q, k and v, in their dtypes, and of theta, if asked for.
 
     Args:

@@ -23,7 +23,7 @@ from lightscale.kernels.common.angles import Angles, angles_of
 from lightscale.kernels.common.backends import AUTO, choose_backend, dispatch_pass, implementation
 from lightscale.kernels.common.states import Arriving, arrived, without_autocast
 from lightscale.kernels.lightnet import noncausal_chunked
-from lightscale.kernels.lightnet.chunked import Gradients
+from lightscale.kernels.lightnet.chunked import LightNetGradients
 from lightscale.kernels.lightnet.noncausal_chunked import Bounds
 from lightscale.kernels.lightnet.state import LightNetState, by_channel, merge
 
@@ -94,7 +94,7 @@ def grad_bwd(
     backend: str = AUTO,
     *,
     with_theta: bool = False,
-) -> Gradients:
+) -> LightNetGradients:
     """The gradients of q, k and v, in their dtypes, and of theta, if asked for.
 
     Args:
@@ -117,13 +117,13 @@ def grad_bwd(
     token_gradients = _passes(q, backend).token_gradients
     dq, dk, dv = token_gradients(k, v, angles, do, states, dS, shared, bounds)
     if not with_theta:
-        return Gradients(dq, dk, dv, None)
+        return LightNetGradients(dq, dk, dv, None)
     assert angles is not None, "with_theta"
     # φ turned on by a quarter is its derivative by the angle, and turning the states back by one is the same.
     back = LightNetState(states.z, _quarter_back(states.S))
     of_q, of_k, _ = token_gradients(k, v, angles, do, back, _quarter_back(dS), torch.zeros_like(shared), bounds)
     of_angles = q.double() * of_q.double() + of_k.double()
-    return Gradients(dq, dk, dv, torch.einsum("bt,bthk->hk", angles.positions.double(), of_angles))
+    return LightNetGradients(dq, dk, dv, torch.einsum("bt,bthk->hk", angles.positions.double(), of_angles))
 
 
 def _quarter_back(S: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ class NoncausalLightNet(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
-        """Gradients of q, k, v and theta."""
+        """LightNetGradients of q, k, v and theta."""
         q, k, v, theta, positions, *states = ctx.saved_tensors
         angles, with_theta = angles_of(theta, positions), ctx.needs_input_grad[3]
         found = grad_bwd(

@@ -30,7 +30,7 @@ from lightscale.kernels.lightnet import (
     state_bwd,
     state_fwd,
 )
-from lightscale.kernels.lightnet.chunked import Gradients
+from lightscale.kernels.lightnet.chunked import LightNetGradients
 from lightscale.kernels.lightnet.state import by_row
 
 comparing = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "comparing.py")))
@@ -283,7 +283,7 @@ def run_over_ranks(case: Case, cuts: list[int]) -> Results:
         ranks.append((s, fresh, before, local, through, entering, o))
 
     cotangent = exchanged_cotangent(state, case.dz, case.dS)
-    gradients: list[Gradients] = []
+    gradients: list[LightNetGradients] = []
     for s, fresh, before, local, through, entering, _ in reversed(ranks):
         inputs = (s.q, s.k, s.v, s.angles, s.do, entering)
         gradients.insert(0, grad_bwd(*inputs, cotangent, s.cu_seqlens, with_theta=s.angles is not None))

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightscale.kernels.common.angles import Angles, angles_of, parts_of, phases_of
 from lightscale.kernels.common.states import Arriving, arrived
 from lightscale.kernels.common.triton.launch import on_device_of
-from lightscale.kernels.lightnet.chunked import Gradients
+from lightscale.kernels.lightnet.chunked import LightNetGradients
 from lightscale.kernels.lightnet.initial_z import initial_z_gradient
 from lightscale.kernels.lightnet.state import LightNetState, StateCotangent, exchanged_cotangent, plain_cotangent
 from lightscale.kernels.lightnet.triton.cases import COMPILE_CASES
@@ -267,11 +267,11 @@ def grad_bwd(
     cu_seqlens: Tensor | None = None,
     *,
     with_theta: bool = False,
-) -> Gradients:
+) -> LightNetGradients:
     """The gradients of a row's inputs, see ``chunked.grad_bwd``."""
     backward = Backward.of(LightNetRow.of(k, v, angles, cu_seqlens), q, do, state_in)
     dq, dk, dv, dtheta, _, _ = _row_gradients(backward, cotangent, with_theta=with_theta)
-    return Gradients(dq, dk, dv, dtheta if with_theta else None)
+    return LightNetGradients(dq, dk, dv, dtheta if with_theta else None)
 
 
 def recurrent_step(
