@@ -2,12 +2,12 @@
 
     duplicates/exact-keys.json            the key files of all units, and how many ranges of keys there are
     duplicates/exact-keys-1/NNNNNN        key files merged, FAN_IN into one; -2 those of -1, while there are more
-    duplicates/exact-pairs-0/NNNNNN.npy   what the keys of one range show
+    duplicates/exact-pairs-0/NNNNNN.npy   what the keys of one range show, or of some neighbouring ones
     duplicates/exact-pairs-1/NNNNNN.npy   the pairs of some ranges, united; -2 those of -1, and so on
     duplicates/exact.npy                  (2, n): the documents to drop, ascending, and the kept one for each
 
-and near-… likewise. Which documents share a key cannot be said unit by unit. So a task is not a unit but a range of
-keys over all key files; ranges know nothing of each other (``dedup/README.md``). Every task reads at most ``FAN_IN``
+and near-… likewise. Which documents share a key cannot be said unit by unit. So a task is not a unit but ranges of
+keys over all key files; they know nothing of each other (``dedup/README.md``). Every task reads at most ``FAN_IN``
 files, and each step has a fixed share of the tasks of the one before: work grows with the corpus, and no faster.
 """
 
@@ -33,10 +33,15 @@ from lightscale.errors import UserError
 
 KINDS: tuple[Kind, ...] = ("exact", "near")
 _REASONS: dict[Kind, str] = {"exact": "exact duplicate", "near": "near duplicate"}
-# So much of the key files is read for one range: bounds the memory of a task, whatever the size of the corpus.
+# So much of the key files is in one range, which is in memory at a time: bounds the memory of a task, whatever the size
+# of the corpus.
 _RANGE_BYTES = 2**24
 # Key files that one task merges at least: with fewer, tasks of a small corpus would mostly make and sync files.
 _MERGED_AT_LEAST = 16
+# So many ranges, which follow one another, one task reads at most, so that it opens the files once for all of them; no
+# more than leave so many tasks, of which all workers have some.
+_RANGES_AT_ONCE = 16
+_RANGE_TASKS = 1024
 # Files of pairs that one task unites, one after the other.
 _UNITED_AT_ONCE = 16
 
@@ -67,7 +72,9 @@ class DedupTask:
     num_bytes: int
     """For progress: about how much is read, or the number of inputs."""
     range_index: int = 0
-    """Which range of keys, of"""
+    """The first of"""
+    count: int = 0
+    """ranges of keys that it reads, of"""
     num_ranges: int = 0
 
 
@@ -112,19 +119,21 @@ def steps(files: KeyFiles, kind: Kind) -> Iterator[DedupStep]:
         names, num_bytes = [task.target for task in tasks], [task.num_bytes for task in tasks]
     # One tuple for all ranges, which are very many.
     inputs, sizes = tuple(names), tuple(num_bytes)
+    size = max(1, min(_RANGES_AT_ONCE, files.num_ranges // _RANGE_TASKS))
     ranges = [
         DedupTask(
             kind=kind,
             inputs=inputs,
             sizes=sizes,
-            target=f"duplicates/{kind}-pairs-0/{number:06}.npy",
-            num_bytes=sum(num_bytes) // files.num_ranges,
-            range_index=number,
+            target=f"duplicates/{kind}-pairs-0/{first // size:06}.npy",
+            num_bytes=sum(num_bytes) * (stop - first) // files.num_ranges,
+            range_index=first,
+            count=stop - first,
             num_ranges=files.num_ranges,
         )
-        for number in range(files.num_ranges)
+        for first, stop in ((first, min(first + size, files.num_ranges)) for first in range(0, files.num_ranges, size))
     ]
-    yield DedupStep(name=f"find {kind} duplicates", task=find_in_range, items=ranges)
+    yield DedupStep(name=f"find {kind} duplicates", task=find_in_ranges, items=ranges)
     names, level = [task.target for task in ranges], 0
     while len(names) > _UNITED_AT_ONCE:
         level += 1
@@ -168,12 +177,18 @@ def merge_keys(context: Context, item: DedupTask, advance: Advance) -> None:
     advance(item.num_bytes)
 
 
-def find_in_range(context: Context, item: DedupTask, advance: Advance) -> None:
-    """The task of a range of keys."""
+def find_in_ranges(context: Context, item: DedupTask, advance: Advance) -> None:
+    """The task of some neighbouring ranges of keys."""
     root = context.work.path
     if not (root / item.target).exists():
-        files = [root / name for name in item.inputs]
-        pairs = find_pairs(files, item.kind, range_index=item.range_index, num_ranges=item.num_ranges, sizes=item.sizes)
+        pairs = find_pairs(
+            [root / name for name in item.inputs],
+            item.kind,
+            range_index=item.range_index,
+            count=item.count,
+            num_ranges=item.num_ranges,
+            sizes=item.sizes,
+        )
         write_array(root / item.target, pairs)
     advance(item.num_bytes)
 
