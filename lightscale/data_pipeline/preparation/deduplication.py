@@ -101,9 +101,13 @@ def list_key_files(work: WorkDirectory, kind: Kind) -> KeyFiles:
                 "prepare with --restart"
             )
         names = [str(file.relative_to(work.path)) for file in found]
-        num_ranges = -(-sum(num_bytes) // _RANGE_BYTES)
-        write_json(path, {"names": names, "num_bytes": num_bytes, "num_ranges": num_ranges})
+        write_json(path, {"names": names, "num_bytes": num_bytes, "num_ranges": num_ranges(sum(num_bytes))})
     return KeyFiles(**json.loads(path.read_bytes()))
+
+
+def num_ranges(num_bytes: int) -> int:
+    """In how many ranges keys of so many bytes are looked at."""
+    return -(-num_bytes // _RANGE_BYTES)
 
 
 def steps(files: KeyFiles, kind: Kind) -> Iterator[DedupStep]:

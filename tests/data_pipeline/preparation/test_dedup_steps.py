@@ -62,7 +62,7 @@ def in_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deduplication, "_RANGE_BYTES", 2048)
     monkeypatch.setattr(deduplication, "_RANGES_AT_ONCE", 3)
     monkeypatch.setattr(deduplication, "_RANGE_TASKS", 20)
-    monkeypatch.setattr(records, "_PIECE_RECORDS", 50)
+    monkeypatch.setattr(records, "_BATCH_RECORDS", 50)
     monkeypatch.setattr(deduplication, "_UNITED_AT_ONCE", 2)
     monkeypatch.setattr(clusters, "_LINKS_AT_ONCE", 7)
 

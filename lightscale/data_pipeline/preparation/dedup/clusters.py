@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightscale.data_pipeline.preparation.dedup.key_files import read_ranges
-from lightscale.data_pipeline.preparation.dedup.records import KEY_SPACE, Kind, ascending_order, in_pieces
+from lightscale.data_pipeline.preparation.dedup.records import KEY_SPACE, Kind, ascending_order, in_batches
 
 # Documents looked up, and links added, at a time: bounds the temporary arrays, whatever the size of a range.
 _LOOKED_UP_AT_ONCE = 2**16
@@ -42,7 +42,7 @@ def find_pairs(
     """
     assert 0 <= range_index < range_index + count <= num_ranges
     bounds = [KEY_SPACE * index // num_ranges for index in range(range_index, range_index + count + 1)]
-    return merge_pairs(_shown(pieces) for pieces in read_ranges(files, kind, bounds, sizes=sizes))
+    return merge_pairs(_shown(batches) for batches in read_ranges(files, kind, bounds, sizes=sizes))
 
 
 def merge_pairs(parts: Iterable[NDArray[np.uint64]]) -> NDArray[np.uint64]:
@@ -61,9 +61,9 @@ def merge_pairs(parts: Iterable[NDArray[np.uint64]]) -> NDArray[np.uint64]:
     return _united([pairs, *waiting]) if waiting else pairs
 
 
-def _shown(pieces: Iterable[NDArray[np.void]]) -> NDArray[np.uint64]:
-    """The pairs that the records of a range show, which come in order, in pieces."""
-    links = np.concatenate([_NO_PAIRS, *map(_links, pieces)], axis=1)
+def _shown(batches: Iterable[NDArray[np.void]]) -> NDArray[np.uint64]:
+    """The pairs that the records of a range show, which come in order, in batches."""
+    links = np.concatenate([_NO_PAIRS, *map(_links, batches)], axis=1)
     return _united([links[:, ascending_order(links[0])]])
 
 
@@ -89,7 +89,7 @@ def _links(records: NDArray[np.void]) -> NDArray[np.uint64]:
 def _united(parts: Sequence[NDArray[np.uint64]]) -> NDArray[np.uint64]:
     """The pairs of the clusters that ``parts`` show: pairs, or any links of a document to a lower one, ascending."""
     united, links = [_NO_PAIRS], [_NO_PAIRS]
-    for slices in in_pieces([part[0] for part in parts]):
+    for slices in in_batches([part[0] for part in parts]):
         some = np.concatenate([part[:, own] for part, own in zip(parts, slices, strict=True)], axis=1)
         documents, lowest = some[:, np.argsort(some[0], kind="stable")]
         # A document that several parts have stands several times in a row, mostly with the same lowest one: keys agree

@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from lightscale.data_pipeline.preparation.dedup.records import DTYPES, KEY_SPACE, Kind, in_pieces, key_order
+from lightscale.data_pipeline.preparation.dedup.records import DTYPES, KEY_SPACE, Kind, in_batches, key_order
 from lightscale.data_pipeline.whole_files import whole_file
 from lightscale.errors import UserError
 
@@ -125,7 +125,7 @@ def read_ranges(
 ) -> Iterator[Iterator[NDArray[np.void]]]:
     """For each of some neighbouring ranges, ``bounds[i]`` <= key < ``bounds[i + 1]``, the records of all ``files``.
 
-    Ascending by keys, in pieces; equal keys are in one. Of each range all is to be taken before the next one.
+    Ascending by keys, in batches; equal keys are in one. Of each range all is to be taken before the next one.
     ``files``: all are open meanwhile, and read forward; ``sizes``: theirs in bytes.
     """
     known = list(sizes or [None] * len(files))
@@ -147,13 +147,13 @@ def merge_key_files(
     num_ranges = 1 + sum(path.stat().st_size for path in files if path.exists()) // _MERGED_AT_ONCE_BYTES
     bounds = [KEY_SPACE * number // num_ranges for number in range(num_ranges + 1)]
     with whole_file(target) as temporary, temporary.open("wb") as output:
-        for pieces in read_ranges(files, kind, bounds, sizes=sizes):
-            for records in pieces:
+        for batches in read_ranges(files, kind, bounds, sizes=sizes):
+            for records in batches:
                 output.write(records.data)
 
 
 def _in_order(parts: Sequence[NDArray[np.void]]) -> Iterator[NDArray[np.void]]:
-    for slices in in_pieces([np.ascontiguousarray(part["high"]) for part in parts]):
+    for slices in in_batches([np.ascontiguousarray(part["high"]) for part in parts]):
         # Joined as bytes: numpy would compare the fields of every two parts, which are small and many.
         content = b"".join([part[own].data for part, own in zip(parts, slices, strict=True)])
         records = np.frombuffer(content, dtype=parts[0].dtype)

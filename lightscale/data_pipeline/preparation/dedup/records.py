@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 KEY_SPACE = 2**64
 # So many records are sorted at a time: what belongs to them stays in the processor's second cache.
-_PIECE_RECORDS = 2**15
+_BATCH_RECORDS = 2**15
 
 Kind = Literal["exact", "near"]
 """``exact``: one 128-bit key a document. ``near``: one 64-bit key a band."""
@@ -53,19 +53,19 @@ def key_order(records: NDArray[np.void]) -> NDArray[np.intp]:
     return order
 
 
-def in_pieces(runs: Sequence[NDArray[np.uint64]]) -> Iterator[list[slice]]:
-    """Cut ascending ``runs`` into pieces of few values that are sorted on their own: a slice of each, in order.
+def in_batches(runs: Sequence[NDArray[np.uint64]]) -> Iterator[list[slice]]:
+    """Cut ascending ``runs`` into batches of few values that are sorted on their own: a slice of each, in order.
 
-    All values of a piece are below all of the next one, so equal ones are in one piece. Sorted piece by piece, any
+    All values of a batch are below all of the next one, so equal ones are in one batch. Sorted batch by batch, any
     number of values costs as much for each as a few do.
     """
     # Of each run one value in so many: between two that are len(runs) further on there are about so many records.
-    step = max(1, _PIECE_RECORDS // max(1, len(runs)))
+    step = max(1, _BATCH_RECORDS // max(1, len(runs)))
     seen = np.sort(np.concatenate([np.empty(0, dtype=np.uint64), *(run[::step] for run in runs)]))
     bounds = np.unique(seen[len(runs) :: len(runs) or 1])
     cuts = [[0, *np.searchsorted(run, bounds).tolist(), len(run)] for run in runs]
-    for piece in range(len(bounds) + 1):
-        yield [slice(cut[piece], cut[piece + 1]) for cut in cuts]
+    for batch in range(len(bounds) + 1):
+        yield [slice(cut[batch], cut[batch + 1]) for cut in cuts]
 
 
 def ascending_order(keys: NDArray[np.uint64]) -> NDArray[np.intp]:
