@@ -33,6 +33,7 @@ ALLOWED = {
         "CNRI-Python",
         "ISC",
         "MIT",
+        "MIT-0",
         "MIT-CMU",
     ),
     *("LLVM-exception", "MPL-2.0", "PSF-2.0", "Unlicense", "Zlib"),

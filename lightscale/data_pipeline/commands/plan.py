@@ -1,7 +1,9 @@
 """``lightscale data plan``: what preparing a corpus will give and take, from a sample."""
 
 import argparse
+import itertools
 import json
+import os
 from typing import Any
 
 from rich import box
@@ -11,6 +13,7 @@ from rich.table import Table
 from lightscale.data_pipeline.commands.corpus import add_corpus, read_corpus
 from lightscale.data_pipeline.commands.output import plain_console
 from lightscale.data_pipeline.preparation.estimate import SAMPLE_DOCUMENTS, CorpusEstimate, SourceEstimate, estimate
+from lightscale.data_pipeline.preparation.forecast import Forecast, forecast, require_workers
 from lightscale.errors import UserError
 
 _MOST_EXAMPLES = 3
@@ -28,6 +31,9 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help="documents of each source to look at (default: %(default)s)",
     )
+    of_a_host = "worker processes of each host (default: the processors here)"
+    parser.add_argument("--hosts", type=int, default=1, metavar="N", help="hosts to prepare on (default: 1)")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help=of_a_host)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run_data=_plan)
 
@@ -35,12 +41,43 @@ def add_parser(commands: Any) -> None:
 def _plan(args: argparse.Namespace) -> int:
     if args.sample < 1:
         raise UserError(f"--sample {args.sample}: must be at least 1")
-    found = estimate(read_corpus(args), sample=args.sample)
+    require_workers(args.hosts, args.workers)
+    corpus = read_corpus(args)
+    found = estimate(corpus, sample=args.sample)
+    planned = forecast(corpus, found, hosts=args.hosts, workers=args.workers)
     if args.json:
-        print(json.dumps(found.record(), ensure_ascii=False))
+        print(json.dumps({**found.record(), "preparation": planned.record()}, ensure_ascii=False))
     else:
-        _show(plain_console(), found)
+        console = plain_console()
+        _show(console, found)
+        _show_forecast(console, planned)
     return 0
+
+
+def _show_forecast(console: Console, planned: Forecast) -> None:
+    workers = planned.hosts * planned.workers
+    table = Table("step", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("tasks", "processor time", "longest task", "time"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, steps in itertools.groupby(planned.steps, key=lambda step: step.name):
+        together = list(steps)
+        times = (
+            sum(step.seconds for step in together),
+            max(step.longest_seconds for step in together),
+            sum(step.wall_seconds(workers) for step in together),
+        )
+        table.add_row(name, f"{sum(step.tasks for step in together):,}", *map(_time, times))
+    table.add_row("one process alone", "", *[_time(planned.alone_seconds)] * 3)
+    console.print(table)
+    console.print(
+        f"{planned.hours:.3g} hours on {planned.hosts:,} × {planned.workers:,} workers like those here, if they can "
+        f"read and write {_size(planned.needed_bytes_s)} a second together; {_count(planned.opens)} files opened"
+    )
+    console.print(
+        f"disk {_size(planned.store_bytes + planned.work_bytes)} at most, {_size(planned.key_bytes)} of it keys of "
+        f"duplicates; memory {_size(planned.worker_bytes)} a worker, {_size(planned.handing_bytes)} to hand out, "
+        f"{_size(planned.uniting_bytes)} for one task that unites duplicates if a fifth of the documents has one"
+    )
 
 
 def _show(console: Console, found: CorpusEstimate) -> None:

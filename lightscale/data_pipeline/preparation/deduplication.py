@@ -2,19 +2,19 @@
 
     duplicates/exact-keys.json            the key files of all units, and how many ranges of keys there are
     duplicates/exact-keys-1/NNNNNN        key files merged, FAN_IN into one; -2 those of -1, while there are more
-    duplicates/exact-pairs-0/NNNNNN.npy   what the keys of one range show
+    duplicates/exact-pairs-0/NNNNNN.npy   what the keys of one range show, or of some neighbouring ones
     duplicates/exact-pairs-1/NNNNNN.npy   the pairs of some ranges, united; -2 those of -1, and so on
     duplicates/exact.npy                  (2, n): the documents to drop, ascending, and the kept one for each
 
-and near-… likewise. Which documents share a key cannot be said unit by unit. So a task is not a unit but a range of
-keys over all key files; ranges know nothing of each other (``dedup/README.md``). Every task reads at most ``FAN_IN``
+and near-… likewise. Which documents share a key cannot be said unit by unit. So a task is not a unit but ranges of
+keys over all key files; they know nothing of each other (``dedup/README.md``). Every task reads at most ``FAN_IN``
 files, and each step has a fixed share of the tasks of the one before: work grows with the corpus, and no faster.
 """
 
 import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,8 +29,8 @@ from lightscale.data_pipeline.preparation.dedup import (
     merge_key_files,
     merge_pairs,
     pairs_of,
-    range_of,
-    read_range,
+    range_bounds,
+    read_ranges,
     with_known,
 )
 from lightscale.data_pipeline.preparation.dedup.records import DTYPES, Kind
@@ -45,10 +45,15 @@ from lightscale.errors import UserError
 
 KINDS: tuple[Kind, ...] = ("exact", "near")
 _REASONS: dict[Kind, str] = {"exact": "exact duplicate", "near": "near duplicate"}
-# So much of the key files is read for one range: bounds the memory of a task, whatever the size of the corpus.
+# So much of the key files is in one range, which is in memory at a time: bounds the memory of a task, whatever the size
+# of the corpus.
 _RANGE_BYTES = 2**24
 # Key files that one task merges at least: with fewer, tasks of a small corpus would mostly make and sync files.
 _MERGED_AT_LEAST = 16
+# So many ranges, which follow one another, one task reads at most, so that it opens the files once for all of them; no
+# more than leave so many tasks, of which all workers have some.
+_RANGES_AT_ONCE = 16
+_RANGE_TASKS = 1024
 # Files of pairs that one task unites, one after the other.
 _UNITED_AT_ONCE = 16
 
@@ -79,7 +84,9 @@ class DedupTask:
     num_bytes: int
     """For progress: about how much is read, or the number of inputs."""
     range_index: int = 0
-    """Which range of keys, of"""
+    """The first of"""
+    count: int = 0
+    """ranges of keys that it reads, of"""
     num_ranges: int = 0
 
 
@@ -116,9 +123,14 @@ def list_key_files(work: WorkDirectory, kind: Kind, base: BaseStore | None = Non
             )
         names = [str(file.relative_to(work.path)) for file in found]
         known_bytes = base.keys.num_keys(kind) * DTYPES[kind].itemsize if base else 0
-        num_ranges = -(-(sum(num_bytes) + known_bytes) // _RANGE_BYTES)
-        write_json(path, {"names": names, "num_bytes": num_bytes, "num_ranges": num_ranges})
+        found_ranges = num_ranges(sum(num_bytes) + known_bytes)
+        write_json(path, {"names": names, "num_bytes": num_bytes, "num_ranges": found_ranges})
     return KeyFiles(**json.loads(path.read_bytes()))
+
+
+def num_ranges(num_bytes: int) -> int:
+    """In how many ranges keys of so many bytes are looked at."""
+    return -(-num_bytes // _RANGE_BYTES)
 
 
 def steps(files: KeyFiles, kind: Kind) -> Iterator[DedupStep]:
@@ -134,19 +146,21 @@ def steps(files: KeyFiles, kind: Kind) -> Iterator[DedupStep]:
         names, num_bytes = [task.target for task in tasks], [task.num_bytes for task in tasks]
     # One tuple for all ranges, which are very many.
     inputs, sizes = tuple(names), tuple(num_bytes)
+    size = max(1, min(_RANGES_AT_ONCE, files.num_ranges // _RANGE_TASKS))
     ranges = [
         DedupTask(
             kind=kind,
             inputs=inputs,
             sizes=sizes,
-            target=f"duplicates/{kind}-pairs-0/{number:06}.npy",
-            num_bytes=sum(num_bytes) // files.num_ranges,
-            range_index=number,
+            target=f"duplicates/{kind}-pairs-0/{first // size:06}.npy",
+            num_bytes=sum(num_bytes) * (stop - first) // files.num_ranges,
+            range_index=first,
+            count=stop - first,
             num_ranges=files.num_ranges,
         )
-        for number in range(files.num_ranges)
+        for first, stop in ((first, min(first + size, files.num_ranges)) for first in range(0, files.num_ranges, size))
     ]
-    yield DedupStep(name=f"find {kind} duplicates", task=find_in_range, items=ranges)
+    yield DedupStep(name=f"find {kind} duplicates", task=find_in_ranges, items=ranges)
     names, level = [task.target for task in ranges], 0
     while len(names) > _UNITED_AT_ONCE:
         level += 1
@@ -190,22 +204,46 @@ def merge_keys(context: Context, item: DedupTask, advance: Advance) -> None:
     advance(item.num_bytes)
 
 
-def find_in_range(context: Context, item: DedupTask, advance: Advance) -> None:
-    """The task of a range of keys: what they show, and the keys themselves for the store."""
+def find_in_ranges(context: Context, item: DedupTask, advance: Advance) -> None:
+    """The task of some neighbouring ranges of keys: what they show, and the keys themselves for the store."""
     root = context.work.path
     if not (root / item.target).exists():
-        files = [root / name for name in item.inputs]
-        start, stop = range_of(item.range_index, item.num_ranges)
-        records = read_range(files, item.kind, start, stop, sizes=item.sizes)
-        if context.base is not None:
-            records = with_known(records, context.base.keys.between(item.kind, start, stop), KNOWN)
-        if context.corpus.duplicates.keep_keys:
-            names = list(KEY_DTYPES[item.kind].names or ())
-            keys = records[begins_of_keys(records)][names].astype(KEY_DTYPES[item.kind])
-            written = write_keys(context.work.entry(f"store/{KEYS_DIR}/{item.kind}", item.range_index), keys)
-            write_json(context.work.entry(f"keys/{item.kind}", item.range_index, ".json"), asdict(written))
-        write_array(root / item.target, pairs_of(records))
+        bounds = range_bounds(item.range_index, item.count, item.num_ranges)
+        ranges = read_ranges([root / name for name in item.inputs], item.kind, bounds, sizes=item.sizes)
+        pairs = merge_pairs(
+            pairs_of(
+                _kept(context, item.kind, item.range_index + number, _known(context, item.kind, start, stop, batches))
+            )
+            for number, (batches, (start, stop)) in enumerate(zip(ranges, itertools.pairwise(bounds), strict=True))
+        )
+        write_array(root / item.target, pairs)
     advance(item.num_bytes)
+
+
+def _known(
+    context: Context, kind: Kind, start: int, stop: int, batches: Iterable[NDArray[np.void]]
+) -> Iterable[NDArray[np.void]]:
+    """The records of a range, and those of the store that is added to."""
+    if context.base is None:
+        return batches
+    records = np.concatenate([np.empty(0, dtype=DTYPES[kind]), *batches])
+    return [with_known(records, context.base.keys.between(kind, start, stop), KNOWN)]
+
+
+def _kept(
+    context: Context, kind: Kind, range_index: int, batches: Iterable[NDArray[np.void]]
+) -> Iterator[NDArray[np.void]]:
+    """The records of a range as they come; behind the last one their keys are written, each once, for the store."""
+    dtype, found = KEY_DTYPES[kind], []
+    keep = context.corpus.duplicates.keep_keys
+    for records in batches:
+        if keep:
+            found.append(records[begins_of_keys(records)][list(dtype.names or ())].astype(dtype))
+        yield records
+    if keep:
+        keys = np.concatenate([np.empty(0, dtype=dtype), *found])
+        written = write_keys(context.work.entry(f"store/{KEYS_DIR}/{kind}", range_index), keys)
+        write_json(context.work.entry(f"keys/{kind}", range_index, ".json"), asdict(written))
 
 
 def check_known(context: Context, item: KnownFile, advance: Advance) -> None:

@@ -7,6 +7,7 @@ scaled by the bytes of files. Which documents are duplicates is known only when 
 
 import heapq
 import time
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from lightscale.data_pipeline.preparation.normalise import normalise
 from lightscale.data_pipeline.preparation.prepare import given_tokenizer
 from lightscale.data_pipeline.preparation.readers import RawDocument, cut_into_ranges, read
 from lightscale.data_pipeline.preparation.readers.inputs import EMPTY, Problems, ReadOptions, SourceFile
+from lightscale.data_pipeline.preparation.readers.streams import is_packed
 from lightscale.data_pipeline.preparation.readers.table import format_of
 from lightscale.data_pipeline.preparation.sources import FileLister
 from lightscale.data_pipeline.tokenizers import Tokenizer, train_sentencepiece, with_fast_path
@@ -44,6 +46,8 @@ _RECORD_BYTES, _EXACT_KEY_BYTES, _NEAR_KEYS_BYTES = 60, 24, 16 * NUM_BANDS
 _KEPT_EXACT_BYTES, _KEPT_NEAR_BYTES = 16, 8 * NUM_BANDS
 _WHOLE_FILE = 2**62
 _SEED = 3
+STAGES = ("read", "normalise", "filter", "tokenize", "keys")
+"""What is timed, in the order of a unit's work."""
 
 
 @dataclass(kw_only=True)
@@ -94,20 +98,29 @@ class SourceEstimate:
     files: int = 0
     file_bytes: int = 0
     """Of all files, compressed as they are."""
+    whole_sizes: "array[int]" = field(default_factory=lambda: array("q"))
+    """Of files that are read as a whole, in bytes: 8 bytes of memory each. Likewise"""
+    divided_sizes: "array[int]" = field(default_factory=lambda: array("q"))
+    """of those that are read in ranges."""
     samples: list[FileSample] = field(default_factory=list)
     """Of some files. Each is scaled by itself, and their sum to the source: files of a source may differ much."""
     kept_tokens: int = 0
     """Of the sampled documents that are kept, without end of text."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Of the sampled documents, by rule."""
-    seconds: float = 0.0
-    """Processor time for the sampled documents."""
+    stage_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    """Processor time for the sampled documents, by stage."""
     problems: Problems = field(default_factory=Problems)
 
     @property
     def sampled(self) -> int:
         """Documents that went through all steps."""
         return sum(one.sampled for one in self.samples)
+
+    @property
+    def seconds(self) -> float:
+        """Processor time for the sampled documents."""
+        return sum(self.stage_seconds.values())
 
     @property
     def scale(self) -> float:
@@ -144,10 +157,15 @@ class SourceEstimate:
         return self.text_bytes * self.kept_share / self.bytes_per_token + self.documents
 
     @property
+    def seconds_per_megabyte(self) -> dict[str, float]:
+        """Processor time by stage, for 10^6 bytes of text as it is read."""
+        megabytes = sum(one.sampled_bytes for one in self.samples) / 1e6
+        return {name: own / megabytes if megabytes else 0.0 for name, own in self.stage_seconds.items()}
+
+    @property
     def total_seconds(self) -> float:
         """Estimated processor time for all of it."""
-        sampled_bytes = sum(one.sampled_bytes for one in self.samples)
-        return self.text_bytes * self.seconds / sampled_bytes if sampled_bytes else 0.0
+        return self.text_bytes / 1e6 * sum(self.seconds_per_megabyte.values())
 
     def record(self) -> dict[str, Any]:
         """For JSON: counts as they are, estimates rounded."""
@@ -160,6 +178,7 @@ class SourceEstimate:
             "documents": round(self.documents),
             "tokens": round(self.tokens),
             "seconds": self.total_seconds,
+            "seconds_per_megabyte": self.seconds_per_megabyte,
             "dropped": dict(sorted(self.dropped.items())),
             "problems": self.problems.as_json(),
         }
@@ -212,8 +231,8 @@ def estimate(corpus: Corpus, *, sample: int = SAMPLE_DOCUMENTS) -> CorpusEstimat
     for name, config in corpus.sources.items():
         found = sources[name] = SourceEstimate()
         seen = FileLister(found.problems, after=seen)
-        listed = _counted(seen.files(config.paths, suffixes=config.suffixes), found)
-        chosen = _chosen(listed, sample, corpus.read_options(name))
+        options = corpus.read_options(name)
+        chosen = _chosen(_counted(seen.files(config.paths, suffixes=config.suffixes), found, options), sample, options)
         texts[name] = list(_kept_texts(corpus, name, chosen, sample, found))
     everything = [text for own in texts.values() for text in own]
     if not everything:
@@ -241,10 +260,13 @@ def estimate(corpus: Corpus, *, sample: int = SAMPLE_DOCUMENTS) -> CorpusEstimat
     )
 
 
-def _counted(files: Iterable[SourceFile], found: SourceEstimate) -> Iterator[SourceFile]:
+def _counted(files: Iterable[SourceFile], found: SourceEstimate, options: ReadOptions) -> Iterator[SourceFile]:
     for file in files:
         found.files += 1
         found.file_bytes += file.size_bytes
+        entry = format_of(file, options)
+        is_whole = isinstance(entry, str) or is_packed(file) or not file.gives_parts or not entry.divides
+        (found.whole_sizes if is_whole else found.divided_sizes).append(file.size_bytes)
         yield file
 
 
@@ -273,13 +295,15 @@ def _kept_texts(
             return
         own = FileSample(size_bytes=file.size_bytes)
         found.samples.append(own)
-        started = time.process_time()
+        spent = _Stopwatch(found.stage_seconds)
         for raw in _first_documents(file, wanted, options, own, found.problems):
+            spent.lap("read")
             own.sampled += 1
             own.sampled_bytes += _num_bytes(raw)
             text = normalise(raw.data).text
+            spent.lap("normalise")
             text, rule = _judged(rules, text)
-            found.seconds += time.process_time() - started
+            spent.lap("filter")
             if rule is None:
                 if options.label_field is not None:
                     class_of(raw.label, raw.id, field=options.label_field, classes=corpus.classes)
@@ -288,7 +312,25 @@ def _kept_texts(
                 yield text
             else:
                 found.dropped[rule] += 1
-            started = time.process_time()
+            spent.begin()
+
+
+class _Stopwatch:
+    """Adds processor time to the stage that it went into."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self._seconds = seconds
+        self.begin()
+
+    def begin(self) -> None:
+        """What was before does not count."""
+        self._since = time.process_time()
+
+    def lap(self, stage: str) -> None:
+        """What was since the last call was ``stage``."""
+        now = time.process_time()
+        self._seconds[stage] += now - self._since
+        self._since = now
 
 
 def _judged(rules: Chain | None, text: str) -> tuple[str, str | None]:
@@ -348,12 +390,13 @@ def _encoder(tokenizer: Tokenizer | None, texts: list[str], vocab_size: int) -> 
 
 
 def _tokenize(corpus: Corpus, encoder: Tokenizer, texts: list[str], found: SourceEstimate) -> None:
-    started = time.process_time()
+    spent = _Stopwatch(found.stage_seconds)
     ids = encoder.encode_batch(texts) if texts else []
+    spent.lap("tokenize")
     if corpus.duplicates.exact:
         for text in texts:
             document_key(text)
     if corpus.duplicates.near and ids:
         band_keys(signatures(ids))
-    found.seconds += time.process_time() - started
+    spent.lap("keys")
     found.kept_tokens = sum(map(len, ids))

@@ -26,7 +26,7 @@ from lightscale.data_pipeline.whole_files import whole_file
 MIN_UNIT_BYTES, MAX_UNIT_BYTES = 2**20, 2**26
 AIMED_UNITS = 1024
 # A unit of many tiny files ends here, so that its list of files stays small.
-_MAX_RANGES = 4096
+MAX_RANGES = 4096
 UNIT_SHIFT = 32
 
 
@@ -179,7 +179,7 @@ def _units(
             # Of files with ranges, so that a number is that of a name in the store.
             num_files, begun = num_files + (not begun), True
             # A unit has one source, because tokens, filters and shards are by source.
-            full = num_bytes + file_range.num_bytes > unit_bytes or len(ranges) == _MAX_RANGES
+            full = num_bytes + file_range.num_bytes > unit_bytes or len(ranges) == MAX_RANGES
             if ranges and (full or name != source):
                 yield {"source": source, "ranges": ranges}
                 ranges, num_bytes = [], 0

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from lightscale.data_pipeline.preparation import deduplication
 from lightscale.data_pipeline.preparation.corpus import DuplicatesConfig
-from lightscale.data_pipeline.preparation.dedup import clusters, find_pairs, key_files, write_band_records
+from lightscale.data_pipeline.preparation.dedup import clusters, find_pairs, key_files, records, write_band_records
 from lightscale.data_pipeline.preparation.dedup.key_files import KeyFile, merge_key_files
 from lightscale.data_pipeline.preparation.dedup.records import KEY_SPACE
 from lightscale.data_pipeline.preparation.plan import UNIT_SHIFT
@@ -62,6 +62,9 @@ def in_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_files, "FAN_IN", 3)
     monkeypatch.setattr(key_files, "_MERGED_AT_ONCE_BYTES", 1500)
     monkeypatch.setattr(deduplication, "_RANGE_BYTES", 2048)
+    monkeypatch.setattr(deduplication, "_RANGES_AT_ONCE", 3)
+    monkeypatch.setattr(deduplication, "_RANGE_TASKS", 20)
+    monkeypatch.setattr(records, "_BATCH_RECORDS", 50)
     monkeypatch.setattr(deduplication, "_UNITED_AT_ONCE", 2)
     monkeypatch.setattr(clusters, "_LINKS_AT_ONCE", 7)
 
@@ -99,7 +102,7 @@ def test_levels_of_merging_and_uniting_give_what_brute_force_gives(tmp_path: Pat
         results.add(np.array_equal(np.load(_loadable(run_steps(work, seed=per_unit), tmp_path)), expected))
         names = {path.name for path in (work.path / "duplicates").iterdir()}
         if num_documents == 700 and per_unit == 25:
-            assert {"near-keys-1", "near-keys-2", "near-keys-3", "near-pairs-5"} <= names
+            assert {"near-keys-1", "near-keys-2", "near-keys-3", "near-pairs-4"} <= names
             assert expected.shape[1] > 100
     assert results == {True}
 
@@ -231,6 +234,23 @@ def test_files_opened_and_bytes_read_grow_as_the_documents_do(
         assert len(keys) < 8 * num_ranges + 1.6 * num_files
         # Once for each of the two or three times that the files become fewer, and once by the ranges.
         assert num_read < 4.5 * num_bytes
+
+
+@pytest.mark.parametrize("num_files", [5, 60])
+def test_a_range_is_little_more_than_its_own_bytes(tmp_path: Path, num_files: int, opened: list[str]) -> None:
+    """Of files in which its records are few, and neighbouring ranges without opening them again."""
+    work = write_units(tmp_path, 200 * num_files, 200)
+    files = sorted((work.path / "units").glob("*/near-*"))
+    num_bytes = BANDS * 16 * 200 * num_files
+    del opened[:]
+    before = _bytes_read()
+    parts = [find_pairs(files, "near", range_index=first, count=4, num_ranges=8) for first in (0, 4)]
+    assert len([name for name in opened if "near-" in name]) == 2 * num_files
+    # A few kB of each file to find where the ranges begin, and what is behind their ends.
+    assert num_bytes < _bytes_read() - before < num_bytes + num_files * 8192
+    singly = clusters.merge_pairs(find_pairs(files, "near", range_index=index, num_ranges=8) for index in range(8))
+    np.testing.assert_array_equal(clusters.merge_pairs(parts), singly)
+    np.testing.assert_array_equal(singly, expected_pairs(work))
 
 
 def _bytes_read() -> int:

@@ -8,9 +8,9 @@ from lightscale.data_pipeline.preparation.dedup.clusters import (
     find_pairs,
     merge_pairs,
     pairs_of,
-    range_of,
+    range_bounds,
 )
-from lightscale.data_pipeline.preparation.dedup.key_files import FAN_IN, merge_key_files, read_range
+from lightscale.data_pipeline.preparation.dedup.key_files import FAN_IN, merge_key_files, read_ranges
 from lightscale.data_pipeline.preparation.dedup.minhash import (
     NUM_BANDS,
     NUM_HASHES,
@@ -39,8 +39,8 @@ __all__ = [
     "merge_key_files",
     "merge_pairs",
     "pairs_of",
-    "range_of",
-    "read_range",
+    "range_bounds",
+    "read_ranges",
     "signatures",
     "with_known",
     "write_band_records",

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lightscale.data_pipeline.preparation.dedup.key_files import read_range
-from lightscale.data_pipeline.preparation.dedup.records import KEY_SPACE, Kind
+from lightscale.data_pipeline.preparation.dedup.key_files import read_ranges
+from lightscale.data_pipeline.preparation.dedup.records import KEY_SPACE, Kind, ascending_order, in_batches
 
 # Documents looked up, and links added, at a time: bounds the temporary arrays, whatever the size of a range.
 _LOOKED_UP_AT_ONCE = 2**16
@@ -29,29 +29,31 @@ def find_pairs(
     kind: Kind,
     *,
     range_index: int = 0,
+    count: int = 1,
     num_ranges: int = 1,
     sizes: Sequence[int | None] | None = None,
 ) -> NDArray[np.uint64]:
-    """The pairs that the keys of one range show: ``range_index`` of 0 ... ``num_ranges`` - 1, equal ranges of keys.
+    """The pairs that the keys of some ranges show: ``count`` from ``range_index`` on, of ``num_ranges`` equal ones.
 
     ``files``: what ``write_exact_records`` or ``write_band_records`` wrote; ``sizes``: theirs in bytes, where they are
-    known. Tasks take a range each; ``merge_pairs`` puts the results together, to the same for any order of ``files``,
-    any way the records are spread over them, and any ``num_ranges``. Raises ``UserError`` for a file that is missing or
-    damaged.
+    known. One range is in memory at a time. Tasks take some ranges each; ``merge_pairs`` puts the results together, to
+    the same for any order of ``files``, any way the records are spread over them, and any ``num_ranges``. Raises
+    ``UserError`` for a file that is missing or damaged.
     """
-    start, stop = range_of(range_index, num_ranges)
-    return pairs_of(read_range(files, kind, start, stop, sizes=sizes))
+    bounds = range_bounds(range_index, count, num_ranges)
+    return merge_pairs(pairs_of(batches) for batches in read_ranges(files, kind, bounds, sizes=sizes))
 
 
-def range_of(index: int, num_ranges: int) -> tuple[int, int]:
-    """The first key of range ``index``, and the one after its last."""
-    assert 0 <= index < num_ranges
-    return KEY_SPACE * index // num_ranges, KEY_SPACE * (index + 1) // num_ranges
+def range_bounds(first: int, count: int, num_ranges: int) -> list[int]:
+    """The first keys of ``count`` ranges from ``first`` on, of ``num_ranges`` equal ones, and one after the last."""
+    assert 0 <= first < first + count <= num_ranges
+    return [KEY_SPACE * index // num_ranges for index in range(first, first + count + 1)]
 
 
-def pairs_of(records: NDArray[np.void]) -> NDArray[np.uint64]:
-    """The pairs that ``records`` show, in which equal keys stand together."""
-    return _united([_links(records)])
+def pairs_of(batches: Iterable[NDArray[np.void]]) -> NDArray[np.uint64]:
+    """The pairs that the records of a range show, which come in order, in batches."""
+    links = np.concatenate([_NO_PAIRS, *map(_links, batches)], axis=1)
+    return _united([links[:, ascending_order(links[0])]])
 
 
 def begins_of_keys(records: NDArray[np.void]) -> NDArray[np.bool_]:
@@ -95,20 +97,24 @@ def _links(records: NDArray[np.void]) -> NDArray[np.uint64]:
 
 
 def _united(parts: Sequence[NDArray[np.uint64]]) -> NDArray[np.uint64]:
-    """The pairs of the clusters that ``parts`` show: pairs, or any links of a document to a lower one."""
-    documents = np.concatenate([part[0] for part in parts])
-    order = np.argsort(documents, kind="stable")  # fast on few ascending runs
-    documents = documents[order]
-    lowest = np.concatenate([part[1] for part in parts])[order]
-    del order
-    # A document that several parts have stands several times in a row, mostly with the same lowest one: keys agree in
-    # many bands.
-    again = documents[1:] == documents[:-1]
-    differ = np.flatnonzero(again & (lowest[1:] != lowest[:-1]))
-    links = np.stack([lowest[differ], lowest[differ + 1]])
-    starts = np.flatnonzero(np.concatenate([np.ones(min(1, len(documents)), dtype=bool), ~again]))
-    united = np.stack([documents[starts], np.minimum.reduceat(lowest, starts)]) if len(documents) else _NO_PAIRS
-    del documents, lowest, starts, again, differ
+    """The pairs of the clusters that ``parts`` show: pairs, or any links of a document to a lower one, ascending."""
+    united, links = [_NO_PAIRS], [_NO_PAIRS]
+    for slices in in_batches([part[0] for part in parts]):
+        some = np.concatenate([part[:, own] for part, own in zip(parts, slices, strict=True)], axis=1)
+        documents, lowest = some[:, np.argsort(some[0], kind="stable")]
+        # A document that several parts have stands several times in a row, mostly with the same lowest one: keys agree
+        # in many bands.
+        again = documents[1:] == documents[:-1]
+        differ = np.flatnonzero(again & (lowest[1:] != lowest[:-1]))
+        links.append(np.stack([lowest[differ], lowest[differ + 1]]))
+        if len(documents):
+            starts = np.flatnonzero(np.concatenate([[True], ~again]))
+            united.append(np.stack([documents[starts], np.minimum.reduceat(lowest, starts)]))
+    return _joined(np.concatenate(united, axis=1), np.concatenate(links, axis=1))
+
+
+def _joined(united: NDArray[np.uint64], links: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """``united``, a row for each document, with further ``links`` between documents."""
     # What is the lowest of a cluster in one part may have a lower one in another.
     ends = _intersection(np.concatenate([united[1], links.ravel()]), united[0])
     links = np.concatenate([links, np.stack([ends, _lowest(united, ends)])], axis=1)

@@ -1,8 +1,8 @@
 """Files of (key, document) records in ascending order of their keys: read forward by range, merged many into one.
 
-The records of a range of keys are contiguous in each file, so a range is one read of each. With more files than
-``FAN_IN`` that would be a small read of each of very many: they are merged first, ``FAN_IN`` into one, until so few are
-left. Every record is then read once for each time that the files become fewer, and once by its range.
+The records of a range of keys are contiguous in each file, so ranges that follow one another are a read each. With
+more files than ``FAN_IN`` that would be a small read of each of very many: they are merged first, ``FAN_IN`` into one,
+until so few are left. Every record is then read once for each time that the files become fewer, and once by its range.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from lightscale.data_pipeline.preparation.dedup.records import DTYPES, KEY_SPACE, Kind, key_order
+from lightscale.data_pipeline.preparation.dedup.records import DTYPES, KEY_SPACE, Kind, in_batches, key_order
 from lightscale.data_pipeline.whole_files import whole_file
 from lightscale.errors import UserError
 
@@ -23,7 +23,8 @@ FAN_IN = 256
 """Files that are open, and read from, at a time."""
 # In hand while files are merged.
 _MERGED_AT_ONCE_BYTES = 2**23
-# Where a key stands in a file: so many guesses from the keys around it; at the end so many records are read.
+# Where a key stands in a file: so many guesses from the keys around it, in halves after that; so many records are read
+# at each.
 _GUESSES = 6
 _LOOKED_AT = 128
 
@@ -41,8 +42,10 @@ class KeyFile:
 
     def __init__(self, path: Path, kind: Kind, size: int | None = None) -> None:
         self._path, self._dtype = path, DTYPES[kind]
-        self._num_taken = 0
         self._last_key = 0
+        # Read and not yet taken, and the number of the first record behind them.
+        self._ahead = np.empty(0, dtype=self._dtype)
+        self._num_read = 0
         try:
             self._file = path.open("rb", buffering=0)
         except OSError as error:
@@ -65,39 +68,45 @@ class KeyFile:
         self._file.close()
 
     def skip(self, start: int) -> None:
-        """Go on at the first key that is not below ``start``."""
-        self._num_taken = self._find(start)
-
-    def take(self, stop: int) -> NDArray[np.void]:
-        """The records from where the last call ended that have a key below ``stop``."""
-        end = self._find(stop)
-        records = self._read(self._num_taken, end - self._num_taken)
-        keys = records["high"]
-        if len(keys) and (int(keys[0]) < self._last_key or int(keys[-1]) >= stop or np.any(keys[1:] < keys[:-1])):
-            raise UserError(f"{self._path}: its records are not in order; the file is damaged, prepare with --restart")
-        self._num_taken = end
-        self._last_key = int(keys[-1]) if len(keys) else self._last_key
-        return records
-
-    def _find(self, key: int) -> int:
-        """The number of the first record that is not below ``key``, from what is taken on."""
-        if key >= KEY_SPACE:
-            return self._num_records
-        first, stop = self._num_taken, self._num_records
-        low, high = self._last_key, KEY_SPACE
+        """Go on at the first key that is not below ``start``; before anything is taken."""
+        first, stop = 0, self._num_records
+        low, high = 0, KEY_SPACE
         # Keys are hashes, spread evenly: where one stands is nearly known, and found in a few reads. In halves from
         # then on, so that it ends soon whatever the keys are.
         for is_half in itertools.chain([False] * _GUESSES, itertools.repeat(True)):
-            if stop - first <= _LOOKED_AT:
+            share = 0.5 if is_half else min(1.0, max(0.0, (start - low) / max(1, high - low)))
+            begin = max(first, min(stop, first + int(share * (stop - first)) + _LOOKED_AT // 2) - _LOOKED_AT)
+            records = self._read(begin, min(stop - begin, _LOOKED_AT))
+            place = self._below(records, start)
+            if (place or begin == first) and (place < len(records) or begin + place == stop):
                 break
-            share = 0.5 if is_half else min(1.0, max(0.0, (key - low) / max(1, high - low)))
-            middle = min(stop - 1, first + int(share * (stop - first)))
-            found = int(self._read(middle, 1)["high"][0])
-            if found < key:
-                first, low = middle + 1, found
+            if place:
+                first, low = begin + place, int(records["high"][-1])
             else:
-                stop, high = middle, found
-        return first + int(np.searchsorted(self._read(first, stop - first)["high"], np.uint64(key)))
+                stop, high = begin, int(records["high"][0])
+        self._num_read, self._ahead, self._last_key = begin + len(records), records[place:], start
+
+    def take(self, stop: int) -> NDArray[np.void]:
+        """The records from where the last call ended that have a key below ``stop``."""
+        ahead = self._ahead
+        while (place := self._below(ahead, stop)) == len(ahead) and self._num_read < self._num_records:
+            # In one read mostly, and little too much: keys are hashes. Twice as much each time where they are not.
+            low = int(ahead["high"][-1]) if len(ahead) else self._last_key
+            left = self._num_records - self._num_read
+            expected = left * min(1.0, max(0, stop - low) / max(1, KEY_SPACE - low))
+            count = min(left, max(int(expected + 4 * expected**0.5) + _LOOKED_AT // 2, len(ahead)))
+            more = self._read(self._num_read, count)
+            ahead = np.concatenate([ahead, more]) if len(ahead) else more
+            self._num_read += count
+        records, self._ahead = ahead[:place], ahead[place:]
+        keys = records["high"]
+        if len(keys) and (int(keys[0]) < self._last_key or int(keys[-1]) >= stop or np.any(keys[1:] < keys[:-1])):
+            raise UserError(f"{self._path}: its records are not in order; the file is damaged, prepare with --restart")
+        self._last_key = int(keys[-1]) if len(keys) else self._last_key
+        return records
+
+    def _below(self, records: NDArray[np.void], key: int) -> int:
+        return len(records) if key >= KEY_SPACE else int(np.searchsorted(records["high"], np.uint64(key)))
 
     def _read(self, first: int, count: int) -> NDArray[np.void]:
         offset, left = first * self._dtype.itemsize, count * self._dtype.itemsize
@@ -111,16 +120,22 @@ class KeyFile:
         return np.frombuffer(b"".join(parts), dtype=self._dtype)
 
 
-def read_range(
-    files: Sequence[Path], kind: Kind, start: int, stop: int, *, sizes: Sequence[int | None] | None = None
-) -> NDArray[np.void]:
-    """The records of all ``files``, of ``sizes`` in bytes, with ``start`` <= key < ``stop``, ascending by keys."""
-    parts = [np.empty(0, dtype=DTYPES[kind])]
-    for path, size in zip(files, sizes or [None] * len(files), strict=True):
-        with KeyFile(path, kind, size) as file:
-            file.skip(start)
-            parts.append(file.take(stop))
-    return _in_order(parts)
+def read_ranges(
+    files: Sequence[Path], kind: Kind, bounds: Sequence[int], *, sizes: Sequence[int | None] | None = None
+) -> Iterator[Iterator[NDArray[np.void]]]:
+    """For each of some neighbouring ranges, ``bounds[i]`` <= key < ``bounds[i + 1]``, the records of all ``files``.
+
+    Ascending by keys, in batches; equal keys are in one. Of each range all is to be taken before the next one.
+    ``files``: all are open meanwhile, and read forward; ``sizes``: theirs in bytes.
+    """
+    known = list(sizes or [None] * len(files))
+    with ExitStack() as stack:
+        opened = [stack.enter_context(KeyFile(path, kind, size)) for path, size in zip(files, known, strict=True)]
+        if bounds[0]:
+            for file in opened:
+                file.skip(bounds[0])
+        for stop in bounds[1:]:
+            yield _in_order([file.take(stop) for file in opened] or [np.empty(0, dtype=DTYPES[kind])])
 
 
 def merge_key_files(
@@ -128,21 +143,18 @@ def merge_key_files(
 ) -> None:
     """The records of all ``files``, at most ``FAN_IN``, as one file ``target``, which appears when it is whole."""
     assert len(files) <= FAN_IN
+    # Keys are hashes: equal ranges of them hold about equally many records.
+    num_ranges = 1 + sum(path.stat().st_size for path in files if path.exists()) // _MERGED_AT_ONCE_BYTES
+    bounds = [KEY_SPACE * number // num_ranges for number in range(num_ranges + 1)]
     with whole_file(target) as temporary, temporary.open("wb") as output:
-        for records in _merged(files, kind, sizes or [None] * len(files)):
-            output.write(records.data)
+        for batches in read_ranges(files, kind, bounds, sizes=sizes):
+            for records in batches:
+                output.write(records.data)
 
 
-def _merged(files: Sequence[Path], kind: Kind, sizes: Sequence[int | None]) -> Iterator[NDArray[np.void]]:
-    with ExitStack() as stack:
-        opened = [stack.enter_context(KeyFile(path, kind, size)) for path, size in zip(files, sizes, strict=True)]
-        # Keys are hashes: equal ranges of them hold about equally many records.
-        num_ranges = 1 + sum(file.num_bytes for file in opened) // _MERGED_AT_ONCE_BYTES
-        for number in range(1, num_ranges + 1):
-            stop = KEY_SPACE * number // num_ranges
-            yield _in_order([file.take(stop) for file in opened])
-
-
-def _in_order(parts: Sequence[NDArray[np.void]]) -> NDArray[np.void]:
-    records = np.concatenate(parts)
-    return records[key_order(records)]
+def _in_order(parts: Sequence[NDArray[np.void]]) -> Iterator[NDArray[np.void]]:
+    for slices in in_batches([np.ascontiguousarray(part["high"]) for part in parts]):
+        # Joined as bytes: numpy would compare the fields of every two parts, which are small and many.
+        content = b"".join([part[own].data for part, own in zip(parts, slices, strict=True)])
+        records = np.frombuffer(content, dtype=parts[0].dtype)
+        yield records[key_order(records)]

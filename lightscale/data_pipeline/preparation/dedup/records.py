@@ -3,7 +3,7 @@
 A file has raw little-endian records in ascending order of their keys; ``key_files.py`` reads and merges them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +12,8 @@ import xxhash
 from numpy.typing import NDArray
 
 KEY_SPACE = 2**64
+# So many records are sorted at a time: what belongs to them stays in the processor's second cache.
+_BATCH_RECORDS = 2**15
 
 Kind = Literal["exact", "near"]
 """``exact``: one 128-bit key a document. ``near``: one 64-bit key a band."""
@@ -53,7 +55,7 @@ def with_known(records: NDArray[np.void], keys: NDArray[np.void], document: int)
 
 def key_order(records: NDArray[np.void]) -> NDArray[np.intp]:
     """The order in which equal keys stand together, by their high halves ascending; equal keys stay as they stand."""
-    order = _ascending(np.ascontiguousarray(records["high"]))
+    order = ascending_order(np.ascontiguousarray(records["high"]))
     if "low" in (records.dtype.names or ()):
         high, low = records["high"][order], records["low"][order]
         if np.any((high[1:] == high[:-1]) & (low[1:] != low[:-1])):
@@ -61,7 +63,22 @@ def key_order(records: NDArray[np.void]) -> NDArray[np.intp]:
     return order
 
 
-def _ascending(keys: NDArray[np.uint64]) -> NDArray[np.intp]:
+def in_batches(runs: Sequence[NDArray[np.uint64]]) -> Iterator[list[slice]]:
+    """Cut ascending ``runs`` into batches of few values that are sorted on their own: a slice of each, in order.
+
+    All values of a batch are below all of the next one, so equal ones are in one batch. Sorted batch by batch, any
+    number of values costs as much for each as a few do.
+    """
+    # Of each run one value in so many: between two that are len(runs) further on there are about so many records.
+    step = max(1, _BATCH_RECORDS // max(1, len(runs)))
+    seen = np.sort(np.concatenate([np.empty(0, dtype=np.uint64), *(run[::step] for run in runs)]))
+    bounds = np.unique(seen[len(runs) :: len(runs) or 1])
+    cuts = [[0, *np.searchsorted(run, bounds).tolist(), len(run)] for run in runs]
+    for batch in range(len(bounds) + 1):
+        yield [slice(cut[batch], cut[batch + 1]) for cut in cuts]
+
+
+def ascending_order(keys: NDArray[np.uint64]) -> NDArray[np.intp]:
     """The stable order of ``keys``; fastest where they are spread evenly between the least and the greatest."""
     if len(keys) == 0:
         return np.empty(0, dtype=np.intp)

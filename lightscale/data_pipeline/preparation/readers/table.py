@@ -25,6 +25,8 @@ class InputFormatEntry:
     """The extra of lightscale that brings the packages it needs."""
     is_stream: bool = True
     """Read from front to back, and so it may be compressed."""
+    divides: bool = False
+    """A file that is not compressed is read in ranges."""
     holds_many: bool = True
     """A file of it holds many documents."""
     in_directories: bool = True
@@ -47,13 +49,13 @@ FORMATS: dict[str, InputFormatEntry] = {
     TEXT: InputFormatEntry(
         suffixes=(".txt", ".md", ".rst", ".py"), cls="text:WholeText", is_stream=False, holds_many=False
     ),
-    "jsonl": InputFormatEntry(suffixes=(".jsonl", ".ndjson"), cls="jsonl:JsonLines"),
+    "jsonl": InputFormatEntry(suffixes=(".jsonl", ".ndjson"), cls="jsonl:JsonLines", divides=True),
     # In directories of code and of data sets these are settings and lists more often than documents.
     "json": InputFormatEntry(suffixes=(".json",), cls="json_values:JsonValues", in_directories=False),
     "csv": InputFormatEntry(suffixes=(".csv",), cls="separated:Csv", in_directories=False),
     "tsv": InputFormatEntry(suffixes=(".tsv",), cls="separated:Tsv", in_directories=False),
-    "parquet": InputFormatEntry(suffixes=(".parquet",), cls="parquet:Parquet", is_stream=False),
-    "arrow": InputFormatEntry(suffixes=(".arrow", ".feather"), cls="arrow:Arrow", is_stream=False),
+    "parquet": InputFormatEntry(suffixes=(".parquet",), cls="parquet:Parquet", is_stream=False, divides=True),
+    "arrow": InputFormatEntry(suffixes=(".arrow", ".feather"), cls="arrow:Arrow", is_stream=False, divides=True),
     "warc": InputFormatEntry(suffixes=(".warc", ".wet"), cls="warc:Warc", extra="web"),
 }
 PACKED_SUFFIXES = (".gz", ".zst", ".bz2")
