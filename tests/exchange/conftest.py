@@ -93,6 +93,7 @@ mixer_options.llama.causal = false
 [task]
 name = "masked\"""",
     "classify": """mixer = ["lion-s", "lion-retnet"]
+mixer_options.lion-s.vector_decay = true
 head.num_labels = 3
 head.pooling = "last"
 [task]

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.timeout(300)
 NAMES = ("masked", "masked_llama", "masked_rn", "classify", "classify_causal")
 MASK = 264
 """Behind the last of the tokenizer's ids."""
+VECTOR = {"feature_map": "elu", "scale": True, "eps": 0, "gate": "leave", "input_gate": False, "vector_decay": True}
 TEXTS = ("the [MASK] 12345 text", "a[MASK]", "the [MASK] of 77777, and the [MASK] of it " * 4)
 PLAIN_TEXTS = ("the other 12345 text", "a", "the end of 77777, and the rest of it " * 4)
 
@@ -208,6 +209,7 @@ def test_the_command_and_its_card(saved_runs: Path, tmp_path: Path, capsys: pyte
         ({"architectures": ["LightscaleForCausalLM"]}, "a model of the next token, LightscaleForCausalLM, with layers"),
         ({"architectures": ["BertForMaskedLM"]}, "those of lightscale are LightscaleForCausalLM"),
         ({"lion": {}}, "lion describes nothing"),
+        ({"lion": dict.fromkeys(("lion-s", "lion-retnet", "lion-lit"), VECTOR)}, "only lion-s has it, with input_gate"),
         ({"vocab_size": 266}, "is of another model"),
     ],
 )

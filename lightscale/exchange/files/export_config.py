@@ -85,6 +85,7 @@ class _Lion(_Exact):
     eps: Annotated[float, Field(ge=0, le=100)]
     gate: Literal["leave", "enter"]
     input_gate: bool
+    vector_decay: bool = False
 
 
 class _ScalarDecay(_Exact):
@@ -452,6 +453,9 @@ def _check_lion(shape: Shape, path: Path) -> None:
     mixers = {*shape.mixers} & {*LION_MIXERS}
     if mixers != {*shape.lion}:
         raise UserError(f"{path}: lion describes {', '.join(shape.lion) or 'nothing'}, mixers has {', '.join(mixers)}")
+    for name, lion in shape.lion.items():
+        if lion.vector_decay and (name != "lion-s" or lion.input_gate):
+            raise UserError(f"{path}: lion.{name}.vector_decay = true: only lion-s has it, with input_gate = false")
     if shape.task == "causal" and shape.reads_both_ways():
         raise UserError(f"{path}: a model of the next token, {_CLASSES['causal'][0]}, with layers that read it")
 
