@@ -13,7 +13,6 @@ import torch
 from lightscale.config.files import load
 from lightscale.config.model import ModelConfig
 from lightscale.errors import UserError
-from lightscale.exchange.files.weights import shape_of
 from lightscale.models.mixers.lion import features, retnet_log_decays
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -81,13 +80,6 @@ def test_decays_of_lion_s_begin_where_the_options_say(built: dict[str, Any]) -> 
         bias = built[name]["initial"]["decoder.layers.1.self_attention.forget_proj.bias"]
         # Weights are drawn in fp32.
         torch.testing.assert_close(bias.sigmoid(), torch.full_like(bias, decay), rtol=1e-7, atol=1e-7)
-
-
-def test_the_vector_gate_is_not_exported() -> None:
-    with pytest.raises(
-        UserError, match=r"lion-s\.vector_decay = true has no plain form to load or export; it has false"
-    ):
-        shape_of(MODELS["vector"], vocab_size=101)
 
 
 def test_decays_of_lion_retnet_are_retnets() -> None:
