@@ -2,11 +2,21 @@
 
 import contextlib
 import os
+import random
 import socket
 import time
 from pathlib import Path
 
 from lightscale.cli import main
+
+
+def _free_port() -> int:
+    """Below those that the system gives to connections: none of theirs takes it before the rank listens there."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def commands(
@@ -18,9 +28,7 @@ def commands(
     for number, words in enumerate(lines):
         port_file = Path(init_method.removeprefix("file://") + f"-port-{number}")
         if rank == 0:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port_file.with_suffix(".tmp").write_text(str(probe.getsockname()[1]))
+            port_file.with_suffix(".tmp").write_text(str(_free_port()))
             port_file.with_suffix(".tmp").rename(port_file)
         while not port_file.exists():
             time.sleep(0.01)
