@@ -450,12 +450,12 @@ def small_call() -> tuple[list[Tensor], Callable[..., Tensor]]:
     inputs = cast(draw(1, 20, 16, 16), torch.float32)
     leaves = [inputs[name].requires_grad_() for name in LEAVES]
 
-    def call(q: Tensor, k: Tensor, v: Tensor, z: Tensor, S: Tensor) -> Tensor:
+    def call(q: Tensor, k: Tensor, v: Tensor, z: Tensor, S: Tensor, theta: Tensor) -> Tensor:
         o, final = lightnet_attention(
             q,
             k,
             v.sigmoid(),
-            angles=angles_in(inputs),
+            angles=Angles(theta, inputs["positions"]),
             initial_state=LightNetState(z, S),
             output_final_state=True,
             backend="triton",
