@@ -34,8 +34,8 @@ _LOSS_TOKENS = 256
 _TPE_MODES = 16
 
 # RMSE of the difference by RMSE. Twice what right kernels have been seen to differ from fp64 (tests/gpu/operators.py);
-# a wrong tile of one head among 16 is 20 times as much. Gradients of angles, sums over positions, are off by at most 1.7
-# times as much as the others where positions begin with their document (fp16, 1024 tokens, interpreted).
+# a wrong tile of one head among 16 is 20 times as much. Gradients of angles, sums over positions, are off by at most
+# 1.7 times as much as the others where positions begin with their document (fp16, 1024 tokens, interpreted).
 _LIMITS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 1e-2}
 
 _Tensors = dict[str, Tensor]
