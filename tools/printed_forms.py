@@ -8,6 +8,9 @@ much a choice matters to weights that were not trained with it; not which of the
 Where an option brings weights of another shape (a gate's rank, the modes of TPE, an output layer of its own), those are
 drawn anew, and the figure has that in it.
 
+States that run on between documents (``data.packing = "joined"``) are told from those that begin again by the logits of
+the second of two documents of half of the tokens each.
+
 The shape is 4 layers of width 128 with 4 heads. Weights have a standard deviation of 1/sqrt(128), so that gates and
 decays are as far from their middle as in trained models; with the 0.02 of fresh ones most choices hardly show.
 """
@@ -45,11 +48,14 @@ class Form:
     """Of the mixer."""
     model: dict[str, Any] = field(default_factory=dict)
     """Of the model."""
+    joined: bool = False
+    """Whether states run on between documents; else they begin again where there are two."""
 
     @property
     def name(self) -> str:
         """As in a table."""
-        return ", ".join(f"{key} = {value}" for key, value in {**self.options, **self.model}.items())
+        packing = {"data.packing": "joined"} if self.joined else {}
+        return ", ".join(f"{key} = {value}" for key, value in {**self.options, **self.model, **packing}.items())
 
     def config(self, *, init_std: float, usual: bool = False) -> ModelConfig:
         """The model with this choice, or the usual one."""
@@ -75,17 +81,18 @@ FORMS = [
     Form(mixer="lightnet", options={"learned_angles": True}),
     Form(mixer="lightnet", options={"full_rank_gate": True}),
     Form(mixer="lightnet", options={"gate_rank": 64}),
+    *(Form(mixer=mixer, joined=True) for mixer in ("tnl", "hgrn2", "cosformer2", "lightnet", "llama")),
 ]
 
 
 @torch.no_grad()
-def logits(model: ModelConfig, mesh: Mesh, tokens: torch.Tensor) -> torch.Tensor:
-    """(1, n, V), fp64, of weights drawn by their names."""
+def logits(model: ModelConfig, mesh: Mesh, tokens: torch.Tensor, *, documents: int = 1) -> torch.Tensor:
+    """(1, n, V), fp64, of weights drawn by their names; ``documents``: of equal length that the tokens are."""
     module = LanguageModel(
         transformer_config(model, mesh, torch.float64), model, vocab_size=model.vocab_size, mesh=mesh
     )
     draw_weights(module, seed=0, tensor_rank=0, tensor_size=1)
-    positions = torch.arange(tokens.size(1))[None]
+    positions = torch.arange(tokens.size(1))[None] % (tokens.size(1) // documents)
     found: torch.Tensor = module(tokens, positions)
     return found
 
@@ -94,17 +101,20 @@ def distances(forms: list[Form], *, init_std: float, num_tokens: int = TOKENS) -
     """Of each form RMS(its logits - the usual ones) / RMS(the usual ones)."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, SHAPE["vocab_size"], (1, num_tokens), generator=generator)
-    usual: dict[str, torch.Tensor] = {}
+    usual: dict[tuple[str, int], torch.Tensor] = {}
     with (
         tempfile.TemporaryDirectory() as folder,
         start_mesh(device="cpu", init_method=f"file://{Path(folder).resolve()}/meeting", timeout_s=60) as mesh,
     ):
         for form in forms:
-            if form.mixer not in usual:
-                usual[form.mixer] = logits(form.config(init_std=init_std, usual=True), mesh, tokens)
-            expected = usual[form.mixer]
+            documents = 2 if form.joined else 1
+            if (form.mixer, documents) not in usual:
+                model = form.config(init_std=init_std, usual=True)
+                usual[form.mixer, documents] = logits(model, mesh, tokens, documents=documents)
+            expected = usual[form.mixer, documents]
             other = logits(form.config(init_std=init_std), mesh, tokens)
-            yield form, float((other - expected).norm() / expected.norm())
+            last = slice(num_tokens - num_tokens // documents, None)
+            yield form, float((other - expected)[:, last].norm() / expected[:, last].norm())
 
 
 def main() -> None:

@@ -308,8 +308,8 @@ class _MicroBatchCost:
         for summary in of_parts:
             beside_s = self._beside_s(self._embedding_parts_s() / len(of_parts), backward=backward)
             exchanges.append(_Exchange(self._exchange_s(summary, backward=backward), beside_s, both_ways=False))
-        by_layer = {layer: self._layer_exchange(layer, backward=backward) for layer in set(stage.layers)}
-        exchanges += [by_layer[layer] for layer in stage.layers]
+        by_layer = {layer: self._layer_exchanges(layer, backward=backward) for layer in set(stage.layers)}
+        exchanges += [exchange for layer in stage.layers for exchange in by_layer[layer]]
         waited_s = total_s = 0.0
         for both_ways, run in groupby(exchanges, key=lambda exchange: exchange and exchange.both_ways):
             found = [exchange for exchange in run if exchange is not None]
@@ -322,14 +322,22 @@ class _MicroBatchCost:
             total_s += sum(one.time_s for one in found)
         return Times(sequence_s=waited_s, sequence_total_s=total_s)
 
-    def _layer_exchange(self, layer: LayerWork, *, backward: bool) -> _Exchange | None:
+    def _layer_exchanges(self, layer: LayerWork, *, backward: bool) -> list[_Exchange | None]:
+        """None for a mixer that gathers keys instead."""
         if not layer.has_state:
-            return None
+            return [None]
         beside_s = self._beside_s(self._compute(layer).operators_s, backward=backward)
         if not backward:
             beside_s += self._queries_s(layer)
-        time_s = self._exchange_s(self.work.summary(layer, self.layout.tensor), backward=backward)
-        return _Exchange(time_s + self._tail_s(layer), beside_s, both_ways=not layer.is_causal)
+        summary = self.work.summary(layer, self.layout.tensor)
+        time_s = self._exchange_s(summary, backward=backward) + self._tail_s(layer)
+        both_ways = not layer.is_causal
+        own = _Exchange(time_s, beside_s, both_ways=both_ways)
+        # Numbers of all a layer's exchanges are in one; the others add their latencies. They are waited for at once:
+        # what comes next is made of them. In a ring a rank that is late for one is late for the next, see `_states`.
+        latency_s = exchange_s(self.exchange, self.sequence, 0.0, summary.heads)
+        others = 0 if self.exchange == "ring" else layer.num_exchanges - 1
+        return [own, *[_Exchange(latency_s, 0.0, both_ways=both_ways)] * others]
 
     def _tail_s(self, layer: LayerWork) -> float:
         """The gather of the tokens that a short convolution looks back, or of their cotangents."""

@@ -100,6 +100,8 @@ class LayerWork:
     """See `MixerSpec.norms_output`."""
     exchange: tuple[int, int] | None
     """See `MixerSpec.exchange_values`; None for a mixer whose state is all tokens."""
+    num_exchanges: int
+    """See `MixerSpec.num_exchanges`."""
     state_heads: int
     """See `MixerSpec.state_heads`."""
     carried: int
@@ -243,6 +245,7 @@ class Workload:
             gate_rank=shapes["gate_down.weight"][0] if "gate_down.weight" in shapes else 0,
             norms_output=mixer.norms_output(model, layer),
             exchange=mixer.exchange_values(model, layer) if has_state else None,
+            num_exchanges=mixer.num_exchanges(model, layer),
             state_heads=mixer.state_heads(model, layer),
             carried=mixer.carried_values(model, layer) if has_state else 0,
             tail=mixer.tail_values(model, layer),

@@ -32,6 +32,8 @@ WINDOWS = {
     "upper half": "the upper half of log C of `between`",
 }
 _POINTS_PER_CURVE = 20
+_LEAST_RANGE = 1.5
+"""Largest over smallest N of one architecture: in less, other differences of its models are taken for those of size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,13 +107,25 @@ def _architecture_laws(
     def surface() -> SurfaceEstimate:
         return estimate_surface(thinned(curves, per_curve=_POINTS_PER_CURVE), draws=draws, seed=seed)
 
+    alike = _sizes_alike(curves)
     return ArchitectureLaws(
         architecture=architecture,
         counting=counting,
         curves=curves,
-        windows=_windows(curves, draws=draws, seed=seed),
-        isoflop=_or_refusal(isoflop),
-        surface=_or_refusal(surface),
+        windows=dict.fromkeys(WINDOWS, alike) if alike else _windows(curves, draws=draws, seed=seed),
+        isoflop=alike or _or_refusal(isoflop),
+        surface=alike or _or_refusal(surface),
+    )
+
+
+def _sizes_alike(curves: Sequence[Curve]) -> str | None:
+    """Why sizes are too near each other for a law of N; None: they are not, or there is one."""
+    smallest, *others = sizes_of(curves)
+    if not others or others[-1] >= _LEAST_RANGE * smallest:
+        return None
+    return (
+        f"a law of N needs models of different sizes: from N = {smallest:,.0f} to {others[-1]:,.0f} it grows by a "
+        f"factor of {others[-1] / smallest:.2f}; add sizes, until that is {_LEAST_RANGE:g} at least"
     )
 
 

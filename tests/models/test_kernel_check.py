@@ -9,13 +9,15 @@ import torch
 from lightscale.config.model import ModelConfig
 from lightscale.kernels.common import backends
 from lightscale.kernels.common.backends import choose_backend, fall_back, implementation, launches_triton
+from lightscale.models import kernel_check
 from lightscale.models.kernel_check import Mismatch, check_kernels
 
 CPU = torch.device("cpu")
 
 
-def wrong(mixer: str) -> list[Mismatch]:
-    model = ModelConfig(mixer=mixer, num_layers=2, hidden_size=64, num_heads=2, intermediate_size=48, vocab_size=128)
+def wrong(mixer: str, **options: Any) -> list[Mismatch]:
+    shape = {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "intermediate_size": 48, "vocab_size": 128}
+    model = ModelConfig.model_validate({"mixer": mixer, "mixer_options": {mixer: options}, **shape})
     return list(check_kernels(model, torch.float32, CPU, tokens=40, backend="triton"))
 
 
@@ -41,6 +43,28 @@ def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {one.operator for one in found} == {"gla"}
     assert found[0].result == "output"
     assert str(found[0]).startswith("gla: output is off by 0.0")
+
+
+@pytest.mark.parametrize(
+    ("mixer", "options", "operator", "place"),
+    [("lightnet", {"learned_angles": True}, "lightnet", 3), ("cosformer2", {}, "lightning", 4)],
+)
+def test_a_wrong_gradient_of_learned_angles_is_named(
+    monkeypatch: pytest.MonkeyPatch, mixer: str, options: dict[str, bool], operator: str, place: int
+) -> None:
+    """It is 1 % too large, and all else right. Of fixed angles there is none to compare."""
+    module = implementation(operator, "triton")
+    right = module._gradients
+
+    def scaled(*args: Any) -> tuple[torch.Tensor, ...]:
+        found = list(right(*args))
+        found[place] = 1.01 * found[place]
+        return tuple(found)
+
+    monkeypatch.setattr(module, "_gradients", scaled)
+    monkeypatch.setattr(kernel_check, "_CASES", {operator: kernel_check._CASES[operator]})
+    (found,) = wrong(mixer, **options)
+    assert str(found).startswith(f"{operator}: gradient of theta is off by 0.01, ")
 
 
 def test_nan_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:

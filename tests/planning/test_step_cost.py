@@ -184,6 +184,30 @@ def test_positional_encoding_has_an_exchange_of_its_own() -> None:
     assert step.work.sequence_total_s == pytest.approx(total)
 
 
+def test_a_decay_of_its_own_is_a_second_latency() -> None:
+    """LightNet, "no share": log-sums, then states of 4 heads of 32 x 16; a gather has one latency, two-level three.
+
+    With d log-sums and a flag, and what is left of each of 4 x 32 rows. A ring's ranks are late once.
+    """
+    length, spread = 512, layout(1, 1, 4, 1, length=512)
+    apart = ("model.mixer_options.lightnet.shared_decay=false", "model.mixer_options.lightnet.tpe=false")
+    model = CostModel(config("lightnet-tiny", *TINY, *apart), length, ROUND)
+    state = 4 * 32 * 16
+    forward, backward = 4 * (state + 4 * 32 + 64 + 1), 4 * (state + 64)
+    for way, latency_s, per_byte in (
+        ("gather", 2e-6, 3 / 10e9),
+        ("two_level", 6e-6, 1 / 80e9 + 1 / 2 / 8e9 + 1 / 2 / 80e9),
+    ):
+        step = model.predict(spread, exchange=way)  # type: ignore[arg-type]
+        expected = 4 * sum(2 * latency_s + payload * per_byte for payload in (forward, backward))
+        assert step.work.sequence_total_s == pytest.approx(expected)
+        # The log-sums are waited for whatever is computed: the decays, and all that follows, are made of them.
+        assert step.work.sequence_s >= 4 * 2 * latency_s
+    ring = model.predict(spread, exchange="ring")
+    states = [2 * (1e-6 + payload / 50e9) + (1e-6 + payload / 8e9) for payload in (backward, backward)]
+    assert ring.work.sequence_total_s == pytest.approx(sum(states))
+
+
 def test_softmax_gathers_keys_and_values_by_hand() -> None:
     """Four layers; 2 x 64 numbers in bf16 of each token of three other ranks, gathered, and their gradients reduced."""
     length = 4096

@@ -34,14 +34,16 @@ def found_distances(rank: int, world_size: int, init_method: str) -> list[float]
     forms = [
         tool.Form(mixer="tnl", options={"gate_input": "normalised"}),
         tool.Form(mixer="tnl", options={"gate_input": "raw"}),
+        tool.Form(mixer="tnl", joined=True),
     ]
-    return [distance for _, distance in tool.distances(forms, init_std=0.1, num_tokens=9)]
+    return [distance for _, distance in tool.distances(forms, init_std=0.1, num_tokens=10)]
 
 
 def test_distances_are_from_the_usual_form(run_ranks: Callable[..., list[Any]]) -> None:
-    ((same, other),) = run_ranks(found_distances, 1)
+    ((same, other, joined),) = run_ranks(found_distances, 1)
     assert same == 0
     assert 0.01 < other < 2
+    assert 0.01 < joined < 2
 
 
 def test_every_page_has_its_figure_and_every_figure_its_page() -> None:

@@ -33,6 +33,17 @@ class Line:
     x: NDArray[np.float64]
     y: NDArray[np.float64]
 
+    def __len__(self) -> int:
+        return len(self.x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dots:
+    """What is drawn as dots in one row."""
+
+    label: str
+    x: NDArray[np.float64]
+
 
 def curves_picture(curves: Sequence[Curve], frontier: FrontierEstimate | None, title: str) -> str:
     """Loss over C of all runs, by size; their envelope and its law."""
@@ -101,6 +112,21 @@ def lines_picture(lines: Sequence[Line], *, x: str, y: str, title: str = "", mar
         )
     if lines:
         axes.legend(fontsize=7)
+    return _svg(figure)
+
+
+def dots_picture(rows: Sequence[Dots], *, x: str) -> str:
+    """A row for each, from top to bottom: its dots, and a bar at their mean."""
+    figure = Figure(figsize=(_WIDE, 1.0 + 0.3 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    for place, row in enumerate(rows):
+        colour = _COLOURS[place % len(_COLOURS)]
+        axes.plot(row.x, np.full(len(row.x), place), "o", color=colour, ms=5, alpha=0.7)
+        axes.plot([row.x.mean()], [place], "|", color=colour, ms=16, mew=1.6)
+    axes.set_yticks(range(len(rows)), [row.label for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel(x)
+    axes.grid(alpha=0.3, linewidth=0.4)
     return _svg(figure)
 
 

@@ -17,6 +17,7 @@ from lightscale.study.published import TABLE_3
 from lightscale.study.report.html import Html
 from lightscale.study.report.pictures import Line, curves_picture, isoflop_picture, laws_picture, lines_picture
 from lightscale.study.report.scores import add_scores
+from lightscale.study.report.seeds import add_seeds
 from lightscale.study.study import Study
 
 _LAW_NAMES = ("loss", "parameters", "tokens")
@@ -45,6 +46,7 @@ def make_report(study: Study, *, draws: int | None, seed: int, now: datetime.dat
     html = Html(f"Study {study.definition.name}")
     cells = study.cells()
     _add_beginning(html, study, cells, curves, now)
+    add_seeds(html, study, cells, curves)
     picture = None
     if refusal is not None:
         html.heading("Laws")

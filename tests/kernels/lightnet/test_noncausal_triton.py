@@ -28,7 +28,8 @@ def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whole, "_FP32_TILE", 16)
 
 
-def draw(rows: int, tokens: int, K: int, V: int, *, heads: int = 1, angles: bool = True, scale: float = 1.0) -> Tensors:
+def draw(rows: int, tokens: int, K: int, V: int, *, heads: int = 1, angles: bool = True, first: int = 0) -> Tensors:
+    """``first``: the position of each row's first token."""
     generator = torch.Generator().manual_seed(tokens + K)
 
     def normal(*shape: int) -> Tensor:
@@ -37,9 +38,8 @@ def draw(rows: int, tokens: int, K: int, V: int, *, heads: int = 1, angles: bool
 
     inputs = {name: normal(rows, tokens, heads, K) for name in ("q", "k")}
     inputs |= {name: normal(rows, tokens, heads, V) for name in ("v", "do")}
-    inputs["k"] *= scale
     if angles:
-        inputs |= {"theta": 2 * normal(heads, K), "positions": (torch.arange(tokens) + 1000).repeat(rows, 1)}
+        inputs |= {"theta": 2 * normal(heads, K), "positions": (torch.arange(tokens) + first).repeat(rows, 1)}
     return inputs
 
 
@@ -54,34 +54,37 @@ def run(inputs: Tensors, cu_seqlens: Tensor | None, backend: str) -> Tensors:
     return found
 
 
-OF_ANGLES = 1e-4
-"""Only distances count: what positions from 1000 on multiply adds up to 0, but for its rounding."""
+FAR = 1000
+OF_FAR_ANGLES = 1e-4
+"""Only distances count, some 20 tokens here: of terms times ``FAR`` all but a 50th cancels, but not their rounding.
+
+From 0 on the gradients are right to 6e-7, from ``FAR`` on to 3e-5."""
 
 
-def assert_near(actual: Tensors, expected: Tensors) -> None:
-    if "dtheta" in expected:
-        assert error(actual.pop("dtheta"), expected.pop("dtheta")) < OF_ANGLES
+def assert_near(actual: Tensors, expected: Tensors, first: int = 0) -> None:
+    if first:
+        assert error(actual.pop("dtheta"), expected.pop("dtheta")) < OF_FAR_ANGLES
     assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "angles", "starts"),
+    ("tokens", "angles", "first", "starts"),
     [
-        (0, True, None),
-        (1, False, None),
-        (50, True, None),
-        (50, False, [[0], [24, 49]]),
-        (41, True, [[1, 2, 17, 33], [16, 40]]),
+        (0, True, 0, None),
+        (1, False, 0, None),
+        (50, True, FAR, None),
+        (50, False, 0, [[0], [24, 49]]),
+        (41, True, 0, [[1, 2, 17, 33], [16, 40]]),
     ],
 )
-def test_any_length_and_documents(tokens: int, angles: bool, starts: list[list[int]] | None) -> None:
+def test_any_length_and_documents(tokens: int, angles: bool, first: int, starts: list[list[int]] | None) -> None:
     """Splits of 24 tokens in tiles of 16; widths that tiles do not fill; two heads."""
-    inputs = draw(2, tokens, 20, 24, heads=2, angles=angles)
+    inputs = draw(2, tokens, 20, 24, heads=2, angles=angles, first=first)
     cu_seqlens = None if starts is None else boundaries(starts, tokens)
     if not tokens:
         assert run(inputs, None, "triton")["dk"].shape == inputs["k"].shape
         return
-    assert_near(run(inputs, cu_seqlens, "triton"), run(inputs, cu_seqlens, "reference"))
+    assert_near(run(inputs, cu_seqlens, "triton"), run(inputs, cu_seqlens, "reference"), first)
 
 
 def test_extreme_keys_and_padding() -> None:
@@ -126,7 +129,7 @@ def by_triton() -> Iterator[None]:
 @pytest.mark.usefixtures("by_triton")
 def test_parts_of_rows_on_ranks() -> None:
     """Three segments, one of one token, whose document goes through all of them: the passes that ranks call."""
-    inputs = draw(1, 45, 12, 16)
+    inputs = draw(1, 45, 12, 16, first=FAR)
     expected = run(inputs, None, "reference")
     x = {name: one if name == "positions" else one.float() for name, one in inputs.items()}
     segments = [slice(0, 20), slice(20, 21), slice(21, 45)]
@@ -151,7 +154,7 @@ def test_parts_of_rows_on_ranks() -> None:
         of_angles += dtheta
         for name, found in (("o", o), ("dq", dq), ("dk", dk), ("dv", dv)):
             assert error(found, expected[name][:, segment]) < 1e-5, (rank, name)
-    assert error(of_angles, expected["dtheta"]) < OF_ANGLES
+    assert error(of_angles, expected["dtheta"]) < OF_FAR_ANGLES
 
 
 def empty_like(state: Any) -> Any:
