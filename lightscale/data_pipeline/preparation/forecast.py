@@ -45,7 +45,7 @@ _UNIT_S, _TASK_S = 0.01, 0.002
 # Of listing a file, twice, and of what is done between the steps for each unit.
 _FILE_ALONE_S, _UNIT_ALONE_S = 5e-5, 1e-3
 # Memory: what is said in the READMEs of this folder's parent and of dedup/.
-_SORTED_BYTES, _UNIT_MEMORY_BYTES, _FILE_MEMORY_BYTES, _UNITED_BYTES = 52e6, 500, 108, 170
+_SORTED_BYTES, _UNIT_MEMORY_BYTES, _FILE_MEMORY_BYTES, _UNITED_BYTES = 39e6, 500, 108, 170
 _SUPPOSED_DUPLICATES = 0.2
 # What is drawn to measure by.
 _DRAWN_DOCUMENTS, _DRAWN_UNITS, _DRAWN_RANGES, _DRAWN_TOKENS = 2**16, 8, 4, 2**22
