@@ -1,5 +1,7 @@
-"""Opening a regular file: whatever else lies under its name is an error at once, and nothing large is read."""
+"""Opening a regular file: whatever else lies under its name is an error at once, nothing large is read. And locks."""
 
+import errno
+import fcntl
 import os
 import socket
 from pathlib import Path
@@ -7,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightscale.errors import UserError
-from lightscale.files import open_regular, read_regular
+from lightscale.files import lock_or_refuse, open_regular, read_regular
 
 WHAT = "the state of a run"
 
@@ -53,6 +55,21 @@ def test_anything_else_is_named(tmp_path: Path, make: object, message: str) -> N
     with pytest.raises(UserError, match=message) as raised:
         read_regular(tmp_path / "state.json", what=WHAT, most_bytes=1000)
     assert str(tmp_path / "state.json") in str(raised.value)
+
+
+def test_a_file_system_without_locks_is_not_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "lock").open("w") as file, (tmp_path / "lock").open("w") as other:
+        lock_or_refuse(file.fileno(), tmp_path, held="another process is at it")
+        with pytest.raises(UserError, match="another process is at it"):
+            lock_or_refuse(other.fileno(), tmp_path, held="another process is at it")
+        for code in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+
+            def flock(descriptor: int, operation: int, code: int = code) -> None:
+                raise OSError(code, os.strerror(code))
+
+            monkeypatch.setattr(fcntl, "flock", flock)
+            with pytest.raises(UserError, match=r"cannot be locked .* use a file system with flock"):
+                lock_or_refuse(file.fileno(), tmp_path, held="another process is at it")
 
 
 def test_a_missing_file_is_the_callers_to_explain(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from benchmarks import (
     lion,
     loader,
     operators,
+    preparation_costs,
     prepare,
     scans,
     sequence,
@@ -153,6 +154,13 @@ def run_dedup(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
     for figures in dedup.run(args.documents, args.repeats):
         settings = {"bands": dedup.NUM_BANDS, "repeats": args.repeats}
         yield BenchmarkReport(settings=settings, figures=figures, table=dedup.table(figures))
+
+
+def run_preparation_costs(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
+    """What a preparation costs beside its texts."""
+    for figures in preparation_costs.run(args.units, args.repeats):
+        settings = {"units": args.units, "repeats": args.repeats}
+        yield BenchmarkReport(settings=settings, figures=figures, table=preparation_costs.table(figures))
 
 
 def data_arguments(parser: argparse.ArgumentParser) -> None:
@@ -288,6 +296,13 @@ BENCHMARKS = {
         summary="duplicates among 100 thousand to 10 million documents: CPU time, files opened, bytes read for each",
         add_arguments=dedup.add_arguments,
         run=run_dedup,
+        threads=1,
+        repeats=3,
+    ),
+    "preparation-costs": Benchmark(
+        summary="what a preparation costs beside its texts, as `data plan --hosts` takes it: a unit, a task, a file",
+        add_arguments=preparation_costs.add_arguments,
+        run=run_preparation_costs,
         threads=1,
         repeats=3,
     ),

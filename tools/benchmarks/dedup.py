@@ -2,8 +2,8 @@
 
 Keys are drawn at random as MinHash would give them: of every ten documents eight share none, one has a near copy (ten
 of its bands), one an exact copy. Units, as many as a preparation
-makes of documents of 4 KB, write them, and its own tasks find the duplicates, in this
-process. What units do beside, reading, filtering and tokenizing, is not part of it.
+makes of documents of 4 KB, write them, and its own tasks find the duplicates and write the keys that a store keeps, in
+this process. What units do beside, reading, filtering and tokenizing, is not part of it.
 """
 
 import argparse
@@ -81,8 +81,7 @@ def _measure(folder: Path, count: int, opened: _Opened) -> dict[str, Any]:
     opened.begin(work.path)
     read_before = _bytes_read()
     files = list_key_files(work, "near")
-    # As in `data prepare`, but for the keys that a store keeps of its documents: what is measured is the search.
-    corpus = SimpleNamespace(duplicates=DuplicatesConfig(keep_keys=False))
+    corpus = SimpleNamespace(duplicates=DuplicatesConfig())
     context: Any = SimpleNamespace(work=work, base=None, corpus=corpus)
     for step in steps(files, "near"):
         begun_s = time.process_time()

@@ -5,8 +5,10 @@
     duplicates/exact-pairs-0/NNNNNN.npy   what the keys of one range show, or of some neighbouring ones
     duplicates/exact-pairs-1/NNNNNN.npy   the pairs of some ranges, united; -2 those of -1, and so on
     duplicates/exact.npy                  (2, n): the documents to drop, ascending, and the kept one for each
+    store/document_keys/exact/NNNNNN      the keys of one range, each once, for ``data add`` (``keep_keys``)
+    keys/exact/NNNNNN.json                how many these are, and their hash
 
-and near-… likewise. Which documents share a key cannot be said unit by unit. So a task is not a unit but ranges of
+and near… likewise. Which documents share a key cannot be said unit by unit. So a task is not a unit but ranges of
 keys over all key files; they know nothing of each other (``dedup/README.md``). Every task reads at most ``FAN_IN``
 files, and each step has a fixed share of the tasks of the one before: work grows with the corpus, and no faster.
 """
@@ -14,7 +16,7 @@ files, and each step has a fixed share of the tasks of the one before: work grow
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,7 +33,7 @@ from lightscale.data_pipeline.preparation.dedup import (
     pairs_of,
     range_bounds,
     read_ranges,
-    with_known,
+    records_of,
 )
 from lightscale.data_pipeline.preparation.dedup.records import DTYPES, Kind
 from lightscale.data_pipeline.preparation.plan import UNIT_SHIFT, UnitSummary
@@ -209,25 +211,23 @@ def find_in_ranges(context: Context, item: DedupTask, advance: Advance) -> None:
     root = context.work.path
     if not (root / item.target).exists():
         bounds = range_bounds(item.range_index, item.count, item.num_ranges)
-        ranges = read_ranges([root / name for name in item.inputs], item.kind, bounds, sizes=item.sizes)
+        files = [root / name for name in item.inputs]
+        ranges = read_ranges(files, item.kind, bounds, sizes=item.sizes, more=_known(context, item.kind))
         pairs = merge_pairs(
-            pairs_of(
-                _kept(context, item.kind, item.range_index + number, _known(context, item.kind, start, stop, batches))
-            )
-            for number, (batches, (start, stop)) in enumerate(zip(ranges, itertools.pairwise(bounds), strict=True))
+            pairs_of(_kept(context, item.kind, index, batches))
+            for index, batches in enumerate(ranges, item.range_index)
         )
+        # After the keys of all its ranges: what has its pairs is not done again.
         write_array(root / item.target, pairs)
     advance(item.num_bytes)
 
 
-def _known(
-    context: Context, kind: Kind, start: int, stop: int, batches: Iterable[NDArray[np.void]]
-) -> Iterable[NDArray[np.void]]:
-    """The records of a range, and those of the store that is added to."""
+def _known(context: Context, kind: Kind) -> Callable[[int, int], NDArray[np.void]] | None:
+    """What gives the records of the store that is added to, by range; None: there is no such store."""
     if context.base is None:
-        return batches
-    records = np.concatenate([np.empty(0, dtype=DTYPES[kind]), *batches])
-    return [with_known(records, context.base.keys.between(kind, start, stop), KNOWN)]
+        return None
+    keys = context.base.keys
+    return lambda start, stop: records_of(keys.between(kind, start, stop), kind, KNOWN)
 
 
 def _kept(
@@ -241,8 +241,7 @@ def _kept(
             found.append(records[begins_of_keys(records)][list(dtype.names or ())].astype(dtype))
         yield records
     if keep:
-        keys = np.concatenate([np.empty(0, dtype=dtype), *found])
-        written = write_keys(context.work.entry(f"store/{KEYS_DIR}/{kind}", range_index), keys)
+        written = write_keys(context.work.entry(f"store/{KEYS_DIR}/{kind}", range_index), found)
         write_json(context.work.entry(f"keys/{kind}", range_index, ".json"), asdict(written))
 
 

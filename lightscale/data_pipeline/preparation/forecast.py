@@ -40,12 +40,14 @@ from lightscale.errors import UserError
 
 # Counted (tests/data_pipeline/preparation/test_forecast.py holds them): what opens files, those for fsync included.
 _OPENS_ONCE, _OPENS_UNIT, _OPENS_KEY_FILE, _OPENS_TASK, _OPENS_SHARD, _OPENS_UNIT_IN_SHARD = 140, 35, 2, 3, 16, 8
-# Processor time beside the texts, measured on two cores: of a unit's files, and of a small task's.
-_UNIT_S, _TASK_S = 0.01, 0.002
-# Of listing a file, twice, and of what is done between the steps for each unit.
-_FILE_ALONE_S, _UNIT_ALONE_S = 5e-5, 1e-3
+# Of a range of keys, where the store keeps them.
+_OPENS_KEPT_RANGE = 7
+# Processor time beside the texts, measured by `python tools/bench.py preparation-costs` (2-core x86-64, CPU,
+# 2026-11-24, other work beside it): of a unit, of counting what it keeps, of its part of a shard, of a small range of
+# keys or file of pairs; and between the steps, where one process works alone, of a unit and of a file, listed twice.
+UNIT_S, COUNT_UNIT_S, SHARD_PART_S, TASK_S, UNIT_ALONE_S, FILE_ALONE_S = 4.4e-3, 1.8e-3, 6e-4, 2.6e-3, 9e-4, 4e-5
 # Memory: what is said in the READMEs of this folder's parent and of dedup/.
-_SORTED_BYTES, _UNIT_MEMORY_BYTES, _FILE_MEMORY_BYTES, _UNITED_BYTES = 52e6, 500, 108, 170
+_SORTED_BYTES, _UNIT_MEMORY_BYTES, _FILE_MEMORY_BYTES, _UNITED_BYTES = 39e6, 500, 108, 170
 _SUPPOSED_DUPLICATES = 0.2
 # What is drawn to measure by.
 _DRAWN_DOCUMENTS, _DRAWN_UNITS, _DRAWN_RANGES, _DRAWN_TOKENS = 2**16, 8, 4, 2**22
@@ -170,11 +172,13 @@ def forecast(
     opens = _OPENS_ONCE + units * (_OPENS_UNIT + _OPENS_KEY_FILE * len(kinds)) + ranges
     record_s, token_byte_s = _record_seconds(), _token_byte_seconds()
     for kind in deduplication.KINDS:
-        own, own_opens = _duplicate_steps(kind, units, key_bytes.get(kind, 0.0), record_s)
+        own, own_opens = _duplicate_steps(
+            kind, units, key_bytes.get(kind, 0.0), record_s, keep_keys=corpus.duplicates.keep_keys
+        )
         steps += own
         opens += own_opens
-    steps.append(_even("count kept documents", units, units * _UNIT_S / 2))
-    steps.append(_even("write shards", shards, token_bytes * token_byte_s + in_shards * _TASK_S))
+    steps.append(_even("count kept documents", units, units * COUNT_UNIT_S))
+    steps.append(_even("write shards", shards, token_bytes * token_byte_s + in_shards * SHARD_PART_S))
     opens += _OPENS_SHARD * shards + _OPENS_UNIT_IN_SHARD * in_shards
     keys = sum(key_bytes.values())
     merged = sum(1 for step in steps if step.name.startswith("sort keys of near"))
@@ -182,7 +186,7 @@ def forecast(
         hosts=hosts,
         workers=workers,
         steps=steps,
-        alone_seconds=sum(source.files for source in sources) * _FILE_ALONE_S + units * _UNIT_ALONE_S,
+        alone_seconds=sum(source.files for source in sources) * FILE_ALONE_S + units * UNIT_ALONE_S,
         units=units,
         opens=opens,
         store_bytes=found.store_bytes,
@@ -238,8 +242,8 @@ def _unit_step(sources: list[SourceEstimate], counted: list[tuple[int, int]], un
     return StepForecast(
         name="read, filter, tokenize",
         tasks=units,
-        seconds=seconds + units * _UNIT_S,
-        longest_seconds=longest + _UNIT_S,
+        seconds=seconds + units * UNIT_S,
+        longest_seconds=longest + UNIT_S,
     )
 
 
@@ -248,7 +252,7 @@ def _even(name: str, tasks: int, seconds: float) -> StepForecast:
 
 
 def _duplicate_steps(
-    kind: Kind, units: int, key_bytes: float, record_s: dict[str, float]
+    kind: Kind, units: int, key_bytes: float, record_s: dict[str, float], *, keep_keys: bool
 ) -> tuple[list[StepForecast], int]:
     """The steps that find duplicates of ``kind``, as they would be, and the files that they open."""
     num_files = units if key_bytes else 0
@@ -261,9 +265,9 @@ def _duplicate_steps(
     found: list[StepForecast] = []
     opens = 0
     for step in deduplication.steps(files, kind):
-        opens += sum(len(item.inputs) + _OPENS_TASK for item in step.items)
+        opens += sum(len(item.inputs) + _OPENS_TASK + _OPENS_KEPT_RANGE * item.count * keep_keys for item in step.items)
         own_s = records * record_s[step.name.partition(" ")[0]]
-        found.append(_even(step.name, len(step.items), own_s + len(step.items) * _TASK_S))
+        found.append(_even(step.name, len(step.items), own_s + TASK_S * sum(max(1, item.count) for item in step.items)))
     return found, opens
 
 

@@ -8,7 +8,7 @@ documents that were dropped as duplicates are there too: what is like a copy tha
 nothing as well. Which document has a key is not kept, because of duplicates the earlier one stays.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,15 @@ class KeysFile:
     xxh3: str
 
 
-def write_keys(path: Path, keys: NDArray[np.void]) -> KeysFile:
-    """The file ``path`` of (n,) ascending ``keys``, whole or not at all."""
-    raw = keys.tobytes()
-    with whole_file(path) as temporary:
-        temporary.write_bytes(raw)
-    return KeysFile(num_keys=len(keys), xxh3=xxhash.xxh3_128_hexdigest(raw))
+def write_keys(path: Path, parts: Iterable[NDArray[np.void]]) -> KeysFile:
+    """The file ``path`` of ascending keys, some in each of ``parts``, whole or not at all."""
+    num_keys, digest = 0, xxhash.xxh3_128()
+    with whole_file(path) as temporary, temporary.open("wb") as file:
+        for keys in parts:
+            num_keys += len(keys)
+            digest.update(keys.data)
+            file.write(keys.data)
+    return KeysFile(num_keys=num_keys, xxh3=digest.hexdigest())
 
 
 def write_index(store: Path, kinds: Mapping[str, Sequence[KeysFile]]) -> None:

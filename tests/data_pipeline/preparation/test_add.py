@@ -18,6 +18,7 @@ import pytest
 from lightscale.data_pipeline.commands.data import add_arguments
 from lightscale.data_pipeline.executors import ProcessPool
 from lightscale.data_pipeline.loading.loader import TokenLoader
+from lightscale.data_pipeline.preparation import deduplication
 from lightscale.data_pipeline.preparation.corpus import make_corpus
 from lightscale.data_pipeline.preparation.prepare import PrepareOptions, prepare
 from lightscale.data_pipeline.store.token_store import StoreWriter, TokenStore
@@ -144,6 +145,54 @@ def test_adding_twice_is_adding_all(made: Path, tmp_path: Path) -> None:
     assert contents(tmp_path / "second") == contents(made / "whole")
     shutil.rmtree(tmp_path / "first")
     assert not verify_store(tmp_path / "second", lambda *_: None).faults, "what is shared stays while one has it"
+
+
+def test_several_ranges_of_keys_a_task(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the ranges of either store; also stopped between the keys of some ranges and what they show."""
+    found: list[deduplication.DedupTask] = []
+    find, write = deduplication.find_in_ranges, deduplication.write_array
+    left = [2]
+
+    def watched(context: Any, item: deduplication.DedupTask, advance: Any) -> None:
+        found.append(item)
+        find(context, item, advance)
+
+    def stopping(path: Path, array: Any) -> None:
+        left[0] -= "pairs-0" in str(path)
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        write(path, array)
+
+    def content(store: Path) -> dict[str, bytes]:
+        """All, the keys of a kind in one piece."""
+        together = dict.fromkeys(("exact", "near"), b"")
+        files = contents(store)
+        for name in sorted(name for name in files if name.startswith("document_keys/")):
+            if (kind := Path(name).parent.name) in together:
+                together[kind] += files.pop(name)
+        del files["document_keys/keys.json"]
+        return files | together
+
+    monkeypatch.setattr(deduplication, "find_in_ranges", watched)
+    monkeypatch.setattr(deduplication, "write_array", stopping)
+    monkeypatch.setattr(deduplication, "_RANGE_BYTES", 1000)
+    monkeypatch.setattr(deduplication, "_RANGE_TASKS", 1)
+    monkeypatch.setattr(deduplication, "_RANGES_AT_ONCE", 3)
+    all_files = corpus(made, "rest", "lines", "more")
+    with pytest.raises(KeyboardInterrupt):
+        prepare(all_files, tmp_path / "new", options(made / "old"))
+    assert [item.count for item in found] == [3, 3] and (tmp_path / "new.work/store/document_keys/near").exists()
+    left[0], found[:] = -1, []
+    prepare(all_files, tmp_path / "new", options(made / "old"))
+    assert [item.count for item in found if item.kind == "near"][:5] == [3] * 5
+    assert content(tmp_path / "new") == content(made / "whole")
+    assert len(list((tmp_path / "new/document_keys/near").iterdir())) == found[-1].num_ranges
+    # From files of many ranges to other ones.
+    monkeypatch.setattr(deduplication, "_RANGE_BYTES", 7000)
+    prepare(corpus(made, "lines"), tmp_path / "first", options(made / "old"))
+    monkeypatch.setattr(deduplication, "_RANGE_BYTES", 1000)
+    prepare(corpus(made, "more"), tmp_path / "second", options(tmp_path / "first"))
+    assert content(tmp_path / "second") == content(made / "whole")
 
 
 def test_a_source_without_ids_gets_them(tmp_path: Path) -> None:

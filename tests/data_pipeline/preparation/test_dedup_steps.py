@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +15,20 @@ from numpy.typing import NDArray
 
 from lightscale.data_pipeline.preparation import deduplication
 from lightscale.data_pipeline.preparation.corpus import DuplicatesConfig
-from lightscale.data_pipeline.preparation.dedup import clusters, find_pairs, key_files, records, write_band_records
+from lightscale.data_pipeline.preparation.dedup import (
+    clusters,
+    find_pairs,
+    key_files,
+    records,
+    write_band_records,
+    write_exact_records,
+)
 from lightscale.data_pipeline.preparation.dedup.key_files import KeyFile, merge_key_files
-from lightscale.data_pipeline.preparation.dedup.records import KEY_SPACE
+from lightscale.data_pipeline.preparation.dedup.records import DTYPES, KEY_SPACE
 from lightscale.data_pipeline.preparation.plan import UNIT_SHIFT
 from lightscale.data_pipeline.preparation.work_directory import WorkDirectory
+from lightscale.data_pipeline.store.document_keys import KEY_DTYPES, DocumentKeys, write_index, write_keys
+from lightscale.data_pipeline.store.format import KEYS_DIR
 from lightscale.errors import UserError
 
 SPREAD = np.uint64(0x9E3779B97F4A7C15)
@@ -251,6 +261,38 @@ def test_a_range_is_little_more_than_its_own_bytes(tmp_path: Path, num_files: in
     singly = clusters.merge_pairs(find_pairs(files, "near", range_index=index, num_ranges=8) for index in range(8))
     np.testing.assert_array_equal(clusters.merge_pairs(parts), singly)
     np.testing.assert_array_equal(singly, expected_pairs(work))
+
+
+@pytest.mark.parametrize(("kind", "record_bytes"), [("near", 35), ("exact", 50)])
+def test_memory_of_a_range_is_what_the_readme_says(tmp_path: Path, kind: records.Kind, record_bytes: int) -> None:
+    """With the keys that the store keeps, and as many of a store that is added to as new ones."""
+    num_known = 2**17
+    num_documents = num_known // (BANDS if kind == "near" else 1)
+    generator, work = np.random.default_rng(0), WorkDirectory(tmp_path / "work")
+    folder = work.entry("units", 1)
+    folder.mkdir(parents=True)
+    ids = np.arange(num_documents, dtype=np.uint64) + np.uint64(1 << UNIT_SHIFT)
+    if kind == "near":
+        write_band_records(folder / "near-0000", generator.integers(0, 2**64, (num_documents, BANDS), np.uint64), ids)
+    else:
+        write_exact_records(folder / "exact-0000", [generator.bytes(16) for _ in range(num_documents)], ids)
+    keys = np.zeros(num_known, dtype=KEY_DTYPES[kind])
+    keys["high"] = np.sort(generator.integers(0, 2**64, num_known, np.uint64))
+    write_index(tmp_path, {kind: [write_keys(tmp_path / KEYS_DIR / kind / "000000", [keys])]})
+    base = SimpleNamespace(keys=DocumentKeys(tmp_path))
+    context: Any = SimpleNamespace(work=work, base=base, corpus=SimpleNamespace(duplicates=DuplicatesConfig()))
+    listed = deduplication.list_key_files(work, kind, context.base)
+    step = next(iter(deduplication.steps(listed, kind)))
+    assert [item.count for item in step.items] == [1]
+    tracemalloc.start()
+    try:
+        step.task(context, step.items[0], ignore)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert 2**18 * DTYPES[kind].itemsize < peak < record_bytes * 2**18 + 2**21
+    kept = np.fromfile(work.store / KEYS_DIR / kind / "000000", dtype=KEY_DTYPES[kind])
+    assert len(kept) == num_known + num_documents * (BANDS if kind == "near" else 1)
 
 
 def _bytes_read() -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lightscale import cli
+from lightscale.data_pipeline.preparation import deduplication
 from lightscale.data_pipeline.preparation import forecast as forecasts
 from lightscale.data_pipeline.preparation.corpus import load_corpus
 from lightscale.data_pipeline.preparation.estimate import SourceEstimate, estimate
@@ -99,7 +100,6 @@ def test_disk_opens_and_time_are_what_a_preparation_takes(
     write_files(tmp_path / "src", files, documents, packed=packed)
     (tmp_path / "corpus.toml").write_text(TOML.format(top=top, source=source))
     corpus = load_corpus(tmp_path / "corpus.toml")
-    planned = forecast(corpus, estimate(corpus, sample=150), unit_bytes=unit_bytes)
     taken: dict[str, int] = {}
     remove = WorkDirectory.remove
 
@@ -113,6 +113,10 @@ def test_disk_opens_and_time_are_what_a_preparation_takes(
         remove(work)
 
     monkeypatch.setattr(WorkDirectory, "remove", look)
+    # Some dozens of ranges of keys, several in a task, as a large corpus has.
+    monkeypatch.setattr(deduplication, "_RANGE_BYTES", 2**14)
+    monkeypatch.setattr(deduplication, "_RANGE_TASKS", 4)
+    planned = forecast(corpus, estimate(corpus, sample=150), unit_bytes=unit_bytes)
     opens(tmp_path)
     begun_s = time.process_time()
     prepare(corpus, tmp_path / "store", PrepareOptions(unit_bytes=unit_bytes))
@@ -122,7 +126,7 @@ def test_disk_opens_and_time_are_what_a_preparation_takes(
     assert planned.key_bytes == pytest.approx(taken["key_bytes"], rel=0.1)
     assert planned.work_bytes == pytest.approx(taken["work_bytes"], rel=0.1)
     assert planned.store_bytes == pytest.approx(num_bytes(tmp_path / "store"), rel=0.1)
-    assert planned.opens == pytest.approx(opened, rel=0.15)
+    assert planned.opens == pytest.approx(opened, rel=0.08)
     # Processor time, which a busy machine stretches too, more or less of it from one minute to the next.
     expected_s = sum(step.seconds for step in planned.steps) + planned.alone_seconds
     assert expected_s / 5 < seconds < expected_s * 5
@@ -135,7 +139,11 @@ def test_which_formats_are_divided_is_said_as_it_is() -> None:
             assert entry.divides == (type(entry.load(file)).ranges is not InputFormat.ranges), name
 
 
-def test_hosts_divide_what_can_be_divided_and_no_more(tmp_path: Path) -> None:
+def test_hosts_divide_what_can_be_divided_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is measured anew for each forecast differs from one to the next on a busy machine.
+    record_s, token_byte_s = forecasts._record_seconds(), forecasts._token_byte_seconds()
+    monkeypatch.setattr(forecasts, "_record_seconds", lambda: record_s)
+    monkeypatch.setattr(forecasts, "_token_byte_seconds", lambda: token_byte_s)
     write_files(tmp_path / "src", 1, 400, packed=False)
     (tmp_path / "corpus.toml").write_text(TOML.format(top="", source=""))
     corpus = load_corpus(tmp_path / "corpus.toml")

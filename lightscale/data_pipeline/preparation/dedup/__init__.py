@@ -21,7 +21,7 @@ from lightscale.data_pipeline.preparation.dedup.minhash import (
 )
 from lightscale.data_pipeline.preparation.dedup.records import (
     document_key,
-    with_known,
+    records_of,
     write_band_records,
     write_exact_records,
 )
@@ -41,8 +41,8 @@ __all__ = [
     "pairs_of",
     "range_bounds",
     "read_ranges",
+    "records_of",
     "signatures",
-    "with_known",
     "write_band_records",
     "write_exact_records",
 ]

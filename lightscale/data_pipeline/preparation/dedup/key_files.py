@@ -7,7 +7,7 @@ until so few are left. Every record is then read once for each time that the fil
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
@@ -121,21 +121,29 @@ class KeyFile:
 
 
 def read_ranges(
-    files: Sequence[Path], kind: Kind, bounds: Sequence[int], *, sizes: Sequence[int | None] | None = None
+    files: Sequence[Path],
+    kind: Kind,
+    bounds: Sequence[int],
+    *,
+    sizes: Sequence[int | None] | None = None,
+    more: Callable[[int, int], NDArray[np.void]] | None = None,
 ) -> Iterator[Iterator[NDArray[np.void]]]:
     """For each of some neighbouring ranges, ``bounds[i]`` <= key < ``bounds[i + 1]``, the records of all ``files``.
 
-    Ascending by keys, in batches; equal keys are in one. Of each range all is to be taken before the next one.
-    ``files``: all are open meanwhile, and read forward; ``sizes``: theirs in bytes.
+    Ascending by keys, in batches; equal keys are in one. ``files``: all are open meanwhile, and read forward;
+    ``sizes``: theirs in bytes, where they are known; ``more``: further records of a range, in ascending order.
     """
-    known = list(sizes or [None] * len(files))
     with ExitStack() as stack:
-        opened = [stack.enter_context(KeyFile(path, kind, size)) for path, size in zip(files, known, strict=True)]
+        opened = [
+            stack.enter_context(KeyFile(path, kind, size))
+            for path, size in zip(files, sizes or [None] * len(files), strict=True)
+        ]
         if bounds[0]:
             for file in opened:
                 file.skip(bounds[0])
-        for stop in bounds[1:]:
-            yield _in_order([file.take(stop) for file in opened] or [np.empty(0, dtype=DTYPES[kind])])
+        for start, stop in itertools.pairwise(bounds):
+            parts = [more(start, stop) if more else np.empty(0, dtype=DTYPES[kind])]
+            yield _in_order([*parts, *(file.take(stop) for file in opened)])
 
 
 def merge_key_files(

@@ -43,14 +43,13 @@ def write_band_records(path: Path, keys: NDArray[np.uint64], document_ids: NDArr
     _write(path, records)
 
 
-def with_known(records: NDArray[np.void], keys: NDArray[np.void], document: int) -> NDArray[np.void]:
-    """``records`` and those of (n,) ``keys`` of one ``document``, in order."""
-    more = np.empty(len(keys), dtype=records.dtype)
+def records_of(keys: NDArray[np.void], kind: Kind, document: int) -> NDArray[np.void]:
+    """The records of (n,) ``keys``, fields without a document, of one ``document``."""
+    records = np.empty(len(keys), dtype=DTYPES[kind])
     for name in keys.dtype.names or ():
-        more[name] = keys[name]
-    more["document"] = document
-    both = np.concatenate([more, records])
-    return both[key_order(both)]
+        records[name] = keys[name]
+    records["document"] = document
+    return records
 
 
 def key_order(records: NDArray[np.void]) -> NDArray[np.intp]:
