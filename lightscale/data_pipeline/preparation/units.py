@@ -11,9 +11,11 @@ units/NNNNNN/counts.json    counts, and what was dropped
 """
 
 import contextlib
+import itertools
 import json
+import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -24,6 +26,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from lightscale.data_pipeline.executors import Advance
+from lightscale.data_pipeline.preparation import unit_parts
 from lightscale.data_pipeline.preparation.base import BaseStore
 from lightscale.data_pipeline.preparation.corpus import Corpus
 from lightscale.data_pipeline.preparation.counts import StepCounts
@@ -38,11 +41,12 @@ from lightscale.data_pipeline.preparation.filters import Chain
 from lightscale.data_pipeline.preparation.labels import check_number, class_of
 from lightscale.data_pipeline.preparation.normalise import INVALID_UTF8, LONE_SURROGATE, normalise
 from lightscale.data_pipeline.preparation.plan import UNIT_SHIFT, PreparationPlan, UnitSummary, read_plan
-from lightscale.data_pipeline.preparation.readers import read
+from lightscale.data_pipeline.preparation.readers import FilePart, has_parts, read
 from lightscale.data_pipeline.preparation.readers.inputs import EMPTY, Problems
 from lightscale.data_pipeline.preparation.removed import FILE as REMOVED
 from lightscale.data_pipeline.preparation.removed import RemovedWriter
 from lightscale.data_pipeline.preparation.tokenizer_sample import TextSample
+from lightscale.data_pipeline.preparation.unit_parts import join_parts, write_parts
 from lightscale.data_pipeline.preparation.work_directory import WorkDirectory
 from lightscale.data_pipeline.store.format import TOKENIZER_DIR, Split
 from lightscale.data_pipeline.tokenizers import DESCRIPTION_FILE, Tokenizer, load_tokenizer, with_fast_path
@@ -69,6 +73,7 @@ _KEYS_DOCUMENTS = 2**16
 # Which documents are held out and which excerpts train the tokenizer must not depend on each other, so
 # each hash has a seed of its own.
 _SPLIT_SEED = 1
+_SAMPLE = "sample.json"
 
 
 class Context:
@@ -207,16 +212,44 @@ def prepare_unit(context: Context, unit: UnitSummary, advance: Advance) -> None:
     if target.exists():
         advance(unit.num_bytes)
         return
-    counts = UnitCounts(problems=Problems(strict=context.strict))
+
+    def write(directory: Path, part: FilePart | None, before: Sequence[Path]) -> None:
+        num_before = sum(len(UnitFiles(directory=one).records) for one in before)
+        counts = UnitCounts(problems=Problems(strict=context.strict))
+        with contextlib.ExitStack() as stack:
+            writer = stack.enter_context(UnitWriter(directory, unit, context, first_document=num_before))
+            removed = stack.enter_context(RemovedWriter(directory / REMOVED)) if context.keep_removed else None
+            for document in clean_documents(context, unit, counts, advance, removed=removed, part=part):
+                writer.append(document)
+            writer.finish()
+        _write_counts(directory, counts)
+
     # The directory gets its name when everything in it is written: a unit that has its name is never half a unit.
-    with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(whole_directory(target))
-        writer = stack.enter_context(UnitWriter(directory, unit, context))
-        removed = stack.enter_context(RemovedWriter(directory / REMOVED)) if context.keep_removed else None
-        for document in clean_documents(context, unit, counts, advance, removed=removed):
-            writer.append(document)
-        writer.finish()
-        (directory / "counts.json").write_text(json.dumps(counts.as_json(), ensure_ascii=False), encoding="utf-8")
+    if not _is_in_parts(context, unit):
+        with whole_directory(target) as directory:
+            write(directory, None, ())
+        return
+    parts_directory = context.work.entry("parts", unit.number)
+    parts = write_parts(parts_directory, "unit", write, advance)
+    with whole_directory(target) as directory:
+        join_parts(parts, directory, unit.source)
+        counts = UnitCounts()
+        for part in parts:
+            counts.merge(UnitFiles(directory=part).counts())
+        _write_counts(directory, counts)
+    shutil.rmtree(parts_directory, ignore_errors=True)
+
+
+def _write_counts(directory: Path, counts: UnitCounts) -> None:
+    (directory / "counts.json").write_text(json.dumps(counts.as_json(), ensure_ascii=False), encoding="utf-8")
+
+
+def _is_in_parts(context: Context, unit: UnitSummary) -> bool:
+    """Whether a unit is one compressed file of several parts."""
+    if unit.num_bytes <= unit_parts.PART_BYTES:
+        return False
+    first, *others = itertools.islice(context.plan.file_ranges(unit), 2)
+    return not others and has_parts(first.file, context.corpus.read_options(unit.source))
 
 
 def sample_unit(context: Context, unit: UnitSummary, advance: Advance) -> None:
@@ -226,21 +259,44 @@ def sample_unit(context: Context, unit: UnitSummary, advance: Advance) -> None:
         advance(unit.num_bytes)
         return
     validation = context.corpus.validation_of(unit.source)
-    sample = TextSample()
-    # The pass that writes meets the same problems; it counts them.
-    counts = UnitCounts(problems=Problems(strict=context.strict))
-    for document in clean_documents(context, unit, counts, advance):
-        if split_of(document.id, validation) == "train":
-            sample.add(document.id, document.text)
+
+    def content(part: FilePart | None) -> dict[str, Any]:
+        sample = TextSample()
+        # The pass that writes meets the same problems; it counts them.
+        counts = UnitCounts(problems=Problems(strict=context.strict))
+        for document in clean_documents(context, unit, counts, advance, part=part):
+            if split_of(document.id, validation) == "train":
+                sample.add(document.id, document.text)
+        return {"sample": sample.as_json(), "counts": counts.as_json()}
+
+    if not _is_in_parts(context, unit):
+        write_json(target, content(None))
+        return
+    parts_directory = context.work.entry("parts", unit.number)
+    parts = write_parts(
+        parts_directory, "sample", lambda new, part, before: write_json(new / _SAMPLE, content(part)), advance
+    )
+    sample, counts = TextSample(), UnitCounts()
+    for part in parts:
+        found = json.loads((part / _SAMPLE).read_bytes())
+        sample.merge(found["sample"])
+        counts.merge(found["counts"])
     write_json(target, {"sample": sample.as_json(), "counts": counts.as_json()})
+    shutil.rmtree(parts_directory, ignore_errors=True)
 
 
 def clean_documents(
-    context: Context, unit: UnitSummary, counts: UnitCounts, advance: Advance, *, removed: RemovedWriter | None = None
+    context: Context,
+    unit: UnitSummary,
+    counts: UnitCounts,
+    advance: Advance,
+    *,
+    removed: RemovedWriter | None = None,
+    part: FilePart | None = None,
 ) -> Iterator[CleanDocument]:
     """The documents of a unit, in order, that are left after reading, normalising and filtering.
 
-    Those that filters drop are written to ``removed``.
+    Those that filters drop are written to ``removed``. ``part``: of the unit's only file, the part to read.
     """
     # A generator, document after document: memory does not grow with the unit, and one pass does all four steps.
     rules = context.filter_of(unit.source)
@@ -248,7 +304,7 @@ def clean_documents(
     was_read, normalised, filtered = (counts.steps[name] for name in STEPS_OF_A_UNIT)
     label_field, classes = options.label_field, context.classes
     for file_range in context.plan.file_ranges(unit):
-        documents = read(file_range, counts.problems, options=options, advance=advance)
+        documents = read(file_range, counts.problems, options=options, advance=advance, part=part)
         for raw in documents:
             data = raw.data
             was_read.keep(len(data) if isinstance(data, bytes) else len(data.encode(errors="surrogatepass")))
@@ -296,9 +352,10 @@ def utf8_bytes(text: str) -> int:
 class UnitWriter:
     """Writes tokens, records and keys of a unit's documents batch by batch: memory does not grow with the unit."""
 
-    def __init__(self, directory: Path, unit: UnitSummary, context: Context) -> None:
+    def __init__(self, directory: Path, unit: UnitSummary, context: Context, *, first_document: int = 0) -> None:
+        """``first_document``: the number in the unit of the first one."""
         self._directory = directory
-        self._first_id = unit.number << UNIT_SHIFT
+        self._first_id = (unit.number << UNIT_SHIFT) + first_document
         self._tokenizer = context.encoder
         self._validation = context.corpus.validation_of(unit.source)
         self._duplicates = context.corpus.duplicates

@@ -4,6 +4,7 @@
     plan.jsonl          the units of work, one a line
     tokenizer/          the tokenizer, complete
     samples/NNNNNN.json texts that train it
+    parts/NNNNNN/       of a unit that is one large compressed file: its finished parts (``unit_parts.py``)
     units/NNNNNN/       what became of the documents of a unit (``units.py``)
     duplicates/         which documents are dropped (``deduplication.py``)
     kept/NNNNNN.json    what is kept of a unit
@@ -16,6 +17,7 @@ finished work: there is no other record of it.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -36,6 +38,7 @@ _OWN_NAMES = (
     "plan.new.jsonl",
     "tokenizer",
     "samples",
+    "parts",
     "units",
     "duplicates",
     "kept",
@@ -131,9 +134,9 @@ class WorkDirectory:
         return self.path / kind / f"{number:06}{suffix}"
 
     def has_finished_work(self) -> bool:
-        """Whether any unit is finished."""
-        units = self.path / "units"
-        return units.is_dir() and any(not entry.name.endswith(TEMPORARY_SUFFIX) for entry in units.iterdir())
+        """Whether any unit, or a part of one, is finished."""
+        found = itertools.chain(self.path.glob("units/*"), self.path.glob("parts/*/unit-*"))
+        return any(not entry.name.endswith(TEMPORARY_SUFFIX) for entry in found)
 
 
 @contextmanager

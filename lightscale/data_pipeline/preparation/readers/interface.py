@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightscale.data_pipeline.executors import Advance
+from lightscale.data_pipeline.preparation.readers.file_parts import FilePart
 from lightscale.data_pipeline.preparation.readers.inputs import (
     MISSING,
     NO_TEXT,
@@ -46,6 +47,8 @@ class Reading:
     options: ReadOptions
     advance: Advance
     """Called with the bytes of the file that were read, as they are there."""
+    part: FilePart | None = None
+    """Of a compressed file: what of the range is to be read; None: all of it. For formats that the table says."""
 
     def fits(self, text: str | bytes, document_id: str) -> bool:
         """Whether a text is short enough; counts one that is not."""

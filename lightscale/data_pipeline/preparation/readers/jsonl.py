@@ -9,7 +9,13 @@ from typing import Any
 from lightscale.data_pipeline.preparation.readers.inputs import INVALID_UTF8, NOT_JSON, TOO_LONG, Problems, SourceFile
 from lightscale.data_pipeline.preparation.readers.interface import InputFormat, RawDocument, Reading
 from lightscale.data_pipeline.preparation.readers.ranges import FileRange, byte_ranges
-from lightscale.data_pipeline.preparation.readers.streams import after_newline, contents, is_packed, lines
+from lightscale.data_pipeline.preparation.readers.streams import (
+    after_newline,
+    contents,
+    is_packed,
+    lines,
+    without_first,
+)
 
 try:
     import orjson
@@ -18,7 +24,7 @@ except ImportError:  # json reads the same, slower
 
 
 class JsonLines(InputFormat):
-    """Lines begin anywhere, so a plain file is read in ranges of bytes; a compressed one as a whole."""
+    """Lines begin anywhere, so a plain file is read in ranges of bytes; a compressed one as a whole, or in parts."""
 
     def ranges(self, file: SourceFile, range_bytes: int, problems: Problems) -> Iterator[FileRange]:
         """Of ``range_bytes`` each."""
@@ -34,12 +40,17 @@ class JsonLines(InputFormat):
         with file.path.open("rb", buffering=0) as content:
             content.seek(first)
             buffers = contents(content, file, reading)
-            if file_range.start:
+            if reading.part is not None and (begin := reading.part.begin) is not None:
+                first = begin.document
+                buffers = without_first(buffers, first - begin.point.unpacked)
+            elif file_range.start:
                 assert file_range.stop is not None
                 # No further than this range: a line that fills several of them would be read to its end by each.
                 first, buffers = after_newline(buffers, first, file_range.stop)
             for offset, line in lines(buffers, first, options.max_line_bytes):
                 if file_range.stop is not None and offset >= file_range.stop:
+                    break
+                if reading.part is not None and reading.part.ends_before(offset):
                     break
                 document_id = f"{file.id}@{offset}"
                 if line is None:

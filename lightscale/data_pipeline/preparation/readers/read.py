@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 
 from lightscale.data_pipeline.executors import Advance
+from lightscale.data_pipeline.preparation.readers.file_parts import FilePart
 from lightscale.data_pipeline.preparation.readers.inputs import CHANGED, UNREADABLE, Problems, ReadOptions, SourceFile
 from lightscale.data_pipeline.preparation.readers.interface import RawDocument, Reading
 from lightscale.data_pipeline.preparation.readers.ranges import FileRange
 from lightscale.data_pipeline.preparation.readers.remote import RemotePath
-from lightscale.data_pipeline.preparation.readers.streams import require_unpacker
+from lightscale.data_pipeline.preparation.readers.streams import is_packed, require_unpacker
 from lightscale.data_pipeline.preparation.readers.table import format_of
 
 
@@ -29,8 +30,26 @@ def cut_into_ranges(
         yield from entry.load(file).ranges(file, range_bytes, problems)
 
 
-def read(file_range: FileRange, problems: Problems, *, options: ReadOptions, advance: Advance) -> Iterator[RawDocument]:
-    """The documents of ``file_range`` in order.
+def has_parts(file: SourceFile, options: ReadOptions) -> bool:
+    """Whether ``file`` is read as a whole, but can be in parts, one after the other."""
+    entry = format_of(file, options)
+    if isinstance(entry, str) or not entry.in_parts or not is_packed(file):
+        return False
+    try:
+        return not isinstance(file.path, RemotePath) or file.path.stat().gives_parts
+    except OSError:  # who reads it says what is wrong
+        return False
+
+
+def read(
+    file_range: FileRange,
+    problems: Problems,
+    *,
+    options: ReadOptions,
+    advance: Advance,
+    part: FilePart | None = None,
+) -> Iterator[RawDocument]:
+    """The documents of ``file_range`` in order; of a file that ``has_parts`` those of ``part``, which then has its end.
 
     What cannot be read is counted in ``problems`` with file and position, and the rest is read: a missing or changed
     file, the end of a truncated one, lines that are no objects, rows and objects without text, texts that are too long.
@@ -45,7 +64,7 @@ def read(file_range: FileRange, problems: Problems, *, options: ReadOptions, adv
             was = f"{status.st_size} bytes, {file.size_bytes} when it was listed"
             problems.add(CHANGED, f"{file.id}: {was}", file=file)
             return
-        reading = Reading(problems=problems, options=options, advance=advance)
+        reading = Reading(problems=problems, options=options, advance=advance, part=part)
         yield from entry.load(file).read(file_range, reading)
     except OSError as error:
         problems.add(UNREADABLE, f"{file.id}: {error.strerror or error}", file=file)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO, Protocol
 
 from lightscale.data_pipeline.executors import Advance
+from lightscale.data_pipeline.preparation.readers.access_points import AccessPoint, GzipMember
+from lightscale.data_pipeline.preparation.readers.file_parts import FilePart
 from lightscale.data_pipeline.preparation.readers.inputs import NO_CHECKSUM, TRUNCATED, UNREADABLE, Problems, SourceFile
 from lightscale.data_pipeline.preparation.readers.interface import Reading
 from lightscale.data_pipeline.preparation.readers.table import PACKED_SUFFIXES
@@ -20,7 +22,7 @@ except ImportError:
 
 _READ_BYTES = 2**20
 _COMPRESSED_READ_BYTES = 2**16
-_ZST = ".zst"
+_GZ, _ZST = ".gz", ".zst"
 # bz2 says of damage that it is an OSError, or a ValueError.
 _UNPACK_ERRORS: tuple[type[Exception], ...] = (
     zlib.error,
@@ -70,42 +72,78 @@ class _Unpacker(Protocol):
 
 
 def contents(content: BinaryIO, source: SourceFile, reading: Reading) -> Iterator[bytes]:
-    """What is in the open file ``content`` from where it stands, unpacked where the file is compressed."""
+    """What is in the open file ``content`` from where it stands, unpacked where the file is compressed.
+
+    Of a part of a compressed file: from the access point that it begins with.
+    """
     if is_packed(source):
-        return unpacked(content, source, reading.problems, reading.advance)
+        return unpacked(content, source, reading.problems, reading.advance, part=reading.part)
     return plain(content, reading.advance)
 
 
-def unpacked(file: BinaryIO, source: SourceFile, problems: Problems, advance: Advance) -> Iterator[bytes]:
-    """The content of a compressed file; what comes before damage or a missing end is given."""
+def unpacked(
+    file: BinaryIO, source: SourceFile, problems: Problems, advance: Advance, *, part: FilePart | None = None
+) -> Iterator[bytes]:
+    """The content of a compressed file; what comes before damage or a missing end is given.
+
+    ``part``: from where it begins, and the first access point that it may end with is noted in it.
+    """
     ending = next(one for one in PACKED_SUFFIXES if source.path.name.lower().endswith(one))
     unpacker: _Unpacker | None = None
     position = num_unpacked = 0
-    while packed := file.read(_COMPRESSED_READ_BYTES):
-        num_packed = len(packed)
+    if part is not None and part.begin is not None:
+        point = part.begin.point
+        unpacker = GzipMember(point) if point.is_inside else None
+        position, num_unpacked = point.packed, point.unpacked
+        file.seek(position)
+    # In blocks that begin at multiples of their size from wherever: so damage costs the same text.
+    while packed := file.read(_COMPRESSED_READ_BYTES - position % _COMPRESSED_READ_BYTES):
+        begin, position = position, position + len(packed)
         try:
             while packed:
                 if unpacker is None:
                     if not (packed := packed if ending == _ZST else packed.lstrip(b"\0")):  # padding, of tapes
                         break
-                    unpacker = _UNPACKERS[ending]()
+                    if part is not None and num_unpacked:
+                        part.note(AccessPoint(packed=position - len(packed), unpacked=num_unpacked))
+                    unpacker = _UNPACKERS[ending]() if ending != _GZ or part is None else GzipMember()
                     if ending == _ZST and not num_unpacked and not _has_checksum(packed):
                         problems.add(NO_CHECKSUM, source.id, file=source)
-                buffer = unpacker.decompress(packed)
+                if part is not None and isinstance(unpacker, GzipMember) and part.wants(position):
+                    at = position - len(packed)
+                    buffer, found = unpacker.decompress_and_find(packed, packed=at, unpacked=num_unpacked)
+                    part.note_search(found)
+                else:
+                    buffer = unpacker.decompress(packed)
                 num_unpacked += len(buffer)
                 yield buffer
                 packed = b""
                 if unpacker.eof:
                     packed, unpacker = unpacker.unused_data, None
         except _UNPACK_ERRORS as error:
-            where = f"{source.id}: damaged after byte {position} ({num_unpacked} bytes decompressed)"
+            _ended(part)
+            begin -= begin % _COMPRESSED_READ_BYTES
+            where = f"{source.id}: damaged after byte {begin} ({num_unpacked} bytes decompressed)"
             problems.add(UNREADABLE, f"{where}: {error}")
             return
-        position += num_packed
-        advance(num_packed)
+        advance(position - begin)
+    _ended(part)
     if unpacker is not None:
         where = f"{source.id}: at byte {position} ({num_unpacked} bytes decompressed)"
         problems.add(TRUNCATED, f"{where}, inside a compressed block")
+
+
+def _ended(part: FilePart | None) -> None:
+    if part is not None:
+        part.is_last = True
+
+
+def without_first(buffers: Iterator[bytes], num_bytes: int) -> Iterator[bytes]:
+    """``buffers`` but for the first ``num_bytes`` in them."""
+    for buffer in buffers:
+        if num_bytes < len(buffer):
+            yield buffer[num_bytes:]
+        num_bytes = max(num_bytes - len(buffer), 0)
 
 
 def _has_checksum(begin: bytes) -> bool:
@@ -117,7 +155,7 @@ def _has_checksum(begin: bytes) -> bool:
 
 # gzip and bzip2 have checksums, which are compared; zstandard where the writer asked for them.
 _UNPACKERS: dict[str, Callable[[], _Unpacker]] = {
-    ".gz": lambda: zlib.decompressobj(31),
+    _GZ: lambda: zlib.decompressobj(31),
     ".bz2": bz2.BZ2Decompressor,
     _ZST: lambda: zstandard.ZstdDecompressor().decompressobj(),
 }

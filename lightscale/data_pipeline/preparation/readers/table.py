@@ -27,6 +27,8 @@ class InputFormatEntry:
     """Read from front to back, and so it may be compressed."""
     divides: bool = False
     """A file that is not compressed is read in ranges."""
+    in_parts: bool = False
+    """A compressed file is read in parts (``file_parts.py``), one after the other."""
     holds_many: bool = True
     """A file of it holds many documents."""
     in_directories: bool = True
@@ -49,7 +51,7 @@ FORMATS: dict[str, InputFormatEntry] = {
     TEXT: InputFormatEntry(
         suffixes=(".txt", ".md", ".rst", ".py"), cls="text:WholeText", is_stream=False, holds_many=False
     ),
-    "jsonl": InputFormatEntry(suffixes=(".jsonl", ".ndjson"), cls="jsonl:JsonLines", divides=True),
+    "jsonl": InputFormatEntry(suffixes=(".jsonl", ".ndjson"), cls="jsonl:JsonLines", divides=True, in_parts=True),
     # In directories of code and of data sets these are settings and lists more often than documents.
     "json": InputFormatEntry(suffixes=(".json",), cls="json_values:JsonValues", in_directories=False),
     "csv": InputFormatEntry(suffixes=(".csv",), cls="separated:Csv", in_directories=False),
