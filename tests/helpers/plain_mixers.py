@@ -132,7 +132,7 @@ def lightnet_whole(model: ModelConfig, x: Tensor, weights: Weights, layer: int) 
     """The weight of token s in channel c is the softmax of k over the document."""
     q, k, v = plain.heads(model, x, weights)
     j = torch.arange(model.hidden_size, dtype=torch.float64).view(model.num_heads, model.head_dim)
-    cosines = _cosines(_distance(x), 10000.0 ** (-2 * j / model.hidden_size))
+    cosines = _cosines(_distance(x), weights.get("lrpe.theta", 10000.0 ** (-2 * j / model.hidden_size)))
     weight = k.exp() / k.exp().sum(dim=1, keepdim=True)
     scores = torch.einsum("htc, hsc, htsc -> hts", plain.silu(q), weight, cosines)
     return gated(model, scores @ v, x, weights)
