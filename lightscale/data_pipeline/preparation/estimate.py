@@ -15,13 +15,14 @@ from typing import Any
 
 import xxhash
 
+from lightscale.data_pipeline.preparation import unit_parts
 from lightscale.data_pipeline.preparation.corpus import DEFAULT_VOCAB_SIZE, Corpus
 from lightscale.data_pipeline.preparation.dedup import NUM_BANDS, band_keys, document_key, signatures
 from lightscale.data_pipeline.preparation.filters import Chain
 from lightscale.data_pipeline.preparation.labels import class_of
 from lightscale.data_pipeline.preparation.normalise import normalise
 from lightscale.data_pipeline.preparation.prepare import given_tokenizer
-from lightscale.data_pipeline.preparation.readers import RawDocument, cut_into_ranges, read
+from lightscale.data_pipeline.preparation.readers import RawDocument, cut_into_ranges, has_parts, read
 from lightscale.data_pipeline.preparation.readers.inputs import EMPTY, Problems, ReadOptions, SourceFile
 from lightscale.data_pipeline.preparation.readers.streams import is_packed
 from lightscale.data_pipeline.preparation.readers.table import format_of
@@ -102,6 +103,8 @@ class SourceEstimate:
     """Of files that are read as a whole, in bytes: 8 bytes of memory each. Likewise"""
     divided_sizes: "array[int]" = field(default_factory=lambda: array("q"))
     """of those that are read in ranges."""
+    part_sizes: "array[int]" = field(default_factory=lambda: array("q"))
+    """Of those among the former that are read part after part, if each is a unit by itself."""
     samples: list[FileSample] = field(default_factory=list)
     """Of some files. Each is scaled by itself, and their sum to the source: files of a source may differ much."""
     kept_tokens: int = 0
@@ -267,6 +270,8 @@ def _counted(files: Iterable[SourceFile], found: SourceEstimate, options: ReadOp
         entry = format_of(file, options)
         is_whole = isinstance(entry, str) or is_packed(file) or not file.gives_parts or not entry.divides
         (found.whole_sizes if is_whole else found.divided_sizes).append(file.size_bytes)
+        if file.size_bytes > unit_parts.PART_BYTES and file.gives_parts and has_parts(file, options):
+            found.part_sizes.append(file.size_bytes)
         yield file
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from lightscale.data_pipeline.preparation import deduplication
+from lightscale.data_pipeline.preparation import deduplication, unit_parts
 from lightscale.data_pipeline.preparation.corpus import Corpus
 from lightscale.data_pipeline.preparation.dedup import (
     NUM_BANDS,
@@ -40,8 +40,8 @@ from lightscale.errors import UserError
 
 # Counted (tests/data_pipeline/preparation/test_forecast.py holds them): what opens files, those for fsync included.
 _OPENS_ONCE, _OPENS_UNIT, _OPENS_KEY_FILE, _OPENS_TASK, _OPENS_SHARD, _OPENS_UNIT_IN_SHARD = 140, 35, 2, 3, 16, 8
-# Of a range of keys, where the store keeps them.
-_OPENS_KEPT_RANGE = 7
+# Of a part of a large compressed file, and of a range of keys where the store keeps them.
+_OPENS_PART, _OPENS_KEPT_RANGE = 36, 7
 # Processor time beside the texts, measured by `python tools/bench.py preparation-costs` (2-core x86-64, CPU,
 # 2026-11-24, other work beside it): of a unit, of counting what it keeps, of its part of a shard, of a small range of
 # keys or file of pairs; and between the steps, where one process works alone, of a unit and of a file, listed twice.
@@ -169,11 +169,14 @@ def forecast(
     token_bytes = 4 * found.tokens
 
     steps = [_unit_step(sources, counted, unit_bytes)]
-    opens = _OPENS_ONCE + units * (_OPENS_UNIT + _OPENS_KEY_FILE * len(kinds)) + ranges
+    in_parts = [size for source in sources for size in source.part_sizes if size > unit_bytes]
+    parts = sum(size // unit_parts.PART_BYTES for size in in_parts)  # each is a little longer
+    key_files = units - len(in_parts) + parts
+    opens = _OPENS_ONCE + units * _OPENS_UNIT + parts * _OPENS_PART + key_files * _OPENS_KEY_FILE * len(kinds) + ranges
     record_s, token_byte_s = _record_seconds(), _token_byte_seconds()
     for kind in deduplication.KINDS:
         own, own_opens = _duplicate_steps(
-            kind, units, key_bytes.get(kind, 0.0), record_s, keep_keys=corpus.duplicates.keep_keys
+            kind, key_files, key_bytes.get(kind, 0.0), record_s, keep_keys=corpus.duplicates.keep_keys
         )
         steps += own
         opens += own_opens
@@ -252,10 +255,10 @@ def _even(name: str, tasks: int, seconds: float) -> StepForecast:
 
 
 def _duplicate_steps(
-    kind: Kind, units: int, key_bytes: float, record_s: dict[str, float], *, keep_keys: bool
+    kind: Kind, key_files: int, key_bytes: float, record_s: dict[str, float], *, keep_keys: bool
 ) -> tuple[list[StepForecast], int]:
     """The steps that find duplicates of ``kind``, as they would be, and the files that they open."""
-    num_files = units if key_bytes else 0
+    num_files = key_files if key_bytes else 0
     files = deduplication.KeyFiles(
         names=[""] * num_files,
         num_bytes=[int(key_bytes) // max(1, num_files)] * num_files,

@@ -1,10 +1,10 @@
 """``lightscale data plan --hosts``: what it says of disk, opens and time, beside what a preparation then takes."""
 
-import gzip
 import json
 import random
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,13 @@ import pytest
 from lightscale import cli
 from lightscale.data_pipeline.preparation import deduplication
 from lightscale.data_pipeline.preparation import forecast as forecasts
+from lightscale.data_pipeline.preparation import unit_parts
 from lightscale.data_pipeline.preparation.corpus import load_corpus
 from lightscale.data_pipeline.preparation.estimate import SourceEstimate, estimate
 from lightscale.data_pipeline.preparation.forecast import StepForecast, forecast
 from lightscale.data_pipeline.preparation.plan import read_plan
 from lightscale.data_pipeline.preparation.prepare import PrepareOptions, prepare
+from lightscale.data_pipeline.preparation.readers import streams
 from lightscale.data_pipeline.preparation.readers.inputs import SourceFile
 from lightscale.data_pipeline.preparation.readers.interface import InputFormat
 from lightscale.data_pipeline.preparation.readers.table import FORMATS
@@ -42,7 +44,8 @@ def write_files(folder: Path, num_files: int, documents: int, *, packed: bool) -
         texts = [" ".join(f"{draw.getrandbits(48):x}" for _ in range(draw.randint(20, 60))) for _ in range(documents)]
         lines = "".join(json.dumps({"text": text, "url": f"u{index:06}"}) + "\n" for index, text in enumerate(texts))
         if packed:
-            (folder / f"{number}.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+            packer = zlib.compressobj(wbits=31, memLevel=4)  # in small blocks: parts end where one does
+            (folder / f"{number}.jsonl.gz").write_bytes(packer.compress(lines.encode()) + packer.flush())
         else:
             (folder / f"{number}.jsonl").write_text(lines)
 
@@ -71,10 +74,11 @@ def num_bytes(folder: Path, pattern: str = "**/*") -> int:
 
 
 @pytest.mark.parametrize(
-    ("top", "source", "files", "documents", "packed", "unit_bytes"),
+    ("top", "source", "files", "documents", "packed", "unit_bytes", "part_bytes"),
     [
-        ("", 'id_field = "url"', 3, 900, False, 60_000),
-        ("validation = 0.1", "", 12, 150, True, 60_000),
+        ("", 'id_field = "url"', 3, 900, False, 60_000, 2**24),
+        ("validation = 0.1", "", 12, 150, True, 60_000, 2**24),
+        ("", "", 9, 250, True, 30_000, 15_000),
         (
             "duplicates = {exact = true, near = false}",
             'language = "other"\nfilters = {size = {min = 40}, terminal_punctuation = false}',
@@ -82,9 +86,10 @@ def num_bytes(folder: Path, pattern: str = "**/*") -> int:
             1500,
             False,
             30_000,
+            2**24,
         ),
     ],
-    ids=["ranges", "packed", "small units"],
+    ids=["ranges", "packed", "packed, in parts", "small units"],
 )
 def test_disk_opens_and_time_are_what_a_preparation_takes(
     tmp_path: Path,
@@ -96,7 +101,10 @@ def test_disk_opens_and_time_are_what_a_preparation_takes(
     documents: int,
     packed: bool,
     unit_bytes: int,
+    part_bytes: int,
 ) -> None:
+    monkeypatch.setattr(unit_parts, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(streams, "_COMPRESSED_READ_BYTES", min(2**16, part_bytes // 32))
     write_files(tmp_path / "src", files, documents, packed=packed)
     (tmp_path / "corpus.toml").write_text(TOML.format(top=top, source=source))
     corpus = load_corpus(tmp_path / "corpus.toml")
