@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from lightscale import cli
-from lightscale.data_pipeline.preparation import deduplication
+from lightscale.data_pipeline.preparation import deduplication, unit_parts
 from lightscale.data_pipeline.preparation import forecast as forecasts
-from lightscale.data_pipeline.preparation import unit_parts
 from lightscale.data_pipeline.preparation.corpus import load_corpus
 from lightscale.data_pipeline.preparation.estimate import SourceEstimate, estimate
 from lightscale.data_pipeline.preparation.forecast import StepForecast, forecast
