@@ -89,7 +89,8 @@ class WorkDirectory:
                 names.remove(name)
                 shutil.rmtree(Path(directory, name), ignore_errors=True)
             for name in files:
-                if name.endswith(TEMPORARY_SUFFIX):
+                # zarr's own names, of metadata.
+                if name.endswith((TEMPORARY_SUFFIX, ".partial")):
                     Path(directory, name).unlink(missing_ok=True)
 
     def remove(self) -> None:
