@@ -22,10 +22,12 @@ def run(args: argparse.Namespace) -> int:
     if not (args.directory / "config.json").is_file():
         raise UserError(f"{args.directory}: no model there; expected config.json beside files of tensors")
     # Behind the arguments, as it imports torch.
+    from lightscale.config.files import load  # noqa: PLC0415
     from lightscale.exchange.imported import import_model  # noqa: PLC0415
+    from lightscale.runs.run_directory import RunDirectory  # noqa: PLC0415
 
     checkpoint = import_model(args.directory, target)
-    print(
-        f'{checkpoint}; train it with train.init_from = "{target}@0", or: lightscale generate {target}', file=sys.stderr
-    )
+    predicts = load(RunDirectory(target).config).task.name != "causal"
+    use = f"predict {target} --file texts.jsonl" if predicts else f"generate {target}"
+    print(f'{checkpoint}; train it with train.init_from = "{target}@0", or: lightscale {use}', file=sys.stderr)
     return 0

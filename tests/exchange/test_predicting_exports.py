@@ -154,8 +154,11 @@ def test_saved_by_transformers_it_is_the_same(transformers: Any, exports: Path, 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_was_exported_comes_back_bit_by_bit(saved_runs: Path, exports: Path, tmp_path: Path, name: str) -> None:
-    import_model(exports / name, tmp_path / "back")
+def test_what_was_exported_comes_back_bit_by_bit(
+    saved_runs: Path, exports: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert main(["import", str(exports / name), "--run", str(tmp_path / "back")]) == 0
+    assert f"or: lightscale predict {tmp_path / 'back'} --file" in capsys.readouterr().err
     before, after = (lightscale.load(path) for path in (saved_runs / name, tmp_path / "back"))
     weights = dict(after.module.named_parameters())
     assert weights and all(weight.equal(weights[own]) for own, weight in before.module.named_parameters())
