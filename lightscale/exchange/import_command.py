@@ -5,7 +5,9 @@ import sys
 from pathlib import Path
 
 from lightscale.config.arguments import RUNS, path_argument, run_argument
+from lightscale.config.files import load
 from lightscale.errors import UserError
+from lightscale.runs.run_directory import RunDirectory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,9 +24,7 @@ def run(args: argparse.Namespace) -> int:
     if not (args.directory / "config.json").is_file():
         raise UserError(f"{args.directory}: no model there; expected config.json beside files of tensors")
     # Behind the arguments, as it imports torch.
-    from lightscale.config.files import load  # noqa: PLC0415
     from lightscale.exchange.imported import import_model  # noqa: PLC0415
-    from lightscale.runs.run_directory import RunDirectory  # noqa: PLC0415
 
     checkpoint = import_model(args.directory, target)
     predicts = load(RunDirectory(target).config).task.name != "causal"
