@@ -71,6 +71,10 @@ def merge_pairs(parts: Iterable[NDArray[np.uint64]]) -> NDArray[np.uint64]:
     waiting: list[NDArray[np.uint64]] = []
     num_waiting = 0
     for part in parts:
+        if pairs.shape[1] == 0 and num_waiting == 0:
+            # Nothing to unite it with: a part shows its own clusters already.
+            pairs = part
+            continue
         for start in range(0, part.shape[1], _LINKS_AT_ONCE):
             waiting.append(part[:, start : start + _LINKS_AT_ONCE])
             num_waiting += waiting[-1].shape[1]
@@ -100,8 +104,12 @@ def _united(parts: Sequence[NDArray[np.uint64]]) -> NDArray[np.uint64]:
     """The pairs of the clusters that ``parts`` show: pairs, or any links of a document to a lower one, ascending."""
     united, links = [_NO_PAIRS], [_NO_PAIRS]
     for slices in in_batches([part[0] for part in parts]):
-        some = np.concatenate([part[:, own] for part, own in zip(parts, slices, strict=True)], axis=1)
-        documents, lowest = some[:, np.argsort(some[0], kind="stable")]
+        # Row by row: of both at once numpy takes columns one by one.
+        documents, lowest = (
+            np.concatenate([part[row, own] for part, own in zip(parts, slices, strict=True)]) for row in range(2)
+        )
+        order = np.argsort(documents, kind="stable")
+        documents, lowest = documents[order], lowest[order]
         # A document that several parts have stands several times in a row, mostly with the same lowest one: keys agree
         # in many bands.
         again = documents[1:] == documents[:-1]

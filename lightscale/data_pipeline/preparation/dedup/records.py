@@ -91,9 +91,16 @@ def ascending_order(keys: NDArray[np.uint64]) -> NDArray[np.intp]:
     return nearly[np.argsort(keys[nearly], kind="stable")]
 
 
+def _taken(records: NDArray[np.void], order: NDArray[np.intp]) -> NDArray[np.void]:
+    """``records[order]``, of 16 bytes each as one number, which numpy copies faster than fields."""
+    if records.dtype.itemsize != np.dtype(np.complex128).itemsize:
+        return records[order]
+    return records.view(np.complex128).take(order).view(records.dtype)
+
+
 def _write(path: Path, records: NDArray[np.void]) -> None:
     documents = records["document"]
     # Units give them ascending. A file is the same for the same records, whoever gives them.
     if np.any(documents[1:] < documents[:-1]):
         records = records[np.argsort(documents, kind="stable")]
-    path.write_bytes(records[key_order(records)].data)
+    path.write_bytes(_taken(records, key_order(records)).data)
