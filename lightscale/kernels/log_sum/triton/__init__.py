@@ -90,24 +90,24 @@ def _reaching(rows: _Rows, z: Tensor, dz: Tensor, dstate: Tensor | None) -> tupl
     edges = torch.arange(rows.num_splits, device=z.device) * rows.split_tokens
     z_first = z[:, edges]
     z_last = torch.cat([z[:, edges[1:] - 1], z[:, -1:]], dim=1)
-    # To the next split's first token, and through a split: of its first sum in its last one.
-    onwards = weight(z_last[:, :-1], z_first[:, 1:])
-    within = weight(z_first, z_last)
+    # All pairs at once, in S² B D numbers and as many launches for any S, as in ``entering_sums``: what the last token
+    # of split i has in the first sum of split j > i, and in the last sum of the row.
+    onwards = weight(z_last[:, :, None], z_first[:, None])
+    through = weight(z_last, z_last[:, -1:])
+    within = weight(z_first[:, 0], z_last[:, 0])
+    later = edges[None, :] > edges[:, None]
+    kept = later.expand(rows.B, -1, -1)
     if rows.starts is not None:
-        onwards = onwards.masked_fill(rows.starts[:, edges[1:], None] != 0, 0.0)
-        # A document that begins with the split is its own.
-        later = rows.starts.clone()
-        later[:, edges] = 0
-        begun = rows._replace(starts=later).through()
-        assert begun is not None
-        within = within.masked_fill(begun.mT[..., None] == 0, 0.0)
-    behind = torch.zeros_like(first)
-    reaching = torch.zeros_like(first[:, 0]) if dstate is None else dstate.float()
-    for split in reversed(range(rows.num_splits)):
-        behind[:, split] = reaching
-        at_first = first[:, split] + within[:, split] * reaching
-        reaching = onwards[:, split - 1] * at_first if split else at_first
-    return behind, reaching
+        # Sums of two tokens know of each other as long as no document begins between them.
+        begun = rows.starts.cumsum(1)
+        at_first, at_last = begun[:, edges], torch.cat([begun[:, edges[1:] - 1], begun[:, -1:]], dim=1)
+        kept = later & (at_last[:, :, None] == at_first[:, None])
+        through = through.masked_fill((at_last != at_last[:, -1:])[..., None], 0.0)
+        within = within.masked_fill((at_first[:, 0] != at_last[:, 0])[:, None], 0.0)
+    behind = (onwards.masked_fill(~kept[..., None], 0.0) * first[:, None]).sum(2)
+    if dstate is not None:
+        behind = behind + through * dstate.float()[:, None]
+    return behind, first[:, 0] + within * behind[:, 0]
 
 
 @torch.library.custom_op("lightscale::log_sum_out_fwd", mutates_args=())
