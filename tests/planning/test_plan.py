@@ -98,13 +98,13 @@ def test_exact_count_is_the_studys_and_what_it_leaves_out(path: Path) -> None:
     layers, d, e = model.num_layers, model.hidden_size, model.head_dim
     left_out = {
         "llama": {"norm weights": (2 * layers + 1) * d},
-        "tnl": {"LRPE angles": d},
+        "tnl": {} if getattr(model.layer_options(0), "lrpe", "first") == "none" else {"LRPE angles": d},
         "hgrn2": {},
         "cosformer2": {"LRPE angles": layers * d, "TPE decays": e},
         "lightnet": {"TPE decays": e},
     }
     parameters = count_parameters(model)
-    assert parameters.embedding == model.vocab_size * d
+    assert parameters.embedding == model.vocab_size * d * (1 if model.tie_word_embeddings else 2)
     if len(set(model.layers)) > 1 or run.task.name != "causal" or model.layers[0] not in left_out:
         assert parameters.study is None
         return
