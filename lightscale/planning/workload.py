@@ -63,12 +63,15 @@ def activation_values(model: ModelConfig, layer: int, recompute: Recompute = "no
 
 
 def _fp32_values(model: ModelConfig, layer: int, recompute: Recompute) -> int:
-    """Decays per channel, in logarithms, and attention's rotary phases; other decays are the mixer's to count."""
+    """Decays per channel, in logarithms, attention's rotary phases, and inputs of LayerNorm less their mean; other
+    decays are the mixer's to count.
+    """
     if recompute == "full":
         return 0
+    centered = (2 if model.intermediate_size else 1) * model.hidden_size * (model.norm == "layernorm")
     name = model.layers[layer]
     kept = {CostClass.GATED_SCAN: model.hidden_size, CostClass.SOFTMAX: model.head_dim}
-    return kept.get(mixer_operator(model, layer).cost, 0) + mixer_spec(name).fp32_values(model, layer)
+    return kept.get(mixer_operator(model, layer).cost, 0) + mixer_spec(name).fp32_values(model, layer) + centered
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
