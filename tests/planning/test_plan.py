@@ -38,7 +38,11 @@ TINY: dict[str, tuple[str, ...]] = {
     **{name: (f"{name}-tiny",) for name in ("lion-s-causal", "retnet-like", "mamba2-like")},
     "lightnet of whole documents": ("lightnet-tiny", "model.mixer_options.lightnet.causal=false", "task.name=masked"),
     "lion-s by channel": ("lion-s-tiny", "model.mixer_options.lion-s.vector_decay=true"),
-    "relations of all pairs": ("causal-rn-tiny", "model.mixer_options.causal-rn.form=quadratic"),
+    "relations of all pairs": (
+        "causal-rn-tiny",
+        "model.mixer_options.causal-rn.form=quadratic",
+        "model.norm=layernorm",
+    ),
 }
 """A small run of each mixer, and of those that have two forms the other one."""
 
