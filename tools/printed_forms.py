@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How far each printed form moves the logits: ``python tools/printed_forms.py [--init-std S]``.
+"""How far each printed form moves the logits: ``python tools/printed_forms.py``.
 
 A model with the usual options and one with a single other option get the same weights (drawn by name, from one seed)
 and the same 256 random tokens, in fp64. The figure is RMS(difference) / RMS(usual logits), in per cent. It says how
@@ -11,8 +11,10 @@ drawn anew, and the figure has that in it.
 States that run on between documents (``data.packing = "joined"``) are told from those that begin again by the logits of
 the second of two documents of half of the tokens each.
 
-The shape is 4 layers of width 128 with 4 heads. Weights have a standard deviation of 1/sqrt(128), so that gates and
+The shape is 4 layers of width 128 with 4 heads. Weights have a standard deviation of 1/sqrt(width), so that gates and
 decays are as far from their middle as in trained models; with the 0.02 of fresh ones most choices hardly show.
+``--layers``, ``--width``, ``--tokens`` and ``--init-std`` change that, and ``--only TEXT`` leaves the forms whose names
+have the text in them.
 """
 
 import argparse
@@ -81,6 +83,20 @@ FORMS = [
     Form(mixer="lightnet", options={"learned_angles": True}),
     Form(mixer="lightnet", options={"full_rank_gate": True}),
     Form(mixer="lightnet", options={"gate_rank": 64}),
+    *(
+        Form(mixer="causal-rn", options=options)
+        for options in (
+            {"eps": 0.0},
+            {"post_norm": False},
+            {"pre_norm": "off"},
+            {"form": "quadratic"},
+            {"form": "quadratic", "activation": "relu"},
+            {"expansion": 4},
+            {"positions": 4096},
+        )
+    ),
+    *(Form(mixer="causal-rn", model=model) for model in ({"intermediate_size": 0}, {"norm": "layernorm"})),
+    *(Form(mixer="lion-s", options=options) for options in ({"gate": "enter"}, {"eps": 0.0}, {"input_gate": True})),
     *(Form(mixer=mixer, joined=True) for mixer in ("tnl", "hgrn2", "cosformer2", "lightnet", "llama")),
 ]
 
@@ -95,6 +111,12 @@ def logits(model: ModelConfig, mesh: Mesh, tokens: torch.Tensor, *, documents: i
     positions = torch.arange(tokens.size(1))[None] % (tokens.size(1) // documents)
     found: torch.Tensor = module(tokens, positions)
     return found
+
+
+def shape_of(layers: int, width: int) -> dict[str, Any]:
+    """Of models with heads and gated linear units in the proportions of ``SHAPE``."""
+    inner = width * SHAPE["intermediate_size"] // SHAPE["hidden_size"]
+    return {**SHAPE, "num_layers": layers, "hidden_size": width, "intermediate_size": inner}
 
 
 def distances(forms: list[Form], *, init_std: float, num_tokens: int = TOKENS) -> Iterator[tuple[Form, float]]:
@@ -120,12 +142,17 @@ def distances(forms: list[Form], *, init_std: float, num_tokens: int = TOKENS) -
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = SHAPE["hidden_size"] ** -0.5
-    parser.add_argument("--init-std", type=float, default=default, help="of the weights (default: 1/sqrt(128))")
-    std = parser.parse_args().init_std
+    parser.add_argument("--init-std", type=float, help="of the weights (default: 1/sqrt(width))")
+    parser.add_argument("--layers", type=int, default=SHAPE["num_layers"])
+    parser.add_argument("--width", type=int, default=SHAPE["hidden_size"])
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--only", metavar="TEXT", default="", help="forms whose names have it")
+    wanted = parser.parse_args()
+    SHAPE.update(shape_of(wanted.layers, wanted.width))
     torch.set_num_threads(1)
     print("| mixer | option | logits move by |\n|---|---|---|")
-    for form, distance in distances(FORMS, init_std=std):
+    forms = [form for form in FORMS if wanted.only in form.name]
+    for form, distance in distances(forms, init_std=wanted.init_std or wanted.width**-0.5, num_tokens=wanted.tokens):
         print(f"| {form.mixer} | {form.name} | {100 * distance:.3g} % |")
 
 

@@ -62,12 +62,13 @@ class ModelConfig(Section):
     """Other than usual positional encoding behind the embedding, a table; none: the usual one, where mixers ask."""
     glu_activation: Literal["none", "silu"] = "none"
     """Activation of the gate in the gated linear unit."""
-    norm: Literal["srmsnorm", "rmsnorm"] = "srmsnorm"
-    """Norm before each mixer and each gated linear unit, and at the end; srmsnorm has no weight."""
+    norm: Literal["srmsnorm", "rmsnorm", "layernorm"] = "srmsnorm"
+    """Norm before each mixer and each gated linear unit, and at the end; srmsnorm has no weight, nor has layernorm,
+    which takes off the mean, too (CausalRN's)."""
     final_norm: bool = True
     """Whether a norm stands before the output layer; false: none, as in arXiv 2406.16690, equations 7, 11, 15, 19."""
     norm_eps: Small = 1e-6
-    """Added to the mean square in the norms."""
+    """Added to the mean square in the norms, or to the variance."""
     init_std: Small = 0.02
     """Standard deviation of the initial weights; output projections take it divided by sqrt(2 num_layers), or
     sqrt(num_layers) in blocks without a gated linear unit."""

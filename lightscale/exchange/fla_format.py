@@ -180,6 +180,8 @@ def _other_forms(shape: Shape) -> list[str]:
         reasons.append("hgrn2: fla takes the first row from the lower bounds, and lower_bounds = 'to_one' does not")
     if not form.output_projection:
         reasons.append("hgrn2: fla's output is W_o norm(o), and output_projection = false has no W_o")
+    if shape.norm == "layernorm":
+        reasons.append("fla's models have RMS norms, and model.norm = 'layernorm' takes the mean off")
     if not shape.final_norm:
         reasons.append("fla's models have a norm before the output layer, and model.final_norm = false has none")
     if not shape.intermediate_size:

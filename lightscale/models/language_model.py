@@ -20,7 +20,14 @@ from lightscale.models.classes import mixer_class, shared_parts
 from lightscale.models.layers.context import MixerState, SequenceContext
 from lightscale.models.layers.label_head import LabelHead, label_losses, pooled_documents
 from lightscale.models.layers.linear import GatedLinearUnit, OutputLayer, leave_unset, tokens_of_channels
-from lightscale.models.layers.norms import RMSNorm, RMSNormAndInput, SRMSNorm, SRMSNormAndInput
+from lightscale.models.layers.norms import (
+    LayerNorm,
+    LayerNormAndInput,
+    RMSNorm,
+    RMSNormAndInput,
+    SRMSNorm,
+    SRMSNormAndInput,
+)
 from lightscale.models.layers.shared_parts import EmbeddingPart, SharedPart, StagePart, for_all_layers
 from lightscale.models.stages import layer_stages, megatron_layout
 from lightscale.parallel.cross_entropy import vocab_parallel_log_probability
@@ -44,8 +51,8 @@ from lightscale.parallel.megatron import (
 from lightscale.parallel.mesh import Mesh
 from lightscale.parallel.sequence import Replay
 
-_NORMS = {"srmsnorm": SRMSNorm, "rmsnorm": RMSNorm}
-_NORMS_AND_INPUT = {"srmsnorm": SRMSNormAndInput, "rmsnorm": RMSNormAndInput}
+_NORMS = {"srmsnorm": SRMSNorm, "rmsnorm": RMSNorm, "layernorm": LayerNorm}
+_NORMS_AND_INPUT = {"srmsnorm": SRMSNormAndInput, "rmsnorm": RMSNormAndInput, "layernorm": LayerNormAndInput}
 
 
 # Tokens whose logits are held at once where the most probable ids are wanted.

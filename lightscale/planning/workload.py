@@ -47,9 +47,11 @@ def activation_values(model: ModelConfig, layer: int, recompute: Recompute = "no
         return d
     mixer = mixer_spec(model.layers[layer])
     glu = 0 if recompute == "selective" else 3 * g
+    # Inputs and outputs of the block's norms, as far as they have the weights' dtype.
+    norms = 4 * d - _centered_values(model)
     own = mixer.kept_values(model, layer)
     if own is not None:
-        return 4 * d + own + glu
+        return norms + own + glu
     weights = mixer.parameter_shapes(model, layer)
     projected = sum(shape[0] for name, shape in weights.items() if name.endswith(".weight") and "out_proj" not in name)
     activated, outputs = mixer.activated * d, 2 * d if mixer.norms_output(model, layer) else d
@@ -59,16 +61,25 @@ def activation_values(model: ModelConfig, layer: int, recompute: Recompute = "no
         activated = mixer.gathered_values(model, layer) // 2
     outputs += mixer.more_kept_values(model, layer)
     # Gate and up, and their product.
-    return 4 * d + projected + activated + outputs + glu
+    return norms + projected + activated + outputs + glu
+
+
+def _centered_values(model: ModelConfig) -> int:
+    """Inputs of a block's LayerNorms less their mean, which take the place of the inputs and are fp32."""
+    return (2 if model.intermediate_size else 1) * model.hidden_size * (model.norm == "layernorm")
 
 
 def _fp32_values(model: ModelConfig, layer: int, recompute: Recompute) -> int:
-    """Decays per channel, in logarithms, and attention's rotary phases; other decays are the mixer's to count."""
+    """Decays per channel, in logarithms, rotary phases, inputs of LayerNorm; other decays are the mixer's to count."""
     if recompute == "full":
         return 0
     name = model.layers[layer]
     kept = {CostClass.GATED_SCAN: model.hidden_size, CostClass.SOFTMAX: model.head_dim}
-    return kept.get(mixer_operator(model, layer).cost, 0) + mixer_spec(name).fp32_values(model, layer)
+    return (
+        kept.get(mixer_operator(model, layer).cost, 0)
+        + mixer_spec(name).fp32_values(model, layer)
+        + _centered_values(model)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -46,7 +46,7 @@ def refusal(path: Path, *overrides: str) -> str:
         ("model.hidden_size=true", "model.hidden_size = true: must be a whole number >= 1"),
         ('model.hidden_size="64"', 'model.hidden_size = "64": must be a whole number >= 1'),
         ("model.mixer=3", "model.mixer = 3: must be text or a list of text"),
-        ("model.norm=layernorm", 'model.norm = "layernorm": must be "srmsnorm" or "rmsnorm"'),
+        ("model.norm=batchnorm", 'model.norm = "batchnorm": must be "srmsnorm" or "rmsnorm" or "layernorm"'),
         ("optimizer.lr=-1", "optimizer.lr = -1: must be a number > 0"),
         ("optimizer.lr=nan", "optimizer.lr = nan: must be a number > 0"),
         (

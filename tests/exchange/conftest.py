@@ -66,6 +66,7 @@ lightnet = { lrpe = false, tpe = false, output_norm = false, full_rank_gate = tr
 causal-rn = { positions = 400, expansion = 2, post_norm = false }
 cosformer2 = { gate_input = "raw", gate_rank = 3, output_projection = false }""",
     "pairs": """mixer = ["causal-rn", "lightnet"]
+norm = "layernorm"
 intermediate_size = 0
 mixer_options.causal-rn = { form = "quadratic", activation = "silu" }
 mixer_options.lightnet = { decay = false, output_projection = false }""",

@@ -62,7 +62,12 @@ MODELS: dict[str, dict[str, Any]] = {
             }
         },
     },
-    "causal-rn": {"mixer": "causal-rn", "intermediate_size": 0, "mixer_options": {"causal-rn": {"expansion": 2}}},
+    "causal-rn": {
+        "mixer": "causal-rn",
+        "norm": "layernorm",
+        "intermediate_size": 0,
+        "mixer_options": {"causal-rn": {"expansion": 2}},
+    },
     "causal-rn mean": {
         "mixer": ["causal-rn", "cosformer2", "causal-rn"],
         "mixer_options": {"causal-rn": {"post_norm": False, "pre_norm": "off", "positions": 150}},

@@ -29,8 +29,8 @@ from lightscale.models.layers.positions import lrpe_angles
 
 # RMSE of the difference to fp64 by RMSE; half of bf16's is the rounding of the results themselves.
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 5e-3}
-# Not rounded results, but differences of rounded ones.
-DIFFERENCES = {"dz": 4.0}
+# Not rounded results, but differences or sums over all tokens of rounded ones.
+DIFFERENCES = {"dz": 4.0, "dangles": 4.0}
 # Inputs without a gradient.
 FIXED = ("theta", "positions", "labels")
 
@@ -195,6 +195,32 @@ def _angles(draw: Draw) -> dict[str, Tensor]:
         "theta": lrpe_angles(x.heads, x.K).float().to(draw.device),
         "positions": positions.repeat(x.rows, 1),
     }
+
+
+def _learned_angles(draw: Draw) -> dict[str, Tensor]:
+    """From the first token on: of the gradient at far positions nearly all cancels, where nothing came before."""
+    found = _angles(draw)
+    return {"angles": found["theta"], "positions": found["positions"] - 2**20}
+
+
+def _turned_lightning_draw(draw: Draw) -> dict[str, Tensor]:
+    """A decay for each head."""
+    rates = 0.05 * (1 + torch.arange(draw.shape.heads, device=draw.device))
+    return draw.qkv() | {"log_decay": -rates.float()} | _learned_angles(draw)
+
+
+def _turned_lightning(
+    backend: str,
+    cu_seqlens: Tensor | None,
+    angles: Tensor,
+    positions: Tensor,
+    state: Tensor | None = None,
+    **inputs: Tensor,
+) -> dict[str, Tensor]:
+    options: dict[str, Any] = {"backend": backend, "cu_seqlens": cu_seqlens, "initial_state": state}
+    o, final = lightning_attention(**inputs, **options, angles=angles_of(angles, positions), output_final_state=True)
+    assert final is not None
+    return {"o": o, "final": final}
 
 
 def _lightnet_state(draw: Draw, halves: int) -> dict[str, Tensor]:
@@ -362,7 +388,30 @@ MIXERS = {
         passes=_lightnet_passes,
     ),
 }
+LEARNED_ANGLES = {
+    "lightning, learned angles": Case(
+        operator="lightning",
+        draw=_turned_lightning_draw,
+        form=_turned_lightning,
+        state=lambda draw: {"state": draw.wide(draw.shape.rows, draw.shape.heads, 2 * draw.shape.K, draw.shape.V)},
+        by_token=("q", "k", "v", "positions", "o"),
+    ),
+    "lightnet, learned angles": Case(
+        operator="lightnet",
+        draw=lambda draw: draw.qkv() | _learned_angles(draw),
+        form=lambda backend, cu_seqlens, angles, **inputs: _lightnet(backend, cu_seqlens, theta=angles, **inputs),
+        state=lambda draw: _lightnet_state(draw, 2),
+        by_token=("q", "k", "v", "positions", "o"),
+    ),
+    "whole lightnet, learned angles": Case(
+        operator="lightnet_noncausal",
+        draw=lambda draw: draw.qkv() | _learned_angles(draw),
+        form=lambda backend, cu_seqlens, angles, **inputs: _whole_lightnet(backend, cu_seqlens, theta=angles, **inputs),
+        by_token=("q", "k", "v", "positions", "o"),
+    ),
+}
 OPERATORS = MIXERS | {
+    **LEARNED_ANGLES,
     "lion by channel": Case(
         operator="lion_vector",
         draw=_lion_vector_draw,

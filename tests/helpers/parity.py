@@ -125,6 +125,7 @@ MODELS["quadratic"] = ModelConfig.model_validate(
     {
         **MODELS["bi-rn"].model_dump(exclude={"mixer_options"}),
         "mixer": ["causal-rn", "bi-rn"],
+        "norm": "layernorm",
         "mixer_options": {
             "causal-rn": {"form": "quadratic", "expansion": 2, "positions": TOKENS},
             "bi-rn": {"form": "quadratic", "activation": "elu", "pre_norm": "approximate"},

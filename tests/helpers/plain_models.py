@@ -125,12 +125,17 @@ def document_logits(
         own = {name.removeprefix(block): weight for name, weight in weights.items() if name.startswith(block)}
         of_mixer = {name.removeprefix("self_attention."): weight for name, weight in own.items()}
         of_mixer |= of_model | {RAW_INPUT: x}
-        x = x + mix(norm(model, x, own.get("input_layernorm.weight")), of_mixer, layer)
+        x = x + mix(block_norm(model, x, own.get("input_layernorm.weight")), of_mixer, layer)
         if model.intermediate_size:
-            x = x + gated_linear_unit(model, norm(model, x, own.get("pre_mlp_layernorm.weight")), own)
+            x = x + gated_linear_unit(model, block_norm(model, x, own.get("pre_mlp_layernorm.weight")), own)
     if model.final_norm:
-        x = norm(model, x, weights.get("decoder.final_layernorm.weight"))
+        x = block_norm(model, x, weights.get("decoder.final_layernorm.weight"))
     return x @ weights.get("output_layer.weight", embedding).T
+
+
+def block_norm(model: ModelConfig, x: Tensor, weight: Tensor | None = None) -> Tensor:
+    """``norm``, of x less its mean where that is LayerNorm."""
+    return norm(model, x - x.mean(-1, keepdim=True) if model.norm == "layernorm" else x, weight)
 
 
 def norm(model: ModelConfig, x: Tensor, weight: Tensor | None = None) -> Tensor:

@@ -38,7 +38,11 @@ TINY: dict[str, tuple[str, ...]] = {
     **{name: (f"{name}-tiny",) for name in ("lion-s-causal", "retnet-like", "mamba2-like")},
     "lightnet of whole documents": ("lightnet-tiny", "model.mixer_options.lightnet.causal=false", "task.name=masked"),
     "lion-s by channel": ("lion-s-tiny", "model.mixer_options.lion-s.vector_decay=true"),
-    "relations of all pairs": ("causal-rn-tiny", "model.mixer_options.causal-rn.form=quadratic"),
+    "relations of all pairs": (
+        "causal-rn-tiny",
+        "model.mixer_options.causal-rn.form=quadratic",
+        "model.norm=layernorm",
+    ),
 }
 """A small run of each mixer, and of those that have two forms the other one."""
 
@@ -98,13 +102,13 @@ def test_exact_count_is_the_studys_and_what_it_leaves_out(path: Path) -> None:
     layers, d, e = model.num_layers, model.hidden_size, model.head_dim
     left_out = {
         "llama": {"norm weights": (2 * layers + 1) * d},
-        "tnl": {"LRPE angles": d},
+        "tnl": {} if getattr(model.layer_options(0), "lrpe", "first") == "none" else {"LRPE angles": d},
         "hgrn2": {},
         "cosformer2": {"LRPE angles": layers * d, "TPE decays": e},
         "lightnet": {"TPE decays": e},
     }
     parameters = count_parameters(model)
-    assert parameters.embedding == model.vocab_size * d
+    assert parameters.embedding == model.vocab_size * d * (1 if model.tie_word_embeddings else 2)
     if len(set(model.layers)) > 1 or run.task.name != "causal" or model.layers[0] not in left_out:
         assert parameters.study is None
         return

@@ -119,7 +119,7 @@ class _Lightscale(_Known):
     mixers: Annotated[list[str], Field(min_length=1, max_length=MOST_LAYERS)]
     gate_ranks: dict[str, _Width]
     glu_activation: Literal["none", "silu"]
-    norm: Literal["srmsnorm", "rmsnorm"]
+    norm: Literal["srmsnorm", "rmsnorm", "layernorm"]
     tie_word_embeddings: bool
     softmax_attention: _SoftmaxAttention | None = None
     lightnet_causal: bool = True

@@ -59,7 +59,7 @@ class Shape:
     glu_activation: str = "none"
     """Of the gate in the gated linear units: none or silu."""
     norm: str = "srmsnorm"
-    """srmsnorm, which has no weight, or rmsnorm."""
+    """srmsnorm, which has no weight, rmsnorm, or layernorm, which has none."""
     rms_norm_eps: float = 1e-6
     attention: Attention = field(default_factory=Attention)
     """Of the layers that attend by softmax."""
@@ -103,17 +103,26 @@ class Shape:
 
 
 class Norm(nn.Module):
-    """RMS norm over the last dim, with a weight or without."""
+    """RMS norm over the last dim, with a weight or without; ``centered``: of x less its mean, LayerNorm's."""
 
-    def __init__(self, hidden_size: int, *, eps: float = 1e-6, weight: bool = False) -> None:
+    def __init__(self, hidden_size: int, *, eps: float = 1e-6, weight: bool = False, centered: bool = False) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.centered = eps, centered
         self.weight: nn.Parameter | None
         self.register_parameter("weight", nn.Parameter(torch.ones(hidden_size)) if weight else None)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (…, d) -> (…, d)"""
-        return rms_norm(x, self.weight, self.eps)
+        if not self.centered:
+            return rms_norm(x, self.weight, self.eps)
+        wide = x.to(wide_dtype(x))
+        return rms_norm(wide - wide.mean(-1, keepdim=True), self.weight, self.eps).to(x.dtype)
+
+
+def block_norm(shape: Shape) -> Norm:
+    """The norm of blocks and of the model's end."""
+    kind = {"srmsnorm": {}, "rmsnorm": {"weight": True}, "layernorm": {"centered": True}}[shape.norm]
+    return Norm(shape.hidden_size, eps=shape.rms_norm_eps, **kind)
 
 
 class GatedUnit(nn.Module):
@@ -167,14 +176,13 @@ class Block(nn.Module):
 
     def __init__(self, shape: Shape, layer: int) -> None:
         super().__init__()
-        d, eps, weight = shape.hidden_size, shape.rms_norm_eps, shape.norm == "rmsnorm"
-        self.input_layernorm = Norm(d, eps=eps, weight=weight)
+        self.input_layernorm = block_norm(shape)
         self.mixer = make_mixer(shape, layer)
         self.reads_raw = getattr(self.mixer, "reads_raw", False)
         self.has_unit = shape.intermediate_size > 0
         if self.has_unit:
-            self.post_attention_layernorm = Norm(d, eps=eps, weight=weight)
-            self.mlp = GatedUnit(d, shape.intermediate_size, activation=shape.glu_activation)
+            self.post_attention_layernorm = block_norm(shape)
+            self.mlp = GatedUnit(shape.hidden_size, shape.intermediate_size, activation=shape.glu_activation)
 
     def forward(
         self, x: Tensor, state: State | None = None, mask: Tensor | None = None, **of_model: Tensor
@@ -240,7 +248,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Block(shape, layer) for layer in range(len(self.mixers)))
         self.norm: nn.Module = nn.Identity()
         if shape.final_norm:
-            self.norm = Norm(d, eps=shape.rms_norm_eps, weight=shape.norm == "rmsnorm")
+            self.norm = block_norm(shape)
 
     def forward(
         self, x: Tensor, states: Sequence[State] | None = None, mask: Tensor | None = None

@@ -119,9 +119,10 @@ def grad_bwd(
     if not with_theta:
         return LightNetGradients(dq, dk, dv, None)
     assert angles is not None, "with_theta"
-    # φ turned on by a quarter is its derivative by the angle, and turning the states back by one is the same.
-    back = LightNetState(states.z, _quarter_back(states.S))
-    of_q, of_k, _ = token_gradients(k, v, angles, do, back, _quarter_back(dS), torch.zeros_like(shared), bounds)
+    # φ turned on by a quarter is its derivative by the angle, and turning the states back by one is the same. Not
+    # rounded to half precision: of the sum, whose terms grow with the positions, most cancels.
+    back, of_z = LightNetState(states.z, _quarter_back(states.S)), torch.zeros_like(shared)
+    of_q, of_k, _ = token_gradients(k, v, angles, do, back, _quarter_back(dS), of_z, bounds, shared.dtype)
     of_angles = q.double() * of_q.double() + of_k.double()
     return LightNetGradients(dq, dk, dv, torch.einsum("bt,bthk->hk", angles.positions.double(), of_angles))
 

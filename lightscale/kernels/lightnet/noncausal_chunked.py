@@ -97,8 +97,13 @@ def token_gradients(
     dS: Tensor,
     shared: Tensor,
     bounds: Bounds,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v of whole documents' states (N, H, R, V), their cotangents, and c (N, H, K)."""
+    """The gradients of q, k and v of whole documents' states (N, H, R, V), their cotangents, and c (N, H, K).
+
+    ``dtype`` is that of the first two, k's where None.
+    """
+    dtype = dtype or k.dtype
     found = []
     for number, parts in enumerate(_documents(bounds, *_wide(angles, k, v, do))):
         k_d, v_d, do_d, *phases = parts
@@ -108,4 +113,4 @@ def token_gradients(
         dk = p * (_turned_back(v_d.transpose(1, 2) @ dS_d.mT, turns) - shared[rows][:, None])
         found.append((dq, dk, (_turned(p, turns) @ dS_d).transpose(1, 2)))
     dq, dk, dv = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-    return dq.reshape(k.shape).to(k.dtype), dk.reshape(k.shape).to(k.dtype), dv.reshape(v.shape).to(v.dtype)
+    return dq.reshape(k.shape).to(dtype), dk.reshape(k.shape).to(dtype), dv.reshape(v.shape).to(v.dtype)

@@ -1,4 +1,4 @@
-"""Norms: simple RMS norm, RMS norm with a weight, and norms over the channels of all tensor ranks."""
+"""Norms: simple RMS norm, RMS norm with a weight, LayerNorm, and norms over the channels of all tensor ranks."""
 
 from functools import partial
 from typing import Any
@@ -43,6 +43,15 @@ class RMSNorm(nn.Module):
         return norm(x, self.weight, eps=self.eps)
 
 
+class LayerNorm(SRMSNorm):
+    """LayerNorm, (x - mean(x)) / sqrt(var(x) + eps), without weight (arXiv 1607.06450; CausalRN's)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., d) -> (..., d), computed in fp32 for half precision."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return layer_norm_split(wide, width=self.hidden_size, eps=self.eps).to(x.dtype)
+
+
 class SRMSNormAndInput(SRMSNorm):
     """For mixers that read both: (..., d) -> the normalised input, and the input itself."""
 
@@ -53,6 +62,14 @@ class SRMSNormAndInput(SRMSNorm):
 
 class RMSNormAndInput(RMSNorm):
     """The same with a weight."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """x: (..., d) -> (normalised, x)."""
+        return super().forward(x), x
+
+
+class LayerNormAndInput(LayerNorm):
+    """The same of ``LayerNorm``."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """x: (..., d) -> (normalised, x)."""

@@ -58,8 +58,8 @@ def inputs(
 
 def run(leaves: Leaves, angles: Angles, *, rounded_as: Leaves | None = None, **options: Any) -> dict[str, Tensor]:
     """Outputs, final state and every gradient for fixed cotangents, rounded as the results of another run."""
-    x = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
-    state = LightNetState(x["z"], x["S"])
+    x = {name: leaf.detach().requires_grad_() for name, leaf in {**leaves, "theta": angles.theta}.items()}
+    state, angles = LightNetState(x["z"], x["S"]), Angles(x["theta"], angles.positions)
     qkv = (x["q"], x["k"], x["v"])
     o, final = lightnet_attention(*qkv, angles=angles, initial_state=state, output_final_state=True, **options)
     assert final is not None
@@ -77,17 +77,40 @@ def run(leaves: Leaves, angles: Angles, *, rounded_as: Leaves | None = None, **o
 )
 @pytest.mark.parametrize("starts", [[0, 500, 1000], [0, 64, 333, 500, 501, 600, 1000]], ids=["whole", "documents"])
 def test_lower_precision(dtype: torch.dtype, tolerance: float, starts: list[int]) -> None:
-    """Outputs and gradients have the inputs' dtype, states and their gradients are fp32."""
+    """Outputs and gradients have the dtype of the inputs, states and gradients of states and angles are fp32, as exact:
+    what is rounded are the inputs, which the reference has too.
+    """
     leaves, angles = inputs(2, 500, 16, 24, dtype=dtype)
     cu_seqlens = torch.tensor(starts)
     results = run(leaves, angles, cu_seqlens=cu_seqlens)
     assert {results[n].dtype for n in ("o", "dq", "dk", "dv")} == {dtype}
-    assert {results[n].dtype for n in ("z", "S", "dz", "dS")} == {torch.float32}
+    exact = ("z", "S", "dz", "dS", "dtheta")
+    assert {results[n].dtype for n in exact} == {torch.float32}
     wide = {n: x.double() for n, x in leaves.items()}
     options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "backend": "reference", "rounded_as": results}
     expected = run(wide, Angles(angles.theta.double(), angles.positions), **options)
-    errors = {n: error(results[n], expected[n]) for n in expected}
-    assert max(errors.values()) < tolerance, errors
+    assert_close(results, expected, tolerance)
+    assert_close({n: results[n] for n in exact}, {n: expected[n] for n in exact}, 1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 5e-3), (torch.float16, 1e-3)], ids=str)
+def test_noncausal_in_half_precision(dtype: torch.dtype, tolerance: float) -> None:
+    """The gradient of the angles is a sum over all tokens, in fp32, and must not be one of rounded terms."""
+    leaves, (theta, positions) = inputs(2, 300, 16, 24, dtype=dtype)
+    found = []
+    for wide, backend in ((False, "chunked"), (True, "reference")):
+        x = {n: (leaves[n].double() if wide else leaves[n]).detach().requires_grad_() for n in "qkv"}
+        x["theta"] = (theta.double() if wide else theta).detach().requires_grad_()
+        options: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 40, 300, 600]), "backend": backend}
+        o = lightnet_noncausal(x["q"], x["k"], x["v"], angles=Angles(x["theta"], positions), **options)
+        do = draw(*o.shape, seed=9, dtype=dtype).to(o.dtype)
+        gradients = torch.autograd.grad(o, list(x.values()), do)
+        found.append({"o": o.detach()} | {f"d{n}": g for n, g in zip(x, gradients, strict=True)})
+    results, expected = found
+    assert {results[n].dtype for n in ("o", "dq", "dk", "dv")} == {dtype}
+    assert results["dtheta"].dtype == torch.float32
+    assert_close(results, expected, tolerance)
+    assert error(results["dtheta"], expected["dtheta"]) < 1e-5
 
 
 def test_reference_backend_takes_half_precision() -> None:
@@ -182,11 +205,11 @@ def test_z_does_not_drift() -> None:
 def test_step_by_step_equals_recurrence() -> None:
     leaves, angles = inputs(2, 70, 8, 12)
     leaves["k"] = 10 * leaves["k"]
-    x = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
+    x = {name: leaf.detach().requires_grad_() for name, leaf in {**leaves, "theta": angles.theta}.items()}
     state = LightNetState(x["z"], x["S"])
     outputs = []
     for t in range(70):
-        here = Angles(angles.theta, angles.positions[:, t])
+        here = Angles(x["theta"], angles.positions[:, t])
         o, state = recurrent_step(x["q"][:, t], x["k"][:, t], x["v"][:, t], state, here)
         outputs.append(o)
     results = {"o": torch.stack(outputs, 1), "z": state.z, "S": state.S}

@@ -49,11 +49,13 @@ class Case:
     angles: Angles | None = None
 
     def to(self, dtype: torch.dtype, state_dtype: torch.dtype) -> "Case":
-        """The same case with q, k, v, do in ``dtype`` and decays and states in ``state_dtype``."""
+        """The same case with q, k, v, do in ``dtype`` and decays, angles and states in ``state_dtype``."""
         changed: dict[str, Any] = {name: getattr(self, name).to(dtype) for name in ("q", "k", "v", "do")}
         for name in ("log_decay", "initial_state", "dstate"):
             x = getattr(self, name)
             changed[name] = None if x is None else x.to(state_dtype)
+        if self.angles is not None:
+            changed["angles"] = Angles(self.angles.theta.to(state_dtype), self.angles.positions)
         return replace(self, **changed)
 
 
@@ -462,14 +464,19 @@ def test_a_token_changes_nothing_before_it_or_in_other_documents(token: int) -> 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-3), (torch.float16, 1e-3)], ids=str
 )
-@pytest.mark.parametrize("starts", [None, [[64, 333], [1, 100]]], ids=["whole", "documents"])
+@pytest.mark.parametrize("starts", [None, [[64, 333], [1, 100]]], ids=["angles", "documents"])
 def test_lower_precision(dtype: torch.dtype, tolerance: float, starts: list[list[int]] | None) -> None:
-    """Outputs and gradients have the inputs' dtype, states and the decay's gradient are fp32."""
-    rounded = make_case(2, 500, (32, 32), decays=DECAYS, starts=starts).to(dtype, torch.float32)
-    results = run(rounded)
-    assert {results[n].dtype for n in ("o", "dq", "dk", "dv")} == {dtype}
-    assert {results[n].dtype for n in ("state", "dlog_decay", "dinitial_state")} == {torch.float32}
-    assert_close(results, run(rounded.to(torch.float64, torch.float64), "oracle"), tolerance)
+    """Outputs and gradients have the inputs' dtype, states and the gradients of decays and angles are fp32, as exact
+    as that: what is rounded are the inputs, which the oracle has too.
+    """
+    with_angles = starts is None
+    case = make_case(2, 500, (32, 32), decays=DECAYS, starts=starts, with_angles=with_angles)
+    rounded = case.to(dtype, torch.float32)
+    results, expected = run(rounded), run(rounded.to(torch.float64, torch.float64), "oracle")
+    halves, wide = ("o", "dq", "dk", "dv"), ["state", "dlog_decay", "dinitial_state", *["dtheta"] * with_angles]
+    assert {results[n].dtype for n in halves} == {dtype} and {results[n].dtype for n in wide} == {torch.float32}
+    assert_close(results, expected, tolerance)
+    assert_close({n: results[n] for n in wide}, {n: expected[n] for n in wide}, 1e-5)
 
 
 def test_reference_backend_takes_half_precision() -> None:

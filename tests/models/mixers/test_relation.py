@@ -34,7 +34,7 @@ QUADRATIC = {"form": "quadratic", "eps": 0.0}
 MODELS = {
     "linear": stack({"eps": 0.0, "positions": LONGEST}, {"eps": 0.0, "expansion": 2}),
     # The blocks of the paper have nothing beside the mixer.
-    "quadratic": stack(QUADRATIC | {"positions": 160}, QUADRATIC, intermediate_size=0),
+    "quadratic": stack(QUADRATIC | {"positions": 160}, QUADRATIC, intermediate_size=0, norm="layernorm"),
     "other activations": stack(
         {"form": "quadratic", "activation": "relu", "eps": 1e-2, "expansion": 2},
         {"form": "quadratic", "activation": "silu", "pre_norm": "off", "eps": 0.1},
@@ -43,7 +43,7 @@ MODELS = {
         {"form": "quadratic", "activation": "elu", "pre_norm": "approximate", "post_norm": False},
         {"form": "quadratic", "activation": "elu", "eps": 0.1},
     ),
-    "no norms": stack({"pre_norm": "off", "post_norm": False}, {"pre_norm": "off", "eps": 0.0}),
+    "no norms": stack({"pre_norm": "off", "post_norm": False}, {"pre_norm": "off", "eps": 0.0}, norm="layernorm"),
 }
 # Causal alone: what generates.
 CAUSAL: dict[str, Any] = {"num_layers": 2, "hidden_size": 9, "num_heads": 3, "intermediate_size": 0, "vocab_size": 101}

@@ -399,13 +399,14 @@ def _read(x: Tensor, z: Tensor | None, S: Tensor, angles: Angles | None, bounds:
 
 def _read_back(
     y: Tensor, k: Tensor | None, z: Tensor | None, shared: Tensor | None, S: Tensor, angles: Angles | None,
-    bounds: Bounds,
+    bounds: Bounds, dtype: torch.dtype | None,
 ) -> Tensor:  # fmt: skip
-    """φᵀ(S y), (B, T, H, K) in y's dtype; weighed where k is given."""
+    """φᵀ(S y), (B, T, H, K) in ``dtype`` or y's; weighed where k is given."""
     K = S.size(2) // (1 if angles is None else 2)
     constants = _constants(y.dtype, K, S.size(3))
     tiles, _ = _table(_edges(bounds, y), constants["BLOCK_T"], y.device)
-    out, flat, keys = y.new_empty(*y.shape[:3], K), _flat(y), None if k is None else _flat(k)
+    out = y.new_empty(*y.shape[:3], K, dtype=dtype or y.dtype)
+    flat, keys = _flat(y), None if k is None else _flat(k)
     programs = len(tiles) * y.size(2) * triton.cdiv(K, constants["BLOCK_K"])
     if programs:
         with on_device_of(y):
@@ -423,12 +424,12 @@ def out_fwd(q: Tensor, v: Tensor, angles: Angles | None, states: LightNetState, 
 
 def token_gradients(
     k: Tensor, v: Tensor, angles: Angles | None, do: Tensor, states: LightNetState, dS: Tensor, shared: Tensor,
-    bounds: Bounds,
+    bounds: Bounds, dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """See ``noncausal_chunked.token_gradients``."""
     z = states.z.contiguous()
-    dq = _read_back(do, None, None, None, states.S, angles, bounds)
-    dk = _read_back(v, k, z, shared.contiguous(), dS, angles, bounds)
+    dq = _read_back(do, None, None, None, states.S, angles, bounds, dtype)
+    dk = _read_back(v, k, z, shared.contiguous(), dS, angles, bounds, dtype)
     return dq, dk, _read(k, z, dS, angles, bounds)
 
 
