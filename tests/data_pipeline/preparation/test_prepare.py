@@ -348,7 +348,7 @@ def check_page(page: str, report: dict[str, Any]) -> None:
         "filter: size",
         "near duplicate",
         "is a duplicate of prose.jsonl@0",
-        "90.00%",
+        "90%",
         "no text in the field",
     ):
         assert word in page, word
