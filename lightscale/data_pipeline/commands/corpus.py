@@ -13,6 +13,7 @@ from lightscale.data_pipeline.preparation.corpus import (
     load_corpus,
     make_corpus,
 )
+from lightscale.data_pipeline.preparation.readers.remote import RemotePath, is_remote
 from lightscale.data_pipeline.preparation.readers.table import DEFAULT_SUFFIXES
 from lightscale.data_pipeline.preparation.sources import STDLIB, STDLIB_PATH
 from lightscale.errors import UserError
@@ -26,8 +27,8 @@ _PATH_OPTIONS = ("name", "tokenizer", "vocab_size", "validation", "suffixes", "t
 def add_corpus(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that `read_corpus` reads."""
     add = parser.add_argument
-    paths = "a corpus file, or files and directories"
-    add("paths", nargs="*", default=[], type=path_argument, metavar="CORPUS.toml | PATH", help=paths)
+    paths = "a corpus file, or files, directories and URLs (s3://, http://, https://)"
+    add("paths", nargs="*", default=[], type=text_path, metavar="CORPUS.toml | PATH", help=paths)
     add("--corpus", choices=[STDLIB], help="a corpus that every machine has: Python's own sources")
     own = parser.add_argument_group("for PATHs and --corpus (in a corpus file, these are its keys)")
     add = own.add_argument
@@ -47,14 +48,24 @@ def add_corpus(parser: argparse.ArgumentParser) -> None:
     add("--language", help="drop documents that break the rules of this language (default: keep all)")
 
 
+def text_path(given: str) -> Path | RemotePath:
+    """A path or a URL of texts on a command line, as argparse's `type`."""
+    path = path_argument(given)
+    return RemotePath(given) if is_remote(given) else path
+
+
 def is_corpus_file(args: argparse.Namespace) -> bool:
     """Whether the corpus is given as a file."""
-    return any(path.suffix == _CORPUS_SUFFIX for path in args.paths)
+    return bool(_corpus_files(args))
+
+
+def _corpus_files(args: argparse.Namespace) -> list[Path]:
+    return [path for path in args.paths if isinstance(path, Path) and path.suffix == _CORPUS_SUFFIX]
 
 
 def read_corpus(args: argparse.Namespace) -> Corpus:
     """The corpus of the command line, in either form; UserError for what is not one of them."""
-    files = [path for path in args.paths if path.suffix == _CORPUS_SUFFIX]
+    files = _corpus_files(args)
     if bool(args.paths) == (args.corpus is not None) or (files and len(args.paths) > 1):
         raise UserError(f"the corpus is one CORPUS.toml, or PATHs, or --corpus {STDLIB}: use exactly one of these")
     if not files:
@@ -71,7 +82,7 @@ def _corpus_of_paths(args: argparse.Namespace) -> Corpus:
     if args.corpus == STDLIB:
         paths, name = [STDLIB_PATH], STDLIB
     else:
-        first: Path = args.paths[0].resolve()
+        first = args.paths[0].resolve() if isinstance(args.paths[0], Path) else Path(args.paths[0].name)
         name = re.sub(r"[^A-Za-z0-9_.-]+", "-", first.name if first.is_dir() else first.stem).strip("-.") or "corpus"
         paths = [str(path) for path in args.paths]
     source: dict[str, Any] = {"paths": paths}

@@ -56,6 +56,8 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         f"sha256 {tokenizer['sha256'][:16]}…"
     )
     console.print(_sources(report))
+    if weights := report.get("weights"):
+        console.print("weights: " + ", ".join(f"{name} {weight:.7g}" for name, weight in weights.items()))
     if any("classes" in source for source in report["sources"].values()):
         console.print(_classes(report))
     for name, source in report.get("corpus", {}).items():

@@ -10,6 +10,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from lightscale.config.arguments import path_argument
+from lightscale.data_pipeline.commands.corpus import text_path
 from lightscale.data_pipeline.commands.output import plain_console
 from lightscale.data_pipeline.preparation.corpus import Corpus, make_corpus
 from lightscale.data_pipeline.preparation.filters import classifier
@@ -32,7 +33,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("train-classifier", help=text, description=text)
     add = parser.add_argument
     for kind in _KINDS:
-        add(f"--{kind}", required=True, nargs="+", type=path_argument, metavar="PATH", help=f"files of {kind} examples")
+        add(f"--{kind}", required=True, nargs="+", type=text_path, metavar="PATH", help=f"files of {kind} examples")
     add("--out", required=True, type=path_argument, metavar="FILE", help="the classifier to write; must not exist")
     add("--text-field", default="text", help="field of the text in jsonl and parquet files (default: %(default)s)")
     add("--bits", type=int, default=_BITS, help="2^BITS buckets for words and pairs (default: %(default)s)")

@@ -115,7 +115,7 @@ def list_key_files(work: WorkDirectory, kind: Kind, base: BaseStore | None = Non
     path = work.path / "duplicates" / f"{kind}-keys.json"
     if not path.exists():
         # Not those of a unit that a process which nobody waits for any more still writes.
-        units = (unit for unit in (work.path / "units").iterdir() if unit.suffix != TEMPORARY_SUFFIX)
+        units = (unit for unit in (work.path / "units").glob("*") if unit.suffix != TEMPORARY_SUFFIX)
         found = sorted(itertools.chain.from_iterable(unit.glob(f"{kind}-*") for unit in units))
         num_bytes = [file.stat().st_size for file in found]
         if 0 in num_bytes:

@@ -84,7 +84,7 @@ def _sources(report: dict[str, Any]) -> str:
             _megabytes(source["bytes"]),
             f"{source['tokens']:,}",
             f"{source['bytes_per_token']:.3f}",
-            f"{weights[name]:.2%}" if name in weights else "",
+            f"{100 * weights[name]:.6g}%" if name in weights else "",
             _bar(source["tokens"] / total),
         ]
         for name, source in report["sources"].items()

@@ -30,10 +30,16 @@ STDLIB_PATH = "python:stdlib"
 # The standard library's tests hold deliberately broken files and long tables; site-packages is not part of the library.
 _STDLIB_SKIPPED_DIRS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 _SKIPPED_DIRS = frozenset({"__pycache__"})
-# Of Hugging Face: what save_to_disk writes beside the data, and how files of a split are named on its hub.
+# Of Hugging Face: what save_to_disk writes beside the data, and how its hub names splits: by push_to_hub; by people,
+# in words that its library knows; and, where the hub has converted a data set, SPLIT/0000.parquet.
 _SPLITS_FILE, _STATE_FILE = "dataset_dict.json", "state.json"
 _DATA_SET_FILES = frozenset({_STATE_FILE, "dataset_info.json"})
 _SPLIT_NAME = re.compile(r"(\w+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?\.parquet")
+_SPLIT = "train|test|validation|valid|val|dev"
+_NAMED_SPLIT = re.compile(
+    rf"(.*[-_.]|)({_SPLIT})(?:[-_.]?\d[-\w.]*)?\.(?:jsonl?|csv|tsv|parquet|arrow)(?:\.gz|\.zst|\.bz2)?", re.IGNORECASE
+)
+_CONVERTED = "0000.parquet"
 _PATTERN_CHARACTERS = frozenset("*?[")
 
 
@@ -163,7 +169,7 @@ def _walk(
     if identity in parents:
         problems.add(DIRECTORY_LOOP, f"{id_prefix}: leads back to a directory above it")
         return
-    entries = _of_data_set(directory, entries)
+    entries = _of_data_set(directory, entries, wanted)
     for entry in entries:
         if entry.name.startswith("."):
             continue
@@ -178,23 +184,17 @@ def _walk(
             problems.add(OTHER_KIND, entry_id)
 
 
-def _of_data_set(directory: Path, entries: list[os.DirEntry[str]]) -> list[os.DirEntry[str]]:
+def _of_data_set(directory: Path, entries: list[os.DirEntry[str]], wanted: _Wanted) -> list[os.DirEntry[str]]:
     """The entries of a directory; of one that Hugging Face's ``save_to_disk`` wrote, the data's, in its order.
 
     ``UserError`` where it has several splits: nobody wants to train on what is there to test by.
     """
     names = {entry.name for entry in entries}
-    if _SPLITS_FILE in names:
-        splits = sorted(entry.name for entry in entries if _is_dir(entry))
+    if len(splits := _splits(directory, entries, wanted)) > 1:
+        example = splits.get("train") or next(iter(splits.values()))
         raise UserError(
-            f"{directory}: a Hugging Face data set with the splits {', '.join(splits)}; name the one to train on, like "
-            f"{directory / splits[0] if splits else directory}"
-        )
-    found = sorted({match[1] for name in names if (match := _SPLIT_NAME.fullmatch(name))})
-    if len(found) > 1:
-        raise UserError(
-            f"{directory}: a Hugging Face data set with the splits {', '.join(found)}; name the one to train on, "
-            f"like {directory}/{found[0]}-*"
+            f"{directory}: a data set with the splits {', '.join(splits)}; name the one to train on, like "
+            f"{directory / example}"
         )
     if not names >= _DATA_SET_FILES:
         return entries
@@ -208,6 +208,24 @@ def _of_data_set(directory: Path, entries: list[os.DirEntry[str]]) -> list[os.Di
     # Others, cache-….arrow, are what was computed of the data.
     by_name = {entry.name: entry for entry in entries}
     return [by_name[name] for name in listed]
+
+
+def _splits(directory: Path, entries: list[os.DirEntry[str]], wanted: _Wanted) -> dict[str, str]:
+    """The splits of a data set in a directory, and what names each of them in it; none where it is no data set."""
+    names = [entry.name for entry in entries]
+    if _SPLITS_FILE in names:
+        return {name: name for name in sorted(entry.name for entry in entries if _is_dir(entry))}
+    files = sorted(name for name in names if name.lower().endswith(wanted.suffixes))
+    if splits := {match[1]: f"{match[1]}-*" for name in files if (match := _SPLIT_NAME.fullmatch(name))}:
+        return splits
+    by_set: dict[str, dict[str, str]] = {}
+    for match in filter(None, map(_NAMED_SPLIT.fullmatch, files)):
+        by_set.setdefault(match[1], {})[match[2]] = f"{match[1]}{match[2]}*"
+    if splits := max(by_set.values(), key=len, default={}):
+        return splits
+    # Of what is converted the files are named by numbers, the directories by splits.
+    converted = sorted(entry.name for entry in entries if re.fullmatch(_SPLIT, entry.name) and _is_dir(entry))
+    return {name: name for name in converted if (directory / name / _CONVERTED).exists()}
 
 
 def _is_dir(entry: os.DirEntry[str]) -> bool:

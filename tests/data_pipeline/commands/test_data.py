@@ -48,6 +48,18 @@ def test_prepare_then_inspect(corpus: Path, tmp_path: Path, capsys: pytest.Captu
     assert "not markup" not in without_sample
 
 
+def test_small_weights_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sources = ""
+    for name, weight in (("rare", 0.00001), ("common", 0.99999)):
+        (tmp_path / f"{name}.txt").write_text(f"some {name} text")
+        sources += f'[sources.{name}]\npaths = ["{name}.txt"]\nweight = {weight}\n'
+    (tmp_path / "corpus.toml").write_text(f'tokenizer = "ascii"\n{sources}')
+    assert main(["data", "prepare", str(tmp_path / "corpus.toml"), "--out", str(tmp_path / "store")]) == 0
+    assert main(["data", "inspect", str(tmp_path / "store")]) == 0
+    assert capsys.readouterr().out.count("weights: rare 1e-05, common 0.99999\n") == 2
+    assert "0.001%" in (tmp_path / "store" / "report.html").read_text()
+
+
 def test_json_is_one_object_on_stdout(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert prepare(corpus, tmp_path / "store", "--json", "--name", "docs", "--validation", "0.2") == 0
     prepared = json.loads(capsys.readouterr().out)

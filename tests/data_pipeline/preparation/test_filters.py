@@ -1,6 +1,8 @@
 """Each rule by documents that it keeps and that it drops, the languages' filters on real text, and what is refused."""
 
 import pickle
+import random
+import string
 import sysconfig
 from collections import Counter
 from collections.abc import Mapping
@@ -86,6 +88,9 @@ CASES: list[tuple[str, str, str, str]] = [
     ("duplicate_lines", "other", "a\n" * 4 + "bb\ncc\ndd\nee\nff\ngg", "a\n" * 5 + "bbbb\ncccc\ndddd\neeee\nffff"),
     ("duplicate_lines", "en", "x" * 9 + "\n" + "x" * 9 + "\n" + "\n".join("abcdef") + "y" * 66,
      "x" * 11 + "\n" + "x" * 11 + "\n" + "\n".join("abcdef") + "y" * 66),
+    # Rules of tables are lines of English, not of Chinese.
+    ("duplicate_lines", "zh", "字\n├─┤\n词\n├─┤\n句\n+-+\n+-+\n章", "字\n├─┤\n词\n├─┤\n句\n章\n字\n字"),
+    ("duplicate_lines", "en", "a\n+-+\nb\n+-+\n" + "cdefgh" * 9, "a\n+-+\nb\n+-+\n" + "c" * 9),
     ("duplicate_paragraphs", "en", "a\n\nbbbb\n\nccc\n\na", "a\n\na\n \na\n\nbbbbb\nbbbbb"),
     # Of 20 characters 2-grams may hold 4; "ab ab" occurs twice in "ab ab ab" and holds 8.
     ("top_ngrams", "en", "a b c a b " + "word" * 4, "ab ab ab " + "word " * 3 + "xy"),
@@ -129,6 +134,44 @@ def test_chinese_and_code_would_not_pass_as_english() -> None:
     assert make_filter("en", {"size": False})(CHINESE) == "mean_word_length"
     assert make_filter("en")(CODE * 2) is not None
     assert make_filter("zh", {"size": False})(PROSE) == "chinese_characters"
+
+
+def bad_chinese() -> dict[str, tuple[str, str]]:
+    """Texts that nobody wants, made to pass as many rules as their kind can: (text, the rule that drops it)."""
+    goods = ("手机", "电脑", "平板", "耳机", "充电器")
+    things = [maker + name for maker in ("苹果", "华为", "小米", "三星", "联想") for name in goods]
+    menu = [*("首页", "公司简介", "新闻中心", "联系我们", "在线留言", "网站地图"), *things]
+    draw = random.Random(1)
+    random_lines = ["".join(chr(draw.randrange(0x4E00, 0x9FA5)) for _ in range(40)) for _ in range(8)]
+    base64 = ["".join(draw.choices(string.ascii_letters + string.digits + "+/", k=76)) for _ in range(20)]
+    links = [f"{thing}最新报价 http://www.example{n}.com/d/l.php?id={n}" for n, thing in enumerate(things)]
+    return {
+        "menu": ("\n".join(menu), "mean_line_length"),
+        "menu in a line": (" | ".join(menu) + "。", "chinese_punctuation"),
+        "drawn menu": ("\n".join(f"│{entry}│\n├────┤" for entry in menu), "mean_line_length"),
+        "keywords": ("，".join(things), "terminal_punctuation"),
+        "keywords of half width": (",".join(things), "terminal_punctuation"),
+        "UTF-8 as GBK": (CHINESE.encode().decode("gbk", "ignore"), "chinese_punctuation"),
+        "UTF-8 as GBK, replaced": (CHINESE.encode().decode("gbk", "replace"), "replacement_characters"),
+        "UTF-8 as Latin-1": (CHINESE.encode().decode("latin-1"), "size"),
+        "GBK as UTF-8": (CHINESE.encode("gbk").decode("utf-8", "replace"), "size"),
+        "random characters": ("\n".join(random_lines), "chinese_punctuation"),
+        "base64": (CHINESE + "\n".join(base64), "chinese_characters"),
+        "script": (
+            CHINESE[:75] + "function f(a){var b=document.getElementById(a);return b.x}" * 9,
+            "chinese_characters",
+        ),
+        "links": ("\n".join(links), "chinese_punctuation"),
+        "template": ("".join(f"{x}多少钱一斤，今天{x}的价格是多少。\n" for x in things), "top_ngrams"),
+        "shouting": ("加微信领红包！！！" * 20, "chinese_punctuation"),
+        "numbers": ("\n".join(f"号码，{n**9}" for n in range(60)), "chinese_punctuation"),
+    }
+
+
+@pytest.mark.parametrize("kind", bad_chinese())
+def test_bad_chinese_is_dropped(kind: str) -> None:
+    text, rule = bad_chinese()[kind]
+    assert make_filter("zh")(normalise(text).text) == rule
 
 
 def test_repetition_is_dropped_in_every_language() -> None:

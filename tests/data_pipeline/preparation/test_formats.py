@@ -5,7 +5,9 @@ import gzip
 import io
 import json
 import random
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -270,20 +272,67 @@ def test_a_damaged_warc_file_gives_what_comes_before(tmp_path: Path) -> None:
     assert problems.counts[TRUNCATED] >= 1
 
 
-def test_pages_in_html_need_trafilatura_or_say_so(tmp_path: Path) -> None:
-    page = b"<html><body><nav>menu</nav><article>" + b"<p>A sentence of the article, long enough.</p>" * 20
-    page += b"</article></body></html>"
-    (tmp_path / "d.warc").write_bytes(warc_file([("response", "text/html", page)], packed=False))
-    try:
-        import trafilatura  # noqa: F401
-    except ImportError:
-        with pytest.raises(UserError, match=r"trafilatura is needed .*lightscale\[web\]"):
-            read_file(tmp_path / "d.warc")
-    else:
-        ((document,), _) = read_file(tmp_path / "d.warc")
-        assert isinstance(document.data, str)
-        assert "A sentence of the article" in document.data
-        assert "menu" not in document.data
+def test_texts_of_crawls_are_in_the_character_set_that_their_headers_name(tmp_path: Path) -> None:
+    text = "清晨的港口，café"
+    said = [
+        ("text/plain; charset=GB2312", "清晨镕".encode("gbk"), "清晨镕"),  # as browsers do: GBK has what it lacks
+        ('text/plain; Charset="iso-8859-1"', "café – “été”".encode("cp1252"), "café – “été”"),
+        ("text/plain; charset=gbk", text.encode(), text),  # what is UTF-8 is read as such
+        ("text/plain; charset=big5", b"\xff\xfe", b"\xff\xfe"),  # not of this set: the normaliser counts it
+        ("text/plain; charset=martian", b"caf\xe9", b"caf\xe9"),
+        ("text/plain; charset=hex", b"caf\xe9", b"caf\xe9"),
+        ("text/plain", b"caf\xe9", b"caf\xe9"),
+    ]
+    raw = warc_file([("response", media, content) for media, content, _ in said], packed=True)
+    (tmp_path / "d.warc.gz").write_bytes(raw)
+    documents, problems = read_file(tmp_path / "d.warc.gz")
+    assert not problems.counts
+    for document, (media, _, expected) in zip(documents, said, strict=True):
+        found = (
+            document.data if isinstance(expected, bytes) or isinstance(document.data, str) else document.data.decode()
+        )
+        assert found == expected, media
+
+
+PARAGRAPH = "<p>Le café était fermé, et les bateaux de l'été ne sont pas revenus au port de la vieille ville.</p>"
+PAGE = f"<html><body><nav>menu</nav><article>{PARAGRAPH * 9}</article></body></html>"
+
+
+@pytest.fixture
+def page_file(tmp_path: Path) -> Path:
+    """A page in Latin-1, as only its HTTP headers say, and one without text."""
+    pages = [("text/html; charset=iso-8859-1", PAGE.encode("latin-1")), ("text/html", b"<html></html>")]
+    (tmp_path / "d.warc").write_bytes(warc_file([("response", *page) for page in pages], packed=False))
+    return tmp_path / "d.warc"
+
+
+def test_of_pages_in_html_trafilatura_finds_the_texts(page_file: Path) -> None:
+    """Where it is installed, which it is not by default: by hand with trafilatura 2.3.1, 2026-11-25."""
+    pytest.importorskip("trafilatura", reason="trafilatura is not installed: lightscale[web]")
+    ((document,), problems) = read_file(page_file)
+    assert isinstance(document.data, str)
+    assert "Le café était fermé" in document.data
+    assert "menu" not in document.data
+    assert problems.counts == {NO_TEXT: 1}
+
+
+def test_what_trafilatura_says_is_the_document_and_its_absence_is_said(
+    page_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+
+    def extract(page: bytes | str) -> str | None:
+        given.append(page)
+        return "its text" if len(page) > 100 else None
+
+    monkeypatch.setitem(sys.modules, "trafilatura", SimpleNamespace(extract=extract))
+    ((document,), problems) = read_file(page_file)
+    assert given == [PAGE, b"<html></html>"]
+    assert document.data == "its text"
+    assert problems.counts == {NO_TEXT: 1}
+    monkeypatch.setitem(sys.modules, "trafilatura", None)
+    with pytest.raises(UserError, match=r"trafilatura is needed .*\(import of trafilatura .*lightscale\[web\]"):
+        read_file(page_file)
 
 
 def test_a_source_says_its_format() -> None:

@@ -348,7 +348,7 @@ def check_page(page: str, report: dict[str, Any]) -> None:
         "filter: size",
         "near duplicate",
         "is a duplicate of prose.jsonl@0",
-        "90.00%",
+        "90%",
         "no text in the field",
     ):
         assert word in page, word
@@ -464,12 +464,16 @@ def test_a_corpus_with_nothing_in_it_says_what_was_seen(tmp_path: Path, byte_tok
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bytes", "corpus"]
 
 
-def test_an_empty_directory_is_an_empty_corpus(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tokenizer", ["sentencepiece", "given"])
+def test_a_corpus_without_a_file_to_read_is_empty(tmp_path: Path, byte_tokens: str, tokenizer: str) -> None:
     (tmp_path / "corpus").mkdir()
-    table = {"sources": {"a": {"paths": [str(tmp_path / "corpus")]}}}
-    with pytest.raises(UserError, match="no document is left to train on: 0 files read"):
-        prepare(make_corpus(table, origin="test"), tmp_path / "store")
-    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+    (tmp_path / "corpus" / "a.pdf").write_bytes(b"%PDF")
+    for path in (tmp_path / "corpus", tmp_path / "corpus" / "a.pdf"):
+        table: dict[str, Any] = {"tokenizer": byte_tokens} if tokenizer == "given" else {}
+        table |= {"sources": {"a": {"paths": [str(path)]}}}
+        with pytest.raises(UserError, match=r"no document is left to train on: 0 files read, 1 × .*a\.pdf"):
+            prepare(make_corpus(table, origin="test"), tmp_path / "store")
+    assert not (tmp_path / "store.work").exists()
 
 
 def test_an_existing_store_is_refused_before_any_work(words: Path, tmp_path: Path) -> None:

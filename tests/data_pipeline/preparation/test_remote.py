@@ -4,6 +4,7 @@ import functools
 import gzip
 import http.server
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lightscale import cli
 from lightscale.data_pipeline.preparation.corpus import load_corpus
 from lightscale.data_pipeline.preparation.prepare import PrepareOptions, prepare
 from lightscale.data_pipeline.preparation.readers import cut_into_ranges, read, remote
@@ -143,8 +145,9 @@ def test_a_server_without_parts_that_fails_twice_is_survived(web: str, tmp_path:
 
 def test_what_fails_for_good_is_refused_when_listed_and_counted_when_read(web: str, tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_bytes(LINES)
-    with pytest.raises(UserError, match=r"none\.jsonl: "):
+    with pytest.raises(UserError, match=r"none\.jsonl: the server has no such file$"):
         read_all(f"{web}/none.jsonl")
+    assert Failing.requests <= 3  # not asked for again
     with pytest.raises(UserError, match=r"/: a server's directories cannot be listed; name its files"):
         read_all(f"{web}/")
     problems, options = Problems(), ReadOptions()
@@ -156,6 +159,30 @@ def test_what_fails_for_good_is_refused_when_listed_and_counted_when_read(web: s
     assert "5 requests failed" in problems.examples[UNREADABLE][0]
     with pytest.raises(UserError, match=r"d\.jsonl: 5 requests failed"):
         read_all(f"{web}/d.jsonl")
+
+
+def test_a_server_that_does_not_answer_yet_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "d.jsonl").write_bytes(LINES)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = taken.getsockname()
+    url = f"http://127.0.0.1:{address[1]}/d.jsonl"
+    with pytest.raises(UserError, match=r"d\.jsonl: 5 requests failed, the last with: Cannot connect"):
+        read_all(url)
+    Failing.failures = 0
+    servers = []
+
+    def start(wait_s: float) -> None:
+        if not servers:
+            servers.append(
+                http.server.ThreadingHTTPServer(address, functools.partial(Failing, directory=str(tmp_path)))
+            )
+            threading.Thread(target=servers[0].serve_forever, daemon=True).start()
+
+    monkeypatch.setattr(remote.time, "sleep", start)
+    assert len(read_all(url)[0]) == len(RECORDS)
+    servers[0].shutdown()
+    servers[0].server_close()
 
 
 def check_store(tmp_path: Path, url: str) -> None:
@@ -173,6 +200,13 @@ def check_store(tmp_path: Path, url: str) -> None:
 def test_a_store_of_http_is_that_of_the_files(web: str, tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_bytes(LINES)
     check_store(tmp_path, f"{web}/d.jsonl")
+
+
+def test_a_url_on_the_command_line_is_one(web: str, tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_bytes(LINES)
+    command = ["data", "prepare", f"{web}/d.jsonl?token=x", "--tokenizer", "ascii", "--out", str(tmp_path / "store")]
+    assert cli.main(command) == 0
+    assert TokenStore(tmp_path / "store").source("d").num_documents > 200
 
 
 def test_a_store_of_s3_is_that_of_the_files(bucket: Any, tmp_path: Path) -> None:

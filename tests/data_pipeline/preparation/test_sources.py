@@ -1,4 +1,3 @@
-import json
 import os
 from pathlib import Path
 
@@ -163,42 +162,3 @@ def test_the_standard_library_without_its_tests() -> None:
     assert ids == listed(STDLIB_PATH)[0]
     assert len(set(ids)) == len(ids) > 300
     assert not problems.counts
-
-
-def save_to_disk(directory: Path, *, num_files: int = 1) -> None:
-    """What Hugging Face's ``Dataset.save_to_disk`` (datasets 4) leaves, beside the content of the data."""
-    directory.mkdir(parents=True)
-    names = [f"data-{number:05}-of-{num_files:05}.arrow" for number in range(num_files)]
-    for name in names:
-        (directory / name).write_bytes(b"")
-    (directory / "dataset_info.json").write_text("{}")
-    (directory / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
-
-
-def test_of_a_saved_data_set_the_data_are_listed_and_nothing_that_was_computed_of_it(tmp_path: Path) -> None:
-    save_to_disk(tmp_path / "set", num_files=2)
-    (tmp_path / "set" / "cache-0123.arrow").write_bytes(b"")
-    files, problems = listed(tmp_path / "set")
-    assert files == ["set/data-00000-of-00002.arrow", "set/data-00001-of-00002.arrow"]
-    assert not problems.counts
-    (tmp_path / "set" / "data-00001-of-00002.arrow").unlink()
-    with pytest.raises(UserError, match=r"data-00001-of-00002\.arrow is missing, which state\.json lists"):
-        listed(tmp_path / "set")
-
-
-def test_splits_of_a_data_set_are_not_mixed(tmp_path: Path) -> None:
-    for split in ("test", "train"):
-        save_to_disk(tmp_path / "set" / split)
-    (tmp_path / "set" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(UserError, match=r"splits test, train; name the one to train on"):
-        listed(tmp_path)
-    assert listed(tmp_path / "set" / "train")[0] == ["train/data-00000-of-00001.arrow"]
-    # As the hub's cache has them: links in snapshots to blobs without suffixes.
-    snapshot = tmp_path / "hub" / "snapshots" / "0a1b" / "data"
-    snapshot.mkdir(parents=True)
-    for number, name in enumerate(("test-00000-of-00001.parquet", "train-00000-of-00001.parquet")):
-        (tmp_path / "hub" / f"blob{number}").write_bytes(b"")
-        (snapshot / name).symlink_to(tmp_path / "hub" / f"blob{number}")
-    with pytest.raises(UserError, match=r"splits test, train; name the one to train on, like .*/data/test-\*"):
-        listed(tmp_path / "hub")
-    assert listed(f"{snapshot}/train-*")[0] == ["train-00000-of-00001.parquet"]

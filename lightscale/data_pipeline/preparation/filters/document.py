@@ -32,8 +32,14 @@ class DocumentView:
 
     @cached_property
     def lines(self) -> list[str]:
-        """Lines that are not blank, without spaces around them."""
-        return [line for line in map(str.strip, self.raw_lines) if line]
+        """Lines that are not blank, without spaces around them; of Chinese those with a letter or a digit.
+
+        Technical Chinese has tables drawn with ``+--+`` and ``├──┤``: their rules would be taken for repeated lines.
+        """
+        lines = map(str.strip, self.raw_lines)
+        if self.unit == "word":
+            return [line for line in lines if line]
+        return [line for line in lines if any(map(str.isalnum, line))]
 
     @cached_property
     def paragraphs(self) -> list[str]:

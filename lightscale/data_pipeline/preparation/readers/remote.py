@@ -19,8 +19,9 @@ from lightscale.errors import UserError
 SCHEMES = ("s3://", "http://", "https://")
 # Five attempts within nine seconds: a server that restarts is waited for, one that is gone does not take an hour.
 _WAITS_S = (0.2, 0.8, 2.4, 5.6)
-_BUFFER_BYTES = 4 * 2**20
+_GONE = (404, 410)
 # A request for a part costs a round trip, so that smaller ones would mostly wait.
+_BUFFER_BYTES = 4 * 2**20
 T = TypeVar("T")
 
 
@@ -164,6 +165,12 @@ def _system(url: str) -> Any:
         raise UserError(f"{url}: {error}; pip install 'lightscale[{extra}]'") from error
 
 
+def _is_gone(url: str, cause: BaseException) -> bool:
+    """Whether what is said to be no file is none: of http fsspec says so whatever failed, also if nobody answers."""
+    status = getattr(cause, "status", None)
+    return status in _GONE if status else isinstance(cause, FileNotFoundError) or not url.startswith("http")
+
+
 def _retried(url: str, request: Callable[[], T]) -> T:
     """What ``request`` gives; made again where it fails in a way that may pass. ``OSError`` where it does not pass."""
     for wait_s in (*_WAITS_S, None):
@@ -172,9 +179,10 @@ def _retried(url: str, request: Callable[[], T]) -> T:
         except PermissionError:
             raise
         except Exception as error:
-            # fsspec says of any answer to a question for a file that it is not there; the cause has the status.
             cause = error.__cause__ or error
-            if isinstance(error, FileNotFoundError) and getattr(cause, "status", 404) == 404:
+            if isinstance(error, FileNotFoundError) and _is_gone(url, cause):
+                if url.startswith("http"):  # where fsspec says nothing but the URL
+                    raise FileNotFoundError("the server has no such file") from error
                 raise
             if wait_s is None:
                 attempts = len(_WAITS_S) + 1

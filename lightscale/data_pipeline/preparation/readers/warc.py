@@ -2,9 +2,11 @@
 trafilatura finds the text.
 """
 
+import contextlib
 import importlib
 import io
 from collections.abc import Callable, Iterator
+from email.message import Message
 from typing import Any
 
 from warcio.archiveiterator import WARCIterator
@@ -24,12 +26,16 @@ from lightscale.data_pipeline.preparation.readers.interface import (
     Reading,
     field_of,
     id_text,
+    one_line,
 )
 from lightscale.data_pipeline.preparation.readers.ranges import FileRange
 from lightscale.data_pipeline.preparation.readers.streams import contents
 from lightscale.errors import UserError
 
 _HTML = ("text/html", "application/xhtml+xml")
+# As browsers read them (https://encoding.spec.whatwg.org): what is often said for the larger set.
+_LARGER_SETS = {"iso-8859-1": "cp1252", "latin1": "cp1252", "ascii": "cp1252", "us-ascii": "cp1252"}
+_LARGER_SETS |= {"gb2312": "gb18030", "gbk": "gb18030"}
 
 
 class Warc(InputFormat):
@@ -67,8 +73,8 @@ def _document(record: Any, data: bytes | str, document_id: str, begin: int, size
 def _text_of(record: Any, document_id: str, file: SourceFile, reading: Reading) -> bytes | str | None:
     """The text of a record; None, and counted, where it has none."""
     kind, http = record.rec_type, record.http_headers
-    media = (http.get_header("Content-Type") if http else record.rec_headers.get_header("Content-Type")) or ""
-    media = media.partition(";")[0].strip().lower()
+    header = (http.get_header("Content-Type") if http else record.rec_headers.get_header("Content-Type")) or ""
+    media = header.partition(";")[0].strip().lower()
     status = http.get_statuscode() if http else "200"
     is_html = kind in ("response", "resource") and media in _HTML
     if not is_html and not (kind in ("conversion", "response", "resource") and media == "text/plain"):
@@ -89,20 +95,34 @@ def _text_of(record: Any, document_id: str, file: SourceFile, reading: Reading) 
     if len(data) > most:
         reading.problems.add(TOO_LONG, f"{document_id}: a page of more than {most} bytes")
         return None
+    content = _decoded(data, header)
     if not is_html:
-        return data
-    text = _extractor(file)(data)
+        return content
+    text = _extractor(file)(content)
     if text is None:
         reading.problems.add(NO_TEXT, f"{document_id}: no text found in the page")
     return text
 
 
-def _extractor(file: SourceFile) -> Callable[[bytes], str | None]:
+def _decoded(data: bytes, header: str) -> bytes | str:
+    """What is no UTF-8 by the character set that ``header`` names; as it is, to be guessed, where that cannot be."""
     try:
-        extract: Callable[[bytes], str | None] = importlib.import_module("trafilatura").extract
+        data.decode()
+    except UnicodeDecodeError:
+        charset = Message()
+        charset["Content-Type"] = header
+        name = charset.get_content_charset("")
+        with contextlib.suppress(LookupError, ValueError):  # no such set, or not of this text
+            return data.decode(_LARGER_SETS.get(name, name))
+    return data
+
+
+def _extractor(file: SourceFile) -> Callable[[bytes | str], str | None]:
+    try:
+        extract: Callable[[bytes | str], str | None] = importlib.import_module("trafilatura").extract
     except ImportError as error:
         raise UserError(
-            f"{file.path}: it has pages in HTML; trafilatura is needed to find their texts; "
+            f"{file.path}: it has pages in HTML; trafilatura is needed to find their texts ({one_line(error)}); "
             "pip install 'lightscale[web]'"
         ) from error
     return extract
