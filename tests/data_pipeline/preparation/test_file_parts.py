@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,7 @@ PACKED: dict[str, tuple[str, Callable[[], bytes]]] = {
     "zst, one frame": ("jsonl.zst", lambda: pack_frame(RAW)),
     "bz2, streams": ("jsonl.bz2", lambda: one_by_one(RAW, bz2.compress)),
     "bz2, one stream": ("jsonl.bz2", lambda: pack_stream(RAW)),
-    "json": ("json.bz2", lambda: pack_stream(array_of_json(1500))),
+    "json": ("json.zst", lambda: zstandard.ZstdCompressor().compress(array_of_json(1500))),
     "csv": ("csv.gz", lambda: pack_gz(table_of_csv(800))),
     "warc": ("warc.zst", lambda: pack_frame(crawl(1000))),
     "warc, members": ("warc.gz", lambda: one_by_one(crawl(400), gzip.compress, 3000)),
@@ -127,8 +127,8 @@ ONE_POINT = ("gzip, stored", "zst, one frame", "bz2, one stream", "json", "warc"
 
 def read_parts(
     path: Path, least_bytes: int, *, is_kept_open: bool = False
-) -> tuple[list[RawDocument], dict[str, Any], list[PartBegin]]:
-    """Documents, problems and ends of the parts, which are read one after the other.
+) -> tuple[list[RawDocument], dict[str, Any], list[tuple[PartBegin | None, dict[str, Any]]]]:
+    """Documents and problems; and of each part, which are read one after the other, its end and problems.
 
     ``is_kept_open``: with what is open; else each from what is kept as JSON.
     """
@@ -137,15 +137,16 @@ def read_parts(
     (file,) = FileLister(Problems()).files([str(path)])
     (file_range,) = cut_into_ranges(file, 10**9, Problems(), options=options)
     documents: list[RawDocument] = []
-    found, part, ends, advanced = Problems(), FilePart(FIRST, least_bytes), list[PartBegin](), list[int]()
+    found, part, advanced = Problems(), FilePart(FIRST, least_bytes), list[int]()
+    parts: list[tuple[PartBegin | None, dict[str, Any]]] = []
     while True:
         problems = Problems()
         documents += read(file_range, problems, options=options, advance=advanced.append, part=part)
         found.merge(problems.as_part())
+        parts.append((part.end, problems.as_part()))
         if part.end is None:
             assert sum(advanced) == file.size_bytes or UNREADABLE in found.counts
-            return documents, found.as_json(), ends
-        ends.append(part.end)
+            return documents, found.as_json(), parts
         if is_kept_open:
             part = part.next()
         else:
@@ -181,17 +182,44 @@ def test_parts_have_what_the_file_has(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(streams, "_COMPRESSED_READ_BYTES", READ_BYTES)
     ending, pack = PACKED[name]
     path, packed = tmp_path / f"d.{ending}", pack()
-    for kind in KINDS if ending.startswith("jsonl") else ("whole", "a byte in the middle", "checksum"):
+    for kind in KINDS if ending.startswith("jsonl") else ("whole", "truncated"):
         path.write_bytes(damage(packed, kind))
-        whole, problems, ends = read_parts(path, 10**9)
-        assert not ends
+        whole, problems, parts = read_parts(path, 10**9)
+        assert len(parts) == 1
         assert (UNREADABLE in problems or TRUNCATED in problems) == (kind != "whole"), kind
         opened = read_parts(path, PART_BYTES, is_kept_open=True)
         assert opened[0] == whole, kind
         assert opened[1] == problems, kind
         assert read_parts(path, PART_BYTES) == opened, kind
-        assert len(opened[2]) > 1, kind
-        assert ({end.point for end in opened[2]} == {FIRST.point}) == (name in ONE_POINT), kind
+        points = [end.point for end, _ in opened[2] if end is not None]
+        assert len(points) > 1, kind
+        assert (set(points) == {FIRST.point}) == (name in ONE_POINT), kind
+
+
+def test_what_another_process_has_finished_is_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its part ends elsewhere than the one that this process has just read: nothing comes twice or is left out."""
+    monkeypatch.setattr(unit_parts, "PART_BYTES", PART_BYTES)
+    path, options = tmp_path / "d.jsonl.gz", ReadOptions()
+    path.write_bytes(pack_gz(RAW))
+    (file,) = FileLister(Problems()).files([str(path)])
+    (file_range,) = cut_into_ranges(file, 10**9, Problems(), options=options)
+
+    def begins(part: FilePart | None) -> list[int]:
+        documents = read(file_range, Problems(), options=options, advance=lambda _: None, part=part)
+        return [document.begin for document in documents]
+
+    def write(new: Path, part: FilePart, before: Sequence[Path]) -> None:
+        (new / "begins").write_text(json.dumps(begins(part)))
+        if len(before) == 1:
+            other, theirs = FilePart(part.begin, 3 * PART_BYTES), tmp_path / "unit-000001"
+            theirs.mkdir()
+            (theirs / "begins").write_text(json.dumps(begins(other)))
+            assert other.end is not None
+            (theirs / "end.json").write_text(json.dumps(other.end.as_json()))
+
+    parts = unit_parts.write_parts(tmp_path, "unit", write, lambda _: None)
+    assert len(parts) > 3
+    assert [begin for part in parts for begin in json.loads((part / "begins").read_text())] == begins(None)
 
 
 def test_a_member_goes_on_at_each_of_its_points() -> None:
