@@ -43,13 +43,14 @@ def lines(num: int, seed: int = 5) -> bytes:
     kinds = ["news", "law", "verse"]
     found = []
     for number in range(num):
-        text = " ".join(generator.choices(words, k=12000 if number == num // 3 else generator.randint(1, 120)))
+        text = " ".join(generator.choices(words, k=12000 if number == num // 3 + 1 else generator.randint(1, 120)))
         record = {"text": text if number % 50 else None, "id": f"n{number}", "kind": kinds[number * 3 // num]}
         found.append(json.dumps(record) if number % 70 else "no object")
     return "\n".join(found).encode()
 
 
 RAW = lines(900)
+IN_LONG_LINE = sum(len(line) + 1 for line in RAW.split(b"\n")[:301]) + 2**15
 HALVES = (RAW[: len(RAW) // 2], RAW[len(RAW) // 2 :])
 
 
@@ -80,8 +81,8 @@ def one_by_one(raw: bytes, pack: Callable[[bytes], bytes], size: int = 2**14) ->
 def texts(num: int) -> list[str]:
     """With what a format writes in a way of its own."""
     generator = random.Random(6)
-    words = [*(f"{generator.getrandbits(40):x}" for _ in range(2000)), '"', "\\", "\n", ",", "{", "]", "字"]
-    return [" ".join(generator.choices(words, k=generator.randint(1, 60))) for _ in range(num)]
+    words = [*(f"{generator.getrandbits(40):x}" for _ in range(2000)), '"', "\\", "\n", ",", "{", "]"]
+    return [" ".join([*generator.choices(words, k=generator.randint(1, 60)), "字"]) for _ in range(num)]
 
 
 def array_of_json(num: int) -> bytes:
@@ -93,7 +94,7 @@ def array_of_json(num: int) -> bytes:
 def table_of_csv(num: int) -> bytes:
     out = io.StringIO(newline="")
     csv.writer(out).writerows([("id", "text"), *((f"n{number}", text) for number, text in enumerate(texts(num)))])
-    return out.getvalue().encode().replace("字".encode(), b"\xff", 3)
+    return out.getvalue().encode().replace("字".encode(), b"\xff")
 
 
 def crawl(num: int) -> bytes:
@@ -112,7 +113,10 @@ PACKED: dict[str, tuple[str, Callable[[], bytes]]] = {
     "gzip, two members and padding": ("jsonl.gz", lambda: b"".join(map(pack_gz, HALVES)) + bytes(100)),
     "gzip, many members": ("jsonl.gz", lambda: one_by_one(RAW, gzip.compress, 9000)),
     "gzip, stored": ("jsonl.gz", lambda: pack_stored(RAW[: 2**17])),
-    "zst, frames": ("jsonl.zst", lambda: one_by_one(RAW, pack_frame)),
+    "zst, frames": (
+        "jsonl.zst",
+        lambda: one_by_one(RAW[:IN_LONG_LINE], pack_frame, 2**12) + pack_frame(RAW[IN_LONG_LINE:]),
+    ),
     "zst, one frame": ("jsonl.zst", lambda: pack_frame(RAW)),
     "bz2, streams": ("jsonl.bz2", lambda: one_by_one(RAW, bz2.compress)),
     "bz2, one stream": ("jsonl.bz2", lambda: pack_stream(RAW)),
@@ -198,6 +202,7 @@ def test_parts_have_what_the_file_has(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_what_another_process_has_finished_is_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its part ends elsewhere than the one that this process has just read: nothing comes twice or is left out."""
+    monkeypatch.setattr(streams, "_COMPRESSED_READ_BYTES", READ_BYTES)
     monkeypatch.setattr(unit_parts, "PART_BYTES", PART_BYTES)
     path, options = tmp_path / "d.jsonl.gz", ReadOptions()
     path.write_bytes(pack_gz(RAW))

@@ -82,7 +82,7 @@ class FilePart:
     @property
     def wants_point(self) -> bool:
         """Whether an access point is to be looked for inside of what was read last."""
-        return not self._is_found and self._least_end < self.packed <= self._most_end
+        return not self._is_found and self.packed > self._least_end
 
     def note(self, point: AccessPoint) -> None:
         """A point is known: the last one before its least end is kept, and then the first."""

@@ -97,7 +97,7 @@ def _unpacked(file: BinaryIO, source: SourceFile, reading: Reading) -> Iterator[
     while packed := file.read(_COMPRESSED_READ_BYTES - position % _COMPRESSED_READ_BYTES):
         begin, position = position, position + len(packed)
         if reading.part is not None:
-            reading.part.packed = max(position, num_known)
+            reading.part.packed = position
         try:
             while packed:
                 if unpacker is None:
@@ -126,8 +126,8 @@ def _unpacked(file: BinaryIO, source: SourceFile, reading: Reading) -> Iterator[
             where = f"{source.id}: damaged after byte {begin} ({num_unpacked} bytes decompressed)"
             reading.problems.add(UNREADABLE, f"{where}: {error}")
             return
-        if position > num_known:  # the rest was said to be done by who read the part before
-            reading.advance(position - max(begin, num_known))
+        if begin >= num_known:  # what is before was done as the part before
+            reading.advance(position - begin)
     _ended(reading)
     if unpacker is not None:
         where = f"{source.id}: at byte {position} ({num_unpacked} bytes decompressed)"
