@@ -277,9 +277,11 @@ class Counted(io.FileIO):
 
     num_read = 0
     last = 10**9
+    after: Path | None = None
+    """It must be there before."""
 
     def read(self, size: int | None = -1) -> bytes:
-        if self.tell() >= Counted.last:
+        if self.tell() >= Counted.last and (Counted.after is None or Counted.after.exists()):
             os.kill(os.getpid(), signal.SIGKILL)
         data = super().read(-1 if size is None else size)
         Counted.num_read += len(data)
@@ -344,9 +346,9 @@ def test_a_kill_costs_a_part_and_not_the_file(
         prepare(corpus, tmp_path / out, PrepareOptions(keep_removed=tmp_path / f"{out}-removed"))
         return len(prepared), counted.num_read
 
-    def kill(last: float) -> None:
+    def kill(after: Path | None = None) -> None:
         if (child := os.fork()) == 0:
-            counted.last = int(last * len(packed))
+            counted.last, counted.after = int(0.9 * len(packed)), after
             try:
                 run("parts")
             finally:
@@ -360,7 +362,7 @@ def test_a_kill_costs_a_part_and_not_the_file(
     assert run("open") == (num_documents, num_bytes), "nothing is unpacked or prepared twice"
 
     work = tmp_path / "parts.work"
-    kill(0.9)
+    kill()
     finished = sorted(work.glob("parts/000000/*-00000?"))
     if num_passes == 1:
         counts = [json.loads((one / "counts.json").read_bytes())["stages"]["read"]["documents"] for one in finished]
@@ -371,7 +373,7 @@ def test_a_kill_costs_a_part_and_not_the_file(
     else:
         # Of the texts that train the tokenizer, and then of the others.
         assert not (work / "tokenizer").exists()
-        kill(0.9)
+        kill(after=work / "tokenizer")
         num_prepared, num_bytes = run("parts")
         assert num_bytes == len(packed)
         assert num_prepared < 0.65 * num_documents / 2

@@ -62,12 +62,13 @@ def read(
             reading = Reading(problems=problems, options=options, advance=advance, part=part)
             documents = entry.load(file).read(file_range, reading)
         else:
-            reading, documents = part.opened
+            (reading, documents), part.opened = part.opened, None
             reading.problems, reading.advance, reading.part = problems, advance, part
         for document in documents:
             if isinstance(document, PartBegin):
                 assert part is not None
                 part.end, part.opened = document, (reading, documents)
+                reading.part = None  # no cycle: what is dropped is closed at once
                 return
             yield document
     except OSError as error:
