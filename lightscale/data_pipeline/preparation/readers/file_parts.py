@@ -4,14 +4,10 @@ Who reads the next one in the same process goes on with what is open, and unpack
 last access point, which may be the beginning of the file, and skips what comes before the document.
 """
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from lightscale.data_pipeline.preparation.readers.access_points import AccessPoint
-
-if TYPE_CHECKING:
-    from lightscale.data_pipeline.preparation.readers.interface import RawDocument, Reading
 
 # To look for the beginning of a deflate block in 64 KiB takes some 0.05 s, as long as to work on the text. Text has one
 # every few ten KB; where none of many has, as in a file that is stored and not compressed, the part ends without one.
@@ -52,19 +48,13 @@ class FilePart:
     them, after those bytes: what is in the file decides, and not who reads it.
     """
 
-    def __init__(
-        self,
-        begin: PartBegin,
-        least_bytes: int,
-        *,
-        opened: "tuple[Reading, Iterator[RawDocument | PartBegin]] | None" = None,
-    ) -> None:
+    def __init__(self, begin: PartBegin, least_bytes: int, *, opened: Any = None) -> None:
         """``least_bytes``: of the file, which it has at least. ``opened``: what gives its documents; None: to open."""
         self.begin = begin
         self.end: PartBegin | None = None
         """Where the next one begins; None: nothing comes after it, or it is not read to its end yet."""
         self.opened = opened
-        """When it has ended: what gives the documents behind it."""
+        """When it has ended: what gives the documents behind it, which only ``read.py`` looks into."""
         self.packed = begin.packed
         """The byte of the file that it is read up to."""
         self.is_last = False
