@@ -33,6 +33,7 @@ from benchmarks import (
     operators,
     preparation_costs,
     prepare,
+    prepare_restart,
     scans,
     sequence,
     start,
@@ -161,6 +162,13 @@ def run_preparation_costs(args: argparse.Namespace) -> Iterator[BenchmarkReport]
     for figures in preparation_costs.run(args.units, args.repeats):
         settings = {"units": args.units, "repeats": args.repeats}
         yield BenchmarkReport(settings=settings, figures=figures, table=preparation_costs.table(figures))
+
+
+def run_prepare_restart(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
+    """What a preparation unpacks again, beside what it prepares."""
+    for figures in prepare_restart.run(args.documents, repeats=args.repeats, tokenizer=args.tokenizer):
+        settings = {"tokenizer": args.tokenizer, "repeats": args.repeats}
+        yield BenchmarkReport(settings=settings, figures=figures, table=prepare_restart.table(figures))
 
 
 def data_arguments(parser: argparse.ArgumentParser) -> None:
@@ -303,6 +311,13 @@ BENCHMARKS = {
         summary="what a preparation costs beside its texts, as `data plan --hosts` takes it: a unit, a task, a file",
         add_arguments=preparation_costs.add_arguments,
         run=run_preparation_costs,
+        threads=1,
+        repeats=3,
+    ),
+    "prepare-restart": Benchmark(
+        summary="a preparation started again in a compressed file of one piece: unpacking what it skips, and preparing",
+        add_arguments=prepare_restart.add_arguments,
+        run=run_prepare_restart,
         threads=1,
         repeats=3,
     ),

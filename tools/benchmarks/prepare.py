@@ -60,7 +60,7 @@ def run(
     load_tiktoken(ENCODING)  # says what to put where
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        parts = _parts(documents or _pages(folder), folder / "parts")
+        parts = _parts(documents or pages(folder), folder / "parts")
         result: dict[str, Any] = {
             "documents": sum(path.read_bytes().count(b"\n") for path in parts),
             "text_bytes": sum(len(json.loads(line)["text"].encode()) for path in parts for line in path.open()),
@@ -117,7 +117,7 @@ def _parts(documents: Path, folder: Path) -> list[Path]:
     return parts
 
 
-def _pages(folder: Path) -> Path:
+def pages(folder: Path) -> Path:
     """English pages of two Debian packages, in one file."""
     tool = _load(Path(__file__).parents[1] / "real_text.py")
     target = folder / "pages.jsonl"

@@ -270,7 +270,7 @@ def _counted(files: Iterable[SourceFile], found: SourceEstimate, options: ReadOp
         entry = format_of(file, options)
         is_whole = isinstance(entry, str) or is_packed(file) or not file.gives_parts or not entry.divides
         (found.whole_sizes if is_whole else found.divided_sizes).append(file.size_bytes)
-        if file.size_bytes > unit_parts.PART_BYTES and file.gives_parts and has_parts(file, options):
+        if file.size_bytes > unit_parts.PART_BYTES and has_parts(file, options):
             found.part_sizes.append(file.size_bytes)
         yield file
 

@@ -4,8 +4,8 @@ parts/NNNNNN/unit-MMMMMM/     part MMMMMM of unit NNNNNN, with the files of a un
 parts/NNNNNN/sample-MMMMMM/   the same of its texts to train a tokenizer on
 …/end.json                    where the next part begins (``readers/file_parts.py``); null in the last
 
-The parts of a file are the same whoever reads them, interrupted or not: every part but the first is begun from what the
-one before has left on disk.
+The parts of a file are the same whoever reads them, interrupted or not. A process that goes on keeps the file open from
+part to part; another begins with what the one before has left on disk.
 """
 
 import itertools
@@ -18,7 +18,7 @@ import numpy as np
 
 from lightscale.data_pipeline.executors import Advance
 from lightscale.data_pipeline.preparation.labels import check_number
-from lightscale.data_pipeline.preparation.readers import FilePart, PartBegin
+from lightscale.data_pipeline.preparation.readers import FIRST, FilePart, PartBegin
 from lightscale.data_pipeline.preparation.removed import FILE as REMOVED
 from lightscale.data_pipeline.whole_files import whole_directory
 
@@ -35,12 +35,11 @@ WritePart = Callable[[Path, FilePart, Sequence[Path]], None]
 def write_parts(directory: Path, kind: str, write: WritePart, advance: Advance) -> list[Path]:
     """The directories of all parts, in order; those that are not there are written."""
     parts: list[Path] = []
-    begin: PartBegin | None = None
+    part = FilePart(FIRST, PART_BYTES)
     while True:
         path = directory / f"{kind}-{len(parts):06}"
         was_there = path.exists()
         if not was_there:
-            part = FilePart(begin, PART_BYTES)
             with whole_directory(path) as new:
                 write(new, part, parts)
                 content = json.dumps(None if part.end is None else part.end.as_json())
@@ -51,8 +50,9 @@ def write_parts(directory: Path, kind: str, write: WritePart, advance: Advance) 
             return parts
         end = PartBegin.from_json(found)
         if was_there:
-            advance(end.point.packed - (0 if begin is None else begin.point.packed))
-        begin = end
+            advance(end.packed - part.begin.packed)
+        # What another process wrote meanwhile might end elsewhere, and the open file be somewhere else.
+        part = part.next() if part.end == end else FilePart(end, PART_BYTES)
 
 
 def join_parts(parts: Sequence[Path], target: Path, source: str) -> None:

@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from lightscale.data_pipeline.preparation.readers.inputs import Problems, SourceFile
-from lightscale.data_pipeline.preparation.readers.streams import is_packed, plain, require_unpacker, unpacked
+from lightscale.data_pipeline.preparation.readers import Reading
+from lightscale.data_pipeline.preparation.readers.inputs import Problems, ReadOptions, SourceFile
+from lightscale.data_pipeline.preparation.readers.streams import contents, require_unpacker
 from lightscale.data_pipeline.store.origins import Origin
 
 
@@ -27,11 +28,11 @@ def _lines_at(path: Path, offsets: list[int]) -> Iterator[tuple[int, int]]:
     status = path.stat()
     source = SourceFile(path=path, id=str(path), size_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
     require_unpacker(source)
+    reading = Reading(problems=Problems(strict=False), options=ReadOptions(), advance=_silent)
     with path.open("rb") as file:
-        buffers = unpacked(file, source, Problems(strict=False), _silent) if is_packed(source) else plain(file, _silent)
         begin, line, left = 0, 1, iter(offsets)
         offset = next(left, None)
-        for buffer in buffers:
+        for buffer in contents(file, source, reading):
             while offset is not None and offset < begin + len(buffer):
                 yield offset, line + buffer.count(b"\n", 0, offset - begin)
                 offset = next(left, None)

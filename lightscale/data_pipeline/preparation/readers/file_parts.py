@@ -1,13 +1,17 @@
-"""Parts of a compressed file: each ends where the next can begin without what comes before it."""
+"""Parts of a compressed file: each ends before a document, which the next begins with.
 
-from dataclasses import dataclass
+Who reads the next one in the same process goes on with what is open, and unpacks nothing twice. Another begins at the
+last access point, which may be the beginning of the file, and skips what comes before the document.
+"""
+
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from lightscale.data_pipeline.preparation.readers.access_points import AccessPoint
 
-# To look for the beginning of a block in 64 KiB takes some 0.05 s, as long as to work on the text. Most have one; where
-# none of so many has, as in a file that is stored and not compressed, the next are looked at only later.
-_MOST_SEARCHES = 64
+# To look for the beginning of a deflate block in 64 KiB takes some 0.05 s, as long as to work on the text. Text has one
+# every few ten KB; where none of many has, as in a file that is stored and not compressed, the part ends without one.
+_SEARCHED_SHARE = 1 / 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,55 +19,70 @@ class PartBegin:
     """Where a part begins."""
 
     point: AccessPoint
-    document: int
+    """Where unpacking begins."""
+    document: int = 0
     """The byte of the content where its first document begins: at the point or after it."""
+    packed: int = 0
+    """The byte of the file that was read up to there; its own are counted from it."""
+    known: Any = None
+    """What the format knows of the content before, as JSON has it."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
-        return {"point": self.point.as_json(), "document": self.document}
+        return {**asdict(self), "point": self.point.as_json()}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
         """The inverse of ``as_json``."""
-        return cls(point=AccessPoint.from_json(content["point"]), document=content["document"])
+        return cls(**{**content, "point": AccessPoint.from_json(content["point"])})
+
+
+FIRST = PartBegin(point=AccessPoint(packed=0, unpacked=0))
+"""Of a file."""
 
 
 class FilePart:
-    """A part that is being read."""
+    """A part that is being read.
 
-    def __init__(self, begin: PartBegin | None, least_bytes: int) -> None:
-        """``begin``: where; None: at the beginning of the file. ``least_bytes``: of the file, which it has at least."""
+    It ends at the first document after an access point in the bytes that follow its least ones or, if there is none in
+    them, after those bytes: what is in the file decides, and not who reads it.
+    """
+
+    def __init__(self, begin: PartBegin, least_bytes: int, *, opened: Any = None) -> None:
+        """``least_bytes``: of the file, which it has at least. ``opened``: what gives its documents; None: to open."""
         self.begin = begin
         self.end: PartBegin | None = None
         """Where the next one begins; None: nothing comes after it, or it is not read to its end yet."""
+        self.opened = opened
+        """When it has ended: what gives the documents behind it, which only ``read.py`` looks into."""
+        self.packed = begin.packed
+        """The byte of the file that it is read up to."""
         self.is_last = False
         """Whether reading has come to the end of the file, or to damage."""
-        self._least_bytes = max(least_bytes, 1)
-        self._least_end = (0 if begin is None else begin.point.packed) + self._least_bytes
-        self._num_searches = 0
-        self._point: AccessPoint | None = None
+        self._least_bytes = least_bytes
+        self._least_end = begin.packed + max(least_bytes, 1)
+        self._most_end = self._least_end + int(least_bytes * _SEARCHED_SHARE)
+        self._point, self._is_found = begin.point, False
 
-    def wants(self, packed: int) -> bool:
-        """Whether an access point is to be looked for before the byte ``packed`` of the file."""
-        return self._point is None and packed > self._least_end
+    def next(self) -> "FilePart":
+        """The part behind this one, which has ended."""
+        assert self.end is not None
+        return FilePart(self.end, self._least_bytes, opened=self.opened)
 
-    def note_search(self, point: AccessPoint | None) -> None:
-        """One was looked for; None: not found."""
-        self._num_searches += 1
-        if point is not None:
-            self.note(point)
-        elif self._num_searches == _MOST_SEARCHES:
-            self._least_end, self._num_searches = self._least_end + self._least_bytes, 0
+    @property
+    def wants_point(self) -> bool:
+        """Whether an access point is to be looked for inside of what was read last."""
+        return not self._is_found and self.packed > self._least_end
 
     def note(self, point: AccessPoint) -> None:
-        """One is known; the first that may be the end is taken."""
-        if self._point is None and point.packed >= self._least_end:
-            self._point = point
+        """A point is known: the last one before its least end is kept, and then the first."""
+        # Those before its own bytes it sees only if it was opened anew.
+        if not self._is_found and point.packed >= self.begin.packed:
+            self._point, self._is_found = point, point.packed >= self._least_end
 
-    def ends_before(self, document: int) -> bool:
-        """Whether it ends before the document at byte ``document`` of the content, which is then its end."""
+    def end_before(self, document: int, known: Any) -> PartBegin | None:
+        """Its end, if it ends before the document at byte ``document`` of the content; ``known``: see ``PartBegin``."""
         # What was found behind the last whole document is said of the last part: it must not be said again.
-        if self.is_last or self._point is None or document < self._point.unpacked:
-            return False
-        self.end = PartBegin(point=self._point, document=document)
-        return True
+        if self.is_last or document < self._point.unpacked or not (self._is_found or self.packed >= self._most_end):
+            return None
+        return PartBegin(point=self._point, document=document, packed=self.packed, known=known)

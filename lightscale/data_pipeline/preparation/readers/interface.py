@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightscale.data_pipeline.executors import Advance
-from lightscale.data_pipeline.preparation.readers.file_parts import FilePart
+from lightscale.data_pipeline.preparation.readers.file_parts import FIRST, FilePart, PartBegin
 from lightscale.data_pipeline.preparation.readers.inputs import (
     MISSING,
     NO_TEXT,
@@ -38,9 +38,9 @@ class RawDocument:
     """What is in the field of its class that the source says, whatever that is."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Reading:
-    """What goes with the reading of a file range."""
+    """What goes with the reading of a file range; of its next part, when that is begun with what is open."""
 
     problems: Problems
     """Counts what cannot be read."""
@@ -48,7 +48,19 @@ class Reading:
     advance: Advance
     """Called with the bytes of the file that were read, as they are there."""
     part: FilePart | None = None
-    """Of a compressed file: what of the range is to be read; None: all of it. For formats that the table says."""
+    """Of a compressed file: the part that is being read; None: it is read as a whole."""
+
+    @property
+    def begin(self) -> PartBegin:
+        """Where its part begins."""
+        return FIRST if self.part is None else self.part.begin
+
+    def end_before(self, document: int, known: Any = None) -> PartBegin | None:
+        """The end of the part, if it ends before the document at byte ``document`` of the content; else None.
+
+        ``known``: what the format must know of the content before it to begin there, as JSON has it.
+        """
+        return None if self.part is None else self.part.end_before(document, known)
 
     def fits(self, text: str | bytes, document_id: str) -> bool:
         """Whether a text is short enough; counts one that is not."""
@@ -102,10 +114,11 @@ class InputFormat(ABC):
         return None
 
     @abstractmethod
-    def read(self, file_range: FileRange, reading: Reading) -> Iterator[RawDocument]:
+    def read(self, file_range: FileRange, reading: Reading) -> Iterator[RawDocument | PartBegin]:
         """The documents of a range, in order; what cannot be read is counted, and the rest is read.
 
-        ``OSError`` where the file cannot be read.
+        Of a compressed file: from ``reading.begin`` on, and between documents what ``reading.end_before`` gives, if it
+        does. ``reading`` is then of the next part. ``OSError`` where the file cannot be read.
         """
 
 

@@ -7,6 +7,7 @@ only, each has a place in bytes, and memory holds one of them.
 import re
 from collections.abc import Iterator
 
+from lightscale.data_pipeline.preparation.readers.file_parts import PartBegin
 from lightscale.data_pipeline.preparation.readers.inputs import NOT_JSON, TOO_LONG, TRUNCATED
 from lightscale.data_pipeline.preparation.readers.interface import InputFormat, RawDocument, Reading
 from lightscale.data_pipeline.preparation.readers.jsonl import document_of_json
@@ -22,36 +23,41 @@ _BETWEEN = b" \t\r\n,\xef\xbb\xbf"
 class JsonValues(InputFormat):
     """A whole file is a range: what a byte in the middle is inside of, only those before it say."""
 
-    def read(self, file_range: FileRange, reading: Reading) -> Iterator[RawDocument]:
+    def read(self, file_range: FileRange, reading: Reading) -> Iterator[RawDocument | PartBegin]:
         """Its objects."""
-        file, problems = file_range.file, reading.problems
-        most_bytes = reading.options.max_line_bytes
+        file, most_bytes = file_range.file, reading.options.max_line_bytes
         with file.path.open("rb", buffering=0) as content:
-            splitter = _Splitter(most_bytes)
+            splitter = _Splitter(most_bytes, offset=reading.begin.document, is_in_array=bool(reading.begin.known))
             for buffer in contents(content, file, reading):
                 for offset, value in splitter.split(buffer):
                     document_id = f"{file.id}@{offset}"
                     if value is None:
-                        problems.add(TOO_LONG, f"{document_id}: an object of more than {most_bytes} bytes")
-                    elif not value.startswith(b"{"):
-                        problems.add(NOT_JSON, f"{document_id}: {value[:40].decode(errors='replace')!r}")
-                    elif (document := document_of_json(value, document_id, offset, reading)) is not None:
+                        reading.problems.add(TOO_LONG, f"{document_id}: an object of more than {most_bytes} bytes")
+                        continue
+                    if not value.startswith(b"{"):
+                        reading.problems.add(NOT_JSON, f"{document_id}: {value[:40].decode(errors='replace')!r}")
+                        continue
+                    if (end := reading.end_before(offset, splitter.is_in_array)) is not None:
+                        yield end
+                    if (document := document_of_json(value, document_id, offset, reading)) is not None:
                         yield document
             if splitter.is_inside:
-                problems.add(TRUNCATED, f"{file.id}: at byte {splitter.offset} of its content, inside of a value")
+                where = f"{file.id}: at byte {splitter.offset} of its content"
+                reading.problems.add(TRUNCATED, f"{where}, inside of a value")
 
 
 class _Splitter:
     """Finds the objects of a stream of JSON, and what else stands where one should be."""
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int, *, offset: int, is_in_array: bool) -> None:
+        """``offset``: where the stream begins in the content; ``is_in_array``: that is inside the array of objects."""
         self._most_bytes = most_bytes
-        self.offset = 0
-        """Of the next buffer in the stream."""
-        self._brackets = bytearray()
+        self.offset = offset
+        """Of the next buffer in the content."""
+        self._brackets = bytearray(b"[" * is_in_array)
         """Those that are open. A ``[`` at the bottom is the array of objects, which is no part of any."""
         self._in_string = self._escaped = False
-        self._begin = 0
+        self._begin = offset
         self._waiting: list[bytes] = []
         self._num_waiting = 0
 
@@ -59,6 +65,11 @@ class _Splitter:
     def is_inside(self) -> bool:
         """Whether something is open."""
         return bool(self._brackets) or self._in_string
+
+    @property
+    def is_in_array(self) -> bool:
+        """Whether the objects are those of an array."""
+        return self._brackets[:1] == b"["
 
     def split(self, buffer: bytes) -> Iterator[tuple[int, bytes | None]]:
         """(where it begins, object) of those that end in ``buffer``, the next of the stream; None: it was too long."""
@@ -99,7 +110,7 @@ class _Splitter:
 
     @property
     def _in_object(self) -> bool:
-        return len(self._brackets) > (self._brackets[:1] == b"[")
+        return len(self._brackets) > self.is_in_array
 
     def _leave_string(self, buffer: bytes, position: int) -> int:
         """Where to go on: behind the end of the string, or at the end of the buffer."""

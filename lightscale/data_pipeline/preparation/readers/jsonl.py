@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from lightscale.data_pipeline.preparation.readers.file_parts import PartBegin
 from lightscale.data_pipeline.preparation.readers.inputs import INVALID_UTF8, NOT_JSON, TOO_LONG, Problems, SourceFile
 from lightscale.data_pipeline.preparation.readers.interface import InputFormat, RawDocument, Reading
 from lightscale.data_pipeline.preparation.readers.ranges import FileRange, byte_ranges
@@ -14,7 +15,6 @@ from lightscale.data_pipeline.preparation.readers.streams import (
     contents,
     is_packed,
     lines,
-    without_first,
 )
 
 try:
@@ -30,31 +30,27 @@ class JsonLines(InputFormat):
         """Of ``range_bytes`` each."""
         yield from super().ranges(file, range_bytes, problems) if is_packed(file) else byte_ranges(file, range_bytes)
 
-    def read(self, file_range: FileRange, reading: Reading) -> Iterator[RawDocument]:
+    def read(self, file_range: FileRange, reading: Reading) -> Iterator[RawDocument | PartBegin]:
         """The lines that begin in the range."""
-        file, problems, options = file_range.file, reading.problems, reading.options
+        file, options = file_range.file, reading.options
         # A line belongs to the range that it begins in, so that ranges together have every line once, wherever they
         # end. Reading starts a byte early: the first newline from there ends a line of the range before, or nothing if
         # the range begins exactly where a line does.
-        first = max(file_range.start - 1, 0)
         with file.path.open("rb", buffering=0) as content:
-            content.seek(first)
-            buffers = contents(content, file, reading)
-            if reading.part is not None and (begin := reading.part.begin) is not None:
-                first = begin.document
-                buffers = without_first(buffers, first - begin.point.unpacked)
-            elif file_range.start:
+            content.seek(max(file_range.start - 1, 0))
+            first, buffers = reading.begin.document, contents(content, file, reading)
+            if file_range.start:
                 assert file_range.stop is not None
                 # No further than this range: a line that fills several of them would be read to its end by each.
-                first, buffers = after_newline(buffers, first, file_range.stop)
+                first, buffers = after_newline(buffers, file_range.start - 1, file_range.stop)
             for offset, line in lines(buffers, first, options.max_line_bytes):
                 if file_range.stop is not None and offset >= file_range.stop:
                     break
-                if reading.part is not None and reading.part.ends_before(offset):
-                    break
+                if (end := reading.end_before(offset)) is not None:
+                    yield end
                 document_id = f"{file.id}@{offset}"
                 if line is None:
-                    problems.add(TOO_LONG, f"{document_id}: a line of more than {options.max_line_bytes} bytes")
+                    reading.problems.add(TOO_LONG, f"{document_id}: a line of more than {options.max_line_bytes} bytes")
                 elif line and not line.isspace():
                     document = document_of_json(line, document_id, offset, reading)
                     if document is not None:

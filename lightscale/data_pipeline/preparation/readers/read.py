@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from lightscale.data_pipeline.executors import Advance
-from lightscale.data_pipeline.preparation.readers.file_parts import FilePart
+from lightscale.data_pipeline.preparation.readers.file_parts import FilePart, PartBegin
 from lightscale.data_pipeline.preparation.readers.inputs import CHANGED, UNREADABLE, Problems, ReadOptions, SourceFile
 from lightscale.data_pipeline.preparation.readers.interface import RawDocument, Reading
 from lightscale.data_pipeline.preparation.readers.ranges import FileRange
@@ -31,14 +31,8 @@ def cut_into_ranges(
 
 
 def has_parts(file: SourceFile, options: ReadOptions) -> bool:
-    """Whether ``file`` is read as a whole, but can be in parts, one after the other."""
-    entry = format_of(file, options)
-    if isinstance(entry, str) or not entry.in_parts or not is_packed(file):
-        return False
-    try:
-        return not isinstance(file.path, RemotePath) or file.path.stat().gives_parts
-    except OSError:  # who reads it says what is wrong
-        return False
+    """Whether ``file`` is read in parts, one after the other."""
+    return is_packed(file) and not isinstance(format_of(file, options), str)
 
 
 def read(
@@ -64,7 +58,18 @@ def read(
             was = f"{status.st_size} bytes, {file.size_bytes} when it was listed"
             problems.add(CHANGED, f"{file.id}: {was}", file=file)
             return
-        reading = Reading(problems=problems, options=options, advance=advance, part=part)
-        yield from entry.load(file).read(file_range, reading)
+        if part is None or part.opened is None:
+            reading = Reading(problems=problems, options=options, advance=advance, part=part)
+            documents = entry.load(file).read(file_range, reading)
+        else:
+            (reading, documents), part.opened = part.opened, None
+            reading.problems, reading.advance, reading.part = problems, advance, part
+        for document in documents:
+            if isinstance(document, PartBegin):
+                assert part is not None
+                part.end, part.opened = document, (reading, documents)
+                reading.part = None  # no cycle: what is dropped is closed at once
+                return
+            yield document
     except OSError as error:
         problems.add(UNREADABLE, f"{file.id}: {error.strerror or error}", file=file)

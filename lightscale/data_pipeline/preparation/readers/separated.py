@@ -6,6 +6,7 @@ Fields in quotes may hold line ends, so a file cannot be divided without reading
 import csv
 from collections.abc import Iterator
 
+from lightscale.data_pipeline.preparation.readers.file_parts import PartBegin
 from lightscale.data_pipeline.preparation.readers.inputs import INVALID_UTF8, NO_TEXT, TOO_LONG
 from lightscale.data_pipeline.preparation.readers.interface import InputFormat, RawDocument, Reading
 from lightscale.data_pipeline.preparation.readers.ranges import FileRange
@@ -24,15 +25,15 @@ class Csv(InputFormat):
 
     delimiter = ","
 
-    def read(self, file_range: FileRange, reading: Reading) -> Iterator[RawDocument]:
+    def read(self, file_range: FileRange, reading: Reading) -> Iterator[RawDocument | PartBegin]:
         """Its records after the first."""
         file, options = file_range.file, reading.options
         csv.field_size_limit(_NO_LIMIT)
         with file.path.open("rb", buffering=0) as content:
-            feed = _Lines(lines(contents(content, file, reading), 0, options.max_line_bytes), file.id, reading)
+            feed = _Lines(contents(content, file, reading), file.id, reading)
             records = csv.reader(feed, delimiter=self.delimiter)
             try:
-                header = next(records, None)
+                header = reading.begin.known or next(records, None)
                 if header is not None and options.text_field not in header:
                     found = ", ".join(header[:8])
                     reading.problems.add(
@@ -41,6 +42,9 @@ class Csv(InputFormat):
                     return
                 while True:
                     begin = feed.begin_record()
+                    # Before the record is read: what is wrong in it is said then.
+                    if (end := reading.end_before(begin, header)) is not None:
+                        yield end
                     fields = next(records, None)
                     if fields is None:
                         return
@@ -67,12 +71,11 @@ class Tsv(Csv):
 class _Lines:
     """Gives lines to the reader of records, and knows where in the file it stands."""
 
-    def __init__(self, found: Iterator[tuple[int, bytes | None]], file_id: str, reading: Reading) -> None:
-        self._found = found
-        self._file_id, self._reading = file_id, reading
-        self._next = 0
-        self.begin = self.end = 0
+    def __init__(self, buffers: Iterator[bytes], file_id: str, reading: Reading) -> None:
+        self._next = self.begin = self.end = reading.begin.document
         """Of the record: its first byte, and the byte after its last without the line end."""
+        self._found = lines(buffers, self._next, reading.options.max_line_bytes)
+        self._file_id, self._reading = file_id, reading
 
     def begin_record(self) -> int:
         """A record begins with the next line: its first byte."""

@@ -9,8 +9,7 @@ from typing import BinaryIO, Protocol
 
 from lightscale.data_pipeline.executors import Advance
 from lightscale.data_pipeline.preparation.readers.access_points import AccessPoint, GzipMember
-from lightscale.data_pipeline.preparation.readers.file_parts import FilePart
-from lightscale.data_pipeline.preparation.readers.inputs import NO_CHECKSUM, TRUNCATED, UNREADABLE, Problems, SourceFile
+from lightscale.data_pipeline.preparation.readers.inputs import NO_CHECKSUM, TRUNCATED, UNREADABLE, SourceFile
 from lightscale.data_pipeline.preparation.readers.interface import Reading
 from lightscale.data_pipeline.preparation.readers.table import PACKED_SUFFIXES
 from lightscale.errors import UserError
@@ -74,45 +73,46 @@ class _Unpacker(Protocol):
 def contents(content: BinaryIO, source: SourceFile, reading: Reading) -> Iterator[bytes]:
     """What is in the open file ``content`` from where it stands, unpacked where the file is compressed.
 
-    Of a part of a compressed file: from the access point that it begins with.
+    Of a part of a compressed file: from its first document on.
     """
     if is_packed(source):
-        return unpacked(content, source, reading.problems, reading.advance, part=reading.part)
+        begin = reading.begin
+        return _without_first(_unpacked(content, source, reading), begin.document - begin.point.unpacked)
     return plain(content, reading.advance)
 
 
-def unpacked(
-    file: BinaryIO, source: SourceFile, problems: Problems, advance: Advance, *, part: FilePart | None = None
-) -> Iterator[bytes]:
+def _unpacked(file: BinaryIO, source: SourceFile, reading: Reading) -> Iterator[bytes]:
     """The content of a compressed file; what comes before damage or a missing end is given.
 
-    ``part``: from where it begins, and the first access point that it may end with is noted in it.
+    Of a part: from its access point on. Of the parts that follow one another it is the same iterator, and whatever part
+    is being read when a point is found, or something wrong, is told of it.
     """
     ending = next(one for one in PACKED_SUFFIXES if source.path.name.lower().endswith(one))
-    unpacker: _Unpacker | None = None
-    position = num_unpacked = 0
-    if part is not None and part.begin is not None:
-        point = part.begin.point
-        unpacker = GzipMember(point) if point.is_inside else None
-        position, num_unpacked = point.packed, point.unpacked
+    point, num_known = reading.begin.point, reading.begin.packed
+    unpacker: _Unpacker | None = GzipMember(point) if point.is_inside else None
+    position, num_unpacked = point.packed, point.unpacked
+    if position:
         file.seek(position)
     # In blocks that begin at multiples of their size from wherever: so damage costs the same text.
     while packed := file.read(_COMPRESSED_READ_BYTES - position % _COMPRESSED_READ_BYTES):
         begin, position = position, position + len(packed)
+        if reading.part is not None:
+            reading.part.packed = position
         try:
             while packed:
                 if unpacker is None:
                     if not (packed := packed if ending == _ZST else packed.lstrip(b"\0")):  # padding, of tapes
                         break
-                    if part is not None and num_unpacked:
-                        part.note(AccessPoint(packed=position - len(packed), unpacked=num_unpacked))
-                    unpacker = _UNPACKERS[ending]() if ending != _GZ or part is None else GzipMember()
-                    if ending == _ZST and not num_unpacked and not _has_checksum(packed):
-                        problems.add(NO_CHECKSUM, source.id, file=source)
-                if part is not None and isinstance(unpacker, GzipMember) and part.wants(position):
+                    if reading.part is not None and num_unpacked:
+                        reading.part.note(AccessPoint(packed=position - len(packed), unpacked=num_unpacked))
+                    unpacker = _UNPACKERS[ending]() if ending != _GZ or reading.part is None else GzipMember()
+                    if ending == _ZST and not num_unpacked and not num_known and not _has_checksum(packed):
+                        reading.problems.add(NO_CHECKSUM, source.id, file=source)
+                if reading.part is not None and isinstance(unpacker, GzipMember) and reading.part.wants_point:
                     at = position - len(packed)
                     buffer, found = unpacker.decompress_and_find(packed, packed=at, unpacked=num_unpacked)
-                    part.note_search(found)
+                    if found is not None:
+                        reading.part.note(found)
                 else:
                     buffer = unpacker.decompress(packed)
                 num_unpacked += len(buffer)
@@ -121,24 +121,25 @@ def unpacked(
                 if unpacker.eof:
                     packed, unpacker = unpacker.unused_data, None
         except _UNPACK_ERRORS as error:
-            _ended(part)
+            _ended(reading)
             begin -= begin % _COMPRESSED_READ_BYTES
             where = f"{source.id}: damaged after byte {begin} ({num_unpacked} bytes decompressed)"
-            problems.add(UNREADABLE, f"{where}: {error}")
+            reading.problems.add(UNREADABLE, f"{where}: {error}")
             return
-        advance(position - begin)
-    _ended(part)
+        if begin >= num_known:  # what is before was done as the part before
+            reading.advance(position - begin)
+    _ended(reading)
     if unpacker is not None:
         where = f"{source.id}: at byte {position} ({num_unpacked} bytes decompressed)"
-        problems.add(TRUNCATED, f"{where}, inside a compressed block")
+        reading.problems.add(TRUNCATED, f"{where}, inside a compressed block")
 
 
-def _ended(part: FilePart | None) -> None:
-    if part is not None:
-        part.is_last = True
+def _ended(reading: Reading) -> None:
+    if reading.part is not None:
+        reading.part.is_last = True
 
 
-def without_first(buffers: Iterator[bytes], num_bytes: int) -> Iterator[bytes]:
+def _without_first(buffers: Iterator[bytes], num_bytes: int) -> Iterator[bytes]:
     """``buffers`` but for the first ``num_bytes`` in them."""
     for buffer in buffers:
         if num_bytes < len(buffer):

@@ -24,11 +24,9 @@ class InputFormatEntry:
     extra: str = "corpus"
     """The extra of lightscale that brings the packages it needs."""
     is_stream: bool = True
-    """Read from front to back, and so it may be compressed."""
+    """Read from front to back, and so it may be compressed; then it is read in parts (``file_parts.py``)."""
     divides: bool = False
     """A file that is not compressed is read in ranges."""
-    in_parts: bool = False
-    """A compressed file is read in parts (``file_parts.py``), one after the other."""
     holds_many: bool = True
     """A file of it holds many documents."""
     in_directories: bool = True
@@ -51,7 +49,7 @@ FORMATS: dict[str, InputFormatEntry] = {
     TEXT: InputFormatEntry(
         suffixes=(".txt", ".md", ".rst", ".py"), cls="text:WholeText", is_stream=False, holds_many=False
     ),
-    "jsonl": InputFormatEntry(suffixes=(".jsonl", ".ndjson"), cls="jsonl:JsonLines", divides=True, in_parts=True),
+    "jsonl": InputFormatEntry(suffixes=(".jsonl", ".ndjson"), cls="jsonl:JsonLines", divides=True),
     # In directories of code and of data sets these are settings and lists more often than documents.
     "json": InputFormatEntry(suffixes=(".json",), cls="json_values:JsonValues", in_directories=False),
     "csv": InputFormatEntry(suffixes=(".csv",), cls="separated:Csv", in_directories=False),

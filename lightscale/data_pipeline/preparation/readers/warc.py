@@ -12,6 +12,7 @@ from typing import Any
 from warcio.archiveiterator import WARCIterator
 from warcio.exceptions import ArchiveLoadFailed
 
+from lightscale.data_pipeline.preparation.readers.file_parts import PartBegin
 from lightscale.data_pipeline.preparation.readers.inputs import (
     NO_DOCUMENT,
     NO_TEXT,
@@ -41,14 +42,16 @@ _LARGER_SETS |= {"gb2312": "gb18030", "gbk": "gb18030"}
 class Warc(InputFormat):
     """Fields are the headers of a record, like ``WARC-Target-URI``; ``text_field`` does not matter."""
 
-    def read(self, file_range: FileRange, reading: Reading) -> Iterator[RawDocument]:
+    def read(self, file_range: FileRange, reading: Reading) -> Iterator[RawDocument | PartBegin]:
         """Its records with text."""
-        file = file_range.file
+        file, first = file_range.file, reading.begin.document
         with file.path.open("rb", buffering=0) as content:
             records = WARCIterator(_Stream(contents(content, file, reading)))
             try:
                 for record in records:
-                    begin = records.offset  # get_record_offset() reads the record to its end
+                    begin = first + records.offset  # get_record_offset() reads the record to its end
+                    if (end := reading.end_before(begin)) is not None:
+                        yield end
                     document_id = f"{file.id}@{begin}"
                     data = _text_of(record, document_id, file, reading)
                     num_bytes = records.get_record_length() if data is not None else 0
@@ -57,7 +60,7 @@ class Warc(InputFormat):
             except UserError:  # which is a ValueError, as what warcio says of numbers is
                 raise
             except (ArchiveLoadFailed, EOFError, ValueError) as error:
-                where = f"{file.id}: after byte {records.offset}"
+                where = f"{file.id}: after byte {first + records.offset}"
                 reading.problems.add(UNREADABLE, f"{where}: {' '.join(str(error).split())}")
 
 
