@@ -58,7 +58,7 @@ from lightscale.data_pipeline.whole_files import whole_directory
 from lightscale.errors import UserError, shortened
 
 # Part of what a work directory is compared by: raised when units, keys, shards or the files in it differ from before.
-PIPELINE_VERSION = 7
+PIPELINE_VERSION = 8
 # So many units are read to train a tokenizer, spread evenly over the corpus.
 _SAMPLED_UNITS = 64
 
