@@ -1,8 +1,8 @@
 """Relations of all pairs in Triton: the operator of ``tiled.py``, forward and backward.
 
 Bands of pairs follow one another; what is known of the pairs of one, their deviation and behind a backward pass their
-share in the norm's gradient, is kept until the next, so that memory is linear in the tokens. A band's sums and gradients
-are added to those of the bands before, by one program each: nothing depends on the order of programs.
+share in the norm's gradient, is kept until the next, so that memory is linear in the tokens. What a band adds to a
+number one program adds: nothing depends on the order of programs.
 """
 
 from typing import Any, NamedTuple
@@ -28,8 +28,9 @@ def _centered(x: Tensor, dtype: torch.dtype, *, with_variance: bool) -> tuple[Te
     x, (B, T, D) = dense_last(x), x.shape
     out = x.new_empty(B, T, D, dtype=dtype)
     variance = x.new_empty(B, T, dtype=torch.float32) if with_variance else None
-    block = power_of_two(D, most=tiling.MOST_CENTER_BLOCK)
-    center[(B * T,)](x, out, variance, T, D, *x.stride()[:2], BLOCK_D=block, **LAUNCH)
+    block_t, block_d = tiling.CENTER_BLOCK_T, power_of_two(D, most=tiling.MOST_CENTER_BLOCK_D)
+    given = x, out, variance, B * T, T, D, *x.stride()[:2]
+    center[(triton.cdiv(B * T, block_t),)](*given, BLOCK_T=block_t, BLOCK_D=block_d, **LAUNCH)
     return out, variance
 
 
@@ -67,7 +68,7 @@ class _Pairs(NamedTuple):
         B, T, S, D = self.sizes
         r = self.a.new_empty(B, band.num_keys, band.num_queries, dtype=torch.float32)
         block_k = tiling.PRODUCT_BLOCK
-        block_q = tiling.block_of(band.num_queries, block_k)
+        block_q = power_of_two(band.num_queries, most=block_k)
         grid = triton.cdiv(band.num_keys, block_k), triton.cdiv(band.num_queries, block_q), B
         given = self.a, self.b, self.variance_a, self.variance_b, *self.edges, r
         blocks = {"BLOCK_Q": block_q, "BLOCK_K": block_k, "BLOCK_D": tiling.PRODUCT_BLOCK_D}
@@ -95,7 +96,7 @@ def _fwd(a: Tensor, b: Tensor, first: Tensor, end: Tensor, activation: str, norm
         pairs = _Pairs.of(a, b, first, end, norm=norm, eps=eps)
         B, T, _, D = pairs.sizes
         for band in bands(first, end):
-            r, block_q = pairs.deviations(band), tiling.block_of(band.num_queries)
+            r, block_q = pairs.deviations(band), power_of_two(band.num_queries, most=tiling.BLOCK)
             grid = triton.cdiv(band.num_queries, block_q), triton.cdiv(D, tiling.BLOCK_D), B
             given = pairs.a, pairs.b, r, *pairs.edges, o, T, D, *band, *pairs.strides, activation
             sums[grid](*given, **_blocks(block_q), **LAUNCH)
@@ -127,7 +128,7 @@ def _bwd(
 
 def _add_gradients(pairs: _Pairs, do: Tensor, band: Band, activation: str, da: Tensor, db: Tensor) -> None:
     """What a band adds to both."""
-    (B, T, S, D), block_q = pairs.sizes, tiling.block_of(band.num_queries)
+    (B, T, S, D), block_q = pairs.sizes, power_of_two(band.num_queries, most=tiling.BLOCK)
     r = pairs.deviations(band)
     w = None if r is None else pairs.shares(do, r, band, activation)
     given = pairs.a, pairs.b, do, r, w, *pairs.edges

@@ -10,7 +10,7 @@ from lightscale.kernels.relation.triton.kernels import LENGTHS, center, deviatio
 # Known when a run begins; all others are lengths, for each of which nothing is compiled.
 _CONSTANT = ("D", *(f"stride_{name}" for name in ("xb", "xt", "ab", "at", "bb", "bt", "dob", "dot")))
 _BLOCKS = {
-    center: {"BLOCK_D": tiling.MOST_CENTER_BLOCK},
+    center: {"BLOCK_T": tiling.CENTER_BLOCK_T, "BLOCK_D": tiling.MOST_CENTER_BLOCK_D},
     deviations: {
         "BLOCK_Q": tiling.PRODUCT_BLOCK,
         "BLOCK_K": tiling.PRODUCT_BLOCK,
@@ -27,7 +27,7 @@ def _case(
     constants: dict[str, Any] = {"BLOCK_Q": tiling.BLOCK, "BLOCK_K": tiling.BLOCK, "BLOCK_D": tiling.BLOCK_D}
     constants |= {"UNROLL": tiling.UNROLL, "ACTIVATION": activation, **_BLOCKS.get(kernel, {}), **dict.fromkeys(absent)}
     types = dict.fromkeys(("a_ptr", "b_ptr", "x_ptr"), f"*{sides}") | dict.fromkeys(("first_ptr", "end_ptr"), "*i32")
-    types |= dict.fromkeys(_CONSTANT, "i32:16") | dict.fromkeys(LENGTHS, "i32") | {"eps": "fp32"}
+    types |= dict.fromkeys(_CONSTANT, "i32:16") | dict.fromkeys((*LENGTHS, "num_tokens"), "i32") | {"eps": "fp32"}
     names: list[str] = kernel.arg_names
     words = ("relation", name, activation, sides)
     return KernelCase(

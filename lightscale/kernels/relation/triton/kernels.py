@@ -4,8 +4,8 @@ Queries are the tokens that read, keys those that are read. A launch is a band: 
 …. What is known of a pair, r_ij and behind a backward pass w_ij, is kept for one band, (B, keys, queries): queries lie
 side by side. Of a pair that is not read it may be anything, NaN too: it is selected away, not multiplied by 0.
 
-Pairs of one tile are added up by themselves before they join those of others: in one sum over all tokens fp32 would lose
-what single ones add. Numbers of tokens, and of the pairs of a band in a row, fit 32 bits; other offsets need 64.
+Pairs of one tile are added up by themselves before they join those of others: in one sum over all tokens fp32 would
+lose what single ones add. Numbers of tokens, and of the pairs of a band in a row, fit 32 bits; other offsets need 64.
 """
 
 # Triton evaluates the hints of its kernels: their arguments cannot have any but tl.constexpr.
@@ -37,35 +37,39 @@ def offsets(tokens, stride, channels):
     return tokens.to(tl.int64)[:, None] * stride + channels[None, :]
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["num_tokens", "T"])
 def center(
     x_ptr,  # (B, T, D)
     out_ptr,  # (B, T, D)
     variance_ptr,  # (B, T) fp32
+    num_tokens,  # B T
     T,
     D,
     stride_xb,
     stride_xt,
+    BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """What is left without the mean of the channels, and their variance; a token to a program."""
-    token = tl.program_id(0).to(tl.int64)
-    x_ptr += token // T * stride_xb + token % T * stride_xt
-    out_ptr += token * D
+    """What is left without the mean of the channels, and their variance; some tokens to a program."""
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    exists = token < num_tokens
     channel = tl.arange(0, BLOCK_D)
-    total = tl.zeros((BLOCK_D,), tl.float32)
+    x_ptr += (token // T * stride_xb + token % T * stride_xt)[:, None] + channel[None, :]
+    out_ptr += token[:, None] * D + channel[None, :]
+    total = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     for c in range(0, D, BLOCK_D):
-        total += tl.load(x_ptr + c + channel, mask=c + channel < D, other=0.0).to(tl.float32)
-    mean = tl.sum(total, 0) / D
-    total = tl.zeros((BLOCK_D,), tl.float32)
+        inside = exists[:, None] & (c + channel < D)[None, :]
+        total += tl.load(x_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    mean = (tl.sum(total, 1) / D)[:, None]
+    total = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     for c in range(0, D, BLOCK_D):
-        inside = c + channel < D
-        x = tl.load(x_ptr + c + channel, mask=inside, other=0.0).to(tl.float32)
+        inside = exists[:, None] & (c + channel < D)[None, :]
+        x = tl.load(x_ptr + c, mask=inside, other=0.0).to(tl.float32)
         x = tl.where(inside, x - mean, 0.0)
         total += x * x
-        tl.store(out_ptr + c + channel, x.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + c, x.to(out_ptr.dtype.element_ty), mask=inside)
     if variance_ptr is not None:
-        tl.store(variance_ptr + token, tl.sum(total, 0) / D)
+        tl.store(variance_ptr + token, tl.sum(total, 1) / D, mask=exists)
 
 
 @triton.jit(do_not_specialize=LENGTHS)

@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lightscale.kernels.common.triton.launch import power_of_two
-
 BLOCK_D = 32
 """Channels of a program that adds up pairs."""
 
@@ -22,8 +20,8 @@ PRODUCT_BLOCK, PRODUCT_BLOCK_D = 64, 32
 SHARE_BLOCK_Q, SHARE_BLOCK_K, SHARE_BLOCK_D = 16, 32, 4
 """Queries, keys, and channels of a step, where pairs are added up over channels."""
 
-MOST_CENTER_BLOCK = 1024
-"""Channels of a step where a token is centered."""
+CENTER_BLOCK_T, MOST_CENTER_BLOCK_D = 8, 128
+"""Tokens, and channels of a step, where tokens are centered."""
 
 BAND_PAIRS = 2**23
 """Of a launch, of which what is known is kept: 32 MiB for each of two numbers, whatever the length."""
@@ -36,11 +34,6 @@ class Band(NamedTuple):
     num_queries: int
     key_0: int
     num_keys: int
-
-
-def block_of(tokens: int, most: int = BLOCK) -> int:
-    """Of a tile's side: few where few tokens read, as in generation."""
-    return power_of_two(tokens, most=most)
 
 
 def bands(first: Tensor, end: Tensor) -> Iterator[Band]:
