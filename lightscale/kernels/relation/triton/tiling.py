@@ -8,7 +8,7 @@ from torch import Tensor
 BLOCK_D = 32
 """Channels of a program that adds up pairs."""
 
-UNROLL = 4
+UNROLL = 2
 """Tokens for which what is needed is loaded together."""
 
 BLOCK = 32
@@ -20,7 +20,7 @@ PRODUCT_BLOCK, PRODUCT_BLOCK_D = 64, 32
 SHARE_BLOCK_Q, SHARE_BLOCK_K, SHARE_BLOCK_D = 16, 32, 4
 """Queries, keys, and channels of a step, where pairs are added up over channels."""
 
-CENTER_BLOCK_T, MOST_CENTER_BLOCK_D = 8, 128
+CENTER_BLOCK_T, MOST_CENTER_BLOCK_D = 8, 64
 """Tokens, and channels of a step, where tokens are centered."""
 
 BAND_PAIRS = 2**23
