@@ -316,7 +316,7 @@ register(
     Operator(
         name="relation",
         cost=CostClass.SOFTMAX,
-        backends=_backends("relation", chunked="tiled")[1:],
+        backends=_backends("relation", chunked="tiled"),
         state=_state(StateAlgebra.CONCATENATION, "inputs", b="BTD"),
     )
 )

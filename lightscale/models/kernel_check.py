@@ -24,9 +24,12 @@ from lightscale.kernels.lightning import lightning_attention
 from lightscale.kernels.lion import lion, lion_vector
 from lightscale.kernels.log_sum import log_sum
 from lightscale.kernels.norm import norm
+from lightscale.kernels.relation import relation
 from lightscale.kernels.tpe import tpe_scan
 from lightscale.models.operators import operators_of
 from lightscale.models.registry import mixer_spec
+from lightscale.models.specs.options import RelationOptions
+from lightscale.models.specs.relation import hidden_width, pre_norm
 
 MOST_TOKENS = 2048
 """Many chunks and splits of every kernel, and still seconds for all of them."""
@@ -210,6 +213,27 @@ def _log_sum(draw: _Draw) -> _Case:
     )
 
 
+def _relation(draw: _Draw) -> _Case:
+    """As the first layer that has it; a token reads its document up to itself, or all of it."""
+    model = draw.model
+    of_layers = ((layer, model.layer_options(layer)) for layer in range(len(model.layers)))
+    layer, own = next(
+        (layer, own) for layer, own in of_layers if isinstance(own, RelationOptions) and own.form == "quadratic"
+    )
+    positions, edges = draw.positions().cpu(), draw.documents().cpu()
+    number = torch.arange(draw.tokens)[None]
+    end = number + 1
+    if model.direction(layer) != "causal":
+        end = edges[torch.searchsorted(edges, number, right=True)]
+    ranges = number - positions, end
+    form: dict[str, Any] = {"activation": own.activation, "norm": pre_norm(own) == "exact", "eps": own.eps}
+    sizes = (1, draw.tokens, hidden_width(model, layer))
+    return _Case(
+        inputs={"a": draw(*sizes), "b": draw(*sizes)},
+        compute=lambda backend, a, b: relation(a, b, *ranges, **form, backend=backend),
+    )
+
+
 def _norm(draw: _Draw) -> _Case:
     sizes = (1, draw.tokens, draw.model.hidden_size)
     return _Case(
@@ -244,6 +268,7 @@ _CASES: dict[str, Callable[[_Draw], _Case]] = {
     "lion_vector": _lion_vector,
     "tpe": _tpe,
     "log_sum": _log_sum,
+    "relation": _relation,
     "norm": _norm,
     "glu": _glu,
     "cross_entropy": _cross_entropy,

@@ -24,6 +24,7 @@ from lightscale.kernels.lion import LionState, lion, lion_vector
 from lightscale.kernels.log_sum import log_sum
 from lightscale.kernels.norm import norm
 from lightscale.kernels.operators import get_operator
+from lightscale.kernels.relation import relation
 from lightscale.kernels.tpe import tpe_scan
 from lightscale.models.layers.positions import lrpe_angles
 
@@ -246,6 +247,17 @@ def _log_sum(backend: str, cu_seqlens: Tensor | None, b: Tensor, state: Tensor |
     return {"z": log_sum(b, initial_state=state, cu_seqlens=cu_seqlens, backend=backend)}
 
 
+def _relation(backend: str, cu_seqlens: Tensor | None, a: Tensor, b: Tensor) -> dict[str, Tensor]:
+    """Causal within documents, or where there are none."""
+    rows, tokens, _ = a.shape
+    number = torch.arange(rows * tokens)
+    edges = number[::tokens] if cu_seqlens is None else cu_seqlens.cpu().long()[:-1]
+    first = edges[torch.searchsorted(edges, number, right=True) - 1].view(rows, tokens)
+    end = (number + 1).view(rows, tokens)
+    starts = number[::tokens, None]
+    return {"o": relation(a, b, first - starts, end - starts, eps=1e-6, backend=backend)}
+
+
 def _norm_draw(draw: Draw) -> dict[str, Tensor]:
     x = draw.shape
     sizes = (x.rows, x.tokens, x.K)
@@ -439,6 +451,12 @@ OPERATORS = MIXERS | {
         form=_log_sum,
         state=lambda draw: {"state": draw.wide(draw.shape.rows, draw.shape.K)},
         by_token=("b", "z"),
+    ),
+    "relation": Case(
+        operator="relation",
+        draw=lambda draw: {name: draw(draw.shape.rows, draw.shape.tokens, draw.shape.K) for name in "ab"},
+        form=_relation,
+        by_token=("a", "b", "o"),
     ),
     "norm": Case(
         operator="norm",

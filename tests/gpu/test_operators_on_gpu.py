@@ -43,6 +43,7 @@ CASES = [
     *((name, dtype, K, K, True) for name in operators.LEARNED_ANGLES for dtype, K in ((HALF, 128), (FULL, 64))),
     *(("tpe", *case) for case in ((HALF, 512, 128, True), (FULL, 96, 64, False), (HALF, 70, 16, True))),
     *(("log sum", dtype, width, 0, cut) for dtype in (HALF, FULL) for width, cut in ((3072, True), (70, False))),
+    *(("relation", dtype, width, 0, cut) for dtype in (HALF, FULL) for width, cut in ((1024, True), (70, False))),
     *((name, HALF, width, 0, False) for name in ("norm", "gated norm") for width in NORM_WIDTHS),
     *((name, FULL, width, 0, False) for name in ("norm", "gated norm") for width in (1000, 2048)),
     *((name, HALF, width, 0, False) for name in ("glu", "glu silu", "glu sigmoid") for width in GLU_WIDTHS),

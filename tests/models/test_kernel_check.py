@@ -29,6 +29,18 @@ def test_right_kernels_pass(mixer: str) -> None:
     assert wrong(mixer) == []
 
 
+@pytest.mark.parametrize("mixer", ["causal-rn", "bi-rn"])
+def test_of_relations_a_wrong_gradient_is_named(monkeypatch: pytest.MonkeyPatch, mixer: str) -> None:
+    """Right ones pass; without what the norm adds they do not."""
+    monkeypatch.setattr(kernel_check, "_CASES", {"relation": kernel_check._CASES["relation"]})
+    options = {"form": "quadratic", "activation": "silu"}
+    assert wrong(mixer, **options) == []
+    module = implementation("relation", "triton")
+    right = module._Pairs.shares
+    monkeypatch.setattr(module._Pairs, "shares", lambda *args: 0 * right(*args))
+    assert {one.result for one in wrong(mixer, **options)} == {"gradient of a", "gradient of b"}
+
+
 def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """One head's outputs are 10 % too large."""
     module = implementation("gla", "triton")

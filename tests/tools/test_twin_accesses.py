@@ -21,7 +21,9 @@ OPERATORS = {
     "hgrn2-tiny": ("gla",),
     "lightnet-tiny": ("lightnet", "tpe"),
     "lion-s-tiny": ("lion",),
+    "causal-rn-tiny": ("relation",),
 }
+QUADRATIC = ("model.mixer_options.causal-rn.form=quadratic",)
 SIZES = (
     *("model.num_layers=1", "model.num_heads=2", "model.hidden_size=16", "model.intermediate_size=16"),
     *("model.vocab_size=128", "data.sequence_length=64"),
@@ -60,7 +62,7 @@ def test_what_kernels_change_they_are_known_to_write(
 
     monkeypatch.setattr(InterpretedFunction, "run", compared)
     monkeypatch.setattr(kernel_check, "operators_of", lambda model: OPERATORS[config])
-    model = load(config, SIZES).model
+    model = load(config, (*SIZES, *(QUADRATIC if config.startswith("causal-rn") else ()))).model
     assert (
         list(kernel_check.check_kernels(model, torch.float32, torch.device("cpu"), tokens=24, backend="triton")) == []
     )

@@ -21,7 +21,9 @@ SMALL = {
     "lightnet, both ways": ("lightnet-tiny", "model.mixer_options.lightnet.causal=false", *MASKED),
     "llama, both ways": ("masked-tiny",),
     "causal-rn": ("causal-rn-tiny",),
+    "causal-rn, quadratic": ("causal-rn-tiny", "model.mixer_options.causal-rn.form=quadratic"),
     "bi-rn": ("bi-rn-tiny",),
+    "bi-rn, quadratic": ("bi-rn-tiny", "model.mixer_options.bi-rn.form=quadratic"),
     "like mamba2": ("mamba2-like-tiny",),
     "like retnet": ("retnet-like-tiny",),
 }

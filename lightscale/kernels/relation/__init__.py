@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightscale.errors import UserError
-from lightscale.kernels.common.backends import AUTO, choose_backend, preload_backends
+from lightscale.kernels.common.backends import AUTO, choose_backend, implementation, preload_backends
 from lightscale.kernels.common.checks import check_device
 from lightscale.kernels.common.states import state_dtype
 from lightscale.kernels.relation.activations import ACTIVATIONS, activation_of
@@ -39,8 +39,7 @@ def relation(
         activation: ψ, a name of ``ACTIVATIONS``. exp without a norm overflows where a + b does; ``log_sum`` does not.
         norm: LayerNorm without weights over D before ψ; False: none.
         eps: added to its variance.
-        backend: "chunked" (tiles), "reference" (all pairs at once); or "auto": what ``set_default_backend`` says, else
-            tiles.
+        backend: "auto", "triton", "chunked" (PyTorch in tiles), "reference" (all pairs at once).
 
     Returns:
         o (B, T, D), fp32 (fp64 for fp64 inputs). A normalised pair is at most sqrt(D - 1), so that with exp up to 6,000
@@ -63,10 +62,14 @@ def relation(
             )
         if x.numel() and (int(x.min()) < 0 or int(x.max()) > b.shape[1]):
             raise UserError(f"{name} must be between 0 and the {b.shape[1]} tokens of b")
-    if choose_backend("relation", a, backend) == "reference":
+    chosen, form = choose_backend("relation", a, backend), Form(activation, norm, eps)
+    if chosen == "triton":
+        found: Tensor = implementation("relation", chosen).triton_relation(a, b, first, end, form)
+        return found
+    if chosen == "reference":
         a, b = (x.to(state_dtype(x.dtype)) for x in (a, b))
         return relation_reference(a, b, first, end, activation=activation, norm=norm, eps=eps)
-    o: Tensor = TiledRelation.apply(a, b, first, end, Form(activation, norm, eps))
+    o: Tensor = TiledRelation.apply(a, b, first, end, form)
     return o
 
 

@@ -80,7 +80,7 @@ def test_wrong_arguments_are_refused() -> None:
         ({"end": edge + 5}, "end must be between 0 and the 4 tokens of b"),
         ({"first": edge.int()}, "first must be .* int64 on the host"),
         ({"activation": "tanh"}, "activation must be one of exp, relu, elu, silu, got 'tanh'"),
-        ({"backend": "triton"}, "relation has no backend 'triton'"),
+        ({"backend": "flash"}, "relation has no backend 'flash'"),
     ):
         with pytest.raises(UserError, match=message):
             relation(**({"a": a, "b": a, "first": edge, "end": edge} | wrong))  # type: ignore[arg-type]

@@ -1,0 +1,59 @@
+"""Extents of the kernels of relations, and how pairs are divided among launches."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+BLOCK_D = 32
+"""Channels of a program that adds up pairs."""
+
+UNROLL = 2
+"""Tokens for which what is needed is loaded together."""
+
+BLOCK = 32
+"""Tokens of either side in a tile of such a program."""
+
+PRODUCT_BLOCK, PRODUCT_BLOCK_D = 64, 32
+"""Tokens of either side, and channels of a step, of the product for the norm's statistics."""
+
+SHARE_BLOCK_Q, SHARE_BLOCK_K, SHARE_BLOCK_D = 16, 32, 4
+"""Queries, keys, and channels of a step, where pairs are added up over channels."""
+
+CENTER_BLOCK_T, MOST_CENTER_BLOCK_D = 8, 64
+"""Tokens, and channels of a step, where tokens are centered."""
+
+BAND_PAIRS = 2**23
+"""Of a launch, of which what is known is kept: 32 MiB for each of two numbers, whatever the length."""
+
+
+class Band(NamedTuple):
+    """Queries, keys: what a launch computes."""
+
+    query_0: int
+    num_queries: int
+    key_0: int
+    num_keys: int
+
+
+def bands(first: Tensor, end: Tensor) -> Iterator[Band]:
+    """Bands that hold all pairs of ranges (B, T) on the host, and no tile of them twice.
+
+    Neighbouring queries together, of about as many keys, or of all that they read where these are few.
+    """
+    rows, num_queries = first.shape
+    if not first.numel():
+        return
+    pairs = max(PRODUCT_BLOCK**2, BAND_PAIRS // rows)
+    read = first < end
+    low, high = first.where(read, end.max()).amin(0), end.where(read, 0).amax(0)
+    size = PRODUCT_BLOCK
+    while size * size * 4 <= pairs:
+        size *= 2
+    for query_0 in range(0, num_queries, size):
+        queries = slice(query_0, min(query_0 + size, num_queries))
+        begin, stop = int(low[queries].min()), int(high[queries].max())
+        of_queries = queries.stop - query_0
+        at_once = max(PRODUCT_BLOCK, pairs // of_queries // PRODUCT_BLOCK * PRODUCT_BLOCK)
+        for key_0 in range(begin, stop, at_once):
+            yield Band(query_0, of_queries, key_0, min(at_once, stop - key_0))
