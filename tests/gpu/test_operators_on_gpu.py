@@ -38,9 +38,10 @@ MIXER_CASES = [
 ]
 NORM_WIDTHS = (128, 512, 768, 1000, 1024, 1536, 2048, 2560, 4096)
 GLU_WIDTHS = (384, 1000, 1536, 2048, 2816, 4096, 6912, 11008)
+FEW_CASES = [*operators.LEARNED_ANGLES, "lion by channel", "whole lightnet with LRPE"]
 CASES = [
     *((name, dtype, K, V, cut) for name in operators.MIXERS for dtype, K, V, cut in MIXER_CASES),
-    *((name, dtype, K, K, True) for name in operators.LEARNED_ANGLES for dtype, K in ((HALF, 128), (FULL, 64))),
+    *((name, dtype, K, K, True) for name in FEW_CASES for dtype, K in ((HALF, 128), (FULL, 64))),
     *(("tpe", *case) for case in ((HALF, 512, 128, True), (FULL, 96, 64, False), (HALF, 70, 16, True))),
     *(("log sum", dtype, width, 0, cut) for dtype in (HALF, FULL) for width, cut in ((3072, True), (70, False))),
     *(("relation", dtype, width, 0, cut) for dtype in (HALF, FULL) for width, cut in ((1024, True), (70, False))),
