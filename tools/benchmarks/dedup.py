@@ -8,6 +8,7 @@ this process. What units do beside, reading, filtering and tokenizing, is not pa
 
 import argparse
 import itertools
+import os
 import sys
 import tempfile
 import time
@@ -75,6 +76,7 @@ def _median(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _measure(folder: Path, count: int, opened: _Opened) -> dict[str, Any]:
     work = WorkDirectory(folder / "store.work")
+    os.sync()  # what the turn before left to be written is not this one's
     begun_s = time.process_time()
     drawing_s = _write_units(work, count)
     seconds = {"write keys": time.process_time() - begun_s - drawing_s}

@@ -57,7 +57,7 @@ _MERGED_AT_LEAST = 16
 _RANGES_AT_ONCE = 16
 _RANGE_TASKS = 1024
 # Files of pairs that one task unites, one after the other.
-_UNITED_AT_ONCE = 16
+_UNITED_AT_ONCE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
