@@ -60,6 +60,19 @@ def pack_gz(raw: bytes) -> bytes:
     return packer.compress(raw) + packer.flush()
 
 
+def pack_flushed(raw: bytes) -> bytes:
+    """As programs do that flush behind each line: many short blocks, of which most have fixed codes."""
+    packer = zlib.compressobj(wbits=31)
+    lines = (packer.compress(line) + packer.flush(zlib.Z_SYNC_FLUSH) for line in raw.splitlines(keepends=True))
+    return b"".join(lines) + packer.flush()
+
+
+def pack_fixed(raw: bytes) -> bytes:
+    """With fixed codes alone."""
+    packer = zlib.compressobj(wbits=31, strategy=zlib.Z_FIXED)
+    return packer.compress(raw) + packer.flush()
+
+
 def pack_frame(raw: bytes) -> bytes:
     packed: bytes = zstandard.ZstdCompressor(write_checksum=True).compress(raw)
     return packed
@@ -83,6 +96,14 @@ def texts(num: int) -> list[str]:
     generator = random.Random(6)
     words = [*(f"{generator.getrandbits(40):x}" for _ in range(2000)), '"', "\\", "\n", ",", "{", "]"]
     return [" ".join([*generator.choices(words, k=generator.randint(1, 60)), "字"]) for _ in range(num)]
+
+
+def short_lines(num: int) -> bytes:
+    """Some of them make blocks with codes of their own if each is one, and most do not."""
+    generator = random.Random(1)
+    words = [f"{generator.getrandbits(28):x}" for _ in range(3000)]
+    lines = ({"text": " ".join(generator.choices(words, k=generator.randint(8, 20)))} for _ in range(num))
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
 
 
 def array_of_json(num: int) -> bytes:
@@ -112,6 +133,8 @@ PACKED: dict[str, tuple[str, Callable[[], bytes]]] = {
     "gzip, small blocks": ("jsonl.gz", lambda: pack_gz(RAW)),
     "gzip, two members and padding": ("jsonl.gz", lambda: b"".join(map(pack_gz, HALVES)) + bytes(100)),
     "gzip, many members": ("jsonl.gz", lambda: one_by_one(RAW, gzip.compress, 9000)),
+    "gzip, flushed lines": ("jsonl.gz", lambda: pack_flushed(short_lines(6000))),
+    "gzip, fixed codes": ("jsonl.gz", lambda: pack_fixed(RAW)),
     "gzip, stored": ("jsonl.gz", lambda: pack_stored(RAW[: 2**17])),
     "zst, frames": (
         "jsonl.zst",
@@ -125,7 +148,7 @@ PACKED: dict[str, tuple[str, Callable[[], bytes]]] = {
     "warc": ("warc.zst", lambda: pack_frame(crawl(1000))),
     "warc, members": ("warc.gz", lambda: one_by_one(crawl(400), gzip.compress, 3000)),
 }
-ONE_POINT = ("gzip, stored", "zst, one frame", "bz2, one stream", "json", "warc")
+ONE_POINT = ("gzip, fixed codes", "gzip, stored", "zst, one frame", "bz2, one stream", "json", "warc")
 """Where nothing but the beginning of the file is an access point."""
 
 

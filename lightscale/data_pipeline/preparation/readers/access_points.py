@@ -2,9 +2,9 @@
 
 One is where a gzip member, a bzip2 stream or a zstandard frame begins; and, in a gzip member, where a deflate block
 begins (RFC 1951), if the 32 KiB of text before it are known: what zlib's ``zran.c`` does. Python's zlib does not say
-where blocks begin, but it can be asked: an unpacker that is given a block of our own at some bit gives back its text
-if, and only if, it expects a block there. Nor does it begin in the middle of a byte: empty blocks of ten bits before
-the block fill the byte, which leads to any even bit. So only blocks at even bits are access points.
+where blocks begin, but it can be asked: an unpacker that is given a block of our own at some bit gives back its text,
+of two kinds of blocks, if and only if it expects a block there. Nor does it begin in the middle of a byte: empty blocks
+of ten bits before the block fill the byte, which leads to any even bit. So only blocks at even bits are access points.
 """
 
 import base64
@@ -18,6 +18,8 @@ _WINDOW_BYTES = 2**15
 # A last block with fixed codes that holds a text which repeats nothing and stands in no file by chance.
 _TEXT = bytes.fromhex("d1a37f0c94e85b26c06eb9124f83fa37")
 _OWN_BLOCK = zlib.compress(_TEXT, wbits=-15)
+# A stored block of it behind its header (RFC 1951, 3.2.4), which begins at a byte.
+_OWN_STORED = len(_TEXT).to_bytes(2, "little") + (len(_TEXT) ^ 0xFFFF).to_bytes(2, "little") + _TEXT
 # Three bits of header and the seven of the end of block, by fixed codes.
 _EMPTY_BLOCK, _EMPTY_BLOCK_BITS = 0b010, 10
 # RFC 1951, 3.2.7: header, three numbers of codes, then at most 19 lengths of three bits.
@@ -152,14 +154,29 @@ def first_block(inflate: Any, data: bytes) -> tuple[int, int, int] | None:
         given = byte
         if inflate.eof:
             return None
-        own = int.from_bytes(_OWN_BLOCK, "little") << bit | data[byte] & ((1 << bit) - 1)
-        try:
-            content = inflate.copy().decompress(own.to_bytes(len(_OWN_BLOCK) + 1, "little"))
-        except zlib.error:
-            continue
-        if content.endswith(_TEXT):
-            return byte, bit, num_content + len(content) - len(_TEXT)
+        if (content := _content_up_to_block(inflate, data[byte] & ((1 << bit) - 1), bit)) is not None:
+            return byte, bit, num_content + len(content)
     return None
+
+
+def _content_up_to_block(inflate: Any, bits: int, num_bits: int) -> bytes | None:
+    """What ``inflate`` gives for its next ``num_bits`` ``bits``, if it expects a block behind them; else None.
+
+    It is asked twice. In the middle of a block with fixed codes it may take the first bits of the block with such codes
+    for the rest of a symbol, and then read our text; in the middle of a stored one it copies whatever it is given.
+    """
+    fixed = int.from_bytes(_OWN_BLOCK, "little") << num_bits | bits
+    stored = (bits | 1 << num_bits).to_bytes((num_bits + 3 + 7) // 8, "little") + _OWN_STORED
+    found = set()
+    for block in (fixed.to_bytes(len(_OWN_BLOCK) + 1, "little"), stored):
+        try:
+            content = inflate.copy().decompress(block)
+        except zlib.error:
+            return None
+        if not content.endswith(_TEXT):
+            return None
+        found.add(content[: -len(_TEXT)])
+    return found.pop() if len(found) == 1 else None
 
 
 def _candidates(data: bytes) -> Any:
