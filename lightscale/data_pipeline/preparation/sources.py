@@ -30,16 +30,16 @@ STDLIB_PATH = "python:stdlib"
 # The standard library's tests hold deliberately broken files and long tables; site-packages is not part of the library.
 _STDLIB_SKIPPED_DIRS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 _SKIPPED_DIRS = frozenset({"__pycache__"})
-# Of Hugging Face: what save_to_disk writes beside the data, and how its hub names splits: by push_to_hub; by people,
-# in words that its library knows; and, where the hub has converted a data set, SPLIT/0000.parquet.
+# Of Hugging Face: what save_to_disk writes beside the data, and how its hub names splits: by push_to_hub; by people, in
+# words that its library knows; and directories of parquet files, as where the hub has converted a data set.
 _SPLITS_FILE, _STATE_FILE = "dataset_dict.json", "state.json"
 _DATA_SET_FILES = frozenset({_STATE_FILE, "dataset_info.json"})
 _SPLIT_NAME = re.compile(r"(\w+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?\.parquet")
-_SPLIT = "train|test|validation|valid|val|dev"
+_SPLIT = "training|train|testing|test|validation|valid|val|dev|evaluation|eval"
 _NAMED_SPLIT = re.compile(
     rf"(.*[-_.]|)({_SPLIT})(?:[-_.]?\d[-\w.]*)?\.(?:jsonl?|csv|tsv|parquet|arrow)(?:\.gz|\.zst|\.bz2)?", re.IGNORECASE
 )
-_CONVERTED = "0000.parquet"
+_TABLES = (".parquet", ".arrow")
 _PATTERN_CHARACTERS = frozenset("*?[")
 
 
@@ -191,10 +191,10 @@ def _of_data_set(directory: Path, entries: list[os.DirEntry[str]], wanted: _Want
     """
     names = {entry.name for entry in entries}
     if len(splits := _splits(directory, entries, wanted)) > 1:
-        example = splits.get("train") or next(iter(splits.values()))
+        example = splits.get("train") or splits.get("training") or next(iter(splits.values()))
         raise UserError(
-            f"{directory}: a data set with the splits {', '.join(splits)}; name the one to train on, like "
-            f"{directory / example}"
+            f"{directory}: a data set with the splits {', '.join(splits)}; leave its kind of files out (`suffixes`), "
+            f"or name the one to train on, like {Path(glob.escape(str(directory))) / example}"
         )
     if not names >= _DATA_SET_FILES:
         return entries
@@ -212,20 +212,30 @@ def _of_data_set(directory: Path, entries: list[os.DirEntry[str]], wanted: _Want
 
 def _splits(directory: Path, entries: list[os.DirEntry[str]], wanted: _Wanted) -> dict[str, str]:
     """The splits of a data set in a directory, and what names each of them in it; none where it is no data set."""
-    names = [entry.name for entry in entries]
+    names = [entry.name for entry in entries if not entry.name.startswith(".")]
     if _SPLITS_FILE in names:
         return {name: name for name in sorted(entry.name for entry in entries if _is_dir(entry))}
     files = sorted(name for name in names if name.lower().endswith(wanted.suffixes))
-    if splits := {match[1]: f"{match[1]}-*" for name in files if (match := _SPLIT_NAME.fullmatch(name))}:
-        return splits
-    by_set: dict[str, dict[str, str]] = {}
-    for match in filter(None, map(_NAMED_SPLIT.fullmatch, files)):
-        by_set.setdefault(match[1], {})[match[2]] = f"{match[1]}{match[2]}*"
-    if splits := max(by_set.values(), key=len, default={}):
-        return splits
-    # Of what is converted the files are named by numbers, the directories by splits.
-    converted = sorted(entry.name for entry in entries if re.fullmatch(_SPLIT, entry.name) and _is_dir(entry))
-    return {name: name for name in converted if (directory / name / _CONVERTED).exists()}
+    by_set: dict[str, dict[str, set[str]]] = {}
+    for name in files:
+        if match := _SPLIT_NAME.fullmatch(name):
+            by_set.setdefault("", {}).setdefault(match[1].lower(), set()).add(match[1])
+        elif match := _NAMED_SPLIT.fullmatch(name):
+            by_set.setdefault(match[1], {}).setdefault(match[2].lower(), set()).add(match[2])
+    prefix, found = max(by_set.items(), key=lambda one: len(one[1]), default=("", {}))
+    if found:
+        # Where another split's name begins with a split's, no letter may follow.
+        end = {split: "[!a-z]*" if any(one.startswith(split) for one in {*found} - {split}) else "*" for split in found}
+        return {split: glob.escape(prefix) + min(spelt) + end[split] for split, spelt in sorted(found.items())}
+    named = [entry for entry in entries if re.fullmatch(_SPLIT, entry.name, re.IGNORECASE) and _is_dir(entry)]
+    return {entry.name: entry.name for entry in named if _holds_tables(Path(entry.path))} if len(named) > 1 else {}
+
+
+def _holds_tables(directory: Path) -> bool:
+    try:
+        return any(path.name.lower().endswith(_TABLES) for path in directory.iterdir())
+    except OSError:
+        return False
 
 
 def _is_dir(entry: os.DirEntry[str]) -> bool:

@@ -101,9 +101,13 @@ def test_of_a_dictionary_of_splits_one_is_named(save: Save, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("train", "test", "example"),
     [
-        ("data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet", "data/train-*"),  # push_to_hub
+        ("data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet", "data/train*"),  # push_to_hub
         ("default/train/0000.parquet", "default/test/0000.parquet", "default/train"),  # what the hub has converted
+        ("data/train/a.parquet", "data/test/a.parquet", "data/train"),
         ("train.parquet", "dev.parquet", "train*"),
+        ("training.parquet", "evaluation.parquet", "training*"),
+        ("val.parquet", "valid-1.parquet", "val[!a-z]*"),
+        ("train-00000-of-00001.parquet", "validation.parquet", "train*"),
         ("en/c4-train.00000-of-00002.parquet", "en/c4-validation.00000-of-00001.parquet", "en/c4-train*"),
     ],
 )
@@ -113,7 +117,7 @@ def test_splits_on_the_hub_are_not_mixed(tmp_path: Path, train: str, test: str, 
         parquet.write_table(pyarrow.table(ROWS), tmp_path / f"blob{number}")
         (tmp_path / "snapshots" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "snapshots" / name).symlink_to(tmp_path / f"blob{number}")
-    with pytest.raises(UserError, match=r"a data set with the splits \w+, \w+; name the one to train on") as refused:
+    with pytest.raises(UserError, match=r"a data set with the splits \w+, \w+; .* name the one to train on") as refused:
         documents_of(tmp_path / "snapshots")
     suggested = str(refused.value).rpartition(" like ")[2]
     assert suggested == str(tmp_path / "snapshots" / example)
@@ -125,9 +129,10 @@ def test_splits_on_the_hub_are_not_mixed(tmp_path: Path, train: str, test: str, 
 
 
 def test_files_that_only_sound_like_splits_are_read(tmp_path: Path) -> None:
-    for name in ("web-dev.parquet", "ml-train.parquet", "test-pilots.parquet", "train/a.parquet", "test/a.parquet"):
+    for name in ("web-dev.parquet", "ml-train.parquet", "test-pilots.parquet", "train-1.parquet", "Train-2.parquet"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         parquet.write_table(pyarrow.table(ROWS), tmp_path / name)
-    for name in ("train.py", "test.py"):
+    for name in ("train.py", "test.py", "train/a.py", "test/a.py", ".test.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    assert len(documents_of(tmp_path)) == 5 * 5 + 2
+    assert len(documents_of(tmp_path)) == 5 * 5 + 4
