@@ -148,10 +148,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--only", metavar="TEXT", default="", help="forms whose names have it")
     wanted = parser.parse_args()
+    forms = [form for form in FORMS if wanted.only in form.name]
+    if not forms:
+        parser.error(
+            f"--only {wanted.only}: no form has it; forms are {', '.join(dict.fromkeys(x.name for x in FORMS))}"
+        )
     SHAPE.update(shape_of(wanted.layers, wanted.width))
     torch.set_num_threads(1)
     print("| mixer | option | logits move by |\n|---|---|---|")
-    forms = [form for form in FORMS if wanted.only in form.name]
     for form, distance in distances(forms, init_std=wanted.init_std or wanted.width**-0.5, num_tokens=wanted.tokens):
         print(f"| {form.mixer} | {form.name} | {100 * distance:.3g} % |")
 

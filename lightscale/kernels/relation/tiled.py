@@ -47,6 +47,8 @@ class _Tile(NamedTuple):
 def _tiles(first: Tensor, end: Tensor, like: Tensor, num_keys: int) -> Iterator[_Tile]:
     """Of ranges (B, T) on the host, for inputs ``like`` (B, T, D)."""
     rows, num_queries, width = like.shape
+    if not like.numel():
+        return
     size, most = _MOST_TOKENS, TILE_ELEMENTS * (1 if like.device.type == "cpu" else _ON_GPU)
     while size > _LEAST_TOKENS and rows * size * size * width > most:
         size //= 2

@@ -281,6 +281,8 @@ def test_texts_of_crawls_are_in_the_character_set_that_their_headers_name(tmp_pa
         ("text/plain; charset=big5", b"\xff\xfe", b"\xff\xfe"),  # not of this set: the normaliser counts it
         ("text/plain; charset=martian", b"caf\xe9", b"caf\xe9"),
         ("text/plain; charset=hex", b"caf\xe9", b"caf\xe9"),
+        ("text/plain; charset=unicode_escape", b"caf\xe9\\n", b"caf\xe9\\n"),  # Python's, and no set of a page
+        ("text/plain; charset=Shift_JIS", "①".encode("cp932"), "①"),
         ("text/plain", b"caf\xe9", b"caf\xe9"),
     ]
     raw = warc_file([("response", media, content) for media, content, _ in said], packed=True)

@@ -34,6 +34,15 @@ def test_equals_all_pairs(activation: str, norm: bool) -> None:
         torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.parametrize(("rows", "tokens"), [(0, 5), (2, 0)])
+def test_of_no_tokens_there_is_nothing(rows: int, tokens: int) -> None:
+    a, b = (torch.empty(rows, tokens, 8, requires_grad=True) for _ in range(2))
+    end = torch.arange(1, tokens + 1).expand(rows, tokens)
+    o = relation(a, b, torch.zeros_like(end), end, backend="chunked")
+    o.sum().backward()
+    assert o.shape == a.shape and a.grad is not None and b.grad is not None
+
+
 def test_exp_without_a_norm_is_the_linear_form() -> None:
     """Σ_s e^{a_t + b_s} = e^{a_t + z_t} (equation 9)."""
     a, b = normal(2, 30, 4), normal(2, 30, 4, seed=1)

@@ -2,6 +2,7 @@
 trafilatura finds the text.
 """
 
+import codecs
 import contextlib
 import importlib
 import io
@@ -36,7 +37,9 @@ from lightscale.errors import UserError
 _HTML = ("text/html", "application/xhtml+xml")
 # As browsers read them (https://encoding.spec.whatwg.org): what is often said for the larger set.
 _LARGER_SETS = {"iso-8859-1": "cp1252", "latin1": "cp1252", "ascii": "cp1252", "us-ascii": "cp1252"}
-_LARGER_SETS |= {"gb2312": "gb18030", "gbk": "gb18030"}
+_LARGER_SETS |= {"gb2312": "gb18030", "gbk": "gb18030", "shift_jis": "cp932", "euc-kr": "cp949", "iso-8859-9": "cp1254"}
+# Of Python, and no character set that a page is written in.
+_NO_SETS = frozenset({"unicode-escape", "raw-unicode-escape", "punycode", "idna", "utf-7", "undefined"})
 
 
 class Warc(InputFormat):
@@ -116,7 +119,8 @@ def _decoded(data: bytes, header: str) -> bytes | str:
         charset["Content-Type"] = header
         name = charset.get_content_charset("")
         with contextlib.suppress(LookupError, ValueError):  # no such set, or not of this text
-            return data.decode(_LARGER_SETS.get(name, name))
+            codec = codecs.lookup(_LARGER_SETS.get(name, name)).name.replace("_", "-")
+            return data if codec in _NO_SETS else data.decode(codec)
     return data
 
 
