@@ -34,15 +34,15 @@ class JsonLines(InputFormat):
         """The lines that begin in the range."""
         file, options = file_range.file, reading.options
         # A line belongs to the range that it begins in, so that ranges together have every line once, wherever they
-        # end. Reading starts a byte early: the first newline from there ends a line of the range before, or nothing if
-        # the range begins exactly where a line does.
+        # end. At a range's beginning one does if the byte before ends another.
         with file.path.open("rb", buffering=0) as content:
             content.seek(max(file_range.start - 1, 0))
-            first, buffers = reading.begin.document, contents(content, file, reading)
-            if file_range.start:
+            begins_line = file_range.start == 0 or content.read(1) == b"\n"
+            first, buffers = reading.begin.document or file_range.start, contents(content, file, reading)
+            if not begins_line:
                 assert file_range.stop is not None
                 # No further than this range: a line that fills several of them would be read to its end by each.
-                first, buffers = after_newline(buffers, file_range.start - 1, file_range.stop)
+                first, buffers = after_newline(buffers, file_range.start, file_range.stop)
             for offset, line in lines(buffers, first, options.max_line_bytes):
                 if file_range.stop is not None and offset >= file_range.stop:
                     break
