@@ -3,10 +3,12 @@
 import functools
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -88,6 +90,24 @@ def test_tasks_of_workers_that_die_are_done_by_others(started: Executor, tasks: 
     started.run("step", tasks.die_once, range(40), [1] * 40, ignore)
     assert set(attempts(tmp_path)) == set(range(40))
     assert len(list(tmp_path.glob("*.died"))) == 4
+
+
+def test_a_worker_that_dies_while_another_starts_is_replaced(
+    tasks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spawn, killed = ProcessPoolExecutor._spawn_process, list[int]()
+
+    def kill_the_first_meanwhile(pool: Any) -> None:
+        if pool._processes and not killed:
+            killed.extend(pool._processes)
+            os.kill(killed[0], signal.SIGKILL)
+            time.sleep(0.5)  # for whoever watches it
+        spawn(pool)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "_spawn_process", kill_the_first_meanwhile)
+    with ProcessPool(functools.partial(tasks.make_context, tmp_path), num_workers=2) as executor:
+        executor.run("step", tasks.write_slowly, range(4), [1] * 4, ignore)
+    assert killed and set(attempts(tmp_path)) == set(range(4))
 
 
 def test_a_task_whose_workers_always_die_is_given_up(

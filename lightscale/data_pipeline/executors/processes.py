@@ -97,9 +97,13 @@ class ProcessPool(FuturesExecutor):
         # With every pool a new one: a worker that is killed while it holds the lock never releases it. The parent reads
         # without the lock, for the same reason. Progress may be a little behind; it is only shown.
         self._bytes_done = self._spawn.Value("q", 0)
-        return ProcessPoolExecutor(
+        pool: Any = ProcessPoolExecutor(
             self._num_workers, mp_context=self._spawn, initializer=_init_worker, initargs=(self._bytes_done,)
         )
+        # All workers are started with the first task, as where they are forked. One that is started while another dies
+        # the pool does not end but waits for, for ever; or it fails, as what it is to read from is closed already.
+        pool._safe_to_dynamically_spawn_children = False
+        return pool
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
