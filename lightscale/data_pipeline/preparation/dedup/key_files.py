@@ -19,7 +19,7 @@ from lightscale.data_pipeline.preparation.dedup.records import DTYPES, KEY_SPACE
 from lightscale.data_pipeline.whole_files import whole_file
 from lightscale.errors import UserError
 
-FAN_IN = 256
+FAN_IN = 512
 """Files that are open, and read from, at a time."""
 # In hand while files are merged.
 _MERGED_AT_ONCE_BYTES = 2**23
