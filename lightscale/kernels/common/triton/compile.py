@@ -48,7 +48,7 @@ class KernelCase:
     tensor_cores: bool = True
     """Whether it must have tensor-core instructions: it has a ``tl.dot``."""
     may_spill: bool = False
-    """Only for fp32 configurations, which exist to be compared with."""
+    """For fp32 configurations, which exist to be compared with, and where narrower tiles compile to wrong numbers."""
     usual: bool = True
     """Whether every run of the tests compiles it, not only the long one: a few seconds each."""
 

@@ -125,7 +125,7 @@ def _fold(K: int, V: int) -> KernelCase:
 
 
 def _cases() -> Iterator[KernelCase]:
-    """Each width in bf16 with documents, then variants of the usual width. Spills are for fp32 alone."""
+    """Each width in bf16 with documents, then variants of the usual width. ``gradients`` and fp32 may spill."""
     bf16 = torch.bfloat16
     for K, V in WIDTHS:
         usual = K == V == 128
@@ -133,17 +133,17 @@ def _cases() -> Iterator[KernelCase]:
         for reverse in (False, True):
             yield _scan(bf16, K, V, reverse=reverse, usual=usual and not reverse)
             yield _attend(bf16, K, V, reverse=reverse, usual=usual and not reverse)
-        yield _gradients(bf16, K, V, usual=usual)
+        yield _gradients(bf16, K, V, usual=usual, may_spill=True)
     for of in "qk":
         yield _prepare(bf16, 128, of=of, usual=False)
     yield _prepare(bf16, 128, plain=True, usual=False)
-    yield _gradients(bf16, 128, 128, plain=True, usual=False)
+    yield _gradients(bf16, 128, 128, plain=True, usual=False, may_spill=True)
     for dtype in (torch.float16, torch.float32):
         options: dict[str, Any] = {"usual": False, "may_spill": dtype == torch.float32}
         yield _prepare(dtype, 128, **options)
         yield _scan(dtype, 128, 128, reverse=False, **options)
         yield _attend(dtype, 128, 128, reverse=False, **options)
-        yield _gradients(dtype, 128, 128, **options)
+        yield _gradients(dtype, 128, 128, **options | {"may_spill": True})
     yield _fold(128, 128)
     yield segments_case("gla")
     yield recurrent_case("gla", bf16, 128, 128, by_channel=True)

@@ -48,7 +48,7 @@ _HALF = GLATiling(
     state_value=64,
     contracted=128,
     width=64,
-    gradient=32,
+    gradient=64,
     gradient_value=64,
     scan_stages=2,
     attend_stages=1,
@@ -97,9 +97,14 @@ def attend_constants(dtype: torch.dtype, K: int, V: int) -> dict[str, Any]:
 def gradient_constants(dtype: torch.dtype, K: int, V: int) -> dict[str, Any]:
     """The constants of ``gradients``."""
     tiling = tiling_of(dtype)
-    # When all values fit into one tile, Triton 3.9 keeps more in registers than there are: narrower tiles of keys then.
-    keys = tiling.gradient if tiling.gradient_value < V else tiling.gradient // 2
-    return {**_widths(K, V, keys, tiling.gradient_value), **_levels(tiling), **_dots(dtype)}
+    if dtype == torch.float32:
+        # When all values fit into one tile, Triton 3.9 keeps more in registers than there are: narrower tiles of keys.
+        keys = tiling.gradient if tiling.gradient_value < V else tiling.gradient // 2
+        return {**_widths(K, V, keys, tiling.gradient_value), **_levels(tiling), **_dots(dtype)}
+    # Also for narrower heads: Triton 3.6 compiled warp-group products 16 and 32 columns wide to wrong gradients and
+    # illegal accesses on an H200 (benchmarks/gpu). Spilled registers are the price.
+    widths = _widths(K, V, tiling.gradient, tiling.gradient_value) | {"BLOCK_K": tiling.gradient}
+    return {**widths, **_levels(tiling), **_dots(dtype)}
 
 
 def _widths(K: int, V: int, most_k: int, most_v: int) -> dict[str, int]:

@@ -131,7 +131,8 @@ def _cases() -> Iterator[KernelCase]:
             yield _scan(bf16, width, reverse=reverse, backward=True, learned=True, usual=usual and reverse)
         for role in ROLES:
             learned = role in ("dq", "dk")
-            yield _attend(bf16, width, role, learned=learned, usual=usual and role in ("o", "dq"))
+            kept = usual and role in ("o", "dq")
+            yield _attend(bf16, width, role, learned=learned, usual=kept, may_spill=learned)
     for role in ("dq", "dk"):
         yield _attend(bf16, 128, role, usual=False)
     for variant in ({"plain": True}, {"normalize": False}):

@@ -31,15 +31,20 @@ def scan_constants(dtype: torch.dtype, K: int, V: int) -> dict[str, Any]:
 def attend_constants(dtype: torch.dtype, X: int, Z: int, *, transposed: bool, learned: bool) -> dict[str, Any]:
     """The constants of ``attend`` but its decays; X is contracted, Z the width of the outputs.
 
-    ``learned``: with the decays' gradient, which leaves registers for half as many columns.
+    ``learned``: with the decays' gradient.
     """
     tiling = tiling_of(dtype)
-    width = tiling.width // 2 if learned else tiling.width
+    if dtype == torch.float32:
+        width = power_of_two(Z, most=tiling.width // 2 if learned else tiling.width)
+    else:
+        # With the decays' gradient, also for narrower heads: Triton 3.6 compiled warp-group products 32 columns wide to
+        # wrong gradients and illegal accesses on an H200 (benchmarks/gpu). Spilled registers are the price.
+        width = tiling.width if learned else power_of_two(Z, most=tiling.width)
     return {
         "X": X,
         "Z": Z,
         "BLOCK_X": power_of_two(X, most=tiling.contracted),
-        "BLOCK_Z": power_of_two(Z, most=width),
+        "BLOCK_Z": width,
         "BLOCK_T": tiling.tile_tokens,
         "CHUNK": tiling.chunk,
         "TRANSPOSED": transposed,

@@ -43,22 +43,23 @@ def scan(
     carried = tl.full((BLOCK_D,), NOTHING, tl.float32)
     if entering_ptr is not None:
         carried = tl.maximum(tl.load(entering_ptr + state, mask=inside, other=NOTHING), NOTHING)
-    running = tl.full((BLOCK_D,), NOTHING, tl.float32)
     z = carried
-    for t in range(first, end):
-        if (t - first) % CHUNK == 0:
-            carried = z
-            running = tl.full((BLOCK_D,), NOTHING, tl.float32)
-        term = tl.load(b_ptr + row * stride_bb + t * stride_bt + channel, mask=inside, other=NOTHING).to(tl.float32)
-        if starts_ptr is not None:
-            begins = tl.load(starts_ptr + row * T + t) != 0
-            carried = tl.where(begins, NOTHING, carried)
-            running = tl.where(begins, NOTHING, running)
-        running = _log_add(running, tl.maximum(term, NOTHING))
-        z = _log_add(carried, running)
-        if z_ptr is not None:
-            written = tl.where(z <= NOTHING / 2, float("-inf"), z)
-            tl.store(z_ptr + (row * T + t) * D + channel, written, mask=inside)
+    # Chunk by chunk in a loop of its own: one over all tokens, which selected at the edges of chunks, gave wrong sums
+    # with Triton 3.6 on an H200.
+    for chunk in range(first, end, CHUNK):
+        carried = z
+        running = tl.full((BLOCK_D,), NOTHING, tl.float32)
+        for t in range(chunk, tl.minimum(chunk + CHUNK, end)):
+            term = tl.load(b_ptr + row * stride_bb + t * stride_bt + channel, mask=inside, other=NOTHING).to(tl.float32)
+            if starts_ptr is not None:
+                begins = tl.load(starts_ptr + row * T + t) != 0
+                carried = tl.where(begins, NOTHING, carried)
+                running = tl.where(begins, NOTHING, running)
+            running = _log_add(running, tl.maximum(term, NOTHING))
+            z = _log_add(carried, running)
+            if z_ptr is not None:
+                written = tl.where(z <= NOTHING / 2, float("-inf"), z)
+                tl.store(z_ptr + (row * T + t) * D + channel, written, mask=inside)
     if last_ptr is not None:
         tl.store(last_ptr + state, tl.where(z <= NOTHING / 2, float("-inf"), z), mask=inside)
 
