@@ -2,8 +2,8 @@
 
 A failure or a hang of any rank ends all of them, and what the rank itself printed, its traceback first, becomes the
 failure message. Ranks are forked from a server that has imported torch and Megatron and done nothing else: importing
-them takes seconds of each. The file is also what each rank runs: it loads the test's file by path, so that test modules
-need not be importable.
+them takes seconds of each. Where there is a GPU they are spawned: the imports begin CUDA, which survives no fork. The
+file is also what each rank runs: it loads the test's file by path, so that test modules need not be importable.
 """
 
 import faulthandler
@@ -23,8 +23,10 @@ from typing import IO, Any
 _POLL_S = 0.02
 _LAST_WORDS_S = 0.5
 _RANK = "a rank"  # the module's name in the processes
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["pytest", "lightscale.training.train"])
+_HAS_GPU = Path("/dev/nvidiactl").exists()  # asked without CUDA
+_CONTEXT = multiprocessing.get_context("spawn" if _HAS_GPU else "forkserver")
+if not _HAS_GPU:
+    _CONTEXT.set_forkserver_preload(["pytest", "lightscale.training.train"])
 
 
 def run_ranks(
