@@ -289,10 +289,13 @@ class LanguageModel(LanguageModule):
     def _name_initializers(self) -> None:
         """Initial distributions of the weights that Megatron's own modules hold."""
         std = self.model.init_std
+        embedding_std = self.model.embedding_std or std
         if self.pre_process:
-            set_initializer(self.embedding.word_embeddings.weight, normal(self.model.embedding_std or std))
+            set_initializer(self.embedding.word_embeddings.weight, normal(embedding_std))
         if self.post_process and self.output_layer.weight is not None:
-            set_initializer(self.output_layer.weight, normal(std))
+            # A tied one that is here, on the last of several stages, is a copy of the embedding.
+            tied = self.share_embeddings_and_output_weights
+            set_initializer(self.output_layer.weight, normal(embedding_std if tied else std))
         for layer in self.decoder.layers if self.model.intermediate_size else ():
             set_initializer(layer.mlp.linear_fc1.weight, normal(std))
             set_initializer(layer.mlp.linear_fc2.weight, normal(self.model.output_std))

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
+from lightscale.config.model import ModelConfig
 from lightscale.config.schema import RunConfig
 from lightscale.data_pipeline.loading.curriculum import SkippedRanges
 from lightscale.data_pipeline.loading.loader import TokenLoader
@@ -30,6 +31,7 @@ from lightscale.training.checkpoints.manifest import NAME as MANIFEST
 from lightscale.training.checkpoints.manifest import hash_file
 from lightscale.training.checkpoints.restore import Checkpoints, LostCheckpoints, Restored
 from lightscale.training.health.guard import Guard
+from lightscale.training.health.replicas import check_stage_copies
 
 GIVE_UP = "lost-checkpoints"
 """In ``--allow-change``: begin again at step 0 although the run's checkpoints are gone."""
@@ -73,6 +75,12 @@ def recorded_checkpoints(events: Iterable[Record], lines: Iterable[Record]) -> d
     return saved
 
 
+def _has_own_embedding_std(model: ModelConfig) -> bool:
+    """Whether an output layer that is a copy of the embedding could be drawn otherwise than it."""
+    is_tied = model.tie_word_embeddings and model.head is None
+    return is_tied and model.embedding_std not in (None, model.init_std)
+
+
 class Stateful(Protocol):
     """A part of a run that changes while it trains, with the same state on every rank."""
 
@@ -108,7 +116,11 @@ class Recovery:
         self._engine, self._loader, self._guard, self._state, self._allow = engine, loader, guard, state, allow
         self._ranks = Agreement(engine.mesh.control)
         self._checkpoints = Checkpoints(
-            directory.checkpoints, engine.mesh, parts=list(state), tokens_per_step=self._tokens_per_step()
+            directory.checkpoints,
+            engine.mesh,
+            parts=list(state),
+            tokens_per_step=self._tokens_per_step(),
+            has_own_embedding_std=_has_own_embedding_std(config.model),
         )
 
     def _tokens_per_step(self) -> int | None:
@@ -125,6 +137,7 @@ class Recovery:
             self._start_from_weights()
         else:
             self._load(restored)
+        check_stage_copies(self._engine)
         # A rollback records its skip after the checkpoint it returns to was written, so that this checkpoint does not
         # have it. Records are compared as multisets: data can be skipped twice at one position, by two rollbacks.
         missing = Counter(self._recorded_skips()) - Counter(self._loader.skips.records)

@@ -93,13 +93,21 @@ class Checkpoints:
         mesh: every method is collective over its ranks.
         parts: of the state, which a checkpoint must have.
         tokens_per_step: of the whole run; None where it changed, or is not known.
+        has_own_embedding_std: of a tied embedding; what was drawn as two models is then no checkpoint to resume from.
     """
 
     def __init__(
-        self, directory: Path, mesh: Mesh, *, parts: Collection[str] = (), tokens_per_step: int | None = None
+        self,
+        directory: Path,
+        mesh: Mesh,
+        *,
+        parts: Collection[str] = (),
+        tokens_per_step: int | None = None,
+        has_own_embedding_std: bool = False,
     ) -> None:
         self.directory, self.mesh = directory, mesh
         self._parts, self._tokens_per_step = parts, tokens_per_step
+        self._has_own_embedding_std = has_own_embedding_std
         self._ranks = Agreement(mesh.control)
 
     def restore(
@@ -118,7 +126,8 @@ class Checkpoints:
         ``weights_only``.
 
         Args:
-            allow: changes that are accepted: ``versions`` or ``versions.NAME`` of a package (see ``environment``).
+            allow: changes that are accepted: ``versions`` or ``versions.NAME`` of a package (see ``environment``), and
+                ``model.embedding_std`` (see ``_check_one_embedding``).
             conversion: with ``weights_only``, of a model with other mixers; the weights that it does not keep stay.
 
         Raises:
@@ -149,6 +158,8 @@ class Checkpoints:
                 contents = self._open(path, manifest)
                 # Weights mean the same under any version; a resumed run must not change its numbers unnoticed.
                 changes = () if weights_only else _check_environment(path, manifest, allow)
+                if self._has_own_embedding_std and not weights_only:
+                    _check_one_embedding(path, manifest, allow)
                 wanted = engine.wanted_shards(weights_only=weights_only)
                 self._check_same_model(path, wanted, contents.tensors, conversion)
                 if not weights_only:
@@ -289,6 +300,24 @@ def _check_environment(path: Path, manifest: Manifest, allow: Collection[str]) -
             + "\nInstall those versions, or accept the new ones with --allow-change versions."
         )
     return tuple(f"{key}: {change}" for key, change in changes.items())
+
+
+def _check_one_embedding(path: Path, manifest: Manifest, allow: Collection[str]) -> None:
+    """Refuse what may be of two models: its stages drew the copies of the tied embedding with two deviations.
+
+    The checkpoint has the copy of the first stage alone, and every stage reads that: the weights cannot tell.
+    """
+    facts = manifest.facts
+    stages = facts["layout"]["pipeline"]
+    if stages == 1 or facts.get("stage_copies") == "equal" or is_named("model.embedding_std", allow):
+        return
+    raise UserError(
+        f"{path} is not of one model: the copies of the tied embedding (embedding.word_embeddings.weight) on stage 0 "
+        f"and stage {stages - 1} differ. It was written with parallel.pipeline = {stages} and model.embedding_std by a "
+        "version of lightscale that drew the copy of the last stage, the output layer, with model.init_std. Only the "
+        "first stage's was saved, and the output layer is lost. Begin again in a new run. Where this one was begun "
+        "with parallel.pipeline = 1, its copies are equal: resume it with --allow-change model.embedding_std"
+    )
 
 
 def _check_counters(path: Path, state: Mapping[str, Any], expected: Mapping[str, int]) -> None:

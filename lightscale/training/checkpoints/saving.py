@@ -380,6 +380,8 @@ class Saver:
             **snapshot.facts,
             **snapshot.about,
             "layout": self.mesh.axes,
+            # Of parameters that several stages hold; earlier versions, which do not say it, could draw them apart.
+            "stage_copies": "equal",
             "versions": environment(),
             "hosts": [host for host, _, _ in own],
         }

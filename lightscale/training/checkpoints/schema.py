@@ -77,6 +77,8 @@ class Facts(_Strict):
     attempt: _Count = 0
     tokenizer: _Text = ""
     layout: _Layout
+    # Whether parameters that several pipeline stages hold were drawn alike; not in manifests from before they were.
+    stage_copies: _Text = ""
     versions: Annotated[dict[_Text, _Text], Field(max_length=100)]
     hosts: Annotated[list[_Text], Field(max_length=_MOST_RANKS)]
 

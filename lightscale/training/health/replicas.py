@@ -28,6 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightscale.errors import UserError
+from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.initialization import named_parameters
 
@@ -187,6 +189,47 @@ class ReplicaCheck:
                 # without it.
                 elif self._mesh.tensor > 1 and not getattr(parameter, "tensor_model_parallel", False):
                     yield name, parameter.detach()
+
+
+def check_stage_copies(engine: Engine) -> None:
+    """Refuse weights that were drawn or read where pipeline stages hold different copies of one. Collective.
+
+    The embedding is such a weight where it is tied: the last stage has a copy of it as its output layer. Each stage
+    adds the same steps to its copy, so that copies that begin apart stay so, and nothing fails.
+
+    Raises:
+        UserError: on all ranks, with the parameter, its stages and their ranks.
+    """
+    mesh = engine.mesh
+    if mesh.pipeline == 1:
+        return
+    tensor_rank = f" (tensor rank {mesh.groups.tp.rank()})" if mesh.tensor > 1 else ""
+
+    def own() -> list[tuple[str, int, int]]:
+        return [
+            (f"{name}{tensor_rank}", mesh.groups.pp.rank(), int(_checksums(parameter.detach().reshape(1, -1))))
+            for chunk in engine.chunks
+            for name, parameter in named_parameters(chunk)
+            if getattr(parameter, "shared_embedding", False)
+        ]
+
+    holders: dict[str, dict[int, list[tuple[int, int]]]] = {}
+    for rank, held in enumerate(Agreement(mesh.control).on_all(own)):
+        for name, stage, checksum in held:
+            holders.setdefault(name, {}).setdefault(stage, []).append((rank, checksum))
+    for name, by_stage in holders.items():
+        if len({checksum for held in by_stage.values() for _, checksum in held}) > 1:
+            what = "the tied embedding" if name.startswith("embedding.word_embeddings.") else "a shared parameter"
+            where = " and ".join(
+                f"stage {stage} (rank {', '.join(map(str, dict.fromkeys(rank for rank, _ in held)))})"
+                for stage, held in sorted(by_stage.items())
+            )
+            raise UserError(
+                f"the copies of {what} differ: {name} of {where}. They would be trained as two models, of which a "
+                "checkpoint keeps one. Start with parallel.pipeline=1, or begin again in a new run; a checkpoint "
+                "written on several stages with model.embedding_std, before the copies were drawn alike, is not of "
+                "one model"
+            )
 
 
 def find_faults(reports: Sequence[ReplicaReport]) -> list[ReplicaFault]:
