@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # In the versions of the lock file, where an index has them.
 INSTALL := $(BIN)/python -m pip install --no-compile --editable '.[dev]'
-PYTEST := $(BIN)/pytest --durations=10
+PYTEST := $(BIN)/pytest --durations=10 -rs
 # Test files at a time. Not of those that start ranks: more ranks than cores only wait for each other.
 JOBS ?= 2
 # One more for the jobs of a scheduler, which mostly wait.

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="no git: the tool reads commits")
 
 RUN = "\n".join(f"    x{number} = {number} + a" for number in range(8))
 BEFORE = {

@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
     require_run(args.run)
     directory = RunDirectory(args.run)
     records = recorded_jobs(directory)
-    # None stands for the default; a run without records may have a job whose script was submitted by hand.
-    schedulers = {name: get_scheduler(name) for name in dict.fromkeys([one.scheduler for one in records] or [None])}
+    # A run without a record of a job has none that could be found, wherever this is asked.
+    schedulers = {name: get_scheduler(name) for name in dict.fromkeys(one.scheduler for one in records)}
     for scheduler in schedulers.values():
         scheduler.require("cancel")
     states = job_states(records)

@@ -199,7 +199,9 @@ def test_mpi_ranks_make_the_same_store(corpus: Path, tmp_path: Path, ranks: int)
     command = [*require_mpiexec(), "-n", str(ranks), *command_line(corpus, tmp_path / "store", "--mpi", "--json")]
     finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert finished.returncode == 0, finished.stderr
-    assert json.loads(finished.stdout)["store"] == str(tmp_path / "store")  # one rank speaks
+    # One rank speaks, beside what mpiexec has to say on machines without its hosts' network.
+    (spoken,) = [line for line in finished.stdout.splitlines() if line.startswith("{")]
+    assert json.loads(spoken)["store"] == str(tmp_path / "store")
     assert contents(tmp_path / "store") == contents(tmp_path / "whole")
     again = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert again.returncode != 0

@@ -161,4 +161,5 @@ def test_the_standard_library_without_its_tests() -> None:
     assert not [name for name in ids if {"test", "tests", "idle_test", "site-packages"} & set(name.split("/"))]
     assert ids == listed(STDLIB_PATH)[0]
     assert len(set(ids)) == len(ids) > 300
-    assert not problems.counts
+    # Debian's library has a file by two names.
+    assert set(problems.counts) <= {READ_TWICE}
