@@ -106,15 +106,17 @@ def test_what_is_loaded_and_exported_is_the_training_model(
         else:
             assert error(logits[text].log_softmax(-1), torch.from_numpy(predicted[name][number])) < 1e-5
         assert error(output, logits[text]) < 1e-5
+    # In fp64: the sums of padded rows are cut otherwise, and two logits near zero have little of fp32 to spare.
+    run, model = (
+        lightscale.load(saved_runs / name, dtype=torch.float64),
+        loaded(transformers, exports / name, torch.float64),
+    )
     for side in ("left", "right"):
         batch = tokenizer(list(texts), return_tensors="pt", padding=True, padding_side=side)
         output = model(**batch).logits
         for row, text in enumerate(texts):
             own = output[row][batch["attention_mask"][row].bool()][:, :MASK] if "masked" in name else output[row]
-            assert error(own, logits[text]) < 1e-5
-    exact = lightscale.load(saved_runs / name, dtype=torch.float64)
-    output = loaded(transformers, exports / name, torch.float64)(ids).logits[0]
-    assert error(output[..., :MASK], exact.logits(ids[0])) < 1e-10
+            assert error(own, run.logits(text)) < 1e-10
 
 
 def test_losses_are_those_of_training(transformers: Any, exports: Path, saved_runs: Path) -> None:
