@@ -49,7 +49,8 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
     data = _data_ranks(parallel, world_size)
     tensor = parallel.tensor
     # hidden_size needs no check: where it is split it is a multiple of num_heads.
-    for name in ("num_heads", "intermediate_size", "vocab_size"):
+    # Nor vocab_size: its rows are padded (`models.accounting.padded_vocab_size`).
+    for name in ("num_heads", "intermediate_size"):
         _require_divisible(f"model.{name}", getattr(config.model, name), "parallel.tensor", tensor)
     for name, options in config.model.mixer_options.items():
         # A tensor rank holds whole heads of keys and values, and no head is held twice.

@@ -28,8 +28,20 @@ _TERMS = {
     "_conv.": "convolutions",
     ".lrpe.theta": LRPE_ANGLES,
 }
+# Megatron's `make_vocab_size_divisible_by`: rows of a rank that matrix products on GPUs take whole.
+_PADDED_ROWS = 128
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _MIXER = re.compile(rf"{_LAYER.pattern}self_attention\.")
+
+
+def padded_vocab_size(vocab_size: int, tensor: int) -> int:
+    """Rows of the embedding that `tensor` ranks hold together, each as many.
+
+    `vocab_size` where the ranks divide it. Otherwise the next multiple of 128 rows a rank, as Megatron has it: those
+    beyond `vocab_size` stay zero, take no probability, and are in no checkpoint, so that other layouts resume it.
+    """
+    multiple = _PADDED_ROWS * tensor
+    return vocab_size if vocab_size % tensor == 0 else -(-vocab_size // multiple) * multiple
 
 
 def parameter_shapes(model: ModelConfig) -> Shapes:
@@ -93,6 +105,8 @@ def rank_parameters(model: ModelConfig, *, tensor: int, pipeline: int) -> list[i
     for name, shape in parameter_shapes(model).items():
         # Norms see whole tokens, of which every tensor rank has some: each holds the whole weight.
         ranks = 1 if name in whole or "layernorm." in name else tensor
+        if ranks > 1 and name in (_EMBEDDING_WEIGHT, _OUTPUT_WEIGHT):
+            shape = padded_vocab_size(shape[0], tensor), *shape[1:]
         for stage in _stages(name, stage_of, last=pipeline - 1, tied=tied):
             held[stage] += prod(shape) // ranks
     return held

@@ -26,6 +26,7 @@ from lightscale.kernels.log_sum import log_sum
 from lightscale.kernels.norm import norm
 from lightscale.kernels.relation import relation
 from lightscale.kernels.tpe import tpe_scan
+from lightscale.models.accounting import padded_vocab_size
 from lightscale.models.operators import operators_of
 from lightscale.models.registry import mixer_spec
 from lightscale.models.specs.options import RelationOptions
@@ -251,7 +252,7 @@ def _glu(draw: _Draw) -> _Case:
 
 
 def _cross_entropy(draw: _Draw) -> _Case:
-    rows, width = draw.model.vocab_size // draw.tensor, draw.model.hidden_size
+    rows, width = padded_vocab_size(draw.model.vocab_size, draw.tensor) // draw.tensor, draw.model.hidden_size
     labels = torch.arange(_LOSS_TOKENS, device=draw.device) * 7919 % rows
     return _Case(
         inputs={"hidden": draw(_LOSS_TOKENS, width), "weight": 0.02 * draw(rows, width)},

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightscale.config.model import ModelConfig, Pooling
 from lightscale.config.schema import Recompute
 from lightscale.kernels.attention import DocumentStarts
+from lightscale.models.accounting import padded_vocab_size
 from lightscale.models.classes import mixer_class, shared_parts
 from lightscale.models.layers.context import MixerState, SequenceContext
 from lightscale.models.layers.label_head import LabelHead, label_losses, pooled_documents
@@ -166,7 +167,7 @@ class Embedding(MegatronModule):
         self.group: dist.ProcessGroup = groups.tp
         self.parts = _added(self, parts, config, model, groups, stage=0)
         self.word_embeddings = VocabParallelEmbedding(
-            model.vocab_size,
+            padded_vocab_size(model.vocab_size, groups.tp.size()),
             model.hidden_size,
             init_method=leave_unset,
             # Parts see all tokens of a segment: tensor ranks share the tokens out behind the last one.
@@ -270,7 +271,7 @@ class LanguageModel(LanguageModule):
             return LabelHead(config, model.head, model.hidden_size, group)
         return OutputLayer(
             model.hidden_size,
-            model.vocab_size,
+            padded_vocab_size(model.vocab_size, group.size()),
             config=config,
             init_method=leave_unset,
             bias=False,
@@ -290,12 +291,16 @@ class LanguageModel(LanguageModule):
         """Initial distributions of the weights that Megatron's own modules hold."""
         std = self.model.init_std
         embedding_std = self.model.embedding_std or std
+        rows = self.model.vocab_size
         if self.pre_process:
-            set_initializer(self.embedding.word_embeddings.weight, normal(embedding_std))
+            set_initializer(self.embedding.word_embeddings.weight, normal(embedding_std), rows=rows)
         if self.post_process and self.output_layer.weight is not None:
             # A tied one that is here, on the last of several stages, is a copy of the embedding.
             tied = self.share_embeddings_and_output_weights
-            set_initializer(self.output_layer.weight, normal(embedding_std if tied else std))
+            is_padded = self.model.head is None
+            set_initializer(
+                self.output_layer.weight, normal(embedding_std if tied else std), rows=rows if is_padded else None
+            )
         for layer in self.decoder.layers if self.model.intermediate_size else ():
             set_initializer(layer.mlp.linear_fc1.weight, normal(std))
             set_initializer(layer.mlp.linear_fc2.weight, normal(self.model.output_std))

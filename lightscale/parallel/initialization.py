@@ -42,9 +42,19 @@ def zeros(weight: Tensor, generator: torch.Generator) -> None:
     weight.zero_()
 
 
-def set_initializer(parameter: nn.Parameter, draw: DrawWeights) -> None:
-    """Say how ``parameter`` is drawn. Every parameter of a model must have it."""
+def set_initializer(parameter: nn.Parameter, draw: DrawWeights, *, rows: int | None = None) -> None:
+    """Say how ``parameter`` is drawn. Every parameter of a model must have it.
+
+    ``rows``: of the whole parameter, where tensor ranks may hold more than those together; the others are padding.
+    """
     parameter.draw_weights = draw  # type: ignore[attr-defined]
+    parameter.unpadded_rows = rows  # type: ignore[attr-defined]
+
+
+def unpadded_rows(parameter: nn.Parameter) -> int | None:
+    """Rows of the whole ``parameter`` without padding; None: it is never padded."""
+    rows: int | None = getattr(parameter, "unpadded_rows", None)
+    return rows
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -89,12 +99,14 @@ def draw_weights(model: nn.Module, *, seed: int, tensor_rank: int, tensor_size: 
             shape[parameter.partition_dim] *= tensor_size  # type: ignore[attr-defined]
         # Whole, in fp32, on the CPU, whatever the model's: the numbers must depend neither on how many ranks share it
         # nor on its number format nor on the device's generator. One tensor at a time, so memory is no matter.
-        whole = torch.empty(shape, dtype=torch.float32, device="cpu")
+        whole = torch.zeros(shape, dtype=torch.float32, device="cpu")
         # A stream for each name: adding a parameter, or a pipeline rank drawing only some, changes no other's weights.
         # Part of what a seed means for ever, so neither the text nor the hash may change.
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         draw: DrawWeights | None = getattr(parameter, "draw_weights", None)
         assert draw is not None, f"{name} has no initializer"
-        draw(whole, generator)
+        # Padding is not drawn: how much there is of it depends on the layout.
+        rows = unpadded_rows(parameter)
+        draw(whole if rows is None else whole[:rows], generator)
         parameter.copy_(shard(whole, parameter, tensor_rank, tensor_size))

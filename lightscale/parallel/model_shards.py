@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
+from lightscale.parallel.initialization import unpadded_rows
 from lightscale.parallel.megatron import ShardedTensor, apply_factories, nested_values
 from lightscale.parallel.optimizer_interface import Optimizer, OwnedState
-from lightscale.parallel.shards import Box, TensorShard, range_boxes
+from lightscale.parallel.shards import Box, TensorShard, moved_rows, range_boxes
 
 # What stands before a parameter's name in checkpoints: ``model.`` for weights, the state's name for optimizer state.
 _WEIGHTS = "model"
@@ -121,15 +122,28 @@ def _weight_shards(chunks: Sequence[nn.Module]) -> Iterator[_WeightShard]:
             # Megatron gives views, under names that need not be the parameter's (a tied output layer has the
             # embedding's): the address says which parameter one belongs to.
             parameter = parameters[bisect.bisect_right(starts, tensor.data.data_ptr()) - 1]
-            shard = TensorShard(
-                box=Box(
-                    key=tensor.key,
-                    shape=tuple(tensor.global_shape),
-                    offset=tuple(tensor.global_offset),
-                    sizes=tuple(tensor.local_shape),
+            shard = _without_padding(
+                TensorShard(
+                    box=Box(
+                        key=tensor.key,
+                        shape=tuple(tensor.global_shape),
+                        offset=tuple(tensor.global_offset),
+                        sizes=tuple(tensor.local_shape),
+                    ),
+                    data=tensor.data.detach(),
                 ),
-                data=tensor.data.detach(),
+                unpadded_rows(parameter),
             )
+            if shard is None:
+                continue
             assert shard.data.is_contiguous() and not tensor.prepend_axis_num, tensor.key
             # The last number of a replica is its data rank, and data ranks share by Optimizer.owned.
             yield _WeightShard(parameter=parameter, shard=shard, is_copy=any(tensor.replica_id[:-1]))
+
+
+def _without_padding(shard: TensorShard, rows: int | None) -> TensorShard | None:
+    """Of a tensor whose first ``rows`` rows are no padding (None: all); None where ``shard`` holds only padding."""
+    if rows is None or rows == shard.box.shape[0]:
+        return shard
+    # Padding is the last rows: what remains is in the same place.
+    return moved_rows(shard, 0, rows, key=shard.box.key, shape=(rows, *shard.box.shape[1:]), to=0)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from lightscale.config.layout import Layout
 from lightscale.config.schema import Exchange, Recompute, RunConfig
 from lightscale.kernels.operators import LOGITS_WORKSPACE_BYTES, loss_chunk_tokens
+from lightscale.models.accounting import padded_vocab_size
 from lightscale.planning.communication import RankGroup, exchange_buffer_bytes
 from lightscale.planning.hardware import H100, Hardware
 from lightscale.planning.workload import LayerWork, StageWork, Workload
@@ -139,7 +140,7 @@ def stage_memory(
 
 def _output_rows(work: Workload, tensor: int) -> int:
     """Of the output layer's weight, on a rank; a label head is too small to count."""
-    return work.model.vocab_size // tensor if work.model.head is None else 0
+    return padded_vocab_size(work.model.vocab_size, tensor) // tensor if work.model.head is None else 0
 
 
 def _logits_bytes(work: Workload, tokens: int, tensor: int, size: int) -> int:

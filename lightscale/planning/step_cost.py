@@ -16,6 +16,7 @@ from typing import NamedTuple
 from lightscale.config.layout import Layout
 from lightscale.config.schema import Exchange, Recompute, RunConfig
 from lightscale.kernels.operators import CostClass
+from lightscale.models.accounting import padded_vocab_size
 from lightscale.models.flops import training_flops_per_token
 from lightscale.planning.communication import RankGroup, all_gather_s, all_reduce_s, exchange_s
 from lightscale.planning.exchange_sizes import Summary
@@ -172,7 +173,8 @@ class _MicroBatchCost:
         self.tokens = layout.micro_batch_size * layout.rank_sequence_tokens
         self.hidden_size = self.work.model.hidden_size
         # Labels of documents take next to nothing beside tokens.
-        self.vocab_size = self.work.model.vocab_size if self.work.model.head is None else 0
+        vocab_size = padded_vocab_size(self.work.model.vocab_size, layout.tensor)
+        self.vocab_size = vocab_size if self.work.model.head is None else 0
         self.tensor = RankGroup(ranks=layout.tensor, stride=1, hardware=self.hw)
         self.sequence = RankGroup(ranks=layout.sequence, stride=layout.tensor, hardware=self.hw)
         self.replicas = RankGroup(ranks=layout.sequence * layout.data, stride=layout.tensor, hardware=self.hw)

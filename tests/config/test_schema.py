@@ -180,13 +180,6 @@ def test_data_axis_takes_the_rest_of_the_processes(
             4,
         ),
         (
-            ["parallel.tensor=4", "model.vocab_size=510"],
-            4,
-            ["model.vocab_size = 510", "parallel.tensor = 4", "model.vocab_size = 512"],
-            "model.vocab_size=512",
-            4,
-        ),
-        (
             ["parallel.pipeline=5"],
             5,
             ["model.num_layers = 4", "parallel.pipeline = 5", "use parallel.pipeline = 4"],

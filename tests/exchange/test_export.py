@@ -112,7 +112,7 @@ def test_tokens_are_those_of_training(transformers: Any, exports: Path, saved_ru
     """As AutoTokenizer loads them, whatever class it takes for the architecture; a spelled special token is text."""
     tokenizer, own = tokenizer_of(transformers, exports / name), lightscale.load(saved_runs / name).tokenizer
     for text in comparison_texts(300, seed=4):
-        expected = own.encode(text).tolist()
+        expected = own.encode(text)
         assert tokenizer(text)["input_ids"] == [own.eot_id, *expected]
         assert tokenizer.decode(expected) == own.decode(expected)
     assert tokenizer.eos_token_id == tokenizer.bos_token_id == tokenizer.pad_token_id == own.eot_id

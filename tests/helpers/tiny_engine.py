@@ -17,7 +17,7 @@ from torch import Tensor
 from lightscale.config.model import ModelConfig
 from lightscale.config.schema import DataConfig, OptimizerConfig, RunConfig, TaskConfig, TrainConfig
 from lightscale.parallel.engine import Engine
-from lightscale.parallel.initialization import named_parameters
+from lightscale.parallel.initialization import named_parameters, unpadded_rows
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.training.build import build_engine
 
@@ -38,9 +38,9 @@ class MicroBatch:
     lengths: tuple[int, ...] | None = None
 
 
-def step_batches(step: int, mesh: Mesh) -> list[MicroBatch]:
+def step_batches(step: int, mesh: Mesh, *, num_ids: int = VOCAB_SIZE) -> list[MicroBatch]:
     """This rank's share of step ``step``: four sequences, two in a micro-batch."""
-    tokens = torch.randint(0, VOCAB_SIZE, (4, TOKENS + 1), generator=torch.Generator().manual_seed(step))
+    tokens = torch.randint(0, num_ids, (4, TOKENS + 1), generator=torch.Generator().manual_seed(step))
     n = TOKENS // mesh.sequence
     own = slice(mesh.sequence_rank * n, (mesh.sequence_rank + 1) * n)
     positions = torch.arange(TOKENS).repeat(2, 1)
@@ -57,7 +57,14 @@ def step_batches(step: int, mesh: Mesh) -> list[MicroBatch]:
 
 @contextmanager
 def engine_on(
-    axes: Axes, rank: int, init_method: str, *, seed: int = 0, task: str = "causal", **model: Any
+    axes: Axes,
+    rank: int,
+    init_method: str,
+    *,
+    seed: int = 0,
+    task: str = "causal",
+    num_ids: int = VOCAB_SIZE,
+    **model: Any,
 ) -> Iterator[Engine]:
     # Megatron collects garbage before every save and load, which takes longer than all else here.
     gc.freeze()
@@ -80,14 +87,15 @@ def engine_on(
         init_method=init_method,
         timeout_s=60,
     ) as mesh:
-        yield build_engine(config, mesh, vocab_size=min(VOCAB_SIZE, config.model.vocab_size), trainable=True)
+        yield build_engine(config, mesh, vocab_size=min(num_ids, config.model.vocab_size), trainable=True)
 
 
 def train(engine: Engine, first: int, last: int) -> list[tuple[float, dict[str, Tensor], dict[str, Tensor]]]:
     """Loss, gradients and weights after each of the steps; whole tensors of all ranks, by global name."""
     records = []
     for step in range(first, last):
-        loss = engine.forward_backward(step_batches(step, engine.mesh)).mean
+        num_ids: Any = engine.chunks[0].vocab_size
+        loss = engine.forward_backward(step_batches(step, engine.mesh, num_ids=num_ids)).mean
         names = {id(parameter): name for name, parameter in named(engine)}
         gradients = gather(engine, {names[id(p)]: (p, gradient) for _, p, gradient in engine.gradients()})
         engine.step(LR)
@@ -114,13 +122,16 @@ def gather(engine: Engine, own: dict[str, tuple[Any, Tensor]]) -> dict[str, Tens
 
 
 def whole(parameter: Any, own: Tensor, mesh: Mesh) -> Tensor:
-    """The unsplit tensor that the tensor ranks hold parts of."""
+    """The unsplit tensor that the tensor ranks hold parts of, without padding."""
     if mesh.tensor == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return own.clone()
     parts = [torch.empty_like(own) for _ in range(mesh.tensor)]
     dist.all_gather(parts, own.contiguous(), group=mesh.groups.tp)
     stacked = [part.chunk(parameter.partition_stride, dim=parameter.partition_dim) for part in parts]
-    return torch.cat([part for parts in zip(*stacked, strict=True) for part in parts], dim=parameter.partition_dim)
+    found = torch.cat([part for parts in zip(*stacked, strict=True) for part in parts], dim=parameter.partition_dim)
+    rows = unpadded_rows(parameter)
+    assert rows is None or not found[rows:].any(), "padding of the vocabulary is zeros, and has no gradient"
+    return found if rows is None else found[:rows]
 
 
 def own_state(engine: Engine) -> dict[str, Any]:

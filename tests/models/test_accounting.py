@@ -43,6 +43,7 @@ GROUPED = tiny(
 )
 BY_CHANNEL = tiny("lion-s", norm="rmsnorm", mixer_options={"lion-s": {"vector_decay": True}})
 SPLIT = {**{name: tiny(name, norm="rmsnorm") for name in MIXERS}, "grouped": GROUPED, "by channel": BY_CHANNEL}
+SPLIT |= {f"padded, {tied=}": tiny("tnl", vocab_size=321, tie_word_embeddings=tied) for tied in (True, False)}
 
 
 def build(model: ModelConfig, mesh: Mesh) -> LanguageModel:

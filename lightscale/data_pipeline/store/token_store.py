@@ -89,7 +89,7 @@ class SourceWriter:
 
     def append(
         self,
-        ids: NDArray[np.uint32],
+        ids: ArrayLike,
         *,
         num_bytes: int,
         loss_mask: ArrayLike | None = None,
@@ -101,6 +101,7 @@ class SourceWriter:
         counts where its last token does. ``documents``: a value for each of the source's arrays of documents.
         ``ValueError`` for a mask or values that the source does not take.
         """
+        ids = np.asarray(ids, dtype=np.uint32)
         given = dict(documents or {})
         if given.keys() != self._document_arrays:
             raise ValueError(f"documents {sorted(given)}: the source has {sorted(self._document_arrays)}")

@@ -32,14 +32,13 @@ class AsciiTokenizer:
         rules = f"{ASCII} {_SYMBOLS} end {_END} others {_SUBSTITUTE}"
         self.sha256 = hashlib.sha256(rules.encode()).hexdigest()
 
-    def encode(self, text: str) -> NDArray[np.uint32]:
+    def encode(self, text: str) -> list[int]:
         """See ``Tokenizer``."""
-        known = _OTHERS.sub(chr(_SUBSTITUTE), text).encode("ascii")
-        return np.frombuffer(known, dtype=np.uint8).astype(np.uint32)
+        return list(_known(text))
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """See ``Tokenizer``."""
-        return [self.encode(text) for text in texts]
+        return [np.frombuffer(_known(text), dtype=np.uint8).astype(np.uint32) for text in texts]
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
         """See ``Tokenizer``. What was replaced decodes to U+FFFD."""
@@ -50,6 +49,10 @@ class AsciiTokenizer:
     def save(self, directory: Path) -> None:
         """See ``Tokenizer``: the description alone, there is nothing else to know."""
         write_description(directory, self, {"kind": ASCII})
+
+
+def _known(text: str) -> bytes:
+    return _OTHERS.sub(chr(_SUBSTITUTE), text).encode("ascii")
 
 
 def load_ascii(directory: Path, description: dict[str, Any]) -> AsciiTokenizer:

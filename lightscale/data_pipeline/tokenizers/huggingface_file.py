@@ -58,13 +58,14 @@ class HuggingFaceTokenizer:
         self._require_no_forgery(special, origin)
         self._require_lossless(origin)
 
-    def encode(self, text: str) -> NDArray[np.uint32]:
+    def encode(self, text: str) -> list[int]:
         """See ``Tokenizer``."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """See ``Tokenizer``."""
-        return [self.encode(text) for text in texts]
+        return [np.array(self.encode(text), dtype=np.uint32) for text in texts]
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
         """See ``Tokenizer``."""

@@ -42,11 +42,11 @@ class Tokenizer(Protocol):
     sha256: str
     """Identity: the hash of everything that decides which ids a text becomes."""
 
-    def encode(self, text: str) -> NDArray[np.uint32]:
-        """``text``, valid Unicode, as (n,) ids without special ones."""
+    def encode(self, text: str) -> list[int]:
+        """The ids of ``text``, valid Unicode, without special ones."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """``encode`` of each of ``texts``."""
+        """``encode`` of each of ``texts``, (n,) each."""
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
         """The text of ``ids``. Special ids decode to nothing, a character cut in two to U+FFFD."""

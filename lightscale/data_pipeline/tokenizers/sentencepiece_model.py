@@ -45,7 +45,7 @@ class SentencePieceTokenizer:
         if self.eot_id < 0:
             raise UserError(f"{origin}: the model has no end-of-sentence token, which would begin documents")
         mark_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
-        self._space_mark_ids = np.array(mark_ids, dtype=np.uint32)
+        self._space_mark_ids = mark_ids
         lost = [probe for probe in PROBES if self.decode(self.encode(probe)) != probe]
         if lost:
             raise UserError(
@@ -54,19 +54,18 @@ class SentencePieceTokenizer:
                 "and byte_fallback, without add_dummy_prefix and remove_extra_whitespaces"
             )
 
-    def encode(self, text: str) -> NDArray[np.uint32]:
+    def encode(self, text: str) -> list[int]:
         """See ``Tokenizer``."""
         # Between real marks the model may encode as it likes; a mark itself must not become a space.
-        texts = text.split(SPACE_MARK)
-        parts = [np.asarray(self._processor.encode(part), dtype=np.uint32) for part in texts]
-        if len(parts) == 1:
-            return parts[0]
-        marks = [self._space_mark_ids] * len(parts)
-        return np.concatenate([ids for pair in zip(parts, marks, strict=True) for ids in pair][:-1])
+        first, *others = text.split(SPACE_MARK)
+        ids: list[int] = self._processor.encode(first)
+        for part in others:
+            ids += [*self._space_mark_ids, *self._processor.encode(part)]
+        return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """See ``Tokenizer``."""
-        return [self.encode(text) for text in texts]
+        return [np.array(self.encode(text), dtype=np.uint32) for text in texts]
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
         """See ``Tokenizer``."""

@@ -49,13 +49,14 @@ class TiktokenTokenizer:
         self.vocab_size = self._encoding.n_vocab
         self.eot_id = special_tokens[END_OF_TEXT]
 
-    def encode(self, text: str) -> NDArray[np.uint32]:
+    def encode(self, text: str) -> list[int]:
         """See ``Tokenizer``."""
-        return self._encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
+        return self._encoding.encode(text, allowed_special=set(), disallowed_special=())
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """See ``Tokenizer``."""
-        return [self.encode(text) for text in texts]
+        encode = self._encoding.encode_to_numpy
+        return [encode(text, allowed_special=set(), disallowed_special=()) for text in texts]
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
         """See ``Tokenizer``."""

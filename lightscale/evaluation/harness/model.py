@@ -102,7 +102,7 @@ class LightscaleLM(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """The ids of a text, none added; ``_answer`` begins documents."""
-        return [int(token) for token in self._loaded.tokenizer.encode(string)]
+        return self._loaded.tokenizer.encode(string)
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes beside its results."""

@@ -11,7 +11,7 @@ _MAX_OPEN_BYTES = 3
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids of a document that begins with ``text``."""
-    return [tokenizer.eot_id, *map(int, tokenizer.encode(text))]
+    return [tokenizer.eot_id, *tokenizer.encode(text)]
 
 
 class WrittenText:

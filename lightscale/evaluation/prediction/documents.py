@@ -116,5 +116,5 @@ def with_masks(tokenizer: Tokenizer, text: str, masks: MaskWriting) -> Ids:
     ids = [tokenizer.eot_id]
     for part in before:
         own = part.removesuffix(" ") if joins else part
-        ids += [*(tokenizer.encode(own).tolist() if own else ()), masks.id]
-    return np.array([*ids, *(tokenizer.encode(last).tolist() if last else ())], dtype=np.int32)
+        ids += [*(tokenizer.encode(own) if own else ()), masks.id]
+    return np.array([*ids, *(tokenizer.encode(last) if last else ())], dtype=np.int32)

@@ -8,6 +8,6 @@ from lightscale.data_pipeline.tokenizers import Tokenizer
 def token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:
     """The text of a token by itself, with the space that it begins with."""
     # Behind another token: some tokenizers drop the space at the beginning of a text.
-    anchor = tokenizer.encode("a").tolist()
+    anchor = tokenizer.encode("a")
     skip = len(tokenizer.decode(anchor))
     return lambda number: tokenizer.decode([*anchor, number])[skip:]

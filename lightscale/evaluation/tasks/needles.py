@@ -155,7 +155,7 @@ class Needles(Task):
 
         @functools.cache
         def encode(text: str) -> Ids:
-            return np.asarray(encoder.tokenizer.encode(text)).astype(np.int32)
+            return np.array(encoder.tokenizer.encode(text), dtype=np.int32)
 
         settings = self.settings
         hay = haystack(self._texts, encode, settings.lengths[-1])

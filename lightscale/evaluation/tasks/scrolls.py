@@ -161,7 +161,7 @@ class Scrolls(Task):
         ask = encoder.tokenizer.encode(f"\n\nQuestion: {question.ask}\nAnswer:")
         room = self.settings.context - 1 - len(ask) - of.max_tokens
         self._cut += len(ids) > room
-        context = encoder.begin(np.concatenate([ids[: max(0, room)], ask]))
+        context = encoder.begin([*ids[: max(0, room)], *ask])
         return GenerateUntil(context=context, until=of.until, max_tokens=of.max_tokens)
 
     def data_hashes(self) -> dict[str, str]:

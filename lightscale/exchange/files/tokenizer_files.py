@@ -266,7 +266,7 @@ def _check(tokenizer: Tokenizer, content: str) -> None:
         ) from error
     exported.encode_special_tokens = True
     for text in comparison_texts():
-        expected = tokenizer.encode(text).tolist()
+        expected = tokenizer.encode(text)
         if (found := exported.encode(text, add_special_tokens=False).ids) != expected:
             raise UserError(
                 f"the tokenizer {tokenizer.name} cannot be exported: {shortened(repr(text), 80)} becomes the ids "

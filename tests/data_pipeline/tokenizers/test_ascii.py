@@ -15,7 +15,7 @@ EVERY = "".join(map(chr, range(1, 128)))
 def test_ids_are_ascii() -> None:
     tokenizer = AsciiTokenizer()
     assert (tokenizer.vocab_size, tokenizer.eot_id) == (128, 0)
-    assert tokenizer.encode(EVERY).tolist() == list(range(1, 128))
+    assert tokenizer.encode(EVERY) == list(range(1, 128))
     # SUB stands for what is not ASCII.
     assert tokenizer.decode(range(128)) == EVERY.replace("\x1a", "\ufffd")
     assert [x.tolist() for x in tokenizer.encode_batch(["ab", ""])] == [[97, 98], []]
@@ -24,7 +24,7 @@ def test_ids_are_ascii() -> None:
 def test_other_characters_are_replaced_one_by_one() -> None:
     tokenizer = AsciiTokenizer()
     ids = tokenizer.encode("na\u00efve \U0001f600\x00")
-    assert ids.tolist() == [110, 97, 26, 118, 101, 32, 26, 26]
+    assert ids == [110, 97, 26, 118, 101, 32, 26, 26]
     assert tokenizer.eot_id not in ids and tokenizer.decode(ids) == "na\ufffdve \ufffd\ufffd"
 
 

@@ -87,10 +87,8 @@ def test_at_the_first_difference_it_is_off(byte_tokenizer: TiktokenTokenizer, fa
 
 def test_an_encoder_that_is_wrong_from_the_beginning_never_encodes(byte_tokenizer: TiktokenTokenizer) -> None:
     def forged(texts: Sequence[str]) -> Ids:  # takes what spells a special token for it
-        return [
-            np.array([256], dtype=np.uint32) if "<|endoftext|>" in text else byte_tokenizer.encode(text)
-            for text in texts
-        ]
+        ids = [[256] if "<|endoftext|>" in text else byte_tokenizer.encode(text) for text in texts]
+        return [np.array(one, dtype=np.uint32) for one in ids]
 
     checked = CheckedTokenizer(byte_tokenizer, forged, "fast 1.0")
     assert " is off" in fast_path_notes(checked)[0]

@@ -51,10 +51,11 @@ def tokenizer() -> HuggingFaceTokenizer:
     | st.lists(st.sampled_from([*SPECIAL, "the", " ", "    ", "\0", "\u2581", "e\u0301", "\r\n"])).map("".join)
 )
 def test_it_loses_nothing_and_text_makes_no_special_token(tokenizer: HuggingFaceTokenizer, text: str) -> None:
-    ids = tokenizer.encode(text)
-    assert ids.dtype == np.uint32
+    ids, (batched,) = tokenizer.encode(text), tokenizer.encode_batch([text])
+    assert {type(number) for number in ids} <= {int}
+    assert batched.dtype == np.uint32 and batched.tolist() == ids
     assert tokenizer.decode(ids) == text
-    assert not {0, 1, 2} & set(ids.tolist())
+    assert not {0, 1, 2} & set(ids)
 
 
 def test_ids_are_those_of_the_package(tokenizer: HuggingFaceTokenizer) -> None:
@@ -62,7 +63,7 @@ def test_ids_are_those_of_the_package(tokenizer: HuggingFaceTokenizer) -> None:
     plain = hf.Tokenizer.from_str(train(added=["    "]).decode())
     plain.no_truncation()
     plain.no_padding()
-    assert tokenizer.encode(text).tolist() == plain.encode(text, add_special_tokens=False).ids
+    assert tokenizer.encode(text) == plain.encode(text, add_special_tokens=False).ids
     assert [ids.tolist() for ids in tokenizer.encode_batch([text, "", "the"])] == [
         plain.encode(part, add_special_tokens=False).ids for part in (text, "", "the")
     ]
@@ -87,7 +88,7 @@ def test_saved_and_loaded_it_is_the_same_and_another_is_refused(
     tokenizer.save(directory)
     loaded = load_tokenizer(tmp_path)
     assert (loaded.name, loaded.sha256, loaded.eot_id) == ("huggingface", tokenizer.sha256, tokenizer.eot_id)
-    assert loaded.encode("the 字 <|endoftext|>").tolist() == tokenizer.encode("the 字 <|endoftext|>").tolist()
+    assert loaded.encode("the 字 <|endoftext|>") == tokenizer.encode("the 字 <|endoftext|>")
     (directory / "huggingface.json").write_bytes(train())
     with pytest.raises(UserError, match="changed after the store was written"):
         load_tokenizer(tmp_path)

@@ -404,7 +404,7 @@ NAMES = pytest.mark.parametrize("name", ["sentencepiece", "bytes"])
 @given(text=st.text())
 def test_characters_come_whole(tokenizers: dict[str, Tokenizer], name: str, text: str) -> None:
     tokenizer = tokenizers[name]
-    parts = list(decode_stream(tokenizer, tokenizer.encode(text).tolist()))
+    parts = list(decode_stream(tokenizer, tokenizer.encode(text)))
     assert "".join(parts) == text
     assert all(parts)
 

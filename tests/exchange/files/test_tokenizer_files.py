@@ -49,7 +49,7 @@ def differing(tokenizer: Tokenizer, directory: Path, texts: Iterable[str]) -> li
     exported.encode_special_tokens = True
     found = []
     for text in texts:
-        expected = tokenizer.encode(text).tolist()
+        expected = tokenizer.encode(text)
         ids = exported.encode(text, add_special_tokens=False).ids
         if ids != expected or exported.decode(ids, skip_special_tokens=False) != tokenizer.decode(expected):
             found.append(text)
@@ -73,7 +73,7 @@ def test_every_id_and_every_text(tmp_path: Path, kind: str) -> None:
     assert differing(tokenizer, tmp_path, comparison_texts(10_000, seed=1)) == []
     content = json.loads((tmp_path / FILE).read_text(encoding="utf-8"))
     exported = tokenizers.Tokenizer.from_file(str(tmp_path / FILE))
-    assert exported.encode("the").ids == [tokenizer.eot_id, *tokenizer.encode("the").tolist()]
+    assert exported.encode("the").ids == [tokenizer.eot_id, *tokenizer.encode("the")]
     settings = json.loads((tmp_path / CONFIG).read_text(encoding="utf-8"))
     eot = settings["eos_token"]
     assert {token["content"]: token["id"] for token in content["added_tokens"]}[eot] == tokenizer.eot_id

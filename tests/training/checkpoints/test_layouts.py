@@ -23,6 +23,8 @@ ONE: Axes = (1, 1, 1, 1)
 TWO: list[Axes] = [(2, 1, 1, 2), (2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 1, 1), (2, 1, 2, 1, 2)]
 FOUR: list[Axes] = [(4, 2, 1, 2), (4, 1, 2, 2), (4, 4, 1, 1)]
 RunRanks = Callable[..., list[Any]]
+Model = dict[str, Any]
+TNL: Model = {"mixer": "tnl"}
 
 
 def draw() -> list[float]:
@@ -30,11 +32,11 @@ def draw() -> list[float]:
     return [random.random(), float(np.random.random()), float(torch.rand(()))]
 
 
-def record(rank: int, world_size: int, init_method: str, folder: str, layouts: list[Axes], mixer: str = "tnl") -> None:
+def record(rank: int, world_size: int, init_method: str, folder: str, layouts: list[Axes], model: Model = TNL) -> None:
     """Three steps, a checkpoint, and three more: what a resumed run must repeat."""
     for axes in layouts:
         random.seed(rank), np.random.seed(rank), torch.manual_seed(rank)
-        with tiny.engine_on(axes, rank, f"{init_method}-{axes}", mixer=mixer) as engine:
+        with tiny.engine_on(axes, rank, f"{init_method}-{axes}", **model) as engine:
             tiny.train(engine, 0, STEPS)
             path = Path(folder) / str(axes)
             saver, state = Saver(path, engine.mesh), {"common": {"place": [3, "x"]}, "facts": {"tokens": 9}}
@@ -55,7 +57,7 @@ def resume(
     folder: str,
     layouts: list[Axes],
     sources: list[Axes],
-    mixer: str = "tnl",
+    model: Model = TNL,
 ) -> dict[tuple[Axes, Axes], dict[str, Any]]:
     """For each layout and checkpoint: how far the continuation is from the uninterrupted run's."""
     found = {}
@@ -63,7 +65,7 @@ def resume(
         for source in sources:
             random.seed(7), np.random.seed(7), torch.manual_seed(7)
             path = Path(folder) / str(source)
-            with tiny.engine_on(axes, rank, f"{init_method}-{axes}-{source}", seed=1, mixer=mixer) as engine:
+            with tiny.engine_on(axes, rank, f"{init_method}-{axes}-{source}", seed=1, **model) as engine:
                 checkpoints = Checkpoints(path, engine.mesh)
                 alone = checkpoints.restore(engine, weights_only=True)
                 assert alone is not None and alone.path.name == directory_name(STEPS, "weights")
@@ -88,15 +90,15 @@ def resume(
     return found
 
 
-def check_all_pairs(run_ranks: RunRanks, folder: str, by_size: dict[int, list[Axes]], mixer: str = "tnl") -> None:
+def check_all_pairs(run_ranks: RunRanks, folder: str, by_size: dict[int, list[Axes]], model: Model = TNL) -> None:
     """Every layout's checkpoint continues on each of them, optimizer included, by the parity rule."""
     every = [axes for layouts in by_size.values() for axes in layouts]
     for world_size, layouts in by_size.items():
-        run_ranks(record, world_size, folder, layouts, mixer, timeout_s=200)
+        run_ranks(record, world_size, folder, layouts, model, timeout_s=200)
     found = [
         result
         for world_size, layouts in by_size.items()
-        for result in run_ranks(resume, world_size, folder, layouts, every, mixer, timeout_s=300)
+        for result in run_ranks(resume, world_size, folder, layouts, every, model, timeout_s=300)
     ]
     assert {pair for result in found for pair in result} == {(axes, source) for axes in every for source in every}
     for result in found:
@@ -116,6 +118,16 @@ def check_all_pairs(run_ranks: RunRanks, folder: str, by_size: dict[int, list[Ax
 @pytest.mark.timeout(600)
 def test_any_layout_resumes_any_other(run_ranks: RunRanks, tmp_path: Path) -> None:
     check_all_pairs(run_ranks, str(tmp_path), {1: [ONE], 2: TWO[:2]})
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("rows", "tied"), [(301, True), (119, False)])
+def test_padding_of_the_vocabulary_is_no_part_of_the_model(
+    run_ranks: RunRanks, tmp_path: Path, rows: int, tied: bool
+) -> None:
+    """Each of two tensor ranks holds 256 rows where the model has 301, or 128 where it has 119, all on the first."""
+    model = {"vocab_size": rows, "num_ids": rows - 5, "tie_word_embeddings": tied}
+    check_all_pairs(run_ranks, str(tmp_path), {1: [ONE], 2: TWO[1:2], 4: [(4, 2, 2, 1)]}, model)
 
 
 @pytest.mark.soak
@@ -146,11 +158,11 @@ def test_any_layout_resumes_any_other_of_the_other_architectures(
     run_ranks: RunRanks, tmp_path: Path, mixer: str, four: Axes
 ) -> None:
     """Each with some of the layouts of TNL above; `soak` has all pairs."""
-    check_all_pairs(run_ranks, str(tmp_path), {1: [ONE], 2: TWO[-1:], 4: [four]}, mixer)
+    check_all_pairs(run_ranks, str(tmp_path), {1: [ONE], 2: TWO[-1:], 4: [four]}, {"mixer": mixer})
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mixer", ["hgrn2", "lightnet", "cosformer2", "llama"])
 def test_any_layout_resumes_any_other_for_every_architecture(run_ranks: RunRanks, tmp_path: Path, mixer: str) -> None:
-    check_all_pairs(run_ranks, str(tmp_path), {1: [ONE], 2: TWO[-1:], 4: FOUR}, mixer)
+    check_all_pairs(run_ranks, str(tmp_path), {1: [ONE], 2: TWO[-1:], 4: FOUR}, {"mixer": mixer})
