@@ -30,8 +30,8 @@ from lightscale.training.checkpoints.directories import CheckpointName, list_che
 from lightscale.training.checkpoints.manifest import NAME as MANIFEST
 from lightscale.training.checkpoints.manifest import hash_file
 from lightscale.training.checkpoints.restore import Checkpoints, LostCheckpoints, Restored
+from lightscale.training.health.copies import check_copies
 from lightscale.training.health.guard import Guard
-from lightscale.training.health.replicas import check_stage_copies
 
 GIVE_UP = "lost-checkpoints"
 """In ``--allow-change``: begin again at step 0 although the run's checkpoints are gone."""
@@ -137,7 +137,7 @@ class Recovery:
             self._start_from_weights()
         else:
             self._load(restored)
-        check_stage_copies(self._engine)
+        check_copies(self._engine)
         # A rollback records its skip after the checkpoint it returns to was written, so that this checkpoint does not
         # have it. Records are compared as multisets: data can be skipped twice at one position, by two rollbacks.
         missing = Counter(self._recorded_skips()) - Counter(self._loader.skips.records)

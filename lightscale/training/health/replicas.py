@@ -28,15 +28,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightscale.errors import UserError
-from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.engine import Engine
-from lightscale.parallel.initialization import named_parameters
+from lightscale.training.health.copies import checksums, differing_copies, held_weights, places
 
-# Bytes of a word. Sums of long words are many times faster on CPUs, where shorter ones are converted first.
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Odd, so that nothing is lost modulo 2^64 however often a number is folded.
 _FOLD = 0x9E3779B97F4A7C1
+_MOST_NAMES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,16 +65,27 @@ class ReplicaFault:
 class SilentCorruption(RuntimeError):
     """Weights are not what they must be; the message names the ranks and their hosts."""
 
-    def __init__(self, faults: Sequence[ReplicaFault], hosts: Sequence[str], *, since: int, step: int) -> None:
-        """``hosts``: of all ranks; it happened after step ``since`` and before the end of ``step``."""
+    def __init__(
+        self,
+        faults: Sequence[ReplicaFault],
+        hosts: Sequence[str],
+        *,
+        since: int,
+        step: int,
+        differing: Sequence[str] = (),
+    ) -> None:
+        """``hosts``: of all ranks; it happened after step ``since`` and before the end of ``step``.
+
+        ``differing``: the parameters whose copies differ now, and where.
+        """
         self.ranks = sorted({rank for fault in faults for rank in fault.ranks})
         self.hosts = [hosts[rank] for rank in self.ranks]
         self.since = since
-        lines = [
-            f"{' and '.join(f'rank {rank} ({hosts[rank]})' for rank in fault.ranks)}: {fault.what}" for fault in faults
-        ]
+        lines = [f"{places(fault.ranks, hosts)}: {fault.what}" for fault in faults]
+        names = f"; different now: {', '.join(differing[:_MOST_NAMES])}" if differing else ""
+        more = f" and {len(differing) - _MOST_NAMES} more" if len(differing) > _MOST_NAMES else ""
         super().__init__(
-            f"silent corruption after step {since} and before the end of step {step}: {'; '.join(lines)}. "
+            f"silent corruption after step {since} and before the end of step {step}: {'; '.join(lines)}{names}{more}. "
             "No checkpoint since then was written; exclude a host that is named again"
         )
 
@@ -128,7 +136,7 @@ class ReplicaCheck:
             # makes the order count, so that a change in one step cannot cancel that of another.
             self._written = self._written * _FOLD + self._own
             self._seen = self._seen * _FOLD + self._rows(slice(None))
-            copies = [_checksums(weight.reshape(1, -1)) for _, weight in self._copied()]
+            copies = [checksums(weight.reshape(1, -1)) for _, weight in self._copied()]
             if copies:
                 self._copies = self._copies * _FOLD + torch.cat(copies)
 
@@ -161,7 +169,10 @@ class ReplicaCheck:
         dist.all_gather_object(reports, own, group=self._mesh.control)
         found = find_faults(reports)
         if found:
-            raise SilentCorruption(found, [report.host for report in reports], since=self._since, step=step)
+            hosts = [report.host for report in reports]
+            # Rows are of flat weights. Where the copies still differ, it can be said in which parameters.
+            now = [f"{copies.name} on {places(copies.odd, hosts)}" for copies in differing_copies(self._engine)]
+            raise SilentCorruption(found, hosts, since=self._since, step=step, differing=now)
         self._forget(step)
 
     def _forget(self, step: int) -> None:
@@ -174,62 +185,14 @@ class ReplicaCheck:
         """(rows,) checksums over all flat weights."""
         total = torch.zeros((), dtype=torch.int64, device=self._mesh.device)
         for flat in self._engine.flat_weights():
-            total = total * _FOLD + _checksums(flat[rows])
+            total = total * _FOLD + checksums(flat[rows])
         return total
 
     def _copied(self) -> Iterator[tuple[str, Tensor]]:
         """What other tensor ranks or stages (virtual ones: of this rank too) have copies of."""
-        for chunk in self._engine.chunks:
-            for name, parameter in named_parameters(chunk):
-                # Megatron's mark of weights that several stages hold, as tied embeddings. Those may be split over
-                # tensor ranks, so that stages are compared for each tensor rank apart.
-                if getattr(parameter, "shared_embedding", False):
-                    yield f"{name} of tensor rank {self._mesh.groups.tp.rank()}", parameter.detach()
-                # Megatron's mark of parameters that are split over the tensor ranks: each rank has a copy of those
-                # without it.
-                elif self._mesh.tensor > 1 and not getattr(parameter, "tensor_model_parallel", False):
-                    yield name, parameter.detach()
-
-
-def check_stage_copies(engine: Engine) -> None:
-    """Refuse weights that were drawn or read where pipeline stages hold different copies of one. Collective.
-
-    The embedding is such a weight where it is tied: the last stage has a copy of it as its output layer. Each stage
-    adds the same steps to its copy, so that copies that begin apart stay so, and nothing fails.
-
-    Raises:
-        UserError: on all ranks, with the parameter, its stages and their ranks.
-    """
-    mesh = engine.mesh
-    if mesh.pipeline == 1:
-        return
-    tensor_rank = f" (tensor rank {mesh.groups.tp.rank()})" if mesh.tensor > 1 else ""
-
-    def own() -> list[tuple[str, int, int]]:
-        return [
-            (f"{name}{tensor_rank}", mesh.groups.pp.rank(), int(_checksums(parameter.detach().reshape(1, -1))))
-            for chunk in engine.chunks
-            for name, parameter in named_parameters(chunk)
-            if getattr(parameter, "shared_embedding", False)
-        ]
-
-    holders: dict[str, dict[int, list[tuple[int, int]]]] = {}
-    for rank, held in enumerate(Agreement(mesh.control).on_all(own)):
-        for name, stage, checksum in held:
-            holders.setdefault(name, {}).setdefault(stage, []).append((rank, checksum))
-    for name, by_stage in holders.items():
-        if len({checksum for held in by_stage.values() for _, checksum in held}) > 1:
-            what = "the tied embedding" if name.startswith("embedding.word_embeddings.") else "a shared parameter"
-            where = " and ".join(
-                f"stage {stage} (rank {', '.join(map(str, dict.fromkeys(rank for rank, _ in held)))})"
-                for stage, held in sorted(by_stage.items())
-            )
-            raise UserError(
-                f"the copies of {what} differ: {name} of {where}. They would be trained as two models, of which a "
-                "checkpoint keeps one. Start with parallel.pipeline=1, or begin again in a new run; a checkpoint "
-                "written on several stages with model.embedding_std, before the copies were drawn alike, is not of "
-                "one model"
-            )
+        for held in held_weights(self._engine):
+            if held.is_on_stages or (held.is_whole and self._mesh.tensor > 1):
+                yield held.name, held.weight
 
 
 def find_faults(reports: Sequence[ReplicaReport]) -> list[ReplicaFault]:
@@ -265,10 +228,3 @@ def _faults_of_copies(reports: Sequence[ReplicaReport]) -> Iterator[ReplicaFault
         else:
             every = {rank for rank, _ in held}
             yield ReplicaFault(ranks=tuple(sorted(every)), what=f"{name} differs, and no majority of ranks agrees")
-
-
-def _checksums(rows: Tensor) -> Tensor:
-    """(rows,) sums of the words in each row of a (rows, n) tensor; words of 8 bytes where they fit."""
-    num_bytes = rows.size(1) * rows.element_size()
-    word = _INTEGERS[rows.element_size() if num_bytes % 8 else 8]
-    return rows.view(word).sum(dim=1, dtype=torch.int64)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lightscale.parallel.engine import Engine
-from lightscale.training.health.replicas import ReplicaCheck, ReplicaReport, SilentCorruption, _checksums, find_faults
+from lightscale.training.health.copies import checksums
+from lightscale.training.health.replicas import ReplicaCheck, ReplicaReport, SilentCorruption, find_faults
 
 tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "tiny_engine.py")))
 
@@ -83,13 +84,13 @@ def test_whose_copies_are_wrong() -> None:
 @pytest.mark.parametrize("n", [1, 3, 8])
 def test_every_bit_counts(dtype: torch.dtype, n: int) -> None:
     rows = torch.randn(3, n).to(dtype)
-    before = _checksums(rows)
-    assert torch.equal(_checksums(rows[1:2]), before[1:2]), "as a row by itself"
+    before = checksums(rows)
+    assert torch.equal(checksums(rows[1:2]), before[1:2]), "as a row by itself"
     words = rows.view(torch.int16)
     for column in range(words.size(1)):
         for bit in range(16):
             words[2, column] ^= -(1 << 15) if bit == 15 else 1 << bit
-            changed = _checksums(rows) != before
+            changed = checksums(rows) != before
             assert changed.tolist() == [False, False, True], (column, bit)
             words[2, column] ^= -(1 << 15) if bit == 15 else 1 << bit
 
