@@ -1,4 +1,4 @@
-"""The gated delta rule: a state that is corrected where it is written to (DeltaNet, gated DeltaNet, Kimi Delta Attention).
+"""The gated delta rule: a state that is corrected where it is written to (DeltaNet, gated DeltaNet, KDA).
 
 S_t = (I - β_t k_t k_tᵀ) diag(α_t) S_{t-1} + β_t k_t v_tᵀ and o_t = S_tᵀ q_t (Yang et al., Parallelizing Linear
 Transformers with the Delta Rule, arXiv 2406.06484, Eq. 4; Yang, Kautz and Hatamizadeh, Gated Delta Networks,
@@ -112,7 +112,8 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, bet
         raise UserError(f"q and k must have the same shape (B, T, H, K), got {tuple(q.shape)} and {tuple(k.shape)}")
     if v.shape[:2] != q.shape[:2] or v.shape[2] == 0 or v.shape[2] % q.shape[2]:
         raise UserError(
-            f"v must be (B, T, N, V) = ({q.shape[0]}, {q.shape[1]}, a multiple of {q.shape[2]}, V), got {tuple(v.shape)}"
+            f"v must be (B, T, N, V) = ({q.shape[0]}, {q.shape[1]}, a multiple of {q.shape[2]}, V), "
+            f"got {tuple(v.shape)}"
         )
     if not q.dtype == k.dtype == v.dtype:
         raise UserError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")

@@ -115,7 +115,10 @@ class _Chunks:
             if self.batch.masks is not None:
                 read.masked_fill_(~self.batch.masks.incoming[chunk], 0.0)
             written[chunk] -= read
-            states[chunk + 1] = self._passed(states[chunk], chunk) + self.k_out[chunk].mT @ written[chunk]
+            leaving = written[chunk]
+            if self.batch.masks is not None:
+                leaving = leaving.masked_fill(~self.batch.masks.outgoing[chunk], 0.0)
+            states[chunk + 1] = self._passed(states[chunk], chunk) + self.k_out[chunk].mT @ leaving
         return written, states
 
     def scan_back(self, dwritten: Tensor, reads: Tensor, dstate: Tensor) -> Tensor:
@@ -426,8 +429,18 @@ class ChunkedDeltaRule(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients of ``forward``'s arguments; the cotangent of a result that is not used is None."""
-        *inputs, initial_state, cu_seqlens = ctx.saved_tensors
-        do = torch.zeros_like(inputs[2]) if do is None else do
-        gradients = row_gradients(*inputs, do, initial_state, dstate, cu_seqlens, chunk_size=ctx.chunk_size)
+        q, k, v, log_decay, beta, initial_state, cu_seqlens = ctx.saved_tensors
+        gradients = row_gradients(
+            q,
+            k,
+            v,
+            log_decay,
+            beta,
+            torch.zeros_like(v) if do is None else do,
+            initial_state,
+            dstate,
+            cu_seqlens,
+            chunk_size=ctx.chunk_size,
+        )
         dinitial_state = gradients.S_in if ctx.needs_input_grad[5] else None
         return *gradients[:5], dinitial_state, None, None
