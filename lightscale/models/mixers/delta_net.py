@@ -35,8 +35,8 @@ from lightscale.models.specs.delta_net import (
     KimiDeltaSpec,
     delta_options,
     delta_sizes,
-    gate_rank,
 )
+from lightscale.models.specs.gated import gate_rank
 from lightscale.parallel.initialization import ones, set_initializer
 from lightscale.parallel.megatron import TransformerConfig
 from lightscale.parallel.sequence import DeltaRuleScan

@@ -11,7 +11,9 @@ from lightscale.config.model import ModelConfig
 from lightscale.config.section import Positive, Section, Width
 from lightscale.errors import UserError
 from lightscale.kernels.operators import get_operator
+from lightscale.models.specs.gated import gate_rank
 from lightscale.models.specs.interface import MixerSpec, ParameterRows, Shapes
+from lightscale.models.specs.options import LowRankGateOptions
 
 
 class DeltaNetOptions(Section):
@@ -37,11 +39,11 @@ class DeltaNetOptions(Section):
         return self
 
 
-class KimiDeltaOptions(DeltaNetOptions):
+class KimiDeltaOptions(DeltaNetOptions, LowRankGateOptions):
     """The options of Kimi Delta Attention."""
 
     gate_rank: Width | None = None
-    """Inner width of the matrices to decays and to the output's gate, in channels; none: value_head_dim."""
+    """Inner width of the matrices to decays and to the output's gate, in channels; none: head_dim."""
 
 
 class DeltaNetSpec(MixerSpec):
@@ -228,13 +230,6 @@ def delta_sizes(model: ModelConfig, layer: int) -> DeltaSizes:
         value_width=options.value_head_dim or model.head_dim,
         convolution=options.short_convolution,
     )
-
-
-def gate_rank(model: ModelConfig, layer: int) -> int:
-    """Inner width of the matrices of Kimi Delta Attention."""
-    options = delta_options(model, layer)
-    assert isinstance(options, KimiDeltaOptions), type(options)
-    return options.gate_rank or options.value_head_dim or model.head_dim
 
 
 def check_delta_net(model: ModelConfig) -> None:

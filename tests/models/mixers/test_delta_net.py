@@ -92,7 +92,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-Next": ("gated-delta-net", {"num_value_heads": 6, **WIDTHS, "output_norm_eps": 1e-6}),
     "Qwen3.5": ("gated-delta-net", {"num_value_heads": 6, **WIDTHS, "output_norm_eps": 1e-6}),
     "OLMo-Hybrid": ("gated-delta-net", {**WIDTHS, "negative_eigenvalues": True}),
-    "Kimi-Linear": ("kimi-delta", {"key_head_dim": 5, "value_head_dim": 5}),
+    "Kimi-Linear": ("kimi-delta", {"key_head_dim": 5, "value_head_dim": 5, "gate_rank": 5}),
 }
 
 
