@@ -66,7 +66,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gated-delta-net": {
         "mixer": "gated-delta-net",
         "norm": "rmsnorm",
-        "mixer_options": {"gated-delta-net": {"num_value_heads": 8, "key_head_dim": 5, "negative_eigenvalues": True}},
+        "mixer_options": {"gated-delta-net": {"num_value_heads": 16, "key_head_dim": 5, "negative_eigenvalues": True}},
     },
     "kimi-delta": {"mixer": ["kimi-delta", "llama", "kimi-delta"], "mixer_options": {"kimi-delta": {"gate_rank": 3}}},
     "causal-rn": {

@@ -133,19 +133,19 @@ class DeltaNetSpec(MixerSpec):
 
     @classmethod
     def kept_values(cls, model: ModelConfig, layer: int) -> int | None:
-        """What is projected, behind the convolution, of unit length, the output, and that behind norm and gate."""
+        """Queries, keys and values before and behind the convolution, those of unit length and values once more, the
+        output, that behind norm and gate, and the gate."""
         s = delta_sizes(model, layer)
-        projected = cls._write_rows(s) + cls._read_rows(s)
-        convolved = (2 * s.keys + s.values) * (2 if s.convolution else 1)
-        gate = s.values + 2 * gate_rank(model, layer) if cls.decay == "channel" else 0
-        return projected + convolved + 2 * s.keys + 2 * s.values + gate
+        gate = 0 if cls.gate == "none" else s.values
+        ranks = 2 * gate_rank(model, layer) if cls.decay == "channel" else 0
+        return 6 * s.keys + 5 * s.values + gate + ranks
 
     @classmethod
     def fp32_values(cls, model: ModelConfig, layer: int) -> int:
-        """β, log decays, and what they were made of."""
+        """β, log decays and what they were made of, and what the norms of queries, keys and outputs divide by."""
         s = delta_sizes(model, layer)
         decays = {"none": 0, "head": 3, "channel": 3 * s.key_width}[cls.decay]
-        return s.value_heads * (2 + decays)
+        return s.value_heads * (2 + decays) + 2 * s.heads
 
     @staticmethod
     def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
