@@ -84,6 +84,19 @@ FIGURES = {
         behind=(r"$y_t / (z_t + \epsilon)$, or norm and gate", "W_o"),
         activation="silu",
     ),
+    "delta-net": Figure(
+        title="DeltaNet, gated DeltaNet, Kimi Delta Attention",
+        columns=(
+            ("W_q", "conv, silu", "length 1"),
+            ("W_k", "conv, silu", "length 1"),
+            ("W_v", "conv, silu"),
+            (r"$W_\beta$, $W_\alpha$", r"$\beta$, $\alpha$"),
+        ),
+        operator=r"$S_t = (I - \beta_t k_t k_t^T)\,\alpha_t S_{t-1} + \beta_t k_t v_t^T,\ \ o_t = S_t^T q_t$",
+        behind=("norm of each head", "times gate", "W_o"),
+        gate=("W_g", "silu, or sigmoid"),
+        activation="silu",
+    ),
     "causal-rn": Figure(
         title="CausalRN, linear form",
         columns=(("W_a, c", "LN"), ("W_b", "LN", r"$z_t = \log \Sigma_{s \leq t}\, e^{b_s}$")),

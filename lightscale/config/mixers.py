@@ -59,6 +59,8 @@ def _built_in(module: str, name: str, **more: Any) -> MixerEntry:
 _OPTIONS = "lightscale.models.specs.options"
 _GATED = f"{_OPTIONS}:GatedMixerOptions"
 _DECAY_ATTENTION = "lightscale.models.specs.decay_attention"
+_DELTA_NET = "lightscale.models.specs.delta_net"
+_CHECK_DELTA_NET = f"{_DELTA_NET}:check_delta_net"
 _CHECK_RELATION = "lightscale.models.specs.relation:check_relation"
 
 MIXERS: dict[str, MixerEntry] = {
@@ -84,6 +86,14 @@ MIXERS: dict[str, MixerEntry] = {
         options=f"{_DECAY_ATTENTION}:DecayAttentionOptions",
         check=f"{_DECAY_ATTENTION}:check_decay_attention",
     ),
+    "delta-net": _built_in("delta_net", "DeltaNet", options=f"{_DELTA_NET}:DeltaNetOptions", check=_CHECK_DELTA_NET),
+    "gated-delta-net": _built_in(
+        "delta_net",
+        "GatedDeltaNet",
+        options=f"{_DELTA_NET}:DeltaNetOptions",
+        check=_CHECK_DELTA_NET,
+    ),
+    "kimi-delta": _built_in("delta_net", "KimiDelta", options=f"{_DELTA_NET}:KimiDeltaOptions", check=_CHECK_DELTA_NET),
     "causal-rn": _built_in("relation", "CausalRN", options=f"{_OPTIONS}:CausalRNOptions", check=_CHECK_RELATION),
     "bi-rn": _built_in(
         "relation",

@@ -51,6 +51,8 @@ class StateAlgebra(Enum):
     """S_out = D ⊙ S_in + S_loc."""
     LOG_SUM_EXP = "log_sum_exp"
     """z_out = logaddexp(z_in, z_loc); S_out is the average of S_in and S_loc by exp of z_in and z_loc."""
+    AFFINE = "affine"
+    """S_out = M S_in + S_loc, with a matrix M (K, K) of each head."""
     LOG_SUM = "log_sum"
     """z_out = logaddexp(z_in, z_loc) alone."""
     CONCATENATION = "concatenation"
@@ -244,6 +246,18 @@ register(
         cost=CostClass.GATED_SCAN,
         backends=_backends("gla", triton_chunk=64, triton_fp32_chunk=32, chunk=16),
         state=_state(StateAlgebra.DIAGONAL, S="BHKV"),
+    )
+)
+_DELTA_RULE = f"{__name__.rpartition('.')[0]}.delta_rule"
+register(
+    Operator(
+        name="delta_rule",
+        cost=CostClass.GATED_SCAN,
+        backends=(
+            Backend(name="chunked", module=f"{_DELTA_RULE}.chunked", chunk_size=16),
+            Backend(name="reference", module=f"{_DELTA_RULE}.reference"),
+        ),
+        state=_state(StateAlgebra.AFFINE, S="BHKV"),
     )
 )
 register(

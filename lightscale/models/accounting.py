@@ -22,6 +22,7 @@ _TERMS = {
     "word_embeddings.": EMBEDDING,
     _OUTPUT_WEIGHT: EMBEDDING,
     "layernorm.": NORM_WEIGHTS,
+    "_norm.": NORM_WEIGHTS,
     ".mlp.": "GLU",
     ".gate_": "gates",
     "_proj.": "projections",

@@ -70,13 +70,12 @@ def _centered_values(model: ModelConfig) -> int:
 
 
 def _fp32_values(model: ModelConfig, layer: int, recompute: Recompute) -> int:
-    """Decays per channel, in logarithms, rotary phases, inputs of LayerNorm; other decays are the mixer's to count."""
+    """Rotary phases, inputs of LayerNorm, and what the mixer counts, its decays among it."""
     if recompute == "full":
         return 0
     name = model.layers[layer]
-    kept = {CostClass.GATED_SCAN: model.hidden_size, CostClass.SOFTMAX: model.head_dim}
     return (
-        kept.get(mixer_operator(model, layer).cost, 0)
+        model.head_dim * (mixer_operator(model, layer).cost is CostClass.SOFTMAX)
         + mixer_spec(name).fp32_values(model, layer)
         + _centered_values(model)
     )

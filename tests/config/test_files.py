@@ -67,9 +67,9 @@ def refusal(path: Path, *overrides: str) -> str:
         ("train.tokens=1.5", "train.tokens = 1.5: must be a whole number >= 1"),
         (
             "model.mixer=tnt",
-            'model.mixer = "tnt": no mixer is called tnt; did you mean tnl or lightnet or lion-retnet? '
-            "known: bi-rn, causal-rn, cosformer2, decay-attention, hgrn2, lightnet, lion-lit, lion-retnet, lion-s, "
-            "llama, tnl",
+            'model.mixer = "tnt": no mixer is called tnt; did you mean tnl or lightnet or delta-net? '
+            "known: bi-rn, causal-rn, cosformer2, decay-attention, delta-net, gated-delta-net, hgrn2, kimi-delta, "
+            "lightnet, lion-lit, lion-retnet, lion-s, llama, tnl",
         ),
         (
             "model.mixer_options.tnl.gate_rank=0",

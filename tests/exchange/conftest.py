@@ -43,6 +43,12 @@ positions = "lrpe"
 short_convolution = 4
 output = "gated"
 gate_rank = 5""",
+    "delta": """mixer = ["gated-delta-net", "kimi-delta", "delta-net"]
+norm = "rmsnorm"
+[model.mixer_options]
+gated-delta-net = { num_value_heads = 8, value_head_dim = 6, negative_eigenvalues = true }
+kimi-delta = { gate_rank = 5, short_convolution = 2 }
+delta-net = { short_convolution = 0, key_head_dim = 7 }""",
     "swiglu hgrn2": 'mixer = "hgrn2"\nglu_activation = "silu"',
     "swiglu hybrid": """mixer = ["llama", "hgrn2"]
 glu_activation = "silu"
@@ -157,7 +163,7 @@ def make_run(folder: Path, name: str, tokenizer: Tokenizer) -> RunDirectory:
     """The directory of a run without checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name}.toml"
-    shape, layers = SHAPES[name], 5 if name in ("hybrid", "printed", "masked") else 2
+    shape, layers = SHAPES[name], {"hybrid": 5, "printed": 5, "masked": 5, "delta": 3}.get(name, 2)
     inner = "" if "intermediate_size" in shape else "intermediate_size = 80\n"
     file.write_text(RUN.format(shape=inner + shape, layers=layers), encoding="utf-8")
     run = RunDirectory(folder / name)

@@ -62,6 +62,13 @@ MODELS: dict[str, dict[str, Any]] = {
             }
         },
     },
+    "delta-net": {"mixer": "delta-net", "mixer_options": {"delta-net": {"short_convolution": 0}}},
+    "gated-delta-net": {
+        "mixer": "gated-delta-net",
+        "norm": "rmsnorm",
+        "mixer_options": {"gated-delta-net": {"num_value_heads": 16, "key_head_dim": 5, "negative_eigenvalues": True}},
+    },
+    "kimi-delta": {"mixer": ["kimi-delta", "llama", "kimi-delta"], "mixer_options": {"kimi-delta": {"gate_rank": 3}}},
     "causal-rn": {
         "mixer": "causal-rn",
         "norm": "layernorm",

@@ -39,11 +39,15 @@ STACKS: dict[str, str | list[str]] = {
     "mamba2": "decay-attention",
     "bi-rn": "bi-rn",
 }
-RMSNORM = ("llama", "lion-s", "lion-fixed", "lion-vector", "decay-attention", "mamba2", "causal-rn", "bi-rn")
+DELTA = ("delta-net", "gated-delta-net", "kimi-delta")
+RMSNORM = ("llama", "lion-s", "lion-fixed", "lion-vector", "decay-attention", "mamba2", "causal-rn", "bi-rn", *DELTA)
 # One of LION's with a norm over the heads of all tensor ranks, instead of sums of its own scores.
 OPTIONS: dict[str, Any] = {
     "lion-fixed": {"lion-lit": {"scale": False}},
     "lion-vector": {"lion-s": {"vector_decay": True}},
+    # More heads of values than of keys, of another width, in states that may change their sign.
+    "delta-net": {"delta-net": {"num_value_heads": 16, "value_head_dim": 6, "negative_eigenvalues": True}},
+    "kimi-delta": {"kimi-delta": {"key_head_dim": 12, "short_convolution": 0}},
     # Tokens of other ranks for its convolution, and learned angles beside decays of tokens.
     "mamba2": {
         "decay-attention": {

@@ -180,6 +180,48 @@ def decay_attention(model: ModelConfig, x: Tensor, weights: Weights, layer: int)
     return (plain.norm(model, o) if own.output == "norm" else o) @ weights["out_proj.weight"].T
 
 
+def delta_net(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor:
+    """The delta rule token by token: first the decay, then what the state returns for the key is replaced."""
+    own, heads, n = model.layer_options(layer), model.num_heads, len(x)
+    K, V = own.key_head_dim or model.head_dim, own.value_head_dim or model.head_dim
+    N = own.num_value_heads or heads
+    groups = N // heads
+    written = (x @ weights["write_proj.weight"].T).view(n, heads, -1)
+    k, v, beta, a = written.split([K, groups * V, groups, written.size(2) - K - groups * (V + 1)], dim=2)
+    read = (x @ weights["read_proj.weight"].T).view(n, heads, -1)
+    q, gate = read.split([K, read.size(2) - K], dim=2)
+    kv = _convolved(torch.cat([k, v], dim=2).flatten(1), weights.get("kv_conv.weight"))
+    q = _convolved(q.flatten(1), weights.get("q_conv.weight"))
+    if not own.short_convolution:
+        kv, q = plain.silu(kv), plain.silu(q)
+    k, v = kv.view(n, heads, -1).split([K, groups * V], dim=2)
+    q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q.view(n, heads, K), k))
+    # Heads of values in their order; those that share a head of keys are neighbours.
+    q, k = (y[:, [head // groups for head in range(N)]] for y in (q, k))
+    v, gate = v.reshape(n, N, V), gate.reshape(n, N, -1)
+    beta = (1 + own.negative_eigenvalues) / (1 + torch.exp(-beta.reshape(n, N)))
+    decay = torch.ones(n, N, 1, dtype=x.dtype)
+    if "decay.A_log" in weights:
+        if "forget_up.weight" in weights:
+            a = (x @ weights["forget_down.weight"].T @ weights["forget_up.weight"].T).view(n, N, K)
+            gate = (x @ weights["gate_down.weight"].T @ weights["gate_up.weight"].T).view(n, N, V)
+        step = torch.log(1 + torch.exp(a.reshape(n, N, -1) + weights["step.dt_bias"].view(N, -1)))
+        decay = torch.exp(-weights["decay.A_log"].exp()[:, None] * step)
+    S, outputs = torch.zeros(N, K, V, dtype=x.dtype), []
+    for t in range(n):
+        S = decay[t][..., None] * S
+        removed = torch.einsum("hk, hkv -> hv", k[t], S)
+        S = S + beta[t][:, None, None] * torch.einsum("hk, hv -> hkv", k[t], v[t] - removed)
+        outputs.append(torch.einsum("hk, hkv -> hv", q[t] / K**0.5, S))
+    o = torch.stack(outputs)
+    o = o / (o.square().mean(-1, keepdim=True) + own.output_norm_eps).sqrt() * weights["output_norm.weight"]
+    if "forget_up.weight" in weights:
+        o = o / (1 + torch.exp(-gate))
+    elif "decay.A_log" in weights:
+        o = o * plain.silu(gate)
+    return o.flatten(1) @ weights["out_proj.weight"].T
+
+
 def _convolved(x: Tensor, kernel: Tensor | None) -> Tensor:
     """(n, c): the sums of the last tokens, weighted, and silu."""
     if kernel is None:
@@ -219,6 +261,9 @@ MIX: dict[str, Callable[..., Tensor]] = {
     "lion-vector": lion,
     "decay-attention": decay_attention,
     "mamba2": decay_attention,
+    "delta-net": delta_net,
+    "gated-delta-net": delta_net,
+    "kimi-delta": delta_net,
 }
 ENCODE: dict[str, Any] = {"cosformer2": plain.toeplitz, "lightnet": plain.toeplitz, "noncausal": plain.toeplitz}
 """What the model does before its first layer, for those where it does something."""

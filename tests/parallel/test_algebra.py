@@ -11,6 +11,7 @@ from lightscale.kernels.common.backends import set_default_backend
 from lightscale.kernels.lightnet import LightNetState, exchanged_cotangent, plain_cotangent
 from lightscale.kernels.lightnet.state import StateCotangent
 from lightscale.parallel.sequence.algebra import (
+    AFFINE,
     BOTH,
     DIAGONAL,
     LOG_SUM_EXP,
@@ -56,6 +57,10 @@ def segments(kind: str, number: int) -> Iterator[Tensors]:
             case "per mode":
                 S, decay = diagonal(generator, per_channel=False)
                 yield S[:, 0], decay[:, :1, 0] * torch.rand(B, 1, V, dtype=torch.float64, generator=generator)
+            case "affine":
+                M = random(B, H, K, K, generator=generator) / K**0.5
+                M[0] = 0.0  # a document begins
+                yield random(B, H, K, V, generator=generator), M
             case "log-sum":
                 z, _, through = log_sum_exp(generator)
                 yield z[:, 0], through
@@ -63,8 +68,13 @@ def segments(kind: str, number: int) -> Iterator[Tensors]:
                 yield log_sum_exp(generator)
 
 
-KINDS = ["per head", "per channel", "per mode", "log-sum-exp", "log-sum"]
-ALGEBRAS: dict[str, Algebra] = {**dict.fromkeys(KINDS, DIAGONAL), "log-sum-exp": LOG_SUM_EXP, "log-sum": LOG_SUM}
+KINDS = ["per head", "per channel", "per mode", "affine", "log-sum-exp", "log-sum"]
+ALGEBRAS: dict[str, Algebra] = {
+    **dict.fromkeys(KINDS, DIAGONAL),
+    "affine": AFFINE,
+    "log-sum-exp": LOG_SUM_EXP,
+    "log-sum": LOG_SUM,
+}
 
 
 def assert_close(found: Tensors, expected: Tensors, tolerance: float = 1e-12) -> None:
@@ -102,16 +112,17 @@ def test_nothing_passes_where_a_document_begins(kind: str) -> None:
         assert torch.equal(found[0], expected[0])
 
 
-@pytest.mark.parametrize("kind", KINDS[:3])
+@pytest.mark.parametrize("kind", KINDS[:4])
 def test_the_adjoint_is_the_transpose(kind: str) -> None:
+    algebra = ALGEBRAS[kind]
     (segment,) = segments(kind, 1)
     generator = torch.Generator().manual_seed(1)
     state, cotangent, reads = (random(*segment[0].shape, generator=generator) for _ in range(3))
     state.requires_grad_()
-    (after,) = DIAGONAL.apply(segment, (state,))
+    (after,) = algebra.apply(segment, (state,))
     (expected,) = torch.autograd.grad(after, state, cotangent)
-    transition = DIAGONAL.transition(segment, (state.detach(),))
-    assert_close(DIAGONAL.adjoint(transition, (reads,), (cotangent,)), (reads + expected,))
+    transition = algebra.transition(segment, (state.detach(),))
+    assert_close(algebra.adjoint(transition, (reads,), (cotangent,)), (reads + expected,))
 
 
 def test_the_adjoint_of_averages_is_the_transpose() -> None:
@@ -135,16 +146,16 @@ def test_the_adjoint_of_averages_is_the_transpose() -> None:
 def test_transitions_multiply(kind: str) -> None:
     algebra = ALGEBRAS[kind]
     parts = list(segments(kind, 4))
-    state, product = algebra.empty(parts[0]), None
+    state, transitions = algebra.empty(parts[0]), []
     combined = algebra.identity(parts[0])
     for first, segment in enumerate(parts):
-        transition = algebra.transition(segment, state)
-        product = transition if product is None else product * transition
+        transitions.append(algebra.transition(segment, state))
         state = algebra.apply(segment, state)
         combined = algebra.combine(combined, segment)
         if first == 0:
             start = algebra.empty(segment)
-    assert product is not None
+    # Of matrices the later one stands before the earlier.
+    product = functools.reduce(lambda a, b: b @ a if kind == "affine" else b * a, transitions)
     torch.testing.assert_close(product, algebra.transition(combined, start), rtol=1e-12, atol=1e-12)
 
 

@@ -20,6 +20,7 @@ from torch.profiler import record_function
 
 from lightscale.errors import UserError
 from lightscale.kernels.common.angles import angles_of
+from lightscale.kernels.delta_rule.reference import delta_rule_reference
 from lightscale.kernels.gla.reference import gla_reference
 from lightscale.kernels.lightnet.reference import lightnet_attention_reference, lightnet_noncausal_reference
 from lightscale.kernels.lightning.reference import lightning_attention_reference
@@ -28,6 +29,7 @@ from lightscale.kernels.log_sum.reference import log_sum_reference, log_sum_whol
 from lightscale.kernels.tpe.reference import tpe_scan_reference
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.parallel.sequence import (
+    DeltaRuleScan,
     GatedScan,
     LightNetScan,
     LightNetWholeScan,
@@ -49,10 +51,12 @@ DOUBLE = torch.float64
 KINDS = (
     "undecayed", "decay", "learned decay", "token decay", "token decay, angles", "angles", "gated", "tpe", "lightnet",
     "lightnet with angles", "lion", "lion unscaled", "lion by channel", "lightnet whole", "lightnet whole with angles",
-    "log sum", "whole log sum",
+    "log sum", "whole log sum", "delta rule", "delta rule by channel", "delta rule undecayed",
 )  # fmt: skip
-# One of each summary: exchanges see no more of an operator. (Heads, channels, modes, a log-sum-exp, and both sides.)
-SUMMARIES = ("decay", "gated", "tpe", "lightnet", "lion", "lightnet whole", "log sum", "whole log sum")
+# One of each summary: exchanges see no more of an operator. (Heads, channels, modes, a log-sum-exp, both sides,
+# a matrix.)
+SUMMARIES = ("decay", "gated", "tpe", "lightnet", "lion", "lightnet whole", "log sum", "whole log sum", "delta rule")
+CUT = ("decay", "token decay", "gated", "tpe", "lightnet", "log sum", "delta rule")
 Tensors = dict[str, Tensor | None]
 
 
@@ -89,6 +93,16 @@ def inputs_of(kind: str, seed: int = 0, tokens: int = T) -> Tensors:
         case "gated":
             # Some gates are as good as shut, some as good as open.
             return {"k": k, "v": v, "log_decay": -torch.exp(3 * normal(B, tokens, H, K)), "q": q}
+        case "delta rule" | "delta rule by channel" | "delta rule undecayed":
+            decays = {"delta rule": (H,), "delta rule by channel": (H, K)}.get(kind)
+            return {
+                "k": torch.nn.functional.normalize(k, dim=-1),
+                "v": v,
+                "log_decay": None if decays is None else -torch.exp(3 * normal(B, tokens, *decays)),
+                # Up to 2: states may change their sign.
+                "beta": 2 * normal(B, tokens, H).sigmoid(),
+                "q": q,
+            }
         case "log sum" | "whole log sum":
             # Of a few tokens alone, so that those of other ranks count.
             return {"b": 3 * normal(B, tokens, H * K)}
@@ -109,6 +123,9 @@ def inputs_of(kind: str, seed: int = 0, tokens: int = T) -> Tensors:
 SCANS: dict[str, Callable[..., Scan]] = {
     "tpe": TPEScan,
     "gated": GatedScan,
+    "delta rule": DeltaRuleScan,
+    "delta rule by channel": DeltaRuleScan,
+    "delta rule undecayed": DeltaRuleScan,
     "lightnet": LightNetScan,
     "lightnet with angles": LightNetScan,
     "lightnet whole": LightNetWholeScan,
@@ -130,6 +147,8 @@ LEARNED = {
     "lightnet with angles": {"theta"},
     "lightnet whole with angles": {"theta"},
     "tpe": {"log_decay", "gamma"},
+    "delta rule": {"log_decay"},
+    "delta rule by channel": {"log_decay"},
 }
 FIXED = {"log_decay", "theta", "positions"}
 
@@ -147,6 +166,8 @@ def reference(kind: str, x: Tensors, cu_seqlens: Tensor | None) -> Tensor:
         return tpe_scan_reference(x["x"], x["log_decay"], x["gamma"], cu_seqlens=cu_seqlens)[0]
     if kind == "gated":
         return gla_reference(x["q"], x["k"], x["v"], x["log_decay"], cu_seqlens=cu_seqlens)[0]
+    if kind.startswith("delta rule"):
+        return delta_rule_reference(x["q"], x["k"], x["v"], x["log_decay"], x["beta"], cu_seqlens=cu_seqlens)[0]
     if kind == "log sum":
         return log_sum_reference(x["b"], cu_seqlens=cu_seqlens)[0]
     if kind == "whole log sum":
@@ -286,7 +307,8 @@ def payloads(kind: str, mesh: Mesh, tokens: int) -> tuple[tuple[int, int], tuple
 def undisturbed(kind: str, mesh: Mesh) -> bool:
     """Whether a change on rank 1, down to overflows, leaves earlier ranks and later documents bitwise the same.
 
-    But for LightNet's documents on that rank: they may share a reference with the changed keys, and so rounding.
+    But for LightNet's documents on that rank, which may share a reference with the changed keys, and so rounding, and
+    the delta rule's, whose chunk has written what overflowed.
     """
     edges = [T * rank // mesh.sequence for rank in range(mesh.sequence + 1)]
     # A document begins on every rank from the third on, and in the middle of the second.
@@ -302,7 +324,8 @@ def undisturbed(kind: str, mesh: Mesh) -> bool:
             first[:, :2] = 1e300 if kind not in ("lightnet", "log sum") else 700.0
         outputs.append(pass_states(kind, mesh, x, scan_of(kind, mesh, edges, starts)))
     ours = [o[:, 2:] if mesh.sequence_rank == 1 else o for o in outputs]
-    same = torch.equal(*ours) or (kind == "lightnet" and mesh.sequence_rank == 1 and error(*ours) < 1e-15)
+    own_chunk = kind == "delta rule" and mesh.sequence_rank == 1
+    same = own_chunk or torch.equal(*ours) or (kind == "lightnet" and mesh.sequence_rank == 1 and error(*ours) < 1e-15)
     changed_something = mesh.sequence_rank != 1 or not torch.equal(outputs[0][:, :2], outputs[1][:, :2])
     return same and changed_something
 
@@ -333,7 +356,7 @@ def on_ranks(
                     found["errors"][case] = run_case(kind, mesh, edges, starts)
             for kind in KINDS:
                 found["payloads"][name, kind] = [payloads(kind, mesh, tokens) for tokens in (T, 2 * T)]
-                if world_size > 2 and kind in ("decay", "token decay", "gated", "tpe", "lightnet", "log sum"):
+                if world_size > 2 and kind in CUT:
                     found["undisturbed"][name, kind] = undisturbed(kind, mesh)
     return found
 
@@ -344,6 +367,9 @@ def sizes(kind: str) -> tuple[list[list[int]], list[list[int]], list[list[int]]]
         return [[B, H * K, 3], [B, 1, 3]], [[B, H * K, 3]], [[B, H * K, 3]]
     if kind == "gated":
         return [[B, H, K, V], [B, H, K]], [[B, H, K, V]], [[B, H, K, V]]
+    if kind.startswith("delta rule"):
+        # K (K + V) numbers of each head, whatever the decays.
+        return [[B, H, K, V], [B, H, K, K]], [[B, H, K, V]], [[B, H, K, V]]
     if "log sum" in kind:
         sides = [[B, H * K]] * (2 if "whole" in kind else 1)
         return [*sides, [B, 1]], sides, sides

@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 from rich.table import Table
 from torch import Tensor, nn
 
-from lightscale.config.mixers import MIXERS
+from lightscale.config.mixers import MIXERS, mixer_options_type
 from lightscale.config.model import ModelConfig
 from lightscale.models.classes import mixer_class, shared_parts
 from lightscale.models.language_model import transformer_config
@@ -62,9 +62,17 @@ class SequenceSettings:
     repeats: int = 5
 
     def model(self, kind: str) -> ModelConfig:
-        """A model whose layers are of ``kind``; the positional encoding comes with LightNet."""
+        """A model whose layers are of ``kind``, without convolutions, whose tokens travel apart.
+
+        The positional encoding comes with LightNet.
+        """
+        mixer = "lightnet" if kind == "tpe" else kind
+        options: dict[str, Any] = {}
+        if "short_convolution" in getattr(mixer_options_type(mixer), "model_fields", {}):
+            options[mixer] = {"short_convolution": 0}
         return ModelConfig(
-            mixer="lightnet" if kind == "tpe" else kind,
+            mixer=mixer,
+            mixer_options=options,
             num_layers=_LAYERS,
             hidden_size=self.heads * self.width,
             num_heads=self.heads,

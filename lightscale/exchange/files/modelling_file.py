@@ -8,12 +8,13 @@ import ast
 from importlib import resources
 
 NAME = "modeling_lightscale.py"
-_MODULES = ("operators", "mixers", "decay_mixer", "lion", "relation", "model", "transformers_model")
+_MODULES = ("operators", "mixers", "decay_mixer", "delta_mixer", "lion", "relation", "model", "transformers_model")
 _PACKAGE = "lightscale.exchange.plain"
 _HEAD = '''"""A language model of lightscale, whole in one file of plain PyTorch.
 
-Token mixers with a state for each layer (TNL, HGRN2, cosFormer2, LightNet, scalar decays, CausalRN, softmax attention),
-those that read both ways (LION, LightNet, BiRN, softmax attention), and the classes by which transformers loads them.
+Token mixers with a state for each layer (TNL, HGRN2, cosFormer2, LightNet, scalar decays, the delta rule, CausalRN,
+softmax attention), those that read both ways (LION, LightNet, BiRN, softmax attention), and the classes by which
+transformers loads them.
 Written by `lightscale export`; licence: Apache-2.0.
 """
 '''

@@ -60,7 +60,11 @@ _ROLES = {
     "a": "a_proj.weight",
     "a_bias": "a_proj.bias",
     "b": "b_proj.weight",
-    **{name: name for name in ("decay_logit", "log_rate", "q_conv", "k_conv", "v_conv")},
+    "beta": "b_proj.weight",
+    "forget_down": "forget_down.weight",
+    "forget_up": "forget_up.weight",
+    "output_norm": "o_norm",
+    **{name: name for name in ("decay_logit", "log_rate", "A_log", "dt_bias", "q_conv", "k_conv", "v_conv")},
 }
 """What the plain mixers call what has a role in those that train (``MixerSpec.roles``)."""
 _PARTS = {
@@ -81,7 +85,7 @@ _OF_MODEL = frozenset(
     }
 )
 """What of a model's configuration is read here."""
-_WIDE = ("theta", "decay_logit", "log_rate", "table")
+_WIDE = ("theta", "decay_logit", "log_rate", "A_log", "dt_bias", "o_norm", "table")
 
 
 @dataclass(frozen=True, kw_only=True)

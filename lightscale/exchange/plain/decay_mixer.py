@@ -97,7 +97,8 @@ class DecayMixer(HeadMixer):
         left: State = {}
         projected = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
         if form.short_convolution:
-            projected, left["tail"] = self.convolved(projected, state, mask)
+            weight = torch.cat([self.q_conv, self.k_conv, self.v_conv])
+            projected, left["tail"] = short_convolution(projected, weight, state, mask)
         q, k, v = (self.heads(y) for y in projected.chunk(3, dim=-1))
         q, k = features(q, form.feature_map), features(k, form.feature_map)
         turns = None
@@ -126,26 +127,6 @@ class DecayMixer(HeadMixer):
             v = torch.where(mask[..., None, None], v, 0)
         o, left["S"] = gated_linear_attention(q, k, v, log_decay[..., None].expand(k.shape), before)
         return self.output(x, o, mask), left
-
-    def convolved(self, x: Tensor, state: State | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x: (b, n, 3 d), queries, keys and values -> the same, convolved, and the last tokens of it."""
-        b, n, width = x.shape
-        size = self.form.short_convolution - 1
-        weight = torch.cat([self.q_conv, self.k_conv, self.v_conv]).to(wide_dtype(x))
-        back, lengths = None, torch.full((b,), n, device=x.device)
-        if mask is not None:
-            # The real tokens of each row first: those before a token are then the ones in front of it.
-            order = (~mask).long().argsort(dim=1, stable=True)
-            back, lengths = order.argsort(dim=1)[..., None].expand(x.shape), mask.sum(1)
-            x = torch.where(mask[..., None], x, 0).gather(1, order[..., None].expand(x.shape))
-        before = x.new_zeros(b, size, width) if state is None else state["tail"]
-        together = torch.cat([before, x], dim=1)
-        # From the token itself back, as in training.
-        y = sum(together[:, i : i + n].to(weight.dtype) * weight[:, i] for i in reversed(range(size + 1)))
-        y = F.silu(torch.as_tensor(y)).to(x.dtype)
-        last = lengths[:, None] + torch.arange(size, device=x.device)
-        tail = together.gather(1, last[..., None].expand(-1, -1, width))
-        return y if back is None else y.gather(1, back), tail
 
     def decays(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """log a, (h,) or (b, n, h), fp32 at least, and what keys are multiplied by, (b, n, h); None: by 1."""
@@ -178,6 +159,29 @@ class DecayMixer(HeadMixer):
             o = rms_norm(o, None, self.eps, gate)
         mixed: Tensor = self.o_proj(o)
         return mixed
+
+
+def short_convolution(x: Tensor, weight: Tensor, state: State | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """silu of a causal convolution of each channel, of x (b, n, c) by weight (c, W), and the last tokens of x.
+
+    Those are ``tail`` (b, W - 1, c) of the state.
+    """
+    b, n, width = x.shape
+    size, weight = weight.size(1) - 1, weight.to(wide_dtype(x))
+    back, lengths = None, torch.full((b,), n, device=x.device)
+    if mask is not None:
+        # The real tokens of each row first: those before a token are then the ones in front of it.
+        order = (~mask).long().argsort(dim=1, stable=True)
+        back, lengths = order.argsort(dim=1)[..., None].expand(x.shape), mask.sum(1)
+        x = torch.where(mask[..., None], x, 0).gather(1, order[..., None].expand(x.shape))
+    before = x.new_zeros(b, size, width) if state is None else state["tail"]
+    together = torch.cat([before, x], dim=1)
+    # From the token itself back, as in training.
+    y = sum(together[:, i : i + n].to(weight.dtype) * weight[:, i] for i in reversed(range(size + 1)))
+    y = F.silu(torch.as_tensor(y)).to(x.dtype)
+    last = lengths[:, None] + torch.arange(size, device=x.device)
+    tail = together.gather(1, last[..., None].expand(-1, -1, width))
+    return y if back is None else y.gather(1, back), tail
 
 
 def features(x: Tensor, kind: str) -> Tensor:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightscale.exchange.plain.decay_mixer import DecayMixer, ScalarDecay
+from lightscale.exchange.plain.delta_mixer import DELTA_MIXERS, DeltaForm, DeltaMixer
 from lightscale.exchange.plain.lion import LION_MIXERS, Lion
 from lightscale.exchange.plain.mixers import (
     Attention,
@@ -29,15 +30,19 @@ from lightscale.exchange.plain.mixers import (
 from lightscale.exchange.plain.operators import rms_norm, token_positions, wide_dtype
 from lightscale.exchange.plain.relation import RELATION_MIXERS, RelationForm
 
-MIXER_NAMES = ("tnl", "hgrn2", "cosformer2", "lightnet", "llama", "decay-attention", *LION_MIXERS, *RELATION_MIXERS)
+MIXER_NAMES = (
+    *("tnl", "hgrn2", "cosformer2", "lightnet", "llama", "decay-attention"),
+    *(*LION_MIXERS, *RELATION_MIXERS, *DELTA_MIXERS),
+)
 """What ``Shape.mixers`` can name."""
-MixerForm = GatedForm | HGRN2Form | RelationForm
+MixerForm = GatedForm | HGRN2Form | RelationForm | DeltaForm
 FORMS: dict[str, type[MixerForm]] = {
     "tnl": TNLForm,
     "cosformer2": GatedForm,
     "lightnet": LightNetForm,
     "hgrn2": HGRN2Form,
     **dict.fromkeys(RELATION_MIXERS, RelationForm),
+    **dict.fromkeys(DELTA_MIXERS, DeltaForm),
 }
 """The type of what can be otherwise in a mixer, ``Shape.forms``, by its name."""
 
@@ -164,6 +169,9 @@ def make_mixer(shape: Shape, layer: int) -> nn.Module:
             return SoftmaxMixer(*sizes, attention=shape.attention, eps=eps)
         case "decay-attention":
             return DecayMixer(*sizes, form=shape.scalar_decay, gate_rank=rank, eps=eps)
+    if name in DELTA_MIXERS:
+        decay, gate = DELTA_MIXERS[name]
+        return DeltaMixer(*sizes, decay=decay, gate=gate, form=form, gate_rank=rank)
     if name in LION_MIXERS:
         return LION_MIXERS[name](*sizes, lion=shape.lion.get(name), eps=eps)
     if name in RELATION_MIXERS:

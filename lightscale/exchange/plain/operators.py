@@ -154,6 +154,48 @@ def gated_linear_attention(
     return _in_rows(o, n).to(v.dtype), state
 
 
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, *, chunk: int = 16
+) -> tuple[Tensor, Tensor]:
+    """S_t = (I - β_t k_t k_tᵀ) diag(exp(log_decay_t)) S_{t-1} + β_t k_t v_tᵀ and o_t = S_tᵀ q_t.
+
+    A token whose β and log decay are 0 changes nothing: that is padding.
+
+    Args:
+        q, k, log_decay: (b, n, h, K); log_decay at most 0.
+        v: (b, n, h, V).
+        beta: (b, n, h).
+        state: S (b, h, K, V) before the first token.
+        chunk: tokens whose pairs are computed at once; a power of two.
+
+    Returns:
+        o (b, n, h, V) in v's dtype, and S behind the last token.
+    """
+    n, wide = q.size(1), state.dtype
+    chunk = min(chunk, 1 << (n - 1).bit_length())
+    q_c, k_c, v_c, log_c, beta_c = (_in_chunks(x.to(wide), chunk) for x in (q, k, v, log_decay, beta[..., None]))
+    products, scores = (
+        _decayed_scores(*(x.flatten(0, 2) for x in (y, k_c, log_c))).view(*q_c.shape[:3], chunk, chunk)
+        for y in (k_c, q_c)
+    )
+    unit = torch.eye(chunk, dtype=wide, device=q.device)
+    # What is written, u = inverse β (v - k_in S): what the state returns for a key is taken away first.
+    inverse = torch.linalg.solve_triangular(
+        unit + beta_c * products.tril(-1), unit.expand_as(products), upper=False, unitriangular=True
+    )
+    reach = log_c.cumsum(-2).exp()
+    of_values, of_state = inverse @ (beta_c * v_c), inverse @ (beta_c * k_c * reach)
+    k_out, through = k_c * _sum_behind(log_c).exp(), log_c.sum(-2)[..., None].exp()
+    outputs = []
+    for number in range(q_c.size(2)):
+        at = (slice(None), slice(None), number)
+        written = of_values[at] - of_state[at] @ state
+        outputs.append(scores[at] @ written + (q_c[at] * reach[at]) @ state)
+        state = through[at] * state + k_out[at].mT @ written
+    o = torch.stack(outputs, dim=2)
+    return _in_rows(o, n).to(v.dtype), state
+
+
 def _sum_behind(x: Tensor) -> Tensor:
     """Σ of x (…, C, K) over the tokens behind each; never a difference, which would lose what is small."""
     return F.pad(x[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)

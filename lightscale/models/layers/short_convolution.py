@@ -7,6 +7,8 @@ PyTorch's ``Conv1d``, the token's own last.) What it reads before a segment of a
 sequence ranks (``parallel.sequence.begin_tail``), or of a state.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightscale.kernels.common.states import state_dtype
+from lightscale.models.layers.context import SequenceContext
 from lightscale.models.layers.head_parameter import HeadParameter
+from lightscale.models.layers.states import incoming_state
 from lightscale.parallel.megatron import TransformerConfig
 
 
@@ -31,6 +36,61 @@ class ShortConvolution(HeadParameter):
     def convolve(self, before: Tensor, x: Tensor, positions: Tensor) -> Tensor:
         """before (W - 1, b, c), x (n, b, c), positions (b, n) in documents -> (n, b, c)."""
         return short_convolution(before, x, self.weight, positions)
+
+
+class ConvolutionTail:
+    """The last tokens before a rank's own that short convolutions read: they travel from its making until ``arrive``.
+
+    They come from the sequence ranks before, or from the layer's state, beside its ``S``: ``tail`` (b, W - 1, c).
+
+    Args:
+        inputs: (n, b, c) each, what the convolutions read of this rank's tokens.
+        width: W.
+        context: of the pass.
+        state_name: of the layer.
+        state: shape of a row's ``S``.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[Tensor],
+        width: int,
+        context: SequenceContext,
+        state_name: str,
+        state: tuple[int, ...],
+    ) -> None:
+        self._widths = [x.size(-1) for x in inputs]
+        self._context, self._name, self._shape = context, state_name, state
+        n, size = inputs[0].size(0), min(width - 1, inputs[0].size(0))
+        self._own = torch.cat([x[n - size :] for x in inputs], dim=-1)
+        self._before = self._own.new_zeros(width - 1, *self._own.shape[1:])
+        self._wait = None
+        if context.exchange is not None:
+            self._wait = context.begin_tail(self._own, width - 1, layer=state_name)
+        self._within = context
+
+    def arrive(self) -> tuple[SequenceContext, tuple[Tensor, ...]]:
+        """A context whose states are ``S`` alone, and what is before each of the inputs (W - 1, b, c)."""
+        if self._wait is not None:
+            self._before = self._wait()
+        elif self._context.states is not None:
+            size, b, width = self._before.shape
+            shapes = {"S": (b, *self._shape), "tail": (b, size, width)}
+            state = incoming_state(self._context, self._name, shapes, state_dtype(self._before.dtype))
+            self._within = replace(self._context, states={})
+            if state is not None:
+                # Tails are kept in the states' dtype, in which every number of the activations' is itself.
+                self._before = state["tail"].to(self._before.dtype).transpose(0, 1)
+                self._within = replace(self._context, states={self._name: {"S": state["S"]}})
+        return self._within, self._before.split(self._widths, dim=-1)
+
+    def leave(self) -> None:
+        """Put what the next call reads beside the ``S`` that the operator has left."""
+        if self._context.states is None or self._within.states is None:
+            return
+        left = self._within.states[self._name]
+        seen = torch.cat([self._before, self._own])[self._own.size(0) :].transpose(0, 1)
+        self._context.states[self._name] = {**left, "tail": seen.to(left["S"].dtype, copy=True).contiguous()}
 
 
 def short_convolution(before: Tensor, x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:

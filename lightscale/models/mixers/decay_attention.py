@@ -18,7 +18,6 @@ and C nor the skip D x nor the wider values: norm and gate are those of the othe
 by √k, which the norm and the division by z both take out.
 """
 
-import dataclasses
 import math
 from typing import Any
 
@@ -29,13 +28,11 @@ from torch.autograd.function import once_differentiable
 
 from lightscale.config.model import ModelConfig
 from lightscale.kernels.common.angles import Angles, phases_of
-from lightscale.kernels.lightning import state_dtype
 from lightscale.models.layers.context import Finish, SequenceContext
 from lightscale.models.layers.head_parameter import HeadParameter
 from lightscale.models.layers.linear import ReplicatedLinear, column_parallel, row_parallel
 from lightscale.models.layers.positions import LRPE, lrpe_angles, rope, rotary_angles
-from lightscale.models.layers.short_convolution import ShortConvolution
-from lightscale.models.layers.states import incoming_state
+from lightscale.models.layers.short_convolution import ConvolutionTail, ShortConvolution
 from lightscale.models.mixers.interface import Mixer
 from lightscale.models.mixers.linear_attention import begin_attention
 from lightscale.models.mixers.lion import kept_features, retnet_log_decays
@@ -90,10 +87,10 @@ class DecayAttention(Mixer):
         if kind in ("sigmoid", "softplus"):
             shape = model.hidden_size, model.num_heads
             self.forget_proj = column_parallel(config, *shape, std=model.init_std, group=group, bias=True)
-            draw = _step_bias if kind == "softplus" else self._decay_bias
+            draw = step_bias if kind == "softplus" else self._decay_bias
             set_initializer(self.forget_proj.bias, draw)
         if kind == "softplus":
-            self.decay = HeadParameter(config, "log_rate", (model.num_heads,), _log_rates, group, wide=True)
+            self.decay = HeadParameter(config, "log_rate", (model.num_heads,), log_rates, group, wide=True)
         elif kind == "learned":
             self.decay = HeadParameter(config, "logit", (model.num_heads,), _retnet_logits, group, wide=True)
 
@@ -111,38 +108,16 @@ class DecayAttention(Mixer):
 
     def _mix_convolved(self, x: Tensor, context: SequenceContext) -> Tensor:
         kv, q = self.kv_proj(x)[0], self.q_proj(x)[0]
-        size = min(self.own.short_convolution - 1, kv.size(0))
-        tail = torch.cat([kv[kv.size(0) - size :], q[q.size(0) - size :]], dim=-1)
-        within, before = context, kv.new_zeros(self.own.short_convolution - 1, *tail.shape[1:])
-        if context.exchange is not None:
-            # The last tokens travel while the gate is computed.
-            wait = context.begin_tail(tail, before.size(0), layer=self.state_name)
-            gate = self._gate(x)
-            before = wait()
-        else:
-            gate = self._gate(x)
-            if context.states is not None:
-                within, before = self._entering(context, before)
-        of_kv, of_q = before.split([kv.size(-1), q.size(-1)], dim=-1)
+        state = self.num_heads, *key_and_value_width(self.model, self.layer)
+        # The last tokens travel while the gate is computed.
+        tail = ConvolutionTail((kv, q), self.own.short_convolution, context, self.state_name, state)
+        gate = self._gate(x)
+        within, (of_kv, of_q) = tail.arrive()
         finish = self._begin(self.kv_conv.convolve(of_kv, kv, context.positions), x, within)
         q = self.q_conv.convolve(of_q, q, context.positions)
         o = finish(self._queries(q, within))
-        if context.states is not None and within.states is not None:
-            seen = torch.cat([before, tail])[size:].transpose(0, 1)
-            left = within.states[self.state_name]
-            context.states[self.state_name] = {**left, "tail": seen.to(left["S"].dtype, copy=True).contiguous()}
+        tail.leave()
         return self._output(o, gate)
-
-    def _entering(self, context: SequenceContext, none: Tensor) -> tuple[SequenceContext, Tensor]:
-        """A context whose states are ``S`` alone, and the tail (W - 1, b, 3 h k); ``none`` where there is no state."""
-        size, b, width = none.shape
-        shapes = {"S": (b, self.num_heads, *key_and_value_width(self.model, self.layer)), "tail": (b, size, width)}
-        state = incoming_state(context, self.state_name, shapes, state_dtype(none.dtype))
-        if state is None:
-            return dataclasses.replace(context, states={}), none
-        # Tails are kept in the states' dtype, in which every number of the activations' is itself.
-        tail = state["tail"].to(none.dtype).transpose(0, 1)
-        return dataclasses.replace(context, states={self.state_name: {"S": state["S"]}}), tail
 
     def _begin(self, kv: Tensor, x: Tensor, context: SequenceContext) -> Finish:
         """kv: (n, b, 2 h k); starts the attention, over sequence ranks as well."""
@@ -228,7 +203,7 @@ class _Scaled(torch.autograd.Function):
         return torch.cat([of_values, of_sums], dim=-1).to(o.dtype), None
 
 
-def _step_bias(weight: Tensor, generator: torch.Generator) -> None:
+def step_bias(weight: Tensor, generator: torch.Generator) -> None:
     """b such that softplus(b) is spread evenly in its logarithm."""
     logs = torch.empty_like(weight).uniform_(math.log(_LEAST_STEP), math.log(_MOST_STEP), generator=generator)
     step = logs.exp()
@@ -236,7 +211,8 @@ def _step_bias(weight: Tensor, generator: torch.Generator) -> None:
     weight.copy_(step + torch.log(-torch.expm1(-step)))
 
 
-def _log_rates(weight: Tensor, generator: torch.Generator) -> None:
+def log_rates(weight: Tensor, generator: torch.Generator) -> None:
+    """r with e^r spread evenly from 1 to 16."""
     weight.uniform_(1.0, _MOST_RATE, generator=generator).log_()
 
 

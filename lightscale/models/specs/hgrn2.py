@@ -64,6 +64,11 @@ class HGRN2Spec(MixerSpec):
         return {role: rows for role, rows in found.items() if rows.parameter in shapes}
 
     @staticmethod
+    def fp32_values(model: ModelConfig, layer: int) -> int:
+        """Log decays."""
+        return model.hidden_size
+
+    @staticmethod
     def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
         """A state and a decay per channel forward, a state's cotangent backward."""
         state = model.hidden_size * model.head_dim

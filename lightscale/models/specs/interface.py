@@ -168,10 +168,7 @@ class MixerSpec(ABC):
 
     @staticmethod
     def fp32_values(model: ModelConfig, layer: int) -> int:
-        """Numbers per token that a layer keeps for its backward pass in fp32, whatever the weights' precision.
-
-        Decays per channel are counted by the operator's cost, not here.
-        """
+        """Numbers per token that a layer keeps for its backward pass in fp32, whatever the weights' precision."""
         return 0
 
     @staticmethod

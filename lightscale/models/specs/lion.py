@@ -97,9 +97,9 @@ class LionSSpec(LionLITSpec):
 
     @staticmethod
     def fp32_values(model: ModelConfig, layer: int) -> int:
-        """With the log decays, and what they were made of; those of channels are counted by the operator's cost."""
+        """With the log decays, and what they were made of."""
         if lion_s_options(model, layer).vector_decay:
-            return model.hidden_size * (lion_options(model, layer).scale + 2)
+            return model.hidden_size * (lion_options(model, layer).scale + 3)
         return LionLITSpec.fp32_values(model, layer) + 3 * model.num_heads
 
     @staticmethod

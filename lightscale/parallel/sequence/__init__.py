@@ -10,6 +10,7 @@ from lightscale.parallel.sequence.exchange import Gather, Ring, StateExchange, T
 from lightscale.parallel.sequence.keys_values import begin_gather
 from lightscale.parallel.sequence.passing import Replay, begin
 from lightscale.parallel.sequence.scans import (
+    DeltaRuleScan,
     GatedScan,
     LightNetScan,
     LightNetWholeScan,
@@ -24,6 +25,7 @@ from lightscale.parallel.sequence.scans import (
 from lightscale.parallel.sequence.tails import begin_tail
 
 __all__ = [
+    "DeltaRuleScan",
     "GatedScan",
     "Gather",
     "LightNetScan",

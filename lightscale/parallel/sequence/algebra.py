@@ -2,8 +2,8 @@
 
 A segment is summed up by a few tensors, its summary. Summaries can be combined, in order and in any grouping, so that
 any exchange may gather, chain or nest them; and they are applied to a state. Backward, what a segment's own outputs
-read from the incoming state, and the cotangent of the outgoing one, give the cotangent of the incoming one. That is
-diagonal for every kind, with decays that the forward pass knows: the transition of the segment.
+read from the incoming state, and the cotangent of the outgoing one, give the cotangent of the incoming one, by what
+the forward pass knows: the transition of the segment. That is a decay of each channel, or a matrix (``Affine``).
 
 Summaries, states and cotangents are tuples of tensors of one dtype, with rows (B) first and heads or channels second.
 A document that begins inside a segment cuts it: nothing passes. What must not pass is replaced, not multiplied by zero,
@@ -45,7 +45,7 @@ class Algebra(ABC):
 
     @abstractmethod
     def transition(self, summary: Tensors, state: Tensors) -> Tensor:
-        """How much of each channel of ``state`` is left behind the segment, between 0 and 1."""
+        """What the segment does to ``state``: the share of each channel that is left, or the matrix that is applied."""
 
     @abstractmethod
     def adjoint(self, transition: Tensor, reads: Tensors, cotangent: Tensors) -> Tensors:
@@ -169,6 +169,65 @@ class Diagonal(Algebra):
             passed = slice(begin, None) if to_the_left else slice(end)
             found.append(fold(x[passed], D[passed], None if state is None else state[number], reverse=to_the_left))
         return tuple(found)
+
+
+class Affine(Algebra):
+    """S ↦ M S + S_loc with a matrix M (K, K) of each head (the delta rule).
+
+    Summary (S_loc, M), states and cotangents (S,), (B, H, K, V). M is 0 where a document begins.
+    """
+
+    def identity(self, summary: Tensors) -> Tensors:
+        S, M = summary
+        return torch.zeros_like(S), torch.eye(M.size(-1), dtype=M.dtype, device=M.device).expand_as(M).clone()
+
+    def combine(self, earlier: Tensors, later: Tensors) -> Tensors:
+        S, M = later
+        return S + _product(M, earlier[0]), _product(M, earlier[1])
+
+    def empty(self, summary: Tensors) -> Tensors:
+        return (torch.zeros_like(summary[0]),)
+
+    def apply(self, summary: Tensors, state: Tensors) -> Tensors:
+        S, M = summary
+        return (S + _product(M, state[0]),)
+
+    def transition(self, summary: Tensors, state: Tensors) -> Tensor:
+        # Linear in S, so that the matrix is all that passing cotangents back takes.
+        return summary[1]
+
+    def adjoint(self, transition: Tensor, reads: Tensors, cotangent: Tensors) -> Tensors:
+        return self.apply((*reads, transition.mT), cotangent)
+
+    def fold(self, segments: Tensors, state: Tensors | None, end: int) -> tuple[Tensors, Tensor]:
+        S, M = segments
+        entering = torch.zeros_like(S[:0].sum(0)) if state is None else state[0]
+        for number in range(end):
+            (entering,) = self.apply((S[number], M[number]), (entering,))
+        # Copied: a view would keep all that was gathered until the backward pass.
+        return (entering,), M.clone()
+
+    def combined(self, segments: Tensors) -> Tensors:
+        S, M = segments
+        found: Tensors = (S[0], M[0])
+        for number in range(1, S.size(0)):
+            found = self.combine(found, (S[number], M[number]))
+        return found
+
+    def fold_back(
+        self, transitions: Tensor, reads: Tensors, cotangent: Tensors | None = None, rank: int | None = None
+    ) -> Tensors:
+        last = -1 if rank is None else rank
+        found = torch.zeros_like(reads[0][:0].sum(0)) if cotangent is None else cotangent[0]
+        for number in reversed(range(last + 1, transitions.size(0))):
+            (found,) = self.adjoint(transitions[number], (reads[0][number],), (found,))
+        return (found,)
+
+
+def _product(M: Tensor, state: Tensor) -> Tensor:
+    """M S, and 0 where M is: 0 · ∞ is NaN, and an overflow in one document would reach the next."""
+    is_cut = (M == 0).flatten(-2).all(-1)[..., None, None]
+    return (M @ state).masked_fill(is_cut, 0.0)
 
 
 class LogSumExp(Algebra):
@@ -312,5 +371,6 @@ def _pairs(tensors: Tensors) -> list[tuple[Tensor, Tensor]]:
 DIAGONAL = Diagonal()
 SUFFIX = Diagonal((True,))
 BOTH = Diagonal((False, True))
+AFFINE = Affine()
 LOG_SUM_EXP = LogSumExp()
 WHOLE_LOG_SUM_EXP = WholeLogSumExp()

@@ -15,12 +15,20 @@ import torch
 from torch import Tensor
 
 from lightscale.errors import UserError
-from lightscale.kernels import gla, lightnet, lightning, lion, log_sum, tpe
+from lightscale.kernels import delta_rule, gla, lightnet, lightning, lion, log_sum, tpe
 from lightscale.kernels.common.angles import angles_of
 from lightscale.kernels.lightnet import LightNetState, StateCotangent
 from lightscale.kernels.lion import Gate, LionOutputs, LionState, vector
 from lightscale.kernels.operators import StateAlgebra, StateScope, get_operator
-from lightscale.parallel.sequence.algebra import BOTH, DIAGONAL, LOG_SUM_EXP, WHOLE_LOG_SUM_EXP, Algebra, Tensors
+from lightscale.parallel.sequence.algebra import (
+    AFFINE,
+    BOTH,
+    DIAGONAL,
+    LOG_SUM_EXP,
+    WHOLE_LOG_SUM_EXP,
+    Algebra,
+    Tensors,
+)
 from lightscale.parallel.sequence.log_sums import LOG_SUM, WHOLE_LOG_SUM
 
 Inputs = tuple[Any, ...]
@@ -29,6 +37,7 @@ Inputs = tuple[Any, ...]
 _ALGEBRAS = {
     (StateAlgebra.DIAGONAL, StateScope.PREFIX): DIAGONAL,
     (StateAlgebra.DIAGONAL, StateScope.BOTH): BOTH,
+    (StateAlgebra.AFFINE, StateScope.PREFIX): AFFINE,
     (StateAlgebra.LOG_SUM_EXP, StateScope.PREFIX): LOG_SUM_EXP,
     (StateAlgebra.LOG_SUM_EXP, StateScope.ALL): WHOLE_LOG_SUM_EXP,
     (StateAlgebra.LOG_SUM, StateScope.PREFIX): LOG_SUM,
@@ -178,6 +187,40 @@ class GatedScan(DiagonalScan):
         k, v, log_decay, q = inputs
         dq, *written = gla.grad_bwd(q, k, v, log_decay, do, state[0], lambda: leaving()[0], self.cu_seqlens)
         return *written, dq
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaRuleScan(Scan):
+    """The gated delta rule. Written: k (B, T, H, K), v (B, T, N, V), log_decay (B, T, N), (B, T, N, K) or None, beta
+    (B, T, N). Reads: q.
+    """
+
+    algebra: ClassVar[Algebra] = algebra_of("delta_rule")
+
+    def summarize(self, written: Inputs) -> Tensors:
+        k, v, log_decay, beta = written
+        state, through = delta_rule.state_fwd(k, v, log_decay, beta, self.cu_seqlens)
+        # As of ``DiagonalScan``: over the border to a document that begins with this row nothing passes.
+        return state, self.where_continues(through)
+
+    def entering(self, state: Tensors) -> Tensors:
+        return (self.where_continues(state[0]),)
+
+    def outputs(self, inputs: Inputs, state: Tensors) -> Tensor:
+        k, v, log_decay, beta, q = inputs
+        return delta_rule.out_fwd(q, k, v, log_decay, beta, state[0], self.cu_seqlens)[0]
+
+    def reads(self, inputs: Inputs, do: Tensor, state: Tensors) -> Tensors:
+        k, _, log_decay, beta, q = inputs
+        return (self.where_continues(delta_rule.state_bwd(q, k, do, log_decay, beta, self.cu_seqlens)),)
+
+    def gradients(
+        self, inputs: Inputs, do: Tensor, state: Tensors, leaving: Callable[[], Tensors]
+    ) -> Sequence[Tensor | None]:
+        # What a token writes depends on the state: its decays and β act on what came in, which the local backward has.
+        k, v, log_decay, beta, q = inputs
+        dq, *found = delta_rule.grad_bwd(q, k, v, log_decay, beta, do, state[0], lambda: leaving()[0], self.cu_seqlens)
+        return *found, dq
 
 
 @dataclass(frozen=True, kw_only=True)

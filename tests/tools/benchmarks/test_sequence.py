@@ -29,6 +29,10 @@ NUMBERS = {
     ),
     # A state of 8 x 9 and a decay for each head.
     "decay-attention": (3 * 72 + 3, 219 + (2 * 72 + 2) + 2 * 72, 216, 216 + 2 * 144),
+    # A state of 8 x 8, and a matrix of 8 x 8 for what a segment does to it.
+    **dict.fromkeys(
+        ("delta-net", "gated-delta-net", "kimi-delta"), (6 * 64, 384 + 4 * 64 + 2 * 64, 192, 192 + 2 * 128)
+    ),
     # A number for each of 24 channels, which ranks share out, and whether a document begins; and for either direction.
     "causal-rn": (24 + 1, 25 + (12 + 1) + 12, 24, 24 + 2 * 12),
     "bi-rn": (48 + 1, 49 + (24 + 1) + 24, 48, 48 + 2 * 24),
