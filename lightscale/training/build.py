@@ -23,17 +23,27 @@ def weight_dtype(train: TrainConfig, device: torch.device) -> torch.dtype:
     return _DTYPES[train.precision]
 
 
-def build_engine(config: RunConfig, mesh: Mesh, *, vocab_size: int, trainable: bool, num_sources: int = 0) -> Engine:
+def build_engine(
+    config: RunConfig,
+    mesh: Mesh,
+    *,
+    vocab_size: int,
+    trainable: bool,
+    num_sources: int = 0,
+    dtype: torch.dtype | None = None,
+) -> Engine:
     """The model of ``config`` with its initial weights, on ``mesh``.
 
     Args:
         vocab_size: ids that the tokenizer uses; the rows of ``model.vocab_size`` beyond take no probability.
         trainable: with gradients and an optimizer; False for evaluation and generation.
         num_sources: of the data; their losses are summed apart.
+        dtype: of weights and activations; None: what the configuration says. An engine in fp64, for comparisons, has
+            gradients and no optimizer.
     """
     set_default_backend(config.train.kernels)
     model = config.model
-    dtype = weight_dtype(config.train, mesh.device)
+    dtype = dtype or weight_dtype(config.train, mesh.device)
     megatron = transformer_config(
         model, mesh, dtype, recompute=config.train.recompute, recompute_layers=config.train.recompute_layers
     )

@@ -1,0 +1,208 @@
+"""Random models on random layouts, each beside one process: losses, gradients, weights, resumption, export.
+
+    python tools/fuzz_layouts.py --cases 100 --seed 7
+    python tools/fuzz_layouts.py --case '{"world_size": 2, "keys": {…}}'      # one again, as a failure prints it
+    python tools/fuzz_layouts.py --table cases.jsonl                          # which pairs were covered
+
+A case is a configuration drawn from the schema (``layout_fuzzing/drawing.py``) that validation takes, and a layout of 2
+to 4 ranks. In fp64 three steps of gradients and plain descent are compared with one process: loss, all gradients,
+weights, and the parameters that ``lightscale plan`` counts. In fp32 three steps of the optimizer leave copies equal,
+and one process resumes a checkpoint of them. Of models that write text, prompts in pieces, token by token, and by the
+export's plain form have the logits of the whole. A failing case is shrunk, option by option and rank by rank.
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from layout_fuzzing.drawing import Drawer, Drawn
+from layout_fuzzing.pool import RankError, RankPool
+from layout_fuzzing.running import FP32_LIMIT, FP64_LIMIT, Job, config_of
+from layout_fuzzing.stores import write_stores
+from lightscale.config.model import ModelConfig
+from lightscale.errors import UserError
+
+_JOBS = ("reference", "compare", "optimize", "resume", "follow")
+_LIMITS = {"compare": FP64_LIMIT, "follow": FP64_LIMIT, "optimize": FP32_LIMIT, "resume": FP32_LIMIT}
+
+
+def draw_valid(drawer: Drawer, stores: str) -> tuple[Drawn, int]:
+    """A case that validation takes, and how many it refused before."""
+    refused = 0
+    while True:
+        drawn = drawer.draw()
+        try:
+            config_of(drawn, stores)
+            return drawn, refused
+        except (UserError, ValidationError, ValueError):
+            refused += 1
+
+
+def failures(pool: RankPool, drawn: Drawn, stores: str) -> list[str]:
+    """What is wrong in a case, a line each; none where all is well."""
+    found = []
+    with tempfile.TemporaryDirectory(prefix="fuzz-case-") as scratch:
+        for what in _JOBS:
+            ranks = drawn.world_size if what in ("compare", "optimize") else 1
+            try:
+                of_ranks = pool.run(ranks, Job(drawn=drawn, stores=stores, scratch=scratch, what=what))
+            except RankError as error:
+                found.append(f"{what}: {error}")
+                # What follows needs what this one leaves.
+                if what in ("reference", "optimize"):
+                    break
+                continue
+            found += [
+                f"{what}: {name} is off by {error:.2g} on rank {rank}"
+                for rank, errors in enumerate(of_ranks)
+                for name, error in errors.items()
+                if not error <= _LIMITS[what]
+            ]
+    return found
+
+
+def shrunk(pool: RankPool, drawn: Drawn, stores: str, kind: str) -> Drawn:
+    """The case with as few options and ranks as still fail with ``kind``, the job that failed."""
+
+    def fails(one: Drawn) -> bool:
+        try:
+            config_of(one, stores)
+        except (UserError, ValidationError, ValueError):
+            return False
+        return any(line.startswith(kind) for line in failures(pool, one, stores))
+
+    changed = True
+    while changed:
+        changed = False
+        for smaller in _smaller(drawn):
+            if fails(smaller):
+                drawn, changed = smaller, True
+                break
+    return drawn
+
+
+def _smaller(drawn: Drawn) -> Iterator[Drawn]:
+    if drawn.cuts is not None:
+        yield replace(drawn, cuts=None)
+    for axis in ("tensor", "pipeline", "sequence"):
+        if (ranks := drawn.axes()[axis]) > 1:
+            keys = drawn.keys | {f"parallel.{axis}": 1}
+            cuts = None if axis == "sequence" else drawn.cuts
+            yield Drawn(world_size=drawn.world_size // ranks, keys=keys, cuts=cuts)
+    if (ranks := drawn.axes()["data"]) > 1:
+        yield replace(drawn, world_size=drawn.world_size // ranks)
+    if isinstance(mixers := drawn.keys["model.mixer"], list) and len(mixers) > 1:
+        for name in mixers:
+            keys = {k: v for k, v in drawn.keys.items() if ".mixer_options." not in k or f".{name}." in k}
+            yield replace(drawn, keys=keys | {"model.mixer": name})
+    needed = {"task.name", "model.mixer", "model.head.num_labels", "data.packing"}
+    for key in drawn.keys.keys() - needed:
+        # What has no default stays.
+        if key.startswith("parallel.") or (key.startswith("model.") and key.count(".") == 1 and _is_required(key)):
+            continue
+        yield replace(drawn, keys={k: v for k, v in drawn.keys.items() if k != key})
+
+
+def _is_required(key: str) -> bool:
+    return ModelConfig.model_fields[key.rpartition(".")[2]].is_required()
+
+
+def command(drawn: Drawn) -> str:
+    """What runs the case again."""
+    return f"python tools/fuzz_layouts.py --case '{json.dumps(asdict(drawn))}'"
+
+
+def pairs(cases: list[Drawn]) -> Counter[tuple[str, str]]:
+    """How often each value of an option met each axis."""
+    found: Counter[tuple[str, str]] = Counter()
+    for drawn in cases:
+        axes = [axis for axis, ranks in drawn.axes().items() if ranks > 1]
+        axes += [drawn.keys.get("parallel.exchange", "gather")] if "sequence" in axes else []
+        axes += ["uneven"] if drawn.cuts is not None else []
+        axes += ["virtual stages"] if drawn.keys.get("parallel.virtual_stages", 1) > 1 else []
+        axes += [f"recompute {drawn.keys['train.recompute']}"] if "train.recompute" in drawn.keys else []
+        axes += [f"packing {drawn.keys['data.packing']}"]
+        for key, value in drawn.keys.items():
+            if key.startswith("parallel.") or key in ("train.recompute", "data.packing"):
+                continue
+            for one in value if isinstance(value, list) else [value]:
+                found.update((f"{key} = {one}", axis) for axis in axes)
+    return found
+
+
+def table(cases: list[Drawn]) -> str:
+    """Rows of values, columns of axes: in how many cases they met."""
+    found = pairs(cases)
+    rows, columns = (sorted({pair[number] for pair in found}) for number in (0, 1))
+    lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for row in rows:
+        lines.append(f"| {row} | " + " | ".join(str(found[row, column] or "") for column in columns) + " |")
+    met = sum(1 for row in rows for column in columns if found[row, column])
+    lines.append(f"\n{met} of {len(rows) * len(columns)} pairs in {len(cases)} cases.")
+    return "\n".join(lines)
+
+
+def read_case(text: str) -> Drawn:
+    """A case as ``command`` writes it."""
+    values: dict[str, Any] = json.loads(text)
+    return Drawn(**{**values, "cuts": None if values.get("cuts") is None else tuple(values["cuts"])})
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=60, help="number of cases (default: 60)")
+    parser.add_argument("--seed", type=int, help="of what is drawn (default: another one each time, printed)")
+    parser.add_argument("--case", help="one case, as JSON")
+    parser.add_argument("--out", type=Path, help="append each case and its failures to this file, JSON lines")
+    parser.add_argument("--table", type=Path, help="print the table of pairs of such a file, and end")
+    parser.add_argument("--keep-going", action="store_true", help="go on behind a failing case")
+    args = parser.parse_args()
+    if args.table:
+        lines = args.table.read_text().splitlines()
+        print(table([read_case(json.dumps(json.loads(line)["case"])) for line in lines]))
+        return 0
+    seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
+    print(f"seed {seed}", flush=True)
+    given = None if args.case is None else read_case(args.case)
+    drawer, refused, wrong, began = Drawer(random.Random(seed)), 0, 0, time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="fuzz-layouts-") as folder, RankPool(4) as pool:
+        write_stores(Path(folder))
+        for number in range(1 if given else args.cases):
+            if given is None:
+                drawn, more = draw_valid(drawer, folder)
+                refused += more
+            else:
+                drawn = given
+            found = failures(pool, drawn, folder)
+            if args.out:
+                with args.out.open("a") as file:
+                    file.write(
+                        json.dumps({"seed": seed, "number": number, "case": asdict(drawn), "wrong": found}) + "\n"
+                    )
+            if found:
+                wrong += 1
+                print(f"case {number}: {command(drawn)}\n" + "\n".join(found), flush=True)
+                if given is None:
+                    small = shrunk(pool, drawn, folder, found[0].partition(":")[0])
+                    print(f"shrunk: {command(small)}\n" + "\n".join(failures(pool, small, folder)), flush=True)
+                    if not args.keep_going:
+                        return 1
+            elif (number + 1) % 10 == 0:
+                print(f"{number + 1} cases, {time.monotonic() - began:.0f} s, {refused} refused", flush=True)
+    print(f"{1 if given else args.cases} cases, {wrong} wrong, {refused} draws refused")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,298 @@
+"""One case on its ranks: three steps in fp64 beside those of one process, then the optimizer's and what follows."""
+
+import itertools
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layout_fuzzing.drawing import NUM_IDS, TOKENS, Drawn, nested
+from lightscale.config.layout import check_layout, check_mixers
+from lightscale.config.schema import RunConfig
+from lightscale.config.tasks import task_class
+from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader
+from lightscale.data_pipeline.store.several_stores import open_stores
+from lightscale.errors import UserError
+from lightscale.exchange.files.weights import exported_tensors, shape_of
+from lightscale.exchange.plain.model import CausalModel
+from lightscale.models.accounting import rank_parameters
+from lightscale.models.registry import check_model
+from lightscale.parallel.engine import Engine
+from lightscale.parallel.initialization import named_parameters, shard, unpadded_rows
+from lightscale.parallel.mesh import Mesh, start_mesh
+from lightscale.tasks.interface import task_of
+from lightscale.training.build import build_engine
+from lightscale.training.checkpoints.restore import Checkpoints
+from lightscale.training.checkpoints.saving import Saver
+from lightscale.training.health.copies import check_copies
+
+STEPS = 3
+FP64_LIMIT, FP32_LIMIT = 1e-7, 1e-3
+_STEP = 0.05
+"""Of the gradient in units of its norm: weights move far enough that a wrong one shows in the next step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a rank is asked to do."""
+
+    drawn: Drawn
+    stores: str
+    """The folder of ``write_stores``."""
+    scratch: str
+    """A folder for what the jobs of a case leave each other."""
+    what: str
+    """reference, compare, optimize, resume, follow: see ``run``."""
+
+
+def config_of(drawn: Drawn, stores: str) -> RunConfig:
+    """The run of a case. UserError or ValueError where it is none."""
+    tables = nested(drawn.keys)
+    micro = drawn.keys.get("train.micro_batch_size", 1)
+    store = "labelled" if drawn.keys["task.name"] == "classify" else "text"
+    config = RunConfig.model_validate(
+        {
+            **tables,
+            "data": {"store": f"{stores}/{store}", "sequence_length": TOKENS, **tables.get("data", {})},
+            "optimizer": {"lr": 1e-3, **tables.get("optimizer", {})},
+            "train": {"steps": STEPS, "device": "cpu", **tables.get("train", {}), "global_batch_size": 4 * micro},
+        }
+    )
+    check_model(config.model, config.parallel)
+    check_mixers(config.model, config.parallel)
+    check_layout(config, drawn.world_size)
+    return config
+
+
+def on_one(drawn: Drawn) -> Drawn:
+    """The same model on one process."""
+    keys = {key: value for key, value in drawn.keys.items() if not key.startswith("parallel.")}
+    return Drawn(world_size=1, keys=keys)
+
+
+def run(rank: int, world_size: int, init_method: str, job: Job) -> dict[str, float]:
+    """Errors by name, on this rank.
+
+    reference: leaves losses, gradients and weights of one process. compare: those of the layout beside it, fp64.
+    optimize: three steps of the optimizer in fp32, behind which copies are equal; leaves a checkpoint. resume: one
+    process reads that checkpoint, and its next losses are theirs. follow: of one process, the logits of the plain form,
+    and those of prompts in pieces.
+    """
+    drawn = job.drawn if job.what in ("compare", "optimize") else on_one(job.drawn)
+    config = config_of(drawn, job.stores)
+    parallel = config.parallel
+    with start_mesh(
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        sequence=parallel.sequence,
+        virtual_stages=parallel.virtual_stages,
+        exchange=parallel.exchange,
+        ranks_per_node=parallel.ranks_per_node or world_size,
+        device="cpu",
+        rank=rank,
+        world_size=world_size,
+        init_method=init_method,
+        timeout_s=60,
+    ) as mesh:
+        case = _Case(config, drawn, mesh, Path(job.scratch), wide=job.what not in ("optimize", "resume"))
+        return {
+            "reference": case.record,
+            "compare": case.compare,
+            "optimize": case.optimize,
+            "resume": case.resume,
+            "follow": case.follow,
+        }[job.what]()
+
+
+class _Case:
+    def __init__(self, config: RunConfig, drawn: Drawn, mesh: Mesh, folder: Path, *, wide: bool) -> None:
+        self.config, self.drawn, self.mesh, self.folder = config, drawn, mesh, folder
+        store = open_stores(config.data)
+        targets = task_of(config).targets(store, validation=False)
+        # Uneven segments are cut here, of whole rows.
+        whole = drawn.cuts is not None
+        layout = LoaderLayout(
+            data_rank=mesh.data_rank,
+            data_size=mesh.data,
+            sequence_rank=0 if whole else mesh.sequence_rank,
+            sequence_size=1 if whole else mesh.sequence,
+        )
+        # "whole" writes an index of the store.
+        index = Path(tempfile.mkdtemp(dir=folder))
+        self.loader = TokenLoader.of(config, store, layout=layout, index_dir=index, targets=targets)
+        self.engine = build_engine(
+            config,
+            mesh,
+            vocab_size=store.tokenizer.vocab_size,
+            trainable=True,
+            num_sources=len(self.loader.mixture.names),
+            dtype=torch.float64 if wide else torch.float32,
+        )
+        check_copies(self.engine)
+
+    def batches(self) -> list[Any]:
+        found: list[Any] = [batch.to(self.mesh.device) for batch in self.loader.next_step()]
+        cuts = self.drawn.cuts
+        if cuts is None:
+            return found
+        edges = (*cuts, TOKENS)
+        own = slice(edges[self.mesh.sequence_rank], edges[self.mesh.sequence_rank + 1])
+        lengths = tuple(stop - start for start, stop in itertools.pairwise(edges))
+        names = ("tokens", "labels", "loss_mask", "positions")
+        return [
+            SimpleNamespace(
+                **{name: getattr(batch, name)[:, own] for name in names},
+                sources=batch.sources,
+                document_starts=None,
+                lengths=lengths,
+            )
+            for batch in found
+        ]
+
+    def record(self) -> dict[str, float]:
+        steps = []
+        for _ in range(STEPS):
+            sums = self.engine.forward_backward(self.batches())
+            gradients = {name: gradient.clone() for name, _, gradient in _gradients(self.engine)}
+            steps.append((sums, gradients))
+            _descend(self.engine, _total(gradients))
+        weights = {name: parameter.detach().clone() for name, parameter in _parameters(self.engine)}
+        torch.save((steps, weights), self.folder / "reference.pt")
+        return {}
+
+    def compare(self) -> dict[str, float]:
+        steps, weights = torch.load(self.folder / "reference.pt", weights_only=False)
+        errors: dict[str, float] = {}
+        for expected, gradients in steps:
+            sums = self.engine.forward_backward(self.batches())
+            _raise(errors, "loss", abs(sums.mean - expected.mean) / (abs(expected.mean) + 1e-12))
+            pairs = zip((*sums.by_bucket, *sums.by_source), (*expected.by_bucket, *expected.by_source), strict=True)
+            for (loss, count), (expected_loss, expected_count) in pairs:
+                _raise(errors, "tokens", abs(count - expected_count))
+                _raise(errors, "loss of a bucket or source", abs(loss - expected_loss) / max(1, expected_count))
+            total = _total(gradients)
+            for name, parameter, gradient in _gradients(self.engine):
+                own = self._own(gradients[name], parameter)
+                # What is zero but for rounding has no size of its own.
+                _raise(errors, f"gradient of {name}", float((gradient - own).norm() / (own.norm() + 1e-6 * total)))
+            _descend(self.engine, total)
+        for name, parameter in _parameters(self.engine):
+            own = self._own(weights[name], parameter)
+            _raise(errors, f"weight {name}", float((parameter.detach() - own).norm() / (own.norm() + 1e-6)))
+        check_copies(self.engine)
+        stage = self.mesh.groups.pp.rank()
+        if self.config.parallel.virtual_stages == 1:
+            held = sum(parameter.numel() for chunk in self.engine.chunks for parameter in chunk.parameters())
+            counted = rank_parameters(self.config.model, tensor=self.mesh.tensor, pipeline=self.mesh.pipeline)[stage]
+            errors["parameters that plan counts"] = abs(held - counted)
+        return errors
+
+    def optimize(self) -> dict[str, float]:
+        losses = []
+        for step in range(STEPS):
+            sums = self.engine.forward_backward(self.batches())
+            losses.append(sums.mean)
+            self.engine.apply(1e-3, self.engine.gradient_norm())
+            if step == 0:
+                saver = Saver(self.folder / "checkpoints", self.mesh)
+                saver.save(
+                    self.engine, step=1, common={"data": self.loader.state_dict()}, facts={"tokens": self.loader.tokens}
+                )
+        self.engine.gather_weights()
+        check_copies(self.engine)
+        if self.mesh.rank == 0:
+            torch.save(losses, self.folder / "losses.pt")
+        return {} if all(map(_is_finite, losses)) else {"losses that are not finite": 1.0}
+
+    def resume(self) -> dict[str, float]:
+        expected = torch.load(self.folder / "losses.pt")
+        self.loader.next_step()
+        restored = Checkpoints(self.folder / "checkpoints", self.mesh).restore(self.engine)
+        assert restored is not None, "the checkpoint is there"
+        found = []
+        for _ in range(STEPS - 1):
+            found.append(self.engine.forward_backward(self.batches()).mean)
+            self.engine.apply(1e-3, self.engine.gradient_norm())
+        return {
+            "loss behind a checkpoint of the layout": max(
+                abs(a - b) / (abs(b) + 1e-3) for a, b in zip(found, expected[1:], strict=True)
+            )
+        }
+
+    def follow(self) -> dict[str, float]:
+        model, errors = self.config.model, dict[str, float]()
+        if not task_class(self.config.task.name).writes_text:
+            return errors
+        (module,) = self.engine.chunks
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(1, NUM_IDS, (1, 40), generator=generator)
+        positions = torch.arange(40)[None]
+        with torch.no_grad():
+            for _, parameter in named_parameters(module):
+                noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+                parameter.add_(0.02 * noise)
+            whole = module(tokens, positions)[..., :NUM_IDS]
+            for parts in ([7, 1, 13, 19], [1] * 40):
+                states: dict[str, Any] = {}
+                pieces = zip(tokens.split(parts, 1), positions.split(parts, 1), strict=True)
+                found = torch.cat([module(ids, own, states=states) for ids, own in pieces], 1)[..., :NUM_IDS]
+                _raise(errors, f"logits in {len(parts)} pieces", _error(found, whole))
+            try:
+                shape = shape_of(model, vocab_size=NUM_IDS)
+            except UserError:
+                return errors
+            weights = dict(named_parameters(module))
+            plain = CausalModel(shape).double()
+            taken = exported_tensors(model, vocab_size=NUM_IDS)
+            plain.load_state_dict({name: _rows(weights[rows.key], rows.ranges) for name, rows in taken.items()})
+            errors["logits of the export"] = _error(plain(tokens)[0], whole)
+        return errors
+
+    def _own(self, whole: Tensor, parameter: torch.nn.Parameter) -> Tensor:
+        rows, size = unpadded_rows(parameter), self.mesh.tensor
+        if rows is not None and size > 1:
+            missing = parameter.size(0) * size - rows
+            whole = torch.nn.functional.pad(whole, (0, 0) * (whole.dim() - 1) + (0, missing))
+        return shard(whole, parameter, self.mesh.groups.tp.rank(), size)
+
+
+def _gradients(engine: Engine) -> list[tuple[str, Any, Tensor]]:
+    names = {id(parameter): name for name, parameter in _parameters(engine)}
+    return [(names[id(parameter)], parameter, gradient) for _, parameter, gradient in engine.gradients()]
+
+
+def _parameters(engine: Engine) -> list[tuple[str, Any]]:
+    return [pair for chunk in engine.chunks for pair in named_parameters(chunk)]
+
+
+def _total(gradients: dict[str, Tensor]) -> float:
+    return float(torch.stack([one.norm() for one in gradients.values()]).norm())
+
+
+@torch.no_grad()
+def _descend(engine: Engine, norm: float) -> None:
+    """A step of plain descent, of gradients of the global ``norm``: fp64 engines have no optimizer."""
+    step = _STEP / max(norm, 1e-12)
+    for _, parameter, gradient in engine.gradients():
+        parameter.sub_(step * gradient)
+
+
+def _raise(errors: dict[str, float], name: str, value: float) -> None:
+    # What is not a number is the worst.
+    errors[name] = max(errors.get(name, 0.0), value if _is_finite(value) else float("inf"))
+
+
+def _is_finite(value: float) -> bool:
+    return abs(value) < float("inf")
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def _rows(weight: Tensor, ranges: tuple[tuple[int, int], ...] | None) -> Tensor:
+    return weight if ranges is None else torch.cat([weight[first:last] for first, last in ranges])
