@@ -5,12 +5,12 @@
     python3 tools/bare_machine.py --suite trixie            # with the Python of another Debian
     python3 tools/bare_machine.py --folder /var/tmp/bare --keep    # keep the systems; `--again` uses them once more
 
-Each user gets a system of its own: debootstrap's smallest with `PACKAGES`, and a copy of the tracked files as they lie in
-the working tree. `ordinary` has a home directory that is not there and that it cannot make. Commands run in namespaces of
-their own for mounts and processes: whatever ends this program, nothing stays mounted, and no process is left behind.
-Debian's mirror is that of this machine's apt, Python's index that of its pip.
+Each user gets a system of its own: debootstrap's smallest with `PACKAGES`, and a copy of the tracked files as they lie
+in the working tree. `ordinary` has a home directory that is not there and that it cannot make. Commands run in
+namespaces of their own for mounts and processes: whatever ends this program, nothing stays mounted, and no process is
+left behind. Debian's mirror is that of this machine's apt, Python's index that of its pip.
 
-Needs root, debootstrap and util-linux; nothing of lightscale, so that any Python 3.11 runs it. About 6 GB for each user.
+Needs root, debootstrap, git and util-linux; nothing of lightscale, so that any Python 3.11 runs it. About 6 GB.
 Exit code 0: every command passed; 1: one failed; 2: it could not be tried.
 """
 
@@ -19,6 +19,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -74,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
         _check_this_machine()
         with _folder(options) as folder:
             failed = _try_all(folder, options)
-    except (NotTried, OSError) as error:
+    except (NotTried, OSError, subprocess.CalledProcessError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -203,6 +204,9 @@ def _mirror() -> str:
 def _make_system(base: Path, system: Path) -> None:
     print(f"== copying it to {system}", flush=True)
     subprocess.run(["cp", "--archive", "--reflink=auto", str(base), str(system)], check=True)
+    # As Debian's installer writes it, and whatever starts containers.
+    names = f"127.0.0.1 localhost\n::1 localhost ip6-localhost\n127.0.1.1 {socket.gethostname()}\n"
+    (system / "etc/hosts").write_text(names)
     add_user = ["useradd", "--no-create-home", "--home-dir", HOMES["ordinary"], "--uid", str(ORDINARY_ID), "ordinary"]
     subprocess.run(["chroot", str(system), *add_user], check=True)
 
@@ -214,7 +218,7 @@ def _copy_tree(system: Path, user: str) -> None:
     # Git refuses a repository of another user, as root's is where sudo was used.
     git = ["git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT), "ls-files", "-z"]
     names = subprocess.run(git, check=True, stdout=subprocess.PIPE).stdout
-    pack = ["tar", "--create", "--null", "--no-recursion", "--files-from=-", f"--directory={ROOT}"]
+    pack = ["tar", "--create", f"--directory={ROOT}", "--no-recursion", "--null", "--files-from=-"]
     packed = subprocess.run(pack, input=names, stdout=subprocess.PIPE, check=True).stdout
     unpack = ["tar", "--extract", "--no-same-owner", f"--directory={tree}"]
     subprocess.run(unpack, input=packed, check=True)
