@@ -111,8 +111,9 @@ def _check_this_machine() -> None:
         raise NotTried("a system in a folder is made by root: start this with sudo")
     path = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"  # of root, also where su has left that of a user
     os.environ["PATH"] = path
-    if missing := [package for program, package in PROGRAMS.items() if shutil.which(program) is None]:
-        raise NotTried(f"missing: {', '.join(missing)}; install with: apt-get install {' '.join(missing)}")
+    if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
+        packages = " ".join(PROGRAMS[program] for program in missing)
+        raise NotTried(f"missing: {', '.join(missing)}; install with: apt-get install {packages}")
     tried = subprocess.run([*NAMESPACES, "true"], capture_output=True, text=True, check=False)
     if tried.returncode != 0:
         raise NotTried(f"no namespaces here, so start this outside of containers: {tried.stderr.strip()}")
