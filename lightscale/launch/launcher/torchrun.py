@@ -180,8 +180,9 @@ def _launch(command: Sequence[str], processes: int, logs: Path, rendezvous: Rend
     first = 0 if rendezvous is None else rendezvous.node * processes
     agents_meet = rendezvous is not None and rendezvous.of_agents
     if rendezvous is None or not agents_meet:
-        # The name of this machine may not resolve, or resolve to an address behind a VPN.
-        meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
+        # An address: the name of this machine may not resolve, or resolve to an address behind a VPN; and there may be
+        # no /etc/hosts that knows localhost.
+        meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
         num_nodes, run_id = 1, uuid.uuid4().hex
     else:
         meeting = {
