@@ -22,6 +22,7 @@ give `--signals-to-handle SIGTERM,SIGINT,SIGUSR1`.
 """
 
 import contextlib
+import io
 import logging
 import os
 import signal
@@ -176,6 +177,9 @@ def conclude(reports: Sequence[NodeReport], logs: Path) -> Launch:
 
 
 def _launch(command: Sequence[str], processes: int, logs: Path, rendezvous: Rendezvous | None) -> list[RankFailure]:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Else what rank 0 says waits for 8 kB where stdout is a file or a pipe.
+        sys.stdout.reconfigure(line_buffering=True)
     meeting: dict[str, Any]
     first = 0 if rendezvous is None else rendezvous.node * processes
     agents_meet = rendezvous is not None and rendezvous.of_agents
