@@ -12,7 +12,7 @@ JOBS ?= 2
 # One more for the jobs of a scheduler, which mostly wait.
 LONG_JOBS ?= 3
 
-.PHONY: install check test test-long test-soak test-eval gpu-check twin twin-budgets quickstart golden lock clean
+.PHONY: install check test test-skipped test-long test-soak test-eval gpu-check twin twin-budgets quickstart golden lock clean
 
 install: $(STAMP)
 
@@ -43,6 +43,10 @@ check: install
 test: check
 	$(PYTEST) --numprocesses $(JOBS) --dist loadfile --ignore tests/parallel
 	$(PYTEST) tests/parallel
+
+# Those that were skipped for want of a program, once it is there. Exit code 5 says that there is none.
+test-skipped: install
+	$(PYTEST) --skipped --numprocesses $(JOBS) --dist loadfile || test $$? -eq 5
 
 # The rest: tests marked `long`. Jobs of a scheduler mostly wait, so the others run beside them; those that measure speed,
 # and those with more ranks than cores, run by themselves. Exit code 5 says that there is none.

@@ -1,11 +1,15 @@
 """What all tests share."""
 
+import contextlib
 import importlib.util
 import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+import sys
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +59,148 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         # Kernels run in Triton's interpreter there. It reads this when a kernel is defined.
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Skips(config))
+    if config.option.skipped:
+        # Only files that have one of them: others need not be imported.
+        files = {config.rootpath / name.partition("::")[0] for name in _skipped_before(config)}
+        config.args = [str(path) for path in sorted(files) if path.exists()]
+
+
+# ----- what tests need of the machine, beside what README names -------------------------------------------------------
+
+# Where programs are: those of the environment, and those for root, whatever PATH has.
+PROGRAMS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath), "/usr/sbin:/sbin"])
+# The package of Debian that has a program, where its name is another.
+PACKAGES = {
+    "cc": "gcc",
+    "chattr": "e2fsprogs",
+    "fsfreeze": "util-linux",
+    "ip": "iproute2",
+    "mkfs.ext4": "e2fsprogs",
+    "mpiexec": "mpich",
+    "prlimit": "util-linux",
+    "unshare": "util-linux",
+    **dict.fromkeys(("munged", "slurmctld", "slurmd"), "slurm-wlm"),
+    **dict.fromkeys(("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo"), "slurm-wlm"),
+}
+
+
+def _has_terminals() -> bool:
+    try:
+        ends = os.openpty()
+    except OSError:
+        return False
+    for end in ends:
+        os.close(end)
+    return True
+
+
+def _can_mount(*options: str) -> bool:
+    """Tried where nobody sees it."""
+    command = ["unshare", "--mount", *options, "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    with contextlib.suppress(OSError):
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    return False
+
+
+# What no package brings.
+CONDITIONS: dict[str, Callable[[], bool]] = {
+    "root": lambda: os.geteuid() == 0,
+    "root that may mount": lambda: os.geteuid() == 0 and _can_mount(),
+    "mounts of one's own": lambda: _can_mount("--map-root-user"),
+    "pseudo-terminals": _has_terminals,
+}
+
+
+@cache
+def _is_there(need: str) -> bool:
+    return CONDITIONS[need]() if need in CONDITIONS else shutil.which(need, path=PROGRAMS) is not None
+
+
+class Missing(pytest.skip.Exception):  # type: ignore[name-defined]
+    """Skips a test, for want of what the machine lacks: packages and conditions."""
+
+    __module__ = "builtins"  # as pytest's own, so that reports begin with the name alone
+
+    def __init__(self, missing: list[str]) -> None:
+        packages = [name for name in missing if name not in CONDITIONS]
+        remedy = f" (Debian: apt-get install {' '.join(packages)})" if packages else ""
+        super().__init__(f"{', '.join(missing)}{remedy}")
+        self.missing = missing
+
+
+@pytest.fixture(scope="session")
+def needs() -> Callable[..., None]:
+    """`needs("zsh", "root")`: programs and `CONDITIONS`; where one is not there, the test is skipped for want of it.
+
+    The session names them at its end, and `--skipped` runs those tests again.
+    """
+
+    def needs(*names: str) -> None:
+        missing = [PACKAGES.get(name, name) for name in names if not _is_there(name)]
+        if missing:
+            raise Missing(list(dict.fromkeys(missing)))
+
+    return needs
+
+
+SKIPPED = "lightscale/skipped"  # in pytest's cache: what the tests that were skipped lack, by their names
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--skipped", action="store_true", help="only the tests that were skipped for want of what the machine lacked"
+    )
+
+
+def _skipped_before(config: pytest.Config) -> dict[str, list[str]]:
+    assert config.cache is not None
+    skipped: dict[str, list[str]] = config.cache.get(SKIPPED, {})
+    return skipped
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave those of `--skipped`."""
+    if config.option.skipped:
+        skipped = _skipped_before(config)
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in skipped])
+        items[:] = [item for item in items if item.nodeid in skipped]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if call.excinfo is not None and isinstance(call.excinfo.value, Missing):
+        report.user_properties += [("missing", name) for name in call.excinfo.value.missing]
+    return report
+
+
+class Skips:
+    """Notes in the main process what tests were skipped for want of."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._ran: dict[str, list[str]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        missing = [str(name) for key, name in report.user_properties if key == "missing"]
+        self._ran.setdefault(report.nodeid, []).extend(missing)
+
+    def pytest_sessionfinish(self) -> None:
+        assert self._config.cache is not None
+        known = {**_skipped_before(self._config), **self._ran}
+        self._config.cache.set(SKIPPED, {name: missing for name, missing in known.items() if missing})
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        counts = Counter(name for missing in self._ran.values() for name in missing)
+        if counts:
+            terminalreporter.section("skipped for want of")
+            for name, number in sorted(counts.items()):
+                terminalreporter.line(f"{name}: {number} {'test' if number == 1 else 'tests'}")
+
+
+# ----- fixtures -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -95,14 +241,24 @@ def run_ranks() -> Callable[..., list[Any]]:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def make_disk(tmp_path: Path, needs: Callable[..., None]) -> Iterator[Callable[[int], Path]]:
+    """`make_disk(size_bytes)`: an empty file system of that size."""
+    needs("root that may mount")
+    mounted: list[Path] = []
+
+    def make_disk(size_bytes: int) -> Path:
+        directory = tmp_path / f"disk-{len(mounted)}"
+        directory.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(directory)], check=True)
+        mounted.append(directory)
+        return directory
+
+    yield make_disk
+    for directory in mounted:
+        subprocess.run(["umount", str(directory)], check=True)
+
+
+@pytest.fixture
+def small_disk(make_disk: Callable[[int], Path]) -> Path:
     """An empty file system of 64 MiB."""
-    directory = tmp_path / "disk"
-    directory.mkdir()
-    mount = shutil.which("mount")
-    command = [mount or "mount", "-t", "tmpfs", "-o", f"size={64 << 20}", "tmpfs", str(directory)]
-    allowed = mount is not None and os.geteuid() == 0
-    if not allowed or subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("a small file system can only be mounted by root, where mounting is allowed")
-    yield directory
-    subprocess.run(["umount", str(directory)], check=True)
+    return make_disk(64 << 20)

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -94,8 +95,8 @@ def test_a_file_that_says_no_size_is_bounded_too() -> None:
         read_regular(Path("/proc/self/status"), what=WHAT, most_bytes=10)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, as only root can")
-def test_a_file_of_somebody_else_is_named(tmp_path: Path) -> None:
+def test_a_file_of_somebody_else_is_named(tmp_path: Path, needs: Callable[..., None]) -> None:
+    needs("root")  # becomes another user
     path = tmp_path / "state.json"
     path.write_bytes(b"x")
     path.chmod(0o600)

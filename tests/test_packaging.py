@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,12 +31,14 @@ def find_origin(name: str, folder: Path) -> str:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
 
 
-def repository_files() -> list[Path]:
+@pytest.fixture(scope="module")
+def repository_files(needs: Callable[..., None]) -> list[Path]:
     """What git tracks or would track."""
+    needs("git")
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
         listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
-    except (FileNotFoundError, subprocess.CalledProcessError):
+    except subprocess.CalledProcessError:
         pytest.skip("not a git checkout")
     paths = [ROOT / name for name in listing.stdout.split("\0") if name]
     return [path for path in paths if path.is_file() and not path.is_symlink()]
@@ -102,9 +105,9 @@ def test_every_import_is_a_declared_dependency() -> None:
     assert undeclared == []
 
 
-def test_no_file_names_a_folder_of_some_machine() -> None:
+def test_no_file_names_a_folder_of_some_machine(repository_files: list[Path]) -> None:
     somewhere = re.compile(rb"(?<![\w.}$>/-])/(home|root|Users|work|workspace)/\w|" + re.escape(os.fsencode(ROOT)))
-    guilty = [str(path) for path in repository_files() if somewhere.search(path.read_bytes())]
+    guilty = [str(path) for path in repository_files if somewhere.search(path.read_bytes())]
     assert guilty == []
 
 
@@ -119,11 +122,11 @@ def test_style_is_checked_in_every_folder() -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory: pytest.TempPathFactory, repository_files: list[Path]) -> Path:
     """Built from a copy of what git has."""
     folder = tmp_path_factory.mktemp("wheel")
     copy = folder / "source"
-    for path in repository_files():
+    for path in repository_files:
         target = copy / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
@@ -135,10 +138,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_wheel_holds_the_whole_package_and_nothing_else(wheel: Path) -> None:
+def test_wheel_holds_the_whole_package_and_nothing_else(wheel: Path, repository_files: list[Path]) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     package = ROOT / "lightscale"
-    files = [path for path in repository_files() if path.is_relative_to(package)]
+    files = [path for path in repository_files if path.is_relative_to(package)]
     expected = {path.relative_to(ROOT).as_posix() for path in files if path.suffix in {".py", *DATA}}
     assert {name for name in names if Path(name).suffix in {".py", *DATA}} == expected
     assert {"lightscale/kernels/lightning/__init__.py", "lightscale/launch/slurm/job.sh"} <= expected

@@ -57,6 +57,11 @@ _READ = {"mpich": "LicenseRef-MPICH"}  # permissive, BSD-like
 
 _OPERATORS = frozenset({"AND", "OR", "WITH"})
 
+# What PyTorch's build for GPUs asks for by exact versions, and its build for CPUs does not: the lock file fits both.
+_OF_A_BUILD = ("cuda-", "nvidia-", "triton")
+# NVIDIA's own libraries, under its own terms; whoever takes that build has accepted them.
+_OF_NVIDIA = ("cuda-", "nvidia-")
+
 
 def main() -> int:
     """0 where everything is as it should be."""
@@ -135,6 +140,8 @@ def range_faults(installed: Mapping[str, metadata.Distribution]) -> Iterator[str
 def licence_faults(installed: Mapping[str, metadata.Distribution]) -> Iterator[str]:
     """Packages whose licence is not one of `ALLOWED`, or says nothing."""
     for name, distribution in installed.items():
+        if name.startswith(_OF_NVIDIA):
+            continue
         if name in _READ:
             if (said := _field(distribution, "License-Expression")) not in (_READ[name], ""):
                 yield f"{name} {distribution.version}: its licence is {said} now, it was {_READ[name]} when it was read"
@@ -168,7 +175,7 @@ def _field(distribution: metadata.Distribution, name: str) -> str:
 
 def lock_text(installed: Mapping[str, metadata.Distribution]) -> str:
     """The lock file: a constraints file of pip. Builds of one version, such as torch's for CPUs, are one version."""
-    lines = [f"{name}=={public_version(one)}" for name, one in installed.items()]
+    lines = [f"{name}=={public_version(one)}" for name, one in installed.items() if not name.startswith(_OF_A_BUILD)]
     head = f"# Versions of the development environment on {_platform()}; written by `make lock`."
     return "\n".join([head, *lines, ""])
 
@@ -192,9 +199,10 @@ def read_lock() -> dict[str, str]:
 
 def lock_faults(installed: Mapping[str, metadata.Distribution], locked: Mapping[str, str]) -> Iterator[str]:
     """Packages that the lock file lacks, or has without need."""
-    if locked and (lacking := sorted(installed.keys() - locked.keys())):
+    lockable = {name for name in installed if not name.startswith(_OF_A_BUILD)}
+    if locked and (lacking := sorted(lockable - locked.keys())):
         yield f"{LOCK.name} lacks {', '.join(lacking)}; run `make lock`"
-    if unneeded := sorted(locked.keys() - installed.keys()):
+    if unneeded := sorted(locked.keys() - lockable):
         yield f"{LOCK.name} has {', '.join(unneeded)}, which nothing needs; run `make lock`"
 
 

@@ -5,10 +5,10 @@ import pty
 import re
 import resource
 import select
-import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,11 +52,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(params=SHELLS)
-def shell(request: pytest.FixtureRequest, tables: Tables, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def shell(
+    request: pytest.FixtureRequest,
+    tables: Tables,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    needs: Callable[..., None],
+) -> str:
     """The name of a shell, and its script in `completion`."""
     name: str = request.param
-    if shutil.which(name) is None:
-        pytest.skip(f"{name} is not installed")
+    needs(name)
+    if name != "fish":
+        needs("pseudo-terminals")
     monkeypatch.setattr("lightscale.completion.command.make_tables", lambda: tables)
     (folder / "completion").write_text(script(name))
     return name

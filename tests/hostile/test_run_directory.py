@@ -140,23 +140,15 @@ def test_a_link_to_the_run_is_as_good_as_the_run(run: RunDirectory) -> None:
 
 
 def in_a_mount_namespace(code: str, *arguments: str) -> str:
-    """Run `code` where it may mount, and nobody else sees it; skips where that is forbidden."""
+    """Run `code` where it may mount, and nobody else sees it."""
     program = ["unshare", "--mount", "--map-root-user", sys.executable, "-c", textwrap.dedent(code), *arguments]
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run(
-            ["unshare", "--mount", "--map-root-user", "mount", "-t", "tmpfs", "tmpfs", "/mnt"],
-            capture_output=True,
-            check=False,
-        ).returncode
-    ):
-        pytest.skip("this machine lets nobody mount a file system of their own (unshare --mount)")
     done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_a_mount_point_becomes_a_run(tmp_path: Path, tiny_run: Path) -> None:
+def test_a_mount_point_becomes_a_run(tmp_path: Path, tiny_run: Path, needs: Callable[..., None]) -> None:
+    needs("mounts of one's own")
     code = """
         import pathlib, subprocess, sys
         from lightscale.config.files import load

@@ -186,8 +186,6 @@ def test_nobody_reads(start: StartJob, undisturbed: dict[int, tuple[Any, ...]]) 
 @contextlib.contextmanager
 def unwritable(run: RunDirectory) -> Iterator[None]:
     """Nothing in the directory can be written, made or removed, not even by root."""
-    if shutil.which("chattr") is None or os.geteuid() != 0:
-        pytest.skip("needs chattr (Debian: e2fsprogs) and root, for whom permissions do not hold")
 
     def change(sign: str) -> None:
         # Links and what ends meanwhile cannot be changed.
@@ -207,9 +205,10 @@ def unwritable(run: RunDirectory) -> Iterator[None]:
 
 @pytest.mark.long
 def test_the_run_cannot_be_written_for_a_while_and_a_rank_dies(
-    start: StartJob, undisturbed: dict[int, tuple[Any, ...]]
+    start: StartJob, undisturbed: dict[int, tuple[Any, ...]], needs: Callable[..., None]
 ) -> None:
     """As with lost permissions, or a disk that is read-only: records wait, and so does the launcher."""
+    needs("chattr", "root")  # for whom permissions do not hold
     job = start("checkpoint.every=8")
     job.reach()
     with unwritable(job.run):
@@ -229,10 +228,9 @@ def test_the_run_cannot_be_written_for_a_while_and_a_rank_dies(
 @pytest.mark.long
 @pytest.mark.parametrize("step_s", [-86400, 86400])
 def test_the_clock_is_set_and_a_rank_dies(
-    start: StartJob, undisturbed: dict[int, tuple[Any, ...]], tmp_path: Path, step_s: int
+    start: StartJob, undisturbed: dict[int, tuple[Any, ...]], tmp_path: Path, needs: Callable[..., None], step_s: int
 ) -> None:
-    if shutil.which("cc") is None:
-        pytest.skip("needs a C compiler")
+    needs("cc")
     source, library, offset = (tmp_path / name for name in ("clock.c", "clock.so", "offset"))
     source.write_text(CLOCK)
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True)
@@ -325,10 +323,11 @@ def test_the_disk_is_full_for_a_while(
 
 
 @pytest.mark.soak
-def test_a_limit_of_memory(start: StartJob, undisturbed: dict[int, tuple[Any, ...]]) -> None:
+def test_a_limit_of_memory(
+    start: StartJob, undisturbed: dict[int, tuple[Any, ...]], needs: Callable[..., None]
+) -> None:
     """No byte more for one rank: an error where it asks for some, or a hang where a thread cannot begin."""
-    if shutil.which("prlimit") is None:
-        pytest.skip("needs prlimit (util-linux)")
+    needs("prlimit")
     job = start()
     job.reach()
     rank = job.rank(1)
@@ -340,14 +339,15 @@ def test_a_limit_of_memory(start: StartJob, undisturbed: dict[int, tuple[Any, ..
 
 @pytest.mark.soak
 def test_the_disk_does_not_answer_for_a_while(
-    start: StartJob, undisturbed: dict[int, tuple[Any, ...]], tmp_path: Path
+    start: StartJob, undisturbed: dict[int, tuple[Any, ...]], tmp_path: Path, needs: Callable[..., None]
 ) -> None:
     """A frozen file system: writes wait. Longer than a rank may be silent, it is a hang, and the ranks start again."""
+    needs("root that may mount", "mkfs.ext4", "fsfreeze")
     disk, image = tmp_path / "disk", tmp_path / "image"
     disk.mkdir()
     make = f"truncate -s 200M {image} && mkfs.ext4 -q -F {image} && mount -o loop {image} {disk}"
-    if os.geteuid() != 0 or subprocess.run(["sh", "-c", make], capture_output=True, check=False).returncode != 0:
-        pytest.skip("needs root, mkfs.ext4 and loop devices")
+    if subprocess.run(["sh", "-c", make], capture_output=True, check=False).returncode != 0:
+        pytest.skip("no file systems in files here (loop devices)")
     try:
         job = start(path=disk / "frozen")
         job.reach()

@@ -6,7 +6,6 @@ The hosts are network namespaces with names and addresses of their own, joined b
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -84,9 +83,8 @@ def ip(*words: str) -> str:
 
 
 @pytest.fixture
-def hosts() -> Iterator[tuple[Host, Host]]:
-    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
-        pytest.skip("two hosts on one machine need root, iproute2 and util-linux")
+def hosts(needs: Callable[..., None]) -> Iterator[tuple[Host, Host]]:
+    needs("root", "ip", "unshare")
     stem = f"ls{os.getpid()}"
     switch = f"{stem}s"
     number = os.getpid() % 250

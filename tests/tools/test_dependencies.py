@@ -86,3 +86,16 @@ def test_the_lock_file_has_all_packages_and_no_other(
     assert "left-pad" in other
     # Builds have versions of their own, of which no index but one has each.
     assert "+" not in tool.lock_text(installed)
+
+
+def test_the_build_of_pytorch_for_gpus_is_no_fault(
+    tool: ModuleType, installed: dict[str, metadata.Distribution]
+) -> None:
+    """What it brings is not in the lock file, and triton, whose version it says itself, can be any there."""
+    brought = {"nvidia-cublas": package("13.1"), "cuda-toolkit": package("13.0.3"), "triton": package("3.7.1")}
+    locked = tool.read_lock()
+    assert locked.keys().isdisjoint(brought)
+    assert list(tool.lock_faults({**installed, **brought}, locked)) == []
+    assert tool.lock_text({**installed, **brought}) == tool.lock_text(installed)
+    of_nvidia = {name: one for name, one in brought.items() if name != "triton"}
+    assert list(tool.licence_faults(of_nvidia)) == []

@@ -2,7 +2,7 @@
 
 import gzip
 import json
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,7 +53,7 @@ def test_a_row_has_what_was_kept_before_and_now(
     assert "zh-men: use some of en, zh, " in capsys.readouterr().err
 
 
-def test_documents_are_what_a_reader_sees(tools_path: Path, tmp_path: Path) -> None:
+def test_documents_are_what_a_reader_sees(tools_path: Path, tmp_path: Path, needs: Callable[..., None]) -> None:
     import real_text
 
     (tmp_path / "poems").write_text("\x1b[32m《送别》\x1b[m\n下马饮君酒。\n%\n\n%\n100 %\n不是分隔\n", encoding="utf-8")
@@ -66,8 +66,7 @@ def test_documents_are_what_a_reader_sees(tools_path: Path, tmp_path: Path) -> N
         "<head><title>x</title></head><body><nav>菜单</nav><p>一<b>段</b></p>二<br>三<footer>页脚</footer></body>"
     )
     assert list(real_text._pages(tmp_path)) == [("a.html", "一段\n二\n三")]
-    if shutil.which("groff") is None:
-        pytest.skip("groff sets manual pages")
+    needs("groff")  # sets manual pages
     manual = '.TH X 1\n.SH 名称\nx \\- 一个\\fB程序\\fR\n.\\" a comment\n.PP\n第一行\n第二行\n'
     (tmp_path / "x.1.gz").write_bytes(gzip.compress(manual.encode()))
     (tmp_path / "y.1.gz").write_bytes(gzip.compress(b".so man1/x.1\n"))

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +11,12 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="no git: the tool reads commits")
+
+@pytest.fixture(autouse=True)
+def git(needs: Callable[..., None]) -> None:
+    """The tool reads commits."""
+    needs("git")
+
 
 RUN = "\n".join(f"    x{number} = {number} + a" for number in range(8))
 BEFORE = {

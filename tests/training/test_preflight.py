@@ -1,9 +1,7 @@
 """What would keep a run from working is found before it begins, on all ranks; the rest is warned of and recorded."""
 
-import os
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,23 +19,6 @@ from lightscale.training.preflight import check_before_training, check_clocks, c
 pytestmark = pytest.mark.timeout(400)
 
 RunRanks = Callable[..., list[Any]]
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """`disk(megabytes)`: a file system of that size."""
-    directory = tmp_path / "disk"
-
-    def mount(megabytes: int) -> Path:
-        directory.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(directory)]
-        if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
-            pytest.skip("a small file system can only be mounted by root, where mounting is allowed")
-        return directory
-
-    yield mount
-    if directory.is_mount():
-        subprocess.run(["umount", str(directory)], check=True)
 
 
 def look(rank: int, world_size: int, init_method: str, config: Any, place: str) -> list[Any]:
@@ -60,9 +41,9 @@ def look(rank: int, world_size: int, init_method: str, config: Any, place: str) 
 
 
 def test_ranks_agree_on_what_they_find(
-    run_ranks: RunRanks, tmp_path: Path, tiny_config: Callable[..., Any], disk: Callable[[int], Path]
+    run_ranks: RunRanks, tmp_path: Path, tiny_config: Callable[..., Any], make_disk: Callable[[int], Path]
 ) -> None:
-    place = disk(10)
+    place = make_disk(10 << 20)
     results = run_ranks(look, 3, tiny_config(), str(place))
     assert [result[:3] for result in results[1:]] == [results[0][:3]] * 2
     (late,), (equal,), refused, seconds = results[0]
@@ -120,8 +101,8 @@ def test_exports_that_are_to_come_take_space(
 
 
 @pytest.mark.long
-def test_a_run_that_cannot_be_saved_does_not_begin(train: Callable[..., Any], disk: Callable[[int], Path]) -> None:
-    path = disk(12) / "run"
+def test_a_run_that_cannot_be_saved_does_not_begin(train: Callable[..., Any], make_disk: Callable[[int], Path]) -> None:
+    path = make_disk(12 << 20) / "run"
     ended = train("run.toml", "parallel.sequence=2", "--run", str(path), "--processes", "2")
     assert ended.code == 78, ended.stderr
     assert "disk: " in ended.stderr and "MB free, for 3 more" in ended.stderr
@@ -133,8 +114,10 @@ def test_a_run_that_cannot_be_saved_does_not_begin(train: Callable[..., Any], di
 
 
 @pytest.mark.long
-def test_what_may_go_wrong_later_is_said_and_recorded(train: Callable[..., Any], disk: Callable[[int], Path]) -> None:
-    path = disk(30) / "run"
+def test_what_may_go_wrong_later_is_said_and_recorded(
+    train: Callable[..., Any], make_disk: Callable[[int], Path]
+) -> None:
+    path = make_disk(30 << 20) / "run"
     ended = train("run.toml", "train.steps=10", "train.validate_every=0", "--run", str(path))
     assert ended.code == 0, ended.stderr
     (event,) = [event for event in read_lines(RunDirectory(path).events) if event["event"] == "preflight_warning"]

@@ -22,6 +22,7 @@ give `--signals-to-handle SIGTERM,SIGINT,SIGUSR1`.
 """
 
 import contextlib
+import io
 import logging
 import os
 import signal
@@ -176,12 +177,16 @@ def conclude(reports: Sequence[NodeReport], logs: Path) -> Launch:
 
 
 def _launch(command: Sequence[str], processes: int, logs: Path, rendezvous: Rendezvous | None) -> list[RankFailure]:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Else what rank 0 says waits for 8 kB where stdout is a file or a pipe.
+        sys.stdout.reconfigure(line_buffering=True)
     meeting: dict[str, Any]
     first = 0 if rendezvous is None else rendezvous.node * processes
     agents_meet = rendezvous is not None and rendezvous.of_agents
     if rendezvous is None or not agents_meet:
-        # The name of this machine may not resolve, or resolve to an address behind a VPN.
-        meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
+        # An address: the name of this machine may not resolve, or resolve to an address behind a VPN; and there may be
+        # no /etc/hosts that knows localhost.
+        meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
         num_nodes, run_id = 1, uuid.uuid4().hex
     else:
         meeting = {

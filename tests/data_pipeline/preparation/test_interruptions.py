@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import importlib.util
 import json
 import os
 import random
@@ -184,19 +183,20 @@ def test_the_command_with_workers_goes_on_where_it_was_killed(corpus: Path, tmp_
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 
 
-def require_mpiexec() -> list[str]:
-    mpiexec = str(MPIEXEC) if MPIEXEC.exists() else shutil.which("mpiexec")
-    if importlib.util.find_spec("mpi4py") is None or mpiexec is None:
-        pytest.skip("mpiexec or mpi4py is missing (pip install mpi4py mpich)")
-    return [mpiexec]
+@pytest.fixture
+def mpiexec(needs: Callable[..., None]) -> str:
+    """The program, of the package mpich or of the machine."""
+    pytest.importorskip("mpi4py")
+    needs("mpiexec")
+    return str(MPIEXEC) if MPIEXEC.exists() else "mpiexec"
 
 
 @pytest.mark.parametrize(
     "ranks", [1, 2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)]
 )
-def test_mpi_ranks_make_the_same_store(corpus: Path, tmp_path: Path, ranks: int) -> None:
+def test_mpi_ranks_make_the_same_store(corpus: Path, tmp_path: Path, mpiexec: str, ranks: int) -> None:
     prepare(load_corpus(corpus), tmp_path / "whole")
-    command = [*require_mpiexec(), "-n", str(ranks), *command_line(corpus, tmp_path / "store", "--mpi", "--json")]
+    command = [mpiexec, "-n", str(ranks), *command_line(corpus, tmp_path / "store", "--mpi", "--json")]
     finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert finished.returncode == 0, finished.stderr
     # One rank speaks, beside what mpiexec has to say on machines without its hosts' network.
@@ -354,7 +354,7 @@ def test_workers_killed_at_random_instants_leave_no_trace(
     (tmp_path / "driver.py").write_text(DRIVER)
     command = [sys.executable, str(tmp_path / "driver.py"), engine, str(corpus), "{out}", str(unit_bytes)]
     if engine == "mpi":
-        command = [*require_mpiexec(), "-n", "3", *command]
+        command = [request.getfixturevalue("mpiexec"), "-n", "3", *command]
     elif engine == "ray":
         monkeypatch.setenv("RAY_ADDRESS", request.getfixturevalue("ray_address"))
     generator = random.Random(most)
@@ -486,17 +486,9 @@ def test_a_path_taken_while_working_is_left_alone(corpus: Path, interrupted: Pat
 
 
 @pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+def tiny_disk(make_disk: Callable[[int], Path]) -> Path:
     """A file system with room for 2 MiB."""
-    directory = tmp_path / "disk"
-    directory.mkdir()
-    mount = shutil.which("mount")
-    command = [mount or "mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(directory)]
-    allowed = mount is not None and os.geteuid() == 0
-    if not allowed or subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("a small file system can only be mounted by root, where mounting is allowed")
-    yield directory
-    subprocess.run(["umount", str(directory)], check=True)
+    return make_disk(2 << 20)
 
 
 def test_a_full_disk_is_one_clear_error_and_the_work_goes_on_with_more_room(

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -183,17 +183,9 @@ def test_a_source_cannot_be_given_twice(tmp_path: Path, byte_tokenizer: Tokenize
 
 
 @pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+def tiny_disk(make_disk: Callable[[int], Path]) -> Path:
     """A file system with room for 256 KiB."""
-    directory = tmp_path / "disk"
-    directory.mkdir()
-    mount = shutil.which("mount")
-    command = [mount or "mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(directory)]
-    allowed = mount is not None and os.geteuid() == 0
-    if not allowed or subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("a small file system can only be mounted by root, where mounting is allowed")
-    yield directory
-    subprocess.run(["umount", str(directory)], check=True)
+    return make_disk(256 << 10)
 
 
 def test_a_full_disk_is_one_clear_error(tiny_disk: Path, byte_tokenizer: TiktokenTokenizer) -> None:
@@ -207,7 +199,7 @@ def test_a_full_disk_is_one_clear_error(tiny_disk: Path, byte_tokenizer: Tiktoke
                 source.append(np.zeros(1000, dtype=np.uint32), num_bytes=1)
             store.finish({})
 
-    with pytest.raises(UserError, match=r"disk/store: cannot write the store .*No space left on device"):
+    with pytest.raises(UserError, match=rf"{tiny_disk}/store: cannot write the store .*No space left on device"):
         fill()
     assert [entry.name for entry in tiny_disk.iterdir()] == ["earlier"]
     assert (tiny_disk / "earlier").read_bytes() == b"kept" * 1000

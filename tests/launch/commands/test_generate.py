@@ -245,8 +245,9 @@ class Terminal:
         os.close(self._main)
 
 
-def test_a_terminal(found: dict[str, Any], folder: Path) -> None:
+def test_a_terminal(found: dict[str, Any], folder: Path, needs: Callable[..., None]) -> None:
     """Text comes as it is written; Ctrl-C ends it and asks for the next line, Ctrl-D leaves."""
+    needs("pseudo-terminals")
     # With such a penalty nothing is ended by the model.
     endless = ["--tokens", "1000000", "--temperature", "0", "--repetition-penalty", "1.0001"]
     terminal = Terminal(str(folder / "tnl"), "--interactive", *endless)

@@ -169,10 +169,10 @@ def test_the_way_from_the_users_machine(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.long
 def test_a_browser_shows_the_loss_while_it_falls(
-    make_run: Callable[..., RunDirectory], monitor: Callable[..., Any], tmp_path: Path
+    make_run: Callable[..., RunDirectory], monitor: Callable[..., Any], tmp_path: Path, needs: Callable[..., None]
 ) -> None:
     if browser.find_chromium() is None:
-        pytest.skip("needs Chromium (Debian: apt-get install chromium)")
+        needs("chromium")
     run = make_run("mine")
     log(run, 1, 20)
     _, said = monitor(run.path)

@@ -5,7 +5,6 @@ import ctypes
 import io
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -135,27 +134,8 @@ def test_the_apex_that_is_not_nvidias(tmp_path: Path, monkeypatch: pytest.Monkey
     assert wrong_apex() == f"the package in {tmp_path}/checkout/apex/__init__.py"
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """`small_disk(megabytes)`: a new file system of that size."""
-    mounted: list[Path] = []
-
-    def mount(megabytes: int) -> Path:
-        directory = tmp_path / f"disk-{megabytes}"
-        directory.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(directory)]
-        if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
-            pytest.skip("a small file system can only be mounted by root, where mounting is allowed")
-        mounted.append(directory)
-        return directory
-
-    yield mount
-    for directory in mounted:
-        subprocess.run(["umount", str(directory)], check=True)
-
-
 def test_a_disk_too_small_for_the_next_checkpoints(
-    small_disk: Callable[[int], Path],
+    make_disk: Callable[[int], Path],
     tiny_run: Path,
     tiny_config: Callable[..., RunConfig],
     capsys: pytest.CaptureFixture[str],
@@ -163,17 +143,17 @@ def test_a_disk_too_small_for_the_next_checkpoints(
     # 12 bytes for each of 213,760 parameters or so, and 16 MiB to spare; three at once, for two that are kept.
     config = tiny_config()
     results = []
-    for megabytes in (10, 30, 90):
-        (result,) = check_disk(config, small_disk(megabytes) / "runs" / "mine")
+    disks = [make_disk(megabytes << 20) for megabytes in (10, 30, 90)]
+    for disk in disks:
+        (result,) = check_disk(config, disk / "runs" / "mine")
         results.append(result.result)
         assert "MB free in" in result.found and "parameters)" in result.found
     assert results == ["failed", "warning", "ok"]
-    small = tiny_run.parent / "disk-10" / "runs" / "mine"
-    assert cli.main(["doctor", str(tiny_run), "--run", str(small), "--json"]) == 78
+    assert cli.main(["doctor", str(tiny_run), "--run", str(disks[0] / "runs" / "mine"), "--json"]) == 78
     report = json.loads(capsys.readouterr().out)
     (failed,) = [result for result in report["findings"] if result["result"] == "failed"]
     assert failed["check"] == "disk" and failed["right"].endswith(" MB free, for 3 more")
-    assert cli.main(["doctor", str(tiny_run), "--run", str(tiny_run.parent / "disk-90")]) == 0
+    assert cli.main(["doctor", str(tiny_run), "--run", str(disks[-1])]) == 0
     assert "disk " in capsys.readouterr().out
 
 
@@ -347,9 +327,10 @@ def test_a_rank_that_is_slow_is_named_and_excluded(run_ranks: RunRanks, tmp_path
     assert excluded.read_text() == "node7\nnode1\n"
 
 
-def test_a_directory_that_is_not_shared_is_named(run_ranks: RunRanks, tmp_path: Path) -> None:
-    if os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
-        pytest.skip("a file system of its own for a rank needs root, where mount namespaces are allowed")
+def test_a_directory_that_is_not_shared_is_named(
+    run_ranks: RunRanks, tmp_path: Path, needs: Callable[..., None]
+) -> None:
+    needs("root that may mount")
     (tmp_path / "runs").mkdir()
     results = run_ranks(doctor_in, 3, str(tmp_path / "runs"), free_port(), ["--run", "mine"], "elsewhere")
     assert failures(results) == [("shared directory", [1])]
@@ -393,10 +374,9 @@ def test_more_troubles_of_a_rank(
 
 
 @pytest.mark.long
-def test_the_clock_of_a_whole_process(tmp_path: Path) -> None:
+def test_the_clock_of_a_whole_process(tmp_path: Path, needs: Callable[..., None]) -> None:
     """As mpiexec would start them; one of them by faketime."""
-    if shutil.which("faketime") is None:
-        pytest.skip("needs the program faketime (Debian: apt-get install faketime)")
+    needs("faketime")
     port = free_port()
     processes = []
     for rank in range(3):

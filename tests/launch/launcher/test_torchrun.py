@@ -191,8 +191,9 @@ def terminal() -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def test_ctrl_c_in_a_terminal_reaches_each_rank_once(
-    start: Callable[..., Launcher], wait_until: Callable[..., None]
+    start: Callable[..., Launcher], wait_until: Callable[..., None], needs: Callable[..., None]
 ) -> None:
+    needs("pseudo-terminals")
     with terminal() as (keyboard, options):
         launcher = start("train", **options)
         launcher.working()

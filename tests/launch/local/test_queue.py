@@ -206,8 +206,11 @@ def test_the_next_job_of_a_chain_continues_and_the_end_of_the_run_ends_the_chain
     assert "begin 3" not in said(tmp_path), "the run was finished"
 
 
-def test_the_end_of_the_terminal_ends_no_job(submit: Submit, queue: Queue, tmp_path: Path) -> None:
+def test_the_end_of_the_terminal_ends_no_job(
+    submit: Submit, queue: Queue, tmp_path: Path, needs: Callable[..., None]
+) -> None:
     """Submitted by a process of a terminal of its own, which is then closed."""
+    needs("pseudo-terminals")
     run = tmp_path / "a"
     run.mkdir()
     (run / "job.sh").write_text(SAYS + WAITS + "echo end >> ../said\n")

@@ -224,14 +224,9 @@ def free_ports(count: int) -> list[int]:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+def cluster(needs: Callable[..., None]) -> Iterator[Cluster]:
     """Two nodes, idle; skips where there is no SLURM, or no right to start one."""
-    path = os.pathsep.join(PATH.split(":"))
-    missing = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
-    if missing:
-        pytest.skip(f"no SLURM: {', '.join(missing)} missing (Debian: apt-get install slurm-wlm)")
-    if os.geteuid() != 0:
-        pytest.skip("SLURM's daemons run jobs of any user: they need root")
+    needs(*PROGRAMS, "root")  # its daemons run jobs of any user
     # Paths of sockets are short.
     folder = Path(tempfile.mkdtemp(prefix="lightscale-slurm-"))
     folder.chmod(0o755)

@@ -5,6 +5,7 @@ import pty
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -290,8 +291,9 @@ play()
 """
 
 
-def test_a_terminal_gets_one_line_that_is_written_over(tmp_path: Path) -> None:
+def test_a_terminal_gets_one_line_that_is_written_over(tmp_path: Path, needs: Callable[..., None]) -> None:
     """Both when the launcher names it and stderr is a file, and when stderr is the terminal; in one process."""
+    needs("pseudo-terminals")
     (named_keyboard, named), (own_keyboard, own) = pty.openpty(), pty.openpty()
     try:
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "160", "LIGHTSCALE_TERMINAL": os.ttyname(named)}

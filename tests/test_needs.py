@@ -1,0 +1,64 @@
+"""What becomes of tests that need what a machine lacks: skipped and named, and run again once it is there."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = """
+import pytest
+
+@pytest.fixture(scope="module")
+def shelf(needs):
+    needs("sh", "shelf-maker")
+
+def test_shelf(shelf): pass
+def test_shelf_again(shelf): pass
+def test_both(needs): needs("shelf-maker", "slurmd", "no-such-thing")
+def test_nothing(): pass
+def test_skipped(): pytest.skip("for another reason")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, root: Path) -> Path:
+    """Tests beside our `conftest.py`, and a folder of programs."""
+    shutil.copyfile(root / "tests" / "conftest.py", tmp_path / "conftest.py")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_shelf.py").write_text(TESTS)
+    (tmp_path / "test_other.py").write_text("def test_x(): pass\n")
+    (tmp_path / "bin").mkdir()
+    return tmp_path
+
+
+def pytest_says(folder: Path, *words: str) -> tuple[int, list[str]]:
+    """Exit code and lines of pytest in the folder."""
+    environment = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+    command = [sys.executable, "-m", "pytest", "-rs", *words]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=100
+    )
+    return done.returncode, done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_what_is_lacking_is_named_and_tests_run_once_it_is_there(folder: Path, workers: str) -> None:
+    code, lines = pytest_says(folder, "--numprocesses", workers)
+    assert code == 0
+    at = next(number for number, line in enumerate(lines) if " skipped for want of " in line)
+    assert lines[at + 1 : at + 4] == ["no-such-thing: 1 test", "shelf-maker: 3 tests", "slurm-wlm: 1 test"]
+    assert any(line.endswith("Missing: shelf-maker (Debian: apt-get install shelf-maker)") for line in lines)
+    assert "2 passed, 4 skipped in" in lines[-1]
+    maker = folder / "bin" / "shelf-maker"
+    maker.touch(mode=0o755)
+    # A file that has none of those tests is not imported.
+    (folder / "test_other.py").write_text("raise SystemExit('imported')")
+    code, lines = pytest_says(folder, "--skipped", "--numprocesses", workers)
+    assert code == 0
+    assert "2 passed, 1 skipped" in lines[-1]
+    # Only what is still lacking is left, and nothing when that is gone too.
+    (folder / "test_shelf.py").write_text(TESTS.replace("test_both", "test_another"))
+    assert pytest_says(folder, "--skipped", "--numprocesses", workers)[0] == 5
