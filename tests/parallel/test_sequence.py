@@ -219,6 +219,19 @@ def layouts(ranks: int) -> dict[str, list[int]]:
     return found if ranks == 2 else {**found, "empty": [0, *[T // 2] * (ranks - 1), T]}
 
 
+def combinations(ranks: int, turn: int, whole: bool) -> list[tuple[str, str]]:
+    """Layouts × documents: all, or each layout with one kind of documents, another with each ``turn``.
+
+    Five turns in a row cover the product. A turn counts operators and exchanges, so that every exchange meets all of it
+    with the operators together, and every operator with the exchanges together.
+    """
+    found = []
+    for number, (layout, edges) in enumerate(layouts(ranks).items()):
+        names = [*documents(edges)]
+        found += [(layout, name) for name in (names if whole else [names[(number + turn) % len(names)]])]
+    return found
+
+
 def own_part(x: Tensor | None, segment: slice) -> Tensor | None:
     return x[:, segment].clone() if x is not None and split_by_token(x) else x
 
@@ -335,7 +348,7 @@ Found = dict[tuple[str, ...], Any]
 
 
 def on_ranks(
-    rank: int, world_size: int, init_method: str, exchanges: list[str], kinds: tuple[str, ...]
+    rank: int, world_size: int, init_method: str, exchanges: list[str], kinds: tuple[str, ...], whole: bool
 ) -> dict[str, Found]:
     found: dict[str, Found] = {"errors": {}, "payloads": {}, "undisturbed": {}}
     for number, name in enumerate(exchanges):
@@ -349,12 +362,12 @@ def on_ranks(
             ranks_per_node=int(size) if size.isdigit() else None,
             timeout_s=60,
         ) as mesh:
-            for kind, (layout, edges) in itertools.product(kinds, layouts(world_size).items()):
-                for row_documents, starts in documents(edges).items():
+            for of_kind, kind in enumerate(kinds):
+                for layout, row_documents in combinations(world_size, of_kind + EXCHANGES.index(name), whole):
                     case = (name, kind, layout, row_documents)
                     print("case:", *case, flush=True)
-                    found["errors"][case] = run_case(kind, mesh, edges, starts)
-            for kind in KINDS:
+                    edges = layouts(world_size)[layout]
+                    found["errors"][case] = run_case(kind, mesh, edges, documents(edges)[row_documents])
                 found["payloads"][name, kind] = [payloads(kind, mesh, tokens) for tokens in (T, 2 * T)]
                 if world_size > 2 and kind in CUT:
                     found["undisturbed"][name, kind] = undisturbed(kind, mesh)
@@ -420,9 +433,11 @@ def check(
     world_size: int,
     exchanges: list[str],
     kinds: tuple[str, ...] = KINDS,
+    *,
+    whole: bool = False,
     timeout_s: float = 500,
 ) -> None:
-    ranks = run_ranks(on_ranks, world_size, exchanges, kinds, timeout_s=timeout_s)
+    ranks = run_ranks(on_ranks, world_size, exchanges, kinds, whole, timeout_s=timeout_s)
     for rank, found in enumerate(ranks):
         for case, errors in found["errors"].items():
             for tensor, value in errors.items():
@@ -440,25 +455,45 @@ def test_two_ranks(run_ranks: RunRanks) -> None:
 
 
 def test_three_ranks(run_ranks: RunRanks) -> None:
-    """Every operator; with a rank before, one behind, and one between."""
-    check(run_ranks, 3, ["gather"])
+    """Every operator in every combination; with a rank before, one behind, and one between."""
+    check(run_ranks, 3, ["gather"], whole=True)
 
 
 def test_four_ranks(run_ranks: RunRanks) -> None:
     check(run_ranks, 4, ["two_level of 2"], SUMMARIES)
 
 
+def exchanges_of(world_size: int) -> list[str]:
+    return [name for name in EXCHANGES if name != "two_level of 2" or world_size % 2 == 0]
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak), 4])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_every_exchange(run_ranks: RunRanks, world_size: int) -> None:
-    check(run_ranks, world_size, [name for name in EXCHANGES if name != "two_level of 2" or world_size % 2 == 0])
+    check(run_ranks, world_size, exchanges_of(world_size))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_eight_ranks(run_ranks: RunRanks) -> None:
     check(run_ranks, 8, ["gather", "two_level of 2"], timeout_s=800)
+
+
+# The same operators, exchanges, layouts and documents in all their combinations.
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_exchange_in_every_case(run_ranks: RunRanks, world_size: int) -> None:
+    check(run_ranks, world_size, exchanges_of(world_size), whole=True, timeout_s=800)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_eight_ranks_in_every_case(run_ranks: RunRanks) -> None:
+    check(run_ranks, 8, ["gather", "two_level of 2"], whole=True, timeout_s=800)
 
 
 # ----- padding -------------------------------------------------------------------------------------------------------
@@ -672,3 +707,11 @@ def test_the_cases_cover_what_they_are_named_for() -> None:
             assert name != "one token" or 1 in segments
         different = {tuple(edges) for edges in layouts(ranks).values()}
         assert len(different) == len(layouts(ranks)), "a layout is tested twice"
+
+
+def test_turns_cover_what_the_product_has() -> None:
+    """With five operators in a row, or with the five exchanges."""
+    for ranks in (2, 4):
+        product = set(combinations(ranks, 0, whole=True))
+        for first in range(len(KINDS)):
+            assert {case for turn in range(5) for case in combinations(ranks, first + turn, whole=False)} == product
