@@ -1,7 +1,6 @@
 """What becomes of tests that need what a machine lacks: skipped and named, and run again once it is there."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ def shelf(needs):
 
 def test_shelf(shelf): pass
 def test_shelf_again(shelf): pass
-def test_both(needs): needs("shelf-maker", "slurmd", "no-such-thing")
+def test_both(needs): needs("shelf-maker", "no-such-daemon", "no-such-thing")
 def test_nothing(): pass
 def test_skipped(): pytest.skip("for another reason")
 """
@@ -26,7 +25,10 @@ def test_skipped(): pytest.skip("for another reason")
 @pytest.fixture
 def folder(tmp_path: Path, root: Path) -> Path:
     """Tests beside our `conftest.py`, and a folder of programs."""
-    shutil.copyfile(root / "tests" / "conftest.py", tmp_path / "conftest.py")
+    ours = (root / "tests" / "conftest.py").read_text()
+    assert "PACKAGES = {\n" in ours
+    named = ours.replace("PACKAGES = {\n", 'PACKAGES = {\n    "no-such-daemon": "daemons",\n')
+    (tmp_path / "conftest.py").write_text(named)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_shelf.py").write_text(TESTS)
     (tmp_path / "test_other.py").write_text("def test_x(): pass\n")
@@ -49,7 +51,7 @@ def test_what_is_lacking_is_named_and_tests_run_once_it_is_there(folder: Path, w
     code, lines = pytest_says(folder, "--numprocesses", workers)
     assert code == 0
     at = next(number for number, line in enumerate(lines) if " skipped for want of " in line)
-    assert lines[at + 1 : at + 4] == ["no-such-thing: 1 test", "shelf-maker: 3 tests", "slurm-wlm: 1 test"]
+    assert lines[at + 1 : at + 4] == ["daemons: 1 test", "no-such-thing: 1 test", "shelf-maker: 3 tests"]
     assert any(line.endswith("Missing: shelf-maker (Debian: apt-get install shelf-maker)") for line in lines)
     assert "2 passed, 4 skipped in" in lines[-1]
     maker = folder / "bin" / "shelf-maker"

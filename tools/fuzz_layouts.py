@@ -166,6 +166,7 @@ def main() -> int:
     parser.add_argument("--case", help="one case, as JSON")
     parser.add_argument("--out", type=Path, help="append each case and its failures to this file, JSON lines")
     parser.add_argument("--table", type=Path, help="print the table of pairs of such a file, and end")
+    parser.add_argument("--shrink", action="store_true", help="shrink what --case gives, too")
     parser.add_argument("--keep-going", action="store_true", help="go on behind a failing case")
     args = parser.parse_args()
     if args.table:
@@ -193,7 +194,7 @@ def main() -> int:
             if found:
                 wrong += 1
                 print(f"case {number}: {command(drawn)}\n" + "\n".join(found), flush=True)
-                if given is None:
+                if given is None or args.shrink:
                     small = shrunk(pool, drawn, folder, found[0].partition(":")[0])
                     print(f"shrunk: {command(small)}\n" + "\n".join(failures(pool, small, folder)), flush=True)
                     if not args.keep_going:
