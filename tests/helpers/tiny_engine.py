@@ -66,8 +66,10 @@ def engine_on(
     num_ids: int = VOCAB_SIZE,
     **model: Any,
 ) -> Iterator[Engine]:
-    # Megatron collects garbage before every save and load, which takes longer than all else here.
-    gc.freeze()
+    # Megatron collects garbage before every save and load, which takes longer than all else here. Once: what is frozen
+    # is never freed, and an engine that is done with keeps its groups, whose threads wake 100 times a second.
+    if not gc.get_freeze_count():
+        gc.freeze()
     world_size, tensor, pipeline, sequence, *virtual_stages = axes
     config = RunConfig(
         model=ModelConfig(**{**MODEL, **model}),
