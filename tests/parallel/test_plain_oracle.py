@@ -100,6 +100,7 @@ def engine_gradients(rank: int, world_size: int, init_method: str, cases: list[s
     return found
 
 
+@pytest.mark.timeout(300)
 def test_gradients_in_fp64_are_those_of_the_plain_model(run_ranks: RunRanks) -> None:
     alone = run_ranks(engine_gradients, 1, [*mixers.MIX])[0]
     apart = [f"{name} {axis}=2" for name in mixers.MIX for axis in ("tensor", "sequence")]
