@@ -7,8 +7,11 @@ STAMP := $(VENV)/.installed
 # In the versions of the lock file, where an index has them.
 INSTALL := $(BIN)/python -m pip install --no-compile --editable '.[dev]'
 PYTEST := $(BIN)/pytest --durations=10 -rs
-# Test files at a time. Not of those that start ranks: more ranks than cores only wait for each other.
+# Test files at a time.
 JOBS ?= 2
+# Files that start many ranks, in the order of their names: xdist's own, by the number of tests, has those last that take
+# longest.
+RANKS := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder tests/parallel
 # One more for the jobs of a scheduler, which mostly wait.
 LONG_JOBS ?= 3
 
@@ -42,18 +45,20 @@ check: install
 # The default suite.
 test: check
 	$(PYTEST) --numprocesses $(JOBS) --dist loadfile --ignore tests/parallel
-	$(PYTEST) tests/parallel
+	$(PYTEST) $(RANKS)
 
 # Those that were skipped for want of a program, once it is there. Exit code 5 says that there is none.
 test-skipped: install
 	$(PYTEST) --skipped --numprocesses $(JOBS) --dist loadfile || test $$? -eq 5
 
-# The rest: tests marked `long`. Jobs of a scheduler mostly wait, so the others run beside them; those that measure speed,
-# and those with more ranks than cores, run by themselves. Exit code 5 says that there is none.
+# The rest: tests marked `long`. Jobs of a scheduler mostly wait, so the others run beside them; those that measure speed
+# run by themselves. Exit code 5 says that there is none.
 LONG := 'long and not soak'
-ALONE := tests/parallel tests/tools/benchmarks tests/data_pipeline
+ALONE := tests/tools/benchmarks tests/data_pipeline
 test-long: install
-	$(PYTEST) -m $(LONG) --numprocesses $(LONG_JOBS) --dist loadfile $(addprefix --ignore ,$(ALONE)) || test $$? -eq 5
+	$(PYTEST) -m $(LONG) --numprocesses $(LONG_JOBS) --dist loadfile \
+	  $(addprefix --ignore ,tests/parallel $(ALONE)) || test $$? -eq 5
+	$(PYTEST) -m $(LONG) $(RANKS) || test $$? -eq 5
 	$(PYTEST) -m $(LONG) $(ALONE) || test $$? -eq 5
 
 # The full counts of restarts and faults: about an hour.

@@ -99,8 +99,9 @@ def begun_beside_computation(group: Any) -> Iterator[Counter[tuple[str, str]]]:
 
 @contextmanager
 def _wrapped(names: Sequence[str], wrap: Callable[[str, Any], Any]) -> Iterator[None]:
-    # Releases of PyTorch name some of them otherwise.
-    originals = {name: getattr(dist.ProcessGroup, name) for name in names if hasattr(dist.ProcessGroup, name)}
+    # Releases of PyTorch name some of them otherwise. Taken as the class holds them: what `getattr` gives would, put
+    # back, be called without its group.
+    originals = {name: vars(dist.ProcessGroup)[name] for name in names if name in vars(dist.ProcessGroup)}
     for name, original in originals.items():
         setattr(dist.ProcessGroup, name, wrap(name, original))
     try:

@@ -4,7 +4,7 @@ import faulthandler
 import itertools
 import runpy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,6 +168,11 @@ class Case:
         values: dict[str, Any] = dict(option.split("=") for option in options)
         return Case(model=name, **{key: int(value) if value.isdigit() else value for key, value in values.items()})
 
+    def mesh(self) -> dict[str, Any]:
+        """What ``start_mesh`` is told."""
+        names = ("tensor", "pipeline", "sequence", "virtual_stages", "exchange", "ranks_per_node")
+        return {name: getattr(self, name) for name in names}
+
     def edges(self) -> list[int]:
         if self.cuts:
             return [*map(int, str(self.cuts).split(",")), TOKENS]
@@ -211,35 +216,46 @@ def step_batches(step: int, mesh: Mesh, case: Case) -> list[Any]:
 
 
 @contextmanager
-def engine_on(case: Case, rank: int, world_size: int, init_method: str, dtype: torch.dtype) -> Iterator[Engine]:
-    model = MODELS[case.model]
+def mesh_of(case: Case, rank: int, world_size: int, init_method: str) -> Iterator[Mesh]:
     with start_mesh(
-        tensor=case.tensor,
-        pipeline=case.pipeline,
-        sequence=case.sequence,
-        virtual_stages=case.virtual_stages,
-        exchange=case.exchange,
-        ranks_per_node=case.ranks_per_node,
-        device="cpu",
-        rank=rank,
-        world_size=world_size,
-        init_method=init_method,
-        timeout_s=60,
+        **case.mesh(), device="cpu", rank=rank, world_size=world_size, init_method=init_method, timeout_s=60
     ) as mesh:
-        config = transformer_config(
-            model, mesh, dtype, recompute=case.recompute, recompute_layers=case.recompute_layers
-        )
-        chunks = language_model_chunks(config, model, vocab_size=VOCAB_SIZE, mesh=mesh)
-        for chunk in chunks:
-            draw_weights(chunk, seed=0, tensor_rank=mesh.groups.tp.rank(), tensor_size=mesh.tensor)
-        buckets = {"overlap": True, "bucket_size": 2000} if case.overlap else {}
-        engine = Engine(chunks, config, mesh, optimizer=AdamW(), position_buckets=4, **buckets)
-        if case.overlap:
-            assert all(len(buffer.buckets) > 2 for model in engine.models for buffer in model.buffers)
-        with warnings.catch_warnings():
-            # Megatron's, that weights are used in another order than they are gathered: it then waits for them.
-            warnings.filterwarnings("error", message="The next bucket's parameter all-gather")
-            yield engine
+        yield mesh
+
+
+@contextmanager
+def engine_in(mesh: Mesh, case: Case, dtype: torch.dtype) -> Iterator[Engine]:
+    model = MODELS[case.model]
+    config = transformer_config(model, mesh, dtype, recompute=case.recompute, recompute_layers=case.recompute_layers)
+    chunks = language_model_chunks(config, model, vocab_size=VOCAB_SIZE, mesh=mesh)
+    for chunk in chunks:
+        draw_weights(chunk, seed=0, tensor_rank=mesh.groups.tp.rank(), tensor_size=mesh.tensor)
+    buckets = {"overlap": True, "bucket_size": 2000} if case.overlap else {}
+    engine = Engine(chunks, config, mesh, optimizer=AdamW(), position_buckets=4, **buckets)
+    if case.overlap:
+        assert all(len(buffer.buckets) > 2 for model in engine.models for buffer in model.buffers)
+    with warnings.catch_warnings():
+        # Megatron's, that weights are used in another order than they are gathered: it then waits for them.
+        warnings.filterwarnings("error", message="The next bucket's parameter all-gather")
+        yield engine
+
+
+@contextmanager
+def engine_on(case: Case, rank: int, world_size: int, init_method: str, dtype: torch.dtype) -> Iterator[Engine]:
+    with mesh_of(case, rank, world_size, init_method) as mesh, engine_in(mesh, case, dtype) as engine:
+        yield engine
+
+
+def on_meshes(cases: Iterable[str], rank: int, world_size: int, init_method: str) -> Iterator[tuple[str, Case, Mesh]]:
+    """The cases, those of one mesh together: its groups are made once, and ranks wait for each other meanwhile."""
+    of_mesh: dict[str, list[tuple[str, Case]]] = {}
+    for text in cases:
+        case = Case.of(text)
+        of_mesh.setdefault(str(case.mesh()), []).append((text, case))
+    for number, same in enumerate(of_mesh.values()):
+        with mesh_of(same[0][1], rank, world_size, f"{init_method}-{number}") as mesh:
+            for text, case in same:
+                yield text, case, mesh
 
 
 def settle(engine: Engine) -> None:
@@ -311,13 +327,12 @@ def record(
 ) -> None:
     """The one-process run of each model: weights before, loss, logits and gradients of every step, and the end."""
     runs = {}
-    for name in names:
-        case = Case(model=name)
-        with engine_on(case, rank, world_size, f"{init_method}-{name}", dtype) as engine:
+    for name, case, mesh in on_meshes(names, rank, world_size, init_method):
+        with engine_in(mesh, case, dtype) as engine:
             set_weights(engine, disturbed(engine))
             trajectory = []
             for step in range(steps):
-                before, batches = weights(engine), step_batches(step, engine.mesh, case)
+                before, batches = weights(engine), step_batches(step, mesh, case)
                 with kept_logits(engine) as logits:
                     sums = engine.forward_backward(batches)
                 trajectory.append((before, sums, logits, gradients(engine)))
@@ -333,16 +348,12 @@ def follow(
     """For each case: errors along the one-process run, by name; its collectives; and what its exchanges sent."""
     runs = torch.load(path, weights_only=False)
     found = {}
-    for number, text in enumerate(cases):
-        case = Case.of(text)
+    for text, case, mesh in on_meshes(cases, rank, world_size, init_method):
         print(f"case: {text}", flush=True)  # shown with the traceback when it fails
         faulthandler.dump_traceback_later(CASE_TIMEOUT_S, exit=True)  # of each case, instead of all together
         trajectory, after = runs[case.model]
-        with (
-            collectives.recorded() as operations,
-            engine_on(case, rank, world_size, f"{init_method}-{number}", dtype) as engine,
-        ):
-            with collectives.begun_beside_computation(engine.mesh.groups.dp_cp) as beside:
+        with collectives.recorded() as operations, engine_in(mesh, case, dtype) as engine:
+            with collectives.begun_beside_computation(mesh.groups.dp_cp) as beside:
                 found[text] = _along(engine, case, trajectory)
                 if engine.optimizer is not None:
                     found[text]["errors"] |= _freely(engine, case, trajectory, after)

@@ -56,26 +56,12 @@ def step_batches(step: int, mesh: Mesh, *, num_ids: int = VOCAB_SIZE) -> list[Mi
 
 
 @contextmanager
-def engine_on(
-    axes: Axes,
-    rank: int,
-    init_method: str,
-    *,
-    seed: int = 0,
-    task: str = "causal",
-    num_ids: int = VOCAB_SIZE,
-    **model: Any,
-) -> Iterator[Engine]:
-    # Megatron collects garbage before every save and load, which takes longer than all else here.
-    gc.freeze()
+def mesh_on(axes: Axes, rank: int, init_method: str) -> Iterator[Mesh]:
+    # Megatron collects garbage before every save and load, which takes longer than all else here. Once: what is frozen
+    # is never freed, and an engine that is done with keeps its groups, whose threads wake 100 times a second.
+    if not gc.get_freeze_count():
+        gc.freeze()
     world_size, tensor, pipeline, sequence, *virtual_stages = axes
-    config = RunConfig(
-        model=ModelConfig(**{**MODEL, **model}),
-        data=DataConfig(store=Path("store"), sequence_length=TOKENS),
-        optimizer=OptimizerConfig(lr=LR),
-        train=TrainConfig(steps=6, global_batch_size=4, micro_batch_size=2, seed=seed),
-        task=TaskConfig(name=task),
-    )
     with start_mesh(
         tensor=tensor,
         pipeline=pipeline,
@@ -87,7 +73,25 @@ def engine_on(
         init_method=init_method,
         timeout_s=60,
     ) as mesh:
-        yield build_engine(config, mesh, vocab_size=min(num_ids, config.model.vocab_size), trainable=True)
+        yield mesh
+
+
+def engine_in(mesh: Mesh, *, seed: int = 0, task: str = "causal", num_ids: int = VOCAB_SIZE, **model: Any) -> Engine:
+    config = RunConfig(
+        model=ModelConfig(**{**MODEL, **model}),
+        data=DataConfig(store=Path("store"), sequence_length=TOKENS),
+        optimizer=OptimizerConfig(lr=LR),
+        train=TrainConfig(steps=6, global_batch_size=4, micro_batch_size=2, seed=seed),
+        task=TaskConfig(name=task),
+    )
+    return build_engine(config, mesh, vocab_size=min(num_ids, config.model.vocab_size), trainable=True)
+
+
+@contextmanager
+def engine_on(axes: Axes, rank: int, init_method: str, **options: Any) -> Iterator[Engine]:
+    """Of ``engine_in``, on a mesh of its own."""
+    with mesh_on(axes, rank, init_method) as mesh:
+        yield engine_in(mesh, **options)
 
 
 def train(engine: Engine, first: int, last: int) -> list[tuple[float, dict[str, Tensor], dict[str, Tensor]]]:

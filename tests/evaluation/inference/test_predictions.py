@@ -82,9 +82,8 @@ def by_itself(model: Any, ids: Ids, kind: str) -> np.ndarray:
 
 def predict(rank: int, world_size: int, init_method: str, folder: Path, cases: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for number, text in enumerate(cases):
-        case = parity.Case.of(text)
-        with parity.engine_on(case, rank, world_size, f"{init_method}-{number}", torch.float64) as engine:
+    for text, case, mesh in parity.on_meshes(cases, rank, world_size, init_method):
+        with parity.engine_in(mesh, case, torch.float64) as engine:
             weights = folder / f"{case.model}.pt"
             if world_size == 1:
                 torch.save(parity.disturbed(engine), weights)

@@ -103,9 +103,8 @@ def numbers(answer: Any) -> list[float]:
 def score(rank: int, world_size: int, init_method: str, folder: Path, cases: list[str], seeds: range) -> dict[str, Any]:
     """What this rank finds of each case; on one process the numbers of each request by itself too."""
     found: dict[str, Any] = {}
-    for number, text in enumerate(cases):
-        case = parity.Case.of(text)
-        with parity.engine_on(case, rank, world_size, f"{init_method}-{number}", torch.float64) as engine:
+    for text, case, mesh in parity.on_meshes(cases, rank, world_size, init_method):
+        with parity.engine_in(mesh, case, torch.float64) as engine:
             # What one process makes, all layouts take.
             weights = folder / f"{case.model}.pt"
             if world_size == 1:

@@ -62,11 +62,12 @@ def resume(
     """For each layout and checkpoint: how far the continuation is from the uninterrupted run's."""
     found = {}
     for axes in layouts:
-        for source in sources:
-            random.seed(7), np.random.seed(7), torch.manual_seed(7)
-            path = Path(folder) / str(source)
-            with tiny.engine_on(axes, rank, f"{init_method}-{axes}-{source}", seed=1, **model) as engine:
-                checkpoints = Checkpoints(path, engine.mesh)
+        with tiny.mesh_on(axes, rank, f"{init_method}-{axes}") as mesh:
+            for source in sources:
+                random.seed(7), np.random.seed(7), torch.manual_seed(7)
+                path = Path(folder) / str(source)
+                engine = tiny.engine_in(mesh, seed=1, **model)
+                checkpoints = Checkpoints(path, mesh)
                 alone = checkpoints.restore(engine, weights_only=True)
                 assert alone is not None and alone.path.name == directory_name(STEPS, "weights")
                 weights, kept = tiny.weights(engine), torch.load(f"{path}-weights")
