@@ -35,5 +35,6 @@ def test_groups_of_a_mesh_that_has_ended_are_gone_when_the_next_begins(
 ) -> None:
     found = run_ranks(threads_in_each, 1)[0]
     assert found[0] > 10
-    # One mesh's, where some of the last one may still be ending; without this two's and three's.
-    assert max(found) < 1.5 * found[0], found
+    # One mesh's, where some of the last one may still be ending; without this two's, three's and four's. (On a busy
+    # machine the first threads may not all have their names yet: 40 of 60 were seen.)
+    assert max(found) < 2 * found[0], found
