@@ -104,4 +104,6 @@ def _serve(pipe: Connection, log: str) -> None:
             except Exception:  # noqa: BLE001 - whatever it is, it is the case's result
                 found = traceback.format_exc()
             faulthandler.cancel_dump_traceback_later()
+            # Engines are cycles: until they are collected, their process groups keep threads that poll.
+            gc.collect()
             pipe.send(found)
