@@ -26,7 +26,7 @@ def test_documents_are_strings_twice() -> None:
         assert made.counts is not None and made.counts.tolist() == [0] * (middle + 2) + [1] * middle
         ids = generator.tokenizer().encode(made.text)
         # One token for each symbol, none of them a byte.
-        assert len(ids) == 2 * middle + 2 and int(ids.min()) >= 256
+        assert len(ids) == 2 * middle + 2 and min(ids) >= 256
     assert lengths == {2, 3, 4, 5} and seen == set(range(12))
     assert generator.document(7, "train", 3).text == generator.document(7, "train", 3).text
     assert generator.document(8, "train", 3).text != generator.document(7, "train", 3).text
