@@ -186,9 +186,9 @@ def delta_net(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Te
     K, V = own.key_head_dim or model.head_dim, own.value_head_dim or model.head_dim
     N = own.num_value_heads or heads
     groups = N // heads
-    written = (x @ weights["write_proj.weight"].T).view(n, heads, -1)
+    written = (x @ weights["kv_proj.weight"].T).view(n, heads, -1)
     k, v, beta, a = written.split([K, groups * V, groups, written.size(2) - K - groups * (V + 1)], dim=2)
-    read = (x @ weights["read_proj.weight"].T).view(n, heads, -1)
+    read = (x @ weights["q_proj.weight"].T).view(n, heads, -1)
     q, gate = read.split([K, read.size(2) - K], dim=2)
     kv = _convolved(torch.cat([k, v], dim=2).flatten(1), weights.get("kv_conv.weight"))
     q = _convolved(q.flatten(1), weights.get("q_conv.weight"))

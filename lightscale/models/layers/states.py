@@ -1,6 +1,6 @@
 """The states that layers keep from one call to the next, and checks of those that come from elsewhere."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,42 @@ def incoming_state(
         key: torch.where(context.continues.view(-1, *[1] * (tensor.dim() - 1)), tensor, empty.get(key, 0.0))
         for key, tensor in state.items()
     }
+
+
+def going_on(
+    context: SequenceContext,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    num_tokens: int,
+    step: Callable[[Tensor], tuple[Tensor, Tensor]],
+    chunks: Callable[[Tensor | None], tuple[Tensor, Tensor | None]],
+) -> Tensor:
+    """Outputs (b, n, h, v) of rows that go on from the state ``S`` under ``name``, which is replaced.
+
+    Args:
+        context: holds the states.
+        name: of the layer's state among them.
+        shape, dtype: what ``S`` must be.
+        num_tokens: n.
+        step: of the state, for one token: (b, h, v) and the next state. By the recurrence, at a cost that does not
+            depend on the token's position.
+        chunks: of the state, None where there is none, for more: outputs and the next state. Of a prompt or its next
+            part, at the cost of training's forward pass.
+    """
+    assert context.states is not None, "rows are whole here"
+    state = incoming_state(context, name, {"S": shape}, dtype)
+    before = None if state is None else state["S"]
+    after: Tensor | None
+    if before is not None and num_tokens == 1:
+        o, after = step(before)
+        o = o[:, None]
+    else:
+        o, after = chunks(before)
+    assert after is not None, "asked for with output_final_state"
+    context.states[name] = {"S": after}
+    return o
 
 
 def check_state(name: str, state: MixerState, shapes: Shapes, dtype: torch.dtype) -> None:

@@ -26,7 +26,7 @@ from lightscale.models.layers.context import Finish, SequenceContext
 from lightscale.models.layers.head_parameter import HeadParameter
 from lightscale.models.layers.linear import ReplicatedLinear, column_parallel, row_parallel
 from lightscale.models.layers.short_convolution import ConvolutionTail, ShortConvolution
-from lightscale.models.layers.states import incoming_state
+from lightscale.models.layers.states import going_on
 from lightscale.models.mixers.decay_attention import step_bias
 from lightscale.models.mixers.interface import Mixer
 from lightscale.models.specs.delta_net import (
@@ -82,8 +82,8 @@ class DeltaNet(Mixer):
         shapes = self.spec.parameter_shapes(model, self.layer)
         # Rows are ordered by heads of keys, all of a head together, so that a contiguous shard holds whole heads. Two
         # matrices and not seven, because with tensor ranks the input is gathered for each of them.
-        self.write_proj = column_parallel(config, d, shapes["write_proj.weight"][0], std=std, group=group)
-        self.read_proj = column_parallel(config, d, shapes["read_proj.weight"][0], std=std, group=group)
+        self.kv_proj = column_parallel(config, d, shapes["kv_proj.weight"][0], std=std, group=group)
+        self.q_proj = column_parallel(config, d, shapes["q_proj.weight"][0], std=std, group=group)
         self.out_proj = row_parallel(config, sizes.values, d, std=self.output_std, group=group)
         self.output_norm = HeadNorm(config, sizes.value_width, self.own.output_norm_eps)
         if width := sizes.convolution:
@@ -103,8 +103,8 @@ class DeltaNet(Mixer):
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
         sizes = self.sizes
         of_values = sizes.groups * sizes.value_width
-        k, v, beta, a = self._parts(self.write_proj(x)[0], (sizes.key_width, of_values, sizes.groups))
-        q, full_gate = self._parts(self.read_proj(x)[0], (sizes.key_width,))
+        k, v, beta, a = self._parts(self.kv_proj(x)[0], (sizes.key_width, of_values, sizes.groups))
+        q, full_gate = self._parts(self.q_proj(x)[0], (sizes.key_width,))
         kv = torch.cat([k, v], dim=-1).flatten(2)
         q = q.flatten(2)
         if not sizes.convolution:
@@ -176,21 +176,22 @@ class DeltaNet(Mixer):
     ) -> Tensor:
         if context.states is None:
             return delta_rule.delta_rule(q, k, v, log_decay, beta, cu_seqlens=context.cu_seqlens)[0]
-        shape = (v.size(0), v.size(2), q.size(3), v.size(3))
-        state = incoming_state(context, self.state_name, {"S": shape}, delta_rule.state_dtype(q.dtype))
-        before = None if state is None else state["S"]
-        # One token: the recurrence, whose cost does not depend on how many tokens came before.
-        if before is not None and q.size(1) == 1:
+
+        def step(before: Tensor) -> tuple[Tensor, Tensor]:
             decay = None if log_decay is None else log_decay[:, 0]
-            o, after = delta_rule.recurrent_step(q[:, 0], k[:, 0], v[:, 0], decay, beta[:, 0], before)
-            context.states[self.state_name] = {"S": after}
-            return o[:, None]
-        o, final = delta_rule.delta_rule(
-            q, k, v, log_decay, beta, initial_state=before, output_final_state=True, cu_seqlens=context.cu_seqlens
+            return delta_rule.recurrent_step(q[:, 0], k[:, 0], v[:, 0], decay, beta[:, 0], before)
+
+        return going_on(
+            context,
+            self.state_name,
+            (v.size(0), v.size(2), q.size(3), v.size(3)),
+            delta_rule.state_dtype(q.dtype),
+            num_tokens=q.size(1),
+            step=step,
+            chunks=lambda before: delta_rule.delta_rule(
+                q, k, v, log_decay, beta, initial_state=before, output_final_state=True, cu_seqlens=context.cu_seqlens
+            ),
         )
-        assert final is not None, "asked for with output_final_state"
-        context.states[self.state_name] = {"S": final}
-        return o
 
     def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
         """o: (b, n, N, V), gate: (n, b, N, V) -> (n / tensor, b, d)."""

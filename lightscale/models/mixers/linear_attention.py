@@ -9,7 +9,7 @@ from lightscale.kernels import gla
 from lightscale.kernels.common.angles import feature_width, parts_of
 from lightscale.kernels.lightning import Angles, lightning_attention, recurrent_step, state_dtype
 from lightscale.models.layers.context import Finish, SequenceContext
-from lightscale.models.layers.states import incoming_state
+from lightscale.models.layers.states import going_on
 from lightscale.parallel.sequence import GatedScan, LightningScan
 
 
@@ -45,30 +45,26 @@ def _attend(
     if context.states is None:
         o, _ = lightning_attention(q, k, v, log_decay, angles=angles, cu_seqlens=context.cu_seqlens)
         return o
-    shape = (q.size(0), q.size(2), feature_width(q, angles), v.size(3))
-    state = incoming_state(context, state_name, {"S": shape}, state_dtype(q.dtype))
-    before = None if state is None else state["S"]
-    # One token: the recurrence, whose cost does not depend on how many tokens came before.
-    if before is not None and q.size(1) == 1:
+
+    def step(before: Tensor) -> tuple[Tensor, Tensor]:
         here = None if angles is None else Angles(angles.theta, angles.positions[:, 0])
         decay = log_decay[:, 0] if log_decay is not None and log_decay.dim() == 3 else log_decay
-        o, after = recurrent_step(q[:, 0], k[:, 0], v[:, 0], decay, before, angles=here)
-        context.states[state_name] = {"S": after}
-        return o[:, None]
-    # A prompt, or its next part: from ``before`` on, in chunks, at the cost of training's forward pass.
-    o, final = lightning_attention(
-        q,
-        k,
-        v,
-        log_decay,
-        angles=angles,
-        initial_state=before,
-        output_final_state=True,
-        cu_seqlens=context.cu_seqlens,
-    )
-    assert final is not None, "asked for with output_final_state"
-    context.states[state_name] = {"S": final}
-    return o
+        return recurrent_step(q[:, 0], k[:, 0], v[:, 0], decay, before, angles=here)
+
+    def chunks(before: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return lightning_attention(
+            q,
+            k,
+            v,
+            log_decay,
+            angles=angles,
+            initial_state=before,
+            output_final_state=True,
+            cu_seqlens=context.cu_seqlens,
+        )
+
+    shape = (q.size(0), q.size(2), feature_width(q, angles), v.size(3))
+    return going_on(context, state_name, shape, state_dtype(q.dtype), num_tokens=q.size(1), step=step, chunks=chunks)
 
 
 def begin_gated(k: Tensor, v: Tensor, log_decay: Tensor, *, context: SequenceContext, state_name: str) -> Finish:
@@ -85,14 +81,14 @@ def _attend_gated(
         o, _ = gla.gla(q, k, v, log_decay, cu_seqlens=context.cu_seqlens)
         return o
     shape = (q.size(0), q.size(2), q.size(3), v.size(3))
-    state = incoming_state(context, state_name, {"S": shape}, state_dtype(q.dtype))
-    before = None if state is None else state["S"]
-    # One token: the recurrence, whose cost does not depend on how many tokens came before.
-    if before is not None and q.size(1) == 1:
-        o, after = gla.recurrent_step(q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], before)
-        context.states[state_name] = {"S": after}
-        return o[:, None]
-    o, final = gla.gla(q, k, v, log_decay, initial_state=before, output_final_state=True, cu_seqlens=context.cu_seqlens)
-    assert final is not None, "asked for with output_final_state"
-    context.states[state_name] = {"S": final}
-    return o
+    return going_on(
+        context,
+        state_name,
+        shape,
+        state_dtype(q.dtype),
+        num_tokens=q.size(1),
+        step=lambda before: gla.recurrent_step(q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], before),
+        chunks=lambda before: gla.gla(
+            q, k, v, log_decay, initial_state=before, output_final_state=True, cu_seqlens=context.cu_seqlens
+        ),
+    )

@@ -60,8 +60,8 @@ class DeltaNetSpec(MixerSpec):
         """Projections, convolutions, and the norm that all heads share; decays and gate where there are any."""
         s, d = delta_sizes(model, layer), model.hidden_size
         shapes: Shapes = {
-            "write_proj.weight": (cls._write_rows(s), d),
-            "read_proj.weight": (cls._read_rows(s), d),
+            "kv_proj.weight": (cls._kv_rows(s), d),
+            "q_proj.weight": (cls._q_rows(s), d),
             "output_norm.weight": (s.value_width,),
             "out_proj.weight": (d, s.values),
         }
@@ -84,12 +84,12 @@ class DeltaNetSpec(MixerSpec):
         return shapes
 
     @classmethod
-    def _write_rows(cls, s: "DeltaSizes") -> int:
+    def _kv_rows(cls, s: "DeltaSizes") -> int:
         """Keys, values, β, and a decay per head."""
         return s.keys + s.values + s.value_heads * (2 if cls.decay == "head" else 1)
 
     @classmethod
-    def _read_rows(cls, s: "DeltaSizes") -> int:
+    def _q_rows(cls, s: "DeltaSizes") -> int:
         """Queries, and a gate of full rank."""
         return s.keys + (s.values if cls.gate == "silu" else 0)
 
@@ -102,8 +102,8 @@ class DeltaNetSpec(MixerSpec):
         reads = [("q", s.key_width), *([("gate", s.groups * s.value_width)] if cls.gate == "silu" else [])]
         convolved = [("k_conv", s.key_width), ("v_conv", s.groups * s.value_width)]
         found = {
-            **_by_head("write_proj.weight", written, s.heads),
-            **_by_head("read_proj.weight", reads, s.heads),
+            **_by_head("kv_proj.weight", written, s.heads),
+            **_by_head("q_proj.weight", reads, s.heads),
             **_by_head("kv_conv.weight", convolved, s.heads),
             "q_conv": ParameterRows(parameter="q_conv.weight"),
             "o": ParameterRows(parameter="out_proj.weight"),
