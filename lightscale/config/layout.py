@@ -1,5 +1,6 @@
 """The layout that a configuration gives on a number of processes: pure arithmetic, no process group is touched."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 from lightscale.config.arithmetic import near_divisor, near_multiple
@@ -58,6 +59,8 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
             key = f"model.mixer_options.{name}.num_key_value_heads"
             _require_divisible(key, heads, "parallel.tensor", tensor)
     _check_stages(config)
+    if parallel.exchange == "two_level" and parallel.ranks_per_node is not None:
+        check_nodes(world_size, tensor=tensor, sequence=parallel.sequence, ranks_per_node=parallel.ranks_per_node)
     length = config.data.sequence_length
     _check_length("data.sequence_length", length, parallel)
     for number, stage in enumerate(config.data.curriculum):
@@ -130,6 +133,23 @@ def _check_stages(config: RunConfig) -> None:
             "layer",
             f"use parallel.pipeline = {max(1, num_layers // parallel.virtual_stages)}",
         )
+
+
+def check_nodes(world_size: int, *, tensor: int, sequence: int, ranks_per_node: int) -> None:
+    """LayoutError where nodes cut the ranks of any sequence into unequal parts, which `two_level` cannot have.
+
+    Of all sequences, so that every rank comes to the same answer.
+    """
+    # Tensor ranks are neighbours, then sequence ranks; both of one sequence.
+    for first in range(0, world_size, tensor * sequence):
+        for rank in range(first, first + tensor):
+            nodes = Counter(one // ranks_per_node for one in range(rank, first + tensor * sequence, tensor))
+            if len(set(nodes.values())) > 1:
+                raise LayoutError(
+                    'parallel.exchange = "two_level" needs as many sequence ranks on every node; with '
+                    f"{ranks_per_node} ranks a node (parallel.ranks_per_node) they are {list(nodes.values())}",
+                    'use parallel.exchange = "gather"',
+                )
 
 
 def _data_ranks(parallel: ParallelConfig, world_size: int) -> int:

@@ -16,6 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from lightscale.config.layout import check_nodes
 from lightscale.config.schema import Exchange
 from lightscale.errors import UserError
 from lightscale.parallel.megatron import ProcessGroupCollection, parallel_state, tensor_parallel
@@ -108,8 +109,8 @@ def start_mesh(
         virtual_stages: parts of the layers that each pipeline rank holds, not neighbours in the model.
 
     Raises:
-        UserError: ``world_size`` is not a multiple of ``tensor * pipeline * sequence``, the nodes do not cut it into
-            equal parts, or the device is not there.
+        UserError: ``world_size`` is not a multiple of ``tensor * pipeline * sequence``, nodes cut a sequence into
+            unequal parts, or the device is not there.
     """
     inner = tensor * pipeline * sequence
     if world_size % inner:
@@ -117,6 +118,8 @@ def start_mesh(
             f"{world_size} processes cannot be split into parallel.tensor = {tensor} x parallel.pipeline = {pipeline} "
             f"x parallel.sequence = {sequence}: their number must be a multiple of {inner}"
         )
+    if exchange == "two_level":
+        check_nodes(world_size, tensor=tensor, sequence=sequence, ranks_per_node=ranks_per_node or world_size)
     chosen = _choose_device(device, local_rank)
     if _alive:
         # An engine refers to itself, and its mesh's groups live with it: each of gloo's has threads, of which one wakes
@@ -189,11 +192,6 @@ def _state_exchange(kind: Exchange, ranks_per_node: int, timeout: timedelta) -> 
     nodes: dict[int, list[int]] = {}
     for rank in ranks:
         nodes.setdefault(rank // ranks_per_node, []).append(rank)
-    if len({len(node) for node in nodes.values()}) > 1:
-        raise UserError(
-            f'parallel.exchange = "two_level" needs as many sequence ranks on every node; with {ranks_per_node} ranks '
-            f'a node (parallel.ranks_per_node) they are {[len(node) for node in nodes.values()]}; use "gather"'
-        )
     own = nodes[dist.get_rank() // ranks_per_node]
     across = [node[own.index(dist.get_rank())] for node in nodes.values()]
     return TwoLevel(states, node=_new_group(own, timeout), across=_new_group(across, timeout))

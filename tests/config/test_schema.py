@@ -180,6 +180,17 @@ def test_data_axis_takes_the_rest_of_the_processes(
             4,
         ),
         (
+            # Of four sequences only those in the middle are cut unevenly: all ranks refuse it.
+            [
+                *("parallel.sequence=3", "data.sequence_length=63"),
+                *("parallel.exchange=two_level", "parallel.ranks_per_node=4"),
+            ],
+            12,
+            ["as many sequence ranks on every node; with 4 ranks a node", "[1, 2]", "gather"],
+            "parallel.exchange=gather",
+            12,
+        ),
+        (
             ["parallel.pipeline=5"],
             5,
             ["model.num_layers = 4", "parallel.pipeline = 5", "use parallel.pipeline = 4"],
