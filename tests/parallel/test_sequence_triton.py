@@ -22,7 +22,6 @@ sequence = SimpleNamespace(**runpy.run_path(str(HERE / "test_sequence.py")))
 launches = SimpleNamespace(**runpy.run_path(str(HERE.parent / "helpers" / "launches.py")))
 
 B, T = sequence.B, sequence.T
-# Those of whole documents have no kernels: PyTorch computes them everywhere.
 # PyTorch alone computes sums over whole documents, and the delta rule so far.
 KINDS = tuple(kind for kind in sequence.KINDS if kind != "whole log sum" and not kind.startswith("delta rule"))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-CASES = 14
+CASES = 30
 pytestmark = pytest.mark.timeout(600)
 
 
