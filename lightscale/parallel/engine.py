@@ -209,6 +209,12 @@ class Engine:
             self.config.grad_sync_func = start_sync[0] if single else list(start_sync)
         if not double:
             self.optimizer = build_optimizer(spec, self.models, self.config, on_gpu=self.mesh.device.type == "cuda")
+            # Its tensors refer to one another where the garbage collector cannot see it, so that the optimizer, this
+            # engine and the mesh's groups would stay for as long as the process.
+            self.mesh.ends.callback(self._drop_optimizer)
+
+    def _drop_optimizer(self) -> None:
+        self.optimizer = None
 
     def _finalize_gradients(self, model: list[nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
         # Sums over data and sequence ranks, and divides by the number of valid tokens of all of them. That is a whole

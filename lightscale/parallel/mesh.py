@@ -9,7 +9,7 @@ collectives in flight on one communicator must be issued in the same order by ev
 import gc
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -35,7 +35,8 @@ class Mesh:
     ``groups`` is Megatron's own collection (``tp``, ``pp``, ``cp``, ``dp_cp``, …). ``exchange`` passes the states of
     mixers along ``sequence``, None where every rank holds whole sequences. ``control`` is a gloo group of all
     processes for small host-side agreements of the main thread (stop flags, what is restored), and ``saving`` one for
-    the thread that writes checkpoints: two threads on one group would mix their messages.
+    the thread that writes checkpoints: two threads on one group would mix their messages. ``ends`` runs its callbacks
+    before the groups are left.
     """
 
     device: torch.device
@@ -52,6 +53,7 @@ class Mesh:
     exchange: StateExchange | None
     control: dist.ProcessGroup
     saving: dist.ProcessGroup
+    ends: ExitStack
 
     @property
     def axes(self) -> dict[str, int]:
@@ -141,6 +143,7 @@ def start_mesh(
         world_size=world_size,
         timeout=timeout,
     )
+    ends = ExitStack()
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tensor,
@@ -173,8 +176,10 @@ def start_mesh(
             control=dist.new_group(backend="gloo", timeout=timeout),
             # gloo notices a rank that is gone at once, whatever the limit; it is for one that is slow.
             saving=dist.new_group(backend="gloo", timeout=_SAVING_TIMEOUT),
+            ends=ends,
         )
     finally:
+        ends.close()
         # Megatron's groups are global variables: tests start several meshes in one process.
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

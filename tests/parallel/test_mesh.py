@@ -1,10 +1,16 @@
 """Meshes that follow one another in a process."""
 
+import gc
+import runpy
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from lightscale.parallel.mesh import start_mesh
+
+tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "tiny_engine.py")))
 
 
 class Engine:
@@ -38,3 +44,18 @@ def test_groups_of_a_mesh_that_has_ended_are_gone_when_the_next_begins(
     # One mesh's, where some of the last one may still be ending; without this two's, three's and four's. (On a busy
     # machine the first threads may not all have their names yet: 40 of 60 were seen.)
     assert max(found) < 2 * found[0], found
+
+
+def engine_is_left(rank: int, world_size: int, init_method: str) -> bool:
+    """Whether an engine that has trained stays in memory after its mesh."""
+    with tiny.engine_on((world_size, 1, 1, 1), rank, init_method) as engine:
+        tiny.train(engine, 0, 1)
+    left = weakref.ref(engine)
+    del engine
+    gc.collect()
+    return left() is not None
+
+
+def test_an_engine_with_an_optimizer_does_not_outlive_its_mesh(run_ranks: Callable[..., list[Any]]) -> None:
+    # Megatron's distributed optimizer is a cycle that the garbage collector does not see.
+    assert run_ranks(engine_is_left, 1) == [False]
