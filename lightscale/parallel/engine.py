@@ -209,12 +209,17 @@ class Engine:
             self.config.grad_sync_func = start_sync[0] if single else list(start_sync)
         if not double:
             self.optimizer = build_optimizer(spec, self.models, self.config, on_gpu=self.mesh.device.type == "cuda")
-            # Its tensors refer to one another where the garbage collector cannot see it, so that the optimizer, this
-            # engine and the mesh's groups would stay for as long as the process.
-            self.mesh.ends.callback(self._drop_optimizer)
+        self.mesh.ends.callback(self._release)
 
-    def _drop_optimizer(self) -> None:
+    def _release(self) -> None:
+        """Drop what holds parameters from C++, where the garbage collector does not look.
+
+        Parameters refer to modules (their initializers) and to the optimizer's tensors. With an owner in C++ such a
+        cycle is never freed, and the engine and the mesh's groups would stay for as long as the process.
+        """
         self.optimizer = None
+        for model in self.models:
+            model.grad_accs.clear()
 
     def _finalize_gradients(self, model: list[nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
         # Sums over data and sequence ranks, and divides by the number of valid tokens of all of them. That is a whole
