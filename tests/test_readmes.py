@@ -81,7 +81,7 @@ def test_every_folder_of_code_has_a_readme() -> None:
 
 
 def too_long(root: Path, *, but: tuple[str, ...] = ()) -> list[str]:
-    """READMEs with more lines than a contributor reads before a change, but for paths that begin with one of ``but``."""
+    """READMEs with more lines than one reads before a change, without paths that begin with one of ``but``."""
     readmes = [root / "README.md", *(path for name in SHORT for path in sorted((root / name).rglob("README.md")))]
     return [
         name

@@ -272,7 +272,7 @@ def recovery() -> Drawing:
     drawing.text(
         380,
         215,
-        "repeated steps give the same losses, bit for bit;\na failure costs the steps since the checkpoint, and the restart",
+        "repeated steps give the same losses, bit for bit;\na failure costs these steps, and the restart",
     )
     return drawing
 
