@@ -1,4 +1,4 @@
-"""READMEs name what exists, and every folder of the package that needs one has one."""
+"""READMEs and pages name what exists; every folder of the package that needs a README has one, of one screen."""
 
 import re
 from pathlib import Path
@@ -7,13 +7,26 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("lightscale", "tools", "tests", "benchmarks", "docs")
+# Of `docs`, pages that name files of the repository.
+PAGES = ("explanation", "reference/operators")
+# Whose READMEs are short; `benchmarks` has results in its own.
+SHORT = ("lightscale", "tools", "tests")
 READMES = sorted(
     {
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
         *(path for name in FOLDERS for path in (ROOT / name).rglob("README.md")),
         *(ROOT / "docs").glob("*.md"),
+        *(path for name in PAGES for path in (ROOT / "docs" / name).glob("*.md")),
     }
+)
+MOST_LINES = 60
+# Of the first page.
+MOST_LINES_ON_TOP = 130
+# READMEs, and folders of READMEs, that still have what belongs on pages.
+LONGER = (
+    "README.md",
+    *(f"lightscale/{name}/" for name in ("data_pipeline", "evaluation", "exchange", "launch", "study", "training")),
 )
 
 # What can be a file or a folder of the repository: `engine.py`, `../common/angles.py`, `launch/slurm`, `sequence/`.
@@ -65,6 +78,31 @@ def test_what_a_readme_names_exists(readme: Path) -> None:
 
 def test_every_folder_of_code_has_a_readme() -> None:
     assert folders_without(ROOT / "lightscale") == []
+
+
+def too_long(root: Path, *, but: tuple[str, ...] = ()) -> list[str]:
+    """READMEs with more lines than one reads before a change, without paths that begin with one of ``but``."""
+    readmes = [root / "README.md", *(path for name in SHORT for path in sorted((root / name).rglob("README.md")))]
+    return [
+        name
+        for readme in readmes
+        if not (name := str(readme.relative_to(root))).startswith(but)
+        and len(readme.read_text(encoding="utf-8").splitlines())
+        > (MOST_LINES_ON_TOP if readme.parent == root else MOST_LINES)
+    ]
+
+
+def test_a_readme_of_a_folder_has_at_most_60_lines() -> None:
+    assert too_long(ROOT, but=LONGER) == []
+
+
+def test_a_long_readme_is_found(tmp_path: Path) -> None:
+    for name, lines in ((".", 131), ("lightscale/short", 60), ("lightscale/long", 61), ("tools/known", 61)):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / "README.md").write_text("line\n" * lines)
+    assert too_long(tmp_path, but=("tools/known/",)) == ["README.md", "lightscale/long/README.md"]
+    (tmp_path / "README.md").write_text("line\n" * 130)
+    assert too_long(tmp_path) == ["lightscale/long/README.md", "tools/known/README.md"]
 
 
 def test_a_wrong_name_and_a_missing_readme_are_found(tmp_path: Path) -> None:

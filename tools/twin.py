@@ -74,7 +74,9 @@ def null(args: argparse.Namespace) -> int:
 def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
     """Of ``budgets``."""
     _add_only(parser)
-    parser.add_argument("--write", action="store_true", help="write what was counted: new budgets, and README's table")
+    parser.add_argument(
+        "--write", action="store_true", help="write what was counted: new budgets, and the tables of the documentation"
+    )
 
 
 def budgets(args: argparse.Namespace) -> int:
@@ -114,7 +116,7 @@ def _recorded(wanted: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
     """Of ``memory``."""
     _add_only(parser)
-    parser.add_argument("--write", action="store_true", help="write README's table")
+    parser.add_argument("--write", action="store_true", help="write the table of the documentation")
 
 
 def memory(args: argparse.Namespace) -> int:

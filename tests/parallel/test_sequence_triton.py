@@ -127,7 +127,7 @@ def test_ranks_compute_what_one_does(kind: str, edges: list[int], documents: str
 
 # ----- how much is launched ------------------------------------------------------------------------------------------
 
-# Of a layer, forward and backward; the README.md of `parallel` has those of `gather`. More want a reason.
+# Of a layer, forward and backward; docs/explanation/state-passing.md has those of `gather`. More want a reason.
 BUDGETS = {
     "lightning": {"gather": 31, "two_level": 49, "ring": 33},
     "angles": {"gather": 41, "two_level": 59, "ring": 43},

@@ -2,6 +2,8 @@
 
 fla-core is an optional package; its kernels are called with its published arguments, so that they compute the same
 function as ours (``gpu_kernels.py`` measures by how much they differ).
+
+Counts are those of the pages ``docs/reference/operators/NAME.md``.
 """
 
 import sys
@@ -285,7 +287,7 @@ def _softmax(setting: Setting) -> Subject:
 
 
 def lightning_costs(K: int, V: int, *, chunk: int = 128, block: int = 64) -> dict[str, Cost]:
-    """What lightning/README.md counts, in half precision: each pass over memory is written out there."""
+    """What operators/lightning.md counts, in half precision: each pass over memory is written out there."""
     state = 2 * K * V / chunk
     # Partners per token: whole blocks up to its own.
     partners = (chunk + block) / 2
@@ -301,7 +303,7 @@ def lightning_costs(K: int, V: int, *, chunk: int = 128, block: int = 64) -> dic
 
 
 def lightning_token_costs(K: int, V: int, *, chunk: int = 128, block: int = 64) -> dict[str, Cost]:
-    """What lightning/README.md counts with a decay per head and token: its sums, and its gradient."""
+    """What operators/lightning.md counts with a decay per head and token: its sums, and its gradient."""
     usual, sums, tiles = lightning_costs(K, V, chunk=chunk, block=block), 8, -(-K // 64)
     made = Cost(bytes=4 + sums, flops=0)
     parts = 2 * 4 * tiles * chunk / block  # written, and read by the gather
@@ -313,7 +315,7 @@ def lightning_token_costs(K: int, V: int, *, chunk: int = 128, block: int = 64) 
 
 
 def lightning_lrpe_costs(K: int, V: int, *, chunk: int = 128, block: int = 64) -> dict[str, Cost]:
-    """What lightning/README.md counts with angles: features are made where they are used, 128 columns at a time."""
+    """What operators/lightning.md counts with angles: features are made where they are used, 128 columns at a time."""
     R = 2 * K
     key, value, state, dtheta = 2 * K, 2 * V, 2 * R * V / chunk, 8 * K / block
     partners = (chunk + block) / 2
@@ -327,7 +329,7 @@ def lightning_lrpe_costs(K: int, V: int, *, chunk: int = 128, block: int = 64) -
 
 
 def gla_costs(K: int, V: int, *, chunk: int = 64) -> dict[str, Cost]:
-    """What gla/README.md counts, in half precision with fp32 log decays."""
+    """What operators/gla.md counts, in half precision with fp32 log decays."""
     key, value, decay = 2 * K, 2 * V, 4 * K
     scores, state, through = 2 * chunk, 2 * K * V / chunk, 4 * K / chunk
     levels, product, tiles = (chunk - 1).bit_length(), 2 * chunk * K, -(-K // 32)
@@ -340,7 +342,7 @@ def gla_costs(K: int, V: int, *, chunk: int = 64) -> dict[str, Cost]:
 
 
 def lightnet_costs(K: int, V: int, *, with_lrpe: bool, chunk: int = 128) -> dict[str, Cost]:
-    """What lightnet/README.md counts, in half precision with fp32 z; angles are applied where they are used."""
+    """What operators/lightnet.md counts, in half precision with fp32 z; angles are applied where they are used."""
     R = 2 * K if with_lrpe else K
     key, value, z, state = 2 * K, 2 * V, 4 * K, 2 * R * V / chunk
     states = key + value + state

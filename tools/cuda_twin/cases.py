@@ -1,4 +1,4 @@
-"""The null runs that are kept: what a step of each may ask of its device, in ``budgets.toml``; tables of README.md."""
+"""The null runs that are kept: what a step of each may ask of its device (``budgets.toml``), and their tables."""
 
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ SMALL = {
 LENGTHS = (1 << 16, 1 << 20)
 """On 8 ranks: from the first on, a segment is long enough for all that is done otherwise on long ones."""
 BUDGETS = Path(__file__).resolve().parent / "budgets.toml"
-README = Path(__file__).resolve().parent / "README.md"
+TABLES = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "cuda-twin-tables.md"
 WITH_ALL_AXES = "tnl 7B, 4 layers, all axes, rank 519 of 1,024"
 """The run of which the table of streams is."""
 BUDGETED = ("launches", "host_waits", "collectives", "copies")
@@ -222,17 +222,17 @@ def write_budgets(found: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def write_table(head: str, rows: Sequence[Sequence[str]], order: Iterable[str]) -> None:
-    """Put ``rows`` into README.md's table whose first line begins with ``head``, by their first cells.
+    """Put ``rows`` into the table of ``TABLES`` whose first line begins with ``head``, by their first cells.
 
     Rows of other cases of ``order`` stay as they were.
     """
-    lines = README.read_text(encoding="utf-8").splitlines()
+    lines = TABLES.read_text(encoding="utf-8").splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith(head)) + 2
     last = next(number for number in range(first, len(lines)) if not lines[number].startswith("|"))
     written = {line.split(" | ")[0].removeprefix("| "): line for line in lines[first:last]}
     written |= {row[0]: f"| {' | '.join(row)} |" for row in rows}
     lines[first:last] = [written[name] for name in order if name in written]
-    README.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    TABLES.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def exceeded(name: str, found: Mapping[str, Any], budgets: Mapping[str, Mapping[str, int]]) -> Sequence[str]:

@@ -24,7 +24,7 @@ _FP32_FLOPS = 67e12 * 0.5
 
 BUDGET_HEAD, MEMORY_HEAD, KERNEL_HEAD = "a step of a rank", "memory of a rank", "kernels compared"
 TRAFFIC_HEAD, STREAM_HEAD = "bytes that a rank gives in a step", "stream"
-"""With which the tables begin, in README.md too."""
+"""With which the tables begin, in the documentation too."""
 _GRADIENTS = "data_parallel_group_with_cp"
 
 

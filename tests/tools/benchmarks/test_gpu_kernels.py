@@ -79,7 +79,7 @@ def test_bad_arguments_are_named(
 
 
 def test_counts_of_the_operators(tools: SimpleNamespace) -> None:
-    """For d = 128, as the README of each operator writes them out."""
+    """For d = 128, as the page of each operator writes them out."""
     costs = tools.subjects.lightning_costs(128, 128)
     scan, products = 2 * 256 + 256, 3 * 256 + 256 + 256  # k, v → S;  q, k, v, S → o
     assert costs["forward"].bytes == scan + products
