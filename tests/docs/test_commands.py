@@ -120,8 +120,9 @@ def fault_of(command: str, capsys: pytest.CaptureFixture[str]) -> str | None:
         load(config if name in run_names() else "quickstart", rest)
     except (UserError, ValueError) as error:
         return str(error)
+    # Of `lightscale plan` it is a flag.
     study = getattr(args, "study", None)
-    if study is not None and not str(study).endswith(".toml") and str(study) not in study_names():
+    if isinstance(study, str | Path) and not str(study).endswith(".toml") and str(study) not in study_names():
         return f"no shipped study {study}"
     return None
 
@@ -170,7 +171,7 @@ def check_table(table: Mapping[str, Any], file: Path) -> None:
         if "extends" not in table:
             # A part of a run's file: the rest is the quickstart's.
             file.write_text(f'extends = ["quickstart"]\n{file.read_text(encoding="utf-8")}', encoding="utf-8")
-        replaced = ["data.store=none", "data.validation={}"] if "stores" in table.get("data", {}) else []
+        replaced = ["data.store=none"] if "stores" in table.get("data", {}) else []
         load(file, replaced)
 
 
