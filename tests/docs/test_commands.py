@@ -1,12 +1,11 @@
 """Every command and configuration that the documents show is one that lightscale takes."""
 
 import re
-import shlex
-import textwrap
+import runpy
 import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,78 +19,11 @@ from lightscale.evaluation.registry import find_tasks
 from lightscale.launch.settings import LaunchSettings
 from lightscale.study.definition import read_definition
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
+documents = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "documents.py")))
+ROOT, PAGES = documents.ROOT, documents.PAGES
+blocks, commands, words = documents.blocks, documents.commands, documents.words
 
-FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
-# What may stand before a command: a prompt, a folder, variables, and what starts ranks.
-BEFORE = r"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:(?:mpiexec|mpirun|srun|torchrun|time)(?: -\S+(?: [0-9N]+)?)* )?(?:\S*/)?"
-COMMAND = re.compile(rf"^\s*{BEFORE}(?:-m )?(lightscale(?: .*)?)$")
 OVERRIDE = re.compile(r"[a-z_]+(?:\.[A-Za-z0-9_-]+)+=.*", re.DOTALL)
-# What a reader puts a value for.
-PLACEHOLDERS = {
-    "CONFIG": "quickstart",
-    "COMMAND": "train",
-    "STUDY": "two-cores",
-    "N": "1",
-    "R": "0",
-    "STEP": "100",
-    "TIME": "1:00:00",
-}
-
-
-@dataclass(frozen=True)
-class Found:
-    """A command or a block of TOML, and where it stands."""
-
-    page: Path
-    line: int
-    text: str
-
-    @property
-    def place(self) -> str:
-        """`docs/how-to/export.md:12`."""
-        path = self.page.relative_to(ROOT) if self.page.is_relative_to(ROOT) else self.page
-        return f"{path}:{self.line}"
-
-
-def blocks(page: Path) -> Iterator[tuple[str, Found]]:
-    """(language, block) for every fenced block of a page."""
-    text = page.read_text(encoding="utf-8")
-    for match in FENCE.finditer(text):
-        line = text.count("\n", 0, match.start("text")) + 1
-        yield match["language"], Found(page, line, textwrap.dedent(match["text"]))
-
-
-def commands(page: Path) -> Iterator[Found]:
-    """Every `lightscale …` line in the fenced blocks of a page, continued lines as one."""
-    for language, block in blocks(page):
-        if language in ("toml", "python", "text"):
-            continue
-        lines = block.text.split("\n")
-        number = 0
-        while number < len(lines):
-            first, whole = number, lines[number]
-            while whole.endswith("\\") and number + 1 < len(lines):
-                number += 1
-                whole = whole[:-1] + " " + lines[number].strip()
-            number += 1
-            if match := COMMAND.match(whole):
-                yield Found(page, block.line + first, match[1])
-
-
-def words(command: str) -> list[str]:
-    """The arguments behind `lightscale`, without comment, pipe and redirection, and with values for placeholders."""
-    lexer = shlex.shlex(command, posix=True, punctuation_chars="|;&<>")
-    lexer.whitespace_split = True
-    lexer.commenters = "#"
-    found = []
-    for word in list(lexer)[1:]:
-        if word and set(word) <= set("|;&<>"):
-            break
-        name, at, step = word.partition("@")
-        found.append(f"{name}@100" if at and step == "STEP" else PLACEHOLDERS.get(word, word))
-    return found
 
 
 def fault_of(command: str, capsys: pytest.CaptureFixture[str]) -> str | None:
@@ -139,14 +71,14 @@ def table_of(overrides: list[str]) -> dict[str, Any]:
     return table
 
 
-def toml_fault(block: Found, folder: Path) -> str | None:
+def toml_fault(text: str, folder: Path) -> str | None:
     """What is wrong with a block of TOML, read as what its keys say it is; None if nothing is."""
     try:
-        table = tomllib.loads(block.text)
+        table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         return f"no TOML: {error}"
     file = folder / "shown.toml"
-    file.write_text(block.text, encoding="utf-8")
+    file.write_text(text, encoding="utf-8")
     try:
         check_table(table, file)
     except (UserError, ValueError) as error:
@@ -186,7 +118,7 @@ def test_commands_parse(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
 def test_configurations_load(page: Path, tmp_path: Path) -> None:
-    faults = [(found, toml_fault(found, tmp_path)) for language, found in blocks(page) if language == "toml"]
+    faults = [(found, toml_fault(found.text, tmp_path)) for language, found in blocks(page) if language == "toml"]
     assert [f"{found.place}: {fault}" for found, fault in faults if fault] == []
 
 
@@ -240,4 +172,4 @@ def test_wrong_configurations_are_found(tmp_path: Path, text: str, fault: str) -
     page = tmp_path / "page.md"
     page.write_text(f"# Page\n\n```toml\n{text}```\n")
     ((_, found),) = blocks(page)
-    assert fault in (toml_fault(found, tmp_path) or "")
+    assert fault in (toml_fault(found.text, tmp_path) or "")
