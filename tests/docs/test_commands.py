@@ -14,7 +14,9 @@ from lightscale.cli import COMMANDS, load_command
 from lightscale.config.files import load
 from lightscale.config.shipped import run_names, study_names
 from lightscale.data_pipeline.preparation.corpus import load_corpus
+from lightscale.data_pipeline.tokenizers.ascii_characters import AsciiTokenizer
 from lightscale.errors import UserError
+from lightscale.evaluation.inference.requests import Encoder, Likelihood
 from lightscale.evaluation.registry import find_tasks
 from lightscale.launch.settings import LaunchSettings
 from lightscale.study.definition import read_definition
@@ -173,3 +175,20 @@ def test_wrong_configurations_are_found(tmp_path: Path, text: str, fault: str) -
     page.write_text(f"# Page\n\n```toml\n{text}```\n")
     ((_, found),) = blocks(page)
     assert fault in (toml_fault(found.text, tmp_path) or "")
+
+
+def test_the_task_of_evaluation_that_is_shown_scores_pairs(tmp_path: Path) -> None:
+    (code,) = (
+        block.text for language, block in blocks(ROOT / "docs/how-to/own-evaluation-task.md") if language == "python"
+    )
+    namespace: dict[str, Any] = {"__name__": "shown"}
+    exec(compile(code, "own-evaluation-task.md", "exec"), namespace)
+    (tmp_path / "pairs.jsonl").write_text('{"right": "a b", "wrong": "b a"}\n{"right": "c", "wrong": "d e"}\n')
+    task = namespace["Pairs"](namespace["PairsSettings"](name="pairs", path="pairs.jsonl"), tmp_path)
+    tokenizer = AsciiTokenizer()
+    task.check(tokenizer)
+    requests = task.requests(Encoder(tokenizer))
+    assert [len(request.continuation) for request in requests] == [3, 3, 1, 3]
+    assert list(task.data_hashes()) == ["pairs.jsonl"]
+    answers = [Likelihood(log_probability=value, is_greedy=False) for value in (-1.0, -2.0, -4.0, -3.0)]
+    assert task.score(answers).scores["accuracy"].value == 0.5
