@@ -1,6 +1,6 @@
 """Faults of what is around a running job: it goes on, or starts its ranks again, with the losses of an undisturbed run.
 
-The table in lightscale/launch/README.md says what happens at each of them.
+The tables in docs/reference/faults.md say what happens at each of them.
 """
 
 import contextlib

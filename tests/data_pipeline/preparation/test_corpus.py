@@ -1,5 +1,4 @@
 import re
-import textwrap
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -41,11 +40,11 @@ def test_a_corpus_file(tmp_path: Path) -> None:
     assert Corpus.model_validate(corpus.model_dump(mode="json")) == corpus
 
 
-def test_the_example_in_the_readme_has_every_key_with_its_default(tmp_path: Path, root: Path) -> None:
-    readme = (root / "lightscale/data_pipeline/README.md").read_text()
-    found = re.search(r"(?:^    .*\n|^\n(?=    ))+", readme[readme.index("    # corpus.toml") :], re.MULTILINE)
+def test_the_example_in_the_reference_has_every_key_with_its_default(tmp_path: Path, root: Path) -> None:
+    page = (root / "docs/reference/corpus-file.md").read_text(encoding="utf-8")
+    found = re.search(r"^```toml\n(# corpus\.toml\n.*?)^```", page, re.MULTILINE | re.DOTALL)
     assert found is not None
-    text = textwrap.dedent(found[0])
+    text = found[1]
     (tmp_path / "corpus.toml").write_text(text)
     assert list(load_corpus(tmp_path / "corpus.toml").sources) == ["wiki", "novels"]
     table = tomllib.loads(text)

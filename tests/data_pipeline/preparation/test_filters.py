@@ -15,7 +15,7 @@ from lightscale.data_pipeline.preparation.filters import LANGUAGES, RULES, THRES
 from lightscale.data_pipeline.preparation.normalise import normalise
 from lightscale.errors import UserError
 
-README = Path(__file__).parents[3] / "lightscale/data_pipeline/preparation/filters/README.md"
+PAGE = Path(__file__).parents[3] / "docs/reference/filters.md"
 
 PROSE = (
     "The harbour of the old town has changed in many ways since the railway came to it.\n"
@@ -245,7 +245,7 @@ def test_mistakes_are_named(language: str, overrides: Mapping[str, Any], message
 
 
 def markdown_table() -> str:
-    """What the README must show: every rule, what it drops, its limits by language, its source."""
+    """What the page must show: every rule, what it drops, its limits by language, its source."""
     lines = [f"| rule | drops documents | {' | '.join(LANGUAGES)} | source |", "|---" * (len(LANGUAGES) + 3) + "|"]
     for rule in RULES.values():
         cells = []
@@ -257,5 +257,5 @@ def markdown_table() -> str:
     return "\n".join(lines)
 
 
-def test_the_readme_has_the_table_of_the_code() -> None:
-    assert markdown_table() in README.read_text(encoding="utf-8"), f"the table is now\n\n{markdown_table()}"
+def test_the_reference_has_the_table_of_the_code() -> None:
+    assert markdown_table() in PAGE.read_text(encoding="utf-8"), f"the table is now\n\n{markdown_table()}"
