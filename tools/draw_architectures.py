@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""The figures of ``docs``: ``python tools/draw_architectures.py [FOLDER] [--png]``, an SVG of each architecture.
+"""The figures of the architectures' pages: ``python tools/draw_architectures.py [FOLDER] [--png]``, an SVG of each.
 
 Left the model, right what its mixer computes. The same text gives the same files.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
-ROOT = Path(__file__).resolve().parent.parent
+_FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference" / "architectures" / "figures"
 _BOX = {"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": "#333333", "linewidth": 1.0}
 _STEP = 0.95
 
@@ -179,7 +179,7 @@ def _mixer(axes: Any, figure: Figure) -> None:
 def main() -> None:
     """Write the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "docs" / "figures")
+    parser.add_argument("folder", nargs="?", type=Path, default=_FOLDER)
     parser.add_argument("--png", action="store_true", help="PNG files instead, to look at")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
