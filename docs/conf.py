@@ -34,11 +34,16 @@ autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 80
 
+# Text of commands and keys is quoted as it is typed.
+smartquotes = False
+toc_object_entries_show_parents = "hide"
+
 html_theme = "furo"
 html_title = f"lightscale {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_math_renderer = "mathml"
+html_show_copyright = False
 html_show_sphinx = False
 html_copy_source = False
 html_show_sourcelink = False

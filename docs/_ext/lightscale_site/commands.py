@@ -4,7 +4,7 @@ import argparse
 import os
 from collections.abc import Iterator
 
-from lightscale_site.markdown import block, directive, plain
+from lightscale_site.markdown import block, directive, sentence
 
 from lightscale.cli import COMMANDS, load_command
 
@@ -27,7 +27,7 @@ def commands_text() -> str:
 def _command(parser: argparse.ArgumentParser, summary: str, level: int) -> Iterator[str]:
     """A section for the command, then one for each below it."""
     yield f"{'#' * level} {parser.prog}\n"
-    yield _sentence(parser.description or summary)
+    yield sentence(parser.description or summary)
     yield block(parser.format_usage().removeprefix("usage: "))
     yield directive("program", parser.prog, "")
     below: list[str] = []
@@ -35,9 +35,9 @@ def _command(parser: argparse.ArgumentParser, summary: str, level: int) -> Itera
         shown = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
         options = [action for action in shown if not isinstance(action, (argparse._HelpAction, argparse._SubParsersAction))]
         if options and group.title not in ("positional arguments", "options"):
-            yield f"**{plain(group.title or '')}**\n"
+            yield f"**{sentence(group.title or '').strip().rstrip('.')}**\n"
             if group.description:
-                yield _sentence(group.description)
+                yield sentence(group.description)
         for action in options:
             yield directive("option", _signature(parser, action), _meaning(parser, action))
         for action in shown:
@@ -46,7 +46,7 @@ def _command(parser: argparse.ArgumentParser, summary: str, level: int) -> Itera
                     below += _command(action.choices[listed.dest], listed.help or "", level + 1)
     if parser.epilog:
         is_raw = parser.formatter_class is argparse.RawDescriptionHelpFormatter
-        yield block(parser.epilog) if is_raw else _sentence(parser.epilog)
+        yield block(parser.epilog) if is_raw else sentence(parser.epilog)
     yield from below
 
 
@@ -62,9 +62,4 @@ def _meaning(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
     given = action.default
     if given not in (None, False, argparse.SUPPRESS, [], ()) and "default" not in text:
         text += f" (default: {given})"
-    return _sentence(text)
-
-
-def _sentence(text: str) -> str:
-    text = plain(text).strip()
-    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith(('.', ':', '?')) else '.'}\n" if text else ""
+    return sentence(text)

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lightscale_site.markdown import code, directive, plain
+from lightscale_site.markdown import code, directive, plain, sentence
 
 from lightscale.config import shipped
 from lightscale.config.fields import FieldDescription, describe_fields, key_text, toml_value
@@ -13,8 +13,8 @@ from lightscale.config.schema import RunConfig
 from lightscale.config.toml import read_toml
 
 _PAPER = re.compile(r"arXiv (\d{4}\.\d{5})")
-# Of one key: files that set it, each with its value.
-Uses = dict[str, dict[str, str]]
+# By name: what a shipped file sets, by whole keys, and the papers that it names.
+Files = dict[str, tuple[dict[str, Any], list[str]]]
 
 
 def configuration_text() -> str:
@@ -30,22 +30,21 @@ def configuration_text() -> str:
 
 def _heading(table: str) -> str:
     """Of a section of a run, or of a table below one."""
-    summary = ""
-    if "." not in table:
-        annotation: Any = RunConfig.model_fields[table].annotation
-        summary = plain((annotation.__doc__ or "").partition(": ")[2].partition("\n")[0])
-    level = "##" if "." not in table else "###"
-    return f"{level} [{table}]\n\n{summary[:1].upper()}{summary[1:]}\n".replace(f"{level} [", f"{level} \\[").replace(
-        f"{table}]", f"{table}\\]"
-    )
+    if "." in table:
+        return f"### \\[{table}\\]\n"
+    annotation: Any = RunConfig.model_fields[table].annotation
+    summary = (annotation.__doc__ or "").partition(": ")[2].partition("\n")[0]
+    return f"## \\[{table}\\]\n\n{sentence(summary)}"
 
 
-def _entry(described: FieldDescription, files: Mapping[str, tuple[dict[str, Any], list[str]]]) -> str:
-    options = [("type", described.type), ("default", "required" if described.default == "(required)" else code(described.default))]
-    return directive("confval", described.key, "\n\n".join([plain(described.description), *_uses(described, files)]), options)
+def _entry(described: FieldDescription, files: Files) -> str:
+    default = "required" if described.default == "(required)" else code(described.default)
+    options = [("type", plain(described.type)), ("default", default), ("no-contents-entry", "")]
+    body = "\n\n".join([plain(described.description), *_uses(described, files)])
+    return directive("confval", described.key, body, options)
 
 
-def _uses(described: FieldDescription, files: Mapping[str, tuple[dict[str, Any], list[str]]]) -> Iterator[str]:
+def _uses(described: FieldDescription, files: Files) -> Iterator[str]:
     """One line that lists the values of shipped files, with the papers that these name."""
     pattern = re.compile(re.escape(described.key).replace("NAME", "[^.]+"))
     by_value: dict[str, list[str]] = defaultdict(list)
@@ -60,10 +59,10 @@ def _uses(described: FieldDescription, files: Mapping[str, tuple[dict[str, Any],
         yield f"Shipped with: {'; '.join(parts)}."
 
 
-def _shipped_files() -> dict[str, tuple[dict[str, Any], list[str]]]:
+def _shipped_files() -> Files:
     """What each shipped file sets itself, by whole keys, and the papers that it names."""
     names = [*(name for part in shipped.part_names().values() for name in part), *shipped.run_names()]
-    found = {}
+    found: Files = {}
     for name in names:
         path = shipped.shipped_file(name)
         papers = list(dict.fromkeys(_PAPER.findall(path.read_text(encoding="utf-8"))))

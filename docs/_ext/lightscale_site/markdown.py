@@ -13,6 +13,12 @@ def plain(text: str) -> str:
     return "".join(part if part.startswith("`") else _MARKS.sub(r"\\\1", part) for part in parts)
 
 
+def sentence(text: str) -> str:
+    """Text of a program as a paragraph."""
+    text = plain(text).strip()
+    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith(('.', ':', '?')) else '.'}\n" if text else ""
+
+
 def code(text: str) -> str:
     """Text as code in a line."""
     fence = "``" if "`" in text else "`"
@@ -28,7 +34,7 @@ def directive(name: str, argument: str, body: str, options: Sequence[tuple[str, 
     """A directive of Sphinx, which may hold others."""
     fence = "`" * (max([3, *(len(run) + 1 for run in re.findall(r"^`{3,}", body, re.MULTILINE))]))
     # Values are YAML.
-    head = "".join(f":{key}: {_quoted(value)}\n" for key, value in options)
+    head = "".join(f":{key}: {_quoted(value)}".rstrip() + "\n" for key, value in options)
     inside = f"\n{body.rstrip()}\n" if body else ""
     return f"{fence}{{{name}}} {argument}\n{head}{inside}{fence}\n"
 
