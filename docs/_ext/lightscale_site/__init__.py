@@ -8,6 +8,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from sphinx.application import Sphinx
+from sphinx.ext.napoleon import Config, GoogleDocstring
+
 from lightscale_site.api import kernels_text
 from lightscale_site.architectures import parameter_table, size_table
 from lightscale_site.commands import commands_text
@@ -15,8 +18,6 @@ from lightscale_site.configuration import configuration_text
 from lightscale_site.contents import contents
 from lightscale_site.links import FileLinks
 from lightscale_site.mathml import depart_math, visit_block, visit_inline
-from sphinx.application import Sphinx
-from sphinx.ext.napoleon import Config, GoogleDocstring
 
 PARTS: dict[str, Callable[..., str]] = {
     "commands": commands_text,

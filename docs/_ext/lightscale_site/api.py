@@ -5,9 +5,8 @@ import inspect
 from pathlib import Path
 from types import ModuleType
 
-from lightscale_site.markdown import block
-
 import lightscale
+from lightscale_site.markdown import block
 
 
 def kernels_text() -> str:

@@ -1,10 +1,9 @@
 """The shipped runs of an architecture, with their numbers of parameters."""
 
-from lightscale_site.markdown import code, table
-
 from lightscale.config import shipped
 from lightscale.config.files import load
 from lightscale.planning.commands.configs import shipped_runs
+from lightscale_site.markdown import code, table
 
 
 def size_table(*mixers: str) -> str:

@@ -4,9 +4,8 @@ import argparse
 import os
 from collections.abc import Iterator
 
-from lightscale_site.markdown import block, directive, sentence
-
 from lightscale.cli import COMMANDS, load_command
+from lightscale_site.markdown import block, directive, sentence
 
 # Of a usage line; argparse reads it as it would a terminal's.
 _WIDTH = "92"
@@ -33,7 +32,9 @@ def _command(parser: argparse.ArgumentParser, summary: str, level: int) -> Itera
     below: list[str] = []
     for group in parser._action_groups:
         shown = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
-        options = [action for action in shown if not isinstance(action, (argparse._HelpAction, argparse._SubParsersAction))]
+        options = [
+            action for action in shown if not isinstance(action, (argparse._HelpAction, argparse._SubParsersAction))
+        ]
         if options and group.title not in ("positional arguments", "options"):
             yield f"**{sentence(group.title or '').strip().rstrip('.')}**\n"
             if group.description:

@@ -5,12 +5,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lightscale_site.markdown import code, directive, plain, sentence
-
 from lightscale.config import shipped
 from lightscale.config.fields import FieldDescription, describe_fields, key_text, toml_value
 from lightscale.config.schema import RunConfig
 from lightscale.config.toml import read_toml
+from lightscale_site.markdown import code, directive, plain, sentence
 
 _PAPER = re.compile(r"arXiv (\d{4}\.\d{5})")
 # By name: what a shipped file sets, by whole keys, and the papers that it names.
