@@ -12,7 +12,7 @@ READMES = sorted(
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
         *(path for name in FOLDERS for path in (ROOT / name).rglob("README.md")),
-        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
     }
 )
 

@@ -180,9 +180,8 @@ def main() -> None:
     for name, figure in FIGURES.items():
         drawn = draw(figure)
         metadata = None if arguments.png else {"Date": None}
-        drawn.savefig(
-            arguments.folder / f"{name}.{kind}", bbox_inches="tight", metadata=metadata, transparent=not arguments.png
-        )
+        path = arguments.folder / f"{name}.{kind}"
+        drawn.savefig(path, bbox_inches="tight", metadata=metadata, transparent=not arguments.png)
         plt.close(drawn)
 
 

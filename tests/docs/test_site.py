@@ -1,4 +1,4 @@
-"""The documentation site: built without a warning, complete, without a request to anywhere, and drawn without errors."""
+"""The documentation site: built without a warning, complete, drawn without errors and without a request to anywhere."""
 
 import json
 import re
@@ -66,30 +66,30 @@ def elements(page: Path) -> Elements:
     return Elements(page.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(
-    ("text", "warning"),
-    [
-        ("[a page](nowhere.md)", "nowhere.md"),
-        ("[a place](other.md#nowhere)", "nowhere"),
-        ("{option}`lightscale train --nowhere`", "nowhere"),
-        ("{confval}`model.nowhere`", "nowhere"),
-        ("{py:obj}`lightscale.nowhere`", "nowhere"),
-        ("$\\nowhere{x}$", "nowhere"),
-        ("A [good link](other.md#place) and $x_t$.", None),
-    ],
-    ids=["page", "anchor", "option", "key", "python", "formula", "good"],
-)
-def test_a_broken_link_fails_the_build(tmp_path: Path, text: str, warning: str | None) -> None:
+BROKEN = {
+    "[a page](nowhere.md)": "nowhere.md",
+    "[a place](other.md#nowhere)": "nowhere",
+    "[a file](../../nowhere.py)": "nowhere.py",
+    "{option}`lightscale train --nowhere`": "--nowhere",
+    "{confval}`model.nowhere`": "model.nowhere",
+    "{py:obj}`lightscale.nowhere`": "lightscale.nowhere",
+    "$\\nowhere{x}$": "nowhere{x}",
+}
+
+
+@pytest.mark.parametrize("lines", [[*BROKEN], ["A [good link](other.md#place) and $x_t$."]], ids=["broken", "good"])
+def test_a_broken_link_fails_the_build(tmp_path: Path, lines: list[str]) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    (source / "index.md").write_text(f"# Title\n\n{text}\n\n```{{toctree}}\nother\n```\n")
+    (source / "index.md").write_text("\n\n".join(["# Title", *lines, "```{toctree}\nother\n```\n"]))
     (source / "other.md").write_text("# Other\n\n## Place\n")
     built = build(source, tmp_path)
-    if warning is None:
-        assert (built.returncode, built.stderr) == (0, "")
-    else:
-        assert built.returncode == 1
-        assert re.search(rf"index\.md.*WARNING: .*{warning}", built.stderr), built.stderr
+    warnings = [line for line in built.stderr.splitlines() if "index.md" in line and "WARNING" in line]
+    wrong = [line for line in lines if line in BROKEN]
+    assert built.returncode == bool(wrong), built.stderr
+    assert len(warnings) == len(wrong), built.stderr
+    for line in wrong:
+        assert any(BROKEN[line] in warning for warning in warnings), (line, built.stderr)
 
 
 def test_each_command_and_each_option_has_an_entry(site: Path) -> None:
@@ -181,12 +181,13 @@ def show(page: SimpleNamespace, file: Path, width: int) -> None:
 
 @pytest.mark.parametrize("width", [1400, 390])
 def test_every_page_is_drawn_without_errors(site: Path, page: SimpleNamespace, width: int) -> None:
-    files = sorted(site.rglob("*.html"))
+    # The theme brings a file that is no page.
+    files = sorted(path for path in site.rglob("*.html") if "_static" not in path.parts)
     assert len(files) > 15
     for file in files:
         show(page, file, width)
         assert errors(page) == [], file
-        assert page.evaluate("document.querySelector('h1').innerText.length > 0"), file
+        assert page.evaluate("document.querySelector('h1, h2').innerText.length > 0"), file
         # What is wider scrolls by itself, not the page.
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), file
 

@@ -39,6 +39,10 @@ def setup(app: Sphinx) -> dict[str, Any]:
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
+# Of napoleon's settings; those of a whole site do not exist without its own extension.
+_STYLE: Any = Config()
+
+
 def _fill_in(app: Sphinx, docname: str, source: list[str]) -> None:
     def part(match: re.Match[str]) -> str:
         name, *arguments = match[1].split()
@@ -47,7 +51,7 @@ def _fill_in(app: Sphinx, docname: str, source: list[str]) -> None:
     source[0] = _PLACE.sub(part, source[0])
 
 
-def _read_google_style(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+def _read_google_style(app: Sphinx, what: Any, name: str, obj: object, options: object, lines: list[str]) -> None:
     """napoleon's reading, of all but attributes: it takes the text before their first colon for a type."""
     if what not in ("attribute", "property", "data"):
-        lines[:] = str(GoogleDocstring(lines, Config(), app, what, name, obj, options)).splitlines()
+        lines[:] = str(GoogleDocstring(lines, _STYLE, app, what, name, obj, options)).splitlines()

@@ -1,4 +1,4 @@
-"""Every key of a configuration: what it takes, its default, its meaning, and the shipped files that set another value."""
+"""Every key of a configuration: what it takes, its default and meaning, and shipped files that set another value."""
 
 import re
 from collections import defaultdict

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class FileLinks(SphinxTransform):
-    """In place of such a link, its text and the path in the repository; links that lead nowhere stay, and are faults."""
+    """In place of such a link, its text and the path in the repository. One that leads nowhere stays a fault."""
 
     default_priority = 500  # before files are gathered for downloads, and references are resolved
 
@@ -33,5 +33,5 @@ class FileLinks(SphinxTransform):
 
 
 def _is_link(node: nodes.Node) -> bool:
-    is_link = isinstance(node, addnodes.download_reference) or isinstance(node, addnodes.pending_xref)
+    is_link = isinstance(node, (addnodes.download_reference, addnodes.pending_xref))
     return is_link and node.get("reftype") == "myst"

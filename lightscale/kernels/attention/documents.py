@@ -110,7 +110,7 @@ class _Layout:
 
 @dataclass(frozen=True, eq=False)
 class DocumentAttention:
-    """Attention over rows of n tokens whose documents start at ``starts``, made once for all layers of a forward pass."""
+    """Attention over rows of n tokens whose documents start at ``starts``; one for all layers of a forward pass."""
 
     starts: DocumentStarts
     """Of these rows."""
