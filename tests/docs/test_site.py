@@ -187,7 +187,8 @@ def test_every_page_is_drawn_without_errors(site: Path, page: SimpleNamespace, w
     for file in files:
         show(page, file, width)
         assert errors(page) == [], file
-        assert page.evaluate("document.querySelector('h1, h2').innerText.length > 0"), file
+        # The page of the search is empty until it is asked.
+        assert file.name == "search.html" or page.evaluate("document.querySelector('h1').innerText.length > 0"), file
         # What is wider scrolls by itself, not the page.
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), file
 
