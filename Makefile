@@ -15,7 +15,7 @@ RANKS := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder tests/par
 # One more for the jobs of a scheduler, which mostly wait.
 LONG_JOBS ?= 3
 
-.PHONY: install check test test-skipped test-long test-soak test-eval gpu-check twin twin-budgets quickstart golden lock clean
+.PHONY: install check test test-skipped test-long test-soak test-eval gpu-check twin twin-budgets quickstart golden lock docs clean
 
 install: $(STAMP)
 
@@ -39,6 +39,7 @@ check: install
 	$(BIN)/ruff format --check
 	$(BIN)/mypy -p lightscale
 	$(BIN)/mypy tools tests/twin
+	MYPYPATH=docs/_ext $(BIN)/mypy -p lightscale_site
 	$(BIN)/python tools/dependencies.py
 	$(BIN)/pytest -q tests/test_layering.py tests/test_safety.py
 
@@ -88,6 +89,12 @@ twin-budgets: install
 	$(BIN)/python tools/twin.py fetch
 	$(BIN)/python tools/twin.py budgets --write
 	$(BIN)/python tools/twin.py memory --write
+
+# The documentation site. A warning, such as a broken link, is an error; what is generated is made anew each time.
+docs: install
+	$(BIN)/python -m sphinx -b html --nitpicky --fail-on-warning --keep-going --fresh-env --quiet \
+	  --doctree-dir build/doctrees docs build/docs
+	@echo "open build/docs/index.html"
 
 # Corpus, training, resume and a sample of text, from nothing.
 quickstart: install

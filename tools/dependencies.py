@@ -53,7 +53,10 @@ _NAMES = {
     "python software foundation license": "PSF-2.0",
 }
 # Read by a person: packages whose metadata says nothing that a program could judge.
-_READ = {"mpich": "LicenseRef-MPICH"}  # permissive, BSD-like
+_READ = {
+    "docutils": "BSD-2-Clause",  # and public domain; the GPL in its classifiers is of an Emacs mode outside the wheel
+    "mpich": "LicenseRef-MPICH",  # permissive, BSD-like
+}
 
 _OPERATORS = frozenset({"AND", "OR", "WITH"})
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""The figures of ``docs``: ``python tools/draw_architectures.py [FOLDER] [--png]``, an SVG of each architecture.
+"""The figures of the architectures' pages: ``python tools/draw_architectures.py [FOLDER] [--png]``, an SVG of each.
 
 Left the model, right what its mixer computes. The same text gives the same files.
 """
@@ -12,8 +12,10 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
-ROOT = Path(__file__).resolve().parent.parent
-_BOX = {"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": "#333333", "linewidth": 1.0}
+_FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference" / "architectures" / "figures"
+# Between white and black: the page behind is either.
+_LINE = "#808080"
+_BOX = {"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": _LINE, "linewidth": 1.0}
 _STEP = 0.95
 
 
@@ -21,7 +23,6 @@ _STEP = 0.95
 class Figure:
     """One architecture."""
 
-    title: str
     columns: tuple[tuple[str, ...], ...]
     """What becomes of the input on its ways to the operator, bottom up; the first boxes are projections."""
     operator: str
@@ -41,14 +42,12 @@ class Figure:
 _GATE = ("W_down W_up", "sigmoid")
 FIGURES = {
     "tnl": Figure(
-        title="TNL",
         columns=(("W_q", "silu", "LRPE (layer 0)"), ("W_k", "silu", "LRPE (layer 0)"), ("W_v",)),
         operator=r"$S_t = \lambda S_{t-1} + k_t v_t^T,\ \ o_t = S_t^T q_t$",
         behind=("norm over all heads", "times gate", "W_o"),
         gate=_GATE,
     ),
     "cosformer2": Figure(
-        title="cosFormer2",
         columns=(("W_q", "silu", "LRPE"), ("W_k", "silu", "LRPE"), ("W_v",)),
         operator=r"$S_t = S_{t-1} + k_t v_t^T,\ \ o_t = S_t^T q_t$",
         behind=("norm over all heads", "times gate", "W_o"),
@@ -56,7 +55,6 @@ FIGURES = {
         encoded=True,
     ),
     "lightnet": Figure(
-        title="LightNet",
         columns=(("W_q", "silu", "LRPE"), ("W_k", r"$\bar k_t = e^{k_t - z_t}$", "LRPE"), ("W_v",)),
         operator=r"$S_t = (1-\bar k_t) S_{t-1} + \bar k_t v_t^T,\ \ o_t = S_t^T q_t$",
         behind=("norm over all heads", "times gate", "W_o"),
@@ -65,27 +63,23 @@ FIGURES = {
         activation="silu",
     ),
     "hgrn2": Figure(
-        title="HGRN2",
         columns=(("W_q", "silu"), ("W_f", r"$f = \beta + (1-\beta)\,\sigma$", "k = 1 - f"), ("W_v",)),
         operator=r"$S_t = \mathrm{diag}(f_t) S_{t-1} + k_t v_t^T,\ \ o_t = S_t^T q_t$",
         behind=("norm over all heads", "W_o"),
     ),
     "llama": Figure(
-        title="LLaMA",
         columns=(("W_q", "RoPE"), ("W_k", "RoPE"), ("W_v",)),
         operator=r"$o_t = \Sigma_{s \leq t}\, \mathrm{softmax}_s(q_t^T k_s / \sqrt{k})\, v_s$",
         behind=("W_o",),
         activation="silu",
     ),
     "decay-attention": Figure(
-        title="Scalar decays: causal LION-S, and the forms of RetNet and Mamba-2",
         columns=(("W_q", r"$\phi$"), ("W_k", r"$\phi$"), ("W_v", "1 beside v (LION-S)"), ("w, b", r"$a$, $g$")),
         operator=r"$S_t = a_t S_{t-1} + g_t k_t [v_t, 1]^T,\ \ [y_t, z_t] = S_t^T q_t$",
         behind=(r"$y_t / (z_t + \epsilon)$, or norm and gate", "W_o"),
         activation="silu",
     ),
     "delta-net": Figure(
-        title="DeltaNet, gated DeltaNet, Kimi Delta Attention",
         columns=(
             ("W_q", "conv, silu", "length 1"),
             ("W_k", "conv, silu", "length 1"),
@@ -98,14 +92,12 @@ FIGURES = {
         activation="silu",
     ),
     "causal-rn": Figure(
-        title="CausalRN, linear form",
         columns=(("W_a, c", "LN"), ("W_b", "LN", r"$z_t = \log \Sigma_{s \leq t}\, e^{b_s}$")),
         operator=r"$o_t = \exp(a_t + z_t)$",
         behind=("LN", "W_o, c_o"),
         has_unit=False,
     ),
     "lion": Figure(
-        title="LION",
         columns=(("W_q", r"$\phi$"), ("W_k", r"$\phi$"), ("W_v",), ("w, b", r"$a = \sigma$ (LION-S)")),
         operator=r"$o_i = \Sigma_j M_{ij}\, q_i^T k_j\, v_j\ /\ \Sigma_j M_{ij}\, q_i^T k_j$",
         behind=("W_o",),
@@ -120,7 +112,6 @@ def draw(figure: Figure) -> plt.Figure:
     axes.set_xlim(-1.4, 8.9)
     axes.set_ylim(-0.6, 7.6)
     axes.axis("off")
-    axes.text(-1.3, 7.25, figure.title, fontsize=13, weight="bold")
     _model(axes, figure)
     _mixer(axes, figure)
     return drawn
@@ -131,7 +122,7 @@ def _box(axes: Any, x: float, y: float, text: str) -> None:
 
 
 def _arrow(axes: Any, start: tuple[float, float], end: tuple[float, float]) -> None:
-    look = {"arrowstyle": "->", "color": "#333333", "linewidth": 0.9, "shrinkA": 9, "shrinkB": 9}
+    look = {"arrowstyle": "->", "color": _LINE, "linewidth": 0.9, "shrinkA": 9, "shrinkB": 9}
     axes.annotate("", xy=end, xytext=start, arrowprops=look)
 
 
@@ -150,10 +141,10 @@ def _model(axes: Any, figure: Figure) -> None:
     block = ("norm", "mixer", *(("norm", unit) if figure.has_unit else ()))
     _chain(axes, 0.0, 0.0, (*first, *block, "norm", "logits (embedding)"))
     low, high = (len(first) - 0.45) * _STEP, (len(first) + len(block) - 0.55) * _STEP
-    axes.add_patch(mpl.patches.Rectangle((-1.15, low), 2.3, high - low, fill=False, linestyle=":", color="#777777"))
-    axes.text(1.2, (low + high) / 2, "x L", fontsize=9, color="#555555")
-    axes.text(-1.15, low - 0.18, "both added to", fontsize=6.5, color="#555555", va="center")
-    axes.text(0.45, low - 0.18, "their input", fontsize=6.5, color="#555555", va="center")
+    axes.add_patch(mpl.patches.Rectangle((-1.15, low), 2.3, high - low, fill=False, linestyle=":", color=_LINE))
+    axes.text(1.2, (low + high) / 2, "x L", fontsize=9, color=_LINE)
+    axes.text(-1.15, low - 0.18, "both added to", fontsize=6.5, color=_LINE, va="center")
+    axes.text(0.45, low - 0.18, "their input", fontsize=6.5, color=_LINE, va="center")
 
 
 def _mixer(axes: Any, figure: Figure) -> None:
@@ -179,7 +170,7 @@ def _mixer(axes: Any, figure: Figure) -> None:
 def main() -> None:
     """Write the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "docs" / "figures")
+    parser.add_argument("folder", nargs="?", type=Path, default=_FOLDER)
     parser.add_argument("--png", action="store_true", help="PNG files instead, to look at")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
@@ -189,7 +180,8 @@ def main() -> None:
     for name, figure in FIGURES.items():
         drawn = draw(figure)
         metadata = None if arguments.png else {"Date": None}
-        drawn.savefig(arguments.folder / f"{name}.{kind}", bbox_inches="tight", metadata=metadata)
+        path = arguments.folder / f"{name}.{kind}"
+        drawn.savefig(path, bbox_inches="tight", metadata=metadata, transparent=not arguments.png)
         plt.close(drawn)
 
 

@@ -62,6 +62,8 @@ class Page:
         os.close(answers)
         self._buffer = b""
         self._number = 0
+        self.events: list[dict[str, Any]] = []
+        """What the browser has told unasked, of the domains that were enabled (`call("Log.enable")`)."""
         self._session: str | None = None
         target = self.call("Target.createTarget", url=url)["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -89,6 +91,7 @@ class Page:
             if answer.get("id") == self._number:
                 assert "result" in answer, answer
                 return answer["result"]
+            self.events.append(answer)
 
     def evaluate(self, expression: str) -> Any:
         """What JavaScript says on the page, as JSON can hold it."""

@@ -110,21 +110,20 @@ class _Layout:
 
 @dataclass(frozen=True, eq=False)
 class DocumentAttention:
-    """Attention over rows of n tokens whose documents start at ``starts``, made once for all layers of a forward pass.
-
-    starts: of these rows.
-    rows, length: b and n.
-    before: keys of each row before its own n, of the sequence ranks before.
-    after: (b,) tokens of each row's last document that the sequence ranks behind hold; None: attention is causal, and
-        the keys end with the row's own.
-    """
+    """Attention over rows of n tokens whose documents start at ``starts``; one for all layers of a forward pass."""
 
     starts: DocumentStarts
+    """Of these rows."""
     rows: int
+    """b."""
     length: int
+    """n."""
     before: int
+    """Keys of each row before its own n, of the sequence ranks before."""
     device: torch.device
     after: Tensor | None = None
+    """(b,) tokens of each row's last document that the sequence ranks behind hold; None: attention is causal, and the
+    keys end with the row's own."""
 
     @property
     def is_causal(self) -> bool:

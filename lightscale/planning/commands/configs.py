@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the runs as a table, the parts by folder and the studies, or all as JSON."""
-    runs = sorted(map(_record, shipped.run_names()), key=lambda one: (one["architecture"], one["parameters"]))
+    runs = shipped_runs()
     if args.json:
         parts, studies = shipped.part_names(), shipped.study_names()
         print(
@@ -41,6 +41,11 @@ def run(args: argparse.Namespace) -> int:
     console.print(f"studies, for `lightscale study`: {' '.join(shipped.study_names())}")
     console.print(f"files: {shipped.FOLDER}; `lightscale config NAME` shows all that one leads to")
     return 0
+
+
+def shipped_runs() -> list[dict[str, Any]]:
+    """The shipped runs, by architecture and size: name, architecture, parameters, tokens, sequence_length."""
+    return sorted(map(_record, shipped.run_names()), key=lambda one: (one["architecture"], one["parameters"]))
 
 
 def _record(name: str) -> dict[str, Any]:
