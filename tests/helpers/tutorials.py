@@ -1,0 +1,157 @@
+"""Runs the code of a tutorial as it stands on its page: loaded with runpy, as all of tests/helpers.
+
+What a page is made of, in the order in which it stands there:
+
+    ```bash                 run by bash, in the folder of the page; the first command that fails fails the test
+    ```python               run by python; where its first line is `# NAME.py`, written to that file instead
+    ```toml                 written to the file that its first line names: `# mine.toml`
+    ```text                 what the block before it printed; `…` is any text in a line, or, alone, any lines
+
+A comment before a block changes that:
+
+    <!-- not run: REASON -->        a block for the reader alone
+    <!-- needs NAME -->             run only where the Python package is installed
+    <!-- numbers vary -->           of an output: each number stands for any number
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+FENCE = re.compile(
+    r"^(?:<!-- (?P<marker>.*?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+MARKER = re.compile(r"not run: \S.*|needs (?P<package>\w+)|numbers vary")
+COMMENT = re.compile(r"^<!-- (.*?) -->$", re.MULTILINE)
+FILE = re.compile(r"# (?P<name>[\w./-]+\.[a-z]+)\n")
+NUMBER = r"[+-]?\d[\d.,:]*(?:e[+-]?\d+)?"
+ANY_NUMBER = re.compile(rf"{NUMBER}[kMG]?\b")
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fence of a page; `line` is that of its first line of code."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    marker: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+    @property
+    def file(self) -> str | None:
+        """The file that the block is written to."""
+        named = FILE.match(self.text) if self.language in ("python", "toml") else None
+        return None if named is None else named["name"]
+
+    @property
+    def is_left_out(self) -> bool:
+        package = MARKER.fullmatch(self.marker)
+        needed = None if package is None else package["package"]
+        return self.marker.startswith("not run") or bool(needed and importlib.util.find_spec(needed) is None)
+
+
+def blocks(page: Path) -> list[Block]:
+    """All of a page; what is neither code nor output, and what no rule above covers, is refused."""
+    source = page.read_text(encoding="utf-8")
+    found = []
+    for match in FENCE.finditer(source):
+        line = source.count("\n", 0, match.start("text")) + 1
+        block = Block(page, line, match["language"], match["text"], match["marker"] or "")
+        assert block.language in ("bash", "python", "toml", "text"), f"{block.place}: no rule for ```{block.language}"
+        assert not block.marker or MARKER.fullmatch(block.marker), f"{block.place}: no such marker: {block.marker}"
+        if block.language == "toml" and not block.is_left_out:
+            assert block.file is not None, f"{block.place}: its first line names no file"
+        found.append(block)
+    assert source.count("```") == 2 * len(found), f"{page.name}: a fence is not closed"
+    used = sum(bool(block.marker) for block in found)
+    assert len(COMMENT.findall(source)) == used, f"{page.name}: a comment stands before no block"
+    return found
+
+
+def run_page(page: Path, folder: Path, environment: dict[str, str]) -> list[str]:
+    """Run a page in `folder`; returns the places of the blocks that were run. AssertionError names page and line."""
+    own = Path(sys.executable).parent
+    environment = {**environment, "PATH": f"{own}{os.pathsep}{environment['PATH']}"}
+    printed: str | None = None
+    last, ran = "", []
+    for block in blocks(page):
+        if block.language == "text":
+            if printed is not None and not block.is_left_out:
+                different = difference(block.text, printed, numbers_vary=block.marker == "numbers vary")
+                assert different is None, f"{block.place}: {different}\n--- of {last}\n--- printed:\n{printed}"
+            continue
+        printed, last = None, f"the block at {block.place}:\n{block.text}"
+        if block.is_left_out:
+            continue
+        if block.file is not None:
+            path = folder / block.file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.text, encoding="utf-8")
+            continue
+        printed = run_block(block, folder, environment)
+        ran.append(block.place)
+    return ran
+
+
+def run_block(block: Block, folder: Path, environment: dict[str, str]) -> str:
+    """What it prints, to either stream."""
+    programs = {"bash": ["bash", "-euo", "pipefail", "-c", block.text], "python": [sys.executable, "-c", block.text]}
+    assert block.language in programs, f"{block.place}: ```{block.language} cannot be run"
+    done = subprocess.run(
+        programs[block.language],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, (
+        f"{block.place}: exit code {done.returncode} of\n{block.text}--- printed:\n{done.stdout}"
+    )
+    return done.stdout
+
+
+def difference(expected: str, printed: str, *, numbers_vary: bool = False) -> str | None:
+    """None where `printed` is as expected, or else the first expected line that is not found in its place."""
+    wanted = [" ".join(line.split()) for line in expected.splitlines()]
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
+    while lines and not lines[-1]:
+        lines.pop()
+    position, gap = 0, False
+    for want in wanted:
+        if want == "…":
+            gap = True
+            continue
+        pattern = line_pattern(want, numbers_vary=numbers_vary)
+        reach = range(position, len(lines)) if gap else range(position, min(position + 1, len(lines)))
+        match = next((index for index in reach if pattern.fullmatch(lines[index])), None)
+        if match is None:
+            return f"expected {want!r}" + ("" if gap or position >= len(lines) else f", not {lines[position]!r}")
+        position, gap = match + 1, False
+    if not gap and position < len(lines):
+        return f"not expected: {lines[position]!r}"
+    return None
+
+
+def line_pattern(want: str, *, numbers_vary: bool) -> re.Pattern[str]:
+    parts = []
+    for part in want.split("…"):
+        if not numbers_vary:
+            parts.append(re.escape(part))
+            continue
+        between = ANY_NUMBER.split(part)
+        parts.append(rf"(?:{NUMBER}[kMG]?)".join(re.escape(text) for text in between))
+    return re.compile(".*".join(parts))
