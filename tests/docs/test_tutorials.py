@@ -55,7 +55,7 @@ def test_blocks_are_run_in_order_and_their_output_is_compared(tmp_path: Path) ->
         "```text\nanything\n```\n\n<!-- needs no_such_package -->\n```bash\nfalse\n```\n\n"
         "```python\nprint(open('some/file.toml').read())\n```\n\n```text\n# some/file…\n…\n```\n"
     )
-    assert run(tmp_path, page) == ["page.md:7", "page.md:34"]
+    assert run(tmp_path, page) == ["page.md:7", "page.md:32"]
 
 
 @pytest.mark.parametrize(
