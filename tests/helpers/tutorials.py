@@ -9,7 +9,8 @@ What a page is made of, in the order in which it stands there:
 
 A comment before a block changes that:
 
-    <!-- not run: REASON -->        a block for the reader alone
+    <!-- not run: REASON -->        a block for the reader alone, and the output below it
+    <!-- not compared: REASON -->   of an output: as it was once; another time it is different
     <!-- needs NAME -->             run only where the Python package is installed
     <!-- numbers vary -->           of an output: each number stands for any number
 """
@@ -25,7 +26,7 @@ from pathlib import Path
 FENCE = re.compile(
     r"^(?:<!-- (?P<marker>.*?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
-MARKER = re.compile(r"not run: \S.*|needs (?P<package>\w+)|numbers vary")
+MARKER = re.compile(r"not (?:run|compared): \S.*|needs (?P<package>\w+)|numbers vary")
 COMMENT = re.compile(r"^<!-- (.*?) -->$", re.MULTILINE)
 FILE = re.compile(r"# (?P<name>[\w./-]+\.[a-z]+)\n")
 NUMBER = r"[+-]?\d[\d.,:]*(?:e[+-]?\d+)?"
@@ -57,7 +58,7 @@ class Block:
     def is_left_out(self) -> bool:
         package = MARKER.fullmatch(self.marker)
         needed = None if package is None else package["package"]
-        return self.marker.startswith("not run") or bool(needed and importlib.util.find_spec(needed) is None)
+        return self.marker.startswith("not ") or bool(needed and importlib.util.find_spec(needed) is None)
 
 
 def blocks(page: Path) -> list[Block]:
