@@ -4,7 +4,7 @@ What a page is made of, in the order in which it stands there:
 
     ```bash                 run by bash, in the folder of the page; the first command that fails fails the test
     ```python               run by python; where its first line is `# NAME.py`, written to that file instead
-    ```toml                 written to the file that its first line names: `# mine.toml`
+    ```toml, ```yaml        written to the file that its first line names: `# mine.toml`
     ```text                 what the block before it printed; `…` is any text in a line, or, alone, any lines
 
 A comment before a block changes that:
@@ -51,7 +51,7 @@ class Block:
     @property
     def file(self) -> str | None:
         """The file that the block is written to."""
-        named = FILE.match(self.text) if self.language in ("python", "toml") else None
+        named = FILE.match(self.text) if self.language in ("python", "toml", "yaml") else None
         return None if named is None else named["name"]
 
     @property
@@ -68,9 +68,9 @@ def blocks(page: Path) -> list[Block]:
     for match in FENCE.finditer(source):
         line = source.count("\n", 0, match.start("text")) + 1
         block = Block(page, line, match["language"], match["text"], match["marker"] or "")
-        assert block.language in ("bash", "python", "toml", "text"), f"{block.place}: no rule for ```{block.language}"
+        assert block.language in ("bash", "python", "toml", "yaml", "text"), f"{block.place}: no rule for ```{block.language}"
         assert not block.marker or MARKER.fullmatch(block.marker), f"{block.place}: no such marker: {block.marker}"
-        if block.language == "toml" and not block.is_left_out:
+        if block.language in ("toml", "yaml") and not block.is_left_out:
             assert block.file is not None, f"{block.place}: its first line names no file"
         found.append(block)
     assert source.count("```") == 2 * len(found), f"{page.name}: a fence is not closed"
