@@ -28,6 +28,7 @@ FENCE = re.compile(
 )
 MARKER = re.compile(r"not (?:run|compared): \S.*|needs (?P<package>\w+)|numbers vary")
 COMMENT = re.compile(r"^<!-- (.*?) -->$", re.MULTILINE)
+LANGUAGES = ("bash", "python", "toml", "yaml", "text")
 FILE = re.compile(r"# (?P<name>[\w./-]+\.[a-z]+)\n")
 NUMBER = r"[+-]?\d[\d.,:]*(?:e[+-]?\d+)?"
 ANY_NUMBER = re.compile(rf"{NUMBER}[kMG]?\b")
@@ -68,7 +69,9 @@ def blocks(page: Path) -> list[Block]:
     for match in FENCE.finditer(source):
         line = source.count("\n", 0, match.start("text")) + 1
         block = Block(page, line, match["language"], match["text"], match["marker"] or "")
-        assert block.language in ("bash", "python", "toml", "yaml", "text"), f"{block.place}: no rule for ```{block.language}"
+        assert block.language in ("bash", "python", "toml", "yaml", "text"), (
+            f"{block.place}: no rule for ```{block.language}"
+        )
         assert not block.marker or MARKER.fullmatch(block.marker), f"{block.place}: no such marker: {block.marker}"
         if block.language in ("toml", "yaml") and not block.is_left_out:
             assert block.file is not None, f"{block.place}: its first line names no file"
