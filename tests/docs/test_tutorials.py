@@ -77,3 +77,11 @@ def test_what_is_wrong_is_named_with_page_and_line(page: str, message: str, tmp_
     with pytest.raises(AssertionError) as failed:
         run(tmp_path, page)
     assert message in str(failed.value)
+
+
+def test_a_block_that_does_not_end_is_named_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tutorials.run_page.__globals__, "TIMEOUT_S", 0.5)
+    with pytest.raises(AssertionError) as failed:
+        run(tmp_path, "```bash\ntrap 'echo asked to end; exit 3' TERM\nsleep 60 & wait\n```\n")
+    assert str(failed.value).startswith("page.md:2: not done after")
+    assert "asked to end" in str(failed.value)

@@ -18,6 +18,7 @@ A comment before a block changes that:
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -111,7 +112,7 @@ def run_block(block: Block, folder: Path, environment: dict[str, str]) -> str:
     """What it prints, to either stream."""
     programs = {"bash": ["bash", "-euo", "pipefail", "-c", block.text], "python": [sys.executable, "-c", block.text]}
     assert block.language in programs, f"{block.place}: ```{block.language} cannot be run"
-    done = subprocess.run(
+    with subprocess.Popen(
         programs[block.language],
         cwd=folder,
         env=environment,
@@ -119,13 +120,22 @@ def run_block(block: Block, folder: Path, environment: dict[str, str]) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, (
-        f"{block.place}: exit code {done.returncode} of\n{block.text}--- printed:\n{done.stdout}"
-    )
-    return done.stdout
+        start_new_session=True,
+    ) as process:
+        try:
+            printed, _ = process.communicate(timeout=TIMEOUT_S)
+        except BaseException as error:
+            # Launchers end their ranks when they are asked to; killed, they would leave them.
+            os.killpg(process.pid, signal.SIGTERM)
+            printed, _ = process.communicate()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise AssertionError(
+                    f"{block.place}: not done after {TIMEOUT_S:.0f} s:\n{block.text}--- printed:\n{printed}"
+                ) from None
+            raise
+    code = process.returncode
+    assert code == 0, f"{block.place}: exit code {code} of\n{block.text}--- printed:\n{printed}"
+    return printed
 
 
 def difference(expected: str, printed: str, *, numbers_vary: bool = False) -> str | None:
