@@ -50,12 +50,12 @@ def run(folder: Path, text: str) -> list[str]:
 
 def test_blocks_are_run_in_order_and_their_output_is_compared(tmp_path: Path) -> None:
     page = (
-        "```toml\n# some/file.toml\nkey = 1\n```\n\n```bash\ncat some/file.toml\necho 7.25 s\n```\n\n"
-        "<!-- numbers vary -->\n```text\n…\nkey = 1\n3.5 s\n```\n\n<!-- not run: it fails -->\n```bash\nfalse\n```\n"
+        "```toml\n# some/file.toml\nkey = 1\n```\n\n```bash\ncat some/file.toml\nseq 1.5 3; echo end\n```\n\n"
+        "<!-- numbers vary -->\n```text\n…\nkey = 1\n…\n7.25\nend\n```\n\n<!-- not run: it fails -->\n```bash\nfalse\n```\n"
         "```text\nanything\n```\n\n<!-- needs no_such_package -->\n```bash\nfalse\n```\n\n"
         "```python\nprint(open('some/file.toml').read())\n```\n\n```text\n# some/file…\n…\n```\n"
     )
-    assert run(tmp_path, page) == ["page.md:7", "page.md:32"]
+    assert run(tmp_path, page) == ["page.md:7", "page.md:34"]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_blocks_are_run_in_order_and_their_output_is_compared(tmp_path: Path) ->
         ("one\n\n```bash\necho yes\nfalse\necho no\n```\n", "page.md:4: exit code 1 of\necho yes\nfalse\n"),
         ("```bash\necho 3\n```\n```text\n4\n```\n", "page.md:5: expected '4', not '3'\n--- of the block at page.md:2"),
         ("```bash\necho 3; echo 4\n```\n```text\n3\n```\n", "page.md:5: not expected: '4'"),
-        ("```bash\necho 3\n```\n```text\n…\n4\n```\n", "page.md:5: expected '4'\n"),
+        ("```bash\necho 3; echo 5\n```\n```text\n…\n4\n```\n", "page.md:5: expected '4'\n"),
         ("```bash\necho a 3\n```\n<!-- numbers vary -->\n```text\nb 4\n```\n", "page.md:6: expected 'b 4', not 'a 3'"),
         ("```toml\nkey = 1\n```\n", "page.md:2: its first line names no file"),
         ("```bsh\necho\n```\n", "page.md:2: no rule for ```bsh"),

@@ -144,20 +144,19 @@ def difference(expected: str, printed: str, *, numbers_vary: bool = False) -> st
     lines = [" ".join(line.split()) for line in printed.splitlines()]
     while lines and not lines[-1]:
         lines.pop()
-    position, gap = 0, False
+    # The lines that may be next: several behind a `…`, as any of those that are alike may be meant.
+    ends = {0}
     for want in wanted:
         if want == "…":
-            gap = True
+            ends = set(range(min(ends), len(lines) + 1))
             continue
         pattern = line_pattern(want, numbers_vary=numbers_vary)
-        reach = range(position, len(lines)) if gap else range(position, min(position + 1, len(lines)))
-        match = next((index for index in reach if pattern.fullmatch(lines[index])), None)
-        if match is None:
-            return f"expected {want!r}" + ("" if gap or position >= len(lines) else f", not {lines[position]!r}")
-        position, gap = match + 1, False
-    if not gap and position < len(lines):
-        return f"not expected: {lines[position]!r}"
-    return None
+        found = {end + 1 for end in ends if end < len(lines) and pattern.fullmatch(lines[end])}
+        if not found:
+            (*others, last) = sorted(ends)
+            return f"expected {want!r}" + ("" if others or last == len(lines) else f", not {lines[last]!r}")
+        ends = found
+    return None if len(lines) in ends else f"not expected: {lines[max(ends)]!r}"
 
 
 def line_pattern(want: str, *, numbers_vary: bool) -> re.Pattern[str]:
