@@ -54,7 +54,8 @@ def run(folder: Path, text: str) -> list[str]:
 def test_blocks_are_run_in_order_and_their_output_is_compared(tmp_path: Path) -> None:
     page = (
         "```toml\n# some/file.toml\nkey = 1\n```\n\n```bash\ncat some/file.toml\nseq 1.5 3; echo end\n```\n\n"
-        "<!-- numbers vary -->\n```text\n…\nkey = 1\n…\n7.25\nend\n```\n\n<!-- not run: it fails -->\n```bash\nfalse\n```\n"
+        "<!-- numbers vary -->\n```text\n…\nkey = 1\n…\n7.25\nend\n```\n\n"
+        "<!-- not run: it fails -->\n```bash\nfalse\n```\n"
         "```text\nanything\n```\n\n<!-- needs no_such_package -->\n```bash\nfalse\n```\n\n"
         "```python\nprint(open('some/file.toml').read())\n```\n\n```text\n# some/file…\n…\n```\n"
     )
