@@ -71,7 +71,8 @@ EVAL_VENV := .venv-eval
 test-eval: install
 	test -x $(EVAL_VENV)/bin/python || $(PYTHON) -m venv $(EVAL_VENV)
 	$(EVAL_VENV)/bin/python -m pip install --quiet --editable '.[dev,eval]' --constraint tools/constraints.txt
-	$(EVAL_VENV)/bin/pytest -rs tests/evaluation/harness tests/evaluation/tasks tests/tools/benchmarks/test_evaluate.py
+	$(EVAL_VENV)/bin/pytest -rs tests/evaluation/harness tests/evaluation/tasks tests/tools/benchmarks/test_evaluate.py \
+	  'tests/docs/test_tutorials.py::test_page[to-transformers]'
 
 # What only a GPU can show: correctness on the device, then speed, kept in benchmarks; `PARTS=kernels` for one part,
 # `SMALL=1` for sizes that take seconds.

@@ -27,6 +27,8 @@ from lightscale.evaluation.progress import EvaluationProgress
 from lightscale.runs.run_directory import split_step
 
 NAME = "lightscale"
+# lm-eval gives it to every model unless --device names another, whatever devices there are.
+_DEFAULT_DEVICE = "cuda:0"
 _MAY_CHANGE = ("parallel.", "train.precision", "train.kernels")
 
 
@@ -36,7 +38,7 @@ class LightscaleLM(TemplateLM):
 
     Args:
         run: directory of a run, or NAME for runs/NAME; RUN@STEP for a step, otherwise the newest checkpoint.
-        device: "auto", "cpu" or "cuda".
+        device: "auto", "cpu" or "cuda"; "cuda:0" is "auto".
         store: token store with the tokenizer; None: the run's own.
         row_tokens: tokens that pass through the model at once; takes the place of a batch size.
         context: longest prompt in tokens; None: any for linear mixers, the longest sequence of training for softmax.
@@ -64,6 +66,8 @@ class LightscaleLM(TemplateLM):
             if not name.startswith(_MAY_CHANGE):
                 known = "run, device, store, row_tokens, context"
                 raise UserError(f"--model_args: no argument {name!r}; known: {known}, {', '.join(_MAY_CHANGE)}…")
+        if device == _DEFAULT_DEVICE:
+            device = "auto"
         words = [f"train.device={device}", *(f"{name}={value}" for name, value in overrides.items())]
         directory, step = split_step(str(run))
         self._run = choose_run(

@@ -143,7 +143,8 @@ def ask_all(rank: int, world_size: int, init_method: str, folder: Path) -> dict[
 
     tasks = Tasks(list(LOCAL_TASKS), Path("data"))
     arguments = [one.arguments for one in tasks.asked(None)]
-    ours = LightscaleLM.create_from_arg_string("run=llama,row_tokens=300", {"batch_size": 1, "device": "cpu"})
+    # The device is what lm-eval's command gives where none is named, on a machine without a GPU too.
+    ours = LightscaleLM.create_from_arg_string("run=llama,row_tokens=300", {"batch_size": 1, "device": "cuda:0"})
     # Behind one of ours: transformers must still find all devices where they were.
     theirs = HFLM(pretrained="exported", device="cpu", dtype="float32", batch_size=4)
     for name, model in (("ours", ours), ("theirs", theirs)):
