@@ -22,7 +22,9 @@ from lightscale.launch.settings import LaunchSettings
 from lightscale.study.definition import read_definition
 
 documents = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "documents.py")))
-ROOT, PAGES = documents.ROOT, documents.PAGES
+ROOT = documents.ROOT
+# The code on tutorials is run as a whole (test_tutorials.py).
+PAGES = [page for page in documents.PAGES if "tutorials" not in page.parts]
 blocks, commands, words = documents.blocks, documents.commands, documents.words
 
 OVERRIDE = re.compile(r"[a-z_]+(?:\.[A-Za-z0-9_-]+)+=.*", re.DOTALL)
