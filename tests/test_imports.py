@@ -73,7 +73,7 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     ("checkpoint list runs/first", 0, "layout"),
     ("checkpoint show runs/first", 0, "embedding"),
     ("checkpoint prune runs/first", 0, "nothing removed"),
-    ("export nowhere --to there", 78, "there is no run nowhere"),
+    ("export nowhere --to there", 78, "no run nowhere"),
     ("export runs/first --to there --shard-size 1", 2, "is no size of 1MB or more"),
     ("import nowhere --run there", 78, "no model there"),
 ]

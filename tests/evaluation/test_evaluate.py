@@ -297,7 +297,7 @@ BAD = {
     "an unknown task": ("tnl --tasks perplexiti", "did you mean perplexity?"),
     "a kind alone": ("tnl --tasks perplexity", "FILE.toml"),
     "no task": ("tnl --tasks ,", "names no task"),
-    "no such run": ("tml --tasks whole.toml", "there is no run tml"),
+    "no such run": ("tml --tasks whole.toml", "no run tml"),
     "no such step": ("tnl@7 --tasks whole.toml", "has no checkpoint of step 7; it has: 2"),
     "no such file": ("tnl --tasks nowhere.toml", "nowhere.toml: cannot read the task file"),
     "missing data": ("tnl --tasks wikitext-2", "data/evaluation/wikitext-2/wiki.test.raw"),

@@ -156,7 +156,7 @@ def test_runs_are_compared(finished: Study, tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere", "--out", "page.html"], "there is no run nowhere"),
+        (["nowhere", "--out", "page.html"], "no run nowhere"),
         (["{run}", "--out", "nowhere/page.html"], "--out nowhere/page.html: there is no folder nowhere"),
         (["{run}", "--out", "page.html", "--smoothing", "1"], "--smoothing 1.0: must be above 1"),
         (["{new}", "--out", "page.html"], "no step was recorded yet"),

@@ -75,7 +75,7 @@ def test_changes_that_ranks_notice(whole: tuple[RunDirectory, Any], workplace: P
             text.splitlines()[-1],
         )
     assert fingerprint(refused.checkpoints) == before
-    assert 'model.mixer = "tml": no mixer is called tml; did you mean tnl' in results[5][1]
+    assert 'model.mixer = "tml": unknown mixer tml; did you mean tnl' in results[5][1]
     (changed,) = [event for event in read_lines(other.events) if event["event"] == "data_changed"]
     assert changed["step"] == 20
     assert "store" in changed["changes"]

@@ -164,7 +164,7 @@ def test_commands_for_jobs_where_there_is_no_slurm(
     assert live_jobs(records) == {}
     for words, message in (
         (["cancel", "runs/tiny-run"], "there is no SLURM here: scancel"),
-        (["cancel", "runs/other"], "there is no run runs/other"),
+        (["cancel", "runs/other"], "no run runs/other"),
         (["logs", "runs/tiny-run", "--rank", "3"], "has no output of rank 3 yet"),
         (["train", "tiny-run.toml", "--scheduler", "slurm"], "there is no SLURM here: srun"),
         (
