@@ -68,7 +68,7 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     ("evaluate runs/first --tasks text.toml", 2, "nowhere.txt: there is no such file"),
     ("generate runs/first --file nowhere.jsonl", 2, "nowhere.jsonl: No such file"),
     ("generate runs/first --step 7", 2, "has no checkpoint of step 7"),
-    ("predict runs/first --file nowhere.jsonl", 2, "use that, or --embed mean"),
+    ("predict runs/first --file nowhere.jsonl", 2, "to continue texts, or --embed mean"),
     ("predict runs/first --file nowhere.jsonl --embed last", 2, "nowhere.jsonl: No such file"),
     ("checkpoint list runs/first", 0, "layout"),
     ("checkpoint show runs/first", 0, "embedding"),

@@ -302,7 +302,7 @@ BAD = {
     "no such file": ("tnl --tasks nowhere.toml", "nowhere.toml: cannot read the task file"),
     "missing data": ("tnl --tasks wikitext-2", "data/evaluation/wikitext-2/wiki.test.raw"),
     "a layout that does not fit": ("tnl parallel.tensor=3 --tasks whole.toml", "parallel.tensor = 3"),
-    "another model": ("tnl model.num_layers=3 --tasks whole.toml", "a trained model is used as it is"),
+    "another model": ("tnl model.num_layers=3 --tasks whole.toml", "not allowed for a trained model"),
     "two of one name": ("tnl --tasks whole.toml,whole.toml", "two tasks are called 'whole'"),
     "limit": ("tnl --tasks whole.toml --limit 0", "--limit 0: must be at least 1"),
 }

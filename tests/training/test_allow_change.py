@@ -114,5 +114,5 @@ def test_names_that_mean_nothing(
 ) -> None:
     monkeypatch.chdir(workplace)
     assert main(["train", "run.toml", "--run", "runs/never", f"--allow-change={key}", "--json"]) == 78
-    assert f"--allow-change {key}: neither a key or section of the configuration" in capsys.readouterr().err
+    assert f"--allow-change {key}: use a key or section of the configuration" in capsys.readouterr().err
     assert not (workplace / "runs/never").exists()

@@ -376,7 +376,7 @@ def test_what_a_follower_needs_is_not_removed(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["runs/one@3", "--follow"], "--follow takes every checkpoint of a run, not one step"),
+        (["runs/one@3", "--follow"], "--follow evaluates every checkpoint; remove the step"),
         (["runs/one", "runs/one", "--follow"], "--follow takes one run, not 2"),
         (["runs/evaluation-none", "--follow"], "runs/evaluation-none"),
     ],
