@@ -124,7 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_interval,
         const=_WATCH_S,
         metavar="SECONDS",
-        help="refresh every S seconds until Ctrl-C; DIR comes before it (default: 5)",
+        help="refresh every SECONDS until Ctrl-C; put RUN before it (default: 5)",
     )
     parser.epilog = _EPILOG
 
@@ -155,7 +155,7 @@ def _interval(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; put DIR before --watch") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; put RUN before --watch") from None
     if not math.isfinite(seconds) or seconds < _LEAST_WATCH_S:
         raise argparse.ArgumentTypeError(f"{text} s: must be at least {_LEAST_WATCH_S} s")
     return seconds

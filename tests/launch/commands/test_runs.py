@@ -351,7 +351,7 @@ def test_watch_on_a_terminal_redraws(
     assert shown.rstrip("\n").endswith("\x1b[?25h"), "the cursor is shown again"
 
 
-@pytest.mark.parametrize(("word", "message"), [("runs", "put DIR before --watch"), ("0", "must be at least 0.1 s")])
+@pytest.mark.parametrize(("word", "message"), [("runs", "put RUN before --watch"), ("0", "must be at least 0.1 s")])
 def test_a_wrong_interval_is_refused(capsys: pytest.CaptureFixture[str], word: str, message: str) -> None:
     with pytest.raises(SystemExit):
         cli.main(["runs", "--watch", word])

@@ -122,7 +122,7 @@ class StopRank:
 
 
 def draw_kills(generator: random.Random, number: int, processes: int) -> Iterator[Kill]:
-    """Half of them, rounded up, at phases of saves, each equally often; a fifth of the rest at loads, a fifth at steps."""
+    """Half of them, rounded up, at phases of saves, each equally often; a fifth of the rest each at loads and steps."""
     num_saves = (number + 1) // 2
     num_others = (number - num_saves) // 5
     points: list[str | None] = [
