@@ -348,7 +348,7 @@ def test_a_scheduler_that_does_not_answer_is_not_taken_for_no_job(
     queue_file().write_text(json.dumps(dict.fromkeys(queue, "unknown")))
     assert main(["cancel", "runs/tiny-run"]) == os.EX_TEMPFAIL
     output = capsys.readouterr()
-    assert "has no job" not in output.out
+    assert "has no waiting or running job" not in output.out
     assert output.err == "job 1: the scheduler does not answer, and the job may wait or run; try again\n"
     assert main(["cancel", "runs/tiny-run", "--json"]) == os.EX_TEMPFAIL
     assert json.loads(capsys.readouterr().out)["unknown"] == [1]

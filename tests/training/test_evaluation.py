@@ -292,7 +292,7 @@ def test_tasks_are_checked_before_anything_is_written(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["evaluation.every_steps=4"], "evaluation.tasks names no task"),
+        (["evaluation.every_steps=4"], "evaluation.tasks is empty"),
         (
             ["evaluation.every_steps=4", 'evaluation.tasks=["held.toml"]', "parallel.virtual_stages=2"],
             "--follow",

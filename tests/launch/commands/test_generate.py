@@ -282,7 +282,7 @@ def test_processes_are_started(found: dict[str, Any], folder: Path) -> None:
 
 
 BAD = {
-    "none --prompt a": "there is no run",
+    "none --prompt a": "no run",
     "tnl --file none.jsonl": "none.jsonl: No such file",
     "tnl --file empty.jsonl": "empty.jsonl: the file is empty",
     "tnl --file damaged.jsonl": "damaged.jsonl:2: not a JSON object",

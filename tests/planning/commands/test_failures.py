@@ -127,7 +127,7 @@ def test_people_see_a_table_and_what_to_do(capsys: pytest.CaptureFixture[str]) -
         (["--failures"], ["best interval 39 min 56 s", "it needs only the", "--hours"]),
         (["--failures", "--failures-per-gpu-day", "-1"], ["--failures-per-gpu-day -1", "at least 0"]),
         (["--failures", "--failures-per-gpu-day", "nan"], ["--failures-per-gpu-day nan"]),
-        (["--failures", "--failures-per-gpu-day", "0"], ["--failures-per-gpu-day 0", "nothing is ever lost"]),
+        (["--failures", "--failures-per-gpu-day", "0"], ["--failures-per-gpu-day 0", "no work is ever lost"]),
         (["--failures", "--stall-s", "0"], ["--stall-s 0", "greater than 0"]),
         (["--failures", "--stall-s", "70"], ["--save-s 60", "--stall-s 70"]),
         (["--failures", "--stop-every", "24"], ["--stop-every 24", "H:MM"]),
@@ -136,7 +136,7 @@ def test_people_see_a_table_and_what_to_do(capsys: pytest.CaptureFixture[str]) -
         (["--failures", "--unannounced"], ["--unannounced", "--stop-every"]),
         (
             ["--failures", "--hours", "9", "--failures-per-gpu-day", "50"],
-            ["work is lost every 27 s", "almost no progress"],
+            ["work is lost every 27 s", "no interval gives much progress"],
         ),
         (["--gpus", "8"], ["--gpus requires --failures"]),
         (["--stop-every", "8:00"], ["--stop-every requires --failures"]),
