@@ -109,8 +109,8 @@ def test_what_ranks_refuse_is_said_once_on_each_host(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--node-rank", "1"], "--node-rank 1: only with --nodes"),
-        (["--master-port", "29500"], "--master-port 29500: only with --nodes"),
+        (["--node-rank", "1"], "--node-rank 1: needs --nodes"),
+        (["--master-port", "29500"], "--master-port 29500: needs --nodes"),
         (["--nodes", "2"], "--nodes 2: set --node-rank and --master-addr too"),
         (["--nnodes", "2", "--node-rank", "0"], "--nodes 2: set --master-addr too"),
         (["--nodes", "0"], "--nodes 0: must be at least 1"),
