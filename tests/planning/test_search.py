@@ -203,7 +203,7 @@ def test_people_see_a_prediction_and_what_it_rests_on(capsys: pytest.CaptureFixt
         "sequence: states",
         "of 73.6 usable",
         "train.recompute=none data.sequence_length=1048576 train.global_batch_size=4",
-        "train.global_batch_size=4 it is 4,194,304, +6.7%",
+        "train.global_batch_size=4 gives 4,194,304, +6.7%",
         "given by --set",
         "assumed",
         "pipeline: 1F1B",

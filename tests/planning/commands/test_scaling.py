@@ -85,7 +85,7 @@ def test_a_changed_batch_is_said_and_stands_in_the_line(capsys: pytest.CaptureFi
     path = str(CONFIGS / "tnl-1b.toml")
     out = plan(capsys, path, "--nodes", "37")
     (said,) = [line for line in out.splitlines() if line.startswith("The batch changes: ")]
-    assert "train.global_batch_size=481 it is 3,940,352, +0.2%" in said
+    assert "train.global_batch_size=481 gives 3,940,352, +0.2%" in said
     _, overrides, _ = pasted(out, "submit")
     assert "train.global_batch_size=481" in overrides
     assert check_layout(load(path, overrides), 8 * 37).world_size == 296
